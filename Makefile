@@ -1,0 +1,68 @@
+# Tasks of this project. `make` alone lists them. Paths are relative, so any folder works, with spaces too.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+# The first Python that is new enough; `make PYTHON=/path/to/python install` chooses another.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
+PY := .venv/bin/python
+STAMP := .venv/.installed
+EXTRAS := playground,dev,bench
+SOURCES := pyproject.toml $(wildcard setup.py) $(shell find src -name '*.pyx' -o -name '*.pxd')
+ROUNDS ?= 30
+ARGS ?=
+
+.PHONY: help install demo test torture lint format bench test-servers clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## Create .venv with everything; .venv/bin/pgcdc is the command
+
+# Nothing here runs, and no network is used, while the stamp is newer than its sources. The build tools are installed first
+# and used without isolation, so that a rebuild after an edit works offline too.
+$(STAMP): $(SOURCES)
+	@if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or newer is needed: install it, or run: make PYTHON=/path/to/python $@" >&2; exit 2; fi
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "$(PYTHON) is no Python 3.11 or newer: run make PYTHON=/path/to/python install" >&2; exit 2; }
+	@"$(PYTHON)" -m venv .venv || { echo "Cannot create .venv: on Debian run apt install python3-venv" >&2; exit 2; }
+	@$(PY) -m pip install --quiet --disable-pip-version-check 'setuptools>=77' 'Cython>=3.1'
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[$(EXTRAS)]'
+	@touch $@
+	@echo "Installed. Try: .venv/bin/pgcdc --help"
+
+demo: install ## Embedded PostgreSQL, traffic, Spark and a live view for 30 seconds
+	@.venv/bin/pgcdc playground --seconds 30 $(ARGS)
+
+test: install ## Every test but the slow ones
+	@$(PY) -m pytest -m "not slow" $(ARGS)
+
+torture: install ## Slow scenarios: random kill -9 under load (ROUNDS=30)
+	@PGCDC_TORTURE_ROUNDS="$${PGCDC_TORTURE_ROUNDS:-$(ROUNDS)}" $(PY) -m pytest -m slow $(ARGS)
+
+lint: install ## ruff (rules and format) and mypy strict
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+format: install ## Rewrite the code as ruff wants it
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+bench: install ## Measure against pg_recvlogical; writes docs/benchmarks.md
+	@$(PY) benchmarks/run.py $(ARGS)
+
+test-servers: ## Optional: PostgreSQL 15 for the tests on older servers (Debian, root)
+	@if [ -x /usr/lib/postgresql/15/bin/postgres ]; then echo "PostgreSQL 15 is installed."; \
+	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends postgresql-15; \
+	elif command -v apt-get >/dev/null; then echo "Needs root. Run: sudo make test-servers"; \
+	else echo "Install PostgreSQL 15 so that /usr/lib/postgresql/15/bin/postgres exists. Tests run without it, too."; fi
+
+clean: ## Remove everything that can be made again
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .pgcdc src/*.egg-info
+	find src tests -name '__pycache__' -type d -prune -exec rm -rf {} +
+	find src -name '*.so' -type f -delete
+	find src -name '*.pyx' -exec sh -c 'rm -f "$${1%.pyx}.c"' _ {} ';'

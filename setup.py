@@ -1,0 +1,32 @@
+"""Builds the optional compiled decoder; everything else about the package stands in pyproject.toml.
+
+Without Cython or without a compiler the package is complete: `pgcdc.capture.rows` then decodes in Python.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from setuptools import Extension, setup
+
+
+def compiled_modules() -> list[Extension]:
+    """The extensions to build: none without Cython."""
+    try:
+        from Cython.Build import cythonize
+    except ImportError:
+        return []
+    rows = Extension(
+        "pgcdc.capture._rows",
+        ["src/pgcdc/capture/_rows.pyx"],
+        extra_compile_args=[] if sys.platform == "win32" else ["-O3"],
+    )
+    # The C file goes to build/, so that the source tree holds only what people write.
+    modules: list[Extension] = cythonize([rows], build_dir="build")
+    for module in modules:
+        # A compiler that is missing or fails is a warning. Set here, because cythonize makes new objects without it.
+        module.optional = True
+    return modules
+
+
+setup(ext_modules=compiled_modules())

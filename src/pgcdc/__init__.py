@@ -1,0 +1,63 @@
+"""pgcdc: every change of a database, delivered anywhere, exactly once, on Spark.
+
+    import pgcdc
+    spark = pgcdc.session()
+    events = spark.readStream.format("pgcdc").option("tables", "orders").load()
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pgcdc.errors import (
+    ConfigError,
+    ConnectionLost,
+    DecodeError,
+    GapError,
+    PgcdcError,
+    SinkError,
+    SourceError,
+    SpoolError,
+    StateError,
+)
+from pgcdc.position import Position
+
+if TYPE_CHECKING:
+    from pgcdc.capture.batch import CaptureBatch
+    from pgcdc.capture.stream import Capture, open_capture
+    from pgcdc.stream.session import register, session
+
+__all__ = [
+    "Capture",
+    "CaptureBatch",
+    "ConfigError",
+    "ConnectionLost",
+    "DecodeError",
+    "GapError",
+    "PgcdcError",
+    "Position",
+    "SinkError",
+    "SourceError",
+    "SpoolError",
+    "StateError",
+    "open_capture",
+    "register",
+    "session",
+]
+
+_LAZY = {
+    "Capture": "pgcdc.capture.stream",
+    "CaptureBatch": "pgcdc.capture.batch",
+    "open_capture": "pgcdc.capture.stream",
+    "register": "pgcdc.stream.session",
+    "session": "pgcdc.stream.session",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs Spark or a driver only when it is asked for."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'pgcdc' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)

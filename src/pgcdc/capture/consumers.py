@@ -1,0 +1,106 @@
+"""Who reads the spool, and how far each one has made things durable.
+
+The minimum of all acks is what may be confirmed. It is written here durably *before* it is confirmed to PostgreSQL, so that
+a slot which is ahead of this file was moved by somebody else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pgcdc.errors import ConfigError
+from pgcdc.position import Position
+from pgcdc.state import read_json, write_json_durably
+
+__all__ = ["Consumer", "Consumers"]
+
+
+@dataclass(slots=True)
+class Consumer:
+    """One reader of the spool."""
+
+    initial: Position
+    """Where it began: Spark asks again after a crash in its first batch, and must get the same answer."""
+    ack: Position
+    confirmable_lsn: int
+    """The last transaction END that its acks have covered."""
+
+
+class Consumers:
+    """The consumers of one slot, and what was confirmed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        raw: dict[str, Any] = read_json(path) or {}
+        self.confirmed_lsn: int = raw.get("confirmed_lsn", 0)
+        self._dirty = False
+        self._consumers = {
+            name: Consumer(Position.parse(one["initial"]), Position.parse(one["ack"]), one["confirmable_lsn"])
+            for name, one in raw.get("consumers", {}).items()
+        }
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._consumers
+
+    def __getitem__(self, name: str) -> Consumer:
+        return self._consumers[name]
+
+    def names(self) -> list[str]:
+        """All known consumers."""
+        return sorted(self._consumers)
+
+    def join(self, name: str, start: Position) -> Consumer:
+        """The consumer of that name; a new one begins at `start`. Durable when this returns."""
+        if name not in self._consumers:
+            self._consumers[name] = Consumer(start, start, start.confirmable_lsn)
+            self._save()
+        return self._consumers[name]
+
+    def forget(self, name: str) -> None:
+        """Drop a consumer that will not come back. Durable when this returns."""
+        if name not in self._consumers:
+            known = ", ".join(self.names()) or "none"
+            raise ConfigError(f"there is no consumer {name!r}", f"Known consumers: {known}")
+        del self._consumers[name]
+        self._save()
+
+    def ack(self, name: str, position: Position) -> None:
+        """A consumer has made everything up to `position` durable."""
+        consumer = self._consumers[name]
+        if position > consumer.ack:
+            consumer.ack = position
+            consumer.confirmable_lsn = max(consumer.confirmable_lsn, position.confirmable_lsn)
+            self._dirty = True
+
+    def confirmable(self) -> int:
+        """What may be confirmed to PostgreSQL now; durable here when this returns."""
+        if not self._consumers:
+            return self.confirmed_lsn
+        lsn = min(consumer.confirmable_lsn for consumer in self._consumers.values())
+        if lsn > self.confirmed_lsn:
+            self.confirmed_lsn = lsn
+            self._dirty = True
+        if self._dirty:
+            self._save()
+        return self.confirmed_lsn
+
+    def begin(self, lsn: int) -> None:
+        """A new slot: it has confirmed `lsn`, and nobody reads yet."""
+        self.confirmed_lsn = lsn
+        self._save()
+
+    def to_json(self) -> dict[str, Any]:
+        """For the file, and for `pgcdc status`."""
+        return {
+            "confirmed_lsn": self.confirmed_lsn,
+            "consumers": {
+                name: {"initial": str(one.initial), "ack": str(one.ack), "confirmable_lsn": one.confirmable_lsn}
+                for name, one in self._consumers.items()
+            },
+        }
+
+    def _save(self) -> None:
+        write_json_durably(self._path, self.to_json())
+        self._dirty = False

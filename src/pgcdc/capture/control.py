@@ -1,0 +1,141 @@
+"""The queries' side of the control socket, and how a capture process comes to be.
+
+`ensure_capture` starts the capture of a state directory or joins the one that runs: whoever needs it calls it, the lock file
+decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pgcdc.capture.process import CaptureSpec
+from pgcdc.errors import ConnectionLost, PgcdcError, SourceError
+from pgcdc.position import Position
+from pgcdc.state import Lock, StateDir
+
+__all__ = ["CaptureGone", "ControlClient", "ensure_capture"]
+
+START_TIMEOUT_S = 120.0
+
+
+class CaptureGone(ConnectionLost):
+    """The capture process ended; start or join it again."""
+
+
+class ControlClient:
+    """One connection to the capture process. Not thread-safe."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.connect(address)
+        except OSError as error:
+            self._socket.close()
+            raise CaptureGone("the capture process does not answer") from error
+        self._file = self._socket.makefile("rb")
+
+    def join(self, consumer: str) -> tuple[Position, Position]:
+        """Register a consumer; where it begins and what it has acked. Both are durable."""
+        reply = self.request({"do": "join", "consumer": consumer})
+        return Position.parse(reply["initial"]), Position.parse(reply["ack"])
+
+    def ack(self, consumer: str, position: Position) -> None:
+        """Everything up to `position` is durable at this consumer."""
+        self.request({"do": "ack", "consumer": consumer, "position": str(position)})
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the spool has grown since the last call."""
+        return bool(self.request({"do": "wait", "timeout_s": timeout_s}, timeout_s + 10)["moved"])
+
+    def confirm(self) -> int:
+        """Confirm to PostgreSQL what all consumers have acked; the LSN that was sent."""
+        return int(self.request({"do": "confirm"})["lsn"])
+
+    def target(self) -> int:
+        """The server's WAL flush LSN of now; the capture hurries to report progress up to there."""
+        return int(self.request({"do": "target"})["lsn"])
+
+    def status(self) -> dict[str, Any]:
+        """What `pgcdc status` shows."""
+        return self.request({"do": "status"})
+
+    def stop(self) -> None:
+        """Ask the process to end."""
+        self.request({"do": "stop"})
+
+    def request(self, content: dict[str, Any], timeout_s: float = 30.0) -> dict[str, Any]:
+        """Send one request and wait for its answer. Raises what the capture process failed with."""
+        try:
+            self._socket.settimeout(timeout_s)
+            self._socket.sendall(json.dumps(content).encode() + b"\n")
+            line = self._file.readline()
+        except OSError as error:
+            raise CaptureGone("the capture process does not answer") from error
+        if not line:
+            raise CaptureGone("the capture process ended")
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise PgcdcError.from_json(reply["error"])
+        return reply
+
+    def close(self) -> None:
+        """Close the connection; the capture goes on."""
+        self._file.close()
+        self._socket.close()
+
+
+def ensure_capture(spec: CaptureSpec, *, is_restart: bool) -> ControlClient:
+    """A connection to the capture of this state directory, which is started if none runs."""
+    state = StateDir(Path(spec.state_dir))
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        holder = Lock.holder(state.capture_lock)
+        if holder is None:
+            _start(replace(spec, is_restart=is_restart), state)
+        elif "address" in holder:
+            with contextlib.suppress(CaptureGone):
+                return ControlClient(holder["address"])
+        time.sleep(0.02)
+    raise SourceError("the capture process did not start in time", f"See {state.path / 'capture.log'}")
+
+
+def _start(spec: CaptureSpec, state: StateDir) -> None:
+    """Start a capture process and wait for its one line."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with open(state.path / "capture.log", "ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pgcdc.capture.process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(spec.to_json().encode())
+        process.stdin.close()
+    line = process.stdout.readline()
+    process.stdout.close()
+    reply = json.loads(line) if line else {}
+    _REAP.append(process)
+    if "error" in reply:
+        raise PgcdcError.from_json(reply["error"])
+    if not line:
+        code = process.wait()
+        raise SourceError(
+            f"the capture process ended at once with code {code}", f"See {state.path / 'capture.log'}"
+        )
+
+
+_REAP: list[subprocess.Popen[bytes]] = []
+"""Processes that we started: kept, so that `poll` collects them when they end."""

@@ -1,0 +1,249 @@
+"""From what the user asked for to a slot that can be read: checks first, then publication, then slot, then identity.
+
+What fails leaves nothing behind: what was created on the way is removed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pgcdc.capture.consumers import Consumers
+from pgcdc.capture.database import connect, quote_identifier
+from pgcdc.capture.preflight import ServerInfo, check
+from pgcdc.capture.process import CaptureSpec
+from pgcdc.capture.publications import PublicationInfo, compare_fingerprint, ensure, fingerprint, use_existing
+from pgcdc.capture.slots import OpenTransaction, create_slot, drop_slot, get_slot
+from pgcdc.errors import ConfigError, GapError, SourceError
+from pgcdc.position import format_lsn
+from pgcdc.state import Identity, StateDir, check_identity
+
+__all__ = ["DEFAULT_SPOOL_LIMIT_BYTES", "Prepared", "SourceOptions", "prepare"]
+
+DEFAULT_SPOOL_LIMIT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """What a user says about the source, in the CLI, in YAML or as options of the Spark source."""
+
+    url: str
+    slot: str = "pgcdc"
+    publication: str | None = None
+    tables: tuple[str, ...] = ()
+    all_tables: bool = False
+    state_dir: str = ".pgcdc"
+    spool_limit_bytes: int = DEFAULT_SPOOL_LIMIT_BYTES
+    temporary_slot: bool = False
+    start_from: str | None = None
+    fail_fast: bool = False
+
+    def check(self) -> None:
+        """Raise ConfigError for what cannot go together, before anything is touched."""
+        if not self.url:
+            raise ConfigError("no database is given", "Use --db, the variable PGCDC_DB, or `db:` in pgcdc.yaml")
+        chosen = [bool(self.publication) and not self.all_tables and not self.tables, bool(self.tables), self.all_tables]
+        if sum(chosen) != 1:
+            raise ConfigError(
+                "say which tables to capture, in one way",
+                "Use --tables a,b or --all-tables, or --publication with one that exists",
+            )
+        if self.start_from not in (None, "slot"):
+            raise ConfigError(f"start_from {self.start_from!r} is not known", "The only value is: slot")
+        if self.spool_limit_bytes < 1 << 20:
+            raise ConfigError("the spool limit is too small", "Give at least 1 MB")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A source that can be read."""
+
+    spec: CaptureSpec
+    identity: Identity
+    publications: tuple[PublicationInfo, ...]
+    is_new: bool
+    """Slot and state directory were created just now."""
+
+    @property
+    def inserts_only(self) -> list[str]:
+        """Tables whose updates and deletes do not reach us, because they have no replica identity."""
+        return [table for publication in self.publications for table in publication.inserts_only]
+
+
+def prepare(
+    options: SourceOptions,
+    *,
+    watch_pid: int | None = None,
+    on_wait: Callable[[list[OpenTransaction]], None] | None = None,
+) -> Prepared:
+    """Check server and state directory, create what is missing. Raises with advice, and then nothing is left behind."""
+    options.check()
+    state = StateDir(Path(options.state_dir))
+    with contextlib.ExitStack() as undo:
+        if not state.path.exists():
+            undo.callback(shutil.rmtree, state.path, ignore_errors=True)
+        server = check(options.url, options.slot)
+        _check_not_taken(options, state, server)
+        state.create()
+        known = state.identity()
+        if known is not None:
+            check_identity(
+                known,
+                system_identifier=server.system_identifier,
+                timeline=server.timeline,
+                database=server.database,
+                slot=options.slot,
+            )
+        publications = _prepare_publications(options, undo)
+        if known is not None and known.created_lsn:
+            identity = _rejoin(options, known, server)
+        else:
+            identity = _begin(options, state, server, publications, undo, on_wait)
+        undo.pop_all()
+    spec = CaptureSpec(
+        url=options.url,
+        slot=options.slot,
+        publications=tuple(publication.name for publication in publications),
+        state_dir=str(state.path),
+        spool_limit_bytes=options.spool_limit_bytes,
+        watch_pid=watch_pid or os.getpid(),
+        temporary=options.temporary_slot,
+        fail_fast=options.fail_fast,
+    )
+    return Prepared(spec, identity, publications, known is None)
+
+
+def _check_not_taken(options: SourceOptions, state: StateDir, server: ServerInfo) -> None:
+    """Say at once if somebody else reads this slot; our own capture, or its dying walsender, is no reason."""
+    if server.slot is None or not server.slot.active:
+        return
+    if options.temporary_slot:
+        raise SourceError(f"slot {options.slot!r} is in use", "Choose another --slot-name for the temporary slot")
+    known = state.identity()
+    with connect(options.url, may_retry=False) as sql:
+        row = sql.execute(
+            "SELECT application_name FROM pg_stat_activity WHERE pid = %s", [server.slot.active_pid]
+        ).fetchone()
+    if row is not None and (known is None or row[0] != f"pgcdc {known.instance}"):
+        raise SourceError(
+            f"slot {options.slot!r} is in use by process {server.slot.active_pid} of the server ({row[0]})",
+            "Another consumer reads this slot. Stop it, or use another --slot-name",
+        )
+
+
+def _prepare_publications(options: SourceOptions, undo: contextlib.ExitStack) -> tuple[PublicationInfo, ...]:
+    with connect(options.url, may_retry=False) as sql:
+        if options.publication and not options.tables and not options.all_tables:
+            return (use_existing(sql, options.publication),)
+        base = options.publication or ("all" if options.all_tables else options.slot)
+        names = (base, f"{base}_inserts")
+        before = {item["name"] for item in fingerprint(sql, names)}
+        infos = ensure(sql, base, None if options.all_tables else list(options.tables))
+        created = [info.name for info in infos if info.name not in before]
+        if created:
+            undo.callback(_drop_publications, options.url, created)
+        return infos
+
+
+def _drop_publications(url: str, names: list[str]) -> None:
+    with contextlib.suppress(SourceError), connect(url, may_retry=False) as sql:
+        for name in names:
+            sql.execute(f"DROP PUBLICATION IF EXISTS {quote_identifier(name)}".encode())
+
+
+def _rejoin(options: SourceOptions, known: Identity, server: ServerInfo) -> Identity:
+    """The pipeline ran before: slot and publications must be as we left them."""
+    if options.temporary_slot:
+        raise ConfigError(
+            f"the state directory {options.state_dir} belongs to the persistent slot {known.slot!r}",
+            "Use another --state-dir with --temporary-slot",
+        )
+    if server.slot is None:
+        raise GapError(
+            f"slot {options.slot!r} does not exist any more: somebody dropped it",
+            "Changes since then are gone. Start with a new --state-dir (and copy the existing rows)",
+        )
+    consumers = Consumers(StateDir(Path(options.state_dir)).consumers_file)
+    confirmed = server.slot.confirmed_flush_lsn or 0
+    if confirmed > consumers.confirmed_lsn:
+        raise GapError(
+            f"slot {options.slot!r} stands at {format_lsn(confirmed)}, but we confirmed only "
+            f"{format_lsn(consumers.confirmed_lsn)}: it was recreated, or advanced by somebody else",
+            "The changes between are not delivered. Start with a new slot and a new --state-dir "
+            "(and copy the existing rows)",
+        )
+    with connect(options.url, may_retry=False) as sql:
+        names = [item["name"] for item in known.publications]
+        difference = compare_fingerprint(known.publications, fingerprint(sql, names))
+    if difference is not None:
+        raise difference
+    return known
+
+
+def _begin(
+    options: SourceOptions,
+    state: StateDir,
+    server: ServerInfo,
+    publications: tuple[PublicationInfo, ...],
+    undo: contextlib.ExitStack,
+    on_wait: Callable[[list[OpenTransaction]], None] | None,
+) -> Identity:
+    """The first start. The identity is written before the slot is made, so that a crash between leaves a slot that is ours."""
+    started = state.identity()
+    if server.slot is not None and started is None and options.start_from != "slot":
+        raise GapError(
+            f"slot {options.slot!r} exists (it stands at {format_lsn(server.slot.confirmed_flush_lsn or 0)}), but the "
+            f"state directory {state.path} is new: what was delivered is not known",
+            "If the state directory was lost, restore it. To deliver everything that the slot still has, give "
+            "--start-from slot. Otherwise use another --slot-name, or drop the slot: pgcdc slot drop",
+        )
+    with connect(options.url, may_retry=False) as sql:
+        prints = fingerprint(sql, [publication.name for publication in publications])
+    identity = Identity(
+        system_identifier=server.system_identifier,
+        timeline=server.timeline,
+        database=server.database,
+        slot=options.slot,
+        instance=started.instance if started else secrets.token_hex(8),
+        publications=prints,
+        created_lsn=0,
+    )
+    state.save_identity(identity)
+    if options.temporary_slot:
+        lsn = 1  # the capture creates the slot on its own connection and begins there
+    elif server.slot is not None:
+        lsn = server.slot.confirmed_flush_lsn or 0
+    else:
+        lsn = _create_slot(options, undo, on_wait)
+    if not options.temporary_slot:
+        Consumers(state.consumers_file).begin(lsn)
+    identity = replace(identity, created_lsn=lsn)
+    state.save_identity(identity)
+    return identity
+
+
+def _create_slot(
+    options: SourceOptions,
+    undo: contextlib.ExitStack,
+    on_wait: Callable[[list[OpenTransaction]], None] | None,
+) -> int:
+    with (
+        connect(options.url, replication=True, may_retry=False) as replication,
+        connect(options.url, may_retry=False) as sql,
+    ):
+        undo.callback(_remove_slot, options.url, options.slot)
+        create_slot(replication, options.slot, monitor=sql, on_wait=on_wait)
+        slot = get_slot(sql, options.slot)
+        assert slot is not None
+        return slot.confirmed_flush_lsn or 0
+
+
+def _remove_slot(url: str, name: str) -> None:
+    with contextlib.suppress(SourceError), connect(url, may_retry=False) as sql:
+        if get_slot(sql, name) is not None:
+            drop_slot(sql, name)

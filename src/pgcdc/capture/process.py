@@ -1,0 +1,473 @@
+"""The capture process: one per slot, from PostgreSQL to the spool.
+
+One thread, one loop: the replication socket, an ordinary connection that notices a shutdown of the server, the control
+socket of the queries, and the life of the driver. It starts with its specification on standard input (so that no secret is
+among the process arguments), answers one line on standard output, and ends when the driver does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import selectors
+import shutil
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from psycopg import Connection, Error
+
+from pgcdc.capture.consumers import Consumers
+from pgcdc.capture.database import connect
+from pgcdc.capture.preflight import identify
+from pgcdc.capture.publications import compare_fingerprint, fingerprint
+from pgcdc.capture.replication import SlotBusy
+from pgcdc.capture.server import ControlServer
+from pgcdc.capture.slots import check_usable, get_slot
+from pgcdc.capture.stream import Capture, reconnect_delay_s
+from pgcdc.errors import ConnectionLost, GapError, PgcdcError, SourceError
+from pgcdc.ops.failpoint import hit
+from pgcdc.position import Position, format_lsn
+from pgcdc.spool.writer import SpoolWriter
+from pgcdc.state import Lock, StateDir, check_identity, write_json
+
+__all__ = ["CaptureSpec", "main"]
+
+logger = logging.getLogger("pgcdc.capture")
+
+CONFIRM_INTERVAL_S = 1.0
+CHECK_INTERVAL_S = 10.0
+TARGET_POLL_S = 0.05
+ROUNDS_PER_TURN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureSpec:
+    """Everything a capture process needs to know."""
+
+    url: str
+    slot: str
+    publications: tuple[str, ...]
+    state_dir: str
+    spool_limit_bytes: int
+    watch_pid: int
+    """The driver: when this process is gone, so are we."""
+    temporary: bool = False
+    fail_fast: bool = False
+    is_restart: bool = False
+    """The pipeline was running: a server that is not there is waited for, not an error."""
+
+    def to_json(self) -> str:
+        """For the standard input of the process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> CaptureSpec:
+        """The specification behind `to_json()`."""
+        raw = json.loads(text)
+        return cls(**{**raw, "publications": tuple(raw["publications"])})
+
+
+class CaptureProcess:
+    """The loop. `run` returns when asked to stop, or raises what made it stop."""
+
+    def __init__(self, spec: CaptureSpec, state: StateDir) -> None:
+        self._spec = spec
+        self._state = state
+        identity = state.identity()
+        if identity is None:
+            raise GapError("the state directory has no identity", "Start pgcdc again: it prepares slot and directory")
+        self._identity = identity
+        self._consumers = Consumers(state.consumers_file)
+        self._selector = selectors.DefaultSelector()
+        self._spool = SpoolWriter(state.spool, Position.end(self._consumers.confirmed_lsn))
+        self._server = ControlServer(self._selector, self._answer)
+        self._capture = Capture(
+            spec.url,
+            slot=spec.slot,
+            publications=spec.publications,
+            start_lsn=self._spool.resume_lsn,
+            confirmed_lsn=self._consumers.confirmed_lsn,
+            relations=self._spool.relations,
+            spill_dir=state.spool,
+            application_name=f"pgcdc {identity.instance}",
+            temporary=spec.temporary,
+            on_notice=lambda text: logger.warning("the server says: %s", text),
+            check=self._check_server,
+        )
+        self._sql: Connection | None = None
+        self._stream_registered = False
+        self._stopping = False
+        self._failed_attempts = 0
+        self._busy_since: float | None = None
+        self._reconnect_at = 0.0
+        self._wal_sender_timeout_s = 60.0
+        self._server_lsn = 0
+        self._phase = "starting"
+        self._last_error: dict[str, str] | None = None
+        self._target_lsn = 0
+        self._rows = 0
+        self._last_commit_us = 0
+
+    @property
+    def address(self) -> str:
+        """The control socket."""
+        return self._server.address
+
+    def stop(self, *_: int | FrameType | None) -> None:
+        """End the loop at the next turn (a signal handler)."""
+        self._stopping = True
+
+    def run(self, announce: Any) -> None:
+        """Connect, say that we are there, and work until told to stop."""
+        if not self._spec.is_restart:
+            self._connect_first()
+        announce()
+        confirm_due = check_due = target_due = 0.0
+        while not self._stopping:
+            now = time.monotonic()
+            if not _is_alive(self._spec.watch_pid):
+                logger.info("the driver is gone: ending")
+                break
+            try:
+                if self._capture.is_connected:
+                    if self._target_lsn > self._capture.last_lsn and now >= target_due:
+                        self._capture.ask_for_progress()
+                        target_due = now + TARGET_POLL_S
+                    if now >= check_due:
+                        self._check_slot()
+                        check_due = now + CHECK_INTERVAL_S
+                elif now >= self._reconnect_at:
+                    self._connect()
+                busy = self._read_stream()
+                if now >= confirm_due or self._server.confirm_requested:
+                    self._confirm()
+                    confirm_due = now + CONFIRM_INTERVAL_S
+                    self._write_status()
+                status_due_s = self._capture.keep_alive()
+            except ConnectionLost as error:
+                self._lose(error)
+                busy, status_due_s = False, 1.0
+            self._wait(0.0 if busy else min(status_due_s, 0.5, TARGET_POLL_S if self._waiting_for_target() else 0.5))
+        self._phase = "stopped"
+        self._confirm()
+
+    def close(self, error: PgcdcError | None = None) -> None:
+        """Close everything; leave the reason where others find it."""
+        if error is not None:
+            self._phase, self._last_error = "failed", error.to_json()
+        self._write_status()
+        self._server.close(error)
+        self._capture.close()
+        if self._sql is not None:
+            self._sql.close()
+        self._spool.close()
+        self._selector.close()
+
+    # --- the stream
+
+    def _connect_first(self) -> None:
+        """The first connection: what fails now is told at once, but our own dying walsender is waited for."""
+        while True:
+            try:
+                self._connect()
+            except ConnectionLost as error:
+                raise SourceError(error.message, error.advice) from error
+            if self._capture.is_connected:
+                return
+            time.sleep(0.1)
+
+    def _connect(self) -> None:
+        if self._sql is None or self._sql.closed:
+            self._sql = connect(self._spec.url, application_name=f"pgcdc {self._identity.instance}")
+            self._selector.register(self._sql.fileno(), selectors.EVENT_READ, self._watch_sql)
+        if not self._spec.temporary:
+            self._check_slot()
+        try:
+            self._capture.connect()
+        except SlotBusy as error:
+            self._wait_for_slot(error)
+            return
+        if self._spec.temporary and self._consumers.confirmed_lsn == 0:
+            self._consumers.begin(self._capture.confirmed_lsn)
+        logger.info("reading slot %s after %s", self._spec.slot, format_lsn(self._capture.last_lsn))
+        self._failed_attempts, self._busy_since = 0, None
+        self._phase, self._last_error = "streaming", None
+
+    def _wait_for_slot(self, error: SlotBusy) -> None:
+        """A slot that is still held by our own walsender (we crashed) is free at the latest after wal_sender_timeout."""
+        now = time.monotonic()
+        self._busy_since = self._busy_since or now
+        assert self._sql is not None
+        row = self._sql.execute(
+            "SELECT a.application_name FROM pg_replication_slots s JOIN pg_stat_activity a ON a.pid = s.active_pid "
+            "WHERE s.slot_name = %s",
+            [self._spec.slot],
+        ).fetchone()
+        ours = row is None or row[0] == f"pgcdc {self._identity.instance}"
+        if not ours or now - self._busy_since > self._wal_sender_timeout_s + 5:
+            raise error
+        self._phase = "waiting for the slot"
+        self._reconnect_at = now + 0.2
+
+    def _lose(self, error: ConnectionLost) -> None:
+        """Close at once (an unflushed client blocks a fast shutdown) and plan the next attempt."""
+        if self._stream_registered:
+            self._unregister_stream()
+        self._capture.disconnect()
+        self._drop_sql()
+        if self._spec.fail_fast or self._spec.temporary:
+            raise error
+        delay_s = reconnect_delay_s(self._failed_attempts)
+        self._failed_attempts += 1
+        self._reconnect_at = time.monotonic() + delay_s
+        self._phase, self._last_error = "reconnecting", error.to_json()
+        logger.warning("%s; next attempt in %.1f s", error, delay_s)
+
+    def _drop_sql(self) -> None:
+        if self._sql is not None:
+            if not self._sql.closed:
+                self._selector.unregister(self._sql.fileno())
+                self._sql.close()
+            else:
+                self._forget_closed()
+            self._sql = None
+
+    def _forget_closed(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            if key.data == self._watch_sql:
+                self._selector.unregister(key.fileobj)
+
+    def _watch_sql(self, _: selectors.SelectorKey) -> None:
+        """The ordinary connection spoke without being asked: the server is shutting down, or it is gone."""
+        assert self._sql is not None
+        try:
+            self._sql.pgconn.consume_input()
+        except Error as error:
+            raise ConnectionLost(f"the server ended the connection: {' '.join(str(error).split())}") from error
+
+    def _read_stream(self) -> bool:
+        """Move what is here into the spool; True if there may be more at once. At the spool's limit nothing is read."""
+        paused = self._spool.bytes_held >= self._spec.spool_limit_bytes and self._spool.end.is_end
+        if not self._capture.is_connected or paused:
+            if self._stream_registered:
+                self._unregister_stream()
+            if paused and self._phase == "streaming":
+                self._phase = "paused: the spool is full"
+            return False
+        if not self._stream_registered:
+            self._selector.register(self._capture.fileno(), selectors.EVENT_READ, None)
+            self._registered_fd = self._capture.fileno()
+            self._stream_registered = True
+            if self._phase.startswith("paused"):
+                self._phase = "streaming"
+        for _ in range(ROUNDS_PER_TURN):
+            hit("capture.before_poll")
+            batch = self._capture.poll()
+            if batch is None:
+                return False
+            self._spool.append(batch)
+            self._rows += batch.rows
+            if batch.rows:
+                self._last_commit_us = batch.transactions.column("commit_time")[-1].as_py()
+            self._server.wake()
+            if self._spool.bytes_held >= self._spec.spool_limit_bytes and self._spool.end.is_end:
+                break
+        return True
+
+    def _unregister_stream(self) -> None:
+        self._selector.unregister(self._registered_fd)
+        self._stream_registered = False
+
+    def _wait(self, timeout_s: float) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is not None:
+                try:
+                    key.data(key)
+                except ConnectionLost as error:
+                    self._lose(error)
+        self._server.expire()
+
+    def _waiting_for_target(self) -> bool:
+        return self._target_lsn > self._capture.last_lsn
+
+    # --- confirmation
+
+    def _confirm(self) -> None:
+        """Confirm what every consumer has made durable, and let go of its segments."""
+        lsn = self._consumers.confirmable()
+        if lsn > self._capture.confirmed_lsn:
+            hit("capture.before_confirm")
+            self._capture.send_feedback(lsn)
+            hit("capture.after_confirm")
+            self._spool.release(lsn)
+        self._server.confirmed(lsn)
+
+    # --- gaps
+
+    def _check_server(self, replication: Connection) -> None:
+        system_identifier, timeline = identify(replication)
+        check_identity(
+            self._identity,
+            system_identifier=system_identifier,
+            timeline=timeline,
+            database=replication.info.dbname,
+            slot=self._spec.slot,
+        )
+
+    def _check_slot(self) -> None:
+        """Stop if slot or publication are not as we left them."""
+        assert self._sql is not None
+        try:
+            self._read_slot(self._sql)
+        except Error as error:
+            raise ConnectionLost(f"the server ended the connection: {' '.join(str(error).split())}") from error
+
+    def _read_slot(self, sql: Connection) -> None:
+        row = sql.execute(
+            "SELECT pg_current_wal_lsn() - '0/0'::pg_lsn, setting::int FROM pg_settings "
+            "WHERE name = 'wal_sender_timeout'"
+        ).fetchone()
+        assert row is not None
+        self._server_lsn, timeout_ms = int(row[0]), row[1]
+        self._wal_sender_timeout_s = timeout_ms / 1000 or 60.0
+        difference = compare_fingerprint(self._identity.publications, fingerprint(sql, self._spec.publications))
+        if difference is not None:
+            raise difference
+        if self._spec.temporary:
+            return
+        slot = get_slot(sql, self._spec.slot)
+        if slot is None:
+            raise GapError(
+                f"slot {self._spec.slot!r} does not exist any more: somebody dropped it",
+                "Changes since then are gone. Start with a new --state-dir (and copy the existing rows)",
+            )
+        check_usable(slot, self._identity.database)
+        if (slot.confirmed_flush_lsn or 0) > self._consumers.confirmed_lsn:
+            raise GapError(
+                f"slot {slot.name!r} stands at {format_lsn(slot.confirmed_flush_lsn or 0)}, "
+                f"but we confirmed only {format_lsn(self._consumers.confirmed_lsn)}: "
+                "it was recreated, or advanced by somebody else",
+                "The changes between are not delivered. Start with a new slot and a new --state-dir "
+                "(and copy the existing rows)",
+            )
+
+    # --- the queries
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """Answer one request; None if the answer comes later (the server keeps the waiters)."""
+        what = request["do"]
+        if what == "join":
+            name = request["consumer"]
+            known = name in self._consumers
+            start = Position.end(self._consumers.confirmed_lsn)
+            consumer = self._consumers.join(name, start)
+            return {"initial": str(consumer.initial), "ack": str(consumer.ack), "is_new": not known}
+        if what == "ack":
+            self._consumers.ack(request["consumer"], Position.parse(request["position"]))
+            return {"end": str(self._spool.end)}
+        if what == "forget":
+            self._consumers.forget(request["consumer"])
+            return {}
+        if what == "target":
+            return {"lsn": self._set_target()}
+        if what == "status":
+            return self._status()
+        if what == "stop":
+            self._stopping = True
+            return {}
+        raise ValueError(what)
+
+    def _set_target(self) -> int:
+        """The WAL flush position of now: what a run that delivers "everything up to now" has to reach."""
+        if self._sql is None:
+            raise ConnectionLost("the server is not connected")
+        try:
+            row = self._sql.execute("SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn").fetchone()
+        except Error as error:
+            raise ConnectionLost(f"the server ended the connection: {' '.join(str(error).split())}") from error
+        assert row is not None
+        self._target_lsn = self._capture.target_lsn = max(self._target_lsn, int(row[0]))
+        return self._target_lsn
+
+    def _status(self) -> dict[str, Any]:
+        oldest_us = self._spool.oldest_commit_us
+        return {
+            "lag_seconds": max(0.0, time.time() - oldest_us / 1e6) if oldest_us else 0.0,
+            "pid": os.getpid(),
+            "time": time.time(),
+            "phase": self._phase,
+            "slot": self._spec.slot,
+            "received_lsn": format_lsn(self._capture.last_lsn),
+            "confirmed_lsn": format_lsn(self._consumers.confirmed_lsn),
+            "server_lsn": format_lsn(max(self._server_lsn, self._capture.wal_end)),
+            "lag_bytes": max(0, max(self._server_lsn, self._capture.wal_end) - self._consumers.confirmed_lsn),
+            "spool_bytes": self._spool.bytes_held,
+            "rows": self._rows,
+            "last_commit_time": self._last_commit_us / 1e6,
+            "consumers": self._consumers.to_json()["consumers"],
+            "last_error": self._last_error,
+        }
+
+    def _write_status(self) -> None:
+        write_json(self._state.capture_status, self._status())
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def main() -> int:
+    """Run one capture process; the exit code is the error's."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    spec = CaptureSpec.from_json(sys.stdin.read())
+    state = StateDir(Path(spec.state_dir))
+    lock = Lock(state.capture_lock)
+    previous = lock.acquire()
+    if previous is None:
+        _say({"busy": True})
+        return 0
+    if "address" in previous:  # the last holder was killed: its socket's folder is still there
+        shutil.rmtree(Path(previous["address"]).parent, ignore_errors=True)
+    process: CaptureProcess | None = None
+    try:
+        process = CaptureProcess(spec, state)
+        signal.signal(signal.SIGTERM, process.stop)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the driver tells us when to end
+        lock.write({"pid": os.getpid(), "address": process.address})
+        process.run(lambda: _say({"ready": True}))
+        process.close()
+    except PgcdcError as error:
+        logger.error("%s", error)
+        if process is not None:
+            process.close(error)
+        _say({"error": error.to_json()})
+        return error.exit_code
+    finally:
+        lock.release()
+    return 0
+
+
+def _say(content: dict[str, Any]) -> None:
+    """One line to whoever started us; they may have stopped listening."""
+    try:
+        sys.stdout.write(json.dumps(content) + "\n")
+        sys.stdout.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError:
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""Publications: what the server sends to us.
+
+Ours come in pairs: `<base>` with every operation for tables that have a replica identity, `<base>_inserts` with inserts
+and truncates for those that have none (see `tables`). Both are created at once, even if one stays empty, because a
+publication created after the slot cannot be used to read what the slot still holds. Never FOR ALL TABLES: a table
+without a key, created later, would have its updates refused.
+
+Ours carry a comment; others of the same name are never altered. Nor is one of ours whose operations somebody changed
+repaired: that would hide that changes were missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psycopg
+
+from pgcdc.capture.database import Connection, explain_errors, name_table, quote_identifier, quote_literal
+from pgcdc.capture.tables import Table, choose_tables, read_tables, split_by_identity
+from pgcdc.errors import GapError, SourceError
+
+__all__ = ["PublicationInfo", "compare_fingerprint", "ensure", "fingerprint", "use_existing"]
+
+COMMENT = "managed by pgcdc"
+OPERATIONS = ("insert", "update", "delete", "truncate")
+INSERTS_ONLY = ("insert", "truncate")
+
+
+@dataclass(frozen=True, slots=True)
+class PublicationInfo:
+    """One publication and what it covers."""
+
+    name: str
+    oid: int
+    operations: tuple[str, ...]
+    """Those of insert, update, delete, truncate that it publishes."""
+    via_root: bool
+    """Changes of partitions come under the name of the partitioned table."""
+    all_tables: bool
+    is_ours: bool
+    tables: tuple[str, ...]
+    """The tables as they will appear in the stream (partitions rather than their root, unless `via_root`)."""
+    inserts_only: tuple[str, ...] = ()
+    """Tables whose updates and deletes we do not get, as the user names them: to be said."""
+
+
+@explain_errors("read the publication")
+def use_existing(conn: Connection, name: str) -> PublicationInfo:
+    """The publication that the user made. It is only read."""
+    info = _read(conn, [name]).get(name)
+    if info is None:
+        advice = f"Run CREATE PUBLICATION {quote_identifier(name)} FOR TABLE ...; or use --tables or --all-tables"
+        raise SourceError(f"publication {name} does not exist in this database", advice)
+    complete = {"update", "delete"} <= set(info.operations)
+    return replace(info, inserts_only=() if complete else info.tables)
+
+
+@explain_errors("create or change the publication")
+def ensure(conn: Connection, base_name: str, tables: Sequence[str] | None) -> tuple[PublicationInfo, ...]:
+    """Create our pair of publications, or bring them up to date, for these tables (None: all). Alters what differs.
+
+    Call it before the slot is created. A table that has got a primary key since then moves to the first publication.
+    """
+    names = (base_name, f"{base_name}_inserts")
+    if len(names[1].encode()) > 63:
+        raise SourceError(f"publication name {base_name} is too long", "Use up to 55 bytes")
+    with conn.transaction():
+        # two of us at the same time would both create them
+        conn.execute("SELECT pg_advisory_xact_lock(hashtext('pgcdc'), hashtext(%s))", [base_name])
+        everything = read_tables(conn)
+        chosen = choose_tables(everything, tables, roots=conn.info.server_version >= 130000)
+        full, inserts, incomplete = split_by_identity(chosen, everything)
+        existing = _read(conn, names)
+        statements: list[str] = []
+        for name, operations, wanted in zip(names, (OPERATIONS, INSERTS_ONLY), (full, inserts), strict=True):
+            info = existing.get(name)
+            if info is None:
+                statements += _creation(name, operations, wanted, conn.info.server_version)
+                continue
+            _check_ours(info, operations)
+            statements += _changes(name, wanted, _members(conn, info.oid), everything)
+        if statements:
+            _execute(conn, statements, [*full, *inserts])
+        result = _read(conn, names)
+    told = tuple(table.name for table in incomplete)
+    return result[names[0]], replace(result[names[1]], inserts_only=told)
+
+
+@explain_errors("read the publications")
+def fingerprint(conn: Connection, names: Sequence[str]) -> list[dict[str, Any]]:
+    """What must stay the same for the stream to have no gap, as JSON; those that do not exist are left out."""
+    found = _read(conn, names)
+    return [
+        {"name": info.name, "oid": info.oid, "publish": list(info.operations), "via_root": info.via_root}
+        for info in (found[name] for name in names if name in found)
+    ]
+
+
+def compare_fingerprint(old: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> GapError | None:
+    """The gap between two fingerprints, if there is one. Tables may come and go: that is the user's decision."""
+    current = {item["name"]: item for item in new}
+    for before in old:
+        name, now = before["name"], current.get(before["name"])
+        if now is None:
+            advice = "Start with a new state directory and slot: what was changed since then cannot be read any more"
+            return GapError(f"publication {name} was dropped or is no longer used", advice)
+        if now["oid"] != before["oid"]:
+            message = f"publication {name} was dropped and created again: changes in between were not sent"
+            return GapError(message, "Start with a new state directory and slot, and reload the targets")
+        lost = [operation for operation in before["publish"] if operation not in now["publish"]]
+        if lost:
+            sql = f"ALTER PUBLICATION {quote_identifier(name)} SET (publish = '{', '.join(before['publish'])}')"
+            message = f"publication {name} no longer publishes {', '.join(lost)}: such changes were not sent since then"
+            return GapError(message, f"Run {sql}; start with a new state directory and slot, and reload the targets")
+        if now["via_root"] != before["via_root"]:
+            option = f"publish_via_partition_root = {str(before['via_root']).lower()}"
+            advice = f"Run ALTER PUBLICATION {quote_identifier(name)} SET ({option})"
+            return GapError(f"publication {name} sends partitions under other table names than before", advice)
+    return None
+
+
+_READ = """
+SELECT p.pubname::text, p.oid::int8, to_jsonb(p), COALESCE(obj_description(p.oid, 'pg_publication'), ''),
+       ARRAY(SELECT ARRAY[t.schemaname::text, t.tablename::text] FROM pg_publication_tables t
+             WHERE t.pubname = p.pubname ORDER BY t.schemaname, t.tablename)
+FROM pg_publication p WHERE p.pubname = ANY (%s::text[])
+"""
+
+
+def _read(conn: Connection, names: Sequence[str]) -> dict[str, PublicationInfo]:
+    return {
+        name: PublicationInfo(
+            name=name,
+            oid=oid,
+            operations=tuple(operation for operation in OPERATIONS if raw[f"pub{operation}"]),
+            via_root=raw.get("pubviaroot") or False,
+            all_tables=raw["puballtables"],
+            is_ours=comment == COMMENT,
+            tables=tuple(name_table(*table) for table in tables),
+        )
+        for name, oid, raw, comment, tables in conn.execute(_READ, [list(names)]).fetchall()
+    }
+
+
+def _members(conn: Connection, oid: int) -> set[int]:
+    rows = conn.execute("SELECT prrelid::int8 FROM pg_publication_rel WHERE prpubid = %s", [oid]).fetchall()
+    return {row[0] for row in rows}
+
+
+def _check_ours(info: PublicationInfo, operations: tuple[str, ...]) -> None:
+    sql = quote_identifier(info.name)
+    if not info.is_ours or info.all_tables:
+        advice = f"Use it as it is with --publication {info.name}, or drop it: DROP PUBLICATION {sql}"
+        raise SourceError(f"publication {info.name} exists and is not managed by pgcdc", advice)
+    if info.operations != operations or info.via_root:
+        advice = f"If the changes missed do not matter: DROP PUBLICATION {sql}, and start with a new slot"
+        raise SourceError(f"publication {info.name} was changed: it publishes {', '.join(info.operations)}", advice)
+
+
+def _creation(name: str, operations: tuple[str, ...], tables: Sequence[Table], version: int) -> list[str]:
+    sql = quote_identifier(name)
+    options = f"publish = '{', '.join(operations)}'"
+    if version >= 130000:
+        options += ", publish_via_partition_root = false"
+    target = f" FOR TABLE {_list(tables)}" if tables else ""
+    return [
+        f"CREATE PUBLICATION {sql}{target} WITH ({options})",
+        f"COMMENT ON PUBLICATION {sql} IS {quote_literal(COMMENT)}",
+    ]
+
+
+def _changes(name: str, wanted: Sequence[Table], members: set[int], everything: Sequence[Table]) -> list[str]:
+    oids = {table.oid for table in wanted}
+    added = [table for table in wanted if table.oid not in members]
+    dropped = [table for table in everything if table.oid in members and table.oid not in oids]
+    parts = [("ADD", added), ("DROP", dropped)]
+    return [f"ALTER PUBLICATION {quote_identifier(name)} {verb} TABLE {_list(part)}" for verb, part in parts if part]
+
+
+def _list(tables: Sequence[Table]) -> str:
+    # ONLY: what inherits is judged by itself (it inherits no key)
+    return ", ".join(f"ONLY {table.sql}" for table in tables)
+
+
+def _execute(conn: Connection, statements: Sequence[str], tables: Sequence[Table]) -> None:
+    try:
+        with conn.transaction():
+            for statement in statements:
+                conn.execute(statement.encode())
+    except psycopg.errors.InsufficientPrivilege as exc:
+        raise _explain_rights(conn, str(exc.diag.message_primary), statements, tables) from None
+    except psycopg.errors.ReadOnlySqlTransaction:
+        advice = "Create the publication on the primary and use --publication"
+        raise SourceError("this server is a standby: publications cannot be created or changed here", advice) from None
+
+
+def _explain_rights(conn: Connection, text: str, statements: Sequence[str], tables: Sequence[Table]) -> SourceError:
+    foreign = [table.name for table in tables if not table.is_owned]
+    names = ", ".join(foreign[:5]) + (f" and {len(foreign) - 5} more" if len(foreign) > 5 else "")
+    reason = f"the role does not own {names}" if foreign else text
+    script = "; ".join(statement if len(statement) < 400 else statement[:400] + " ..." for statement in statements)
+    grant = f"GRANT CREATE ON DATABASE {quote_identifier(conn.info.dbname)} TO {quote_identifier(conn.info.user)}"
+    advice = (
+        f"Run as a superuser: {script}; and use --publication" if foreign else f"Run as the database's owner: {grant}"
+    )
+    return SourceError(f"no right to publish the tables: {reason}", advice)

@@ -1,0 +1,138 @@
+"""The control socket: how queries follow the spool, send their acks and ask for confirmation.
+
+Requests and answers are JSON, one per line, over a Unix socket in a folder that only its owner can enter. Two requests wait:
+`wait` until the spool has grown, and `confirm` until what is acked is confirmed to PostgreSQL.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pgcdc.errors import PgcdcError
+
+__all__ = ["ControlServer"]
+
+
+@dataclass(slots=True)
+class _Client:
+    socket: socket.socket
+    buffer: bytes = b""
+    waits_until: float | None = None
+    wants_confirmation: bool = False
+    seen: int = field(default=0)
+
+
+class ControlServer:
+    """Runs inside of the capture's loop: every callback returns at once."""
+
+    def __init__(
+        self, selector: selectors.BaseSelector, answer: Callable[[dict[str, Any]], dict[str, Any] | None]
+    ) -> None:
+        self._selector = selector
+        self._answer = answer
+        self._folder = tempfile.mkdtemp(prefix="pgcdc-")
+        self.address = str(Path(self._folder) / "control")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.address)
+        self._listener.listen()
+        self._listener.setblocking(False)
+        self._clients: dict[int, _Client] = {}
+        self._version = 0
+        self.confirm_requested = False
+        selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def wake(self) -> None:
+        """The spool has grown: answer those who wait for it."""
+        self._version += 1
+        for client in list(self._clients.values()):
+            if client.waits_until is not None:
+                self._end_wait(client)
+
+    def expire(self) -> None:
+        """Answer those who have waited long enough."""
+        now = time.monotonic()
+        for client in list(self._clients.values()):
+            if client.waits_until is not None and now >= client.waits_until:
+                self._end_wait(client)
+
+    def confirmed(self, lsn: int) -> None:
+        """A status update with `lsn` is on its way: answer those who asked for it."""
+        self.confirm_requested = False
+        for client in list(self._clients.values()):
+            if client.wants_confirmation:
+                client.wants_confirmation = False
+                self._send(client, {"lsn": lsn})
+
+    def close(self, error: PgcdcError | None = None) -> None:
+        """Close all connections; with an error, tell those who wait."""
+        for client in list(self._clients.values()):
+            if error is not None:
+                self._send(client, {"error": error.to_json()})
+        for client in list(self._clients.values()):
+            self._drop(client)
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _accept(self, _: selectors.SelectorKey) -> None:
+        connection, _address = self._listener.accept()
+        client = _Client(connection)
+        self._clients[connection.fileno()] = client
+        self._selector.register(connection, selectors.EVENT_READ, self._receive)
+
+    def _receive(self, key: selectors.SelectorKey) -> None:
+        client = self._clients[key.fd]
+        try:
+            data = client.socket.recv(65_536)
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(client)
+            return
+        client.buffer += data
+        while b"\n" in client.buffer:
+            line, _, client.buffer = client.buffer.partition(b"\n")
+            self._handle(client, json.loads(line))
+
+    def _handle(self, client: _Client, request: dict[str, Any]) -> None:
+        if request["do"] == "wait":
+            client.waits_until = time.monotonic() + float(request["timeout_s"])
+            if client.seen != self._version:
+                self._end_wait(client)
+        elif request["do"] == "confirm":
+            client.wants_confirmation = True
+            self.confirm_requested = True
+        else:
+            try:
+                reply = self._answer(request)
+            except PgcdcError as error:
+                reply = {"error": error.to_json()}
+            if reply is not None:
+                self._send(client, reply)
+
+    def _end_wait(self, client: _Client) -> None:
+        client.waits_until = None
+        moved = client.seen != self._version
+        client.seen = self._version
+        self._send(client, {"moved": moved})
+
+    def _send(self, client: _Client, reply: dict[str, Any]) -> None:
+        try:
+            client.socket.sendall(json.dumps(reply).encode() + b"\n")
+        except OSError:
+            self._drop(client)
+
+    def _drop(self, client: _Client) -> None:
+        descriptor = client.socket.fileno()
+        if descriptor in self._clients:
+            del self._clients[descriptor]
+            self._selector.unregister(client.socket)
+            client.socket.close()

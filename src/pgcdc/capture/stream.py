@@ -1,0 +1,279 @@
+"""The capture as a library: open it, receive batches, send feedback.
+
+    with pgcdc.open_capture(url, slot="orders", publication="orders") as capture:
+        while True:
+            batch = capture.receive_batch(limit=10_000)
+            store(batch.data)                      # Arrow, in the CHANGES schema
+            capture.send_feedback(batch.last_lsn)  # only now may PostgreSQL forget it
+
+The capture process of a pipeline is a loop around the same object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import select
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from psycopg import Connection
+
+from pgcdc.capture import messages as wire
+from pgcdc.capture.assemble import Assembler
+from pgcdc.capture.batch import CaptureBatch
+from pgcdc.capture.database import connect
+from pgcdc.capture.replication import ReplicationStream
+from pgcdc.capture.slots import create_slot
+from pgcdc.errors import ConnectionLost
+from pgcdc.position import format_lsn
+from pgcdc.relation import Relations
+
+__all__ = ["Capture", "open_capture", "reconnect_delay_s"]
+
+STATUS_INTERVAL_S = 10.0
+ADVANCE_INTERVAL_S = 10.0
+PUMP_MESSAGES = 2_000
+
+
+def reconnect_delay_s(attempt: int) -> float:
+    """Full jitter: anything up to 100 ms · 2^attempt, at most 30 s, at least 100 ms."""
+    return max(0.1, random.uniform(0.0, min(30.0, 0.1 * 2.0 ** min(attempt, 20))))
+
+
+class Capture:
+    """One logical replication stream, decoded to Arrow. Not thread-safe."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        slot: str,
+        publications: Sequence[str],
+        start_lsn: int = 0,
+        confirmed_lsn: int = 0,
+        relations: Relations | None = None,
+        spill_dir: Path | None = None,
+        application_name: str = "pgcdc",
+        temporary: bool = False,
+        messages: bool = False,
+        fail_fast: bool = False,
+        on_notice: Callable[[str], None] | None = None,
+        check: Callable[[Connection], None] | None = None,
+    ) -> None:
+        """`check` sees every new replication connection before the stream starts, and may refuse it by raising."""
+        self._url = url
+        self._check = check
+        self._slot = slot
+        self._publications = tuple(publications)
+        self._application_name = application_name
+        self._temporary = temporary
+        self._messages = messages
+        self._fail_fast = fail_fast
+        self._on_notice = on_notice
+        self._stream: ReplicationStream | None = None
+        self._own_spill = tempfile.TemporaryDirectory(prefix="pgcdc-pending-") if spill_dir is None else None
+        if self._own_spill is not None:
+            spill_dir = Path(self._own_spill.name)
+        self._assembler = Assembler(
+            relations if relations is not None else Relations(), start_lsn=start_lsn, spill_dir=spill_dir
+        )
+        self.wal_end = start_lsn
+        """How far the server has told us its WAL goes."""
+        self.confirmed_lsn = confirmed_lsn
+        self.target_lsn = 0
+        """When set, idle progress up to here is reported at once instead of every 10 s."""
+        self.received = 0
+        """Row changes and other messages received."""
+        self._handed_out = max(start_lsn, confirmed_lsn)
+        self._status_due = 0.0
+        self._advance_due = 0.0
+        self._reply_now = False
+
+    def connect(self) -> None:
+        """Connect and start the stream after what was read last. Raises ConnectionLost if the server is not there."""
+        connection = connect(self._url, replication=True, application_name=self._application_name)
+        try:
+            if self._check is not None:
+                self._check(connection)
+            if self._temporary:
+                lsn = create_slot(connection, self._slot, temporary=True)
+                self._assembler.last_lsn = self._handed_out = self.confirmed_lsn = lsn
+            stream = ReplicationStream(connection, self._on_notice)
+            stream.start(self._slot, self._assembler.last_lsn, self._publications, messages=self._messages)
+        except BaseException:
+            connection.close()
+            raise
+        self._stream = stream
+        self._status_due = 0.0
+
+    def disconnect(self) -> None:
+        """Close the connection at once and forget the open transaction; what was committed stays to be handed out."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+        self._assembler.abandon()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the stream is open."""
+        return self._stream is not None
+
+    @property
+    def last_lsn(self) -> int:
+        """END lsn of the last transaction read, or the position the idle server has reached."""
+        return self._assembler.last_lsn
+
+    def fileno(self) -> int:
+        """The socket to wait on when `poll` has nothing."""
+        assert self._stream is not None
+        return self._stream.fileno()
+
+    def poll(self, limit: int = 65_536) -> CaptureBatch | None:
+        """Read what is already here. None: nothing to hand out now, wait on `fileno()` and call again."""
+        self._assembler.seal_rows = limit
+        batch = self._assembler.pop(drain=False)
+        if batch is None:
+            drained = self._pump()
+            batch = self._assembler.pop(drain=drained)
+        if batch is None:
+            batch = self._advance()
+        if batch is not None:
+            self._handed_out = max(self._handed_out, batch.last_lsn)
+        return batch
+
+    def keep_alive(self) -> float:
+        """Send a status update if one is due; the seconds until the next. Also to be called while reading is paused."""
+        now = time.monotonic()
+        if self._stream is not None and (self._reply_now or now >= self._status_due):
+            self._send_status()
+        return max(0.0, self._status_due - now)
+
+    def ask_for_progress(self) -> None:
+        """Ask the server how far it is; its answer moves `wal_end`."""
+        if self._stream is not None:
+            self._stream.send_status(self._written_lsn(), self.confirmed_lsn, reply_requested=True)
+
+    def send_feedback(self, lsn: int) -> None:
+        """Tell the server that everything up to `lsn`, the `last_lsn` of a batch, is durable and never needed again."""
+        if lsn > self._handed_out:
+            raise ValueError(
+                f"{format_lsn(lsn)} was never handed out: the last batch ended at {format_lsn(self._handed_out)}"
+            )
+        self.confirmed_lsn = max(self.confirmed_lsn, lsn)
+        if self._stream is not None:
+            self._send_status()
+
+    def receive_batch(self, limit: int = 65_536, timeout_s: float = 1.0) -> CaptureBatch | None:
+        """The next batch of about `limit` changes: it ends at a commit, or is a part of one huge transaction.
+
+        Waits until there is data; None after `timeout_s` without any. Reconnects by itself unless `fail_fast`.
+        """
+        deadline = time.monotonic() + timeout_s
+        attempt = 0
+        while True:
+            try:
+                if self._stream is None:
+                    self.connect()
+                batch = self.poll(limit)
+                status_due_s = self.keep_alive()
+            except ConnectionLost:
+                self.disconnect()
+                if self._fail_fast or self._temporary:
+                    raise
+                time.sleep(min(reconnect_delay_s(attempt), max(0.0, deadline - time.monotonic())))
+                attempt += 1
+                if time.monotonic() >= deadline:
+                    return self._assembler.pop()
+                continue
+            remaining = deadline - time.monotonic()
+            if batch is not None or remaining <= 0:
+                return batch
+            select.select([self.fileno()], [], [], min(remaining, status_due_s))
+
+    def close(self) -> None:
+        """Send a last status and close the connection. The slot stays (a temporary one is gone)."""
+        if self._stream is not None:
+            with contextlib.suppress(ConnectionLost):
+                self._send_status()
+            self._stream.close()
+            self._stream = None
+        if self._own_spill is not None:
+            self._own_spill.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _pump(self) -> bool:
+        """Decode what the socket has; True if it had less than we were willing to read."""
+        stream, feed = self._stream, self._assembler.feed
+        if stream is None:
+            return True
+        count = 0
+        for data in stream.read_available(PUMP_MESSAGES):
+            count += 1
+            if data[0] == wire.XLOG_DATA:
+                feed(data[wire.XLOG_DATA_HEADER_BYTES :], int.from_bytes(data[1:9], "big"))
+            else:
+                self._take_keepalive(data)
+        stream.check_notices()
+        self.received += count
+        return count < PUMP_MESSAGES
+
+    def _take_keepalive(self, data: memoryview | bytes) -> None:
+        keepalive = wire.parse_keepalive(data)
+        self.wal_end = max(self.wal_end, keepalive.wal_end)
+        if keepalive.reply_requested:
+            self._reply_now = True
+            self._advance_due = 0.0
+
+    def _advance(self) -> CaptureBatch | None:
+        """Idle progress: at most every 10 s, or at once if the server asks for a reply or somebody waits for it."""
+        now = time.monotonic()
+        if now < self._advance_due and not self.last_lsn < self.target_lsn <= self.wal_end:
+            return None
+        batch = self._assembler.advance(self.wal_end)
+        if batch is not None:
+            self._advance_due = now + ADVANCE_INTERVAL_S
+        return batch
+
+    def _written_lsn(self) -> int:
+        return max(self.last_lsn, self.confirmed_lsn)
+
+    def _send_status(self) -> None:
+        assert self._stream is not None
+        self._stream.send_status(self._written_lsn(), self.confirmed_lsn)
+        self._reply_now = False
+        self._status_due = time.monotonic() + STATUS_INTERVAL_S
+
+
+def open_capture(
+    url: str,
+    *,
+    slot: str,
+    publication: str | Sequence[str],
+    temporary: bool = False,
+    messages: bool = False,
+    fail_fast: bool = False,
+    spill_dir: Path | None = None,
+) -> Capture:
+    """Connect to an existing slot (a temporary one is created) and start reading it.
+
+    The slot keeps our place: after a crash the next capture begins with what was not confirmed by `send_feedback`.
+    """
+    names = [publication] if isinstance(publication, str) else list(publication)
+    capture = Capture(
+        url, slot=slot, publications=names, temporary=temporary, messages=messages, fail_fast=fail_fast,
+        spill_dir=spill_dir,
+    )  # fmt: skip
+    capture.connect()
+    return capture

@@ -1,0 +1,34 @@
+"""`pgcdc`: the commands. Each command's module is imported when it runs, so that `pgcdc --help` is quick."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from pgcdc.cli.consumer import consumer_app
+from pgcdc.cli.listen import listen
+from pgcdc.cli.playground import playground
+from pgcdc.cli.slot import slot_app
+from pgcdc.cli.status import status
+from pgcdc.cli.version import version
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Change data capture: every change of a database, delivered exactly once, on Spark.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(listen)
+app.command()(status)
+app.command()(playground)
+app.command()(version)
+app.add_typer(slot_app, name="slot")
+app.add_typer(consumer_app, name="consumer")
+
+
+def main() -> None:
+    """The entry point of the command `pgcdc`."""
+    sys.exit(app())

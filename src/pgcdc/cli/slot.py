@@ -1,0 +1,121 @@
+"""`pgcdc slot`: the replication slots of a server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from pgcdc.capture.database import connect
+from pgcdc.capture.slots import SlotInfo, drop_slot, get_slot, list_slots
+from pgcdc.cli.report import exit_on_error
+from pgcdc.errors import ConfigError, SourceError
+from pgcdc.position import format_lsn
+
+__all__ = ["slot_app"]
+
+slot_app = typer.Typer(help="List, inspect and drop replication slots.", no_args_is_help=True)
+
+Db = Annotated[str, typer.Option("--db", envvar="PGCDC_DB", show_envvar=True, help="URL of the source database.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+Name = Annotated[str, typer.Option("--slot-name", help="Name of the slot.")]
+
+_COLUMNS = ("name", "plugin", "database", "active", "wal_status", "confirmed_flush_lsn", "lag_bytes", "retained_bytes")
+
+_HEADINGS = {"wal_status": "wal", "confirmed_flush_lsn": "confirmed", "lag_bytes": "lag B", "retained_bytes": "kept B"}
+
+
+@slot_app.command("list")
+@exit_on_error()
+def list_command(db: Db = "", as_json: Json = False) -> None:
+    """Every slot of the server."""
+    with connect(db, application_name="pgcdc slot", may_retry=False) as conn:
+        slots = [describe(slot) for slot in list_slots(conn)]
+    if as_json:
+        typer.echo(json.dumps(slots, indent=2))
+        return
+    rows = [[show(slot[column]) for column in _COLUMNS] for slot in slots]
+    _print_table(list(_COLUMNS), rows)
+
+
+@slot_app.command("status")
+@exit_on_error()
+def status_command(
+    name: Annotated[str, typer.Argument(help="Name of the slot.", show_default=False)] = "",
+    slot_name: Name = "",
+    db: Db = "",
+    as_json: Json = False,
+) -> None:
+    """One slot: who reads it, how far, and how much WAL the server keeps for it."""
+    wanted = _require(name or slot_name)
+    with connect(db, application_name="pgcdc slot", may_retry=False) as conn:
+        slot = get_slot(conn, wanted)
+    if slot is None:
+        raise SourceError(f"slot {wanted} does not exist", "pgcdc slot list shows those that do")
+    if as_json:
+        typer.echo(json.dumps(describe(slot), indent=2))
+        return
+    _print_table(["slot", slot.name], [[key, show(value)] for key, value in describe(slot).items() if key != "name"])
+
+
+@slot_app.command("drop")
+@exit_on_error()
+def drop_command(
+    slot_name: Name = "",
+    db: Db = "",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Drop a slot: what it holds and was not delivered is lost."""
+    name = _require(slot_name)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ConfigError(f"dropping slot {name} needs a confirmation", "Add --yes")
+        typer.confirm(f"Drop slot {name}? Changes that were not delivered are lost", abort=True)
+    with connect(db, application_name="pgcdc slot", may_retry=False) as conn:
+        drop_slot(conn, name)
+    typer.echo(f"slot {name} dropped")
+
+
+def describe(slot: SlotInfo) -> dict[str, Any]:
+    """The slot as JSON: LSNs as PostgreSQL writes them, sizes in bytes."""
+    raw = dataclasses.asdict(slot)
+    for key in ("restart_lsn", "confirmed_flush_lsn"):
+        raw[key] = format_lsn(raw[key]) if raw[key] is not None else None
+    return raw
+
+
+def show(value: object) -> str:
+    """A value for people."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)
+
+
+def _require(name: str) -> str:
+    if not name:
+        raise ConfigError("no slot is named", "Use --slot-name NAME")
+    return name
+
+
+def _print_table(header: list[str], rows: list[list[str]]) -> None:
+    """A drawn table on a terminal, tabs where a program reads on (nothing is cut off there)."""
+    if not sys.stdout.isatty():
+        for row in [header, *rows]:
+            typer.echo("\t".join(row))
+        return
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in header:
+        table.add_column(
+            _HEADINGS.get(column, column), overflow="fold", justify="right" if "bytes" in column else "left"
+        )
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

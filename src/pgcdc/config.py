@@ -1,0 +1,152 @@
+"""Configuration of `pgcdc listen`: flags, then `PGCDC_*` variables, then `pgcdc.yaml`, then defaults.
+
+Everything is checked here, before anything starts; an error names the place (flag, variable, or file with line) and the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
+from pgcdc.errors import ConfigError
+from pgcdc.stream.options import DEFAULT_MAX_BATCH_ROWS, parse_bytes
+
+__all__ = ["Config", "load_config"]
+
+DEFAULT_FILE = "pgcdc.yaml"
+
+
+class Config(BaseModel):
+    """What a pipeline is told. The names are those of the flags, with underscores."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    db: str = ""
+    detector: Literal["wal"] = "wal"
+    slot_name: str = "pgcdc"
+    persistent_slot: bool = True
+    temporary_slot: bool = False
+    publication: str | None = None
+    tables: tuple[str, ...] = ()
+    all_tables: bool = False
+    adapters: tuple[Literal["stdout", "file"], ...] = ("stdout",)
+    file_path: Path | None = None
+    state_dir: Path = Path(".pgcdc")
+    snapshot_mode: Literal["never"] = "never"
+    spool_limit: int = Field(DEFAULT_SPOOL_LIMIT_BYTES, ge=1 << 20)
+    max_batch_rows: int = Field(DEFAULT_MAX_BATCH_ROWS, ge=1)
+    start_from: Literal["slot"] | None = None
+    once: bool = False
+    fail_fast: bool = False
+
+    @field_validator("tables", "adapters", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return tuple(item.strip() for item in value.split(",") if item.strip()) if isinstance(value, str) else value
+
+    @field_validator("spool_limit", mode="before")
+    @classmethod
+    def _bytes(cls, value: Any) -> Any:
+        return parse_bytes(value) if isinstance(value, str) else value
+
+    def check(self) -> None:
+        """Raise ConfigError for what cannot go together."""
+        if not self.adapters:
+            raise ConfigError("no adapter is given", "Use --adapter stdout or --adapter file")
+        if len(set(self.adapters)) != len(self.adapters):
+            raise ConfigError("an adapter is given twice", "Name each --adapter once")
+        if "file" in self.adapters and self.file_path is None:
+            raise ConfigError("--adapter file needs a path", "Add --file-path events.jsonl")
+        if self.file_path is not None and "file" not in self.adapters:
+            raise ConfigError("--file-path is given without --adapter file", "Add --adapter file")
+        if self.file_path is not None and not self.file_path.absolute().parent.is_dir():
+            raise ConfigError(f"the folder of --file-path {self.file_path} does not exist", "Create it first")
+        if self.temporary_slot and self.adapters != ("stdout",):
+            raise ConfigError(
+                "--temporary-slot is for trials with stdout: it loses its place when the connection ends",
+                "Leave --temporary-slot out to deliver to other adapters",
+            )
+        self.source_options().check()
+
+    def source_options(self) -> SourceOptions:
+        """The part that concerns the source."""
+        return SourceOptions(
+            url=self.db,
+            slot=self.slot_name,
+            publication=self.publication,
+            tables=self.tables,
+            all_tables=self.all_tables,
+            state_dir=str(self.state_dir),
+            spool_limit_bytes=self.spool_limit,
+            temporary_slot=self.temporary_slot,
+            start_from=self.start_from,
+            fail_fast=self.fail_fast,
+        )
+
+
+def load_config(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None) -> Config:
+    """Merge the layers and check every value. `flags` holds only what was given; `path` None means pgcdc.yaml, if there."""
+    lines: dict[str, int] = {}
+    file = path or (Path(DEFAULT_FILE) if Path(DEFAULT_FILE).exists() else None)
+    layers: dict[str, tuple[Any, str]] = {}
+    if file is not None:
+        content, lines = _read_yaml(file)
+        for key, value in content.items():
+            layers[key] = (value, f"{file}, line {lines[key]}: {key}")
+    for name in Config.model_fields:
+        variable = f"PGCDC_{name.upper()}"
+        if environ.get(variable):
+            layers[name] = (environ[variable], variable)
+    for key, value in flags.items():
+        layers[key] = (value, f"--{_flag_name(key)}")
+    try:
+        config = Config.model_validate({key: value for key, (value, _) in layers.items()})
+    except ValidationError as error:
+        raise _explain(error, layers) from None
+    config.check()
+    return config
+
+
+def _flag_name(key: str) -> str:
+    return "adapter" if key == "adapters" else key.replace("_", "-")
+
+
+def _explain(error: ValidationError, layers: Mapping[str, tuple[Any, str]]) -> ConfigError:
+    first = error.errors()[0]
+    key = str(first["loc"][0])
+    value, where = layers.get(key, (None, key))
+    if first["type"] == "extra_forbidden":
+        return ConfigError(f"{where}: this key is not known", f"Known keys: {', '.join(Config.model_fields)}")
+    reason = str(first["msg"]).removeprefix("Value error, ")
+    shown = "" if key == "db" else f" (got {value!r})"
+    return ConfigError(f"{where}: {reason}{shown}", "See `pgcdc listen --help`")
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The file's top-level keys, and the line of each."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{path} cannot be read: {reason}", "Check --config") from error
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}, line {mark.line + 1}" if mark else str(path)
+        problem = getattr(error, "problem", None) or "not valid YAML"
+        raise ConfigError(f"{where}: {problem}", "Correct the file") from None
+    if content is None:
+        return {}, {}
+    if not isinstance(content, dict) or not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{path}, line 1: the file must be a list of `key: value`", "See docs/configuration.md")
+    lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
+    return {str(key).replace("-", "_"): value for key, value in content.items()}, {
+        key.replace("-", "_"): line for key, line in lines.items()
+    }

@@ -1,0 +1,131 @@
+"""Every error pgcdc raises on purpose, and what becomes of it.
+
+    PgcdcError
+    ├── ConfigError             stop, exit 2   wrong flag, file or value: nothing was started
+    ├── StateError              stop, exit 2   state directory unusable, locked or of another pipeline
+    ├── SourceError             stop, exit 2   the database refuses what we need (right, slot, publication)
+    │   └── ConnectionLost      retry          the connection ended; the slot keeps our place
+    ├── DecodeError             stop, exit 1   a message we cannot read: names type, field and LSN
+    ├── GapError                stop, exit 1   going on would skip changes
+    ├── SpoolError              stop, exit 1   a segment or the index is damaged
+    └── SinkError               stop, exit 1   the target is in a state we must not touch
+        ├── SinkUnavailable     retry          the target may come back
+        └── SinkRejected        dead letter    this row will never be accepted
+
+An error carries one line that says what happened and one that says what to do.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import ClassVar
+
+__all__ = [
+    "ConfigError",
+    "ConnectionLost",
+    "DecodeError",
+    "GapError",
+    "PgcdcError",
+    "Policy",
+    "SinkError",
+    "SinkRejected",
+    "SinkUnavailable",
+    "SourceError",
+    "SpoolError",
+    "StateError",
+]
+
+
+class Policy(Enum):
+    """What the pipeline does with an error of a kind."""
+
+    RETRY = "retry"
+    DEAD_LETTER = "dead_letter"
+    STOP = "stop"
+
+
+class PgcdcError(Exception):
+    """Base of the tree: `message` says what happened, `advice` what the operator can do."""
+
+    policy: ClassVar[Policy] = Policy.STOP
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, advice: str = "") -> None:
+        super().__init__(message, advice)
+        self.message = message
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return f"{self.message}. {self.advice}" if self.advice else self.message
+
+    def to_json(self) -> dict[str, str]:
+        """The form that crosses process boundaries (status files, control socket)."""
+        return {"kind": type(self).__name__, "message": self.message, "advice": self.advice}
+
+    @staticmethod
+    def from_json(raw: dict[str, str]) -> PgcdcError:
+        """The error another process wrote with `to_json`."""
+        kind = _KINDS.get(raw.get("kind", ""), PgcdcError)
+        return kind(raw.get("message", "unknown error"), raw.get("advice", ""))
+
+
+class ConfigError(PgcdcError):
+    """A flag, variable or file is wrong. Raised before anything is started."""
+
+    exit_code = 2
+
+
+class StateError(PgcdcError):
+    """The state directory cannot be used: not writable, locked, or of another pipeline."""
+
+    exit_code = 2
+
+
+class SourceError(PgcdcError):
+    """The database refuses something that we need."""
+
+    exit_code = 2
+
+
+class ConnectionLost(SourceError):
+    """The connection ended. The slot keeps our place: connect again."""
+
+    policy = Policy.RETRY
+    exit_code = 1
+
+
+class DecodeError(PgcdcError):
+    """A replication message that we cannot read. Never skipped."""
+
+
+class GapError(PgcdcError):
+    """Going on would skip changes that were never delivered."""
+
+
+class SpoolError(PgcdcError):
+    """A segment or the index is damaged or missing."""
+
+
+class SinkError(PgcdcError):
+    """The target is in a state that we must not touch."""
+
+
+class SinkUnavailable(SinkError):
+    """The target does not answer; it may come back."""
+
+    policy = Policy.RETRY
+
+
+class SinkRejected(SinkError):
+    """The target will never accept this row."""
+
+    policy = Policy.DEAD_LETTER
+
+
+_KINDS: dict[str, type[PgcdcError]] = {
+    kind.__name__: kind
+    for kind in (
+        PgcdcError, ConfigError, StateError, SourceError, ConnectionLost, DecodeError,
+        GapError, SpoolError, SinkError, SinkUnavailable, SinkRejected,
+    )
+}  # fmt: skip

@@ -1,0 +1,66 @@
+"""Failpoints: named places where a test can crash or fail the process.
+
+`hit("name")` does nothing unless the environment variable PGCDC_FAILPOINTS names the place, so production pays one
+global read and one comparison. The variable is read once, at import:
+
+    PGCDC_FAILPOINTS="lane.after_write=kill@3,sink.before_ack=raise"
+
+`kill` is kill -9 of the own process, `raise` raises FailpointError; `@3` means at the third hit. A failpoint fires once per
+state directory if PGCDC_FAILPOINT_ONCE names a folder for the marker, so that the restarted process survives.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["FailpointError", "hit"]
+
+
+class FailpointError(RuntimeError):
+    """Raised by a failpoint with the action `raise`."""
+
+
+@dataclass(slots=True)
+class _Point:
+    action: str
+    countdown: int
+
+
+def _parse(text: str) -> dict[str, _Point]:
+    points: dict[str, _Point] = {}
+    for item in filter(None, text.split(",")):
+        name, _, action = item.partition("=")
+        action, _, at = action.partition("@")
+        points[name] = _Point(action or "raise", int(at or 1))
+    return points
+
+
+_POINTS = _parse(os.environ.get("PGCDC_FAILPOINTS", ""))
+
+
+def hit(name: str) -> None:
+    """Crash or fail here if a test asked for it."""
+    if _POINTS:
+        _fire(name)
+
+
+def _fire(name: str) -> None:
+    point = _POINTS.get(name)
+    if point is None:
+        return
+    point.countdown -= 1
+    if point.countdown != 0:
+        return
+    once = os.environ.get("PGCDC_FAILPOINT_ONCE")
+    if once:
+        marker = Path(once) / f"{name}.hit"
+        try:
+            marker.touch(exist_ok=False)
+        except FileExistsError:
+            return
+    if point.action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise FailpointError(f"failpoint {name}")

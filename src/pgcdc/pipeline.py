@@ -1,0 +1,348 @@
+"""The driver: prepares the source, starts capture and Spark, runs the lane, and ends in order.
+
+    read batch → transform → sinks durable, acks → Spark commits → confirm to PostgreSQL
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pgcdc.capture.control import CaptureGone, ControlClient, ensure_capture
+from pgcdc.capture.database import connect
+from pgcdc.capture.prepare import Prepared, prepare
+from pgcdc.capture.slots import OpenTransaction, get_slot
+from pgcdc.capture.stream import reconnect_delay_s
+from pgcdc.config import Config
+from pgcdc.errors import PgcdcError, Policy, StateError
+from pgcdc.ops.failpoint import hit
+from pgcdc.position import Position, format_lsn
+from pgcdc.sink.base import Batch, Sink
+from pgcdc.sink.file import FileSink
+from pgcdc.sink.stdout import StdoutSink
+from pgcdc.state import Lock, StateDir, read_json, write_json
+from pgcdc.stream.lane import Lane
+from pgcdc.stream.session import check_java, session
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+__all__ = ["Pipeline"]
+
+LANE = "main"
+POLL_S = 0.25
+STATUS_INTERVAL_S = 1.0
+STOP_TIMEOUT_S = 8.0
+MAX_QUERY_FAILURES = 5
+
+Say = Callable[[str], None]
+
+
+class Pipeline:
+    """One run of `pgcdc listen`. `run` blocks; `stop` may be called from a signal handler or another thread."""
+
+    def __init__(self, config: Config, say: Say = lambda text: None) -> None:
+        self.config = config
+        self._say = say
+        self._stop = threading.Event()
+        self._temporary: Path | None = None
+        if config.temporary_slot:
+            self._temporary = Path(tempfile.mkdtemp(prefix="pgcdc-trial-"))
+            config = self.config = config.model_copy(update={"state_dir": self._temporary})
+        self.state = StateDir(config.state_dir)
+        self._client: ControlClient | None = None
+        self._prepared: Prepared | None = None
+        self._spark: SparkSession | None = None
+        self._phase = "starting"
+        self._last_error: dict[str, str] | None = None
+        self._status_due = 0.0
+        self._lane: Lane | None = None
+        self._position: Position | None = None
+        self._failures = 0
+        self.on_batch: Callable[[Batch], None] | None = None
+        """Called with every batch after all sinks have it (the playground's live view)."""
+        self.on_ready: Callable[[], None] | None = None
+
+    @property
+    def phase(self) -> str:
+        """What the pipeline is doing, in a few words."""
+        return self._phase
+
+    def stop(self) -> None:
+        """Finish the batch, commit, confirm, and let `run` return."""
+        self._stop.set()
+
+    def run(self) -> None:
+        """Run until stopped, or (with `once`) until everything committed by now is delivered and confirmed."""
+        lock = Lock(self.state.run_lock)
+        check_java()
+        try:
+            self._prepare(lock)
+            self._run()
+        except PgcdcError as error:
+            self._last_error = error.to_json()
+            self._enter("failed")
+            raise
+        finally:
+            self._close()
+            lock.release()
+
+    def capture_status(self) -> dict[str, Any]:
+        """The capture's last status."""
+        return read_json(self.state.capture_status) or {}
+
+    # --- start
+
+    def _prepare(self, lock: Lock) -> None:
+        """Everything that can be refused is checked before the first thing is created."""
+        existed = self.state.path.exists()
+        if existed:
+            self._lock(lock)
+        self._say(f"checking the database and slot {self.config.slot_name}")
+        self._prepared = prepare(self.config.source_options(), on_wait=self._report_wait)
+        if not existed:
+            self._lock(lock)
+        for table in self._prepared.inserts_only:
+            self._say(
+                f"table {table} has no primary key or other replica identity: only its inserts and truncates are captured"
+            )
+
+    def _lock(self, lock: Lock) -> None:
+        self.state.create()
+        if lock.acquire() is None:
+            holder = Lock.holder(self.state.run_lock) or {}
+            raise StateError(
+                f"the state directory {self.state.path} is in use by process {holder.get('pid', '?')}",
+                "Stop that run first, or use another --state-dir (with another --slot-name)",
+            )
+        lock.write({"pid": os.getpid()})
+
+    def _report_wait(self, transactions: list[OpenTransaction]) -> None:
+        pids = ", ".join(str(one.pid) for one in transactions) or "unknown"
+        self._say(f"creating the slot waits for open transactions of server processes {pids}")
+        if self._stop.is_set():
+            raise KeyboardInterrupt
+
+    def _run(self) -> None:
+        assert self._prepared is not None
+        # The workers of Spark inherit these: no secret goes through Spark's options, and the capture ends with us.
+        os.environ["PGCDC_DB"] = self.config.db
+        os.environ["PGCDC_WATCH_PID"] = str(os.getpid())
+        self._client = ensure_capture(self._prepared.spec, is_restart=False)
+        initial, ack = self._client.join(LANE)
+        sinks = self._sinks()
+        for sink in sinks:
+            sink.open(initial if ack == initial else ack)
+        self._lane = Lane(LANE, self.state.checkpoints / LANE, sinks)
+        self._lane.on_batch = self.on_batch
+        self._enter("starting Spark")
+        self._say("starting Spark")
+        self._spark = session()
+        self._warm_up()
+        if not self._stop.is_set():
+            self._stream()
+            self._finish()
+
+    def _sinks(self) -> list[Sink]:
+        sinks: list[Sink] = []
+        for adapter in self.config.adapters:
+            if adapter == "file":
+                assert self.config.file_path is not None
+                sinks.append(FileSink(self.config.file_path, self.state.acks))
+            else:
+                sinks.append(StdoutSink(self.state.acks))
+        return sinks
+
+    def _warm_up(self) -> None:
+        from pgcdc.stream.warm import warm_up
+
+        assert self._spark is not None
+        self._enter("warming up")
+        self._say("warming up")
+        warm_up(self._spark)
+
+    # --- the stream
+
+    def _stream(self) -> None:
+        assert self._spark is not None and self._lane is not None
+        options = self._options()
+        while True:
+            query = self._lane.start(self._spark, options, once=self.config.once)
+            self._enter("streaming")
+            if not self._failures:
+                adapters = ", ".join(self.config.adapters)
+                self._say(f"ready: slot {self.config.slot_name} to {adapters}")
+                if self.on_ready is not None:
+                    self.on_ready()
+            try:
+                self._watch(query)
+                return
+            except PgcdcError as error:
+                self._recover(error)
+
+    def _options(self) -> dict[str, str]:
+        config = self.config
+        options = {
+            "state_dir": str(self.state.path),
+            "slot": config.slot_name,
+            "consumer": LANE,
+            "spool_limit": str(config.spool_limit),
+            "max_batch_rows": str(config.max_batch_rows),
+            "fail_fast": str(config.fail_fast).lower(),
+            "temporary_slot": str(config.temporary_slot).lower(),
+            "all_tables": str(config.all_tables).lower(),
+        }
+        if config.publication:
+            options["publication"] = config.publication
+        if config.tables:
+            options["tables"] = ",".join(config.tables)
+        return options
+
+    def _watch(self, query: StreamingQuery) -> None:
+        """Follow the query: pass on what Spark commits, until it ends or we are told to stop."""
+        assert self._lane is not None
+        try:
+            while not self._stop.is_set():
+                ended = query.awaitTermination(POLL_S)
+                self._acknowledge()
+                self._write_status()
+                if ended:
+                    return
+            self._enter("stopping")
+            self._lane.stop(query, STOP_TIMEOUT_S)
+        except PgcdcError:
+            raise
+        except Exception as error:
+            if self._stop.is_set():
+                return
+            raise self._explain(error) from error
+
+    def _recover(self, error: PgcdcError) -> None:
+        """A query that failed for a reason that may pass starts again from its checkpoint; anything else ends the run."""
+        if error.policy is not Policy.RETRY or self.config.fail_fast or self._failures >= MAX_QUERY_FAILURES:
+            raise error
+        delay_s = reconnect_delay_s(self._failures)
+        self._failures += 1
+        self._last_error = error.to_json()
+        self._enter("restarting the query")
+        self._say(f"{error.message}; starting the query again in {delay_s:.1f} s")
+        self._stop.wait(delay_s)
+
+    def _explain(self, error: Exception) -> PgcdcError:
+        """Which of our errors is behind a failed query."""
+        assert self._lane is not None
+        if isinstance(self._lane.error, PgcdcError):
+            return self._lane.error
+        failed = self.capture_status()
+        if failed.get("phase") == "failed":
+            return PgcdcError.from_json(failed["last_error"])
+        ours = re.search(r"pgcdc\.errors\.(\w+): ([^\n]*)", str(error))
+        if ours:
+            return PgcdcError.from_json({"kind": ours.group(1), "message": ours.group(2)})
+        if self._jvm_is_gone():
+            return PgcdcError("the Spark JVM ended unexpectedly", "Start pgcdc again: nothing is lost")
+        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        return QueryFailed(f"the Spark query failed: {lines[0][:300]}", "Start pgcdc again: nothing is lost")
+
+    def _jvm_is_gone(self) -> bool:
+        assert self._spark is not None
+        gateway = self._spark.sparkContext._gateway
+        process = getattr(gateway, "proc", None)
+        return process is not None and process.poll() is not None
+
+    # --- acknowledge, confirm, end
+
+    def _acknowledge(self) -> None:
+        """What Spark has committed is durable at every sink: the capture may confirm it."""
+        assert self._lane is not None
+        hit("driver.before_ack")
+        position = self._lane.committed()
+        if position is None:
+            return
+        self._position = position
+        self._failures = 0
+        self._call(lambda client: client.ack(LANE, position))
+        hit("driver.after_ack")
+
+    def _call(self, request: Callable[[ControlClient], Any]) -> Any:
+        """Ask the capture; if it just died, the source starts it again and so do we."""
+        assert self._client is not None and self._prepared is not None
+        try:
+            return request(self._client)
+        except CaptureGone:
+            self._client.close()
+            self._client = ensure_capture(self._prepared.spec, is_restart=True)
+            return request(self._client)
+
+    def _finish(self) -> None:
+        """The last ack is confirmed before we go, and the server has seen it."""
+        self._acknowledge()
+        lsn = int(self._call(lambda client: client.confirm()))
+        if self.config.temporary_slot:
+            return
+        deadline = time.monotonic() + 5
+        with contextlib.suppress(PgcdcError), connect(self.config.db, may_retry=False) as sql:
+            while time.monotonic() < deadline:
+                slot = get_slot(sql, self.config.slot_name)
+                if slot is None or (slot.confirmed_flush_lsn or 0) >= lsn:
+                    break
+                time.sleep(0.02)
+        self._say(f"stopped: everything up to {format_lsn(lsn)} is delivered and confirmed")
+
+    def _close(self) -> None:
+        if self._client is not None:
+            with contextlib.suppress(PgcdcError):
+                self._client.stop()
+            self._client.close()
+        if self._lane is not None:
+            self._lane.close()
+        if self._spark is not None:
+            with contextlib.suppress(Exception):
+                self._spark.stop()
+        if self._phase != "failed":
+            self._enter("stopped")
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    # --- status
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+        self._status_due = 0.0
+        if self.state.path.exists():
+            self._write_status()
+
+    def _write_status(self) -> None:
+        now = time.monotonic()
+        if now < self._status_due:
+            return
+        self._status_due = now + STATUS_INTERVAL_S
+        lane = self._lane
+        write_json(
+            self.state.run_status,
+            {
+                "pid": os.getpid(),
+                "time": time.time(),
+                "phase": self._phase,
+                "adapters": list(self.config.adapters),
+                "events": lane.events if lane else 0,
+                "batches": lane.batches if lane else 0,
+                "position": str(self._position) if self._position else None,
+                "last_error": self._last_error,
+            },
+        )
+
+
+class QueryFailed(PgcdcError):
+    """The Spark query failed for a reason outside of pgcdc (a worker was killed, say): start it again."""
+
+    policy = Policy.RETRY

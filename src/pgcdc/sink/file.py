@@ -1,0 +1,97 @@
+"""JSON lines in a file, exactly once.
+
+The ack holds the position and the file's size at that position. After a crash the file is cut back to that size, so that a
+half-written batch is written again from its beginning.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pgcdc.errors import SinkError, SinkUnavailable
+from pgcdc.ops.failpoint import hit
+from pgcdc.position import Position
+from pgcdc.sink.ack import AckFile
+from pgcdc.sink.base import Batch
+from pgcdc.state import fsync_folder, write_all
+
+__all__ = ["FileSink"]
+
+
+class FileSink:
+    """Appends every event as one line to `path`."""
+
+    def __init__(self, path: Path, acks: Path, name: str = "file") -> None:
+        self.name = name
+        self._path = path.absolute()
+        self._ack = AckFile(acks, name)
+        self._descriptor = -1
+        self._size = 0
+
+    @property
+    def ack(self) -> Position:
+        assert self._ack.position is not None
+        return self._ack.position
+
+    def open(self, start: Position) -> None:
+        detail = self._ack.detail
+        known = self._ack.position is not None and detail["path"] == str(self._path)
+        exists = self._path.exists()
+        if known and not exists:
+            raise SinkError(
+                f"{self._path} is gone, but events up to {self.ack} were written to it",
+                "Move it back, or give another --file-path: the next events go there",
+            )
+        size = self._path.stat().st_size if exists else 0
+        if known and size < detail["size"]:
+            raise SinkError(
+                f"{self._path} has {size} bytes, but {detail['size']} were written to it",
+                "Restore it, or give another --file-path: the next events go there",
+            )
+        if not known and size:
+            raise SinkError(
+                f"{self._path} exists and was not written by this pipeline",
+                "Move it away, or give another --file-path",
+            )
+        try:
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+            self._size = detail["size"] if known else 0
+            os.ftruncate(self._descriptor, self._size)
+            os.lseek(self._descriptor, self._size, os.SEEK_SET)
+            os.fsync(self._descriptor)
+            fsync_folder(self._path.parent)
+        except OSError as error:
+            raise SinkError(
+                f"{self._path} cannot be written: {error.strerror}", "Check the folder and its permissions"
+            ) from error
+        self._save(self._ack.position or start)
+
+    def write(self, batch: Batch) -> None:
+        if batch.end <= self.ack:
+            return
+        batch = batch.after(self.ack)
+        try:
+            os.lseek(self._descriptor, self._size, os.SEEK_SET)  # where a failed attempt may have left something
+            size = self._size
+            for lines in batch.lines():
+                size += write_all(self._descriptor, lines)
+                hit("file.half_written")
+            if size != self._size:
+                os.fsync(self._descriptor)
+        except OSError as error:
+            raise SinkUnavailable(
+                f"{self._path} cannot be written: {error.strerror}", "Is the disk full? Nothing is lost: start again"
+            ) from error
+        hit("file.before_ack")
+        self._size = size
+        self._save(batch.end)
+        hit("file.after_ack")
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _save(self, position: Position) -> None:
+        self._ack.save(position, {"path": str(self._path), "size": self._size})

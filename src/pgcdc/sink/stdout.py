@@ -1,0 +1,48 @@
+"""JSON lines on standard output. A pipe cannot be taken back: after a crash the last batch may come twice, with the same ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pgcdc.errors import SinkError
+from pgcdc.ops.failpoint import hit
+from pgcdc.position import Position
+from pgcdc.sink.ack import AckFile
+from pgcdc.sink.base import Batch
+from pgcdc.state import write_all
+
+__all__ = ["StdoutSink"]
+
+
+class StdoutSink:
+    """Writes every event as one line to a descriptor, standard output by default."""
+
+    def __init__(self, acks: Path, name: str = "stdout", descriptor: int = 1) -> None:
+        self.name = name
+        self._ack = AckFile(acks, name)
+        self._descriptor = descriptor
+
+    @property
+    def ack(self) -> Position:
+        assert self._ack.position is not None
+        return self._ack.position
+
+    def open(self, start: Position) -> None:
+        if self._ack.position is None:
+            self._ack.save(start, {})
+
+    def write(self, batch: Batch) -> None:
+        if batch.end <= self.ack:
+            return
+        try:
+            for lines in batch.after(self.ack).lines():
+                write_all(self._descriptor, lines)
+        except OSError as error:
+            raise SinkError(
+                f"standard output is closed: {error.strerror}", "Nothing is lost: start again with a reader at the pipe"
+            ) from error
+        hit("stdout.before_ack")
+        self._ack.save(batch.end, {})
+
+    def close(self) -> None:
+        pass

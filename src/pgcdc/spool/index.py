@@ -1,0 +1,115 @@
+"""The spool's index: which segments there are, in order, and which transactions they hold.
+
+The index is a list of chunk files (`index-00000001.log`). A chunk is a list of records; each record is framed with its
+length and checksum, so that a half-written one is seen as such. A chunk's first record tells where the chunk begins, and
+a chunk is deleted once everything in it is delivered, so the index does not grow with time.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from pgcdc.errors import SpoolError
+from pgcdc.position import Position
+from pgcdc.spool.schema import TRANSACTIONS
+from pgcdc.spool.segment import Written
+
+__all__ = ["IndexRecord", "chunk_number", "chunk_path", "encode_record", "list_chunks", "parse_records"]
+
+_FRAME = struct.Struct("!IIII")  # magic, header bytes, body bytes, CRC-32 of both
+_MAGIC = 0x70674344
+
+
+@dataclass(frozen=True, slots=True)
+class IndexRecord:
+    """One step of the stream: a segment, or (without a file) a position that moved while nothing was published."""
+
+    end: Position
+    file: str | None = None
+    written: Written = (0, 0)
+    rows: int = 0
+    transactions: pa.RecordBatch | None = None
+    relations: int = 0
+    """How many relations were known: the segment names none beyond."""
+    is_base: bool = False
+    """The first record of a chunk: everything up to `end` stood in earlier chunks."""
+
+
+def encode_record(record: IndexRecord) -> bytes:
+    """The framed bytes of one record."""
+    header = {"end": str(record.end)}
+    if record.is_base:
+        header["base"] = "1"
+    body = b""
+    if record.file is not None and record.transactions is not None:
+        header |= {
+            "file": record.file,
+            "bytes": str(record.written[0]),
+            "crc": str(record.written[1]),
+            "rows": str(record.rows),
+            "relations": str(record.relations),
+        }
+        body = record.transactions.serialize().to_pybytes()
+    head = json.dumps(header, separators=(",", ":")).encode()
+    crc = zlib.crc32(body, zlib.crc32(head))
+    return _FRAME.pack(_MAGIC, len(head), len(body), crc) + head + body
+
+
+def parse_records(data: bytes, where: str) -> Iterator[tuple[IndexRecord, int]]:
+    """The complete records in `data`, each with the offset behind it. An incomplete tail is left alone; damage raises."""
+    offset = 0
+    while len(data) - offset >= _FRAME.size:
+        magic, head_size, body_size, crc = _FRAME.unpack_from(data, offset)
+        if magic != _MAGIC:
+            raise SpoolError(f"index {where} is damaged at byte {offset}", _ADVICE)
+        begin = offset + _FRAME.size
+        end = begin + head_size + body_size
+        if end > len(data):
+            return
+        if zlib.crc32(data[begin:end]) != crc:
+            raise SpoolError(f"index {where} is damaged at byte {offset}: its checksum does not match", _ADVICE)
+        header = json.loads(data[begin : begin + head_size])
+        yield _decode(header, data[begin + head_size : end]), end
+        offset = end
+
+
+def _decode(header: dict[str, str], body: bytes) -> IndexRecord:
+    position = Position.parse(header["end"])
+    if "file" not in header:
+        return IndexRecord(position, is_base="base" in header)
+    return IndexRecord(
+        position,
+        header["file"],
+        (int(header["bytes"]), int(header["crc"])),
+        int(header["rows"]),
+        pa.ipc.read_record_batch(pa.py_buffer(body), TRANSACTIONS),
+        int(header["relations"]),
+    )
+
+
+def chunk_path(folder: Path, number: int) -> Path:
+    """The file of chunk `number`."""
+    return folder / f"index-{number:08d}.log"
+
+
+def chunk_number(path: Path) -> int:
+    """The number in a chunk's file name."""
+    return int(path.stem.removeprefix("index-"))
+
+
+def list_chunks(folder: Path) -> list[Path]:
+    """All chunk files, oldest first."""
+    return sorted(folder.glob("index-*.log"), key=chunk_number)
+
+
+_ADVICE = (
+    "Stop pgcdc, delete the folder `spool` in the state directory and start again: "
+    "everything that is not delivered yet is read again from the slot"
+)

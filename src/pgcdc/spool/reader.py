@@ -1,0 +1,170 @@
+"""The queries' side of the spool: follow the index, and say which rows of which segments lie in (start, end]."""
+
+from __future__ import annotations
+
+import bisect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from pgcdc.errors import GapError
+from pgcdc.position import Position, format_lsn
+from pgcdc.relation import Relation
+from pgcdc.spool.index import IndexRecord, chunk_number, chunk_path, list_chunks, parse_records
+from pgcdc.spool.segment import Written, open_segment
+
+__all__ = ["SegmentSlice", "SpoolReader", "plan_end"]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSlice:
+    """The part of one segment that lies in (start, end]. Small and picklable: what an executor needs to read it."""
+
+    path: str
+    written: Written
+    transactions: bytes
+    """A serialized record batch in the TRANSACTIONS schema."""
+    start: Position
+    end: Position
+
+
+class SpoolReader:
+    """Follows the index as it grows. Not thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._chunk = 0
+        self._offset = 0
+        self.base = Position(0, 0)
+        self.end = Position(0, 0)
+        self.records: list[IndexRecord] = []
+        self._relations: list[Relation] = []
+
+    def refresh(self) -> None:
+        """Take in what was appended since the last call."""
+        if self._chunk == 0:
+            chunks = list_chunks(self._folder)
+            if not chunks:
+                return
+            self._chunk = chunk_number(chunks[0])
+        while True:
+            self._read_chunk()
+            if not chunk_path(self._folder, self._chunk + 1).exists():
+                return
+            self._read_chunk()  # what was appended between the two looks
+            self._chunk, self._offset = self._chunk + 1, 0
+
+    def _read_chunk(self) -> None:
+        path = chunk_path(self._folder, self._chunk)
+        try:
+            with open(path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        begin = self._offset
+        for record, offset in parse_records(data, path.name):
+            self._offset = begin + offset
+            self._take(record)
+
+    def _take(self, record: IndexRecord) -> None:
+        if record.is_base:
+            if not self.records and self.end < record.end:
+                self.base = record.end
+        elif record.file is not None:
+            self.records.append(record)
+        self.end = record.end
+
+    def forget(self, position: Position) -> None:
+        """Nobody will ask for anything up to `position` again: drop it from memory."""
+        keep = bisect.bisect_right(self.records, position, key=lambda record: record.end)
+        if keep:
+            self.base = max(self.base, self.records[keep - 1].end)
+            del self.records[:keep]
+
+    def slices(self, start: Position, end: Position) -> list[SegmentSlice]:
+        """What to read for (start, end], in order. The caller made sure that `end` has been reached."""
+        self._check_start(start)
+        first = bisect.bisect_right(self.records, start, key=lambda record: record.end)
+        found = []
+        previous = self.records[first - 1].end if first else self.base
+        for record in self.records[first:]:
+            if previous >= end:
+                break
+            assert record.file is not None and record.transactions is not None
+            path = str((self._folder / record.file).resolve())
+            table = record.transactions.serialize().to_pybytes()
+            found.append(SegmentSlice(path, record.written, table, start, end))
+            previous = record.end
+        return found
+
+    def after(self, start: Position) -> list[IndexRecord]:
+        """The segments that hold changes after `start`."""
+        self._check_start(start)
+        return self.records[bisect.bisect_right(self.records, start, key=lambda record: record.end) :]
+
+    def _check_start(self, start: Position) -> None:
+        if start < self.base:
+            raise GapError(
+                f"the query wants to go on from {format_lsn(start.lsn)}, "
+                f"but changes are kept only after {format_lsn(self.base.lsn)}",
+                "Its checkpoint is older than what was confirmed to PostgreSQL. Restore the checkpoint that belongs to "
+                "this state directory, or start with a new state directory and a new slot",
+            )
+
+    def relations(self) -> list[Relation]:
+        """All relations, by version."""
+        path = self._folder / "relations.jsonl"
+        if path.exists():
+            lines = path.read_bytes().splitlines()
+            self._relations += [Relation.from_json(json.loads(line)) for line in lines[len(self._relations) :]]
+        return self._relations
+
+
+def plan_end(records: list[IndexRecord], end: Position, max_rows: int, max_bytes: int) -> Position:
+    """Where a batch of the given records should end: as far as the limits allow, and at a commit.
+
+    `records` are those after the batch's start, `end` is how far the spool goes. Only a transaction that is itself larger
+    than the limits is split, at the end of a segment.
+    """
+    rows = size = 0
+    commit: Position | None = None
+    split: Position | None = None
+    for record in records:
+        rows += record.rows
+        size += record.written[0]
+        if split is not None and (rows > max_rows or size > max_bytes):
+            return commit or split
+        split = record.end
+        if record.end.is_end:
+            commit = record.end
+    if end.is_end or split is None:
+        return end
+    return commit or split
+
+
+def read_slice(piece: SegmentSlice) -> tuple[pa.Table, np.ndarray, np.ndarray, pa.RecordBatch]:
+    """The rows in range, and for each row the index of its transaction.
+
+    Returns (rows, mask-selected row numbers, transaction index of each selected row, transactions).
+    """
+    from pgcdc.spool.schema import TRANSACTIONS
+
+    table = open_segment(Path(piece.path), piece.written)
+    transactions = pa.ipc.read_record_batch(pa.py_buffer(piece.transactions), TRANSACTIONS)
+    counts = transactions.column("rows").to_numpy()
+    of_row = np.repeat(np.arange(transactions.num_rows), counts)
+    lsn = transactions.column("lsn").to_numpy()[of_row]
+    ordinal = table.column("ordinal").to_numpy()
+    sub = table.column("sub").to_numpy()
+    wanted = _after(lsn, ordinal, sub, piece.start) & ~_after(lsn, ordinal, sub, piece.end)
+    rows = np.flatnonzero(wanted)
+    return table, rows, of_row[rows], transactions
+
+
+def _after(lsn: np.ndarray, ordinal: np.ndarray, sub: np.ndarray, limit: Position) -> np.ndarray:
+    later_ordinal = (ordinal > limit.ordinal) | ((ordinal == limit.ordinal) & (sub > limit.sub))
+    return (lsn > limit.lsn) | ((lsn == limit.lsn) & later_ordinal)

@@ -1,0 +1,60 @@
+"""The two Arrow schemas that everything between capture and Spark speaks.
+
+`CHANGES` is what a segment holds: one schema for all tables, values as PostgreSQL's exact bytes.
+`TRANSACTIONS` says which transactions those rows belong to, in order. It stands in the index and not in the rows,
+because the END lsn and the commit time of a transaction are known only at its Commit.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import pyarrow as pa
+
+__all__ = ["CHANGES", "TRANSACTIONS", "Op", "OldKind"]
+
+
+class Op(IntEnum):
+    """What a change did: the byte that the wire uses for it."""
+
+    INSERT = ord("I")
+    UPDATE = ord("U")
+    DELETE = ord("D")
+    TRUNCATE = ord("T")
+    MESSAGE = ord("M")
+
+
+class OldKind(IntEnum):
+    """What the old values of a change are."""
+
+    NONE = 0
+    KEY = ord("K")
+    """Only the replica identity's columns; the others are null because they were not sent."""
+    FULL = ord("O")
+    """The whole old row: a null is a NULL."""
+
+
+CHANGES = pa.schema(
+    [
+        pa.field("ordinal", pa.int64(), nullable=False),
+        pa.field("sub", pa.int16(), nullable=False),
+        pa.field("op", pa.uint8(), nullable=False),
+        pa.field("relation", pa.int32(), nullable=False),  # version number in Relations; -1 for a message
+        pa.field("new", pa.list_(pa.binary())),  # one value per column; for a message: one element, its content
+        pa.field("old", pa.list_(pa.binary())),
+        pa.field("old_kind", pa.uint8(), nullable=False),
+        pa.field("unchanged", pa.list_(pa.int16())),  # columns of `new` (i) or `old` (-1-i) that are unchanged TOAST
+        pa.field("prefix", pa.string()),  # of a message
+    ]
+)
+
+TRANSACTIONS = pa.schema(
+    [
+        pa.field("lsn", pa.int64(), nullable=False),  # END lsn
+        pa.field("commit_time", pa.int64(), nullable=False),  # microseconds since 1970-01-01 UTC
+        pa.field("xid", pa.int64(), nullable=False),
+        pa.field("rows", pa.int64(), nullable=False),  # how many rows of this segment belong to it
+        pa.field("complete", pa.bool_(), nullable=False),  # false: more of it follows in the next segment
+        pa.field("origin", pa.string()),
+    ]
+)

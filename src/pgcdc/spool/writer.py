@@ -1,0 +1,226 @@
+"""The capture's side of the spool: append, release, recover.
+
+Transport mode: the slot is the durable log and the spool may be lost at any time, so nothing is fsynced here; what a crash
+leaves damaged is cut off at the next start and read again from the slot.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from pathlib import Path
+
+import pyarrow as pa
+
+from pgcdc.capture.batch import CaptureBatch, Part
+from pgcdc.errors import SpoolError
+from pgcdc.ops.failpoint import hit
+from pgcdc.position import Position
+from pgcdc.relation import Relation, Relations
+from pgcdc.spool.index import IndexRecord, chunk_number, chunk_path, encode_record, list_chunks, parse_records
+from pgcdc.spool.segment import Written, checksum_file, write_segment
+
+__all__ = ["SpoolWriter"]
+
+CHUNK_BYTES = 1 << 20
+
+
+class SpoolWriter:
+    """Owns the spool's folder. One writer at a time: the capture process holds the slot's lock."""
+
+    def __init__(self, folder: Path, base: Position) -> None:
+        """Open the spool, keep what is sound, and cut off the rest. `base` is what the slot has confirmed: an empty spool
+        begins there, and segments up to there may be gone."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._records: deque[tuple[int, IndexRecord]] = deque()  # (chunk, record with a file), not yet released
+        self._chunk = 0
+        self._chunk_size = 0
+        self.bytes_held = 0
+        self.relations = _load_relations(folder)
+        self._relations_written = len(self.relations)
+        self._relations_file = open(folder / "relations.jsonl", "ab", buffering=0)  # noqa: SIM115 - lives with the writer
+        self.end = base
+        self.resume_lsn = base.lsn
+        """END lsn of the last transaction that is here completely: where the stream has to go on."""
+        self._recover(base)
+        self._index = open(chunk_path(folder, self._chunk), "ab", buffering=0)  # noqa: SIM115
+        for stray in [*folder.glob("pending-*.arrow"), *folder.glob("*.partial")]:
+            stray.unlink()
+
+    def append(self, batch: CaptureBatch) -> None:
+        """Make one batch visible to the readers. What is already here (a transaction read again after a crash) is left out."""
+        if batch.end <= self.end:
+            if batch.part is not None and batch.part.path is not None:
+                batch.part.path.unlink()
+            return
+        if not self.end.is_end:
+            batch = _without(batch, self.end)
+        if self._chunk_size >= CHUNK_BYTES:
+            self._start_chunk(self._chunk + 1)
+        record = IndexRecord(batch.end)
+        if batch.part is not None:
+            self._write_relations()
+            name = f"seg-{self._next_segment:012d}.arrow"
+            self._next_segment += 1
+            written = self._publish(batch, self._folder / name)
+            record = IndexRecord(batch.end, name, written, batch.part.rows, batch.transactions, len(self.relations))
+            self._records.append((self._chunk, record))
+            self.bytes_held += written[0]
+        hit("spool.before_index")
+        self._append_record(record)
+        hit("spool.after_index")
+        self._move_end(batch.end)
+
+    def _move_end(self, end: Position) -> None:
+        self.end = end
+        if end.is_end:
+            self.resume_lsn = end.lsn
+
+    def release(self, lsn: int) -> None:
+        """Delete the segments that everybody is past of."""
+        while self._records and self._records[0][1].end <= Position.end(lsn):
+            _, record = self._records.popleft()
+            assert record.file is not None
+            (self._folder / record.file).unlink(missing_ok=True)
+            self.bytes_held -= record.written[0]
+        oldest = self._records[0][0] if self._records else self._chunk
+        for path in list_chunks(self._folder):
+            if chunk_number(path) >= oldest:
+                break
+            path.unlink()
+
+    @property
+    def oldest_commit_us(self) -> int | None:
+        """Commit time of the oldest change that is not released yet, in microseconds since 1970."""
+        transactions = self._records[0][1].transactions if self._records else None
+        return transactions.column("commit_time")[0].as_py() if transactions is not None else None
+
+    def close(self) -> None:
+        """Close the files; the folder stays as it is."""
+        self._index.close()
+        self._relations_file.close()
+
+    def _publish(self, batch: CaptureBatch, path: Path) -> Written:
+        assert batch.part is not None
+        if batch.part.path is not None:
+            os.replace(batch.part.path, path)
+            return checksum_file(path)
+        assert batch.part.batch is not None
+        return write_segment(path, batch.part.batch)
+
+    def _write_relations(self) -> None:
+        """A relation stands on disk before the first segment that names it is visible."""
+        fresh = self.relations.shapes[self._relations_written :]
+        if fresh:
+            lines = b"".join(json.dumps(shape.to_json()).encode() + b"\n" for shape in fresh)
+            self._relations_file.write(lines)
+            self._relations_written = len(self.relations)
+
+    def _append_record(self, record: IndexRecord) -> None:
+        data = encode_record(record)
+        written = self._index.write(data)
+        if written != len(data):
+            raise SpoolError(f"the index in {self._folder} could not be written", "Is the disk full?")
+        self._chunk_size += len(data)
+
+    def _start_chunk(self, number: int) -> None:
+        self._index.close()
+        self._index = open(chunk_path(self._folder, number), "ab", buffering=0)  # noqa: SIM115
+        self._chunk, self._chunk_size = number, 0
+        self._append_record(IndexRecord(self.end, is_base=True))
+
+    def _recover(self, base: Position) -> None:
+        """Read the index again; stop at the first record or segment that is not whole, and cut there."""
+        sound, sizes = True, {0: 0}
+        for path in list_chunks(self._folder):
+            size = 0
+            if sound:
+                size, sound = self._recover_chunk(path, base)
+            if size == 0:
+                path.unlink()
+            else:
+                os.truncate(path, size)
+                sizes[chunk_number(path)] = size
+        self._chunk = max(sizes)
+        self._chunk_size = sizes[self._chunk]
+        if self._chunk_size == 0 or self.end < base:
+            self._begin_anew(base)
+        kept = {record.file for _, record in self._records}
+        self._next_segment = 1
+        for file in self._folder.glob("seg-*.arrow"):
+            self._next_segment = max(self._next_segment, int(file.stem.removeprefix("seg-")) + 1)
+            if file.name not in kept:
+                file.unlink()
+        self.bytes_held = sum(record.written[0] for _, record in self._records)
+
+    def _recover_chunk(self, path: Path, base: Position) -> tuple[int, bool]:
+        """(bytes that are sound, whether all of it was). A missing segment is fine only if it was confirmed before."""
+        data = path.read_bytes()
+        number, size = chunk_number(path), 0
+        try:
+            for record, offset in parse_records(data, path.name):
+                if record.file is not None and record.end > base:
+                    segment = self._folder / record.file
+                    if (
+                        not segment.exists()
+                        or checksum_file(segment) != record.written
+                        or record.relations > len(self.relations)
+                    ):
+                        return size, False
+                    self._records.append((number, record))
+                self._move_end(record.end)
+                size = offset
+        except SpoolError:
+            return size, False
+        return size, size == len(data)
+
+    def _begin_anew(self, base: Position) -> None:
+        for path in list_chunks(self._folder):
+            path.unlink()
+        self._records.clear()
+        self._chunk += 1
+        data = encode_record(IndexRecord(base, is_base=True))
+        chunk_path(self._folder, self._chunk).write_bytes(data)
+        self._chunk_size = len(data)
+        self._move_end(base)
+
+
+def _without(batch: CaptureBatch, end: Position) -> CaptureBatch:
+    """The batch without the first changes of its first transaction, up to `end`, which is inside of that transaction."""
+    if batch.part is None or batch.transactions.column("lsn")[0].as_py() != end.lsn:
+        return batch
+    rows = batch.part.load().combine_chunks().to_batches()[0]
+    ordinal, sub = rows.column("ordinal").to_numpy(), rows.column("sub").to_numpy()
+    later = (ordinal > end.ordinal) | ((ordinal == end.ordinal) & (sub > end.sub))
+    later[batch.transactions.column("rows")[0].as_py() :] = True
+    skipped = int((~later).sum())
+    if batch.part.path is not None:
+        batch.part.path.unlink()
+    counts = batch.transactions.column("rows").to_pylist()
+    counts[0] -= skipped
+    index = batch.transactions.schema.get_field_index("rows")
+    transactions = batch.transactions.set_column(index, batch.transactions.schema.field(index), pa.array(counts, pa.int64()))
+    kept = rows.slice(skipped)
+    part = Part(kept.num_rows, kept.nbytes, batch.part.last, kept)
+    return CaptureBatch(part, transactions, batch.relations, batch.end, batch.last_lsn)
+
+
+def _load_relations(folder: Path) -> Relations:
+    path = folder / "relations.jsonl"
+    if not path.exists():
+        return Relations()
+    shapes: list[Relation] = []
+    sound = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            shape = Relation.from_json(json.loads(line))
+        except (ValueError, KeyError, TypeError):
+            break
+        if not line.endswith(b"\n"):
+            break
+        shapes.append(shape)
+        sound += len(line)
+    os.truncate(path, sound)
+    return Relations(shapes)

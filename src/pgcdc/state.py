@@ -1,0 +1,216 @@
+"""The state directory: who it belongs to, who holds it, and files that survive a crash.
+
+    identity.json     which slot of which server this directory belongs to
+    run.lock          held by `pgcdc listen`
+    capture.lock      held by the capture process; tells its pid and control socket
+    capture.json      the capture's status, once a second
+    run.json          the driver's status, once a second
+    consumers.json    where every consumer is, and what was confirmed
+    spool/            segments and index
+    acks/             one file per sink
+    checkpoints/      Spark's, one folder per lane
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from pgcdc.errors import GapError, StateError
+
+__all__ = ["Identity", "Lock", "StateDir", "check_identity", "fsync_folder", "read_json", "write_all", "write_json", "write_json_durably"]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a state directory belongs to. Going on with another one would cross a gap."""
+
+    system_identifier: str
+    timeline: int
+    database: str
+    slot: str
+    instance: str
+    """A random name of this pipeline, by which its own walsender is recognised after a crash."""
+    publications: list[dict[str, Any]]
+    """Fingerprints of the publications, to notice when they are dropped or narrowed."""
+    created_lsn: int
+    """Where the slot began."""
+
+
+class StateDir:
+    """Paths and identity of one state directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.spool = self.path / "spool"
+        self.acks = self.path / "acks"
+        self.checkpoints = self.path / "checkpoints"
+        self.consumers_file = self.path / "consumers.json"
+        self.capture_status = self.path / "capture.json"
+        self.run_status = self.path / "run.json"
+        self.capture_lock = self.path / "capture.lock"
+        self.run_lock = self.path / "run.lock"
+        self.identity_file = self.path / "identity.json"
+
+    def create(self) -> None:
+        """Make the directory, readable only by its owner. Raises StateError if that cannot be."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for folder in (self.spool, self.acks, self.checkpoints):
+                folder.mkdir(exist_ok=True)
+            probe = self.path / f".probe-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise StateError(
+                f"the state directory {self.path} is not writable: {reason}",
+                "Choose another one with --state-dir, or change its owner or permissions",
+            ) from error
+
+    def identity(self) -> Identity | None:
+        """Who the directory belongs to; None for a new one."""
+        raw = read_json(self.identity_file)
+        if raw is None:
+            return None
+        try:
+            return Identity(**raw)
+        except TypeError as error:
+            raise StateError(
+                f"{self.identity_file} is not readable by this version of pgcdc", "Use the version that wrote it"
+            ) from error
+
+    def save_identity(self, identity: Identity) -> None:
+        """Record who the directory belongs to, durably."""
+        write_json_durably(self.identity_file, asdict(identity))
+
+
+def check_identity(known: Identity, *, system_identifier: str, timeline: int, database: str, slot: str) -> None:
+    """Raise GapError if this state directory belongs to something else than what we are connected to."""
+    if known.slot != slot:
+        raise GapError(
+            f"this state directory belongs to slot {known.slot!r}, not to {slot!r}",
+            "Give every slot its own --state-dir",
+        )
+    if known.system_identifier != system_identifier:
+        raise GapError(
+            f"the server is another one: its system identifier is {system_identifier}, "
+            f"this state directory belongs to {known.system_identifier}",
+            "Check --db. If the database was restored or moved on purpose, start with a new slot and a new --state-dir",
+        )
+    if known.timeline != timeline:
+        raise GapError(
+            f"the server is on timeline {timeline}, this state directory was written on timeline {known.timeline}: "
+            "there was a failover or a point-in-time recovery, and changes may be missing",
+            "Compare source and target, then start with a new slot and a new --state-dir",
+        )
+    if known.database != database:
+        raise GapError(
+            f"this state directory belongs to database {known.database!r}, not to {database!r}",
+            "Check --db, or use another --state-dir",
+        )
+
+
+class Lock:
+    """An advisory lock on a file, freed by the kernel when its process dies."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[str] | None = None
+
+    def acquire(self) -> dict[str, Any] | None:
+        """Take the lock; None if another process holds it, else what the last holder wrote if it was killed."""
+        file = open(self._path, "a+")  # noqa: SIM115 - open as long as the lock is held
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        self._file = file
+        file.seek(0)
+        try:
+            previous: dict[str, Any] = json.loads(file.read() or "{}")
+        except ValueError:
+            previous = {}
+        return previous
+
+    def write(self, content: dict[str, Any]) -> None:
+        """Say in the file who holds the lock."""
+        assert self._file is not None
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.write(json.dumps(content))
+        self._file.flush()
+
+    def release(self) -> None:
+        """Give the lock back."""
+        if self._file is not None:
+            self._file.truncate(0)
+            self._file.close()
+            self._file = None
+
+    @staticmethod
+    def holder(path: Path) -> dict[str, Any] | None:
+        """What the holder wrote; None if nobody holds the lock."""
+        try:
+            with open(path) as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    text = file.read()
+                    with contextlib.suppress(ValueError):  # half-written: the holder is just starting
+                        return json.loads(text) if text else {}
+                    return {}
+        except FileNotFoundError:
+            pass
+        return None
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; None if there is none. Raises StateError if it is damaged."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise StateError(f"{path} is damaged", "Restore it from a backup, or start with a new --state-dir") from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace a JSON file in one step; it may be lost by a crash of the machine."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(content))
+    os.replace(temporary, path)
+
+
+def write_json_durably(path: Path, content: Any) -> None:
+    """Replace a JSON file in one step; when this returns, it survives a crash of the machine."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w") as file:
+        file.write(json.dumps(content))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    fsync_folder(path.parent)
+
+
+def write_all(descriptor: int, data: memoryview) -> int:
+    """Write all of `data`, however often it takes; the number of bytes."""
+    total = len(data)
+    while data:
+        data = data[os.write(descriptor, data) :]
+    return total
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make a folder's entries durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,149 @@
+"""Where a reader's spool comes from: the capture of its slot (started or joined), or a folder that does not change."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import psutil
+
+from pgcdc.capture.control import CaptureGone, ControlClient, ensure_capture
+from pgcdc.capture.prepare import prepare
+from pgcdc.capture.process import CaptureSpec
+from pgcdc.errors import SourceError
+from pgcdc.position import Position
+from pgcdc.spool.reader import SpoolReader
+from pgcdc.state import StateDir
+from pgcdc.stream.events import IdSeed
+from pgcdc.stream.options import StreamOptions
+
+__all__ = ["CaptureFeed", "Feed", "StaticFeed"]
+
+_T = TypeVar("_T")
+
+MAX_RESTARTS = 5
+RESTART_WINDOW_S = 60.0
+
+
+class Feed(Protocol):
+    """What a reader needs besides the spool itself."""
+
+    spool: Path
+    seed: IdSeed
+
+    def join(self) -> tuple[Position, Position]:
+        """Where this consumer begins, and what it has acknowledged."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the spool has grown, at most `timeout_s`."""
+
+    def ack(self, position: Position) -> None:
+        """Everything up to `position` is durable."""
+
+    def target(self) -> int:
+        """What "everything up to now" means: an LSN."""
+
+    def close(self) -> None:
+        """The reader is done; the capture may go on for others."""
+
+
+class CaptureFeed:
+    """The capture of a slot: started if nobody has, joined if somebody has, started again if it dies."""
+
+    def __init__(self, options: StreamOptions) -> None:
+        self._consumer = options.consumer
+        state = StateDir(Path(options.source.state_dir))
+        identity = state.identity()
+        watch_pid = int(os.environ.get("PGCDC_WATCH_PID", 0)) or _driver_pid()
+        if identity is None or not identity.created_lsn:
+            prepared = prepare(options.source, watch_pid=watch_pid)
+            self._spec, identity = prepared.spec, prepared.identity
+            self._client = ensure_capture(self._spec, is_restart=False)
+        else:
+            source = options.source
+            self._spec = CaptureSpec(
+                url=source.url,
+                slot=source.slot,
+                publications=tuple(item["name"] for item in identity.publications),
+                state_dir=str(state.path),
+                spool_limit_bytes=source.spool_limit_bytes,
+                watch_pid=watch_pid,
+                temporary=source.temporary_slot,
+                fail_fast=source.fail_fast,
+            )
+            self._client = ensure_capture(self._spec, is_restart=True)
+        self.spool = state.spool
+        self.seed = IdSeed.of(identity.system_identifier, identity.slot)
+        self._restarts: list[float] = []
+
+    def join(self) -> tuple[Position, Position]:
+        return self._retry(lambda client: client.join(self._consumer))
+
+    def wait(self, timeout_s: float) -> None:
+        self._retry(lambda client: client.wait(timeout_s))
+
+    def ack(self, position: Position) -> None:
+        self._retry(lambda client: client.ack(self._consumer, position))
+
+    def target(self) -> int:
+        return self._retry(lambda client: client.target())
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _retry(self, call: Callable[[ControlClient], _T]) -> _T:
+        while True:
+            try:
+                return call(self._client)
+            except CaptureGone:
+                self._restart()
+
+    def _restart(self) -> None:
+        """Start the capture again; one that dies again and again is not hidden."""
+        now = time.monotonic()
+        self._restarts = [moment for moment in self._restarts if now - moment < RESTART_WINDOW_S] + [now]
+        if len(self._restarts) > MAX_RESTARTS:
+            raise SourceError(
+                f"the capture process ended {MAX_RESTARTS} times within {RESTART_WINDOW_S:.0f} s",
+                f"See {Path(self._spec.state_dir) / 'capture.log'}",
+            )
+        self._client.close()
+        self._client = ensure_capture(self._spec, is_restart=True)
+
+
+class StaticFeed:
+    """A spool that nobody writes: for warming up and for tests."""
+
+    def __init__(self, spool: Path) -> None:
+        self.spool = spool
+        self.seed = IdSeed.of("static", "static")
+        reader = SpoolReader(spool)
+        reader.refresh()
+        self._base, self._end = reader.base, reader.end
+
+    def join(self) -> tuple[Position, Position]:
+        return self._base, self._base
+
+    def wait(self, timeout_s: float) -> None:
+        time.sleep(timeout_s)
+
+    def ack(self, position: Position) -> None:
+        pass
+
+    def target(self) -> int:
+        return self._end.lsn
+
+    def close(self) -> None:
+        pass
+
+
+def _driver_pid() -> int:
+    """The Spark driver: the JVM that started this Python process. Its end is the end of the capture."""
+    process = psutil.Process()
+    for ancestor in process.parents():
+        if ancestor.name() == "java":
+            return ancestor.pid
+    return process.pid

@@ -1,0 +1,143 @@
+"""A lane: one streaming query that collects each batch once and hands it to its sinks, side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pgcdc.errors import StateError
+from pgcdc.ops.failpoint import hit
+from pgcdc.position import Position
+from pgcdc.sink.base import Batch, Sink
+from pgcdc.state import fsync_folder
+from pgcdc.transform.event_json import event_lines
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+__all__ = ["Lane", "read_offset"]
+
+
+class LaneStopped(Exception):
+    """Refuses a batch that came after the lane was told to stop."""
+
+
+class Lane:
+    """One query and its sinks. `committed` tells what Spark has committed and what is durable at every sink."""
+
+    def __init__(self, name: str, checkpoint: Path, sinks: Sequence[Sink]) -> None:
+        self.name = name
+        self.sinks = list(sinks)
+        self.error: BaseException | None = None
+        """What a sink failed with, if one did."""
+        self.batches = 0
+        self.events = 0
+        self._checkpoint = checkpoint
+        self._pool = ThreadPoolExecutor(max(1, len(self.sinks)), thread_name_prefix=f"lane-{name}")
+        self._last_batch = -1
+        self._acked_batch = -1
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._running = False
+        self.on_batch: Callable[[Batch], None] | None = None
+
+    def start(self, spark: SparkSession, options: dict[str, str], *, once: bool = False) -> StreamingQuery:
+        """Start the query from its checkpoint."""
+        self.error = None
+        events = spark.readStream.format("pgcdc").options(**options).load()
+        writer = events.writeStream.queryName(self.name).option("checkpointLocation", str(self._checkpoint))
+        trigger = writer.trigger(availableNow=True) if once else writer.trigger(processingTime="0 seconds")
+        return trigger.foreachBatch(self._deliver).start()
+
+    def committed(self) -> Position | None:
+        """The end of the last batch that Spark has committed, made durable; None if nothing is new since the last call."""
+        with self._lock:
+            batch = self._last_batch
+        while batch > self._acked_batch and not (self._checkpoint / "commits" / str(batch)).exists():
+            batch -= 1
+        if batch <= self._acked_batch or batch < 0:
+            return None
+        position = read_offset(self._checkpoint, batch)
+        for folder in ("offsets", "commits"):
+            _fsync(self._checkpoint / folder / str(batch))
+            fsync_folder(self._checkpoint / folder)
+        self._acked_batch = batch
+        return position
+
+    def stop(self, query: StreamingQuery, timeout_s: float) -> None:
+        """End the query between two batches: the one that runs is finished and committed first."""
+        self._stopping = True
+        deadline = time.monotonic() + timeout_s
+        while query.isActive and time.monotonic() < deadline:
+            with self._lock:
+                batch, running = self._last_batch, self._running
+            if not running and (batch < 0 or (self._checkpoint / "commits" / str(batch)).exists()):
+                break
+            time.sleep(0.01)
+        query.stop()
+
+    def close(self) -> None:
+        """Close the sinks."""
+        self._pool.shutdown()
+        for sink in self.sinks:
+            sink.close()
+
+    def _deliver(self, events: DataFrame, batch_id: int) -> None:
+        """Spark's callback: runs once per batch, and again for the same batch after a crash."""
+        if self._stopping:
+            raise LaneStopped("this batch comes again after the restart")
+        with self._lock:
+            self._running = True
+        try:
+            self._write(events, batch_id)
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            with self._lock:
+                self._running = False
+
+    def _write(self, events: DataFrame, batch_id: int) -> None:
+        hit("lane.planned")
+        end = read_offset(self._checkpoint, batch_id)
+        start = read_offset(self._checkpoint, batch_id - 1) if batch_id else min(sink.ack for sink in self.sinks)
+        waiting = [sink for sink in self.sinks if sink.ack < end]
+        if waiting:
+            batch = Batch(start, end, event_lines(events).toArrow())
+            hit("lane.collected")
+            list(self._pool.map(lambda sink: sink.write(batch), waiting))
+            self.batches += 1
+            self.events += batch.events.num_rows
+            if self.on_batch is not None:
+                self.on_batch(batch)
+        hit("lane.written")
+        with self._lock:
+            self._last_batch = batch_id
+
+
+def read_offset(checkpoint: Path, batch_id: int) -> Position:
+    """The end of a batch, from Spark's offset log (one line of metadata, then one line per source)."""
+    path = checkpoint / "offsets" / str(batch_id)
+    try:
+        lines = path.read_text().splitlines()
+        return Position.from_offset(json.loads(lines[2]))
+    except (OSError, IndexError, ValueError, KeyError) as error:
+        raise StateError(
+            f"Spark's offset log {path} cannot be read: {error}",
+            "Restore the checkpoint from a backup, or start with a new slot and a new --state-dir",
+        ) from error
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

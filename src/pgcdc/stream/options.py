@@ -1,0 +1,87 @@
+"""The options of the Spark source, checked in one place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pgcdc.capture.database import parse_url
+from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
+from pgcdc.errors import ConfigError
+
+__all__ = ["StreamOptions", "parse_bytes", "parse_options"]
+
+DEFAULT_MAX_BATCH_ROWS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """What a query says about its source."""
+
+    source: SourceOptions
+    consumer: str
+    max_batch_rows: int
+    spool: str
+    """Read this spool and no other: no capture (used to warm up)."""
+
+
+def parse_options(raw: Mapping[str, str]) -> StreamOptions:
+    """Spark's option map (keys in any case). Raises ConfigError for what is unknown or does not fit."""
+    options = {key.lower().replace("-", "_"): value for key, value in raw.items()}
+    unknown = sorted(set(options) - _KNOWN)
+    if unknown:
+        raise ConfigError(f"unknown option {unknown[0]!r}", f"Known options: {', '.join(sorted(_KNOWN))}")
+    url = options.get("url", "") or os.environ.get("PGCDC_DB", "")
+    if options.get("url") and parse_url(options["url"]).get("password"):
+        raise ConfigError(
+            "the option url holds a password, and Spark keeps options in plans and logs",
+            "Put the whole URL into the variable PGCDC_DB and leave the option out, or the password into PGPASSWORD "
+            "or ~/.pgpass",
+        )
+    source = SourceOptions(
+        url=url,
+        slot=options.get("slot", "pgcdc"),
+        publication=options.get("publication"),
+        tables=tuple(name.strip() for name in options.get("tables", "").split(",") if name.strip()),
+        all_tables=_flag(options, "all_tables"),
+        state_dir=options.get("state_dir", ".pgcdc"),
+        spool_limit_bytes=_number(options, "spool_limit", DEFAULT_SPOOL_LIMIT_BYTES, parse_bytes),
+        start_from=options.get("start_from"),
+        fail_fast=_flag(options, "fail_fast"),
+        temporary_slot=_flag(options, "temporary_slot"),
+    )
+    rows = _number(options, "max_batch_rows", DEFAULT_MAX_BATCH_ROWS, int)
+    if rows < 1:
+        raise ConfigError("max_batch_rows must be at least 1", "Leave it out for the default")
+    return StreamOptions(source, options.get("consumer", "default"), rows, options.get("_spool", ""))
+
+
+_KNOWN = {
+    "url", "slot", "publication", "tables", "all_tables", "state_dir", "spool_limit", "start_from", "fail_fast",
+    "temporary_slot", "consumer", "max_batch_rows", "_spool",
+}  # fmt: skip
+
+
+def _flag(options: Mapping[str, str], name: str) -> bool:
+    value = options.get(name, "false").lower()
+    if value not in ("true", "false"):
+        raise ConfigError(f"option {name} is {value!r}", "Give true or false")
+    return value == "true"
+
+
+def _number(options: Mapping[str, str], name: str, default: int, parse: Callable[[str], int]) -> int:
+    if name not in options:
+        return default
+    try:
+        return parse(options[name])
+    except ValueError as error:
+        raise ConfigError(f"option {name} is {options[name]!r}", "Give a number") from error
+
+
+def parse_bytes(text: str) -> int:
+    """`512MB`, `1 GiB`, `1048576`: a number of bytes. Raises ValueError for anything else."""
+    cleaned = text.strip().lower().removesuffix("b").removesuffix("i")
+    factor = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.get(cleaned[-1:], 1)
+    number = cleaned[:-1] if factor > 1 else cleaned
+    return int(float(number) * factor)

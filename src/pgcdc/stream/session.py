@@ -1,0 +1,99 @@
+"""The Spark session: low latency, quiet, and warm before it says ready.
+
+Every setting here was measured (docs/benchmarks.md, docs/decisions). A user's own session works as well: `register` is all
+it needs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pgcdc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["check_java", "register", "session", "settings"]
+
+MINIMUM_JAVA = 17
+
+
+def settings() -> dict[str, str]:
+    """The low-latency settings, by name."""
+    log4j = Path(__file__).with_name("log4j2.properties").absolute().as_uri()
+    return {
+        # Hadoop's local file system forks a process for every checkpoint file; the raw one does not
+        "spark.sql.streaming.checkpointFileManagerClass": "org.apache.spark.sql.execution.streaming.checkpointing."
+        "FileSystemBasedCheckpointFileManager",
+        "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
+        "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
+        "spark.driver.extraJavaOptions": "-Djdk.lang.Process.launchMechanism=VFORK "
+        f"-Dlog4j2.configurationFile={log4j} -XX:+UseSerialGC -XX:TieredStopAtLevel=4",
+        "spark.sql.streaming.pollingDelay": "1ms",
+        "spark.sql.streaming.noDataMicroBatches.enabled": "false",
+        "spark.sql.streaming.minBatchesToRetain": "10",
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.python.unix.domain.socket.enabled": "true",
+        "spark.sql.adaptive.enabled": "false",
+        "spark.sql.shuffle.partitions": "1",
+        "spark.locality.wait": "0s",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.execution.arrow.maxRecordsPerBatch": "100000",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.memory": "1g",
+        "spark.sql.execution.pyspark.udf.faulthandler.enabled": "false",
+    }
+
+
+def check_java() -> None:
+    """Raise ConfigError unless Java 17 or newer is there: Spark cannot start without it."""
+    home = os.environ.get("JAVA_HOME")
+    java = str(Path(home) / "bin" / "java") if home else shutil.which("java")
+    advice = "Install it (Debian/Ubuntu: apt-get install openjdk-17-jre-headless; macOS: brew install openjdk@17) or set JAVA_HOME"
+    if not java or not Path(java).exists():
+        where = f"in JAVA_HOME ({home})" if home else "on the PATH"
+        raise ConfigError(f"Spark needs Java {MINIMUM_JAVA} or newer, and there is no java {where}", advice)
+    try:
+        answer = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=False).stderr
+    except OSError as error:
+        raise ConfigError(f"{java} does not run: {error.strerror}", advice) from error
+    found = re.search(r'version "(?:1\.)?(\d+)', answer)
+    if not found or int(found.group(1)) < MINIMUM_JAVA:
+        version = found.group(1) if found else "unknown"
+        raise ConfigError(f"Spark needs Java {MINIMUM_JAVA} or newer, and {java} is version {version}", advice)
+
+
+def register(spark: SparkSession) -> None:
+    """Make `format("pgcdc")` known to a Spark session."""
+    from pgcdc.stream.source import ChangeSource
+
+    spark.dataSource.register(ChangeSource)
+
+
+def session(app_name: str = "pgcdc", **extra: str) -> SparkSession:
+    """A local Spark session with the low-latency settings and `format("pgcdc")` registered.
+
+    `extra` are more settings, with dots as double underscores: `session(spark__ui__enabled="true")`.
+    """
+    check_java()
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.appName(app_name).master("local[2,3]")
+    for name, value in {**settings(), **{key.replace("__", "."): value for key, value in extra.items()}}.items():
+        builder = builder.config(name, value)
+    warehouse = Path(tempfile.gettempdir()) / f"pgcdc-warehouse-{os.getpid()}"
+    spark = builder.config("spark.sql.warehouse.dir", str(warehouse)).getOrCreate()
+    register(spark)
+    return spark

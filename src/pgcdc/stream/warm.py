@@ -1,0 +1,68 @@
+"""Warm up: one small batch through the same source, transforms and collection, so that the first real one is fast."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from pgcdc.capture.batch import CaptureBatch, Part
+from pgcdc.position import Position
+from pgcdc.relation import Column, Relation
+from pgcdc.spool.schema import CHANGES, TRANSACTIONS, OldKind, Op
+from pgcdc.spool.writer import SpoolWriter
+from pgcdc.transform.event_json import event_lines
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+__all__ = ["warm_up"]
+
+BATCHES = 3
+
+
+def warm_up(spark: SparkSession) -> None:
+    """Run a few micro-batches over a made-up spool."""
+    with tempfile.TemporaryDirectory(prefix="pgcdc-warm-") as folder:
+        spool = Path(folder) / "spool"
+        _write_spool(spool)
+        events = spark.readStream.format("pgcdc").option("_spool", str(spool)).option("max_batch_rows", "3").load()
+        writer = events.writeStream.option("checkpointLocation", f"{folder}/checkpoint").trigger(availableNow=True)
+        writer.foreachBatch(_collect).start().awaitTermination()
+
+
+def _collect(events: DataFrame, _: int) -> None:
+    event_lines(events).toArrow()
+
+
+def _write_spool(folder: Path) -> None:
+    writer = SpoolWriter(folder, Position.end(1))
+    key, value = Column("id", 23, -1, True), Column("value", 25, -1, False)
+    version = writer.relations.intern(Relation(1, "public", "warm", "d", (key, value)))
+    for number in range(2, 2 + BATCHES):
+        rows = pa.RecordBatch.from_pylist([_row(n, op, version) for n, op in enumerate(_OPS, 1)], schema=CHANGES)
+        transaction = {"lsn": number, "commit_time": 0, "xid": 1, "rows": len(_OPS), "complete": True, "origin": None}
+        transactions = pa.RecordBatch.from_pylist([transaction], schema=TRANSACTIONS)
+        part = Part(rows.num_rows, rows.nbytes, (len(_OPS), 0), rows)
+        writer.append(CaptureBatch(part, transactions, writer.relations, Position.end(number), number))
+    writer.close()
+
+
+_OPS = (Op.INSERT, Op.UPDATE, Op.DELETE)
+
+
+def _row(ordinal: int, op: Op, version: int) -> dict[str, object]:
+    is_delete = op is Op.DELETE
+    return {
+        "ordinal": ordinal,
+        "sub": 0,
+        "op": int(op),
+        "relation": version,
+        "new": None if is_delete else [b"1", None],
+        "old": [b"1", None] if is_delete else None,
+        "old_kind": int(OldKind.KEY) if is_delete else 0,
+        "unchanged": [1] if op is Op.UPDATE else None,
+        "prefix": None,
+    }

@@ -1,0 +1,144 @@
+"""Shared by all tests: a real PostgreSQL, fresh databases on it, and a check that nothing is left running."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+import uuid
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import psutil
+import psycopg
+import pytest
+from databases import Database
+from hypothesis import HealthCheck, settings
+from psycopg import sql
+
+from pgcdc.playground.postgres import EmbeddedPostgres
+
+_IN_CI = bool(os.environ.get("CI"))
+# Inherited by every process that a test starts, so that orphans are found as well as children.
+_RUN_VARIABLE, _RUN_ID = "TEST_RUN_OF_PGCDC", uuid.uuid4().hex
+_NUMBERS = itertools.count(1)
+
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
+settings.load_profile("ci" if _IN_CI else "default")
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[EmbeddedPostgres]:
+    """One server for the run. Never stop or kill it: start your own with EmbeddedPostgres.temporary() for that."""
+    with EmbeddedPostgres.temporary(settings={"fsync": "off", "full_page_writes": "off"}) as server:
+        yield server
+
+
+@pytest.fixture
+def database(postgres: EmbeddedPostgres) -> Iterator[Database]:
+    name = f"t_{next(_NUMBERS)}"
+    with psycopg.connect(postgres.url(), autocommit=True) as admin:
+        admin.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+    try:
+        yield Database(name, postgres.url(name), postgres)
+    finally:
+        with psycopg.connect(postgres.url(), autocommit=True) as admin:
+            _drop_slots(admin, name)
+            admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
+
+
+def _drop_slots(admin: psycopg.Connection[Any], database: str, timeout_s: float = 20.0) -> None:
+    """Slots belong to the whole server: one left behind would block DROP DATABASE and keep WAL."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        slots = admin.execute(
+            "SELECT slot_name, active_pid FROM pg_replication_slots WHERE database = %s", (database,)
+        ).fetchall()
+        if not slots:
+            return
+        for name, active_pid in slots:
+            if active_pid is not None:
+                admin.execute("SELECT pg_terminate_backend(%s)", (active_pid,))
+                continue
+            try:
+                admin.execute("SELECT pg_drop_replication_slot(%s)", (name,))
+            except (psycopg.errors.ObjectInUse, psycopg.errors.UndefinedObject):
+                continue  # somebody reconnected, or a temporary slot went with its session
+        if time.monotonic() > deadline:
+            pytest.fail(f"replication slots still in use: {slots}")
+        time.sleep(0.05)
+
+
+def pytest_sessionstart() -> None:
+    os.environ[_RUN_VARIABLE] = _RUN_ID
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if _IN_CI and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome, report.longrepr = "failed", f"skipped, which is a failure in CI: {report.longrepr}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if _IN_CI and report.skipped:
+        report.outcome, report.longrepr = "failed", f"skipped, which is a failure in CI: {report.longrepr}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
+    yield  # session fixtures end here if the run was cut short
+    _end_own_jvm()
+    left = _processes_left(timeout_s=15.0)
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        for line in left:
+            if reporter is not None:
+                reporter.write_line(f"left running by the tests: {line}", red=True)
+
+
+def _end_own_jvm() -> None:
+    """The JVM of Spark in this process lives until the process ends, by design: end it before looking for leftovers."""
+    try:
+        from pyspark import SparkContext
+    except ImportError:
+        return
+    gateway = SparkContext._gateway
+    if gateway is not None:
+        if SparkContext._active_spark_context is not None:
+            SparkContext._active_spark_context.stop()
+        gateway.shutdown()
+        process = getattr(gateway, "proc", None)
+        if process is not None:
+            process.stdin.close()
+            process.wait(30)
+        SparkContext._gateway = None
+
+
+def _processes_left(timeout_s: float) -> list[str]:
+    """Processes of this run that still live after a grace period, as "pid command"."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = {process.pid: process for process in psutil.Process().children(recursive=True)}
+        for process in psutil.process_iter():
+            try:
+                if process.pid != os.getpid() and process.environ().get(_RUN_VARIABLE) == _RUN_ID:
+                    left[process.pid] = process
+            except psutil.Error:
+                continue
+        lines = []
+        for process in left.values():
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    lines.append(f"{process.pid} {' '.join(process.cmdline())[:200]}")
+            except psutil.Error:
+                continue
+        if not lines or time.monotonic() > deadline:
+            return lines
+        time.sleep(0.1)

@@ -1,0 +1,137 @@
+"""Writes the messages that the server would send: the other direction of `pgcdc.capture.messages` and `rows`.
+
+Times are microseconds since 1970, as everywhere outside of the wire.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from enum import Enum
+from typing import Literal
+
+from pgcdc.capture.messages import POSTGRES_EPOCH_US
+from pgcdc.relation import Relation
+
+__all__ = [
+    "UNCHANGED",
+    "Unchanged",
+    "Value",
+    "encode_begin",
+    "encode_commit",
+    "encode_delete",
+    "encode_insert",
+    "encode_keepalive",
+    "encode_message",
+    "encode_origin",
+    "encode_relation",
+    "encode_truncate",
+    "encode_tuple",
+    "encode_type",
+    "encode_update",
+    "encode_xlog_data",
+]
+
+
+class Unchanged(Enum):
+    """The type of UNCHANGED."""
+
+    TOAST = "unchanged TOAST"
+
+
+UNCHANGED = Unchanged.TOAST
+"""A value that the server did not send because the update did not touch it."""
+
+Value = bytes | str | None | Unchanged
+"""A column's value: text, NULL or UNCHANGED."""
+
+
+def encode_xlog_data(payload: bytes, start_lsn: int = 0, wal_end: int = 0, send_time: int = POSTGRES_EPOCH_US) -> bytes:
+    """An XLogData that carries `payload`."""
+    return struct.pack("!cQQq", b"w", start_lsn, wal_end, send_time - POSTGRES_EPOCH_US) + payload
+
+
+def encode_keepalive(wal_end: int, send_time: int = POSTGRES_EPOCH_US, reply_requested: bool = False) -> bytes:
+    """A Keepalive."""
+    return struct.pack("!cQq?", b"k", wal_end, send_time - POSTGRES_EPOCH_US, reply_requested)
+
+
+def encode_begin(final_lsn: int, commit_time: int = POSTGRES_EPOCH_US, xid: int = 1) -> bytes:
+    """A Begin."""
+    return struct.pack("!cQqI", b"B", final_lsn, commit_time - POSTGRES_EPOCH_US, xid)
+
+
+def encode_commit(commit_lsn: int, end_lsn: int, commit_time: int = POSTGRES_EPOCH_US, flags: int = 0) -> bytes:
+    """A Commit."""
+    return struct.pack("!cBQQq", b"C", flags, commit_lsn, end_lsn, commit_time - POSTGRES_EPOCH_US)
+
+
+def encode_origin(lsn: int, name: str) -> bytes:
+    """An Origin."""
+    return struct.pack("!cQ", b"O", lsn) + _text(name)
+
+
+def encode_relation(relation: Relation) -> bytes:
+    """A Relation; the namespace pg_catalog is sent as nothing, as the server does."""
+    identity = relation.replica_identity.encode()
+    columns = b"".join(
+        struct.pack("!B", column.is_key) + _text(column.name) + struct.pack("!Ii", column.type_oid, column.typmod)
+        for column in relation.columns
+    )
+    head = struct.pack("!cI", b"R", relation.oid) + _namespace(relation.namespace) + _text(relation.name)
+    return head + identity + struct.pack("!H", len(relation.columns)) + columns
+
+
+def encode_type(oid: int, namespace: str, name: str) -> bytes:
+    """A Type."""
+    return struct.pack("!cI", b"Y", oid) + _namespace(namespace) + _text(name)
+
+
+def encode_truncate(oids: Sequence[int], cascade: bool = False, restart_identity: bool = False) -> bytes:
+    """A Truncate of one or more tables."""
+    return struct.pack(f"!ciB{len(oids)}I", b"T", len(oids), cascade | restart_identity << 1, *oids)
+
+
+def encode_message(prefix: str, content: bytes, lsn: int = 0, transactional: bool = True) -> bytes:
+    """A Message."""
+    return struct.pack("!cBQ", b"M", transactional, lsn) + _text(prefix) + struct.pack("!i", len(content)) + content
+
+
+def encode_insert(oid: int, new: Sequence[Value]) -> bytes:
+    """An Insert."""
+    return struct.pack("!cI", b"I", oid) + b"N" + encode_tuple(new)
+
+
+def encode_update(
+    oid: int, new: Sequence[Value], old: Sequence[Value] | None = None, old_kind: Literal["K", "O"] = "O"
+) -> bytes:
+    """An Update; without `old`, that of a row whose replica identity did not change."""
+    before = b"" if old is None else old_kind.encode() + encode_tuple(old)
+    return struct.pack("!cI", b"U", oid) + before + b"N" + encode_tuple(new)
+
+
+def encode_delete(oid: int, old: Sequence[Value], old_kind: Literal["K", "O"] = "K") -> bytes:
+    """A Delete."""
+    return struct.pack("!cI", b"D", oid) + old_kind.encode() + encode_tuple(old)
+
+
+def encode_tuple(values: Sequence[Value]) -> bytes:
+    """TupleData: the count, and every value with its kind."""
+    return struct.pack("!H", len(values)) + b"".join(map(_value, values))
+
+
+def _value(value: Value) -> bytes:
+    if value is None:
+        return b"n"
+    if isinstance(value, Unchanged):
+        return b"u"
+    raw = value.encode() if isinstance(value, str) else value
+    return b"t" + struct.pack("!i", len(raw)) + raw
+
+
+def _text(text: str) -> bytes:
+    return text.encode() + b"\0"
+
+
+def _namespace(namespace: str) -> bytes:
+    return _text("" if namespace == "pg_catalog" else namespace)
