@@ -1,6 +1,6 @@
 """The driver: prepares the source, starts capture and Spark, runs the lane, and ends in order.
 
-    read batch → transform → sinks durable, acks → Spark commits → confirm to PostgreSQL
+read batch → transform → sinks durable, acks → Spark commits → confirm to PostgreSQL
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -138,19 +139,24 @@ class Pipeline:
         os.environ["PGCDC_DB"] = self.config.db
         os.environ["PGCDC_WATCH_PID"] = str(os.getpid())
         self._client = ensure_capture(self._prepared.spec, is_restart=False)
-        initial, ack = self._client.join(LANE)
-        sinks = self._sinks()
-        for sink in sinks:
-            sink.open(initial if ack == initial else ack)
-        self._lane = Lane(LANE, self.state.checkpoints / LANE, sinks)
+        initial, _ = self._client.join(LANE)
+        self._lane = Lane(LANE, self.state.checkpoints / LANE, self._sinks())
+        self._lane.open(initial)
         self._lane.on_batch = self.on_batch
         self._enter("starting Spark")
         self._say("starting Spark")
-        self._spark = session()
+        self._start_spark()
         self._warm_up()
         if not self._stop.is_set():
             self._stream()
             self._finish()
+
+    def _start_spark(self) -> None:
+        in_main = threading.current_thread() is threading.main_thread()
+        ours = signal.getsignal(signal.SIGINT)
+        self._spark = session(log_file=self.state.path / "spark.log")
+        if in_main:  # Spark installs a handler of its own, which would cancel the running batch
+            signal.signal(signal.SIGINT, ours)
 
     def _sinks(self) -> list[Sink]:
         sinks: list[Sink] = []
@@ -212,13 +218,14 @@ class Pipeline:
         assert self._lane is not None
         try:
             while not self._stop.is_set():
-                ended = query.awaitTermination(POLL_S)
+                ended = query.awaitTermination(POLL_S)  # type: ignore[arg-type]  # seconds; a fraction is fine
                 self._acknowledge()
                 self._write_status()
                 if ended:
                     return
             self._enter("stopping")
             self._lane.stop(query, STOP_TIMEOUT_S)
+            self._acknowledge()
         except PgcdcError:
             raise
         except Exception as error:
@@ -303,6 +310,9 @@ class Pipeline:
             with contextlib.suppress(PgcdcError):
                 self._client.stop()
             self._client.close()
+            deadline = time.monotonic() + 3
+            while Lock.holder(self.state.capture_lock) is not None and time.monotonic() < deadline:
+                time.sleep(0.02)
         if self._lane is not None:
             self._lane.close()
         if self._spark is not None:

@@ -1,14 +1,14 @@
 """The state directory: who it belongs to, who holds it, and files that survive a crash.
 
-    identity.json     which slot of which server this directory belongs to
-    run.lock          held by `pgcdc listen`
-    capture.lock      held by the capture process; tells its pid and control socket
-    capture.json      the capture's status, once a second
-    run.json          the driver's status, once a second
-    consumers.json    where every consumer is, and what was confirmed
-    spool/            segments and index
-    acks/             one file per sink
-    checkpoints/      Spark's, one folder per lane
+identity.json     which slot of which server this directory belongs to
+run.lock          held by `pgcdc listen`
+capture.lock      held by the capture process; tells its pid and control socket
+capture.json      the capture's status, once a second
+run.json          the driver's status, once a second
+consumers.json    where every consumer is, and what was confirmed
+spool/            segments and index
+acks/             one file per sink
+checkpoints/      Spark's, one folder per lane
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ from typing import IO, Any
 
 from pgcdc.errors import GapError, StateError
 
-__all__ = ["Identity", "Lock", "StateDir", "check_identity", "fsync_folder", "read_json", "write_all", "write_json", "write_json_durably"]
+__all__ = [
+    "Identity",
+    "Lock",
+    "StateDir",
+    "check_identity",
+    "fsync_folder",
+    "read_json",
+    "write_all",
+    "write_json",
+    "write_json_durably",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,9 +132,7 @@ def _start(spec: CaptureSpec, state: StateDir) -> None:
         raise PgcdcError.from_json(reply["error"])
     if not line:
         code = process.wait()
-        raise SourceError(
-            f"the capture process ended at once with code {code}", f"See {state.path / 'capture.log'}"
-        )
+        raise SourceError(f"the capture process ended at once with code {code}", f"See {state.path / 'capture.log'}")
 
 
 _REAP: list[subprocess.Popen[bytes]] = []

@@ -47,7 +47,11 @@ class SourceOptions:
         """Raise ConfigError for what cannot go together, before anything is touched."""
         if not self.url:
             raise ConfigError("no database is given", "Use --db, the variable PGCDC_DB, or `db:` in pgcdc.yaml")
-        chosen = [bool(self.publication) and not self.all_tables and not self.tables, bool(self.tables), self.all_tables]
+        chosen = [
+            bool(self.publication) and not self.all_tables and not self.tables,
+            bool(self.tables),
+            self.all_tables,
+        ]
         if sum(chosen) != 1:
             raise ConfigError(
                 "say which tables to capture, in one way",
@@ -193,7 +197,7 @@ def _begin(
     undo: contextlib.ExitStack,
     on_wait: Callable[[list[OpenTransaction]], None] | None,
 ) -> Identity:
-    """The first start. The identity is written before the slot is made, so that a crash between leaves a slot that is ours."""
+    """The first start. The identity is written before the slot is made: after a crash between, the slot is known as ours."""
     started = state.identity()
     if server.slot is not None and started is None and options.start_from != "slot":
         raise GapError(

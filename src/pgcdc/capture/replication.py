@@ -37,9 +37,7 @@ class ReplicationStream:
         options = ["proto_version '1'", f"publication_names {names}"]
         if messages:
             options.append("messages 'true'")
-        command = (
-            f"START_REPLICATION SLOT {quote_identifier(slot)} LOGICAL {format_lsn(lsn)} ({', '.join(options)})"
-        )
+        command = f"START_REPLICATION SLOT {quote_identifier(slot)} LOGICAL {format_lsn(lsn)} ({', '.join(options)})"
         result = self._pgconn.exec_(command.encode())
         if result.status != pq.ExecStatus.COPY_BOTH:
             raise _start_error(slot, result)

@@ -11,7 +11,9 @@ from pgcdc.cli.report import exit_on_error
 
 __all__ = ["consumer_app"]
 
-consumer_app = typer.Typer(help="Consumers of a slot: each holds back WAL until it has acknowledged.", no_args_is_help=True)
+consumer_app = typer.Typer(
+    help="Consumers of a slot: each holds back WAL until it has acknowledged.", no_args_is_help=True
+)
 
 State = Annotated[Path, typer.Option(help="The state directory.", envvar="PGCDC_STATE_DIR")]
 

@@ -29,8 +29,12 @@ def listen(
     ] = None,
     publication: Annotated[Text, typer.Option(help="Use this existing publication.")] = None,
     tables: Annotated[Text, typer.Option(help="Capture these tables: a,b,schema.c. Creates our publication.")] = None,
-    all_tables: Annotated[Flag, typer.Option("--all-tables", help="Capture all tables. Creates our publication.")] = None,
-    adapter: Annotated[list[str] | None, typer.Option(help="Where events go: stdout, file. Repeatable. [stdout]")] = None,
+    all_tables: Annotated[
+        Flag, typer.Option("--all-tables", help="Capture all tables. Creates our publication.")
+    ] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="Where events go: stdout, file. Repeatable. [stdout]")
+    ] = None,
     file_path: Annotated[Path | None, typer.Option(help="The file of --adapter file.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Spool, acks and checkpoints. [.pgcdc]")] = None,
     snapshot_mode: Annotated[Text, typer.Option(help="never: only changes from now on.")] = None,

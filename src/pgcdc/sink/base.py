@@ -40,8 +40,8 @@ class Batch:
         for chunk in self.events.column("line").chunks:
             if len(chunk):
                 offsets, data = chunk.buffers()[1:3]
-                kind = "q" if pa.types.is_large_string(chunk.type) else "i"
-                view = memoryview(offsets).cast(kind)
+                large = pa.types.is_large_string(chunk.type)
+                view = memoryview(offsets).cast("q") if large else memoryview(offsets).cast("i")
                 first, last = view[chunk.offset], view[chunk.offset + len(chunk)]
                 yield memoryview(data)[first:last]
 
@@ -56,7 +56,7 @@ class Sink(Protocol):
         """Everything up to here is durable at the target."""
 
     def open(self, start: Position) -> None:
-        """Check the target and restore it to the ack; a new sink begins at `start`. Raises SinkError if it must not be touched."""
+        """Check the target and restore it to the ack; a new sink begins at `start`. SinkError: it must not be touched."""
 
     def write(self, batch: Batch) -> None:
         """Make one batch durable, then move the ack to its end. What the ack already covers is skipped."""

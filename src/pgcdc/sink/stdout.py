@@ -1,4 +1,4 @@
-"""JSON lines on standard output. A pipe cannot be taken back: after a crash the last batch may come twice, with the same ids."""
+"""JSON lines on standard output. A pipe cannot be taken back: after a crash the last batch may come twice, with its ids."""
 
 from __future__ import annotations
 

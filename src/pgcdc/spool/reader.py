@@ -167,4 +167,5 @@ def read_slice(piece: SegmentSlice) -> tuple[pa.Table, np.ndarray, np.ndarray, p
 
 def _after(lsn: np.ndarray, ordinal: np.ndarray, sub: np.ndarray, limit: Position) -> np.ndarray:
     later_ordinal = (ordinal > limit.ordinal) | ((ordinal == limit.ordinal) & (sub > limit.sub))
-    return (lsn > limit.lsn) | ((lsn == limit.lsn) & later_ordinal)
+    later: np.ndarray = (lsn > limit.lsn) | ((lsn == limit.lsn) & later_ordinal)
+    return later

@@ -11,7 +11,7 @@ from enum import IntEnum
 
 import pyarrow as pa
 
-__all__ = ["CHANGES", "TRANSACTIONS", "Op", "OldKind"]
+__all__ = ["CHANGES", "TRANSACTIONS", "OldKind", "Op"]
 
 
 class Op(IntEnum):

@@ -50,7 +50,7 @@ class SpoolWriter:
             stray.unlink()
 
     def append(self, batch: CaptureBatch) -> None:
-        """Make one batch visible to the readers. What is already here (a transaction read again after a crash) is left out."""
+        """Make one batch visible. What is already here (a transaction that is read again after a crash) is left out."""
         if batch.end <= self.end:
             if batch.part is not None and batch.part.path is not None:
                 batch.part.path.unlink()
@@ -201,7 +201,9 @@ def _without(batch: CaptureBatch, end: Position) -> CaptureBatch:
     counts = batch.transactions.column("rows").to_pylist()
     counts[0] -= skipped
     index = batch.transactions.schema.get_field_index("rows")
-    transactions = batch.transactions.set_column(index, batch.transactions.schema.field(index), pa.array(counts, pa.int64()))
+    transactions = batch.transactions.set_column(
+        index, batch.transactions.schema.field(index), pa.array(counts, pa.int64())
+    )
     kept = rows.slice(skipped)
     part = Part(kept.num_rows, kept.nbytes, batch.part.last, kept)
     return CaptureBatch(part, transactions, batch.relations, batch.end, batch.last_lsn)

@@ -85,9 +85,7 @@ def event_batch(
         "xid": transactions.column("xid").take(pa.array(transaction_of)),
         "origin": transactions.column("origin").take(pa.array(transaction_of)),
     }
-    return pa.RecordBatch.from_arrays(
-        [_as_type(columns[field.name], field.type) for field in schema], schema=schema
-    )
+    return pa.RecordBatch.from_arrays([_as_type(columns[field.name], field.type) for field in schema], schema=schema)
 
 
 def _as_type(array: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -233,7 +231,17 @@ def event_ids(seed: IdSeed, lsn: I64, ordinal: I64, sub: I64, commit_time: I64) 
     low = np.uint64(0x8000000000000000) | (y >> np.uint64(2))
     digits = np.concatenate([_hex(high), _hex(low)], axis=1)
     dash = np.full((len(lsn), 1), ord("-"), np.uint8)
-    pieces = [digits[:, :8], dash, digits[:, 8:12], dash, digits[:, 12:16], dash, digits[:, 16:20], dash, digits[:, 20:]]
+    pieces = [
+        digits[:, :8],
+        dash,
+        digits[:, 8:12],
+        dash,
+        digits[:, 12:16],
+        dash,
+        digits[:, 16:20],
+        dash,
+        digits[:, 20:],
+    ]
     return _fixed_text(np.concatenate(pieces, axis=1))
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pgcdc.errors import StateError
+from pgcdc.errors import GapError, StateError
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position
 from pgcdc.sink.base import Batch, Sink
@@ -46,7 +46,22 @@ class Lane:
         self._lock = threading.Lock()
         self._stopping = False
         self._running = False
+        self._initial = Position(0, 0)
         self.on_batch: Callable[[Batch], None] | None = None
+
+    def open(self, initial: Position) -> None:
+        """Open the sinks where the query will go on. One that was left out of earlier runs would miss what came between."""
+        commits = [int(file.name) for file in (self._checkpoint / "commits").glob("[0-9]*") if file.name.isdigit()]
+        start = read_offset(self._checkpoint, max(commits)) if commits else initial
+        self._initial = initial
+        for sink in self.sinks:
+            sink.open(start)
+            if sink.ack < start:
+                raise GapError(
+                    f"adapter {sink.name} stands at {sink.ack}, but the others were served up to {start} without it",
+                    f"What came between cannot be delivered any more. To let it begin at {start}, delete its ack in "
+                    "the state directory (acks/) and give it a new target",
+                )
 
     def start(self, spark: SparkSession, options: dict[str, str], *, once: bool = False) -> StreamingQuery:
         """Start the query from its checkpoint."""
@@ -107,7 +122,7 @@ class Lane:
     def _write(self, events: DataFrame, batch_id: int) -> None:
         hit("lane.planned")
         end = read_offset(self._checkpoint, batch_id)
-        start = read_offset(self._checkpoint, batch_id - 1) if batch_id else min(sink.ack for sink in self.sinks)
+        start = read_offset(self._checkpoint, batch_id - 1) if batch_id else self._initial
         waiting = [sink for sink in self.sinks if sink.ack < end]
         if waiting:
             batch = Batch(start, end, event_lines(events).toArrow())

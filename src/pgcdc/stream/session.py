@@ -15,9 +15,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pgcdc.errors import ConfigError
+from pgcdc.errors import ConfigError, PgcdcError
 
 if TYPE_CHECKING:
+    from pyspark.conf import SparkConf
     from pyspark.sql import SparkSession
 
 __all__ = ["check_java", "register", "session", "settings"]
@@ -79,21 +80,39 @@ def register(spark: SparkSession) -> None:
     spark.dataSource.register(ChangeSource)
 
 
-def session(app_name: str = "pgcdc", **extra: str) -> SparkSession:
+def session(app_name: str = "pgcdc", *, log_file: Path | None = None, **extra: str) -> SparkSession:
     """A local Spark session with the low-latency settings and `format("pgcdc")` registered.
 
-    `extra` are more settings, with dots as double underscores: `session(spark__ui__enabled="true")`.
+    `extra` are more settings, with dots as double underscores: `session(spark__ui__enabled="true")`. With `log_file` the
+    JVM writes there instead of to our standard error, and signals of the terminal do not reach it.
     """
     check_java()
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    from pyspark.conf import SparkConf
     from pyspark.sql import SparkSession
 
-    builder = SparkSession.builder.appName(app_name).master("local[2,3]")
-    for name, value in {**settings(), **{key.replace("__", "."): value for key, value in extra.items()}}.items():
-        builder = builder.config(name, value)
     warehouse = Path(tempfile.gettempdir()) / f"pgcdc-warehouse-{os.getpid()}"
-    spark = builder.config("spark.sql.warehouse.dir", str(warehouse)).getOrCreate()
+    conf = SparkConf().setAppName(app_name).setMaster("local[2,3]").set("spark.sql.warehouse.dir", str(warehouse))
+    conf.setAll([*settings().items(), *((key.replace("__", "."), value) for key, value in extra.items())])
+    if log_file is not None:
+        _launch_quietly(conf, log_file)
+    spark = SparkSession.builder.config(conf=conf).getOrCreate()
     register(spark)
     return spark
+
+
+def _launch_quietly(conf: SparkConf, log_file: Path) -> None:
+    """Start the JVM with its output in a file and in a session of its own."""
+    from pyspark.core.context import SparkContext
+    from pyspark.errors import PySparkRuntimeError
+    from pyspark.java_gateway import launch_gateway
+
+    with open(log_file, "ab") as log:
+        try:
+            options = {"stdout": log, "stderr": log, "start_new_session": True}
+            gateway = launch_gateway(conf, options)  # type: ignore[no-untyped-call]
+        except PySparkRuntimeError as error:
+            raise PgcdcError("Spark did not start", f"See {log_file}") from error
+    SparkContext(conf=conf, gateway=gateway)

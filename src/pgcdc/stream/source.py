@@ -105,7 +105,8 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         slices = self._spool.slices(begin, stop)
         relations = list(self._spool.relations())
         return [
-            ChangePartition(group, relations, feed.seed, socket.gethostname()) for group in _group(slices, PARTITION_BYTES)
+            ChangePartition(group, relations, feed.seed, socket.gethostname())
+            for group in _group(slices, PARTITION_BYTES)
         ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:

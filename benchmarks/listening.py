@@ -1,0 +1,182 @@
+"""`pgcdc listen` as a user runs it: the time to its first event, its latency, and what it costs when nothing happens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import orjson
+import psutil
+from workload import PUBLICATION, Writer, connect, drop_slot, insert_row, new_slot
+
+__all__ = ["Listener", "measure_idle", "measure_latency", "measure_start"]
+
+READY_TIMEOUT_S = 120.0
+POLL_S = 0.001
+
+
+class Listener:
+    """A running `pgcdc listen --adapter file` on a slot that exists."""
+
+    def __init__(self, url: str, slot: str, folder: Path) -> None:
+        self.path = folder / "events.jsonl"
+        self.started = time.time()
+        command = [sys.executable, "-m", "pgcdc.cli.main", "listen", "--slot-name", slot, "--publication", PUBLICATION]
+        if shutil.which("pgcdc", path=str(Path(sys.executable).parent)):
+            command[:3] = [str(Path(sys.executable).parent / "pgcdc")]
+        command += ["--adapter", "file", "--file-path", str(self.path), "--state-dir", str(folder / "state")]
+        command += ["--start-from", "slot"]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PGCDC_DB": url})
+        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def wait_ready(self) -> None:
+        """Until it says that it is ready."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        with contextlib.suppress(queue.Empty):
+            while True:
+                text = self._said.get(timeout=max(0.0, deadline - time.monotonic()))
+                if "ready" in text:
+                    return
+                if not text:
+                    raise RuntimeError(f"pgcdc listen ended with code {self.process.wait()}")
+        raise TimeoutError(f"pgcdc listen was not ready within {READY_TIMEOUT_S:.0f} s")
+
+    def wait_line(self) -> float:
+        """When the first line was in the file."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(self.path).st_size:
+                    return time.time()
+            if self.process.poll() is not None:
+                raise RuntimeError(f"pgcdc listen ended with code {self.process.returncode}")
+            time.sleep(0.005)
+        raise TimeoutError(f"no event within {READY_TIMEOUT_S:.0f} s")
+
+    def stop(self) -> None:
+        """SIGTERM, and its exit code must be 0."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            code = self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        if code:
+            raise RuntimeError(f"pgcdc listen ended with code {code}")
+
+    def _follow(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._said.put(line)
+        self._said.put("")
+
+
+@contextlib.contextmanager
+def listener(url: str, slot: str, *, waiting: bool = False) -> Iterator[Listener]:
+    """A listener on a new slot; with `waiting`, one commit is already there."""
+    with connect(url) as conn:
+        new_slot(conn, slot)
+        if waiting:
+            conn.execute("TRUNCATE waiting")
+            insert_row(conn, "waiting", 1)
+        folder = Path(tempfile.mkdtemp(prefix="pgcdc-bench-"))
+        try:
+            running = Listener(url, slot, folder)
+            try:
+                yield running
+            except BaseException:
+                running.process.kill()
+                running.process.wait()
+                raise
+            running.stop()
+        finally:
+            drop_slot(conn, slot)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def measure_latency(url: str, *, warm_s: float, seconds: float, rate_per_s: float) -> list[float]:
+    """Milliseconds from commit (the server's time, same clock) to the line being in the file."""
+    arrivals: list[float] = []
+    with listener(url, "bench_latency") as running:
+        running.wait_ready()
+        with Writer(url, rate_per_s):
+            begin = time.time() + warm_s
+            _tail(running.path, arrivals, begin + seconds)
+        _tail(running.path, arrivals, time.time() + 1)
+        commits = [_commit_time(line) for line in running.path.read_bytes().splitlines()]
+    pairs = zip(commits, arrivals, strict=False)
+    return [(arrival - commit) * 1e3 for commit, arrival in pairs if begin <= commit < begin + seconds]
+
+
+def _tail(path: Path, arrivals: list[float], until: float) -> None:
+    """Add the arrival time of every new line: a line has arrived when the file is that long."""
+    with open(path, "rb") as file:
+        lines = 0
+        size = 0
+        known = len(arrivals)
+        while time.time() < until:
+            time.sleep(POLL_S)
+            now = time.time()
+            if os.fstat(file.fileno()).st_size == size:
+                continue
+            piece = file.read()
+            size += len(piece)
+            lines += piece.count(b"\n")
+            arrivals += [now] * (lines - known)
+            known = max(known, lines)
+
+
+def _commit_time(line: bytes) -> float:
+    return datetime.fromisoformat(orjson.loads(line)["created_at"]).timestamp()
+
+
+def measure_start(url: str, slot: str) -> float:
+    """Seconds from the start of the process to its first event in the file; the commit was waiting."""
+    with listener(url, slot, waiting=True) as running:
+        return running.wait_line() - running.started
+
+
+def measure_idle(url: str, *, settle_s: float, seconds: float) -> dict[str, float]:
+    """Percent of one core that each process of an idle `pgcdc listen` uses, with what it starts and reaps."""
+    with listener(url, "bench_idle", waiting=True) as running:
+        running.wait_line()
+        time.sleep(settle_s)
+        before, began = _cpu_of_tree(running.process.pid), time.monotonic()
+        time.sleep(seconds)
+        after, took_s = _cpu_of_tree(running.process.pid), time.monotonic() - began
+    return {name: 100 * (cpu - before.get(name, 0.0)) / took_s for name, cpu in after.items()}
+
+
+def _cpu_of_tree(pid: int) -> dict[str, float]:
+    """CPU seconds by role."""
+    top = psutil.Process(pid)
+    found: dict[str, float] = {}
+    for process in [top, *top.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            used = process.cpu_times()
+            name = _role(process, top)
+            found[name] = found.get(name, 0.0) + sum(used[:4])  # with the children that have ended
+    return found
+
+
+def _role(process: psutil.Process, top: psutil.Process) -> str:
+    command = " ".join(process.cmdline())
+    if process == top:
+        return "listen"
+    if "pgcdc.capture.process" in command:
+        return "capture"
+    if process.name() == "java":
+        return "JVM"
+    return "Spark's source in Python" if "streaming" in command or "source" in command else "Spark's Python workers"

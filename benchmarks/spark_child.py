@@ -1,0 +1,115 @@
+"""The pipeline in a process of its own: `SLOT CHANGES FOLDER`. The URL is in PGCDC_DB. Prints one line of JSON.
+
+The same parts in the same roles as `pgcdc listen`, in another order: the capture connects when Spark is warm, so that the
+time counts from START_REPLICATION.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pgcdc.capture.control import ensure_capture
+from pgcdc.config import Config
+from pgcdc.pipeline import LANE, Pipeline
+from pgcdc.sink.base import Batch
+from pgcdc.stream.lane import Lane
+from pgcdc.stream.session import session
+from workload import PUBLICATION, connect
+
+
+class WarmPipeline(Pipeline):
+    """Starts Spark first and the capture when Spark is warm; stops at the last change."""
+
+    def __init__(self, config: Config, changes: int) -> None:
+        super().__init__(config)
+        self.on_batch = self._count
+        self.began = 0.0
+        self.ended = 0.0
+        self.batches: list[tuple[float, int]] = []
+        """When each batch was on disk, and its events."""
+        self.progress: list[dict[str, Any]] = []
+        self.capture_rss: tuple[int, int] = (0, 0)
+        self._left = changes
+        self._query: Any = None
+
+    def _run(self) -> None:
+        assert self._prepared is not None
+        os.environ["PGCDC_DB"] = self.config.db
+        os.environ["PGCDC_WATCH_PID"] = str(os.getpid())
+        self._spark = session()
+        self._warm_up()
+        self._client = ensure_capture(self._prepared.spec, is_restart=False)
+        self.began = self._connected_at()
+        initial, _ = self._client.join(LANE)
+        sinks = self._sinks()
+        for sink in sinks:
+            sink.open(initial)
+        self._lane = Lane(LANE, self.state.checkpoints / LANE, sinks)
+        self._lane.on_batch = self.on_batch
+        self._stream()
+        self._finish()
+
+    def _watch(self, query: Any) -> None:
+        self._query = query
+        super()._watch(query)
+
+    def _connected_at(self) -> float:
+        """When the server accepted the walsender's connection: a little before START_REPLICATION."""
+        with connect(self.config.db) as conn:
+            row = conn.execute(
+                "SELECT extract(epoch FROM a.backend_start)::float8 FROM pg_replication_slots s "
+                "JOIN pg_stat_activity a ON a.pid = s.active_pid WHERE s.slot_name = %s",
+                [self.config.slot_name],
+            ).fetchone()
+        assert row is not None
+        return float(row[0])
+
+    def _count(self, batch: Batch) -> None:
+        now = time.time()
+        self._left -= batch.events.num_rows
+        self.batches.append((now, batch.events.num_rows))
+        if self._left <= 0 and not self.ended:
+            self.ended = now
+            threading.Thread(target=self._conclude).start()
+
+    def _conclude(self) -> None:
+        process = psutil.Process(int(self.capture_status()["pid"]))
+        peak = next(line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if "VmHWM" in line)
+        self.capture_rss = (process.memory_info().rss, int(peak.split()[1]) * 1024)
+        time.sleep(0.5)  # the last batch's progress is reported after its commit
+        self.progress = [json.loads(one.json) for one in self._query.recentProgress if one.numInputRows]
+        self.stop()
+
+
+def main() -> None:
+    """Drain the slot into a file and say how long it took."""
+    slot, changes, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    config = Config(
+        db=os.environ["PGCDC_DB"], slot_name=slot, publication=PUBLICATION, adapters=("file",),
+        file_path=folder / "events.jsonl", state_dir=folder / "state", start_from="slot",
+    )  # fmt: skip
+    pipeline = WarmPipeline(config, changes)
+    pipeline.run()
+    with open(folder / "events.jsonl", "rb") as file:
+        lines = sum(piece.count(b"\n") for piece in iter(lambda: file.read(1 << 20), b""))
+    begin = pipeline.began
+    answer = {
+        "lines": lines,
+        "took_s": pipeline.ended - begin,
+        "rss_bytes": pipeline.capture_rss[0],
+        "peak_rss_bytes": pipeline.capture_rss[1],
+        "batches": [(moment - begin, rows) for moment, rows in pipeline.batches],
+        "phases_ms": [one["durationMs"] for one in pipeline.progress],
+    }
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
