@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pgcdc.playground.postgres import find_binaries
 from workload import PUBLICATION, Backlog, copied_slot
+
+from pgcdc.playground.postgres import find_binaries
 
 __all__ = ["Contender", "run_child", "run_contenders"]
 
@@ -33,11 +34,11 @@ class Contender:
 
     def median(self, key: str) -> float:
         """The median over the runs."""
-        return statistics.median(run[key] for run in self.runs)
+        return float(statistics.median(run[key] for run in self.runs))
 
     def worst(self, key: str) -> float:
         """The largest over the runs."""
-        return max(run[key] for run in self.runs)
+        return float(max(run[key] for run in self.runs))
 
 
 def run_contenders(url: str, backlog: Backlog, rounds: int, say: Callable[[str], None]) -> dict[str, Contender]:
@@ -59,7 +60,16 @@ def run_contenders(url: str, backlog: Backlog, rounds: int, say: Callable[[str],
 
 def _run_recvlogical(url: str, slot: str, backlog: Backlog) -> dict[str, Any]:
     command: list[str | Path] = [find_binaries() / "pg_recvlogical", "-d", url, "--slot", slot, "--start", "--no-loop"]
-    command += ["--endpos", backlog.end_lsn, "-f", "-", "-o", "proto_version=1", "-o", f"publication_names={PUBLICATION}"]
+    command += [
+        "--endpos",
+        backlog.end_lsn,
+        "-f",
+        "-",
+        "-o",
+        "proto_version=1",
+        "-o",
+        f"publication_names={PUBLICATION}",
+    ]
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "PGSSLMODE": "disable"})
     _, status, used = os.wait4(process.pid, 0)

@@ -12,11 +12,12 @@ import sys
 import time
 from typing import Any
 
-import pgcdc
 import psutil
 import pyarrow as pa
-from pgcdc.capture.stream import open_capture  # noqa: F401 - imported before the clock starts
 from workload import PUBLICATION
+
+import pgcdc
+from pgcdc.capture.stream import open_capture  # noqa: F401 - imported before the clock starts
 
 FEEDBACK_INTERVAL_S = 1.0
 

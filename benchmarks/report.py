@@ -11,10 +11,11 @@ from pathlib import Path
 
 import psutil
 import pyspark
-from pgcdc.capture.rows import decoder_name
-from pgcdc.playground.postgres import find_binaries
 from rich.console import Console
 from rich.table import Table
+
+from pgcdc.capture.rows import decoder_name
+from pgcdc.playground.postgres import find_binaries
 
 __all__ = ["Figure", "describe_machine", "plot_latencies", "plot_rates", "print_table", "write_page"]
 
@@ -55,7 +56,9 @@ def print_table(figures: list[Figure], title: str, console: Console) -> None:
         table.add_row(figure.name, figure.bar, figure.value, verdict, figure.note)
     console.print(table)
     missed = [figure.name for figure in figures if figure.passed is False]
-    console.print(f"[bold red]{len(missed)} missed: {'; '.join(missed)}[/]" if missed else "[green]Every bar is met.[/]")
+    console.print(
+        f"[bold red]{len(missed)} missed: {'; '.join(missed)}[/]" if missed else "[green]Every bar is met.[/]"
+    )
 
 
 def describe_machine() -> dict[str, str]:
@@ -85,8 +88,9 @@ def write_page(path: Path, figures: list[Figure], machine: dict[str, str], comma
     lines = [
         "# Benchmarks",
         "",
-        f"Written by `{command}` on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC; do not edit. Ratios are of one run on one machine,",
-        "where all contenders take turns. " + (f"**{missed} bars are missed.**" if missed else "Every bar is met."),
+        f"Written by `{command}` on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC; do not edit. Ratios are of one run on one",
+        "machine, where all contenders take turns. "
+        + (f"**{missed} bars are missed.**" if missed else "Every bar is met."),
         "",
         "| what | bar | measured | | note |",
         "| --- | ---: | ---: | --- | --- |",
@@ -115,7 +119,7 @@ def plot_rates(path: Path, rates: dict[str, list[float]]) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 2.6))
-    for row, (name, values) in enumerate(reversed(rates.items())):
+    for row, values in enumerate(reversed(rates.values())):
         middle = sorted(values)[len(values) // 2]
         axes.barh(row, middle / 1e3, color="#4878a8", height=0.6)
         axes.plot([value / 1e3 for value in values], [row] * len(values), "o", color="#1c2b39", markersize=4)

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from workload import PUBLICATION, connect
+
 from pgcdc.capture.control import ensure_capture
 from pgcdc.config import Config
 from pgcdc.pipeline import LANE, Pipeline
 from pgcdc.sink.base import Batch
 from pgcdc.stream.lane import Lane
 from pgcdc.stream.session import session
-from workload import PUBLICATION, connect
 
 
 class WarmPipeline(Pipeline):
@@ -91,10 +92,16 @@ class WarmPipeline(Pipeline):
 def main() -> None:
     """Drain the slot into a file and say how long it took."""
     slot, changes, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    config = Config(
-        db=os.environ["PGCDC_DB"], slot_name=slot, publication=PUBLICATION, adapters=("file",),
-        file_path=folder / "events.jsonl", state_dir=folder / "state", start_from="slot",
-    )  # fmt: skip
+    options = {
+        "db": os.environ["PGCDC_DB"],
+        "slot_name": slot,
+        "publication": PUBLICATION,
+        "adapters": ("file",),
+        "file_path": folder / "events.jsonl",
+        "state_dir": folder / "state",
+        "start_from": "slot",
+    }
+    config = Config.model_validate(options)
     pipeline = WarmPipeline(config, changes)
     pipeline.run()
     with open(folder / "events.jsonl", "rb") as file:

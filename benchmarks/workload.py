@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import psycopg
-from pgcdc.playground.postgres import EmbeddedPostgres
 from psycopg import sql
+
+from pgcdc.playground.postgres import EmbeddedPostgres
 
 __all__ = ["PUBLICATION", "Backlog", "Writer", "connect", "copied_slot", "new_slot", "prepare_backlog", "start_server"]
 
@@ -74,7 +75,7 @@ def start_server() -> EmbeddedPostgres:
     server = EmbeddedPostgres.temporary(settings=_SETTINGS)
     with connect(server.url()) as conn:
         for table in ("backlog", "trickle"):
-            conn.execute(sql.SQL(_TABLE).format(sql.Identifier(table)))  # type: ignore[arg-type]
+            conn.execute(sql.SQL(_TABLE).format(sql.Identifier(table)))
         conn.execute("CREATE TABLE waiting (LIKE trickle INCLUDING ALL)")
         conn.execute("CREATE PUBLICATION bench FOR TABLE backlog, trickle, waiting")
     return server
@@ -89,7 +90,7 @@ def prepare_backlog(url: str, changes: int) -> Backlog:
     """Create the slot, then exactly `changes` changes behind it."""
     with connect(url) as conn:
         conn.execute("SET synchronous_commit = off")
-        conn.execute(sql.SQL("INSERT INTO backlog " + _VALUES).format(-1000, 0))  # type: ignore[arg-type]
+        conn.execute(sql.SQL("INSERT INTO backlog " + _VALUES).format(-1000, 0))
         conn.execute(_FILL.replace("{values}", _VALUES.format("i + 1", "new_i")).encode())
         new_slot(conn, BACKLOG_SLOT)
         begin = _one(conn, "SELECT pg_current_wal_insert_lsn()::text")

@@ -14,12 +14,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pgcdc.capture.control import CaptureGone, ControlClient, ensure_capture
 from pgcdc.capture.database import connect
-from pgcdc.capture.prepare import Prepared, prepare
+from pgcdc.capture.prepare import Prepared, follow_tables, prepare
 from pgcdc.capture.slots import OpenTransaction, get_slot
 from pgcdc.capture.stream import reconnect_delay_s
 from pgcdc.config import Config
@@ -42,6 +43,7 @@ __all__ = ["Pipeline"]
 LANE = "main"
 POLL_S = 0.25
 STATUS_INTERVAL_S = 1.0
+FOLLOW_INTERVAL_S = 10.0
 STOP_TIMEOUT_S = 8.0
 MAX_QUERY_FAILURES = 5
 
@@ -69,6 +71,7 @@ class Pipeline:
         self._lane: Lane | None = None
         self._position: Position | None = None
         self._failures = 0
+        self._follow_due = time.monotonic() + FOLLOW_INTERVAL_S
         self.on_batch: Callable[[Batch], None] | None = None
         """Called with every batch after all sinks have it (the playground's live view)."""
         self.on_ready: Callable[[], None] | None = None
@@ -220,6 +223,7 @@ class Pipeline:
             while not self._stop.is_set():
                 ended = query.awaitTermination(POLL_S)  # type: ignore[arg-type]  # seconds; a fraction is fine
                 self._acknowledge()
+                self._follow_tables()
                 self._write_status()
                 if ended:
                     return
@@ -232,6 +236,24 @@ class Pipeline:
             if self._stop.is_set():
                 return
             raise self._explain(error) from error
+
+    def _follow_tables(self) -> None:
+        """With --all-tables: publish tables that were created meanwhile, and say so."""
+        now = time.monotonic()
+        if not self.config.all_tables or now < self._follow_due:
+            return
+        self._follow_due = now + FOLLOW_INTERVAL_S
+        assert self._prepared is not None
+        try:
+            infos = follow_tables(self.config.source_options())
+        except PgcdcError as error:
+            self._say(f"new tables cannot be published: {error}")
+            return
+        known = {table for info in self._prepared.publications for table in info.tables}
+        added = sorted({table for info in infos for table in info.tables} - known)
+        if added:
+            self._prepared = replace(self._prepared, publications=infos)
+            self._say(f"new tables are captured from now on: {', '.join(added)}")
 
     def _recover(self, error: PgcdcError) -> None:
         """A query that failed for a reason that may pass starts again from its checkpoint; anything else ends the run."""

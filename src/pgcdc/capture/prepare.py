@@ -23,9 +23,11 @@ from pgcdc.errors import ConfigError, GapError, SourceError
 from pgcdc.position import format_lsn
 from pgcdc.state import Identity, StateDir, check_identity
 
-__all__ = ["DEFAULT_SPOOL_LIMIT_BYTES", "Prepared", "SourceOptions", "prepare"]
+__all__ = ["DEFAULT_SPOOL_LIMIT_BYTES", "Prepared", "SourceOptions", "follow_tables", "prepare"]
 
 DEFAULT_SPOOL_LIMIT_BYTES = 1 << 30
+DEFAULT_ALL = "all"
+"""Name of our publication with --all-tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ def _prepare_publications(options: SourceOptions, undo: contextlib.ExitStack) ->
     with connect(options.url, may_retry=False) as sql:
         if options.publication and not options.tables and not options.all_tables:
             return (use_existing(sql, options.publication),)
-        base = options.publication or ("all" if options.all_tables else options.slot)
+        base = options.publication or (DEFAULT_ALL if options.all_tables else options.slot)
         names = (base, f"{base}_inserts")
         before = {item["name"] for item in fingerprint(sql, names)}
         infos = ensure(sql, base, None if options.all_tables else list(options.tables))
@@ -152,6 +154,12 @@ def _prepare_publications(options: SourceOptions, undo: contextlib.ExitStack) ->
         if created:
             undo.callback(_drop_publications, options.url, created)
         return infos
+
+
+def follow_tables(options: SourceOptions) -> tuple[PublicationInfo, ...]:
+    """Bring our publications up to date with the tables that exist now (--all-tables)."""
+    with connect(options.url) as sql:
+        return ensure(sql, options.publication or DEFAULT_ALL, None)
 
 
 def _drop_publications(url: str, names: list[str]) -> None:

@@ -29,7 +29,7 @@ from pgcdc.capture.publications import compare_fingerprint, fingerprint
 from pgcdc.capture.replication import SlotBusy
 from pgcdc.capture.server import ControlServer
 from pgcdc.capture.slots import check_usable, get_slot
-from pgcdc.capture.stream import Capture, reconnect_delay_s
+from pgcdc.capture.stream import STATUS_INTERVAL_S, Capture, reconnect_delay_s
 from pgcdc.errors import ConnectionLost, GapError, PgcdcError, SourceError
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position, format_lsn
@@ -268,7 +268,7 @@ class CaptureProcess:
                 self._phase = "streaming"
         for _ in range(ROUNDS_PER_TURN):
             hit("capture.before_poll")
-            batch = self._capture.poll()
+            batch = self._capture.poll(drain=self._server.has_waiters)
             if batch is None:
                 return False
             self._spool.append(batch)
@@ -336,6 +336,7 @@ class CaptureProcess:
         assert row is not None
         self._server_lsn, timeout_ms = int(row[0]), row[1]
         self._wal_sender_timeout_s = timeout_ms / 1000 or 60.0
+        self._capture.status_interval_s = min(STATUS_INTERVAL_S, self._wal_sender_timeout_s / 4)
         difference = compare_fingerprint(self._identity.publications, fingerprint(sql, self._spec.publications))
         if difference is not None:
             raise difference
@@ -456,6 +457,11 @@ def main() -> int:
             process.close(error)
         _say({"error": error.to_json()})
         return error.exit_code
+    except Exception:
+        logger.exception("this is a bug in pgcdc")
+        if process is not None:
+            process.close()  # whoever needs the capture starts it again, a few times
+        return 1
     finally:
         lock.release()
     return 0

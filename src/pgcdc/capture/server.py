@@ -50,6 +50,11 @@ class ControlServer:
         self.confirm_requested = False
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
+    @property
+    def has_waiters(self) -> bool:
+        """Whether somebody waits for the spool to grow."""
+        return any(client.waits_until is not None for client in self._clients.values())
+
     def wake(self) -> None:
         """The spool has grown: answer those who wait for it."""
         self._version += 1

@@ -89,6 +89,8 @@ class Capture:
         """When set, idle progress up to here is reported at once instead of every 10 s."""
         self.received = 0
         """Row changes and other messages received."""
+        self.status_interval_s = STATUS_INTERVAL_S
+        """Shorter where the server's wal_sender_timeout is short: while paused we do not see it asking."""
         self._handed_out = max(start_lsn, confirmed_lsn)
         self._status_due = 0.0
         self._advance_due = 0.0
@@ -110,6 +112,7 @@ class Capture:
             raise
         self._stream = stream
         self._status_due = 0.0
+        self._advance_due = time.monotonic() + ADVANCE_INTERVAL_S
 
     def disconnect(self) -> None:
         """Close the connection at once and forget the open transaction; what was committed stays to be handed out."""
@@ -133,13 +136,16 @@ class Capture:
         assert self._stream is not None
         return self._stream.fileno()
 
-    def poll(self, limit: int = 65_536) -> CaptureBatch | None:
-        """Read what is already here. None: nothing to hand out now, wait on `fileno()` and call again."""
+    def poll(self, limit: int = 65_536, *, drain: bool = True) -> CaptureBatch | None:
+        """Read what is already here. None: nothing to hand out now, wait on `fileno()` and call again.
+
+        Without `drain`, only full batches are handed out: nobody waits, so let small transactions gather.
+        """
         self._assembler.seal_rows = limit
         batch = self._assembler.pop(drain=False)
         if batch is None:
             drained = self._pump()
-            batch = self._assembler.pop(drain=drained)
+            batch = self._assembler.pop(drain=drained and drain)
         if batch is None:
             batch = self._advance()
         if batch is not None:
@@ -253,7 +259,7 @@ class Capture:
         assert self._stream is not None
         self._stream.send_status(self._written_lsn(), self.confirmed_lsn)
         self._reply_now = False
-        self._status_due = time.monotonic() + STATUS_INTERVAL_S
+        self._status_due = time.monotonic() + self.status_interval_s
 
 
 def open_capture(

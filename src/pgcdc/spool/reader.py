@@ -14,9 +14,10 @@ from pgcdc.errors import GapError
 from pgcdc.position import Position, format_lsn
 from pgcdc.relation import Relation
 from pgcdc.spool.index import IndexRecord, chunk_number, chunk_path, list_chunks, parse_records
+from pgcdc.spool.schema import TRANSACTIONS
 from pgcdc.spool.segment import Written, open_segment
 
-__all__ = ["SegmentSlice", "SpoolReader", "plan_end"]
+__all__ = ["SegmentSlice", "SpoolReader", "plan_end", "read_slice"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,8 @@ class SpoolReader:
 
     def _take(self, record: IndexRecord) -> None:
         if record.is_base:
-            if not self.records and self.end < record.end:
+            if record.end != self.end:  # the first chunk, or one behind a hole: nothing before it may be served
+                self.records.clear()
                 self.base = record.end
         elif record.file is not None:
             self.records.append(record)
@@ -146,13 +148,8 @@ def plan_end(records: list[IndexRecord], end: Position, max_rows: int, max_bytes
     return commit or split
 
 
-def read_slice(piece: SegmentSlice) -> tuple[pa.Table, np.ndarray, np.ndarray, pa.RecordBatch]:
-    """The rows in range, and for each row the index of its transaction.
-
-    Returns (rows, mask-selected row numbers, transaction index of each selected row, transactions).
-    """
-    from pgcdc.spool.schema import TRANSACTIONS
-
+def read_slice(piece: SegmentSlice) -> tuple[pa.Table, pa.Table]:
+    """The changes in range, and beside them, row by row, the transaction of each."""
     table = open_segment(Path(piece.path), piece.written)
     transactions = pa.ipc.read_record_batch(pa.py_buffer(piece.transactions), TRANSACTIONS)
     counts = transactions.column("rows").to_numpy()
@@ -162,7 +159,12 @@ def read_slice(piece: SegmentSlice) -> tuple[pa.Table, np.ndarray, np.ndarray, p
     sub = table.column("sub").to_numpy()
     wanted = _after(lsn, ordinal, sub, piece.start) & ~_after(lsn, ordinal, sub, piece.end)
     rows = np.flatnonzero(wanted)
-    return table, rows, of_row[rows], transactions
+    owners = pa.Table.from_batches([transactions]).take(pa.array(of_row[rows]))
+    if len(rows) == table.num_rows:
+        return table, owners
+    if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
+        return table.slice(int(rows[0]), len(rows)), owners
+    return table.take(pa.array(rows)), owners
 
 
 def _after(lsn: np.ndarray, ordinal: np.ndarray, sub: np.ndarray, limit: Position) -> np.ndarray:

@@ -134,7 +134,8 @@ class SpoolWriter:
     def _recover(self, base: Position) -> None:
         """Read the index again; stop at the first record or segment that is not whole, and cut there."""
         sound, sizes = True, {0: 0}
-        for path in list_chunks(self._folder):
+        chunks = list_chunks(self._folder)
+        for path in chunks:
             size = 0
             if sound:
                 size, sound = self._recover_chunk(path, base)
@@ -146,6 +147,9 @@ class SpoolWriter:
         self._chunk = max(sizes)
         self._chunk_size = sizes[self._chunk]
         if self._chunk_size == 0 or self.end < base:
+            self._chunk = max(
+                map(chunk_number, chunks), default=0
+            )  # a live reader finds the next number, not a reused one
             self._begin_anew(base)
         kept = {record.file for _, record in self._records}
         self._next_segment = 1
@@ -161,6 +165,8 @@ class SpoolWriter:
         number, size = chunk_number(path), 0
         try:
             for record, offset in parse_records(data, path.name):
+                if record.is_base and record.end > self.end:  # an older chunk lost its tail, or is gone
+                    return size, False
                 if record.file is not None and record.end > base:
                     segment = self._folder / record.file
                     if (

@@ -7,6 +7,7 @@ native Spark expressions.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,17 +52,19 @@ class IdSeed:
 
 
 def event_batch(
-    piece: SegmentSlice, relations: list[Relation], seed: IdSeed, schema: pa.Schema
+    pieces: Sequence[SegmentSlice], relations: list[Relation], seed: IdSeed, schema: pa.Schema
 ) -> pa.RecordBatch | None:
-    """The events of one slice, as a record batch with exactly `schema`; None if the slice has none."""
-    table, rows, transaction_of, transactions = read_slice(piece)
-    if not len(rows):
+    """The events of neighbouring slices as one record batch with exactly `schema`; None if they have none.
+
+    Under light load segments are tiny: many of them in one batch cost little more than one.
+    """
+    read = [read_slice(piece) for piece in pieces]
+    changes = _one_batch([table for table, _ in read])
+    owners = _one_batch([table for _, table in read])
+    if changes is None or owners is None:
         return None
-    changes = table.slice(int(rows[0]), int(rows[-1] - rows[0] + 1)).combine_chunks().to_batches()[0]
-    if changes.num_rows != len(rows):
-        changes = changes.take(pa.array(rows - rows[0]))
-    lsn: I64 = transactions.column("lsn").to_numpy()[transaction_of]
-    commit_time: I64 = transactions.column("commit_time").to_numpy()[transaction_of]
+    lsn: I64 = owners.column("lsn").to_numpy()
+    commit_time: I64 = owners.column("commit_time").to_numpy()
     ordinal: I64 = changes.column("ordinal").to_numpy()
     sub: I64 = changes.column("sub").to_numpy().astype(np.int64)
     op = changes.column("op").to_numpy()
@@ -82,10 +85,15 @@ def event_batch(
         "position": position_texts(lsn, ordinal, sub),
         "lsn": pa.array(lsn),
         "ordinal": pa.array(ordinal),
-        "xid": transactions.column("xid").take(pa.array(transaction_of)),
-        "origin": transactions.column("origin").take(pa.array(transaction_of)),
+        "xid": owners.column("xid"),
+        "origin": owners.column("origin"),
     }
     return pa.RecordBatch.from_arrays([_as_type(columns[field.name], field.type) for field in schema], schema=schema)
+
+
+def _one_batch(tables: list[pa.Table]) -> pa.RecordBatch | None:
+    batches = pa.concat_tables(tables).combine_chunks().to_batches()
+    return batches[0] if batches else None
 
 
 def _as_type(array: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -115,7 +123,7 @@ class _Shapes:
 def _row_and_old(
     changes: pa.RecordBatch, op: npt.NDArray[np.uint8], version: npt.NDArray[np.int32], shapes: _Shapes
 ) -> tuple[pa.Array, pa.Array]:
-    """`row` holds the new values (of a DELETE: the old ones), `old` the old values of an UPDATE, as far as they were sent."""
+    """`row`: the new values (of a DELETE: the old ones). `old`: the old values of an UPDATE, as far as they were sent."""
     new, old = changes.column("new"), changes.column("old")
     key_only: Bools = changes.column("old_kind").to_numpy() == OldKind.KEY
     is_delete: Bools = op == Op.DELETE

@@ -57,7 +57,7 @@ class CaptureFeed:
         self._consumer = options.consumer
         state = StateDir(Path(options.source.state_dir))
         identity = state.identity()
-        watch_pid = int(os.environ.get("PGCDC_WATCH_PID", 0)) or _driver_pid()
+        watch_pid = int(os.environ.get("PGCDC_WATCH_PID", "0")) or _driver_pid()
         if identity is None or not identity.created_lsn:
             prepared = prepare(options.source, watch_pid=watch_pid)
             self._spec, identity = prepared.spec, prepared.identity

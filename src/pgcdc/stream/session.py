@@ -59,7 +59,9 @@ def check_java() -> None:
     """Raise ConfigError unless Java 17 or newer is there: Spark cannot start without it."""
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home) / "bin" / "java") if home else shutil.which("java")
-    advice = "Install it (Debian/Ubuntu: apt-get install openjdk-17-jre-headless; macOS: brew install openjdk@17) or set JAVA_HOME"
+    advice = (
+        "Install it (Debian: apt-get install openjdk-17-jre-headless; macOS: brew install openjdk@17) or set JAVA_HOME"
+    )
     if not java or not Path(java).exists():
         where = f"in JAVA_HOME ({home})" if home else "on the PATH"
         raise ConfigError(f"Spark needs Java {MINIMUM_JAVA} or newer, and there is no java {where}", advice)

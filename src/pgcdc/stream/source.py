@@ -31,6 +31,7 @@ __all__ = ["ChangePartition", "ChangeReader", "ChangeSource"]
 LONG_POLL_S = 0.1
 MAX_BATCH_BYTES = 64 << 20
 PARTITION_BYTES = 8 << 20
+RECORD_BATCH_BYTES = 4 << 20
 
 
 class ChangeSource(DataSource):
@@ -112,15 +113,15 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, ChangePartition)
         schema = to_arrow_schema(self._schema, timezone="UTC")
-        for piece in partition.slices:
+        for pieces in _group(partition.slices, RECORD_BATCH_BYTES):
             try:
-                batch = event_batch(piece, partition.relations, partition.seed, schema)
+                batch = event_batch(pieces, partition.relations, partition.seed, schema)
             except SpoolError:
                 here = socket.gethostname()
                 if here == partition.host:
                     raise
                 raise ConfigError(
-                    f"the spool {Path(piece.path).parent} of {partition.host} cannot be read on {here}",
+                    f"the spool {Path(pieces[0].path).parent} of {partition.host} cannot be read on {here}",
                     "Put the state directory on storage that every host of the cluster can read",
                 ) from None
             if batch is not None:
@@ -170,7 +171,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 def _group(slices: list[SegmentSlice], size: int) -> list[list[SegmentSlice]]:
-    """Slices in order, in groups of about `size` bytes: one task each."""
+    """Slices in order, in groups of about `size` bytes."""
     groups: list[list[SegmentSlice]] = []
     held = size
     for piece in slices:

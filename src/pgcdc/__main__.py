@@ -1,0 +1,5 @@
+"""`python -m pgcdc` is the command `pgcdc`."""
+
+from pgcdc.cli.main import main
+
+main()

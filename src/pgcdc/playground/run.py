@@ -1,0 +1,431 @@
+"""The playground: a PostgreSQL of our own under random traffic, captured through Spark, watched, and proved at the end.
+
+    start PostgreSQL → start the pipeline → shop and traffic → watch → drain → stop in order → compare
+
+The pipeline runs in a thread of its own; this thread (the main one) owns signals, measuring and the view. The callbacks of
+the pipeline only put what they got into a queue: measuring never makes delivery slower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Self
+
+import psutil
+import psycopg
+from rich.console import Console
+from rich.text import Text
+
+from pgcdc.capture.control import ControlClient
+from pgcdc.capture.database import Connection, connect
+from pgcdc.config import Config
+from pgcdc.errors import ConfigError, PgcdcError
+from pgcdc.pipeline import Pipeline
+from pgcdc.playground.meter import Meter, measure
+from pgcdc.playground.postgres import EmbeddedPostgres
+from pgcdc.playground.proof import Verdict, compare
+from pgcdc.playground.shop import TABLES, Traffic, add_first_rows, create_tables, read_tables
+from pgcdc.playground.view import TerminalView, View, summary_line
+from pgcdc.position import Position, format_lsn
+from pgcdc.sink.base import Batch
+from pgcdc.state import Lock
+from pgcdc.stream.session import check_java
+
+__all__ = ["Playground", "PlaygroundOptions", "run_playground"]
+
+NAME = "playground"
+EVENTS_FILE = "events.jsonl"
+TICK_S = 0.1
+NOTE_S = 10.0
+FIRST_EVENT_TIMEOUT_S = 120.0
+DRAIN_TIMEOUT_S = 30.0
+END_TIMEOUT_S = 60.0
+GRACE_S = 2.0
+SHOWN_FAULTS = 20
+
+_PROGRESS = """
+SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn, confirmed_flush_lsn - '0/0'::pg_lsn
+FROM pg_replication_slots WHERE slot_name = %s
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaygroundOptions:
+    """What the user asks for."""
+
+    seconds: float | None = None
+    """How long the traffic lasts; None: until Ctrl-C."""
+    rate_per_s: float = 20.0
+    seed: int = 1
+    keep: Path | None = None
+    """A folder for the delivered file; None: it is removed at the end."""
+
+
+def run_playground(
+    options: PlaygroundOptions,
+    console: Console,
+    view: View,
+    *,
+    before_comparison: Callable[[Path], None] | None = None,
+) -> int:
+    """Play, compare, clean up; the exit code. `before_comparison` gets the delivered file: for tests of the proof.
+
+    Raises KeyboardInterrupt, with everything cleaned up, if it was interrupted before or twice.
+    """
+    check_java()
+    events = _choose_file(options.keep)
+    with Interrupts() as interrupts:
+        playground = Playground(options, console, view, interrupts)
+        try:
+            return playground.play(events, before_comparison)
+        except (KeyboardInterrupt, Exception):
+            if not interrupts.requested:
+                raise
+            raise KeyboardInterrupt from None  # what fails because we end things at once is no news
+        finally:
+            playground.close()
+
+
+def _choose_file(folder: Path | None) -> Path | None:
+    """Where the delivered file is kept, if it is."""
+    if folder is None:
+        return None
+    path = folder.absolute() / EVENTS_FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--keep {folder}: cannot create the folder: {error.strerror}", "Choose another") from None
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--keep {folder}: the folder is not writable", "Choose another")
+    if path.exists():
+        raise ConfigError(
+            f"--keep {folder}: there is an {EVENTS_FILE} already", "Choose another folder, or move it away"
+        )
+    return path
+
+
+class Interrupts:
+    """Signals: the first asks for the end, the second raises KeyboardInterrupt, the third kills."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._asked = threading.Event()
+        self._previous: dict[signal.Signals, object] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether the end was asked for."""
+        return self._asked.is_set()
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether it was asked for twice."""
+        return self._count > 1
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep; True at once when the end is asked for."""
+        return self._asked.wait(timeout_s)
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)  # type: ignore[arg-type]
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self._count += 1
+        self._asked.set()
+        if self._count == 2:
+            raise KeyboardInterrupt
+        if self._count > 2:
+            os._exit(128 + number)
+
+
+class Playground:
+    """One run. `play` once, then `close`, whatever happened."""
+
+    def __init__(self, options: PlaygroundOptions, console: Console, view: View, interrupts: Interrupts) -> None:
+        self._options = options
+        self._console = console
+        self._interrupts = interrupts
+        self._began_s = time.time()
+        self._view = view
+        self._scratch = Path(tempfile.mkdtemp(prefix=f"pgcdc-{NAME}-"))
+        self._files = contextlib.ExitStack()
+        if isinstance(view, TerminalView):
+            self._files.enter_context(_hidden_stderr(self._scratch / "stderr.log"))
+        self._meter = Meter()
+        self._server: EmbeddedPostgres | None = None
+        self._sql: Connection | None = None
+        self._traffic: Traffic | None = None
+        self._pipeline: Pipeline | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._ready = threading.Event()
+        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._delivered: queue.SimpleQueue[tuple[float, Batch]] = queue.SimpleQueue()
+        self._position = Position(0, 0)
+        self._first_event_s: float | None = None
+        self._lsns = (0, 0)
+        self._note, self._note_until_s = "", 0.0
+        self._done = False
+
+    # --- the run
+
+    def play(self, events: Path | None, before_comparison: Callable[[Path], None] | None) -> int:
+        """Everything from the first process to the verdict."""
+        path = events or self._scratch / EVENTS_FILE
+        self._view.start_phase("starting PostgreSQL 18")
+        self._server = EmbeddedPostgres.temporary()
+        self._start_pipeline(path)
+        self._wait_until_ready()
+        self._watch()
+        self._drain()
+        assert self._sql is not None
+        source = read_tables(self._sql, TABLES)
+        self._stop_pipeline()
+        if before_comparison is not None:
+            before_comparison(path)
+        self._view.start_phase("comparing source and delivered content")
+        verdict = compare(path, source)
+        self._done = verdict.is_equal
+        self._view.close(failed=not verdict.is_equal)
+        self._report(verdict, path if events else None)
+        return 0 if verdict.is_equal else 1
+
+    def _start_pipeline(self, path: Path) -> None:
+        assert self._server is not None
+        url = self._server.url()
+        self._sql = connect(url, application_name="pgcdc playground")
+        create_tables(self._sql)  # empty: the first rows come when we listen
+        config = Config.model_validate(
+            {
+                "db": url,
+                "slot_name": NAME,
+                "all_tables": True,
+                "adapters": ("file",),
+                "file_path": path,
+                "state_dir": self._scratch / "state",
+            }
+        )
+        config.check()
+        self._pipeline = Pipeline(config, say=self._said.put)
+        self._pipeline.on_batch = lambda batch: self._delivered.put((time.time(), batch))
+        self._pipeline.on_ready = self._ready.set
+        self._thread = threading.Thread(target=self._run_pipeline, name="pipeline", daemon=True)
+        self._thread.start()
+
+    def _run_pipeline(self) -> None:
+        assert self._pipeline is not None
+        try:
+            self._pipeline.run()
+        except BaseException as error:
+            self._failure = error
+
+    def _wait_until_ready(self) -> None:
+        """The checklist of the start: one line for each thing that the pipeline says it does."""
+        while not self._ready.is_set():
+            self._check_pipeline()
+            if self._interrupts.wait(TICK_S / 2):
+                raise KeyboardInterrupt
+            with contextlib.suppress(queue.Empty):
+                while not self._ready.is_set():
+                    self._view.start_phase(self._said.get_nowait())
+
+    def _watch(self) -> None:
+        """Open the shop, and show what arrives until the time is over or somebody asks for the end."""
+        assert self._server is not None and self._sql is not None
+        self._view.start_phase("opening the shop")
+        opened_s = time.time()
+        add_first_rows(self._sql)
+        self._traffic = Traffic(self._server.url(), self._options.seed, self._options.rate_per_s)
+        self._traffic.start()
+        while not self._interrupts.wait(TICK_S):
+            self._check_pipeline()
+            self._observe()
+            if self._first_event_s is not None:  # until then the checklist is shown, and the time does not count
+                self._show(self._first_event_s)
+                if time.time() - self._first_event_s >= (self._options.seconds or float("inf")):
+                    return
+            elif time.time() - opened_s > FIRST_EVENT_TIMEOUT_S:
+                raise PgcdcError(f"no event came within {FIRST_EVENT_TIMEOUT_S:.0f} s", "Start the playground again")
+
+    def _drain(self) -> None:
+        """Stop the traffic, and wait until everything that was committed is in the file."""
+        assert self._traffic is not None
+        self._view.start_phase("delivering what is in flight")
+        self._traffic.stop()
+        target = Position.end(self._set_target())
+        moved_s, position = time.monotonic(), self._position
+        while self._position < target:
+            time.sleep(TICK_S / 5)
+            self._check_pipeline()
+            self._observe()
+            if self._position > position:
+                moved_s, position = time.monotonic(), self._position
+            if time.monotonic() - moved_s > DRAIN_TIMEOUT_S:
+                raise PgcdcError(
+                    f"nothing was delivered for {DRAIN_TIMEOUT_S:.0f} s: the file is at {format_lsn(position.lsn)}, "
+                    f"the database at {format_lsn(target.lsn)}",
+                    "This is a defect: run it again with --keep, and report it with the file",
+                )
+
+    def _set_target(self) -> int:
+        """The WAL flush position of now; the capture does not wait for its idle interval to report it."""
+        assert self._pipeline is not None
+        holder = Lock.holder(self._pipeline.state.capture_lock)
+        if holder is None or "address" not in holder:
+            return self._query_progress()[0]
+        client = ControlClient(holder["address"])
+        try:
+            return client.target()
+        finally:
+            client.close()
+
+    def _stop_pipeline(self) -> None:
+        assert self._pipeline is not None and self._thread is not None
+        self._view.start_phase("stopping Spark in order")
+        self._pipeline.stop()
+        self._thread.join(END_TIMEOUT_S)
+        if self._failure is not None:
+            raise self._failure
+        if self._thread.is_alive():
+            raise PgcdcError(f"the pipeline did not stop within {END_TIMEOUT_S:.0f} s", "Start the playground again")
+
+    def _check_pipeline(self) -> None:
+        assert self._thread is not None
+        if not self._thread.is_alive():
+            raise self._failure or PgcdcError("the pipeline ended by itself", "Start the playground again")
+
+    # --- measuring and showing
+
+    def _observe(self) -> None:
+        """Measure what was delivered since the last time, and ask the server how far it is."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                delivered_s, batch = self._delivered.get_nowait()
+                self._position = batch.end
+                self._meter.add(measure(batch.events, delivered_s))
+                self._meter.lag.observe_delivery(batch.end.lsn)
+                if self._first_event_s is None and batch.events.num_rows:
+                    self._first_event_s = delivered_s
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._note, self._note_until_s = self._said.get_nowait(), time.monotonic() + NOTE_S
+        self._lsns = self._query_progress()
+        self._meter.lag.observe_server(time.time(), self._lsns[0])
+
+    def _query_progress(self) -> tuple[int, int]:
+        """Where the server's WAL is, and what we have confirmed."""
+        assert self._sql is not None
+        try:
+            row = self._sql.execute(_PROGRESS, [NAME]).fetchone()
+        except psycopg.Error as error:
+            reason = " ".join(str(error).split())
+            raise PgcdcError(f"the playground's PostgreSQL is gone: {reason}", "Start the playground again") from error
+        return (int(row[0]), int(row[1])) if row else (0, 0)
+
+    def _show(self, began_s: float) -> None:
+        server_lsn, confirmed_lsn = self._lsns
+        self._view.show(
+            self._meter.snapshot(
+                time.time(),
+                started_s=began_s,
+                seconds=self._options.seconds,
+                server_lsn=format_lsn(server_lsn),
+                confirmed_lsn=format_lsn(confirmed_lsn),
+                note=self._note if time.monotonic() < self._note_until_s and self._is_news(self._note) else "",
+            )
+        )
+
+    @staticmethod
+    def _is_news(text: str) -> bool:
+        return not text.startswith("ready")
+
+    def _report(self, verdict: Verdict, kept: Path | None) -> None:
+        lines: list[tuple[str, str]] = [("", "")]
+        if verdict.is_equal:
+            lines.append((str(verdict), "bold green"))
+        else:
+            lines += [(fault, "red") for fault in verdict.faults[:SHOWN_FAULTS]]
+            if len(verdict.faults) > SHOWN_FAULTS:
+                lines.append((f"... and {len(verdict.faults) - SHOWN_FAULTS:,} more", "red"))
+            lines.append((str(verdict), "bold red"))
+        lines.append((summary_line(self._meter.total.latency()), ""))
+        if self._first_event_s is not None:
+            lines.append((f"first event {self._first_event_s - self._began_s:.1f} s after the start", ""))
+        if kept is not None:
+            lines.append((f"the delivered events are in {kept}", ""))
+        for line, style in lines:
+            self._console.print(Text(line, style), soft_wrap=True)
+
+    # --- the end
+
+    def close(self) -> None:
+        """Leave nothing behind: in order if there is time, at once if somebody is in a hurry."""
+        self._view.close(failed=not self._done)
+        try:
+            # interrupted before anything was delivered: there is nothing to lose
+            if self._interrupts.is_urgent or (self._interrupts.requested and not self._ready.is_set()):
+                raise KeyboardInterrupt
+            self._end_in_order()
+        except KeyboardInterrupt:
+            self._end_at_once()
+        finally:
+            self._files.close()
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _end_in_order(self) -> None:
+        if self._traffic is not None:
+            with contextlib.suppress(Exception):  # what ended the run is told, not this
+                self._traffic.stop()
+        if self._pipeline is not None and self._thread is not None:
+            self._pipeline.stop()
+            self._thread.join(END_TIMEOUT_S)
+        if self._sql is not None:
+            self._sql.close()
+        if self._server is not None:
+            self._server.__exit__()
+
+    def _end_at_once(self) -> None:
+        if self._server is not None:
+            self._server.kill()
+            self._server.__exit__()
+        processes = psutil.Process().children(recursive=True)  # Spark's JVM and its workers, and the capture
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.terminate()
+        _, alive = psutil.wait_procs(processes, GRACE_S)
+        for process in alive:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+@contextlib.contextmanager
+def _hidden_stderr(log: Path) -> Iterator[None]:
+    """Nothing that a JVM prints may disturb the live view. If we fail in a way that nobody expected, it is shown."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(saved, 2)
+        os.close(saved)

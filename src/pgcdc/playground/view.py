@@ -1,0 +1,331 @@
+"""What the playground shows: a checklist while things start and end, a live view while events flow.
+
+`render` and `progress_line` are functions of a snapshot; the two classes say where it goes: a terminal, or lines of text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:  # the view is there before numpy and Arrow are loaded
+    from pgcdc.playground.meter import Event, Latency, Snapshot
+
+__all__ = ["PlainView", "TerminalView", "View", "choose_view", "progress_line", "render", "sparkline", "summary_line"]
+
+OPERATIONS = ("INSERT", "UPDATE", "DELETE")
+_COLOURS = {"INSERT": "green", "UPDATE": "yellow", "DELETE": "red", "TRUNCATE": "magenta"}
+_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_BARS = " ▁▂▃▄▅▆▇█"
+_WIDE = 92
+"""From this width on there is room for the time and latency of every event."""
+_MAX_VALUE_LETTERS = 28
+PLAIN_INTERVAL_S = 5.0
+
+
+# --- text
+
+
+def sparkline(values: Sequence[int], width: int) -> str:
+    """The last `width` values as bars, the newest at the right end; anything but 0 is visible."""
+    shown = list(values[-width:]) if width > 0 else []
+    top = max(shown, default=0)
+    bars = (
+        "".join(_BARS[max(1, round(value / top * 8)) if value else 0] for value in shown) if top else " " * len(shown)
+    )
+    return bars.rjust(max(0, width))
+
+
+def format_bytes(size: float) -> str:
+    """`0 B`, `950 B`, `1.2 kB`, `34 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 10 else f"{size:.1f} {unit}"
+
+
+def format_ms(value: float) -> str:
+    """`84 ms`, `1.2 s`."""
+    if value >= 999.5:
+        return f"{value / 1e3:.1f} s"
+    return f"{value:.0f} ms" if value >= 1 or value <= 0 else "<1 ms"
+
+
+def format_clock(seconds: float) -> str:
+    """`0:07`, `12:00`."""
+    whole = max(0, int(seconds))
+    return f"{whole // 60}:{whole % 60:02d}"
+
+
+def progress_line(snapshot: Snapshot) -> str:
+    """One line for a log."""
+    latency = snapshot.latency
+    return (
+        f"{format_clock(snapshot.elapsed_s)}  {snapshot.events:,} events in {snapshot.commits:,} commits, "
+        f"{snapshot.events_per_s:.0f} events/s, {snapshot.commits_per_s:.0f} commits/s, "
+        f"lag {format_bytes(snapshot.lag_bytes)} {format_ms(snapshot.lag_ms)}, "
+        f"latency p50 {format_ms(latency.p50_ms)} p99 {format_ms(latency.p99_ms)}"
+    )
+
+
+def summary_line(latency: Latency) -> str:
+    """Latency of the whole run."""
+    return (
+        f"commit to file: p50 {format_ms(latency.p50_ms)}, p99 {format_ms(latency.p99_ms)}, "
+        f"max {format_ms(latency.max_ms)} over {latency.events:,} events"
+    )
+
+
+def describe_row(event: Event) -> Text:
+    """The row in short; a changed key as `id=1→2`, an unchanged large value as `body=…`."""
+    text = Text(no_wrap=True, overflow="ellipsis")
+    names = list(event.row) + [name for name in event.unchanged if name not in event.row]
+    for name in names:
+        text.append(f"{name}=", "dim")
+        if name in event.unchanged:
+            text.append("… ", "dim italic")
+            continue
+        value = event.row[name]
+        if name in event.old and event.old[name] != value:
+            text.append(f"{_shorten(event.old[name])}→", "cyan")
+        text.append(f"{_shorten(value)} ", "dim italic" if value is None else "")
+    return text
+
+
+def _shorten(value: str | None) -> str:
+    if value is None:
+        return "null"
+    short = value[: _MAX_VALUE_LETTERS + 1]
+    short = f"{short[:-1]}…" if len(short) > _MAX_VALUE_LETTERS else short
+    return "".join(letter if letter.isprintable() else "·" for letter in short)
+
+
+# --- the live view
+
+
+def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
+    """The whole screen. What does not fit is left out from the bottom: last events first, then tables."""
+    parts: list[RenderableType] = [_header(snapshot, width), _metrics(snapshot, width)]
+    left = height - 6
+    names = _tables(snapshot.counts)
+    if left >= len(names) + 3:
+        parts.append(_counts(snapshot, names, width))
+        left -= len(names) + 3
+    if left >= 3:
+        parts.append(_last_events(snapshot.last, left - 2, width))
+    return Group(*parts)
+
+
+def _header(snapshot: Snapshot, width: int) -> RenderableType:
+    state = ("◌ stopping", "bold yellow") if snapshot.is_stopping else ("● streaming", "bold green")
+    title = Text.assemble((" pgcdc playground  ", "bold"), state)
+    if snapshot.note:
+        title.append(f"  {snapshot.note}", "yellow")
+    clock = format_clock(snapshot.elapsed_s)
+    if snapshot.seconds is not None:
+        clock += f" of {format_clock(snapshot.seconds)}"
+    ending = Text.assemble((clock, "bold"), ("  Ctrl-C ends and compares ", "dim") if width >= 60 else "")
+    grid = Table.grid(expand=True)
+    grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_row(title, ending)
+    return grid
+
+
+def _metrics(snapshot: Snapshot, width: int) -> RenderableType:
+    latency = snapshot.latency
+    half = width // 2 - 4
+    rate = Text.assemble(
+        (f"{snapshot.events_per_s:,.0f}", "bold cyan"), " events/s   ",
+        (f"{snapshot.commits_per_s:,.0f}", "bold cyan"), " commits/s\n",
+        (sparkline(snapshot.history, half), "cyan"), "\n",
+        (f"{snapshot.events:,} events in {snapshot.commits:,} commits", "dim"),
+        no_wrap=True, overflow="ellipsis",
+    )  # fmt: skip
+    times = Text.assemble(
+        "p50 ", (format_ms(latency.p50_ms), "bold cyan"), "   p99 ", (format_ms(latency.p99_ms), "bold cyan"),
+        ("   last 10 s", "dim"), "\n",
+        "lag ", (format_bytes(snapshot.lag_bytes), "bold"), "   ", (format_ms(snapshot.lag_ms), "bold"), "\n",
+        (f"WAL {snapshot.server_lsn}, confirmed {snapshot.confirmed_lsn}", "dim"),
+        no_wrap=True, overflow="ellipsis",
+    )  # fmt: skip
+    grid = Table.grid(expand=True)
+    grid.add_column(ratio=1)
+    grid.add_column(ratio=1)
+    grid.add_row(_panel(rate, "rate"), _panel(times, "commit to file"))
+    return grid
+
+
+def _tables(counts: dict[tuple[str, str], int]) -> list[str]:
+    """Tables that have events, the busiest first would jump about: by name, those of `public` before others."""
+    return sorted({table for table, _ in counts}, key=lambda table: ("." in table, table))
+
+
+def _counts(snapshot: Snapshot, names: list[str], width: int) -> RenderableType:
+    totals: Counter[str] = Counter()
+    for (table, _), count in snapshot.counts.items():
+        totals[table] += count
+    grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    grid.add_column(no_wrap=True, overflow="ellipsis")
+    for _ in range(len(OPERATIONS) + 1):
+        grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(no_wrap=True, ratio=1)
+    grid.add_row("", *(Text(f"{name.lower()}s", _COLOURS[name]) for name in OPERATIONS), Text("events", "bold"), "")
+    top = max(totals.values(), default=1)
+    room = max(4, width - max((len(name) for name in names), default=0) - 50)
+    for table in names:
+        cells = [
+            Text(f"{count:,}" if count else "-", "" if count else "dim") for count in _by_operation(snapshot, table)
+        ]
+        bar = Text("━" * max(1, round(totals[table] / top * room)), "blue")
+        grid.add_row(Text(table), *cells, Text(f"{totals[table]:,}", "bold"), bar)
+    return _panel(grid, "tables")
+
+
+def _by_operation(snapshot: Snapshot, table: str) -> list[int]:
+    return [snapshot.counts.get((table, operation), 0) for operation in OPERATIONS]
+
+
+def _last_events(events: Sequence[Event], rows: int, width: int) -> RenderableType:
+    """The newest at the bottom, as in a log."""
+    is_wide = width >= _WIDE
+    grid = Table.grid(padding=(0, 1, 0, 0), expand=True)
+    if is_wide:
+        grid.add_column(no_wrap=True)
+        grid.add_column(no_wrap=True, justify="right")
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True, max_width=18, overflow="ellipsis")
+    grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    for event in events[-rows:]:
+        when = [Text(event.created_at[11:23], "dim"), Text(format_ms(event.latency_ms), "dim")] if is_wide else []
+        operation = Text(event.operation, _COLOURS.get(event.operation, ""))
+        grid.add_row(*when, operation, Text(event.table, "bold"), describe_row(event))
+    for _ in range(rows - len(events)):
+        grid.add_row("")
+    return _panel(grid, "last events")
+
+
+def _panel(content: RenderableType, title: str) -> Panel:
+    return Panel(content, title=title, title_align="left", border_style="bright_black", box=box.ROUNDED)
+
+
+# --- where it is shown
+
+
+class View(Protocol):
+    """Where the playground reports. One thread calls."""
+
+    def start_phase(self, text: str) -> None:
+        """Something that takes time begins; what began before is done."""
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Events flow: this is how it looks now."""
+
+    def close(self, failed: bool = False) -> None:
+        """The last phase is over."""
+
+
+class PlainView:
+    """Lines of text: for logs, pipes and terminals that can do no more."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._due_s = 0.0
+
+    def start_phase(self, text: str) -> None:
+        self._print(f"pgcdc: {text}")
+        self._due_s = 0.0
+
+    def show(self, snapshot: Snapshot) -> None:
+        now = time.monotonic()
+        if now >= self._due_s and snapshot.events:
+            self._due_s = now + PLAIN_INTERVAL_S
+            self._print(progress_line(snapshot))
+
+    def close(self, failed: bool = False) -> None:
+        pass
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.file.flush()
+
+
+class TerminalView:
+    """A checklist with a spinner, which stays on the terminal, and the live view on the alternate screen between."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+        self._screen: _Screen | None = None
+        self._phase: _Phase | None = None
+
+    def start_phase(self, text: str) -> None:
+        self._end_live()
+        self._phase = _Phase(text)
+        self._live = Live(self._phase, console=self._console, refresh_per_second=10, transient=True)
+        self._live.start()
+
+    def show(self, snapshot: Snapshot) -> None:
+        if self._screen is None:
+            self._end_live()
+            self._screen = _Screen(snapshot)
+            self._live = Live(self._screen, console=self._console, refresh_per_second=4, screen=True)
+            self._live.start()
+        self._screen.snapshot = snapshot
+
+    def close(self, failed: bool = False) -> None:
+        self._end_live(failed)
+
+    def _end_live(self, failed: bool = False) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = self._screen = None
+        if self._phase is not None:
+            self._console.print(self._phase.ended(failed))
+            self._phase = None
+
+
+class _Phase:
+    """One line of the checklist; draws itself anew whenever Live asks."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._began_s = time.monotonic()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        now = time.monotonic()
+        frame = _SPINNER[int(now * 10) % len(_SPINNER)]
+        yield self._line((f" {frame} ", "cyan"), now - self._began_s)
+
+    def ended(self, failed: bool) -> Text:
+        return self._line((" ✗ ", "red") if failed else (" ✔ ", "green"), time.monotonic() - self._began_s)
+
+    def _line(self, sign: tuple[str, str], seconds: float) -> Text:
+        return Text.assemble(sign, self._text, (f"  {seconds:.1f} s", "dim"), no_wrap=True, overflow="ellipsis")
+
+
+class _Screen:
+    """The live view; draws the newest snapshot whenever Live asks, at the size the terminal has then."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield render(self.snapshot, options.max_width, options.height or console.height)
+
+
+def choose_view(console: Console, is_terminal: bool) -> View:
+    """The live view on a terminal that can show it, lines of text elsewhere."""
+    if is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf"):
+        return TerminalView(console)
+    return PlainView(console)

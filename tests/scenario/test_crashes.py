@@ -1,0 +1,243 @@
+"""Kill -9 at any point: every change once, in order per key, and `confirmed_flush_lsn` never ahead."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import psycopg
+import pytest
+from databases import Database
+from listening import ConfirmWatch, Listener, wait_until
+
+from pgcdc.playground import contents, shop
+from pgcdc.playground.postgres import EmbeddedPostgres
+
+ROUNDS = int(os.environ.get("PGCDC_TORTURE_ROUNDS", "30"))
+
+
+@pytest.fixture
+def listener(database: Database, tmp_path: Path) -> Iterator[Listener]:
+    one = Listener(database.url, tmp_path)
+    with database.connect() as conn:
+        shop.create_tables(conn)
+    yield one
+    one.kill_all()
+
+
+def check_equal(one: Listener) -> None:
+    """The folded output equals the source tables: nothing lost, nothing twice, in order per key."""
+    events = one.events()
+    positions = [event["position"] for event in events]
+    assert positions == sorted(positions)
+    assert len(set(positions)) == len(positions)
+    assert len({event["id"] for event in events}) == len(events)
+    with psycopg.connect(one.url, autocommit=True) as conn:
+        source = contents.read_tables(conn, shop.TABLES)
+    assert contents.differences(source, shop.fold(events, strict=True)) == []
+    assert sum(len(rows) for rows in source.values()) > 0
+
+
+def start_traffic(one: Listener, seed: int, rate_per_s: float = 150.0) -> shop.Traffic:
+    with psycopg.connect(one.url, autocommit=True) as conn:
+        shop.add_first_rows(conn)
+    traffic = shop.Traffic(one.url, seed=seed, rate_per_s=rate_per_s)
+    traffic.start()
+    return traffic
+
+
+# Every step of the delivery line in the driver, in its order; killed at each in turn, each start recovering from the last.
+DRIVER_POINTS = [
+    "lane.planned",
+    "lane.collected",
+    "file.half_written",
+    "file.before_ack",
+    "file.after_ack",
+    "lane.written",
+    "driver.before_ack",
+    "driver.after_ack",
+]
+CAPTURE_POINTS = [
+    "capture.before_poll",
+    "spool.before_index",
+    "spool.after_index",
+    "capture.before_confirm",
+    "capture.after_confirm",
+]
+
+
+def hits(folder: Path) -> set[str]:
+    return {path.name.removesuffix(".hit") for path in folder.glob("*.hit")}
+
+
+def test_kill_9_of_the_driver_at_every_step_loses_and_repeats_nothing(listener: Listener, tmp_path: Path) -> None:
+    listener.start(wait=False, env={"PGCDC_FAILPOINTS": "lane.planned=kill@2"})
+    wait_until(listener.state.identity_file.exists, 60, "slot and state directory")
+    wait_until(lambda: bool(listener.ack()), 60, "the sink is open")
+    traffic = start_traffic(listener, seed=1)
+    with ConfirmWatch(listener) as watch:
+        for number, point in enumerate(DRIVER_POINTS):
+            if number:
+                listener.start(wait=False, env={"PGCDC_FAILPOINTS": f"{point}=kill@3"})
+            assert listener.wait_exit(120) == -signal.SIGKILL, listener.said()
+            assert traffic.commits > 0, "changes must be in flight"
+            before = traffic.commits
+            wait_until(lambda before=before: traffic.commits > before, 10, "traffic goes on while nobody reads")
+            wait_until(lambda: listener.capture_pid() is None, 20, "the capture ends with the driver")
+        listener.start()
+        traffic.stop()
+        listener.wait_delivered()
+        assert listener.stop() == 0
+    check_equal(listener)
+    assert watch.violations == []
+    assert watch.moves > 3
+
+
+def test_an_exception_at_every_step_of_the_driver_restarts_the_query_without_loss(
+    listener: Listener, tmp_path: Path
+) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    points = ",".join(f"{point}=raise@{3 + 4 * number}" for number, point in enumerate(DRIVER_POINTS[:6]))
+    listener.start(env={"PGCDC_FAILPOINTS": points, "PGCDC_FAILPOINT_ONCE": str(marks)})
+    traffic = start_traffic(listener, seed=2)
+    with ConfirmWatch(listener) as watch:
+        wait_until(lambda: hits(marks) == set(DRIVER_POINTS[:6]), 120, f"all failpoints hit: {hits(marks)}")
+        traffic.stop()
+        listener.wait_delivered()
+        assert listener.stop() == 0, listener.said()
+    check_equal(listener)
+    assert watch.violations == []
+
+
+@pytest.mark.parametrize("action", ["kill", "raise"])
+def test_a_crash_of_the_capture_at_every_step_is_recovered_by_the_running_query(
+    listener: Listener, tmp_path: Path, action: str
+) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    points = ",".join(f"{point}={action}@{20 + 15 * n if n < 3 else 2}" for n, point in enumerate(CAPTURE_POINTS))
+    listener.start(env={"PGCDC_FAILPOINTS": points, "PGCDC_FAILPOINT_ONCE": str(marks)})
+    traffic = start_traffic(listener, seed=3)
+    with ConfirmWatch(listener) as watch:
+        wait_until(lambda: hits(marks) == set(CAPTURE_POINTS), 120, "all failpoints hit")
+        traffic.stop()
+        listener.wait_delivered()
+        assert listener.stop() == 0, listener.said()
+    check_equal(listener)
+    assert watch.violations == []
+
+
+class Killer:
+    """Kills parts of a pipeline at random moments while changes are in flight."""
+
+    def __init__(self, one: Listener, server: EmbeddedPostgres, traffic: shop.Traffic, seed: int) -> None:
+        self.one, self.server, self.traffic = one, server, traffic
+        self.random = random.Random(seed)
+
+    def round(self, target: str) -> None:
+        self.wait_for_flight()
+        before = self.traffic.commits
+        getattr(self, f"kill_{target}")()
+        wait_until(lambda: self.traffic.commits > before + 5, 60, "traffic goes on after the kill")
+        lsn = self.one.delivered_lsn()
+        wait_until(lambda: self.one.delivered_lsn() > lsn, 120, f"delivery goes on after the kill of {target}")
+
+    def wait_for_flight(self) -> None:
+        """A kill counts only if there are committed changes that the sink does not have yet."""
+        time.sleep(self.random.uniform(0.2, 1.5))  # the moment is random, from the seed: that is the point
+
+        def in_flight() -> bool:
+            try:
+                with psycopg.connect(self.one.url, autocommit=True) as conn:
+                    row = conn.execute("SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn").fetchone()
+            except psycopg.Error:
+                return False
+            return row is not None and int(row[0]) > self.one.delivered_lsn()
+
+        wait_until(in_flight, 30, "changes in flight")
+
+    def kill_capture(self) -> None:
+        wait_until(lambda: self.one.capture_pid() is not None, 30, "a capture process")
+        pid = self.one.capture_pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+    def kill_worker(self) -> None:
+        wait_until(lambda: bool(self.one.worker_pids()), 30, "a Python worker")
+        victim = self.random.choice(self.one.worker_pids())
+        with pytest.MonkeyPatch.context():
+            try:
+                os.kill(victim, signal.SIGKILL)
+            except ProcessLookupError:
+                self.kill_worker()
+
+    def kill_jvm(self) -> None:
+        wait_until(lambda: self.one.jvm_pid() is not None, 30, "a JVM")
+        pid = self.one.jvm_pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert self.one.wait_exit(60) == 1, self.one.said()
+        assert "Spark JVM" in self.one.said()
+        self.one.start()
+
+    def kill_driver(self) -> None:
+        assert self.one.process is not None
+        self.one.process.kill()
+        self.one.wait_exit()
+        self.one.start()
+
+    def kill_postgres(self) -> None:
+        self.server.kill()
+        self.server.restart()
+
+
+def run_rounds(folder: Path, targets: list[str], seed: int) -> None:
+    print(f"seed {seed}, targets {targets}")
+    with EmbeddedPostgres.temporary(settings={"synchronous_commit": "on"}) as server:
+        one = Listener(server.url(), folder)
+        with psycopg.connect(server.url(), autocommit=True) as conn:
+            shop.create_tables(conn)
+        try:
+            one.start()
+            traffic = start_traffic(one, seed)
+            with ConfirmWatch(one) as watch:
+                killer = Killer(one, server, traffic, seed)
+                for target in targets:
+                    killer.round(target)
+                traffic.stop()
+                one.wait_delivered()
+                assert one.stop() == 0, one.said()
+            check_equal(one)
+            assert watch.violations == []
+            assert watch.moves > 0
+        finally:
+            one.kill_all()
+
+
+def test_random_kills_under_load_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    seed = int(os.environ.get("PGCDC_SEED", "0")) or random.randrange(1 << 30)
+    run_rounds(tmp_path, ["capture", "worker", "postgres", "jvm"], seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_random_kills_under_load_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    seed = int(os.environ.get("PGCDC_SEED", "0")) or random.randrange(1 << 30)
+    generator = random.Random(seed)
+    targets = generator.choices(["capture", "worker", "postgres", "jvm", "driver"], k=ROUNDS)
+    run_rounds(tmp_path, targets, seed)
+
+
+def test_the_capture_ends_when_the_driver_is_killed(listener: Listener) -> None:
+    listener.start()
+    pid = listener.capture_pid()
+    assert pid is not None and listener.process is not None
+    listener.process.kill()
+    listener.wait_exit()
+    wait_until(lambda: not psutil.pid_exists(pid), 10, "the capture process is gone")

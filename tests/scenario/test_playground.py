@@ -1,0 +1,171 @@
+"""`pgcdc playground` as a user runs it: it proves itself, notices a lost event, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import orjson
+import psutil
+import pytest
+
+START_TIMEOUT_S = 200.0  # a busy machine; an idle one needs a tenth of it
+END_TIMEOUT_S = 60.0
+
+LOSE_ONE_EVENT = """
+import sys
+from pathlib import Path
+from rich.console import Console
+from pgcdc.playground.run import PlaygroundOptions, run_playground
+from pgcdc.playground.view import PlainView
+
+def lose_the_last_insert(path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    at = max(n for n, line in enumerate(lines) if b'"operation":"INSERT"' in line)
+    path.write_bytes(b"".join(lines[:at] + lines[at + 1:]))
+
+console = Console()
+options = PlaygroundOptions(seconds=2, seed=7)
+sys.exit(run_playground(options, console, PlainView(console), before_comparison=lose_the_last_insert))
+"""
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    """The temp dir of a playground, which must be empty in the end; the server's account has to reach it."""
+    for folder in (tmp_path, *tmp_path.parents):
+        if not folder.stat().st_mode & 0o001:
+            folder.chmod(folder.stat().st_mode | 0o711)
+    (tmp_path / "tmp").mkdir(mode=0o777)
+    return tmp_path / "tmp"
+
+
+@contextmanager
+def start(scratch: Path, *command: str, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "TMPDIR": str(scratch), **(env or {})}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, *command], env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def play(scratch: Path, *command: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+    with start(scratch, *command, env=env) as process:
+        stdout, stderr = process.communicate(timeout=START_TIMEOUT_S)
+    return process.returncode, stdout, stderr
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"it ended without saying {text!r}")
+
+
+def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def check_nothing_left(scratch: Path, processes: list[psutil.Process], timeout_s: float = 15.0) -> None:
+    """A JVM needs a moment after its parent has gone; files of ours must be gone at once."""
+    assert [path.name for path in scratch.iterdir() if path.name.startswith("pgcdc-")] == []
+    _, alive = psutil.wait_procs(processes, timeout_s)
+    assert alive == []
+
+
+def test_the_playground_proves_that_source_and_delivered_content_are_equal(scratch: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    arguments = ["playground", "--seconds", "8", "--seed", "7", "--keep", str(kept)]
+    code, stdout, stderr = play(scratch, "-m", "pgcdc", *arguments)
+    assert code == 0, stdout + stderr
+    closing = re.search(
+        r"^source and delivered content are equal: (\d+) rows in 7 tables, ([\d,]+) events, nothing lost, nothing twice$",
+        stdout,
+        re.MULTILINE,
+    )
+    assert closing is not None, stdout
+    lines = (kept / "events.jsonl").read_bytes().splitlines()
+    assert len(lines) == int(closing.group(2).replace(",", "")) > 80
+    assert {orjson.loads(line)["operation"] for line in lines} == {"INSERT", "UPDATE", "DELETE"}
+    assert re.search(r"^commit to file: p50 .*, p99 .* over [\d,]+ events$", stdout, re.MULTILINE)
+    assert re.search(r"^\d+:\d\d  [\d,]+ events in \d+ commits, ", stdout, re.MULTILINE)
+    assert "\x1b" not in stdout
+    check_nothing_left(scratch, [])
+
+    code, _, stderr = play(scratch, "-m", "pgcdc", *arguments)
+    assert code == 2 and "events.jsonl" in stderr  # never written over
+
+
+def test_a_lost_event_is_noticed(scratch: Path) -> None:
+    code, stdout, stderr = play(scratch, "-c", LOSE_ONE_EVENT)
+    assert code == 1, stdout + stderr
+    assert "source and delivered content differ: " in stdout
+    assert re.search(r"missing in the output|does not exist", stdout)
+    check_nothing_left(scratch, [])
+
+
+def test_ctrl_c_ends_the_traffic_and_compares(scratch: Path) -> None:
+    with start(scratch, "-m", "pgcdc", "playground", "--rate", "50") as process:
+        read_until(process, " commits/s")
+        processes = descendants(process)
+        assert len(processes) > 3
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to everybody in the foreground
+        stdout, stderr = process.communicate(timeout=END_TIMEOUT_S)
+    assert process.returncode == 0, stdout + stderr
+    assert "source and delivered content are equal: " in stdout
+    check_nothing_left(scratch, processes)
+
+
+def test_a_second_ctrl_c_ends_at_once(scratch: Path) -> None:
+    with start(scratch, "-m", "pgcdc", "playground", "--rate", "50") as process:
+        read_until(process, " commits/s")
+        processes = descendants(process)
+        os.killpg(process.pid, signal.SIGINT)
+        read_until(process, "stopping Spark")
+        began_s = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=END_TIMEOUT_S)
+    assert process.returncode == 130
+    assert time.monotonic() - began_s < 10
+    check_nothing_left(scratch, processes)
+
+
+def test_ctrl_c_while_spark_starts_ends_at_once(scratch: Path) -> None:
+    with start(scratch, "-m", "pgcdc", "playground") as process:
+        read_until(process, "starting Spark")
+        processes = descendants(process)
+        began_s = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)
+        _, stderr = process.communicate(timeout=END_TIMEOUT_S)
+    assert process.returncode == 130
+    assert time.monotonic() - began_s < 15
+    assert "Traceback" not in stderr
+    check_nothing_left(scratch, processes)
+
+
+def test_without_java_it_says_so_in_one_line(scratch: Path) -> None:
+    code, _, stderr = play(scratch, "-m", "pgcdc", "playground", env={"JAVA_HOME": str(scratch)})
+    assert code == 2
+    assert stderr.startswith("error: Spark needs Java 17") and len(stderr.splitlines()) == 1
+    check_nothing_left(scratch, [])
+
+
+@pytest.mark.parametrize("flags", [["--seconds", "0"], ["--rate", "0"], ["--rate", "x"], ["--keep", "/proc/1/fd/x"]])
+def test_flags_out_of_range_are_refused(scratch: Path, flags: list[str]) -> None:
+    code, _, _ = play(scratch, "-m", "pgcdc", "playground", *flags)
+    assert code == 2
+    check_nothing_left(scratch, [])

@@ -1,0 +1,236 @@
+"""The control socket: requests are answered in order, two kinds of them wait, and errors keep their kind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pgcdc.capture.control import CaptureGone, ControlClient
+from pgcdc.capture.server import ControlServer
+from pgcdc.errors import GapError, PgcdcError, SourceError
+from pgcdc.position import Position
+
+
+class Loop:
+    """A capture's loop with nothing but the control socket in it; `call` runs something inside of it."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.replies: dict[str, dict[str, Any] | PgcdcError | None] = {}
+        self._selector = selectors.DefaultSelector()
+        self.server = ControlServer(self._selector, self._answer)
+        self._calls: list[Callable[[], None]] = []
+        self._wake, waker = socket.socketpair()
+        self._waker = waker
+        self._selector.register(self._wake, selectors.EVENT_READ, lambda _: self._wake.recv(100))
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        self.requests.append(request)
+        reply = self.replies.get(request["do"], {})
+        if isinstance(reply, PgcdcError):
+            raise reply
+        return reply
+
+    def _run(self) -> None:
+        while not self._stopping:
+            for key, _ in self._selector.select(0.02):
+                key.data(key)
+            while self._calls:
+                self._calls.pop(0)()
+            self.server.expire()
+
+    def call(self, what: Callable[[], None]) -> None:
+        done = threading.Event()
+        self._calls.append(lambda: (what(), done.set())[0])
+        self._waker.send(b"x")
+        assert done.wait(5)
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._waker.send(b"x")
+        self._thread.join(5)
+        self.server.close()
+        self._wake.close()
+        self._waker.close()
+        self._selector.close()
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def client(loop: Loop) -> Iterator[ControlClient]:
+    made = ControlClient(loop.server.address)
+    yield made
+    made.close()
+
+
+class Asking(threading.Thread):
+    """A request that waits, in a thread of its own."""
+
+    def __init__(self, ask: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self._ask = ask
+        self.answer: object = None
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.answer = self._ask()
+        except PgcdcError as error:
+            self.error = error
+
+    def result(self) -> object:
+        self.join(5)
+        assert not self.is_alive()
+        if self.error is not None:
+            raise self.error
+        return self.answer
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_requests_carry_what_they_say_and_answers_come_back(loop: Loop, client: ControlClient) -> None:
+    loop.replies = {
+        "join": {"initial": str(Position.end(5)), "ack": str(Position(7, 3, 1)), "is_new": True},
+        "target": {"lsn": 99},
+        "status": {"phase": "streaming"},
+    }
+    assert client.join("reports") == (Position.end(5), Position(7, 3, 1))
+    client.ack("reports", Position(7, 4))
+    assert client.target() == 99
+    assert client.status() == {"phase": "streaming"}
+    client.stop()
+    assert loop.requests == [
+        {"do": "join", "consumer": "reports"},
+        {"do": "ack", "consumer": "reports", "position": str(Position(7, 4))},
+        {"do": "target"},
+        {"do": "status"},
+        {"do": "stop"},
+    ]
+
+
+def test_error_keeps_its_kind_and_the_connection_goes_on(loop: Loop, client: ControlClient) -> None:
+    loop.replies = {"target": GapError("a hole", "fill it"), "status": {"ok": 1}}
+    with pytest.raises(GapError, match="a hole") as caught:
+        client.target()
+    assert caught.value.advice == "fill it"
+    assert client.status() == {"ok": 1}
+
+
+def test_wait_ends_when_the_spool_grows(loop: Loop, client: ControlClient) -> None:
+    asking = Asking(lambda: client.wait(5))
+    until(lambda: loop.server.has_waiters)
+    loop.call(loop.server.wake)
+    assert asking.result() is True
+
+
+def test_growth_between_two_waits_is_not_missed_and_not_told_twice(loop: Loop, client: ControlClient) -> None:
+    loop.call(loop.server.wake)
+    started = time.monotonic()
+    assert client.wait(5) is True
+    assert time.monotonic() - started < 2
+    assert client.wait(0.05) is False
+
+
+def test_wait_ends_after_its_time(loop: Loop, client: ControlClient) -> None:
+    started = time.monotonic()
+    assert client.wait(0.1) is False
+    assert 0.1 <= time.monotonic() - started < 2
+
+
+def test_one_who_waits_does_not_hold_up_others(loop: Loop, client: ControlClient) -> None:
+    asking = Asking(lambda: client.wait(5))
+    until(lambda: loop.server.has_waiters)
+    with contextlib.closing(ControlClient(loop.server.address)) as other:
+        assert other.status() == {}
+    loop.call(loop.server.wake)
+    assert asking.result() is True
+
+
+def test_confirm_is_answered_when_it_was_sent(loop: Loop, client: ControlClient) -> None:
+    asking = Asking(client.confirm)
+    until(lambda: loop.server.confirm_requested)
+    assert asking.is_alive()
+    loop.call(lambda: loop.server.confirmed(77))
+    assert asking.result() == 77
+    assert not loop.server.confirm_requested
+
+
+def test_failing_capture_tells_its_error_to_those_who_wait(loop: Loop, client: ControlClient) -> None:
+    asking = Asking(lambda: client.wait(5))
+    until(lambda: loop.server.has_waiters)
+    loop.call(lambda: loop.server.close(SourceError("the slot is gone", "make another")))
+    with pytest.raises(SourceError, match="the slot is gone"):
+        asking.result()
+
+
+def test_ending_capture_is_gone_for_those_who_wait_and_those_who_come(loop: Loop, client: ControlClient) -> None:
+    asking = Asking(lambda: client.wait(5))
+    until(lambda: loop.server.has_waiters)
+    loop.call(lambda: loop.server.close())
+    with pytest.raises(CaptureGone):
+        asking.result()
+    with pytest.raises(CaptureGone):
+        client.status()
+    with pytest.raises(CaptureGone):
+        ControlClient(loop.server.address)
+
+
+def test_client_that_leaves_while_it_waits_disturbs_nobody(loop: Loop, client: ControlClient) -> None:
+    with contextlib.closing(ControlClient(loop.server.address)) as leaving:
+        leaving._socket.sendall(b'{"do": "wait", "timeout_s": 5}\n{"do": "confirm"}\n')
+        until(lambda: loop.server.confirm_requested)
+    loop.call(loop.server.wake)
+    loop.call(lambda: loop.server.confirmed(1))
+    assert client.status() == {}
+
+
+def test_requests_may_come_in_pieces_and_several_at_once(loop: Loop) -> None:
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(loop.server.address)
+        raw.settimeout(5)
+        data = b"".join(json.dumps({"do": "status", "n": n}).encode() + b"\n" for n in range(3))
+        for begin in range(0, len(data), 7):
+            raw.sendall(data[begin : begin + 7])
+            time.sleep(0.002)
+        answers = b""
+        while answers.count(b"\n") < 3:
+            answers += raw.recv(100)
+    assert answers == b"{}\n" * 3
+    assert [request["n"] for request in loop.requests] == [0, 1, 2]
+
+
+def test_only_the_owner_can_enter_the_folder_and_it_goes_with_the_server() -> None:
+    selector = selectors.DefaultSelector()
+    server = ControlServer(selector, lambda _: {})
+    folder = Path(server.address).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert folder.stat().st_uid == os.getuid()
+    server.close()
+    selector.close()
+    assert not folder.exists()

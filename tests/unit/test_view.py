@@ -1,0 +1,327 @@
+"""The playground without its processes: what it measures, how it looks, and what its proof finds."""
+
+from __future__ import annotations
+
+import io
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from pgcdc.playground.contents import Tables
+from pgcdc.playground.meter import LagMeter, Latency, LatencyHistogram, Meter, Snapshot, measure
+from pgcdc.playground.proof import compare
+from pgcdc.playground.view import (
+    PlainView,
+    TerminalView,
+    choose_view,
+    format_bytes,
+    format_ms,
+    progress_line,
+    render,
+    sparkline,
+    summary_line,
+)
+from pgcdc.position import Position
+
+COMMIT_S = 1_700_000_000.25
+COMMIT_TEXT = "2023-11-14T22:13:20.250000Z"
+
+
+def make_event(
+    lsn: int, ordinal: int = 1, operation: str = "INSERT", table: str = "orders", **more: Any
+) -> dict[str, Any]:
+    payload = {"op": operation, "table": table, "row": {"id": str(lsn)}, "old": None} | more
+    return {
+        "id": str(uuid.uuid5(uuid.NAMESPACE_OID, f"{lsn}/{ordinal}")),
+        "channel": f"pgcdc:{table}",
+        "operation": operation,
+        "payload": payload,
+        "source": "wal_replication",
+        "created_at": COMMIT_TEXT,
+        "position": str(Position(lsn, ordinal)),
+    }
+
+
+def as_batch(*events: Mapping[str, Any]) -> pa.Table:
+    lines = [orjson.dumps(event).decode() + "\n" for event in events]
+    return pa.table(
+        {
+            "position": pa.array([event["position"] for event in events], pa.string()),
+            "line": pa.array(lines, pa.string()),
+        }
+    )
+
+
+def draw(snapshot: Snapshot, width: int = 100, height: int = 40) -> str:
+    console = Console(record=True, width=width, height=height, file=io.StringIO(), color_system=None)
+    console.print(render(snapshot, width, height))
+    return console.export_text()
+
+
+FIRST = measure(as_batch(make_event(1) | {"created_at": "2023-11-14T22:13:10.000000Z"}), COMMIT_S - 0.01)
+"""Committed long before the first delivery: its latency does not count."""
+
+
+def played(events: int = 40) -> Snapshot:
+    meter = Meter()
+    meter.add(FIRST)
+    tables = ("customers", "documents", "inventory", "order_items", "orders", "products", "billing.invoices")
+    for number in range(events):
+        operation = ("INSERT", "UPDATE", "DELETE")[number % 3]
+        event = make_event(number + 2, operation=operation, table=tables[number % len(tables)])
+        meter.add(measure(as_batch(event), COMMIT_S + 0.08))
+    return meter.snapshot(COMMIT_S + 1.0, started_s=COMMIT_S, seconds=30, server_lsn="0/2", confirmed_lsn="0/1")
+
+
+# --- measuring
+
+
+def test_a_batch_is_measured_by_table_operation_commit_and_latency() -> None:
+    batch = as_batch(
+        make_event(1, 1),
+        make_event(1, 2, table="billing.invoices"),
+        make_event(2, 1, "UPDATE"),
+        make_event(3, 1, "UPDATE"),
+    )
+    measured = measure(batch, COMMIT_S + 0.040)
+    assert measured.counts == {("orders", "INSERT"): 1, ("billing.invoices", "INSERT"): 1, ("orders", "UPDATE"): 2}
+    assert len(measured.commits) == 3
+    assert measured.latency_ms.tolist() == pytest.approx([40.0] * 4, abs=0.01)
+
+
+def test_rows_that_look_like_an_event_are_not_taken_for_one() -> None:
+    row = {
+        "created_at": "1999-01-01T00:00:00.000000Z",
+        "x": '","operation":"DELETE","created_at":"1999-01-01T00:00:00.000000Z","position":"0"}',
+        "y": 'back\\slash "quoted" 東京 🚲\n',
+    }
+    measured = measure(as_batch(make_event(1, row=row, old=row)), COMMIT_S + 0.040)
+    assert measured.counts == {("orders", "INSERT"): 1}
+    assert measured.latency_ms.tolist() == pytest.approx([40.0], abs=0.01)
+
+
+def test_a_large_document_is_measured_like_any_other() -> None:
+    measured = measure(as_batch(make_event(1, row={"body": "ä" * 50_000})), COMMIT_S + 0.040)
+    assert measured.latency_ms.tolist() == pytest.approx([40.0], abs=0.01)
+
+
+def test_an_empty_batch_measures_nothing() -> None:
+    meter = Meter()
+    meter.add(measure(as_batch(), COMMIT_S))
+    assert meter.snapshot(COMMIT_S, started_s=COMMIT_S).events == 0
+
+
+def test_only_the_last_events_of_a_batch_are_parsed() -> None:
+    measured = measure(as_batch(*(make_event(1, ordinal) for ordinal in range(1, 9))), COMMIT_S, shown=3)
+    assert len(measured.last) == 3 and measured.events == 8
+
+
+def test_a_transaction_in_two_batches_is_one_commit() -> None:
+    meter = Meter()
+    meter.add(measure(as_batch(make_event(1, 1), make_event(1, 2)), COMMIT_S))
+    meter.add(measure(as_batch(make_event(1, 3), make_event(2, 1)), COMMIT_S))
+    assert (meter.events, meter.commits) == (4, 2)
+
+
+def test_rates_and_latency_forget_what_is_old_but_totals_do_not() -> None:
+    meter = Meter()
+    meter.add(FIRST)
+    meter.add(measure(as_batch(*(make_event(n) for n in range(2, 51))), COMMIT_S + 0.5))
+    busy = meter.snapshot(COMMIT_S + 2, started_s=COMMIT_S - 60)
+    assert busy.events_per_s == busy.commits_per_s == pytest.approx(10)
+    assert busy.latency.p99_ms == pytest.approx(500, abs=0.01)
+    idle = meter.snapshot(COMMIT_S + 30, started_s=COMMIT_S - 60)
+    assert (idle.events_per_s, idle.latency, idle.events) == (0, Latency(), 50)
+    assert sum(idle.history) == 50
+    assert sum(meter.snapshot(COMMIT_S + 300, started_s=COMMIT_S - 60).history) == 0
+
+
+def test_latency_counts_from_the_first_delivery_on() -> None:
+    meter = Meter()
+    meter.add(FIRST)
+    assert meter.total.latency() == Latency()
+    meter.add(measure(as_batch(make_event(2)), COMMIT_S + 0.04))
+    assert meter.total.latency().events == 1 and meter.total.latency().max_ms == pytest.approx(40, abs=0.01)
+
+
+def test_percentiles_of_the_window_are_exact() -> None:
+    latency = Latency.of([np.arange(1.0, 51.0), np.arange(51.0, 102.0)])
+    assert latency == Latency(101, 51.0, 100.0, 101.0)
+    assert Latency.of([]) == Latency()
+
+
+def test_percentiles_of_the_run_are_within_two_percent() -> None:
+    histogram = LatencyHistogram()
+    values = np.random.default_rng(1).lognormal(4, 1, 20_000)
+    for part in np.array_split(values, 100):
+        histogram.add(part)
+    latency = histogram.latency()
+    assert latency.events == 20_000 and latency.max_ms == values.max()
+    assert latency.p50_ms == pytest.approx(np.percentile(values, 50), rel=0.02)
+    assert latency.p99_ms == pytest.approx(np.percentile(values, 99), rel=0.02)
+
+
+def test_a_latency_below_zero_or_beyond_a_day_is_counted() -> None:
+    histogram = LatencyHistogram()
+    histogram.add(np.array([-1.0, 0.0, 1e9]))
+    assert histogram.latency().events == 3
+    assert LatencyHistogram().latency() == Latency()
+
+
+def test_lag_is_the_age_and_size_of_what_is_not_delivered() -> None:
+    lag = LagMeter()
+    assert (lag.lag_bytes, lag.lag_ms(0.0)) == (0, 0.0)
+    lag.observe_server(10.0, 1000)
+    lag.observe_server(11.0, 3000)
+    lag.observe_server(12.0, 3000)
+    assert (lag.lag_bytes, lag.lag_ms(12.5)) == (3000, 2500.0)
+    lag.observe_delivery(1000)
+    assert (lag.lag_bytes, lag.lag_ms(12.5)) == (2000, 1500.0)
+    lag.observe_delivery(3001)
+    assert (lag.lag_bytes, lag.lag_ms(12.5)) == (0, 0.0)
+
+
+# --- looks
+
+
+def test_sparkline_scales_to_its_highest_value_and_shows_the_smallest() -> None:
+    assert sparkline([0, 1, 400, 800], 6) == "   ▁▄█"
+    assert sparkline([1, 2, 3], 2) == "▅█"
+    assert sparkline([], 3) == sparkline([0, 0], 3) == "   "
+    assert sparkline([1], 0) == ""
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (999, "999 B"), (1234, "1.2 kB"), (56_000, "56 kB"), (7_800_000_000_000, "7800 GB")]
+)
+def test_bytes_are_short(size: int, text: str) -> None:
+    assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0 ms"), (0.4, "<1 ms"), (84.4, "84 ms"), (999.6, "1.0 s"), (12_345, "12.3 s")]
+)
+def test_times_are_short(value: float, text: str) -> None:
+    assert format_ms(value) == text
+
+
+@pytest.mark.parametrize(("width", "height"), [(100, 40), (80, 24), (200, 60), (60, 20), (40, 10)])
+def test_the_view_fits_the_terminal(width: int, height: int) -> None:
+    lines = draw(played(), width, height).splitlines()
+    assert len(lines) <= height
+    assert max(cell_len(line) for line in lines) <= width
+
+
+def test_the_view_shows_rate_lag_latency_counts_and_last_events() -> None:
+    text = draw(played(), 80, 24)
+    for part in ("40 events/s", "40 commits/s", "p50 80 ms", "p99 80 ms", "lag 0 B", "0:01 of 0:30", "● streaming"):
+        assert part in text
+    for table in ("customers", "documents", "order_items", "billing.invoices"):
+        assert table in text
+    assert text.count("UPDATE") >= 2 and "id=41" in text
+
+
+def test_a_small_terminal_keeps_what_matters() -> None:
+    text = draw(played(), 60, 8)
+    assert "events/s" in text and "p99" in text and "last events" not in text
+
+
+def test_awkward_values_do_not_break_the_screen() -> None:
+    meter = Meter()
+    row = {"id": "7", "name": "two\nlines\tand \x1b[31m", "note": None, "text": "x" * 500, "city": "東京 [bold]🚲"}
+    event = make_event(1, operation="UPDATE", row=row, old={"id": "6"}, _unchanged_toast_columns=["body"])
+    meter.add(measure(as_batch(event), COMMIT_S))
+    text = draw(meter.snapshot(COMMIT_S, started_s=COMMIT_S), 200, 30)
+    assert "\x1b" not in text
+    assert "id=6→7" in text and "note=null" in text and "body=…" in text and "two·lines·and ·[31m" in text
+    assert "x" * 28 + "…" in text and "東京 [bold]🚲" in text
+
+
+def test_lines_for_logs() -> None:
+    assert progress_line(played()) == (
+        "0:01  41 events in 41 commits, 40 events/s, 40 commits/s, lag 0 B 0 ms, latency p50 80 ms p99 80 ms"
+    )
+    assert (
+        summary_line(Latency(1200, 80, 190, 1500))
+        == "commit to file: p50 80 ms, p99 190 ms, max 1.5 s over 1,200 events"
+    )
+
+
+def test_plain_view_writes_lines_without_control_characters() -> None:
+    file = io.StringIO()
+    view = choose_view(Console(file=file, force_terminal=True, width=40), is_terminal=False)
+    assert isinstance(view, PlainView)
+    view.start_phase("starting Spark [local]")
+    view.show(played())
+    view.show(played())  # too soon for another line
+    view.close()
+    assert file.getvalue().splitlines() == ["pgcdc: starting Spark [local]", progress_line(played())]
+
+
+def test_terminal_view_leaves_a_checklist_behind() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, color_system=None, record=True)
+    view = TerminalView(console)
+    view.start_phase("starting Spark")
+    view.start_phase("warming up")
+    view.show(played())
+    view.start_phase("comparing")
+    view.close(failed=True)
+    text = console.export_text()
+    assert "✔ starting Spark" in text and "✔ warming up" in text and "✗ comparing" in text
+
+
+# --- proof
+
+SHOP: Tables = {"public.orders": {("1",): {"id": "1"}, ("2",): {"id": "2"}}}
+
+
+def write_events(path: Path, *events: Mapping[str, Any]) -> Path:
+    path.write_bytes(b"".join(orjson.dumps(event) + b"\n" for event in events))
+    return path
+
+
+def test_equal_contents_are_said_to_be_equal(tmp_path: Path) -> None:
+    verdict = compare(write_events(tmp_path / "events", make_event(1), make_event(2)), SHOP)
+    assert verdict.is_equal
+    assert str(verdict) == (
+        "source and delivered content are equal: 2 rows in 1 tables, 2 events, nothing lost, nothing twice"
+    )
+
+
+def test_a_lost_event_is_found(tmp_path: Path) -> None:
+    verdict = compare(write_events(tmp_path / "events", make_event(1)), SHOP)
+    assert verdict.faults == ("public.orders ('2',): missing in the output",)
+    assert str(verdict) == "source and delivered content differ: 1 difference"
+
+
+def test_an_update_without_its_insert_is_found_even_if_the_rows_agree(tmp_path: Path) -> None:
+    verdict = compare(write_events(tmp_path / "events", make_event(1, operation="UPDATE"), make_event(2)), SHOP)
+    assert len(verdict.faults) == 1 and "does not exist" in verdict.faults[0]
+
+
+def test_an_event_that_came_twice_is_found(tmp_path: Path) -> None:
+    twice = make_event(2, operation="UPDATE")
+    verdict = compare(write_events(tmp_path / "events", make_event(1), make_event(2, 0), twice, twice), SHOP)
+    assert len(verdict.faults) == 2
+    assert "came twice" in verdict.faults[0] and "came after" in verdict.faults[1]
+
+
+def test_events_out_of_order_are_found(tmp_path: Path) -> None:
+    verdict = compare(write_events(tmp_path / "events", make_event(2), make_event(1)), SHOP)
+    assert len(verdict.faults) == 1 and "came after" in verdict.faults[0]
+
+
+@pytest.mark.parametrize(("ending", "reason"), [(b'{"id"', "line 2 is not JSON"), (b"{}", "line 2 has no end")])
+def test_a_file_that_is_cut_off_is_found(tmp_path: Path, ending: bytes, reason: str) -> None:
+    path = write_events(tmp_path / "events", make_event(1))
+    path.write_bytes(path.read_bytes() + ending)
+    verdict = compare(path, SHOP)
+    assert not verdict.is_equal and reason in verdict.faults[0]
