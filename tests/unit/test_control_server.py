@@ -55,7 +55,7 @@ class Loop:
 
     def call(self, what: Callable[[], None]) -> None:
         done = threading.Event()
-        self._calls.append(lambda: (what(), done.set())[0])
+        self._calls += [what, done.set]
         self._waker.send(b"x")
         assert done.wait(5)
 
@@ -192,7 +192,7 @@ def test_failing_capture_tells_its_error_to_those_who_wait(loop: Loop, client: C
 def test_ending_capture_is_gone_for_those_who_wait_and_those_who_come(loop: Loop, client: ControlClient) -> None:
     asking = Asking(lambda: client.wait(5))
     until(lambda: loop.server.has_waiters)
-    loop.call(lambda: loop.server.close())
+    loop.call(loop.server.close)
     with pytest.raises(CaptureGone):
         asking.result()
     with pytest.raises(CaptureGone):

@@ -13,11 +13,10 @@ import os
 import queue
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -37,7 +36,7 @@ from pgcdc.playground.meter import Meter, measure
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.playground.proof import Verdict, compare
 from pgcdc.playground.shop import TABLES, Traffic, add_first_rows, create_tables, read_tables
-from pgcdc.playground.view import TerminalView, View, summary_line
+from pgcdc.playground.view import View, summary_line
 from pgcdc.position import Position, format_lsn
 from pgcdc.sink.base import Batch
 from pgcdc.state import Lock
@@ -54,6 +53,7 @@ DRAIN_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 60.0
 GRACE_S = 2.0
 SHOWN_FAULTS = 20
+SHOWN_LOG_LINES = 12
 
 _PROGRESS = """
 SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn, confirmed_flush_lsn - '0/0'::pg_lsn
@@ -90,10 +90,12 @@ def run_playground(
         playground = Playground(options, console, view, interrupts)
         try:
             return playground.play(events, before_comparison)
-        except (KeyboardInterrupt, Exception):
-            if not interrupts.requested:
-                raise
-            raise KeyboardInterrupt from None  # what fails because we end things at once is no news
+        except (KeyboardInterrupt, Exception) as error:
+            if interrupts.requested:  # what fails because we end things at once is no news
+                raise KeyboardInterrupt from None
+            if not isinstance(error, PgcdcError) or error.exit_code == 1:
+                playground.show_logs()
+            raise
         finally:
             playground.close()
 
@@ -166,9 +168,6 @@ class Playground:
         self._began_s = time.time()
         self._view = view
         self._scratch = Path(tempfile.mkdtemp(prefix=f"pgcdc-{NAME}-"))
-        self._files = contextlib.ExitStack()
-        if isinstance(view, TerminalView):
-            self._files.enter_context(_hidden_stderr(self._scratch / "stderr.log"))
         self._meter = Meter()
         self._server: EmbeddedPostgres | None = None
         self._sql: Connection | None = None
@@ -372,7 +371,17 @@ class Playground:
         if kept is not None:
             lines.append((f"the delivered events are in {kept}", ""))
         for line, style in lines:
-            self._console.print(Text(line, style), soft_wrap=True)
+            self._print(Text(line, style))
+
+    def show_logs(self) -> None:
+        """After a failure: the end of what Spark and the capture wrote, because the files go with us."""
+        self._view.close(failed=True)
+        for log in sorted(self._scratch.glob("state/*.log")):
+            for line in log.read_text(errors="replace").splitlines()[-SHOWN_LOG_LINES:]:
+                self._print(Text(f"{log.name}: {line}", "dim"))
+
+    def _print(self, line: Text) -> None:
+        self._console.print(line, soft_wrap=not self._console.is_terminal)  # a line of a log is never cut
 
     # --- the end
 
@@ -387,7 +396,6 @@ class Playground:
         except KeyboardInterrupt:
             self._end_at_once()
         finally:
-            self._files.close()
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _end_in_order(self) -> None:
@@ -414,18 +422,3 @@ class Playground:
         for process in alive:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-
-
-@contextlib.contextmanager
-def _hidden_stderr(log: Path) -> Iterator[None]:
-    """Nothing that a JVM prints may disturb the live view. If we fail in a way that nobody expected, it is shown."""
-    sys.stderr.flush()
-    saved = os.dup(2)
-    with log.open("wb") as file:
-        os.dup2(file.fileno(), 2)
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(saved, 2)
-        os.close(saved)

@@ -1,0 +1,484 @@
+"""The contract of sinks: one suite, every sink. A new sink joins by one line in TARGETS.
+
+A batch may come again, whole or cut in other places, before or after a crash at any point: a sink skips by position
+alone, and after each of these stories every event must be at the target once, in order. A target that cannot take back
+what it was given (`repeats`) may hold an event twice, but then it is the same line with the same id.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import json
+import os
+import select
+import tempfile
+import termios
+import threading
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Protocol
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pgcdc.errors import SinkError, StateError
+from pgcdc.ops import failpoint
+from pgcdc.ops.failpoint import FailpointError
+from pgcdc.position import Position
+from pgcdc.sink.base import Batch, Sink
+from pgcdc.sink.file import FileSink
+from pgcdc.sink.stdout import StdoutSink
+
+START = Position.end(100)
+
+
+# --- targets
+
+
+class Target(Protocol):
+    """Where a sink writes to, seen from its other end. It outlives the sink, as the real one outlives a crash."""
+
+    repeats: bool
+    """What was written before a crash cannot be taken back."""
+    before_ack: str
+    """The failpoint between durable and acknowledged."""
+    acks: Path
+
+    def sink(self) -> Sink:
+        """A new process's sink for this target."""
+
+    def lines(self) -> list[str]:
+        """Everything that arrived, in order."""
+
+    def close(self) -> None:
+        """Clean up."""
+
+
+class FileTarget:
+    repeats, before_ack = False, "file.before_ack"
+
+    def __init__(self, folder: Path) -> None:
+        self.acks, self.path = folder, folder / "events.jsonl"
+
+    def sink(self) -> FileSink:
+        return FileSink(self.path, self.acks)
+
+    def lines(self) -> list[str]:
+        return self.path.read_text().splitlines(keepends=True)
+
+    def close(self) -> None:
+        pass
+
+
+class RedirectedStdout:
+    """Standard output that goes to a file: `pgcdc listen > events.jsonl`."""
+
+    repeats, before_ack = True, "stdout.before_ack"
+
+    def __init__(self, folder: Path) -> None:
+        self.acks, self._path = folder, folder / "stdout"
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def sink(self) -> StdoutSink:
+        return StdoutSink(self.acks, descriptor=self._descriptor)
+
+    def lines(self) -> list[str]:
+        return self._path.read_text().splitlines(keepends=True)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class PipedStdout:
+    """Standard output that another process reads: `pgcdc listen | jq`. A pipe holds 64 KB, so somebody must read."""
+
+    repeats, before_ack = True, "stdout.before_ack"
+
+    def __init__(self, folder: Path) -> None:
+        self.acks = folder
+        self._reading, self._writing = os.pipe()
+        self._data = b""
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while True:
+            select.select([self._reading], [], [])
+            with self._lock:
+                piece = os.read(self._reading, 1 << 16)
+                self._data += piece
+            if not piece:
+                return
+
+    def sink(self) -> StdoutSink:
+        return StdoutSink(self.acks, descriptor=self._writing)
+
+    def lines(self) -> list[str]:
+        while True:
+            with self._lock:
+                waiting = array.array("i", [0])
+                fcntl.ioctl(self._reading, termios.FIONREAD, waiting)
+                if not waiting[0]:
+                    return self._data.decode().splitlines(keepends=True)
+
+    def close(self) -> None:
+        os.close(self._writing)
+        self._thread.join(5)
+        os.close(self._reading)
+
+
+TARGETS: dict[str, Callable[[Path], Target]] = {
+    "file": FileTarget,
+    "stdout_to_file": RedirectedStdout,
+    "stdout_to_pipe": PipedStdout,
+}
+
+
+@contextlib.contextmanager
+def fresh(name: str) -> Iterator[Target]:
+    with tempfile.TemporaryDirectory() as folder:
+        made = TARGETS[name](Path(folder))
+        yield made
+        made.close()
+
+
+@pytest.fixture(params=TARGETS)
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    with fresh(request.param) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def opened(target: Target, start: Position = START) -> Iterator[Sink]:
+    sink = target.sink()
+    sink.open(start)
+    yield sink
+    sink.close()
+
+
+@pytest.fixture
+def crash_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    return lambda point: monkeypatch.setattr(failpoint, "_POINTS", failpoint._parse(point))
+
+
+# --- events
+
+STREAM = [Position(110 + 10 * t, n, sub) for t in range(4) for n in range(1, 4) for sub in range(2 if n == 2 else 1)]
+END = Position.end(150)
+
+
+def line(position: Position) -> str:
+    return json.dumps({"id": f"id of {position}", "position": str(position), "text": "ä🐘"}, ensure_ascii=False) + "\n"
+
+
+def batch(start: Position, end: Position, chunks: int = 1, kind: pa.DataType | None = None) -> Batch:
+    """The events of STREAM in (start, end], as Spark would give them: in one or more chunks."""
+    inside = [position for position in STREAM if start < position <= end]
+    size = -(-len(inside) // chunks) or 1
+    groups = [inside[begin : begin + size] for begin in range(0, len(inside), size)]
+    columns = [
+        pa.chunked_array([[str(one) for one in group] for group in groups], kind or pa.string()),
+        pa.chunked_array([[line(one) for one in group] for group in groups], kind or pa.string()),
+    ]
+    return Batch(start, end, pa.table(columns, ["position", "line"]))
+
+
+WHOLE = [line(position) for position in STREAM]
+
+
+def up_to(end: Position) -> list[str]:
+    return [line(position) for position in STREAM if position <= end]
+
+
+def check_all_arrived(target: Target, expected: list[str] = WHOLE) -> None:
+    """Every event once and in order; where the target cannot take back, repeats with the same id are allowed."""
+    lines = target.lines()
+    if not target.repeats:
+        assert lines == expected
+    first_seen = list(dict.fromkeys(lines))
+    assert first_seen == expected
+
+
+# --- a quiet day
+
+
+def test_new_sink_begins_at_the_start_and_touches_nothing(target: Target) -> None:
+    with opened(target) as sink:
+        assert sink.ack == START
+    assert target.lines() == []
+
+
+def test_events_arrive_in_order_over_batches(target: Target) -> None:
+    with opened(target) as sink:
+        for start, end in pairwise([START, Position.end(110), Position(120, 2), Position.end(130), END]):
+            sink.write(batch(start, end))
+            assert sink.ack == end
+            assert target.lines() == up_to(end)
+    assert target.lines() == WHOLE
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()], ids=str)
+@pytest.mark.parametrize("chunks", [1, 3, 100])
+def test_batch_may_come_in_any_number_of_chunks(target: Target, chunks: int, kind: pa.DataType) -> None:
+    with opened(target) as sink:
+        sink.write(batch(START, END, chunks, kind))
+    assert target.lines() == WHOLE
+
+
+def test_empty_batch_moves_the_ack_and_writes_nothing(target: Target) -> None:
+    with opened(target) as sink:
+        for end in (Position.end(104), Position.end(105)):
+            sink.write(batch(sink.ack, end))
+            assert sink.ack == end
+        assert target.lines() == []
+        sink.write(batch(sink.ack, END))
+    assert target.lines() == WHOLE
+
+
+def test_ack_survives_and_the_next_process_goes_on_there(target: Target) -> None:
+    start = START
+    for end in (Position(110, 2), Position(110, 2, 1), Position.end(120), END):
+        with opened(target, start) as sink:
+            sink.write(batch(sink.ack, end))
+        assert target.sink().ack == end
+        start = Position.end(999)  # a start is for a sink that is new
+    assert target.lines() == WHOLE
+
+
+def test_large_batch(target: Target) -> None:
+    positions = [f"{110:016X}/{number:012X}" for number in range(1, 40_001)]
+    lines = [f'{{"position":"{one}","text":"{"x" * 80}"}}\n' for one in positions]
+    table = pa.table({"position": positions, "line": lines})
+    with opened(target) as sink:
+        sink.write(Batch(START, Position.end(110), table))
+        sink.write(Batch(START, Position.end(110), table))
+    assert target.lines() == lines
+
+
+def test_closing_twice_is_harmless(target: Target) -> None:
+    with opened(target) as sink:
+        sink.close()
+
+
+# --- batches that come again
+
+
+def test_repeated_batch_is_skipped(target: Target) -> None:
+    with opened(target) as sink:
+        for _ in range(3):
+            sink.write(batch(START, Position.end(120)))
+        assert target.lines() == up_to(Position.end(120))
+    with opened(target) as sink:
+        sink.write(batch(START, Position.end(120)))
+        assert sink.ack == Position.end(120)
+    assert target.lines() == up_to(Position.end(120))
+
+
+def test_older_batch_never_moves_the_ack_back(target: Target) -> None:
+    with opened(target) as sink:
+        sink.write(batch(START, END))
+        sink.write(batch(START, Position.end(110)))
+        sink.write(batch(Position.end(110), Position(120, 1)))
+        assert sink.ack == END
+    assert target.lines() == WHOLE
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize(
+    "ack", [Position.end(110), Position(120, 1), Position(120, 2), Position(120, 2, 1), Position.end(145)], ids=str
+)
+def test_batch_that_starts_before_the_ack_gives_only_what_is_new(target: Target, ack: Position, chunks: int) -> None:
+    with opened(target) as sink:
+        sink.write(batch(START, ack))
+    with opened(target) as sink:
+        sink.write(batch(START, END, chunks))
+        assert sink.ack == END
+    assert target.lines() == WHOLE
+
+
+places = st.sampled_from([START, *STREAM, *(Position.end(lsn) for lsn in (110, 120, 130, 140)), END])
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@settings(max_examples=25)
+@given(st.lists(st.tuples(places, places, st.booleans()), max_size=6))
+def test_any_cuts_with_restarts_between_give_every_event_once(
+    name: str, plan: list[tuple[Position, Position, bool]]
+) -> None:
+    with fresh(name) as target, contextlib.ExitStack() as stack:
+        sink = stack.enter_context(opened(target))
+        for one, other, restart in plan:
+            start, end = min(one, other, sink.ack), max(one, other)  # a lane never gives what is behind a gap
+            before = sink.ack
+            sink.write(batch(start, end, 2))
+            assert sink.ack == max(before, end)
+            assert target.lines() == up_to(sink.ack)
+            if restart:
+                sink = stack.enter_context(opened(target))
+        sink.write(batch(sink.ack, END))
+        assert target.lines() == WHOLE
+
+
+# --- crashes
+
+
+@pytest.mark.parametrize("cut", [Position(120, 2), Position.end(120), Position.end(130), END], ids=str)
+def test_crash_between_write_and_ack(target: Target, cut: Position, crash_at: Callable[[str], None]) -> None:
+    with opened(target) as sink:
+        sink.write(batch(START, Position.end(110)))
+        crash_at(target.before_ack)
+        with pytest.raises(FailpointError):
+            sink.write(batch(Position.end(110), Position.end(130)))
+    assert target.sink().ack == Position.end(110)
+    with opened(target) as sink:
+        assert sink.ack == Position.end(110)
+        sink.write(batch(Position.end(110), cut))
+        sink.write(batch(cut, END))
+    check_all_arrived(target)
+
+
+def test_crash_after_crash(target: Target, crash_at: Callable[[str], None]) -> None:
+    for _ in range(3):
+        with opened(target) as sink:
+            crash_at(target.before_ack)
+            with pytest.raises(FailpointError):
+                sink.write(batch(START, Position.end(130)))
+    with opened(target) as sink:
+        sink.write(batch(START, END))
+    check_all_arrived(target)
+
+
+def test_failed_attempt_is_tried_again_by_the_same_sink(target: Target, crash_at: Callable[[str], None]) -> None:
+    with opened(target) as sink:
+        crash_at(target.before_ack)
+        with pytest.raises(FailpointError):
+            sink.write(batch(START, Position.end(130)))
+        assert sink.ack == START
+        sink.write(batch(START, Position.end(130)))
+        sink.write(batch(Position.end(130), END))
+    check_all_arrived(target)
+
+
+def test_damaged_ack_is_refused_and_not_taken_for_a_new_sink(target: Target) -> None:
+    with opened(target) as sink:
+        sink.write(batch(START, END))
+        name = sink.name
+    (target.acks / f"{name}.json").write_text('{"position": "00')
+    with pytest.raises(StateError, match="damaged"):
+        target.sink()
+    assert target.lines() == WHOLE
+
+
+# --- the file alone: what it restores, and what it refuses to touch
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> FileTarget:
+    return FileTarget(tmp_path)
+
+
+def test_half_written_batch_is_cut_off_at_the_next_start(file: FileTarget, crash_at: Callable[[str], None]) -> None:
+    with opened(file) as sink:
+        sink.write(batch(START, Position.end(110)))
+        crash_at("file.half_written=raise@2")
+        with pytest.raises(FailpointError):
+            sink.write(batch(Position.end(110), END, chunks=4))
+    assert len(file.lines()) > len(up_to(Position.end(110)))
+    with opened(file) as sink:
+        assert file.lines() == up_to(Position.end(110))
+        sink.write(batch(Position.end(110), END))
+    assert file.lines() == WHOLE
+
+
+@pytest.mark.parametrize("garbage", [b"\n", b'{"id": "half', b"x" * 100_000])
+def test_bytes_behind_the_ack_are_cut_off(file: FileTarget, garbage: bytes) -> None:
+    with opened(file) as sink:
+        sink.write(batch(START, Position.end(120)))
+    with open(file.path, "ab") as out:
+        out.write(garbage)
+    with opened(file) as sink:
+        assert file.lines() == up_to(Position.end(120))
+        sink.write(batch(Position.end(120), END))
+    assert file.lines() == WHOLE
+
+
+def test_file_of_somebody_else_is_refused_and_left_alone(file: FileTarget) -> None:
+    file.path.write_text("precious\n")
+    with pytest.raises(SinkError, match="was not written by this pipeline") as caught, opened(file):
+        pass
+    assert caught.value.advice
+    assert file.path.read_text() == "precious\n"
+    assert not list(file.acks.glob("*.json"))
+
+
+def test_empty_file_of_somebody_else_may_be_used(file: FileTarget) -> None:
+    file.path.touch()
+    with opened(file) as sink:
+        sink.write(batch(START, END))
+    assert file.lines() == WHOLE
+
+
+def test_file_that_shrank_is_refused_and_left_alone(file: FileTarget) -> None:
+    with opened(file) as sink:
+        sink.write(batch(START, END))
+    size = file.path.stat().st_size
+    os.truncate(file.path, size - 1)
+    with pytest.raises(SinkError, match=f"has {size - 1} bytes, but {size} were written"), opened(file):
+        pass
+    assert file.path.stat().st_size == size - 1
+    assert file.sink().ack == END
+
+
+def test_file_that_vanished_is_refused_and_not_made_again(file: FileTarget) -> None:
+    with opened(file) as sink:
+        sink.write(batch(START, END))
+    file.path.unlink()
+    with pytest.raises(SinkError, match="is gone"), opened(file):
+        pass
+    assert not file.path.exists()
+
+
+def test_file_that_was_restored_goes_on(file: FileTarget) -> None:
+    with opened(file) as sink:
+        sink.write(batch(START, Position.end(120)))
+    content = file.path.read_bytes()
+    file.path.unlink()
+    with pytest.raises(SinkError), opened(file):
+        pass
+    file.path.write_bytes(content)
+    with opened(file) as sink:
+        sink.write(batch(START, END))
+    assert file.lines() == WHOLE
+
+
+def test_other_path_goes_on_in_the_new_file_and_the_old_one_stays(file: FileTarget) -> None:
+    with opened(file) as sink:
+        sink.write(batch(START, Position.end(120)))
+    other = FileTarget(file.acks)
+    other.path = file.acks / "other.jsonl"
+    with opened(other) as sink:
+        assert sink.ack == Position.end(120)
+        sink.write(batch(START, END))
+    assert file.lines() == up_to(Position.end(120))
+    assert file.lines() + other.lines() == WHOLE
+    with opened(other) as sink:
+        assert sink.ack == END
+    with pytest.raises(SinkError, match="was not written by this pipeline"), opened(file):
+        pass
+
+
+@pytest.mark.parametrize("place", ["missing/events.jsonl", "a_file/events.jsonl", "a_folder"])
+def test_path_that_cannot_be_written_is_a_sink_error_that_names_it(tmp_path: Path, place: str) -> None:
+    (tmp_path / "a_file").write_text("x")
+    (tmp_path / "a_folder").mkdir()
+    target = FileTarget(tmp_path)
+    target.path = tmp_path / place
+    with pytest.raises(SinkError, match=place) as caught, opened(target):
+        pass
+    assert caught.value.advice

@@ -1,0 +1,116 @@
+"""The documentation says what the code does: flags, options, errors and links are compared with it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pgcdc import errors
+from pgcdc.cli.main import app
+from pgcdc.config import Config
+from pgcdc.stream import options as stream_options
+from pgcdc.stream.events import EVENT_SCHEMA
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")])
+
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
+
+
+def _read(page: str) -> str:
+    return (DOCS / page).read_text()
+
+
+def _first_cells(text: str, heading: str) -> list[str]:
+    """The names in the first column of the table that follows a heading."""
+    section = re.split(r"^#+ ", text.partition(f"\n{heading}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")][2:]
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def _anchors(path: Path) -> set[str]:
+    """The anchors of a page, as they are made from its headings."""
+    headings = _HEADING.findall(_FENCE.sub("", path.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_listen_page_names_the_flags_of_the_command_and_no_others() -> None:
+    environment = {"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1", "FORCE_COLOR": None, "GITHUB_ACTIONS": None}
+    shown = CliRunner().invoke(app, ["listen", "--help"], env=environment)
+    assert shown.exit_code == 0
+    in_help = set(_FLAG.findall(re.sub(r"\x1b\[[0-9;]*m", "", shown.output)))
+    assert "--slot-name" in in_help
+    assert set(_FLAG.findall(_read("listen.md"))) == in_help
+
+
+def test_listen_page_names_every_variable_and_key() -> None:
+    text = _read("listen.md")
+    for key in Config.model_fields:
+        assert f"`PGCDC_{key.upper()}` | `{key}`" in text, key
+    assert set(re.findall(r"`PGCDC_([A-Z_]+)`", text)) == {key.upper() for key in Config.model_fields}
+
+
+def test_spark_page_names_the_options_of_the_source_and_no_others() -> None:
+    known = {name for name in stream_options._KNOWN if not name.startswith("_")}
+    documented = _first_cells(_read("spark.md"), "## Options")
+    assert len(documented) == len(set(documented))
+    assert set(documented) == known
+
+
+def test_spark_page_names_the_columns_of_an_event_in_their_order() -> None:
+    columns = [part.split()[0] for part in re.sub(r"<[^>]*>", "", EVENT_SCHEMA).split(",")]
+    assert _first_cells(_read("spark.md"), "## Columns") == columns
+
+
+def test_operations_page_names_every_kind_of_error() -> None:
+    text = _read("operations.md")
+    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.PgcdcError)]
+    assert len(kinds) > 5
+    assert [kind.__name__ for kind in kinds if f"`{kind.__name__}`" not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in _LINK.findall(_FENCE.sub("", page.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        path = (page.parent / target).resolve() if target else page
+        if not path.exists() or (anchor and anchor not in _anchors(path)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_every_page_of_the_documentation_is_linked_from_the_readme_or_an_index() -> None:
+    indexes = [ROOT / "README.md", DOCS / "decisions" / "README.md"]
+    linked = {
+        (index.parent / link.partition("#")[0]).resolve()
+        for index in indexes
+        for link in _LINK.findall(index.read_text())
+    }
+    assert [
+        str(page) for page in DOCS.rglob("*.md") if page.resolve() not in linked and page.name != "benchmarks.md"
+    ] == []
+
+
+@pytest.mark.parametrize("program", sorted((ROOT / "examples").glob("*.py")), ids=lambda program: program.name)
+def test_examples_compile(program: Path) -> None:
+    compile(program.read_text(), str(program), "exec")
+
+
+def test_example_configuration_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pgcdc.config import load_config
+
+    monkeypatch.chdir(tmp_path)
+    config = load_config({}, {"PGCDC_DB": "postgresql://localhost/shop"}, ROOT / "examples" / "pgcdc.yaml")
+    assert config.tables == ("orders",)
+    assert config.adapters == ("file",)

@@ -1,0 +1,471 @@
+"""Events: made from column buffers, and the same as an obvious implementation makes from the changes one by one."""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wire import (
+    UNCHANGED,
+    Value,
+    encode_begin,
+    encode_commit,
+    encode_delete,
+    encode_insert,
+    encode_origin,
+    encode_relation,
+    encode_truncate,
+    encode_update,
+)
+
+from pgcdc.capture.assemble import Assembler
+from pgcdc.errors import DecodeError
+from pgcdc.position import Position
+from pgcdc.relation import Column, Relation
+from pgcdc.spool.reader import SpoolReader
+from pgcdc.spool.writer import SpoolWriter
+from pgcdc.stream.events import EVENT_SCHEMA, IdSeed, event_batch, event_ids, position_texts
+
+START = Position.end(100)
+NOON = 1_700_000_000_123_456
+SEED = IdSeed.of("7300000000000000001", "orders")
+
+TEXT_MAP = pa.map_(pa.string(), pa.string())
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("channel", pa.string()),
+        ("operation", pa.string()),
+        ("schema", pa.string()),
+        ("table", pa.string()),
+        ("row", TEXT_MAP),
+        ("old", TEXT_MAP),
+        ("unchanged_toast_columns", pa.list_(pa.string())),
+        ("source", pa.string()),
+        ("created_at", pa.timestamp("us", "UTC")),
+        ("position", pa.string()),
+        ("lsn", pa.int64()),
+        ("ordinal", pa.int64()),
+        ("xid", pa.int64()),
+        ("origin", pa.string()),
+    ]
+)
+
+ORDERS = Relation(
+    1,
+    "public",
+    "orders",
+    "d",
+    (Column("id", 23, -1, True), Column("note", 25, -1, False), Column("total", 1700, -1, False)),
+)
+ITEMS = Relation(2, "sales", "items", "d", (Column("order", 23, -1, True), Column("line", 23, -1, True)))
+EMPTY = Relation(3, "public", "empty", "n", ())
+
+I64 = npt.NDArray[np.int64]
+Operation = Literal["INSERT", "UPDATE", "DELETE", "TRUNCATE"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One row change, as a person would write it down."""
+
+    relation: Relation
+    operation: Operation
+    new: tuple[Value, ...] | None = None
+    old: tuple[Value, ...] | None = None
+    old_kind: Literal["K", "O"] = "K"
+
+    def encode(self) -> bytes:
+        oid = self.relation.oid
+        if self.operation == "INSERT":
+            return encode_insert(oid, self.new or ())
+        if self.operation == "UPDATE":
+            return encode_update(oid, self.new or (), self.old, self.old_kind)
+        if self.operation == "DELETE":
+            return encode_delete(oid, self.old or (), self.old_kind)
+        return encode_truncate([oid])
+
+
+@dataclass(frozen=True)
+class Transaction:
+    lsn: int
+    changes: tuple[Change, ...]
+    commit_time: int = NOON
+    xid: int = 7
+    origin: str | None = None
+
+    def encode(self) -> Iterator[bytes]:
+        yield encode_begin(self.lsn - 1, self.commit_time, self.xid)
+        if self.origin is not None:
+            yield encode_origin(1, self.origin)
+        described: dict[int, Relation] = {}
+        for change in self.changes:
+            if described.get(change.relation.oid) != change.relation:
+                described[change.relation.oid] = change.relation
+                yield encode_relation(change.relation)
+            yield change.encode()
+        yield encode_commit(self.lsn - 1, self.lsn, self.commit_time)
+
+
+# --- the obvious implementation
+
+
+def expected_id(seed: IdSeed, position: Position, commit_time: int) -> str:
+    mask = 2**64 - 1
+
+    def mix(x: int) -> int:
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+        return x ^ x >> 31
+
+    x = mix((position.lsn * 0x9E3779B97F4A7C15 + seed.high) & mask)
+    x = mix((x + (position.ordinal << 16) + position.sub) & mask)
+    y = mix((x + seed.low) & mask)
+    number = max(commit_time, 0) // 1000 << 80 | 7 << 76 | (x >> 52) << 64 | 2 << 62 | y >> 2
+    return str(uuid.UUID(int=number))
+
+
+def expected_map(relation: Relation, values: tuple[Value, ...] | None, only_key: bool) -> list[tuple[str, Any]] | None:
+    if values is None:
+        return None
+    return [
+        (column.name, value.decode() if isinstance(value, bytes) else value)
+        for column, value in zip(relation.columns, values, strict=True)
+        if value is not UNCHANGED and (column.is_key or not only_key)
+    ]
+
+
+def expected_events(transactions: list[Transaction], seed: IdSeed = SEED) -> list[dict[str, Any]]:
+    events = []
+    for transaction in transactions:
+        for ordinal, change in enumerate(transaction.changes, 1):
+            relation, position = change.relation, Position(transaction.lsn, ordinal)
+            old = expected_map(relation, change.old, change.old_kind == "K")
+            is_delete = change.operation == "DELETE"
+            names = [c.name for c, value in zip(relation.columns, change.new or (), strict=False) if value is UNCHANGED]
+            events.append(
+                {
+                    "id": expected_id(seed, position, transaction.commit_time),
+                    "channel": relation.channel,
+                    "operation": change.operation,
+                    "schema": relation.namespace,
+                    "table": relation.name,
+                    "row": old if is_delete else expected_map(relation, change.new, only_key=False),
+                    "old": None if is_delete else old,
+                    "unchanged_toast_columns": names or None,
+                    "source": "wal_replication",
+                    "created_at": datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=transaction.commit_time),
+                    "position": str(position),
+                    "lsn": transaction.lsn,
+                    "ordinal": ordinal,
+                    "xid": transaction.xid,
+                    "origin": transaction.origin,
+                }
+            )
+    return events
+
+
+# --- through the spool
+
+
+@contextmanager
+def spooled(transactions: list[Transaction], seal_rows: int = 65_536, drain: int = 1) -> Iterator[SpoolReader]:
+    """A spool with these transactions; `drain` of them share a segment, and `seal_rows` cuts large ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        writer = SpoolWriter(Path(folder), START)
+        assembler = Assembler(writer.relations, start_lsn=START.lsn, seal_rows=seal_rows)
+        for number, transaction in enumerate(transactions, 1):
+            for message in transaction.encode():
+                assembler.feed(message, transaction.lsn)
+            while batch := assembler.pop(drain=number % drain == 0 or number == len(transactions)):
+                writer.append(batch)
+        reader = SpoolReader(Path(folder))
+        reader.refresh()
+        yield reader
+        writer.close()
+
+
+def events_of(
+    reader: SpoolReader, start: Position = START, end: Position | None = None, seed: IdSeed = SEED
+) -> list[dict[str, Any]]:
+    """All events in (start, end], as one batch."""
+    slices = reader.slices(start, end or reader.end)
+    batch = event_batch(slices, reader.relations(), seed, SCHEMA) if slices else None
+    if batch is None:
+        return []
+    batch.validate(full=True)
+    assert batch.schema == SCHEMA
+    return list(batch.to_pylist())
+
+
+def event_of(*changes: Change, **options: Any) -> dict[str, Any]:
+    """The event of the last one of these changes."""
+    with spooled([Transaction(110, changes, **options)]) as reader:
+        return events_of(reader)[-1]
+
+
+SHAPES: dict[str, tuple[Change, dict[str, Any]]] = {
+    "insert_has_the_new_row": (
+        Change(ORDERS, "INSERT", ("1", "", None)),
+        {"operation": "INSERT", "row": [("id", "1"), ("note", ""), ("total", None)], "old": None},
+    ),
+    "update_without_old_values_has_none": (
+        Change(ORDERS, "UPDATE", ("1", "x", "2.50")),
+        {"operation": "UPDATE", "row": [("id", "1"), ("note", "x"), ("total", "2.50")], "old": None},
+    ),
+    "update_of_the_key_has_the_old_key_alone": (
+        Change(ORDERS, "UPDATE", ("2", "x", None), ("1", None, None), "K"),
+        {"row": [("id", "2"), ("note", "x"), ("total", None)], "old": [("id", "1")]},
+    ),
+    "update_with_full_identity_has_the_whole_old_row_with_its_nulls": (
+        Change(ORDERS, "UPDATE", ("1", "x", None), ("1", None, "9"), "O"),
+        {"old": [("id", "1"), ("note", None), ("total", "9")]},
+    ),
+    "delete_by_key_has_the_key_as_its_row": (
+        Change(ORDERS, "DELETE", None, ("1", None, None), "K"),
+        {"operation": "DELETE", "row": [("id", "1")], "old": None},
+    ),
+    "delete_with_full_identity_has_the_whole_row": (
+        Change(ORDERS, "DELETE", None, ("1", None, "9"), "O"),
+        {"row": [("id", "1"), ("note", None), ("total", "9")], "old": None},
+    ),
+    "truncate_has_neither": (
+        Change(ORDERS, "TRUNCATE"),
+        {"operation": "TRUNCATE", "row": None, "old": None, "unchanged_toast_columns": None},
+    ),
+    "unchanged_toast_is_absent_and_listed_not_null": (
+        Change(ORDERS, "UPDATE", ("1", UNCHANGED, None)),
+        {"row": [("id", "1"), ("total", None)], "unchanged_toast_columns": ["note"]},
+    ),
+    "several_unchanged_in_column_order": (
+        Change(ORDERS, "UPDATE", ("1", UNCHANGED, UNCHANGED)),
+        {"row": [("id", "1")], "unchanged_toast_columns": ["note", "total"]},
+    ),
+    "unchanged_in_the_old_row_only_is_absent_there": (
+        Change(ORDERS, "UPDATE", ("1", "x", "2"), ("1", UNCHANGED, "1"), "O"),
+        {"old": [("id", "1"), ("total", "1")], "unchanged_toast_columns": None},
+    ),
+    "table_outside_of_public_has_its_schema_in_the_channel": (
+        Change(ITEMS, "INSERT", ("1", "2")),
+        {"channel": "pgcdc:sales.items", "schema": "sales", "table": "items"},
+    ),
+    "table_in_public_has_not": (
+        Change(ORDERS, "INSERT", ("1", "2", "3")),
+        {"channel": "pgcdc:orders", "schema": "public", "table": "orders"},
+    ),
+    "table_without_columns_has_an_empty_row": (Change(EMPTY, "INSERT", ()), {"row": [], "old": None}),
+    "text_is_as_the_server_wrote_it": (
+        Change(ORDERS, "INSERT", ("1", 'ä🐘\n"\\', "")),
+        {"row": [("id", "1"), ("note", 'ä🐘\n"\\'), ("total", "")]},
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "expected"), SHAPES.values(), ids=SHAPES.keys())
+def test_event_of_a_change(change: Change, expected: dict[str, Any]) -> None:
+    found = event_of(change)
+    assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(("change", "expected"), SHAPES.values(), ids=SHAPES.keys())
+def test_neighbours_do_not_change_an_event(change: Change, expected: dict[str, Any]) -> None:
+    every = [one for one, _ in SHAPES.values()]
+    found = event_of(*every, change)
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_event_carries_its_transaction() -> None:
+    found = event_of(SHAPES["truncate_has_neither"][0], commit_time=NOON, xid=4_294_967_295, origin="berlin")
+    assert (found["xid"], found["origin"], found["lsn"], found["ordinal"]) == (4_294_967_295, "berlin", 110, 1)
+    assert found["created_at"] == datetime(2023, 11, 14, 22, 13, 20, 123_456, tzinfo=UTC)
+    assert (found["position"], found["source"]) == ("000000000000006E/000000000001", "wal_replication")
+
+
+def test_each_change_is_read_with_the_shape_of_its_time() -> None:
+    wider = Relation(1, "public", "orders", "d", (*ORDERS.columns, Column("paid", 16, -1, False)))
+    renamed = Relation(1, "archive", "orders_2025", "d", (Column("id", 23, -1, True),))
+    changes = (
+        Change(ORDERS, "INSERT", ("1", "a", "1")),
+        Change(wider, "INSERT", ("2", "b", "2", "t")),
+        Change(renamed, "DELETE", None, ("2",)),
+        Change(ORDERS, "INSERT", ("3", "c", "3")),
+    )
+    with spooled([Transaction(110, changes)]) as reader:
+        found = events_of(reader)
+    assert [(one["channel"], [name for name, _ in one["row"]]) for one in found] == [
+        ("pgcdc:orders", ["id", "note", "total"]),
+        ("pgcdc:orders", ["id", "note", "total", "paid"]),
+        ("pgcdc:archive.orders_2025", ["id"]),
+        ("pgcdc:orders", ["id", "note", "total"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        Change(ORDERS, "INSERT", ("1", b"\xff\xfe", None)),
+        Change(ORDERS, "UPDATE", ("1", "x", None), ("1", b"\xc3", None), "O"),
+        Change(ORDERS, "DELETE", None, (b"\x80", None, None), "K"),
+    ],
+)
+def test_value_that_is_not_utf8_is_a_decode_error(change: Change) -> None:
+    with pytest.raises(DecodeError, match="not valid UTF-8") as caught:
+        event_of(Change(ORDERS, "INSERT", ("1", "fine", None)), change)
+    assert caught.value.advice
+
+
+def test_range_without_changes_has_no_events() -> None:
+    with spooled([Transaction(110, (Change(ORDERS, "TRUNCATE"),))]) as reader:
+        assert events_of(reader, Position.end(110)) == []
+        assert events_of(reader, START, Position.end(105)) == []
+
+
+def test_schema_has_the_columns_that_spark_is_told() -> None:
+    assert [column.split()[0] for column in EVENT_SCHEMA.split(", ")] == SCHEMA.names
+
+
+# --- against the obvious implementation
+
+texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=4)
+names = st.text("abcé", min_size=1, max_size=3)
+
+
+@st.composite
+def relations(draw: st.DrawFn, oid: int) -> Relation:
+    columns = draw(st.lists(names, max_size=4, unique=True))
+    return Relation(
+        oid,
+        draw(st.sampled_from(["public", "sales"])),
+        draw(names),
+        "d",
+        tuple(Column(name, 25, -1, draw(st.booleans())) for name in columns),
+    )
+
+
+@st.composite
+def changes(draw: st.DrawFn, shapes: list[Relation]) -> Change:
+    relation = draw(st.sampled_from(shapes))
+    count = len(relation.columns)
+    values = st.lists(st.none() | texts, min_size=count, max_size=count).map(tuple)
+    partly = st.lists(st.none() | texts | st.just(UNCHANGED), min_size=count, max_size=count).map(tuple)
+    operation: Operation = draw(st.sampled_from(["INSERT", "UPDATE", "DELETE", "TRUNCATE"]))
+    kind: Literal["K", "O"] = draw(st.sampled_from(["K", "O"]))
+    if operation == "INSERT":
+        return Change(relation, operation, draw(values))
+    if operation == "UPDATE":
+        return Change(relation, operation, draw(partly), draw(st.none() | partly), kind)
+    if operation == "DELETE":
+        return Change(relation, operation, None, draw(values), kind)
+    return Change(relation, operation)
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> list[Transaction]:
+    # Two oids for three shapes: one of the tables was altered.
+    shapes = [draw(relations(oid)) for oid in (1, 1, 2)]
+    transactions, lsn = [], START.lsn
+    for _ in range(draw(st.integers(1, 4))):
+        lsn += draw(st.integers(1, 3))
+        content = tuple(draw(st.lists(changes(shapes), max_size=6)))
+        time_us = draw(st.integers(0, 4_102_444_800_000_000))
+        transactions.append(Transaction(lsn, content, time_us, draw(st.integers(1, 99)), draw(st.none() | names)))
+    return transactions
+
+
+@settings(max_examples=80)
+@given(streams(), st.integers(1, 7), st.integers(1, 3))
+def test_events_are_those_of_the_obvious_implementation(
+    transactions: list[Transaction], seal_rows: int, drain: int
+) -> None:
+    with spooled(transactions, seal_rows, drain) as reader:
+        assert events_of(reader) == expected_events(transactions)
+
+
+@settings(max_examples=60)
+@given(streams(), st.integers(1, 7), st.integers(1, 3), st.data())
+def test_any_cuts_give_the_same_events_once(
+    transactions: list[Transaction], seal_rows: int, drain: int, data: st.DataObject
+) -> None:
+    expected = expected_events(transactions)
+    with spooled(transactions, seal_rows, drain) as reader:
+        places = [START, reader.end, *(Position.end(one.lsn) for one in transactions)]
+        places += [Position.parse(event["position"]) for event in expected]
+        cuts = sorted({START, reader.end, *data.draw(st.lists(st.sampled_from(places), max_size=5))})
+        cuts = [cut for cut in cuts if cut <= reader.end]
+        pieces = [events_of(reader, start, end) for start, end in pairwise(cuts)]
+    assert [event for piece in pieces for event in piece] == expected
+
+
+# --- ids and positions
+
+
+def arrays(positions: list[Position]) -> tuple[I64, I64, I64]:
+    """lsn, ordinal and sub as columns."""
+    rows = np.array([(one.lsn, one.ordinal, one.sub) for one in positions], np.int64)
+    return rows[:, 0].copy(), rows[:, 1].copy(), rows[:, 2].copy()
+
+
+def ids_of(positions: list[Position], commit_time: int = NOON, seed: IdSeed = SEED) -> list[str]:
+    lsn, ordinal, sub = arrays(positions)
+    return list(event_ids(seed, lsn, ordinal, sub, np.full(len(positions), commit_time)).to_pylist())
+
+
+somewhere = st.builds(Position, st.integers(0, 2**63 - 1), st.integers(0, 2**48 - 1), st.integers(0, 2**15 - 1))
+
+
+@given(somewhere, st.integers(0, (2**48 - 1) * 1000))
+def test_id_is_a_uuid_of_version_7_with_the_commit_time(position: Position, commit_time: int) -> None:
+    (text,) = ids_of([position], commit_time)
+    made = uuid.UUID(text)
+    assert (made.version, made.variant, str(made)) == (7, uuid.RFC_4122, text)
+    assert made.int >> 80 == commit_time // 1000
+    assert text == expected_id(SEED, position, commit_time)
+
+
+def test_id_stays_the_same_in_all_versions_of_pgcdc() -> None:
+    assert ids_of([Position(0x16_B374D848, 7), Position(0x16_B374D848, 7, 1)]) == PINNED_IDS
+
+
+PINNED_IDS = ["018bcfe5-687b-7320-be28-01618b236a8d", "018bcfe5-687b-77ae-9950-498e2b46663f"]
+
+
+def test_other_slot_or_server_has_other_ids() -> None:
+    seeds = [IdSeed.of(server, slot) for server in ("1", "2") for slot in ("a", "b")]
+    assert len({ids_of([Position(110, 1)], seed=seed)[0] for seed in seeds}) == 4
+    assert IdSeed.of("1", "a") == IdSeed.of("1", "a")
+
+
+def test_commit_before_1970_has_an_id_too() -> None:
+    assert uuid.UUID(ids_of([Position(110, 1)], -5_000_000)[0]).int >> 80 == 0
+
+
+def test_ids_of_many_changes_at_one_time_do_not_collide() -> None:
+    count = 200_000
+    number = np.arange(count, dtype=np.int64)
+    lsn, ordinal = 0x1_0000_0000 + number // 100 * 8, number % 100 // 2 + 1
+    sub = number % 2
+    ids = event_ids(SEED, lsn, ordinal, sub, np.full(count, NOON))
+    assert len(ids.unique()) == count
+    # Not even in the 62 bits after the variant: the others are only 12, and shared with nothing but the time.
+    assert len(pc.utf8_slice_codeunits(ids, 19).unique()) == count
+
+
+@given(st.lists(somewhere, min_size=1, max_size=5), st.booleans())
+def test_position_text_is_that_of_the_position(positions: list[Position], rows_only: bool) -> None:
+    if rows_only:
+        positions = [Position(one.lsn, one.ordinal) for one in positions]
+    assert position_texts(*arrays(positions)).to_pylist() == [str(one) for one in positions]
