@@ -156,18 +156,20 @@ def measure_idle(url: str, *, settle_s: float, seconds: float) -> dict[str, floa
         before, began = _cpu_of_tree(running.process.pid), time.monotonic()
         time.sleep(seconds)
         after, took_s = _cpu_of_tree(running.process.pid), time.monotonic() - began
-    return {name: 100 * (cpu - before.get(name, 0.0)) / took_s for name, cpu in after.items()}
-
-
-def _cpu_of_tree(pid: int) -> dict[str, float]:
-    """CPU seconds by role."""
-    top = psutil.Process(pid)
     found: dict[str, float] = {}
+    for process, (role, cpu_s) in after.items():
+        used_s = cpu_s - before[process][1] if process in before else cpu_s
+        found[role] = found.get(role, 0.0) + 100 * used_s / took_s
+    return found
+
+
+def _cpu_of_tree(pid: int) -> dict[psutil.Process, tuple[str, float]]:
+    """Role and CPU seconds of every process; by process, because Spark ends workers that were idle for a minute."""
+    top = psutil.Process(pid)
+    found = {}
     for process in [top, *top.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            used = process.cpu_times()
-            name = _role(process, top)
-            found[name] = found.get(name, 0.0) + sum(used[:4])  # with the children that have ended
+            found[process] = (_role(process, top), float(sum(process.cpu_times()[:4])))  # with children that it reaped
     return found
 
 
@@ -179,4 +181,4 @@ def _role(process: psutil.Process, top: psutil.Process) -> str:
         return "capture"
     if process.name() == "java":
         return "JVM"
-    return "Spark's source in Python" if "streaming" in command or "source" in command else "Spark's Python workers"
+    return "Spark's source in Python" if "source_runner" in command else "Spark's Python workers"

@@ -11,6 +11,8 @@ option. Stop and start as often as you like: checkpoint and slot remember where 
 from __future__ import annotations
 
 import argparse
+import signal
+import threading
 from pathlib import Path
 
 import pgcdc
@@ -24,6 +26,8 @@ def main() -> None:
     options = parser.parse_args()
 
     spark = pgcdc.session("spark_events")
+    stop = threading.Event()
+    signal.signal(signal.SIGINT, lambda *_: stop.set())  # instead of Spark's handler, which cancels the running batch
     events = (
         spark.readStream.format("pgcdc")
         .option("tables", options.tables)
@@ -38,12 +42,10 @@ def main() -> None:
         .option("checkpointLocation", str(options.work_dir / "checkpoint"))
     )
     query = writer.trigger(availableNow=True).start() if options.once else writer.start()
-    try:
-        query.awaitTermination()
-    except KeyboardInterrupt:
-        query.stop()
-    finally:
-        spark.stop()
+    while not stop.is_set() and not query.awaitTermination(1):
+        pass
+    query.stop()
+    spark.stop()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Generator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import psycopg
@@ -17,6 +17,9 @@ from hypothesis import HealthCheck, settings
 from psycopg import sql
 
 from pgcdc.playground.postgres import EmbeddedPostgres
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 _IN_CI = bool(os.environ.get("CI"))
 # Inherited by every process that a test starts, so that orphans are found as well as children.
@@ -33,6 +36,14 @@ def postgres() -> Iterator[EmbeddedPostgres]:
     """One server for the run. Never stop or kill it: start your own with EmbeddedPostgres.temporary() for that."""
     with EmbeddedPostgres.temporary(settings={"fsync": "off", "full_page_writes": "off"}) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """One Spark session for the run."""
+    from pgcdc.stream.session import session
+
+    yield session(log_file=tmp_path_factory.mktemp("spark") / "spark.log")
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ class Listener:
         assert self.process is None or self.process.poll() is not None
         command = [
             *(sys.executable, "-m", "pgcdc", "listen", "--slot-name", self.slot, "--state-dir", str(self.state.path)),
-            *("--adapter", "file", "--file-path", str(self.output), *self.flags, *more),
+            *("--adapter", "file", "--file-path", str(self.output), "--no-warm-up", *self.flags, *more),
         ]
         self._mark = self.log.stat().st_size if self.log.exists() else 0
         with open(self.log, "ab") as log:

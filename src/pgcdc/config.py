@@ -43,6 +43,7 @@ class Config(BaseModel):
     start_from: Literal["slot"] | None = None
     once: bool = False
     fail_fast: bool = False
+    warm_up: bool = True
 
     @field_validator("tables", "adapters", mode="before")
     @classmethod
@@ -52,7 +53,12 @@ class Config(BaseModel):
     @field_validator("spool_limit", mode="before")
     @classmethod
     def _bytes(cls, value: Any) -> Any:
-        return parse_bytes(value) if isinstance(value, str) else value
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse_bytes(value)
+        except ValueError:
+            raise ValueError("not a size like 512MB or 1GB") from None
 
     def check(self) -> None:
         """Raise ConfigError for what cannot go together."""
@@ -145,7 +151,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     if content is None:
         return {}, {}
     if not isinstance(content, dict) or not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{path}, line 1: the file must be a list of `key: value`", "See docs/configuration.md")
+        raise ConfigError(f"{path}, line 1: the file must be a list of `key: value`", "See docs/listen.md")
     lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
     return {str(key).replace("-", "_"): value for key, value in content.items()}, {
         key.replace("-", "_"): line for key, line in lines.items()

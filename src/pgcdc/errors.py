@@ -59,8 +59,9 @@ class PgcdcError(Exception):
         return f"{self.message}. {self.advice}" if self.advice else self.message
 
     def to_json(self) -> dict[str, str]:
-        """The form that crosses process boundaries (status files, control socket)."""
-        return {"kind": type(self).__name__, "message": self.message, "advice": self.advice}
+        """The form that crosses process boundaries (status files, control socket), under a kind of the tree above."""
+        kind = next(one.__name__ for one in type(self).__mro__ if one.__name__ in _KINDS)
+        return {"kind": kind, "message": self.message, "advice": self.advice}
 
     @staticmethod
     def from_json(raw: dict[str, str]) -> PgcdcError:

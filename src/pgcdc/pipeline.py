@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pgcdc.capture.control import CaptureGone, ControlClient, ensure_capture
 from pgcdc.capture.database import connect
-from pgcdc.capture.prepare import Prepared, follow_tables, prepare
+from pgcdc.capture.prepare import Prepared, drop_publications, follow_tables, prepare
 from pgcdc.capture.slots import OpenTransaction, get_slot
 from pgcdc.capture.stream import reconnect_delay_s
 from pgcdc.config import Config
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
-__all__ = ["Pipeline"]
+__all__ = ["Pipeline", "StopNow"]
 
 LANE = "main"
 POLL_S = 0.25
@@ -81,6 +81,11 @@ class Pipeline:
         """What the pipeline is doing, in a few words."""
         return self._phase
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether nothing can be in flight yet: then `run` may be interrupted anywhere."""
+        return self._phase in ("starting", "starting Spark", "warming up")
+
     def stop(self) -> None:
         """Finish the batch, commit, confirm, and let `run` return."""
         self._stop.set()
@@ -96,6 +101,8 @@ class Pipeline:
             self._last_error = error.to_json()
             self._enter("failed")
             raise
+        except StopNow:
+            self._say("stopped before anything was read")
         finally:
             self._close()
             lock.release()
@@ -115,6 +122,8 @@ class Pipeline:
         self._prepared = prepare(self.config.source_options(), on_wait=self._report_wait)
         if not existed:
             self._lock(lock)
+        for table in self._prepared.left_out:
+            self._say(f"table {table} is not captured any more: it was left out of --tables")
         for table in self._prepared.inserts_only:
             self._say(
                 f"table {table} has no primary key or other replica identity: only its inserts and truncates are captured"
@@ -149,7 +158,8 @@ class Pipeline:
         self._enter("starting Spark")
         self._say("starting Spark")
         self._start_spark()
-        self._warm_up()
+        if self.config.warm_up and not self.config.once:
+            self._warm_up()
         if not self._stop.is_set():
             self._stream()
             self._finish()
@@ -204,6 +214,7 @@ class Pipeline:
             "state_dir": str(self.state.path),
             "slot": config.slot_name,
             "consumer": LANE,
+            "_driver_acks": "true",  # only after the checkpoint files are fsynced
             "spool_limit": str(config.spool_limit),
             "max_batch_rows": str(config.max_batch_rows),
             "fail_fast": str(config.fail_fast).lower(),
@@ -344,6 +355,8 @@ class Pipeline:
             self._enter("stopped")
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
+            if self._prepared is not None and self._prepared.created_publications:
+                drop_publications(self.config.db, self._prepared.created_publications)
 
     # --- status
 
@@ -372,6 +385,10 @@ class Pipeline:
                 "last_error": self._last_error,
             },
         )
+
+
+class StopNow(BaseException):
+    """Raised by a signal handler while nothing is in flight: ends the start at once."""
 
 
 class QueryFailed(PgcdcError):

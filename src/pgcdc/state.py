@@ -29,11 +29,14 @@ __all__ = [
     "StateDir",
     "check_identity",
     "fsync_folder",
+    "open_log",
     "read_json",
     "write_all",
     "write_json",
     "write_json_durably",
 ]
+
+LOG_BYTES = 10 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +182,13 @@ class Lock:
         except FileNotFoundError:
             pass
         return None
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """A log file to append to; one that has grown large becomes `.1` first."""
+    if path.exists() and path.stat().st_size > LOG_BYTES:
+        os.replace(path, path.with_name(f"{path.name}.1"))
+    return open(path, "ab")
 
 
 def read_json(path: Path) -> Any:

@@ -306,7 +306,7 @@ places = st.sampled_from([START, *STREAM, *(Position.end(lsn) for lsn in (110, 1
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.lists(st.tuples(places, places, st.booleans()), max_size=6))
 def test_any_cuts_with_restarts_between_give_every_event_once(
     name: str, plan: list[tuple[Position, Position, bool]]

@@ -20,7 +20,7 @@ import pgcdc
 from pgcdc.capture.control import CaptureGone, ControlClient, ensure_capture
 from pgcdc.capture.prepare import Prepared, SourceOptions, prepare
 from pgcdc.capture.process import CaptureSpec
-from pgcdc.errors import ConnectionLost, GapError, PgcdcError, SourceError
+from pgcdc.errors import ConfigError, ConnectionLost, GapError, PgcdcError, SourceError
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.position import Position, format_lsn
 from pgcdc.spool.reader import SpoolReader, read_slice
@@ -67,7 +67,7 @@ def rows_in(folder: Path, after: Position | None = None) -> list[tuple[int, list
     """(operation, new values) of everything in the spool."""
     reader = SpoolReader(folder / "state" / "spool")
     reader.refresh()
-    found = []
+    found: list[tuple[int, list[bytes | None] | None]] = []
     for piece in reader.slices(after or reader.base, reader.end):
         table, _ = read_slice(piece)
         found += zip(table.column("op").to_pylist(), table.column("new").to_pylist(), strict=True)
@@ -120,7 +120,7 @@ def test_a_huge_transaction_comes_in_parts_and_only_the_last_part_may_be_confirm
     database.execute("INSERT INTO t VALUES (0)")
     database.execute("INSERT INTO t SELECT generate_series(1, 2500)")
     with pgcdc.open_capture(database.url, slot=f"s_{database.name}", publication="p") as capture:
-        batches = []
+        batches: list[pgcdc.CaptureBatch] = []
         while sum(batch.rows for batch in batches) < 2501:
             batch = capture.receive_batch(limit=1000, timeout_s=10)
             assert batch is not None
@@ -435,3 +435,43 @@ def test_a_restart_and_a_fast_shutdown_of_the_server_are_not_blocked_and_lose_no
             client.stop()
             wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 10, "the end")
             client.close()
+
+
+def test_a_refused_start_does_not_touch_the_publication_of_a_running_pipeline(
+    database: Database, tmp_path: Path, start: Starter
+) -> None:
+    database.execute("CREATE TABLE a (id int PRIMARY KEY)")
+    database.execute("CREATE TABLE b (id int PRIMARY KEY)")
+    _, prepared = start(all_tables=False, tables=("a", "b"))
+    with pytest.raises(PgcdcError):
+        prepare(options(database, tmp_path / "elsewhere", all_tables=False, tables=("a",)))
+    tables = database.query("SELECT tablename FROM pg_publication_tables WHERE pubname = %s", [prepared.spec.slot])
+    assert sorted(tables) == [("a",), ("b",)]
+
+
+def test_a_table_that_is_left_out_on_purpose_is_said(database: Database, tmp_path: Path) -> None:
+    database.execute("CREATE TABLE a (id int PRIMARY KEY)")
+    database.execute("CREATE TABLE b (id int PRIMARY KEY)")
+    prepare(options(database, tmp_path, all_tables=False, tables=("a", "b")))
+    assert prepare(options(database, tmp_path, all_tables=False, tables=("a",))).left_out == ("b",)
+
+
+def test_a_second_reader_of_one_consumer_is_refused(database: Database, tmp_path: Path, start: Starter) -> None:
+    database.execute("CREATE TABLE t (id int PRIMARY KEY)")
+    first, prepared = start()
+    second = ensure_capture(prepared.spec, is_restart=False)
+    first.join("one", exclusive=True)
+    second.join("one")  # to look at it is fine
+    with pytest.raises(ConfigError, match="read by another query"):
+        second.join("one", exclusive=True)
+    first.close()
+    wait_until(lambda: can_join(second), 10, "the name is free again")
+    second.close()
+
+
+def can_join(client: ControlClient) -> bool:
+    try:
+        client.join("one", exclusive=True)
+    except ConfigError:
+        return False
+    return True

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -87,7 +88,7 @@ def test_kill_9_of_the_driver_at_every_step_loses_and_repeats_nothing(listener: 
             assert listener.wait_exit(120) == -signal.SIGKILL, listener.said()
             assert traffic.commits > 0, "changes must be in flight"
             before = traffic.commits
-            wait_until(lambda before=before: traffic.commits > before, 10, "traffic goes on while nobody reads")
+            wait_until(partial(lambda n: traffic.commits > n, before), 10, "traffic goes on while nobody reads")
             wait_until(lambda: listener.capture_pid() is None, 20, "the capture ends with the driver")
         listener.start()
         traffic.stop()

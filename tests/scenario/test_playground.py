@@ -80,11 +80,21 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
-def check_nothing_left(scratch: Path, processes: list[psutil.Process], timeout_s: float = 15.0) -> None:
-    """A JVM needs a moment after its parent has gone; files of ours must be gone at once."""
-    assert [path.name for path in scratch.iterdir() if path.name.startswith("pgcdc-")] == []
+def check_nothing_left(scratch: Path, processes: list[psutil.Process], timeout_s: float = 20.0) -> None:
+    """Our files are gone at once; a JVM whose parent has gone needs a moment to clean up."""
+    assert [name for name in files_left(scratch) if name.startswith("pgcdc-")] == []
     _, alive = psutil.wait_procs(processes, timeout_s)
     assert alive == []
+    deadline = time.monotonic() + timeout_s
+    while files_left(scratch) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert files_left(scratch) == []
+
+
+def files_left(scratch: Path) -> list[str]:
+    """What is there but for caches, which are meant to stay."""
+    names = sorted(path.name for path in scratch.iterdir())
+    return [name for name in names if not name.startswith(("pgcdc-spark-", "pgcdc-postgres-", "hsperfdata_"))]
 
 
 def test_the_playground_proves_that_source_and_delivered_content_are_equal(scratch: Path, tmp_path: Path) -> None:
@@ -138,8 +148,8 @@ def test_a_second_ctrl_c_ends_at_once(scratch: Path) -> None:
         read_until(process, "stopping Spark")
         began_s = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
-        process.communicate(timeout=END_TIMEOUT_S)
-    assert process.returncode == 130
+        _, stderr = process.communicate(timeout=END_TIMEOUT_S)
+    assert (process.returncode, stderr) == (130, "")
     assert time.monotonic() - began_s < 10
     check_nothing_left(scratch, processes)
 
@@ -151,9 +161,8 @@ def test_ctrl_c_while_spark_starts_ends_at_once(scratch: Path) -> None:
         began_s = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
         _, stderr = process.communicate(timeout=END_TIMEOUT_S)
-    assert process.returncode == 130
+    assert (process.returncode, stderr) == (130, "")
     assert time.monotonic() - began_s < 15
-    assert "Traceback" not in stderr
     check_nothing_left(scratch, processes)
 
 

@@ -354,7 +354,7 @@ def test_progress_is_refused_while_committed_rows_are_not_handed_out() -> None:
 
 
 NOT_IN_ORDER: dict[str, tuple[list[bytes], str]] = {
-    "begin_inside": ([encode_begin(5), encode_begin(6)], "Begin inside of transaction 1"),
+    "begin_inside": ([encode_begin(5), encode_begin(6)], "Begin inside of transaction 1 at 0/4D"),
     "row_outside": ([insert()], "message I outside of a transaction at 0/4D"),
     "commit_outside": ([encode_commit(5, 6)], "message Commit outside of a transaction"),
     "truncate_outside": ([encode_truncate([1])], "message Truncate outside of a transaction"),
@@ -362,13 +362,16 @@ NOT_IN_ORDER: dict[str, tuple[list[bytes], str]] = {
     "message_outside": ([encode_message("p", b"")], "message Message outside of a transaction"),
     "message_that_is_not_of_it": (
         [encode_begin(5), encode_message("p", b"", transactional=False)],
-        "non-transactional",
+        "non-transactional Message .* at 0/4D",
     ),
     "unknown_tag": ([encode_begin(5), b"Z123"], "tag is unknown: 'Z'"),
     "streamed_transaction": ([b"S\0\0\0\1\1"], "tag is unknown: 'S'"),
     "empty_message": ([b""], "tag is truncated"),
     "unknown_table": ([encode_begin(5), encode_insert(9, ["1"])], "9 was not described"),
-    "truncate_of_an_unknown_table": ([encode_begin(5), encode_truncate([1, 9])], "9 was not described"),
+    "truncate_of_an_unknown_table": (
+        [encode_begin(5), encode_truncate([1, 9])],
+        "at 0/4D: relation oid 9 was not described",
+    ),
     "truncated_commit": ([encode_begin(5), encode_commit(5, 6)[:-1]], "commit time is truncated"),
     "column_too_many": ([encode_begin(5), encode_insert(1, ["1", "2", "3"])], "column count is 3"),
 }

@@ -386,7 +386,7 @@ def streams(draw: st.DrawFn) -> list[Transaction]:
     return transactions
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(streams(), st.integers(1, 7), st.integers(1, 3))
 def test_events_are_those_of_the_obvious_implementation(
     transactions: list[Transaction], seal_rows: int, drain: int
@@ -395,7 +395,7 @@ def test_events_are_those_of_the_obvious_implementation(
         assert events_of(reader) == expected_events(transactions)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(streams(), st.integers(1, 7), st.integers(1, 3), st.data())
 def test_any_cuts_give_the_same_events_once(
     transactions: list[Transaction], seal_rows: int, drain: int, data: st.DataObject

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pgcdc.errors import SpoolError
@@ -62,6 +62,7 @@ def parse(data: bytes) -> tuple[list[IndexRecord], bool]:
     return found, False
 
 
+@settings(max_examples=40)
 @given(st.lists(records, max_size=4))
 def test_records_round_trip_with_the_offset_behind_each(written: list[IndexRecord]) -> None:
     encoded = [encode_record(record) for record in written]

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pgcdc.relation import Column, Relation, Relations
@@ -41,6 +41,7 @@ def test_channel_names_the_table_and_its_schema_outside_of_public(namespace: str
     assert replace(ORDERS, namespace=namespace, name=name).channel == channel
 
 
+@settings(max_examples=50)
 @given(relations)
 def test_json_round_trips_with_any_identifier_on_one_line(relation: Relation) -> None:
     line = json.dumps(relation.to_json()).encode()
@@ -56,6 +57,7 @@ def test_json_round_trips_with_odd_names(name: str) -> None:
     assert Relation.from_json(json.loads(line)) == odd
 
 
+@settings(max_examples=30)
 @given(st.lists(relations, max_size=5), st.data())
 def test_same_shape_always_gets_the_same_number(shapes: list[Relation], data: st.DataObject) -> None:
     known = Relations()

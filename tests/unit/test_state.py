@@ -146,20 +146,21 @@ class Trace:
         monkeypatch.setattr(os, "replace", traced_replace)
 
 
+@pytest.mark.parametrize("size", [1, 100_000])
 def test_durable_write_syncs_the_whole_file_then_renames_then_syncs_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     path = tmp_path / "ack.json"
     write_json_durably(path, {"old": True})
     trace = Trace(monkeypatch)
-    write_json_durably(path, {"position": "x" * 100_000})
+    write_json_durably(path, {"position": "x" * size})
     file, folder = path.stat(), tmp_path.stat()
     assert trace.calls == [
         ("fsync", file.st_ino, file.st_size),
         ("replace", file.st_ino, file.st_size),
         ("fsync", folder.st_ino, folder.st_size),
     ]
-    assert read_json(path) == {"position": "x" * 100_000}
+    assert read_json(path) == {"position": "x" * size}
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])

@@ -255,6 +255,11 @@ def test_lines_for_logs() -> None:
     )
 
 
+def test_latency_that_is_not_known_yet_is_not_zero() -> None:
+    assert progress_line(Snapshot(events=1)).endswith("latency p50 - p99 -")
+    assert "p50 -   p99 -" in draw(Snapshot(events=1))
+
+
 def test_plain_view_writes_lines_without_control_characters() -> None:
     file = io.StringIO()
     view = choose_view(Console(file=file, force_terminal=True, width=40), is_terminal=False)

@@ -91,7 +91,7 @@ class Assembler:
                 self._seal()
         elif tag == wire.BEGIN:
             if self._open is not None:
-                raise DecodeError(f"Begin inside of transaction {self._open.xid}", _ADVICE)
+                raise DecodeError(f"Begin inside of transaction {self._open.xid} at {format_lsn(lsn)}", _ADVICE)
             begin = wire.parse_begin(message, lsn)
             self._open = _Transaction(begin.xid, begin.commit_time)
         elif tag == wire.COMMIT:
@@ -104,7 +104,7 @@ class Assembler:
             for oid in wire.parse_truncate(message, lsn).relation_oids:
                 transaction.ordinal += 1
                 transaction.sub = 0
-                self._rows.add_truncate(oid, transaction.ordinal)
+                self._rows.add_truncate(oid, transaction.ordinal, lsn)
                 transaction.buffered_rows += 1
         elif tag == wire.ORIGIN:
             self._require_open("Origin", lsn).origin = wire.parse_origin(message, lsn).name
@@ -153,11 +153,11 @@ class Assembler:
         if message.transactional:
             transaction = self._require_open("Message", lsn)
             transaction.sub += 1
-            self._rows.add_message(message.prefix, message.content, transaction.ordinal, transaction.sub)
+            self._rows.add_message(message.prefix, message.content, transaction.ordinal, transaction.sub, lsn)
             transaction.buffered_rows += 1
             return
         if self._open is not None:
-            raise DecodeError("a non-transactional Message inside of a transaction", _ADVICE)
+            raise DecodeError(f"a non-transactional Message inside of a transaction at {format_lsn(lsn)}", _ADVICE)
         # It stands alone, just behind the record that begins at its lsn: after every commit that ends there.
         self._rows.add_message(message.prefix, message.content, 0, 1)
         self._add_committed(message.lsn + 1, 0, 0, 1, None)

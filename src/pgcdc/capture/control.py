@@ -20,7 +20,7 @@ from typing import Any
 from pgcdc.capture.process import CaptureSpec
 from pgcdc.errors import ConnectionLost, PgcdcError, SourceError
 from pgcdc.position import Position
-from pgcdc.state import Lock, StateDir
+from pgcdc.state import Lock, StateDir, open_log
 
 __all__ = ["CaptureGone", "ControlClient", "ensure_capture"]
 
@@ -43,9 +43,12 @@ class ControlClient:
             raise CaptureGone("the capture process does not answer") from error
         self._file = self._socket.makefile("rb")
 
-    def join(self, consumer: str) -> tuple[Position, Position]:
-        """Register a consumer; where it begins and what it has acked. Both are durable."""
-        reply = self.request({"do": "join", "consumer": consumer})
+    def join(self, consumer: str, *, exclusive: bool = False) -> tuple[Position, Position]:
+        """Register a consumer; where it begins and what it has acked. Both are durable.
+
+        `exclusive`: this connection reads for it, and no other may until it is closed.
+        """
+        reply = self.request({"do": "join", "consumer": consumer, "exclusive": exclusive})
         return Position.parse(reply["initial"]), Position.parse(reply["ack"])
 
     def ack(self, consumer: str, position: Position) -> None:
@@ -54,7 +57,7 @@ class ControlClient:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the spool has grown since the last call."""
-        return bool(self.request({"do": "wait", "timeout_s": timeout_s}, timeout_s + 10)["moved"])
+        return bool(self.request({"do": "wait", "timeout_s": timeout_s}, timeout_s + 120)["moved"])
 
     def confirm(self) -> int:
         """Confirm to PostgreSQL what all consumers have acked; the LSN that was sent."""
@@ -72,7 +75,7 @@ class ControlClient:
         """Ask the process to end."""
         self.request({"do": "stop"})
 
-    def request(self, content: dict[str, Any], timeout_s: float = 30.0) -> dict[str, Any]:
+    def request(self, content: dict[str, Any], timeout_s: float = 120.0) -> dict[str, Any]:
         """Send one request and wait for its answer. Raises what the capture process failed with."""
         try:
             self._socket.settimeout(timeout_s)
@@ -111,7 +114,7 @@ def ensure_capture(spec: CaptureSpec, *, is_restart: bool) -> ControlClient:
 def _start(spec: CaptureSpec, state: StateDir) -> None:
     """Start a capture process and wait for its one line."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with open(state.path / "capture.log", "ab") as log:
+    with open_log(state.path / "capture.log") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "pgcdc.capture.process"],
             stdin=subprocess.PIPE,

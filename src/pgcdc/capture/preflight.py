@@ -16,7 +16,6 @@ from pgcdc.errors import SourceError
 __all__ = ["ServerInfo", "check", "check_wal", "identify"]
 
 MIN_VERSION = 120000
-MIN_STANDBY_VERSION = 160000
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ def check(url: str, slot_name: str) -> ServerInfo:
         version, database, user, encoding, wal_level, in_recovery = facts[:6]
         slots, used_slots, senders, used_senders, timeout_s = facts[6:]
         _check_role(conn, user)
-        check_wal(wal_level, in_recovery, version)
+        check_wal(wal_level, in_recovery)
         if slot is not None:
             check_usable(slot, database)
         elif used_slots >= slots:
@@ -129,12 +128,10 @@ def _check_role(conn: Connection, user: str) -> None:
         )
 
 
-def check_wal(wal_level: str, in_recovery: bool, version: int) -> None:
+def check_wal(wal_level: str, in_recovery: bool) -> None:
     """Raise SourceError unless this server's WAL can be decoded."""
-    if in_recovery and version < MIN_STANDBY_VERSION:
-        raise SourceError(
-            "this server is a standby, which can be captured from PostgreSQL 16 on only", "Connect to its primary"
-        )
+    if in_recovery:
+        raise SourceError("this server is a standby, and changes are captured on the primary", "Connect to its primary")
     if wal_level != "logical":
         raise SourceError(
             f"wal_level is {wal_level}, not logical",

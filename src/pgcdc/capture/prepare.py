@@ -9,7 +9,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,14 @@ from pgcdc.errors import ConfigError, GapError, SourceError
 from pgcdc.position import format_lsn
 from pgcdc.state import Identity, StateDir, check_identity
 
-__all__ = ["DEFAULT_SPOOL_LIMIT_BYTES", "Prepared", "SourceOptions", "follow_tables", "prepare"]
+__all__ = [
+    "DEFAULT_SPOOL_LIMIT_BYTES",
+    "Prepared",
+    "SourceOptions",
+    "drop_publications",
+    "follow_tables",
+    "prepare",
+]
 
 DEFAULT_SPOOL_LIMIT_BYTES = 1 << 30
 DEFAULT_ALL = "all"
@@ -72,6 +79,10 @@ class Prepared:
     spec: CaptureSpec
     identity: Identity
     publications: tuple[PublicationInfo, ...]
+    left_out: tuple[str, ...]
+    """Tables that our publications had before and have no more: to be said."""
+    created_publications: tuple[str, ...]
+    """Publications that did not exist before (a trial drops them again)."""
     is_new: bool
     """Slot and state directory were created just now."""
 
@@ -105,10 +116,15 @@ def prepare(
                 database=server.database,
                 slot=options.slot,
             )
-        publications = _prepare_publications(options, undo)
-        if known is not None and known.created_lsn:
-            identity = _rejoin(options, known, server)
+        # Every refusal comes before the first change: a refused start must not touch what a running pipeline uses.
+        began = known is not None and known.created_lsn > 0
+        if known is not None and began:
+            _check_rejoin(options, known, server)
         else:
+            _check_begin(options, state, server)
+        before, publications, created = _prepare_publications(options, undo)
+        identity = known if known is not None and began else None
+        if identity is None:
             identity = _begin(options, state, server, publications, undo, on_wait)
         undo.pop_all()
     spec = CaptureSpec(
@@ -121,7 +137,8 @@ def prepare(
         temporary=options.temporary_slot,
         fail_fast=options.fail_fast,
     )
-    return Prepared(spec, identity, publications, known is None)
+    left = before - {table for publication in publications for table in publication.tables}
+    return Prepared(spec, identity, publications, tuple(sorted(left)), created, known is None)
 
 
 def _check_not_taken(options: SourceOptions, state: StateDir, server: ServerInfo) -> None:
@@ -142,18 +159,21 @@ def _check_not_taken(options: SourceOptions, state: StateDir, server: ServerInfo
         )
 
 
-def _prepare_publications(options: SourceOptions, undo: contextlib.ExitStack) -> tuple[PublicationInfo, ...]:
+def _prepare_publications(
+    options: SourceOptions, undo: contextlib.ExitStack
+) -> tuple[set[str], tuple[PublicationInfo, ...], tuple[str, ...]]:
+    """The tables that were published before, the publications as they are now, and which of these are new."""
     with connect(options.url, may_retry=False) as sql:
         if options.publication and not options.tables and not options.all_tables:
-            return (use_existing(sql, options.publication),)
+            return set(), (use_existing(sql, options.publication),), ()
         base = options.publication or (DEFAULT_ALL if options.all_tables else options.slot)
-        names = (base, f"{base}_inserts")
-        before = {item["name"] for item in fingerprint(sql, names)}
+        before = {item["name"] for item in fingerprint(sql, (base, f"{base}_inserts"))}
+        tables = {table for name in before for table in use_existing(sql, name).tables}
         infos = ensure(sql, base, None if options.all_tables else list(options.tables))
-        created = [info.name for info in infos if info.name not in before]
+        created = tuple(info.name for info in infos if info.name not in before)
         if created:
-            undo.callback(_drop_publications, options.url, created)
-        return infos
+            undo.callback(drop_publications, options.url, created)
+        return tables, infos, created
 
 
 def follow_tables(options: SourceOptions) -> tuple[PublicationInfo, ...]:
@@ -162,13 +182,14 @@ def follow_tables(options: SourceOptions) -> tuple[PublicationInfo, ...]:
         return ensure(sql, options.publication or DEFAULT_ALL, None)
 
 
-def _drop_publications(url: str, names: list[str]) -> None:
+def drop_publications(url: str, names: Iterable[str]) -> None:
+    """Drop publications of ours that nobody needs; one that cannot be dropped stays."""
     with contextlib.suppress(SourceError), connect(url, may_retry=False) as sql:
         for name in names:
             sql.execute(f"DROP PUBLICATION IF EXISTS {quote_identifier(name)}".encode())
 
 
-def _rejoin(options: SourceOptions, known: Identity, server: ServerInfo) -> Identity:
+def _check_rejoin(options: SourceOptions, known: Identity, server: ServerInfo) -> None:
     """The pipeline ran before: slot and publications must be as we left them."""
     if options.temporary_slot:
         raise ConfigError(
@@ -194,7 +215,17 @@ def _rejoin(options: SourceOptions, known: Identity, server: ServerInfo) -> Iden
         difference = compare_fingerprint(known.publications, fingerprint(sql, names))
     if difference is not None:
         raise difference
-    return known
+
+
+def _check_begin(options: SourceOptions, state: StateDir, server: ServerInfo) -> None:
+    """A slot that exists beside a state directory that is new: somebody has to say what that means."""
+    if server.slot is not None and state.identity() is None and options.start_from != "slot":
+        raise GapError(
+            f"slot {options.slot!r} exists (it stands at {format_lsn(server.slot.confirmed_flush_lsn or 0)}), but the "
+            f"state directory {state.path} is new: what was delivered is not known",
+            "If the state directory was lost, restore it. To deliver everything that the slot still has, give "
+            "--start-from slot. Otherwise use another --slot-name, or drop the slot: pgcdc slot drop",
+        )
 
 
 def _begin(
@@ -207,13 +238,6 @@ def _begin(
 ) -> Identity:
     """The first start. The identity is written before the slot is made: after a crash between, the slot is known as ours."""
     started = state.identity()
-    if server.slot is not None and started is None and options.start_from != "slot":
-        raise GapError(
-            f"slot {options.slot!r} exists (it stands at {format_lsn(server.slot.confirmed_flush_lsn or 0)}), but the "
-            f"state directory {state.path} is new: what was delivered is not known",
-            "If the state directory was lost, restore it. To deliver everything that the slot still has, give "
-            "--start-from slot. Otherwise use another --slot-name, or drop the slot: pgcdc slot drop",
-        )
     with connect(options.url, may_retry=False) as sql:
         prints = fingerprint(sql, [publication.name for publication in publications])
     identity = Identity(

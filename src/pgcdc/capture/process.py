@@ -44,6 +44,8 @@ CONFIRM_INTERVAL_S = 1.0
 CHECK_INTERVAL_S = 10.0
 TARGET_POLL_S = 0.05
 ROUNDS_PER_TURN = 16
+LINGER_S = 60.0
+"""How long a capture goes on after its last query has ended: long enough to start the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +131,14 @@ class CaptureProcess:
             self._connect_first()
         announce()
         confirm_due = check_due = target_due = 0.0
+        alone_since = time.monotonic()
         while not self._stopping:
             now = time.monotonic()
+            if self._server.has_clients:
+                alone_since = now
+            elif now - alone_since > LINGER_S:
+                logger.info("nobody has been connected for %.0f s: ending", LINGER_S)
+                break
             if not _is_alive(self._spec.watch_pid):
                 logger.info("the driver is gone: ending")
                 break

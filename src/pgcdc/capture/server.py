@@ -17,9 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pgcdc.errors import PgcdcError
+from pgcdc.errors import ConfigError, PgcdcError
 
 __all__ = ["ControlServer"]
+
+
+class ConsumerBusy(ConfigError):
+    """Two queries would acknowledge for each other."""
 
 
 @dataclass(slots=True)
@@ -29,6 +33,8 @@ class _Client:
     waits_until: float | None = None
     wants_confirmation: bool = False
     seen: int = field(default=0)
+    consumer: str | None = None
+    """The consumer that this client reads for: nobody else may at the same time."""
 
 
 class ControlServer:
@@ -49,6 +55,11 @@ class ControlServer:
         self._version = 0
         self.confirm_requested = False
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    @property
+    def has_clients(self) -> bool:
+        """Whether anybody is connected."""
+        return bool(self._clients)
 
     @property
     def has_waiters(self) -> bool:
@@ -117,11 +128,21 @@ class ControlServer:
             self.confirm_requested = True
         else:
             try:
+                if request.get("exclusive"):
+                    self._claim(client, request["consumer"])
                 reply = self._answer(request)
             except PgcdcError as error:
                 reply = {"error": error.to_json()}
             if reply is not None:
                 self._send(client, reply)
+
+    def _claim(self, client: _Client, consumer: str) -> None:
+        if any(other.consumer == consumer for other in self._clients.values() if other is not client):
+            raise ConsumerBusy(
+                f"consumer {consumer!r} is read by another query",
+                "Give every query its own name: option('consumer', ...)",
+            )
+        client.consumer = consumer
 
     def _end_wait(self, client: _Client) -> None:
         client.waits_until = None

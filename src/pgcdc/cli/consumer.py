@@ -23,9 +23,13 @@ def list_consumers(state_dir: State = Path(".pgcdc")) -> None:
     """Show all consumers and their acknowledged positions."""
     with exit_on_error():
         from pgcdc.capture.consumers import Consumers
+        from pgcdc.errors import StateError
         from pgcdc.state import StateDir
 
-        consumers = Consumers(StateDir(state_dir).consumers_file)
+        state = StateDir(state_dir)
+        if not state.consumers_file.exists():
+            raise StateError(f"{state.path} is not a state directory", "Give --state-dir")
+        consumers = Consumers(state.consumers_file)
         for name in consumers.names():
             print(f"{name}\t{consumers[name].ack}")
 

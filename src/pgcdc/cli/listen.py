@@ -7,11 +7,14 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pgcdc.cli.report import exit_on_error
+
+if TYPE_CHECKING:
+    from pgcdc.pipeline import Pipeline
 
 __all__ = ["listen"]
 
@@ -22,7 +25,9 @@ Flag = bool | None
 def listen(
     db: Annotated[Text, typer.Option(help="Database URL. Better in PGCDC_DB: arguments are visible to others.")] = None,
     detector: Annotated[Text, typer.Option(help="Where changes come from: wal.")] = None,
-    slot_name: Annotated[Text, typer.Option(help="Replication slot; created if it does not exist. [pgcdc]")] = None,
+    slot_name: Annotated[
+        Text, typer.Option(help="Replication slot; created if it does not exist. (default: pgcdc)")
+    ] = None,
     persistent_slot: Annotated[Flag, typer.Option("--persistent-slot", help="Accepted; slots are persistent.")] = None,
     temporary_slot: Annotated[
         Flag, typer.Option("--temporary-slot", help="For trials with stdout: no state, ends with the connection.")
@@ -33,19 +38,29 @@ def listen(
         Flag, typer.Option("--all-tables", help="Capture all tables. Creates our publication.")
     ] = None,
     adapter: Annotated[
-        list[str] | None, typer.Option(help="Where events go: stdout, file. Repeatable. [stdout]")
+        list[str] | None, typer.Option(help="Where events go: stdout, file. Repeatable. (default: stdout)")
     ] = None,
     file_path: Annotated[Path | None, typer.Option(help="The file of --adapter file.")] = None,
-    state_dir: Annotated[Path | None, typer.Option(help="Spool, acks and checkpoints. [.pgcdc]")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Spool, acks and checkpoints. (default: .pgcdc)")] = None,
     snapshot_mode: Annotated[Text, typer.Option(help="never: only changes from now on.")] = None,
-    spool_limit: Annotated[Text, typer.Option(help="Stop reading when this much is undelivered. [1GB]")] = None,
-    max_batch_rows: Annotated[int | None, typer.Option(help="At most about this many events a batch. [100000]")] = None,
+    spool_limit: Annotated[
+        Text, typer.Option(help="Stop reading when this much is undelivered. (default: 1GB)")
+    ] = None,
+    max_batch_rows: Annotated[
+        int | None, typer.Option(help="At most about this many events a batch. (default: 100000)")
+    ] = None,
     start_from: Annotated[Text, typer.Option(help="slot: begin with what an existing slot still has.")] = None,
     once: Annotated[Flag, typer.Option("--once", help="Deliver everything committed up to now, confirm, exit.")] = None,
     fail_fast: Annotated[
         Flag, typer.Option("--fail-fast", help="Exit 1 when the connection is lost, for supervisors.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="Configuration file. [pgcdc.yaml, if it exists]")] = None,
+    warm_up: Annotated[
+        Flag,
+        typer.Option(
+            "--warm-up/--no-warm-up", help="Warm Spark up before saying ready; --once does not. (default: yes)"
+        ),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="Configuration file. (default: pgcdc.yaml, if it exists)")] = None,
 ) -> None:
     """Deliver every committed change to the adapters, exactly once, until stopped."""
     flags: dict[str, Any] = {
@@ -56,6 +71,7 @@ def listen(
             "adapters": tuple(adapter) if adapter else None, "file_path": file_path, "state_dir": state_dir,
             "snapshot_mode": snapshot_mode, "spool_limit": spool_limit, "max_batch_rows": max_batch_rows,
             "start_from": start_from, "once": once, "fail_fast": fail_fast,
+            "warm_up": warm_up,
         }.items()
         if value is not None
     }  # fmt: skip
@@ -64,7 +80,7 @@ def listen(
         from pgcdc.pipeline import Pipeline
 
         pipeline = Pipeline(load_config(flags, os.environ, config), say=_say)
-        _stop_on_signals(pipeline.stop)
+        _stop_on_signals(pipeline)
         pipeline.run()
 
 
@@ -72,8 +88,10 @@ def _say(text: str) -> None:
     print(f"pgcdc: {text}", file=sys.stderr, flush=True)
 
 
-def _stop_on_signals(stop: Any) -> None:
+def _stop_on_signals(pipeline: Pipeline) -> None:
     """The first signal ends in order; the second at once (nothing is lost: what is not confirmed comes again)."""
+    from pgcdc.pipeline import StopNow
+
     seen = 0
 
     def handle(number: int, _: FrameType | None) -> None:
@@ -82,7 +100,9 @@ def _stop_on_signals(stop: Any) -> None:
         if seen > 1:
             os._exit(128 + number)
         _say("stopping after this batch (a second signal ends at once)")
-        stop()
+        pipeline.stop()
+        if pipeline.is_starting:
+            raise StopNow
 
     signal.signal(signal.SIGINT, handle)
     signal.signal(signal.SIGTERM, handle)

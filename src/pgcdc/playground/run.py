@@ -13,6 +13,7 @@ import os
 import queue
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -411,6 +412,8 @@ class Playground:
             self._server.__exit__()
 
     def _end_at_once(self) -> None:
+        """Kill everything that we started. What is left to do is to exit."""
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - threads of pyspark complain when their JVM dies
         if self._server is not None:
             self._server.kill()
             self._server.__exit__()

@@ -121,7 +121,7 @@ class SpoolReader:
         """All relations, by version."""
         path = self._folder / "relations.jsonl"
         if path.exists():
-            lines = path.read_bytes().splitlines()
+            lines = path.read_bytes().split(b"\n")[:-1]  # the last one may be half-written
             self._relations += [Relation.from_json(json.loads(line)) for line in lines[len(self._relations) :]]
         return self._relations
 

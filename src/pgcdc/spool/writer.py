@@ -147,9 +147,8 @@ class SpoolWriter:
         self._chunk = max(sizes)
         self._chunk_size = sizes[self._chunk]
         if self._chunk_size == 0 or self.end < base:
-            self._chunk = max(
-                map(chunk_number, chunks), default=0
-            )  # a live reader finds the next number, not a reused one
+            # Never a number again: a reader that lives through this looks for the next one.
+            self._chunk = max(map(chunk_number, chunks), default=0)
             self._begin_anew(base)
         kept = {record.file for _, record in self._records}
         self._next_segment = 1

@@ -13,10 +13,10 @@ import psutil
 from pgcdc.capture.control import CaptureGone, ControlClient, ensure_capture
 from pgcdc.capture.prepare import prepare
 from pgcdc.capture.process import CaptureSpec
-from pgcdc.errors import SourceError
+from pgcdc.errors import ConfigError, SourceError
 from pgcdc.position import Position
 from pgcdc.spool.reader import SpoolReader
-from pgcdc.state import StateDir
+from pgcdc.state import Lock, StateDir
 from pgcdc.stream.events import IdSeed
 from pgcdc.stream.options import StreamOptions
 
@@ -26,6 +26,7 @@ _T = TypeVar("_T")
 
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
+JOIN_TIMEOUT_S = 5.0
 
 
 class Feed(Protocol):
@@ -58,11 +59,12 @@ class CaptureFeed:
         state = StateDir(Path(options.source.state_dir))
         identity = state.identity()
         watch_pid = int(os.environ.get("PGCDC_WATCH_PID", "0")) or _driver_pid()
-        if identity is None or not identity.created_lsn:
+        began = identity is not None and identity.created_lsn > 0
+        if not began or (Lock.holder(state.capture_lock) is None and not options.driver_acks):
             prepared = prepare(options.source, watch_pid=watch_pid)
             self._spec, identity = prepared.spec, prepared.identity
-            self._client = ensure_capture(self._spec, is_restart=False)
         else:
+            assert identity is not None
             source = options.source
             self._spec = CaptureSpec(
                 url=source.url,
@@ -74,13 +76,20 @@ class CaptureFeed:
                 temporary=source.temporary_slot,
                 fail_fast=source.fail_fast,
             )
-            self._client = ensure_capture(self._spec, is_restart=True)
+        self._client = ensure_capture(self._spec, is_restart=began)
         self.spool = state.spool
         self.seed = IdSeed.of(identity.system_identifier, identity.slot)
         self._restarts: list[float] = []
 
     def join(self) -> tuple[Position, Position]:
-        return self._retry(lambda client: client.join(self._consumer))
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        while True:
+            try:
+                return self._retry(lambda client: client.join(self._consumer, exclusive=True))
+            except ConfigError:  # the query that was stopped just now may still be connected
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
 
     def wait(self, timeout_s: float) -> None:
         self._retry(lambda client: client.wait(timeout_s))
@@ -112,6 +121,7 @@ class CaptureFeed:
             )
         self._client.close()
         self._client = ensure_capture(self._spec, is_restart=True)
+        self._client.join(self._consumer, exclusive=True)
 
 
 class StaticFeed:

@@ -22,6 +22,8 @@ class StreamOptions:
     source: SourceOptions
     consumer: str
     max_batch_rows: int
+    driver_acks: bool
+    """Somebody else acknowledges for this consumer, after more than Spark's commit (`pgcdc listen`)."""
     spool: str
     """Read this spool and no other: no capture (used to warm up)."""
 
@@ -54,12 +56,14 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
     rows = _number(options, "max_batch_rows", DEFAULT_MAX_BATCH_ROWS, int)
     if rows < 1:
         raise ConfigError("max_batch_rows must be at least 1", "Leave it out for the default")
-    return StreamOptions(source, options.get("consumer", "default"), rows, options.get("_spool", ""))
+    return StreamOptions(
+        source, options.get("consumer", "default"), rows, _flag(options, "_driver_acks"), options.get("_spool", "")
+    )
 
 
 _KNOWN = {
     "url", "slot", "publication", "tables", "all_tables", "state_dir", "spool_limit", "start_from", "fail_fast",
-    "temporary_slot", "consumer", "max_batch_rows", "_spool",
+    "temporary_slot", "consumer", "max_batch_rows", "_spool", "_driver_acks",
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pgcdc.errors import ConfigError, PgcdcError
+from pgcdc.state import open_log
 
 if TYPE_CHECKING:
     from pyspark.conf import SparkConf
@@ -142,7 +143,7 @@ def _launch_quietly(conf: SparkConf, log_file: Path) -> None:
     from pyspark.errors import PySparkRuntimeError
     from pyspark.java_gateway import launch_gateway
 
-    with open(log_file, "ab") as log:
+    with open_log(log_file) as log:
         try:
             options = {"stdout": log, "stderr": log, "start_new_session": True}
             gateway = launch_gateway(conf, options)  # type: ignore[no-untyped-call]

@@ -129,7 +129,8 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def commit(self, end: dict[str, Any]) -> None:
         position = Position.from_offset(end)
-        self._open().ack(position)
+        if not self._options.driver_acks:
+            self._open().ack(position)
         if self._spool is not None:
             self._spool.forget(position)
 
