@@ -126,6 +126,8 @@ def _explain(error: ValidationError, layers: Mapping[str, tuple[Any, str]]) -> C
     first = error.errors()[0]
     key = str(first["loc"][0])
     value, where = layers.get(key, (None, key))
+    if first["type"] == "extra_forbidden" and key == "adapter":
+        return ConfigError(f"{where}: this key is not known", "The key is `adapters`, a list")
     if first["type"] == "extra_forbidden":
         return ConfigError(f"{where}: this key is not known", f"Known keys: {', '.join(Config.model_fields)}")
     reason = str(first["msg"]).removeprefix("Value error, ")
@@ -152,7 +154,16 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         return {}, {}
     if not isinstance(content, dict) or not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{path}, line 1: the file must be a list of `key: value`", "See docs/listen.md")
-    lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
-    return {str(key).replace("-", "_"): value for key, value in content.items()}, {
-        key.replace("-", "_"): line for key, line in lines.items()
-    }
+    values: dict[str, Any] = {}
+    lines: dict[str, int] = {}
+    for key, value in content.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{path}: the key {key!r} is not a name", "Known keys stand in docs/listen.md")
+        values[key.replace("-", "_")] = value
+    for key_node, _ in node.value:
+        name = str(key_node.value).replace("-", "_")
+        line = key_node.start_mark.line + 1
+        if name in lines:
+            raise ConfigError(f"{path}, line {line}: {name} is given twice", f"It stands in line {lines[name]} already")
+        lines[name] = line
+    return values, {name: lines.get(name, 1) for name in values}

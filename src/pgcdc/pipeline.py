@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -195,7 +196,10 @@ class Pipeline:
         assert self._spark is not None and self._lane is not None
         options = self._options()
         while True:
-            query = self._lane.start(self._spark, options, once=self.config.once)
+            try:
+                query = self._lane.start(self._spark, options, once=self.config.once)
+            except Exception as error:
+                raise self._explain(error) from error
             self._enter("streaming")
             if not self._failures:
                 adapters = ", ".join(self.config.adapters)
@@ -285,19 +289,25 @@ class Pipeline:
         failed = self.capture_status()
         if failed.get("phase") == "failed":
             return PgcdcError.from_json(failed["last_error"])
+        if self._jvm_is_gone(error):  # before anything is asked of the error: its text may come from the JVM
+            return PgcdcError("the Spark JVM ended unexpectedly", "Start pgcdc again: nothing is lost")
         ours = re.search(r"pgcdc\.errors\.(\w+): ([^\n]*)", str(error))
         if ours:
             return PgcdcError.from_json({"kind": ours.group(1), "message": ours.group(2)})
-        if self._jvm_is_gone():
-            return PgcdcError("the Spark JVM ended unexpectedly", "Start pgcdc again: nothing is lost")
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         return QueryFailed(f"the Spark query failed: {lines[0][:300]}", "Start pgcdc again: nothing is lost")
 
-    def _jvm_is_gone(self) -> bool:
+    def _jvm_is_gone(self, error: Exception) -> bool:
+        from py4j.protocol import Py4JNetworkError
+
         assert self._spark is not None
-        gateway = self._spark.sparkContext._gateway
-        process = getattr(gateway, "proc", None)
-        return process is not None and process.poll() is not None
+        process = getattr(self._spark.sparkContext._gateway, "proc", None)
+        if process is None:
+            return False
+        if isinstance(error, (ConnectionError, Py4JNetworkError)):  # its sockets close some time before it is gone
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+        return process.poll() is not None
 
     # --- acknowledge, confirm, end
 

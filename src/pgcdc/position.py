@@ -10,10 +10,14 @@ commit ends with, and the only kind of position that is ever confirmed to Postgr
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["LAST_ORDINAL", "Position", "format_lsn", "parse_lsn"]
+
+_LSN = re.compile(r"([0-9A-Fa-f]{1,8})/([0-9A-Fa-f]{1,8})")
+_POSITION = re.compile(r"([0-9A-F]{16})/([0-9A-F]{12})(?:\.([0-9A-F]{4}))?")
 
 LAST_ORDINAL = (1 << 48) - 1
 """The ordinal of `Position.end`: greater than any change's."""
@@ -26,10 +30,10 @@ def format_lsn(lsn: int) -> str:
 
 def parse_lsn(text: str) -> int:
     """The number behind PostgreSQL's notation. Raises ValueError for anything else."""
-    high, slash, low = text.partition("/")
-    if not slash or not 1 <= len(high) <= 8 or not 1 <= len(low) <= 8:
+    found = _LSN.fullmatch(text)
+    if found is None:
         raise ValueError(f"not an LSN: {text!r}")
-    return (int(high, 16) << 32) | int(low, 16)
+    return (int(found[1], 16) << 32) | int(found[2], 16)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -63,11 +67,10 @@ class Position:
     @classmethod
     def parse(cls, text: str) -> Position:
         """The position behind `str(position)`. Raises ValueError for anything else."""
-        lsn, slash, rest = text.partition("/")
-        ordinal, _, sub = rest.partition(".")
-        if not slash or len(lsn) != 16 or len(ordinal) != 12:
+        found = _POSITION.fullmatch(text)
+        if found is None:
             raise ValueError(f"not a position: {text!r}")
-        return cls(int(lsn, 16), int(ordinal, 16), int(sub, 16) if sub else 0)
+        return cls(int(found[1], 16), int(found[2], 16), int(found[3] or "0", 16))
 
     def to_offset(self) -> dict[str, Any]:
         """The JSON object that Spark keeps in its offset log."""

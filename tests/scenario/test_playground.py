@@ -69,11 +69,11 @@ def play(scratch: Path, *command: str, env: dict[str, str] | None = None) -> tup
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> None:
-    assert process.stdout is not None
+    assert process.stdout is not None and process.stderr is not None
     for line in process.stdout:
         if text in line:
             return
-    raise AssertionError(f"it ended without saying {text!r}")
+    raise AssertionError(f"it ended without saying {text!r}: {process.stderr.read()}")
 
 
 def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -18,7 +18,7 @@ import pytest
 
 from pgcdc.capture.control import CaptureGone, ControlClient
 from pgcdc.capture.server import ControlServer
-from pgcdc.errors import GapError, PgcdcError, SourceError
+from pgcdc.errors import ConfigError, GapError, PgcdcError, SourceError
 from pgcdc.position import Position
 
 
@@ -223,6 +223,25 @@ def test_requests_may_come_in_pieces_and_several_at_once(loop: Loop) -> None:
             answers += raw.recv(100)
     assert answers == b"{}\n" * 3
     assert [request["n"] for request in loop.requests] == [0, 1, 2]
+
+
+def test_consumer_has_one_exclusive_reader_until_that_one_leaves(loop: Loop, client: ControlClient) -> None:
+    loop.replies = {"join": {"initial": str(Position.end(5)), "ack": str(Position.end(5)), "is_new": True}}
+    with contextlib.closing(ControlClient(loop.server.address)) as first:
+        first.join("reports", exclusive=True)
+        first.join("reports", exclusive=True)
+        with pytest.raises(ConfigError, match="'reports' is read by another query"):
+            client.join("reports", exclusive=True)
+        client.join("reports")
+        client.join("others", exclusive=True)
+    until(lambda: joins(client, "reports"))
+
+
+def joins(client: ControlClient, consumer: str) -> bool:
+    with contextlib.suppress(ConfigError):
+        client.join(consumer, exclusive=True)
+        return True
+    return False
 
 
 def test_only_the_owner_can_enter_the_folder_and_it_goes_with_the_server() -> None:

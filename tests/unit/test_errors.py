@@ -67,6 +67,13 @@ def test_kind_survives_json(kind: type[PgcdcError]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_kind_that_is_not_in_the_tree_travels_as_its_parent(kind: type[PgcdcError]) -> None:
+    special: type[PgcdcError] = type("Special", (kind,), {})
+    back = PgcdcError.from_json(special("it broke", "mend it").to_json())
+    assert (type(back), back.exit_code, back.policy) == (kind, special.exit_code, special.policy)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_kind_survives_pickle(kind: type[PgcdcError]) -> None:
     back = pickle.loads(pickle.dumps(kind("it broke", "mend it")))
     assert (type(back), back.message, back.advice) == (kind, "it broke", "mend it")

@@ -84,6 +84,7 @@ def test_batches_reach_the_end_in_increasing_steps(
     start = Position(0, 0)
     while start < end:
         cut = plan_end([one for one in records if one.end > start], end, max_rows, max_bytes)
+        assert cut is not None
         assert start < cut <= end
         assert cut == end or cut in [one.end for one in records]
         start = cut
@@ -96,7 +97,9 @@ def test_only_a_transaction_beyond_the_limits_is_split(
     records, end = spool
     start = Position(0, 0)
     while start < end:
-        start = plan_end([one for one in records if one.end > start], end, max_rows, max_bytes)
+        cut = plan_end([one for one in records if one.end > start], end, max_rows, max_bytes)
+        assert cut is not None
+        start = cut
         if not start.is_end:
             torn = [one for one in records if one.end.lsn == start.lsn]
             rows, size = sum(one.rows for one in torn), sum(one.written[0] for one in torn)
@@ -112,6 +115,7 @@ def test_batch_of_several_segments_is_within_the_limits_and_takes_all_commits_th
     while start < end:
         ahead = [one for one in records if one.end > start]
         cut = plan_end(ahead, end, max_rows, max_bytes)
+        assert cut is not None
         taken = [one for one in ahead if one.end <= cut]
         rows = accumulate((one.rows for one in ahead), initial=0)
         size = accumulate((one.written[0] for one in ahead), initial=0)
@@ -120,3 +124,8 @@ def test_batch_of_several_segments_is_within_the_limits_and_takes_all_commits_th
         missed = [one for count, one in enumerate(ahead, 1) if count > len(taken) and fits[count] and one.end.is_end]
         assert not missed
         start = cut
+
+
+def test_a_part_of_a_transaction_within_the_limits_waits_for_the_rest() -> None:
+    part = IndexRecord(Position(110, 3), "seg-1.arrow", (10, 0), 3)
+    assert plan_end([part], Position(110, 3), max_rows=100, max_bytes=100) is None

@@ -7,7 +7,6 @@ the end every change must be there once.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from pgcdc.errors import GapError, SpoolError
 from pgcdc.position import Position
 from pgcdc.relation import Column, Relation, Relations
 from pgcdc.spool import writer as writer_module
-from pgcdc.spool.index import list_chunks
+from pgcdc.spool.index import encode_relation, list_chunks
 from pgcdc.spool.reader import SpoolReader, read_slice
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS, Op
 from pgcdc.spool.segment import write_segment
@@ -318,7 +317,7 @@ def test_half_written_relation_is_cut_off_with_the_segments_that_need_it(tmp_pat
 
 def test_reader_leaves_a_relation_alone_that_is_just_being_written(tmp_path: Path) -> None:
     shapes = [Relation(n, "public", f"t{n}", "d", ()) for n in range(2)]
-    first, second = (json.dumps(shape.to_json()).encode() + b"\n" for shape in shapes)
+    first, second = map(encode_relation, shapes)
     reader = SpoolReader(tmp_path)
     for size in range(len(second)):
         (tmp_path / "relations.jsonl").write_bytes(first + second[:size])

@@ -68,7 +68,11 @@ class Consumers:
 
     def ack(self, name: str, position: Position) -> None:
         """A consumer has made everything up to `position` durable."""
-        consumer = self._consumers[name]
+        consumer = self._consumers.get(name)
+        if consumer is None:
+            raise ConfigError(
+                f"consumer {name!r} was forgotten while its query ran", "Stop the query, or start it anew"
+            )
         if position > consumer.ack:
             consumer.ack = position
             consumer.confirmable_lsn = max(consumer.confirmable_lsn, position.confirmable_lsn)

@@ -116,14 +116,19 @@ class ControlServer:
         client.buffer += data
         while b"\n" in client.buffer:
             line, _, client.buffer = client.buffer.partition(b"\n")
-            self._handle(client, json.loads(line))
+            try:
+                request = json.loads(line)
+            except ValueError:
+                self._drop(client)
+                return
+            self._handle(client, request)
 
     def _handle(self, client: _Client, request: dict[str, Any]) -> None:
-        if request["do"] == "wait":
+        if request.get("do") == "wait":
             client.waits_until = time.monotonic() + float(request["timeout_s"])
             if client.seen != self._version:
                 self._end_wait(client)
-        elif request["do"] == "confirm":
+        elif request.get("do") == "confirm":
             client.wants_confirmation = True
             self.confirm_requested = True
         else:
@@ -133,6 +138,8 @@ class ControlServer:
                 reply = self._answer(request)
             except PgcdcError as error:
                 reply = {"error": error.to_json()}
+            except (KeyError, TypeError, ValueError) as error:
+                reply = {"error": PgcdcError(f"not a request: {error!r}").to_json()}
             if reply is not None:
                 self._send(client, reply)
 

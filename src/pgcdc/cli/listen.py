@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -75,6 +76,7 @@ def listen(
         }.items()
         if value is not None
     }  # fmt: skip
+    logging.disable(logging.ERROR)  # libraries log what we report ourselves, in one line and with advice
     with exit_on_error():
         from pgcdc.config import load_config
         from pgcdc.pipeline import Pipeline

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pgcdc.errors import StateError
 from pgcdc.position import Position
 from pgcdc.state import read_json, write_json_durably
 
@@ -17,8 +18,13 @@ class AckFile:
     def __init__(self, folder: Path, name: str) -> None:
         self._path = folder / f"{name}.json"
         raw = read_json(self._path)
-        self.position: Position | None = Position.parse(raw["position"]) if raw else None
-        self.detail: dict[str, Any] = raw.get("detail", {}) if raw else {}
+        self.position: Position | None = None
+        self.detail: dict[str, Any] = {}
+        if raw is not None:
+            try:
+                self.position, self.detail = Position.parse(raw["position"]), dict(raw["detail"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise StateError(f"{self._path} is damaged", "Restore it from a backup") from error
 
     def save(self, position: Position, detail: dict[str, Any]) -> None:
         """Replace the ack."""

@@ -35,6 +35,14 @@ class FileSink:
         return self._ack.position
 
     def open(self, start: Position) -> None:
+        try:
+            self._open(start)
+        except OSError as error:
+            raise SinkError(
+                f"{self._path} cannot be written: {error.strerror}", "Check the folder and its permissions"
+            ) from error
+
+    def _open(self, start: Position) -> None:
         detail = self._ack.detail
         known = self._ack.position is not None and detail["path"] == str(self._path)
         exists = self._path.exists()
@@ -54,17 +62,12 @@ class FileSink:
                 f"{self._path} exists and was not written by this pipeline",
                 "Move it away, or give another --file-path",
             )
-        try:
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
-            self._size = detail["size"] if known else 0
-            os.ftruncate(self._descriptor, self._size)
-            os.lseek(self._descriptor, self._size, os.SEEK_SET)
-            os.fsync(self._descriptor)
-            fsync_folder(self._path.parent)
-        except OSError as error:
-            raise SinkError(
-                f"{self._path} cannot be written: {error.strerror}", "Check the folder and its permissions"
-            ) from error
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+        self._size = detail["size"] if known else 0
+        os.ftruncate(self._descriptor, self._size)
+        os.lseek(self._descriptor, self._size, os.SEEK_SET)
+        os.fsync(self._descriptor)
+        fsync_folder(self._path.parent)
         self._save(self._ack.position or start)
 
     def write(self, batch: Batch) -> None:
@@ -72,7 +75,8 @@ class FileSink:
             return
         batch = batch.after(self.ack)
         try:
-            os.lseek(self._descriptor, self._size, os.SEEK_SET)  # where a failed attempt may have left something
+            os.ftruncate(self._descriptor, self._size)  # a failed attempt may have left something
+            os.lseek(self._descriptor, self._size, os.SEEK_SET)
             size = self._size
             for lines in batch.lines():
                 size += write_all(self._descriptor, lines)

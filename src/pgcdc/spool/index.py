@@ -18,10 +18,20 @@ import pyarrow as pa
 
 from pgcdc.errors import SpoolError
 from pgcdc.position import Position
+from pgcdc.relation import Relation
 from pgcdc.spool.schema import TRANSACTIONS
 from pgcdc.spool.segment import Written
 
-__all__ = ["IndexRecord", "chunk_number", "chunk_path", "encode_record", "list_chunks", "parse_records"]
+__all__ = [
+    "IndexRecord",
+    "chunk_number",
+    "chunk_path",
+    "encode_record",
+    "encode_relation",
+    "list_chunks",
+    "parse_records",
+    "parse_relations",
+]
 
 _FRAME = struct.Struct("!IIII")  # magic, header bytes, body bytes, CRC-32 of both
 _MAGIC = 0x70674344
@@ -92,6 +102,24 @@ def _decode(header: dict[str, str], body: bytes) -> IndexRecord:
         pa.ipc.read_record_batch(pa.py_buffer(body), TRANSACTIONS),
         int(header["relations"]),
     )
+
+
+def encode_relation(relation: Relation) -> bytes:
+    """One line of `relations.jsonl`: a checksum and the descriptor."""
+    text = json.dumps(relation.to_json()).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def parse_relations(data: bytes) -> list[tuple[Relation, int]]:
+    """The sound lines at the beginning of `relations.jsonl`, each with the offset behind it."""
+    found, offset = [], 0
+    for line in data.splitlines(keepends=True):
+        crc, _, text = line.rstrip(b"\n").partition(b" ")
+        if not line.endswith(b"\n") or crc != b"%08x" % zlib.crc32(text):
+            break
+        offset += len(line)
+        found.append((Relation.from_json(json.loads(text)), offset))
+    return found
 
 
 def chunk_path(folder: Path, number: int) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,14 @@ import pyarrow as pa
 from pgcdc.errors import GapError
 from pgcdc.position import Position, format_lsn
 from pgcdc.relation import Relation
-from pgcdc.spool.index import IndexRecord, chunk_number, chunk_path, list_chunks, parse_records
+from pgcdc.spool.index import (
+    IndexRecord,
+    chunk_number,
+    chunk_path,
+    list_chunks,
+    parse_records,
+    parse_relations,
+)
 from pgcdc.spool.schema import TRANSACTIONS
 from pgcdc.spool.segment import Written, open_segment
 
@@ -64,7 +70,10 @@ class SpoolReader:
             with open(path, "rb") as file:
                 file.seek(self._offset)
                 data = file.read()
-        except FileNotFoundError:
+        except FileNotFoundError:  # everything in it was released: go on with the first one that is left
+            later = [number for number in map(chunk_number, list_chunks(self._folder)) if number > self._chunk]
+            if later:
+                self._chunk, self._offset = later[0] - 1, 0
             return
         begin = self._offset
         for record, offset in parse_records(data, path.name):
@@ -121,16 +130,16 @@ class SpoolReader:
         """All relations, by version."""
         path = self._folder / "relations.jsonl"
         if path.exists():
-            lines = path.read_bytes().split(b"\n")[:-1]  # the last one may be half-written
-            self._relations += [Relation.from_json(json.loads(line)) for line in lines[len(self._relations) :]]
+            shapes = parse_relations(path.read_bytes())
+            self._relations += [shape for shape, _ in shapes][len(self._relations) :]
         return self._relations
 
 
-def plan_end(records: list[IndexRecord], end: Position, max_rows: int, max_bytes: int) -> Position:
+def plan_end(records: list[IndexRecord], end: Position, max_rows: int, max_bytes: int) -> Position | None:
     """Where a batch of the given records should end: as far as the limits allow, and at a commit.
 
     `records` are those after the batch's start, `end` is how far the spool goes. Only a transaction that is itself larger
-    than the limits is split, at the end of a segment.
+    than the limits is split, at the end of a segment. None: there is only a part of a transaction yet, wait for the rest.
     """
     rows = size = 0
     commit: Position | None = None
@@ -145,7 +154,7 @@ def plan_end(records: list[IndexRecord], end: Position, max_rows: int, max_bytes
             commit = record.end
     if end.is_end or split is None:
         return end
-    return commit or split
+    return commit
 
 
 def read_slice(piece: SegmentSlice) -> tuple[pa.Table, pa.Table]:

@@ -6,7 +6,6 @@ leaves damaged is cut off at the next start and read again from the slot.
 
 from __future__ import annotations
 
-import json
 import os
 from collections import deque
 from pathlib import Path
@@ -17,9 +16,19 @@ from pgcdc.capture.batch import CaptureBatch, Part
 from pgcdc.errors import SpoolError
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position
-from pgcdc.relation import Relation, Relations
-from pgcdc.spool.index import IndexRecord, chunk_number, chunk_path, encode_record, list_chunks, parse_records
+from pgcdc.relation import Relations
+from pgcdc.spool.index import (
+    IndexRecord,
+    chunk_number,
+    chunk_path,
+    encode_record,
+    encode_relation,
+    list_chunks,
+    parse_records,
+    parse_relations,
+)
 from pgcdc.spool.segment import Written, checksum_file, write_segment
+from pgcdc.state import write_all
 
 __all__ = ["SpoolWriter"]
 
@@ -55,8 +64,15 @@ class SpoolWriter:
             if batch.part is not None and batch.part.path is not None:
                 batch.part.path.unlink()
             return
-        if not self.end.is_end:
-            batch = _without(batch, self.end)
+        try:
+            self._append(batch if self.end.is_end else _without(batch, self.end))
+        except OSError as error:
+            raise SpoolError(
+                f"the spool {self._folder} cannot be written: {error.strerror}",
+                "Make room on its disk (or lower --spool-limit) and start again: nothing is lost",
+            ) from error
+
+    def _append(self, batch: CaptureBatch) -> None:
         if self._chunk_size >= CHUNK_BYTES:
             self._start_chunk(self._chunk + 1)
         record = IndexRecord(batch.end)
@@ -114,16 +130,11 @@ class SpoolWriter:
         """A relation stands on disk before the first segment that names it is visible."""
         fresh = self.relations.shapes[self._relations_written :]
         if fresh:
-            lines = b"".join(json.dumps(shape.to_json()).encode() + b"\n" for shape in fresh)
-            self._relations_file.write(lines)
+            write_all(self._relations_file.fileno(), memoryview(b"".join(map(encode_relation, fresh))))
             self._relations_written = len(self.relations)
 
     def _append_record(self, record: IndexRecord) -> None:
-        data = encode_record(record)
-        written = self._index.write(data)
-        if written != len(data):
-            raise SpoolError(f"the index in {self._folder} could not be written", "Is the disk full?")
-        self._chunk_size += len(data)
+        self._chunk_size += write_all(self._index.fileno(), memoryview(encode_record(record)))
 
     def _start_chunk(self, number: int) -> None:
         self._index.close()
@@ -218,16 +229,6 @@ def _load_relations(folder: Path) -> Relations:
     path = folder / "relations.jsonl"
     if not path.exists():
         return Relations()
-    shapes: list[Relation] = []
-    sound = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            shape = Relation.from_json(json.loads(line))
-        except (ValueError, KeyError, TypeError):
-            break
-        if not line.endswith(b"\n"):
-            break
-        shapes.append(shape)
-        sound += len(line)
-    os.truncate(path, sound)
-    return Relations(shapes)
+    found = parse_relations(path.read_bytes())
+    os.truncate(path, found[-1][1] if found else 0)
+    return Relations([shape for shape, _ in found])

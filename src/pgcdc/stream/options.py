@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -85,7 +86,10 @@ def _number(options: Mapping[str, str], name: str, default: int, parse: Callable
 
 def parse_bytes(text: str) -> int:
     """`512MB`, `1 GiB`, `1048576`: a number of bytes. Raises ValueError for anything else."""
-    cleaned = text.strip().lower().removesuffix("b").removesuffix("i")
-    factor = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.get(cleaned[-1:], 1)
-    number = cleaned[:-1] if factor > 1 else cleaned
-    return int(float(number) * factor)
+    found = _SIZE.fullmatch(text.strip().lower())
+    if found is None:
+        raise ValueError(f"not a size: {text!r}")
+    return int(float(found[1]) * (1 << 10 * " kmgt".index(found[2] or " ")))
+
+
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)(?:i?b)?")

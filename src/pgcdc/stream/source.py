@@ -90,7 +90,11 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return start
         assert self._spool is not None
         max_rows = limit.max_rows if isinstance(limit, ReadMaxRows) else 1 << 62
-        return plan_end(self._spool.after(begin), end, max_rows, MAX_BATCH_BYTES).to_offset()
+        planned = plan_end(self._spool.after(begin), end, max_rows, MAX_BATCH_BYTES)
+        if planned is None:  # the capture is just publishing a large transaction
+            feed.wait(LONG_POLL_S)
+            return start
+        return planned.to_offset()
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
         return self._spool.end.to_offset() if self._spool is not None else None
