@@ -17,6 +17,7 @@ import psutil
 import psycopg
 
 from pgcdc.capture.control import ControlClient
+from pgcdc.playground import contents, shop
 from pgcdc.position import Position
 from pgcdc.state import Lock, StateDir
 
@@ -155,6 +156,19 @@ class Listener:
         wait_until(
             lambda: self.delivered_lsn() >= target, timeout_s, f"delivery up to {target:X} ({self.said()[-500:]})"
         )
+
+
+def check_equal(one: Listener) -> None:
+    """The folded output equals the source tables: nothing lost, nothing twice, in order per key."""
+    events = one.events()
+    positions = [event["position"] for event in events]
+    assert positions == sorted(positions)
+    assert len(set(positions)) == len(positions)
+    assert len({event["id"] for event in events}) == len(events)
+    with psycopg.connect(one.url, autocommit=True) as conn:
+        source = contents.read_tables(conn, shop.TABLES)
+    assert contents.differences(source, shop.fold(events, strict=True)) == []
+    assert sum(len(rows) for rows in source.values()) > 0
 
 
 class ConfirmWatch:

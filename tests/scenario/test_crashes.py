@@ -14,9 +14,9 @@ import psutil
 import psycopg
 import pytest
 from databases import Database
-from listening import ConfirmWatch, Listener, wait_until
+from listening import ConfirmWatch, Listener, check_equal, wait_until
 
-from pgcdc.playground import contents, shop
+from pgcdc.playground import shop
 from pgcdc.playground.postgres import EmbeddedPostgres
 
 ROUNDS = int(os.environ.get("PGCDC_TORTURE_ROUNDS", "30"))
@@ -29,19 +29,6 @@ def listener(database: Database, tmp_path: Path) -> Iterator[Listener]:
         shop.create_tables(conn)
     yield one
     one.kill_all()
-
-
-def check_equal(one: Listener) -> None:
-    """The folded output equals the source tables: nothing lost, nothing twice, in order per key."""
-    events = one.events()
-    positions = [event["position"] for event in events]
-    assert positions == sorted(positions)
-    assert len(set(positions)) == len(positions)
-    assert len({event["id"] for event in events}) == len(events)
-    with psycopg.connect(one.url, autocommit=True) as conn:
-        source = contents.read_tables(conn, shop.TABLES)
-    assert contents.differences(source, shop.fold(events, strict=True)) == []
-    assert sum(len(rows) for rows in source.values()) > 0
 
 
 def start_traffic(one: Listener, seed: int, rate_per_s: float = 150.0) -> shop.Traffic:

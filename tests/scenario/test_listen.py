@@ -1,0 +1,160 @@
+"""`pgcdc listen` as a user runs it: start, look, stop, start again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from databases import Database
+from listening import Listener, check_equal, wait_until
+
+from pgcdc.playground import shop
+
+
+def pgcdc(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pgcdc", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **(env or {})},
+    )
+
+
+@pytest.fixture
+def listener(database: Database, tmp_path: Path) -> Iterator[Listener]:
+    one = Listener(database.url, tmp_path, slot=f"s_{database.name}")
+    yield one
+    one.kill_all()
+
+
+def test_a_run_can_be_watched_is_locked_follows_new_tables_and_stops_in_order(
+    listener: Listener, database: Database, tmp_path: Path
+) -> None:
+    database.execute("CREATE TABLE t (id int PRIMARY KEY, v text)")
+    database.execute("CREATE TABLE keyless (v text)")
+    listener.start("--adapter", "stdout")
+    assert "table keyless has no primary key" in listener.said()
+
+    database.execute("INSERT INTO t VALUES (1, 'a'), (2, 'b')")
+    database.execute("INSERT INTO keyless VALUES ('x')")
+    listener.wait_delivered()
+    assert [event["payload"]["row"] for event in listener.events()] == [
+        {"id": "1", "v": "a"},
+        {"id": "2", "v": "b"},
+        {"v": "x"},
+    ]
+    on_stdout = [json.loads(line) for line in listener.said().splitlines() if line.startswith("{")]
+    assert on_stdout == listener.events(), "both adapters got the same events"
+
+    report = json.loads(pgcdc("status", "--state-dir", str(listener.state.path), "--json").stdout)
+    assert report["phase"] == "streaming" and report["capture"] == "streaming"
+    assert report["slot"] == listener.slot and report["last_error"] is None
+    assert report["lag_bytes"] >= 0 and report["lag_seconds"] >= 0
+    assert "streaming" in pgcdc("status", "--state-dir", str(listener.state.path)).stdout
+
+    second = pgcdc(
+        "listen", "--all-tables", "--slot-name", listener.slot, "--state-dir", str(listener.state.path),
+        env={"PGCDC_DB": listener.url},
+    )  # fmt: skip
+    assert second.returncode == 2 and "in use by process" in second.stderr
+
+    database.execute("CREATE TABLE later (id int PRIMARY KEY)")
+    wait_until(lambda: "new tables are captured from now on: later" in listener.said(), 30, "the new table is seen")
+    database.execute("INSERT INTO later VALUES (7)")
+    listener.wait_delivered()
+    assert listener.events()[-1]["channel"] == "pgcdc:later"
+
+    begin = time.monotonic()
+    assert listener.stop() == 0
+    assert time.monotonic() - begin < 10
+    assert "is delivered and confirmed" in listener.said()
+    assert listener.capture_pid() is None
+    slots = database.query(
+        "SELECT active, confirmed_flush_lsn - '0/0'::pg_lsn FROM pg_replication_slots WHERE slot_name = %s",
+        [listener.slot],
+    )
+    assert slots == [(False, listener.delivered_lsn())]
+
+
+def test_signals_under_load_end_in_time_and_lose_nothing(listener: Listener, database: Database) -> None:
+    with database.connect() as conn:
+        shop.create_tables(conn)
+    listener.start()
+    with database.connect() as conn:
+        shop.add_first_rows(conn)
+    traffic = shop.Traffic(database.url, seed=11, rate_per_s=100)
+    traffic.start()
+    lsn = listener.delivered_lsn()
+    wait_until(lambda: listener.delivered_lsn() > lsn, 60, "events flow")
+    assert listener.process is not None
+    listener.process.send_signal(signal.SIGINT)
+    assert listener.wait_exit(10) == 0, listener.said()
+
+    listener.start()
+    lsn = listener.delivered_lsn()
+    wait_until(lambda: listener.delivered_lsn() > lsn, 60, "events flow")
+    listener.process.send_signal(signal.SIGTERM)
+    listener.process.send_signal(signal.SIGTERM)  # the second ends at once
+    assert listener.wait_exit(10) in (0, 128 + signal.SIGTERM)
+
+    traffic.stop()
+    run = pgcdc_once(listener)
+    assert run.returncode == 0, run.stderr
+    check_equal(listener)
+
+
+def pgcdc_once(listener: Listener) -> subprocess.CompletedProcess[str]:
+    return pgcdc(
+        "listen", "--once", "--all-tables", "--slot-name", listener.slot, "--state-dir", str(listener.state.path),
+        "--adapter", "file", "--file-path", str(listener.output), env={"PGCDC_DB": listener.url},
+    )  # fmt: skip
+
+
+def test_once_delivers_everything_confirms_and_exits_and_an_idle_restart_adds_nothing(
+    listener: Listener, database: Database
+) -> None:
+    database.execute("CREATE TABLE t (id int PRIMARY KEY)")
+    assert pgcdc_once(listener).returncode == 0
+    database.execute("INSERT INTO t SELECT generate_series(1, 5000)")
+    run = pgcdc_once(listener)
+    assert run.returncode == 0 and "is delivered and confirmed" in run.stderr
+    assert [int(event["payload"]["row"]["id"]) for event in listener.events()] == list(range(1, 5001))
+    content = listener.output.read_bytes()
+    assert pgcdc_once(listener).returncode == 0
+    assert listener.output.read_bytes() == content
+
+
+def test_a_trial_with_a_temporary_slot_leaves_nothing_behind(database: Database, tmp_path: Path) -> None:
+    database.execute("CREATE TABLE t (id int PRIMARY KEY)")
+    output = open(tmp_path / "out", "wb")  # noqa: SIM115
+    log = open(tmp_path / "log", "wb")  # noqa: SIM115
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pgcdc", "listen", "--temporary-slot", "--all-tables", "--slot-name", f"s_{database.name}",
+         "--no-warm-up"],
+        cwd=tmp_path, stdout=output, stderr=log, env={**os.environ, "PGCDC_DB": database.url},
+    )  # fmt: skip
+    try:
+        wait_until(lambda: b"ready" in (tmp_path / "log").read_bytes(), 90, "ready")
+        database.execute("INSERT INTO t VALUES (1)")
+        wait_until(lambda: b'"row":{"id":"1"}' in (tmp_path / "out").read_bytes(), 60, "the event")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        output.close()
+        log.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out"]
+    wait_until(
+        lambda: not database.query("SELECT 1 FROM pg_replication_slots WHERE database = %s", [database.name]), 10, ""
+    )
+    assert database.query("SELECT 1 FROM pg_publication") == []
