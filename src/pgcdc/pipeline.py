@@ -45,6 +45,7 @@ LANE = "main"
 POLL_S = 0.25
 STATUS_INTERVAL_S = 1.0
 FOLLOW_INTERVAL_S = 10.0
+READING_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 8.0
 MAX_QUERY_FAILURES = 5
 
@@ -200,6 +201,7 @@ class Pipeline:
                 query = self._lane.start(self._spark, options, once=self.config.once)
             except Exception as error:
                 raise self._explain(error) from error
+            self._await_reading(query)
             self._enter("streaming")
             if not self._failures:
                 adapters = ", ".join(self.config.adapters)
@@ -211,6 +213,15 @@ class Pipeline:
                 return
             except PgcdcError as error:
                 self._recover(error)
+
+    def _await_reading(self, query: StreamingQuery) -> None:
+        """A started query is not a reading one: its source comes up first. Failures are for `_watch` to explain."""
+        deadline = time.monotonic() + READING_TIMEOUT_S
+        with contextlib.suppress(Exception):
+            while time.monotonic() < deadline and not self._stop.is_set():
+                if not query.isActive or not query.status["message"].startswith("Initializing"):
+                    return
+                time.sleep(0.05)
 
     def _options(self) -> dict[str, str]:
         config = self.config
