@@ -25,7 +25,7 @@ from pgcdc.capture.prepare import Prepared, drop_publications, follow_tables, pr
 from pgcdc.capture.slots import OpenTransaction, get_slot
 from pgcdc.capture.stream import reconnect_delay_s
 from pgcdc.config import Config
-from pgcdc.errors import PgcdcError, Policy, StateError
+from pgcdc.errors import ConnectionLost, PgcdcError, Policy, SinkUnavailable, StateError
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position, format_lsn
 from pgcdc.sink.base import Batch, Sink
@@ -153,7 +153,7 @@ class Pipeline:
         os.environ["PGCDC_DB"] = self.config.db
         os.environ["PGCDC_WATCH_PID"] = str(os.getpid())
         self._client = ensure_capture(self._prepared.spec, is_restart=False)
-        initial, _ = self._client.join(LANE)
+        initial, _ = self._call(lambda client: client.join(LANE))
         self._lane = Lane(LANE, self.state.checkpoints / LANE, self._sinks())
         self._lane.open(initial)
         self._lane.on_batch = self.on_batch
@@ -197,6 +197,7 @@ class Pipeline:
         assert self._spark is not None and self._lane is not None
         options = self._options()
         while True:
+            self._enter("starting the query")
             try:
                 query = self._lane.start(self._spark, options, once=self.config.once)
             except Exception as error:
@@ -212,6 +213,8 @@ class Pipeline:
                 self._watch(query)
                 return
             except PgcdcError as error:
+                with contextlib.suppress(Exception):
+                    query.stop()
                 self._recover(error)
 
     def _await_reading(self, query: StreamingQuery) -> None:
@@ -254,7 +257,9 @@ class Pipeline:
                 if ended:
                     return
             self._enter("stopping")
+            giving_up = _give_up_after(STOP_TIMEOUT_S + 1.5, self._say)
             self._lane.stop(query, STOP_TIMEOUT_S)
+            giving_up.cancel()
             self._acknowledge()
         except PgcdcError:
             raise
@@ -283,7 +288,8 @@ class Pipeline:
 
     def _recover(self, error: PgcdcError) -> None:
         """A query that failed for a reason that may pass starts again from its checkpoint; anything else ends the run."""
-        if error.policy is not Policy.RETRY or self.config.fail_fast or self._failures >= MAX_QUERY_FAILURES:
+        lasting = self._failures >= MAX_QUERY_FAILURES and not isinstance(error, SinkUnavailable)
+        if error.policy is not Policy.RETRY or self.config.fail_fast or lasting:
             raise error
         delay_s = reconnect_delay_s(self._failures)
         self._failures += 1
@@ -350,14 +356,26 @@ class Pipeline:
         lsn = int(self._call(lambda client: client.confirm()))
         if self.config.temporary_slot:
             return
+        if self._server_has(lsn):
+            self._say(f"stopped: everything up to {format_lsn(lsn)} is delivered and confirmed")
+        elif self.config.once:
+            raise ConnectionLost(
+                f"everything is delivered, but the server has not taken the confirmation of {format_lsn(lsn)}",
+                "Run it again: what is delivered is not delivered twice",
+            )
+        else:
+            self._say("stopped: everything is delivered; the server was not reached, it is confirmed at the next start")
+
+    def _server_has(self, lsn: int) -> bool:
+        """Whether the server has taken the confirmation; it may need a moment."""
         deadline = time.monotonic() + 5
         with contextlib.suppress(PgcdcError), connect(self.config.db, may_retry=False) as sql:
             while time.monotonic() < deadline:
                 slot = get_slot(sql, self.config.slot_name)
-                if slot is None or (slot.confirmed_flush_lsn or 0) >= lsn:
-                    break
+                if slot is not None and (slot.confirmed_flush_lsn or 0) >= lsn:
+                    return True
                 time.sleep(0.02)
-        self._say(f"stopped: everything up to {format_lsn(lsn)} is delivered and confirmed")
+        return False
 
     def _close(self) -> None:
         if self._client is not None:
@@ -406,6 +424,19 @@ class Pipeline:
                 "last_error": self._last_error,
             },
         )
+
+
+def _give_up_after(timeout_s: float, say: Say) -> threading.Timer:
+    """A sink that blocks (a pipe that nobody reads) must not keep us from ending: the batch comes again."""
+
+    def end() -> None:
+        say("the batch did not end in time: it comes again at the next start")
+        os._exit(0)
+
+    timer = threading.Timer(timeout_s, end)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 class StopNow(BaseException):

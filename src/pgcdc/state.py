@@ -17,6 +17,8 @@ import contextlib
 import fcntl
 import json
 import os
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -139,11 +141,16 @@ class Lock:
     def acquire(self) -> dict[str, Any] | None:
         """Take the lock; None if another process holds it, else what the last holder wrote if it was killed."""
         file = open(self._path, "a+")  # noqa: SIM115 - open as long as the lock is held
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            return None
+        deadline = time.monotonic() + 0.2  # `holder` takes the lock for a moment to see whether it is free
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    file.close()
+                    return None
+                time.sleep(0.01)
         self._file = file
         file.seek(0)
         try:
@@ -204,19 +211,32 @@ def read_json(path: Path) -> Any:
 def write_json(path: Path, content: Any) -> None:
     """Replace a JSON file in one step; it may be lost by a crash of the machine."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content))
-    os.replace(temporary, path)
+    with _explain_writing(path):
+        temporary.write_text(json.dumps(content))
+        os.replace(temporary, path)
 
 
 def write_json_durably(path: Path, content: Any) -> None:
     """Replace a JSON file in one step; when this returns, it survives a crash of the machine."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w") as file:
-        file.write(json.dumps(content))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    fsync_folder(path.parent)
+    with _explain_writing(path):
+        with open(temporary, "w") as file:
+            file.write(json.dumps(content))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def _explain_writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StateError(
+            f"{path} cannot be written: {error.strerror}",
+            "Is the disk of the state directory full? Nothing is lost: make room and start again",
+        ) from error
 
 
 def write_all(descriptor: int, data: memoryview) -> int:

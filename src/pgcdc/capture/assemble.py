@@ -68,6 +68,10 @@ class Assembler:
         self._ready: deque[CaptureBatch] = deque()
         self._popped_lsn = start_lsn
 
+    def begin_at(self, lsn: int) -> None:
+        """The stream begins at `lsn`: a slot was created there just now."""
+        self.last_lsn = self._popped_lsn = lsn
+
     @property
     def in_transaction(self) -> bool:
         """Whether a Begin was read whose Commit was not."""
@@ -128,9 +132,10 @@ class Assembler:
 
     def advance(self, lsn: int) -> CaptureBatch | None:
         """A batch that only moves the position to `lsn`, if nothing received before is still on its way (invariant 2)."""
-        if self._open is not None or not self.is_drained or lsn <= self.last_lsn:
+        lsn = max(lsn, self.last_lsn)  # an empty transaction moved last_lsn without handing anything out
+        if self._open is not None or not self.is_drained or lsn <= self._popped_lsn:
             return None
-        self.last_lsn = lsn
+        self.last_lsn = self._popped_lsn = lsn
         return CaptureBatch.advance(lsn, self.relations)
 
     def abandon(self) -> None:

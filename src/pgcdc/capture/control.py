@@ -106,7 +106,9 @@ def ensure_capture(spec: CaptureSpec, *, is_restart: bool) -> ControlClient:
             _start(replace(spec, is_restart=is_restart), state)
         elif "address" in holder:
             with contextlib.suppress(CaptureGone):
-                return ControlClient(holder["address"])
+                client = ControlClient(holder["address"])
+                client.status()  # a process that was just killed still takes connections for a moment
+                return client
         time.sleep(0.02)
     raise SourceError("the capture process did not start in time", f"See {state.path / 'capture.log'}")
 

@@ -112,6 +112,8 @@ def connect(
     params = parse_url(url)
     fallbacks = _FALLBACKS | {"connect_timeout": str(connect_timeout_s), "fallback_application_name": application_name}
     overrides = {"client_encoding": "UTF8"} | ({"replication": "database"} if replication else {})
+    if application_name != "pgcdc":  # by it we know our own sessions again: it wins over the URL
+        overrides["application_name"] = application_name
     try:
         conn = psycopg.connect(make_conninfo("", **{**fallbacks, **params, **overrides}), autocommit=True)
     except psycopg.Error as exc:

@@ -179,6 +179,7 @@ def _prepare_publications(
 def follow_tables(options: SourceOptions) -> tuple[PublicationInfo, ...]:
     """Bring our publications up to date with the tables that exist now (--all-tables)."""
     with connect(options.url) as sql:
+        sql.execute("SET lock_timeout = '2s'")  # the pipeline must not wait behind a VACUUM FULL
         return ensure(sql, options.publication or DEFAULT_ALL, None)
 
 
@@ -272,8 +273,8 @@ def _create_slot(
         connect(options.url, replication=True, may_retry=False) as replication,
         connect(options.url, may_retry=False) as sql,
     ):
+        create_slot(replication, options.slot, monitor=sql, on_wait=on_wait)  # cleans up after itself if it fails
         undo.callback(_remove_slot, options.url, options.slot)
-        create_slot(replication, options.slot, monitor=sql, on_wait=on_wait)
         slot = get_slot(sql, options.slot)
         assert slot is not None
         return slot.confirmed_flush_lsn or 0

@@ -7,6 +7,7 @@ among the process arguments), answers one line on standard output, and ends when
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -30,7 +31,7 @@ from pgcdc.capture.replication import SlotBusy
 from pgcdc.capture.server import ControlServer
 from pgcdc.capture.slots import check_usable, get_slot
 from pgcdc.capture.stream import STATUS_INTERVAL_S, Capture, reconnect_delay_s
-from pgcdc.errors import ConnectionLost, GapError, PgcdcError, SourceError
+from pgcdc.errors import ConnectionLost, GapError, PgcdcError, SourceError, StateError
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position, format_lsn
 from pgcdc.spool.writer import SpoolWriter
@@ -144,7 +145,7 @@ class CaptureProcess:
                 break
             try:
                 if self._capture.is_connected:
-                    if self._target_lsn > self._capture.last_lsn and now >= target_due:
+                    if self._waiting_for_target() and now >= target_due:
                         self._capture.ask_for_progress()
                         target_due = now + TARGET_POLL_S
                     if now >= check_due:
@@ -169,7 +170,8 @@ class CaptureProcess:
         """Close everything; leave the reason where others find it."""
         if error is not None:
             self._phase, self._last_error = "failed", error.to_json()
-        self._write_status()
+        with contextlib.suppress(StateError):  # the disk may be full: that must not hide the reason
+            self._write_status()
         self._server.close(error)
         self._capture.close()
         if self._sql is not None:
@@ -278,7 +280,7 @@ class CaptureProcess:
             hit("capture.before_poll")
             batch = self._capture.poll(drain=self._server.has_waiters)
             if batch is None:
-                return False
+                return not self._capture.is_drained
             self._spool.append(batch)
             self._rows += batch.rows
             if batch.rows:
@@ -302,7 +304,7 @@ class CaptureProcess:
         self._server.expire()
 
     def _waiting_for_target(self) -> bool:
-        return self._target_lsn > self._capture.last_lsn
+        return self._target_lsn > self._capture.handed_out_lsn
 
     # --- confirmation
 
@@ -399,7 +401,9 @@ class CaptureProcess:
         try:
             row = self._sql.execute("SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn").fetchone()
         except Error as error:
-            raise ConnectionLost(f"the server ended the connection: {' '.join(str(error).split())}") from error
+            lost = ConnectionLost(f"the server ended the connection: {' '.join(str(error).split())}")
+            self._lose(lost)
+            raise lost from error
         assert row is not None
         self._target_lsn = self._capture.target_lsn = max(self._target_lsn, int(row[0]))
         return self._target_lsn
@@ -424,7 +428,7 @@ class CaptureProcess:
         }
 
     def _write_status(self) -> None:
-        write_json(self._state.capture_status, self._status())
+        write_json(self._state.capture_status, self._status())  # StateError if the disk is full
 
 
 def _is_alive(pid: int) -> bool:

@@ -65,9 +65,8 @@ class ReplicationStream:
                 raise self._lost(str(error)) from error
             if size < 0:
                 raise self._ended()
+            consumed = False
             yield data
-        if self._fatal_notice:
-            raise self._publication_gap()
 
     def send_status(self, written: int, flushed: int, *, reply_requested: bool = False) -> None:
         """Tell the server how far we are; only `flushed` lets it discard WAL."""

@@ -91,6 +91,8 @@ class Capture:
         """Row changes and other messages received."""
         self.status_interval_s = STATUS_INTERVAL_S
         """Shorter where the server's wal_sender_timeout is short: while paused we do not see it asking."""
+        self.is_drained = True
+        """Whether the last `poll` read everything that was here; if not, poll again instead of waiting on the socket."""
         self._handed_out = max(start_lsn, confirmed_lsn)
         self._status_due = 0.0
         self._advance_due = 0.0
@@ -104,7 +106,8 @@ class Capture:
                 self._check(connection)
             if self._temporary:
                 lsn = create_slot(connection, self._slot, temporary=True)
-                self._assembler.last_lsn = self._handed_out = self.confirmed_lsn = lsn
+                self._assembler.begin_at(lsn)
+                self._handed_out = self.confirmed_lsn = lsn
             stream = ReplicationStream(connection, self._on_notice)
             stream.start(self._slot, self._assembler.last_lsn, self._publications, messages=self._messages)
         except BaseException:
@@ -131,6 +134,11 @@ class Capture:
         """END lsn of the last transaction read, or the position the idle server has reached."""
         return self._assembler.last_lsn
 
+    @property
+    def handed_out_lsn(self) -> int:
+        """How far the batches handed out so far go."""
+        return self._handed_out
+
     def fileno(self) -> int:
         """The socket to wait on when `poll` has nothing."""
         assert self._stream is not None
@@ -144,8 +152,8 @@ class Capture:
         self._assembler.seal_rows = limit
         batch = self._assembler.pop(drain=False)
         if batch is None:
-            drained = self._pump()
-            batch = self._assembler.pop(drain=drained and drain)
+            self.is_drained = self._pump()
+            batch = self._assembler.pop(drain=self.is_drained and drain)
         if batch is None:
             batch = self._advance()
         if batch is not None:
@@ -154,8 +162,10 @@ class Capture:
 
     def keep_alive(self) -> float:
         """Send a status update if one is due; the seconds until the next. Also to be called while reading is paused."""
+        if self._stream is None:
+            return self.status_interval_s
         now = time.monotonic()
-        if self._stream is not None and (self._reply_now or now >= self._status_due):
+        if self._reply_now or now >= self._status_due:
             self._send_status()
         return max(0.0, self._status_due - now)
 
@@ -199,7 +209,8 @@ class Capture:
             remaining = deadline - time.monotonic()
             if batch is not None or remaining <= 0:
                 return batch
-            select.select([self.fileno()], [], [], min(remaining, status_due_s))
+            if self.is_drained:
+                select.select([self.fileno()], [], [], min(remaining, status_due_s))
 
     def close(self) -> None:
         """Send a last status and close the connection. The slot stays (a temporary one is gone)."""
@@ -245,7 +256,7 @@ class Capture:
     def _advance(self) -> CaptureBatch | None:
         """Idle progress: at most every 10 s, or at once if the server asks for a reply or somebody waits for it."""
         now = time.monotonic()
-        if now < self._advance_due and not self.last_lsn < self.target_lsn <= self.wal_end:
+        if now < self._advance_due and not self._handed_out < self.target_lsn <= max(self.wal_end, self.last_lsn):
             return None
         batch = self._assembler.advance(self.wal_end)
         if batch is not None:

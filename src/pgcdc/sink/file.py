@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pgcdc.errors import SinkError, SinkUnavailable
+from pgcdc.errors import SinkError, SinkUnavailable, StateError
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position
 from pgcdc.sink.ack import AckFile
@@ -68,7 +68,7 @@ class FileSink:
         os.lseek(self._descriptor, self._size, os.SEEK_SET)
         os.fsync(self._descriptor)
         fsync_folder(self._path.parent)
-        self._save(self._ack.position or start)
+        self._save(self._ack.position or start, self._size)
 
     def write(self, batch: Batch) -> None:
         if batch.end <= self.ack:
@@ -88,8 +88,7 @@ class FileSink:
                 f"{self._path} cannot be written: {error.strerror}", "Is the disk full? Nothing is lost: start again"
             ) from error
         hit("file.before_ack")
-        self._size = size
-        self._save(batch.end)
+        self._save(batch.end, size)
         hit("file.after_ack")
 
     def close(self) -> None:
@@ -97,5 +96,9 @@ class FileSink:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _save(self, position: Position) -> None:
-        self._ack.save(position, {"path": str(self._path), "size": self._size})
+    def _save(self, position: Position, size: int) -> None:
+        try:
+            self._ack.save(position, {"path": str(self._path), "size": size})
+        except StateError as error:
+            raise SinkUnavailable(error.message, error.advice) from error
+        self._size = size

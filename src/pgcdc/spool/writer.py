@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -44,6 +45,7 @@ class SpoolWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._records: deque[tuple[int, IndexRecord]] = deque()  # (chunk, record with a file), not yet released
+        self._commit_times: deque[int] = deque()  # of the same records
         self._chunk = 0
         self._chunk_size = 0
         self.bytes_held = 0
@@ -82,12 +84,18 @@ class SpoolWriter:
             self._next_segment += 1
             written = self._publish(batch, self._folder / name)
             record = IndexRecord(batch.end, name, written, batch.part.rows, batch.transactions, len(self.relations))
-            self._records.append((self._chunk, record))
+            self._hold(self._chunk, record)
             self.bytes_held += written[0]
         hit("spool.before_index")
         self._append_record(record)
         hit("spool.after_index")
         self._move_end(batch.end)
+
+    def _hold(self, chunk: int, record: IndexRecord) -> None:
+        """Remember a segment until it is released; of its transactions, only when the first one was committed."""
+        assert record.transactions is not None
+        self._commit_times.append(record.transactions.column("commit_time")[0].as_py())
+        self._records.append((chunk, replace(record, transactions=None)))
 
     def _move_end(self, end: Position) -> None:
         self.end = end
@@ -98,6 +106,7 @@ class SpoolWriter:
         """Delete the segments that everybody is past of."""
         while self._records and self._records[0][1].end <= Position.end(lsn):
             _, record = self._records.popleft()
+            self._commit_times.popleft()
             assert record.file is not None
             (self._folder / record.file).unlink(missing_ok=True)
             self.bytes_held -= record.written[0]
@@ -110,8 +119,7 @@ class SpoolWriter:
     @property
     def oldest_commit_us(self) -> int | None:
         """Commit time of the oldest change that is not released yet, in microseconds since 1970."""
-        transactions = self._records[0][1].transactions if self._records else None
-        return transactions.column("commit_time")[0].as_py() if transactions is not None else None
+        return self._commit_times[0] if self._commit_times else None
 
     def close(self) -> None:
         """Close the files; the folder stays as it is."""
@@ -185,7 +193,7 @@ class SpoolWriter:
                         or record.relations > len(self.relations)
                     ):
                         return size, False
-                    self._records.append((number, record))
+                    self._hold(number, record)
                 self._move_end(record.end)
                 size = offset
         except SpoolError:
@@ -196,6 +204,7 @@ class SpoolWriter:
         for path in list_chunks(self._folder):
             path.unlink()
         self._records.clear()
+        self._commit_times.clear()
         self._chunk += 1
         data = encode_record(IndexRecord(base, is_base=True))
         chunk_path(self._folder, self._chunk).write_bytes(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -54,6 +55,7 @@ class Lane:
         commits = [int(file.name) for file in (self._checkpoint / "commits").glob("[0-9]*") if file.name.isdigit()]
         start = read_offset(self._checkpoint, max(commits)) if commits else initial
         self._initial = initial
+        self._last_batch = max(commits, default=-1)  # committed by an earlier run, maybe not yet confirmed
         for sink in self.sinks:
             sink.open(start)
             if sink.ack < start:
@@ -81,7 +83,9 @@ class Lane:
             return None
         position = read_offset(self._checkpoint, batch)
         for folder in ("offsets", "commits"):
-            _fsync(self._checkpoint / folder / str(batch))
+            for number in range(max(self._acked_batch, batch - 2), batch + 1):  # Spark also reads the one before
+                with contextlib.suppress(FileNotFoundError):
+                    _fsync(self._checkpoint / folder / str(number))
             fsync_folder(self._checkpoint / folder)
         self._acked_batch = batch
         return position

@@ -36,7 +36,7 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]!r}", f"Known options: {', '.join(sorted(_KNOWN))}")
     url = options.get("url", "") or os.environ.get("PGCDC_DB", "")
-    if options.get("url") and parse_url(options["url"]).get("password"):
+    if options.get("url") and any("password" in key and value for key, value in parse_url(options["url"]).items()):
         raise ConfigError(
             "the option url holds a password, and Spark keeps options in plans and logs",
             "Put the whole URL into the variable PGCDC_DB and leave the option out, or the password into PGPASSWORD "

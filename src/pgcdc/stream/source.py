@@ -85,16 +85,18 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         feed = self._open()
         begin = Position.from_offset(start)
-        end = self._reach_target(feed) if self._target is not None else self._look(feed, begin)
-        if end <= begin or (self._target is not None and begin >= self._target):
-            return start
-        assert self._spool is not None
         max_rows = limit.max_rows if isinstance(limit, ReadMaxRows) else 1 << 62
-        planned = plan_end(self._spool.after(begin), end, max_rows, MAX_BATCH_BYTES)
-        if planned is None:  # the capture is just publishing a large transaction
-            feed.wait(LONG_POLL_S)
-            return start
-        return planned.to_offset()
+        while self._target is None or begin < self._target:
+            end = self._look(feed, begin)
+            assert self._spool is not None
+            planned = plan_end(self._spool.after(begin), end, max_rows, MAX_BATCH_BYTES) if end > begin else None
+            if planned is not None:
+                return planned.to_offset()
+            if end > begin:  # the capture is just publishing a large transaction
+                feed.wait(LONG_POLL_S)
+            if self._target is None or end >= self._target:
+                break
+        return start
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
         return self._spool.end.to_offset() if self._spool is not None else None
@@ -158,12 +160,6 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._spool.end <= begin:
             feed.wait(LONG_POLL_S)
             self._spool.refresh()
-        return self._spool.end
-
-    def _reach_target(self, feed: Feed) -> Position:
-        """Run once: block until everything up to the target has been read."""
-        assert self._spool is not None and self._target is not None
-        self._wait_for(feed, self._target)
         return self._spool.end
 
     def _wait_for(self, feed: Feed, position: Position) -> None:
