@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgcdc.errors import Policy, SinkError, SinkUnavailable
+from pgcdc.errors import Policy, SinkError, SinkUnavailable, StateError
 from pgcdc.position import Position
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Batch
@@ -90,9 +90,25 @@ def test_ack_that_could_not_be_saved_did_not_move(tmp_path: Path, monkeypatch: p
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(StateError, match="No space"):
         ack.save(END, {})
     assert ack.position == AckFile(tmp_path, "file").position == START
+
+
+def test_a_batch_whose_ack_failed_is_written_once_by_the_retry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = FileSink(tmp_path / "out", tmp_path)
+    sink.open(START)
+    batch = Batch(START, END, pa.table({"position": [str(Position(END.lsn, 1))], "line": ["x\n"]}))
+    with monkeypatch.context() as broken:
+
+        def fail(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        broken.setattr(os, "replace", fail)
+        with pytest.raises(SinkUnavailable):
+            sink.write(batch)
+    sink.write(batch)
+    assert (tmp_path / "out").read_bytes() == b"x\n"
 
 
 # --- durable before acknowledged (invariant 1: kill -9 cannot show a missing fsync, so the calls are traced)

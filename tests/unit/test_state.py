@@ -177,7 +177,7 @@ def test_write_that_fails_leaves_the_old_content(
     with monkeypatch.context() as patch:
         patch.setattr(os, failing, fail)
         if not (failing == "fsync" and write is write_json):
-            with pytest.raises(OSError, match="No space"):
+            with pytest.raises(StateError, match="No space"):
                 write(path, {"n": 2})
             assert read_json(path) == {"n": 1}
     write(path, {"n": 3})
