@@ -17,7 +17,16 @@ from rich.table import Table
 from pgcdc.capture.rows import decoder_name
 from pgcdc.playground.postgres import find_binaries
 
-__all__ = ["Figure", "describe_machine", "plot_latencies", "plot_rates", "print_table", "write_page"]
+__all__ = [
+    "Figure",
+    "at_least",
+    "at_most",
+    "describe_machine",
+    "plot_latencies",
+    "plot_rates",
+    "print_table",
+    "write_page",
+]
 
 
 @dataclass(frozen=True, slots=True)

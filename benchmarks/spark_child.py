@@ -22,7 +22,6 @@ from pgcdc.config import Config
 from pgcdc.pipeline import LANE, Pipeline
 from pgcdc.sink.base import Batch
 from pgcdc.stream.lane import Lane
-from pgcdc.stream.session import session
 
 
 class WarmPipeline(Pipeline):
@@ -44,15 +43,13 @@ class WarmPipeline(Pipeline):
         assert self._prepared is not None
         os.environ["PGCDC_DB"] = self.config.db
         os.environ["PGCDC_WATCH_PID"] = str(os.getpid())
-        self._spark = session()
+        self._start_spark()
         self._warm_up()
         self._client = ensure_capture(self._prepared.spec, is_restart=False)
         self.began = self._connected_at()
         initial, _ = self._client.join(LANE)
-        sinks = self._sinks()
-        for sink in sinks:
-            sink.open(initial)
-        self._lane = Lane(LANE, self.state.checkpoints / LANE, sinks)
+        self._lane = Lane(LANE, self.state.checkpoints / LANE, self._sinks())
+        self._lane.open(initial)
         self._lane.on_batch = self.on_batch
         self._stream()
         self._finish()

@@ -63,6 +63,7 @@ def hits(folder: Path) -> set[str]:
     return {path.name.removesuffix(".hit") for path in folder.glob("*.hit")}
 
 
+@pytest.mark.timeout(900)
 def test_kill_9_of_the_driver_at_every_step_loses_and_repeats_nothing(listener: Listener, tmp_path: Path) -> None:
     listener.start(wait=False, env={"PGCDC_FAILPOINTS": "lane.planned=kill@2"})
     wait_until(listener.state.identity_file.exists, 60, "slot and state directory")
@@ -208,6 +209,7 @@ def run_rounds(folder: Path, targets: list[str], seed: int) -> None:
             one.kill_all()
 
 
+@pytest.mark.timeout(900)
 def test_random_kills_under_load_lose_and_repeat_nothing(tmp_path: Path) -> None:
     seed = int(os.environ.get("PGCDC_SEED", "0")) or random.randrange(1 << 30)
     run_rounds(tmp_path, ["capture", "worker", "postgres", "jvm"], seed)
