@@ -42,14 +42,15 @@ class Contender:
 
 
 def run_contenders(url: str, backlog: Backlog, rounds: int, say: Callable[[str], None]) -> dict[str, Contender]:
-    """All contenders, one after the other, in every round: what disturbs the machine disturbs all of them."""
+    """All contenders in every round, every other round backwards: what disturbs the machine disturbs all of them."""
     contenders = {
         "recvlogical": Contender("pg_recvlogical > /dev/null", _run_recvlogical),
         "arrow": Contender("capture to Arrow", _run_arrow),
         "spark": Contender("through Spark to a file", _run_spark),
     }
     for number in range(rounds):
-        for key, contender in contenders.items():
+        in_turn = list(contenders.items())
+        for key, contender in in_turn if number % 2 == 0 else reversed(in_turn):
             with copied_slot(url, backlog.slot, f"bench_{key}_{number}") as slot:
                 result = contender.run(url, slot, backlog)
             contender.runs.append(result)

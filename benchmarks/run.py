@@ -199,8 +199,9 @@ def _notes(scale: Scale) -> list[str]:
     return [
         f"Backlog: {scale.changes:,} changes, 10 mixed columns, transactions of 1 to 1000 rows, 20% updates, 5% deletes; "
         f"each contender reads its own copy of the same slot, {scale.rounds} rounds taking turns, medians. "
-        "`pg_recvlogical` is timed from its start to its exit at the end of the WAL.",
-        "Capture to Arrow: `pgcdc.open_capture` in a process of its own, from the connection to the last END.",
+        "`pg_recvlogical` is timed from the start of its process to its exit at the same END.",
+        "Capture to Arrow: `pgcdc.open_capture` in a process of its own, from connecting (Python is running and has imported it) "
+        "to the last END.",
         "Through Spark: from the start of the replication connection, made when Spark is warm, until the last line is "
         "written and fsynced; the lines in the file are counted.",
         f"Latency: {RATE_PER_S} single-row commits a second for {scale.latency_s:g} s after {scale.warm_s:g} s of the same "

@@ -96,9 +96,10 @@ def prepare_backlog(url: str, changes: int) -> Backlog:
         begin = _one(conn, "SELECT pg_current_wal_insert_lsn()::text")
         first = _one(conn, "SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint")
         conn.execute("CALL fill_backlog(%s)", [changes])
+        # The END of the last commit: with a later one pg_recvlogical would wait for a keepalive, and we would not.
+        end = _one(conn, "SELECT pg_current_wal_insert_lsn()::text")
         last = _one(conn, "SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint")
-        conn.execute("CHECKPOINT")
-        end = _one(conn, "SELECT pg_current_wal_flush_lsn()::text")
+        conn.execute("CHECKPOINT")  # flushes, and writes what is dirty now and not during a measurement
         held = _one(conn, "SELECT pg_wal_lsn_diff(%s, %s)::bigint", end, begin)
     return Backlog(BACKLOG_SLOT, changes, last - first, end, held)
 
