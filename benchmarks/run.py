@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from backlog import Contender, run_child, run_contenders
-from listening import measure_idle, measure_latency, measure_start
+from latency import measure_idle, measure_latency, measure_start
 from report import Figure, at_least, at_most, describe_machine, plot_latencies, plot_rates, print_table, write_page
 from rich.console import Console
 from workload import Writer, connect, drop_slot, new_slot, prepare_backlog, start_server
@@ -132,7 +132,7 @@ def measure_demo() -> Figure:
     began = time.monotonic()
     command = [str(Path(sys.executable).parent / "pgcdc"), "playground", "--seconds", "5"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    told = re.search(r"first event after ([\d.]+) s", done.stdout + done.stderr)
+    told = re.search(r"first event ([\d.]+) s after the start", done.stdout + done.stderr)
     name = "playground: first event on the screen"
     if done.returncode or told is None:
         took_s = time.monotonic() - began
@@ -200,8 +200,8 @@ def _notes(scale: Scale) -> list[str]:
         f"Backlog: {scale.changes:,} changes, 10 mixed columns, transactions of 1 to 1000 rows, 20% updates, 5% deletes; "
         f"each contender reads its own copy of the same slot, {scale.rounds} rounds taking turns, medians. "
         "`pg_recvlogical` is timed from the start of its process to its exit at the same END.",
-        "Capture to Arrow: `pgcdc.open_capture` in a process of its own, from connecting (Python is running and has imported it) "
-        "to the last END.",
+        "Capture to Arrow: `pgcdc.open_capture` in a process of its own, from connecting (imports are done) to the "
+        "last END.",
         "Through Spark: from the start of the replication connection, made when Spark is warm, until the last line is "
         "written and fsynced; the lines in the file are counted.",
         f"Latency: {RATE_PER_S} single-row commits a second for {scale.latency_s:g} s after {scale.warm_s:g} s of the same "

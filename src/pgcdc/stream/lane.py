@@ -69,7 +69,8 @@ class Lane:
         """Start the query from its checkpoint."""
         self.error = None
         events = spark.readStream.format("pgcdc").options(**options).load()
-        writer = events.writeStream.queryName(self.name).option("checkpointLocation", str(self._checkpoint))
+        lines = event_lines(events)  # once: building expressions for every batch costs more than a small batch itself
+        writer = lines.writeStream.queryName(self.name).option("checkpointLocation", str(self._checkpoint))
         trigger = writer.trigger(availableNow=True) if once else writer.trigger(processingTime="0 seconds")
         return trigger.foreachBatch(self._deliver).start()
 
@@ -108,14 +109,14 @@ class Lane:
         for sink in self.sinks:
             sink.close()
 
-    def _deliver(self, events: DataFrame, batch_id: int) -> None:
+    def _deliver(self, lines: DataFrame, batch_id: int) -> None:
         """Spark's callback: runs once per batch, and again for the same batch after a crash."""
         if self._stopping:
             raise LaneStopped("this batch comes again after the restart")
         with self._lock:
             self._running = True
         try:
-            self._write(events, batch_id)
+            self._write(lines, batch_id)
         except BaseException as error:
             self.error = error
             raise
@@ -123,13 +124,13 @@ class Lane:
             with self._lock:
                 self._running = False
 
-    def _write(self, events: DataFrame, batch_id: int) -> None:
+    def _write(self, lines: DataFrame, batch_id: int) -> None:
         hit("lane.planned")
         end = read_offset(self._checkpoint, batch_id)
         start = read_offset(self._checkpoint, batch_id - 1) if batch_id else self._initial
         waiting = [sink for sink in self.sinks if sink.ack < end]
         if waiting:
-            batch = Batch(start, end, event_lines(events).toArrow())
+            batch = Batch(start, end, lines.toArrow())
             hit("lane.collected")
             list(self._pool.map(lambda sink: sink.write(batch), waiting))
             self.batches += 1

@@ -29,12 +29,16 @@ def warm_up(spark: SparkSession) -> None:
         spool = Path(folder) / "spool"
         _write_spool(spool)
         events = spark.readStream.format("pgcdc").option("_spool", str(spool)).option("max_batch_rows", "3").load()
-        writer = events.writeStream.option("checkpointLocation", f"{folder}/checkpoint").trigger(availableNow=True)
+        writer = (
+            event_lines(events)
+            .writeStream.option("checkpointLocation", f"{folder}/checkpoint")
+            .trigger(availableNow=True)
+        )
         writer.foreachBatch(_collect).start().awaitTermination()
 
 
-def _collect(events: DataFrame, _: int) -> None:
-    event_lines(events).toArrow()
+def _collect(lines: DataFrame, _: int) -> None:
+    lines.toArrow()
 
 
 def _write_spool(folder: Path) -> None:

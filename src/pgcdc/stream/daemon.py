@@ -1,0 +1,20 @@
+"""Spark's Python daemon with everything imported that our tasks need: workers are forked from it, warm.
+
+Spark ends workers that were idle for a minute; the first batch after that would otherwise pay for the imports again.
+"""
+
+from __future__ import annotations
+
+import pyarrow.compute
+import pyarrow.ipc
+import pyspark.worker
+from pyspark.daemon import manager
+
+import pgcdc.stream.source
+
+__all__ = ["manager"]
+
+_PRELOADED = (pyarrow.compute, pyarrow.ipc, pyspark.worker, pgcdc.stream.source)
+
+if __name__ == "__main__":
+    manager()
