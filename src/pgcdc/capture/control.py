@@ -132,7 +132,7 @@ def _start(spec: CaptureSpec, state: StateDir) -> None:
     line = process.stdout.readline()
     process.stdout.close()
     reply = json.loads(line) if line else {}
-    _REAP.append(process)
+    _REAP[:] = [one for one in [*_REAP, process] if one.poll() is None]
     if "error" in reply:
         raise PgcdcError.from_json(reply["error"])
     if not line:

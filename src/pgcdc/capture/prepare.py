@@ -18,7 +18,7 @@ from pgcdc.capture.database import connect, quote_identifier
 from pgcdc.capture.preflight import ServerInfo, check
 from pgcdc.capture.process import CaptureSpec
 from pgcdc.capture.publications import PublicationInfo, compare_fingerprint, ensure, fingerprint, use_existing
-from pgcdc.capture.slots import OpenTransaction, create_slot, drop_slot, get_slot
+from pgcdc.capture.slots import OpenTransaction, check_not_ahead, create_slot, drop_slot, get_slot
 from pgcdc.errors import ConfigError, GapError, SourceError
 from pgcdc.position import format_lsn
 from pgcdc.state import Identity, StateDir, check_identity
@@ -203,14 +203,7 @@ def _check_rejoin(options: SourceOptions, known: Identity, server: ServerInfo) -
             "Changes since then are gone. Start with a new --state-dir (and copy the existing rows)",
         )
     consumers = Consumers(StateDir(Path(options.state_dir)).consumers_file)
-    confirmed = server.slot.confirmed_flush_lsn or 0
-    if confirmed > consumers.confirmed_lsn:
-        raise GapError(
-            f"slot {options.slot!r} stands at {format_lsn(confirmed)}, but we confirmed only "
-            f"{format_lsn(consumers.confirmed_lsn)}: it was recreated, or advanced by somebody else",
-            "The changes between are not delivered. Start with a new slot and a new --state-dir "
-            "(and copy the existing rows)",
-        )
+    check_not_ahead(server.slot, consumers.confirmed_lsn)
     with connect(options.url, may_retry=False) as sql:
         names = [item["name"] for item in known.publications]
         difference = compare_fingerprint(known.publications, fingerprint(sql, names))

@@ -29,7 +29,7 @@ from pgcdc.capture.preflight import identify
 from pgcdc.capture.publications import compare_fingerprint, fingerprint
 from pgcdc.capture.replication import SlotBusy
 from pgcdc.capture.server import ControlServer
-from pgcdc.capture.slots import check_usable, get_slot
+from pgcdc.capture.slots import check_not_ahead, check_usable, get_slot
 from pgcdc.capture.stream import STATUS_INTERVAL_S, Capture, reconnect_delay_s
 from pgcdc.errors import ConnectionLost, GapError, PgcdcError, SourceError, StateError
 from pgcdc.ops.failpoint import hit
@@ -359,14 +359,7 @@ class CaptureProcess:
                 "Changes since then are gone. Start with a new --state-dir (and copy the existing rows)",
             )
         check_usable(slot, self._identity.database)
-        if (slot.confirmed_flush_lsn or 0) > self._consumers.confirmed_lsn:
-            raise GapError(
-                f"slot {slot.name!r} stands at {format_lsn(slot.confirmed_flush_lsn or 0)}, "
-                f"but we confirmed only {format_lsn(self._consumers.confirmed_lsn)}: "
-                "it was recreated, or advanced by somebody else",
-                "The changes between are not delivered. Start with a new slot and a new --state-dir "
-                "(and copy the existing rows)",
-            )
+        check_not_ahead(slot, self._consumers.confirmed_lsn)
 
     # --- the queries
 

@@ -18,11 +18,12 @@ from psycopg import pq
 
 from pgcdc.capture.database import Connection, explain_errors, quote_identifier
 from pgcdc.errors import ConfigError, ConnectionLost, GapError, PgcdcError, SourceError
-from pgcdc.position import parse_lsn
+from pgcdc.position import format_lsn, parse_lsn
 
 __all__ = [
     "OpenTransaction",
     "SlotInfo",
+    "check_not_ahead",
     "check_slot_name",
     "check_usable",
     "create_slot",
@@ -123,6 +124,17 @@ def check_slot_name(name: str) -> None:
     """Raise ConfigError unless PostgreSQL takes this name."""
     if not re.fullmatch(r"[a-z0-9_]{1,63}", name):
         raise ConfigError(f"{name!r} is not a slot name", "Use up to 63 lower-case letters, digits and underscores")
+
+
+def check_not_ahead(slot: SlotInfo, confirmed_lsn: int) -> None:
+    """Raise GapError if the slot has confirmed more than we ever did: it is not the one that we left."""
+    if (slot.confirmed_flush_lsn or 0) > confirmed_lsn:
+        raise GapError(
+            f"slot {slot.name!r} stands at {format_lsn(slot.confirmed_flush_lsn or 0)}, but we confirmed only "
+            f"{format_lsn(confirmed_lsn)}: it was recreated, or advanced by somebody else",
+            "The changes between are not delivered. Start with a new slot and a new --state-dir "
+            "(and copy the existing rows)",
+        )
 
 
 def check_usable(slot: SlotInfo, database: str) -> None:

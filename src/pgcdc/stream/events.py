@@ -129,13 +129,10 @@ def _row_and_old(
     is_delete: Bools = op == Op.DELETE
     nobody = np.zeros(len(op), np.bool_)
     unchanged = _flat_unchanged(changes)
-    if not is_delete.any():
-        return (
-            _maps(new, version, shapes, nobody, unchanged, old=False),
-            _maps(old, version, shapes, key_only, unchanged, old=True),
-        )
     news = _maps(new, version, shapes, nobody, unchanged, old=False)
     olds = _maps(old, version, shapes, key_only, unchanged, old=True)
+    if not is_delete.any():
+        return news, olds
     numbers = np.arange(len(op))
     rows = pa.concat_arrays([news, olds]).take(pa.array(np.where(is_delete, numbers + len(op), numbers)))
     return rows, olds.take(pa.array(numbers, mask=is_delete))
