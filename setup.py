@@ -1,6 +1,6 @@
-"""Builds the optional compiled decoder; everything else about the package stands in pyproject.toml.
+"""Builds the optional compiled decoder and JSON renderer; everything else about the package stands in pyproject.toml.
 
-Without Cython or without a compiler the package is complete: `pgcdc.capture.rows` then decodes in Python.
+Without Cython or without a compiler the package is complete: `pgcdc.capture.rows` and `pgcdc.stream.lines` then work in Python.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ def compiled_modules() -> list[Extension]:
         from Cython.Build import cythonize
     except ImportError:
         return []
-    rows = Extension(
-        "pgcdc.capture._rows",
-        ["src/pgcdc/capture/_rows.pyx"],
-        extra_compile_args=[] if sys.platform == "win32" else ["-O3"],
-    )
+    extensions = [
+        Extension(
+            f"pgcdc.{name.replace('/', '.')}",
+            [f"src/pgcdc/{name}.pyx"],
+            extra_compile_args=[] if sys.platform == "win32" else ["-O3"],
+        )
+        for name in ("capture/_rows", "stream/_lines")
+    ]
     # The C file goes to build/, so that the source tree holds only what people write.
-    modules: list[Extension] = cythonize([rows], build_dir="build")
+    modules: list[Extension] = cythonize(extensions, build_dir="build")
     for module in modules:
         # A compiler that is missing or fails is a warning. Set here, because cythonize makes new objects without it.
         module.optional = True

@@ -18,6 +18,8 @@ from pyspark.sql.streaming.query import StreamingQuery
 from pgcdc.capture.consumers import Consumers
 from pgcdc.position import Position
 from pgcdc.state import Lock, StateDir
+from pgcdc.stream.events import EVENT_SCHEMA
+from pgcdc.transform.event_json import event_json
 
 Start = Callable[..., StreamingQuery]
 
@@ -33,12 +35,14 @@ def start(spark: SparkSession, database: Database, tmp_path: Path, state: StateD
     queries: list[StreamingQuery] = []
 
     def run(
-        sink: Callable[[DataFrame, int], None], *, checkpoint: str = "checkpoint", once: bool = False, **more: str
+        sink: Callable[[DataFrame, int], None], *, checkpoint: str = "checkpoint", once: bool = False, schema: str = "",
+        **more: str,
     ) -> StreamingQuery:
         options = {
             "url": database.url, "slot": f"s_{database.name}", "all_tables": "true", "state_dir": str(state.path), **more
         }  # fmt: skip
-        events = spark.readStream.format("pgcdc").options(**options).load()
+        reader = spark.readStream.format("pgcdc").options(**options)
+        events = (reader.schema(schema) if schema else reader).load()
         writer = events.writeStream.option("checkpointLocation", str(tmp_path / checkpoint)).foreachBatch(sink)
         trigger = writer.trigger(availableNow=True) if once else writer
         queries.append(trigger.start())
@@ -93,6 +97,39 @@ def test_a_query_starts_the_capture_by_itself_and_goes_on_from_its_checkpoint(da
     assert [row["position"] for row in rows.seen] == sorted(row["position"] for row in rows.seen)
     start(rows, once=True).awaitTermination()
     assert len(rows.seen) == 4, "nothing comes twice"
+
+
+def test_the_source_renders_the_same_json_as_the_spark_expression(database: Database, start: Start) -> None:
+    database.execute('CREATE TABLE t (id int PRIMARY KEY, v text, "a ""b"".ü" text)')
+    database.execute("CREATE SCHEMA s; CREATE TABLE s.u (id int PRIMARY KEY, v text)")
+    database.execute("ALTER TABLE s.u REPLICA IDENTITY FULL; ALTER TABLE t ALTER v SET STORAGE EXTERNAL")
+    start(Rows(), once=True, tx_markers="true").awaitTermination()
+    odd = "".join(map(chr, range(1, 256))) + "\u2028\u2029\ufeff\U0001f418"
+    with database.connect() as conn, conn.transaction():
+        conn.execute("INSERT INTO t VALUES (1, %s, %s), (2, NULL, '')", [odd, odd])
+        conn.execute("UPDATE t SET v = repeat('x', 10000) WHERE id = 1")
+        conn.execute("UPDATE t SET id = 3 WHERE id = 1")
+        conn.execute("INSERT INTO s.u VALUES (1, 'a')")
+        conn.execute("UPDATE s.u SET v = 'b'")
+    database.execute("DELETE FROM t WHERE id = 3; DELETE FROM s.u; TRUNCATE t, s.u")
+    texts: list[tuple[str, str, str]] = []
+
+    def compare(events: DataFrame, _: int) -> None:
+        both = events.select("json", "line", event_json(transaction=True).alias("expected"))
+        texts.extend((row.json, row.line, row.expected) for row in both.collect())
+
+    columns = f"{EVENT_SCHEMA}, json STRING, line STRING"
+    start(compare, once=True, schema=columns, tx_markers="true").awaitTermination()
+    assert len(texts) == 14
+    for json, line, expected in texts:
+        assert json == expected
+        assert line == f"{json}\n"
+
+
+def test_a_schema_with_a_column_that_events_do_not_have_is_refused(start: Start) -> None:
+    for schema, part in (("id STRING, price INT", "price INT"), ("lsn STRING", "lsn STRING")):
+        with pytest.raises(PySparkException, match=part):
+            start(Rows(), schema=schema).awaitTermination()
 
 
 def test_available_now_delivers_everything_committed_before_it_in_bounded_batches(

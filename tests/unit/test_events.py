@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from wire import (
     encode_commit,
     encode_delete,
     encode_insert,
+    encode_message,
     encode_origin,
     encode_relation,
     encode_truncate,
@@ -34,11 +36,14 @@ from wire import (
 
 from pgcdc.capture.assemble import Assembler
 from pgcdc.errors import DecodeError
-from pgcdc.position import Position
+from pgcdc.position import LAST_SUB, Position
 from pgcdc.relation import Column, Relation
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.spool.writer import SpoolWriter
-from pgcdc.stream.events import EVENT_SCHEMA, IdSeed, event_batch, event_ids, position_texts
+from pgcdc.stream import lines
+from pgcdc.stream.events import EVENT_SCHEMA, event_batch
+from pgcdc.stream.frame import EventOptions
+from pgcdc.stream.texts import IdSeed, event_ids, position_texts
 
 START = Position.end(100)
 NOON = 1_700_000_000_123_456
@@ -133,7 +138,7 @@ def expected_id(seed: IdSeed, position: Position, commit_time: int) -> str:
         return x ^ x >> 31
 
     x = mix((position.lsn * 0x9E3779B97F4A7C15 + seed.high) & mask)
-    x = mix((x + (position.ordinal << 16) + position.sub) & mask)
+    x = mix((x + (position.ordinal << 16) + position.sub + (position.sub >> 16) * 0x9E3779B97F4A7C15) & mask)
     y = mix((x + seed.low) & mask)
     number = max(commit_time, 0) // 1000 << 80 | 7 << 76 | (x >> 52) << 64 | 2 << 62 | y >> 2
     return str(uuid.UUID(int=number))
@@ -410,6 +415,198 @@ def test_any_cuts_give_the_same_events_once(
     assert [event for piece in pieces for event in piece] == expected
 
 
+# --- as JSON
+
+LINES = pa.schema([("position", pa.string()), ("line", pa.string())])
+
+
+def lines_of(reader: SpoolReader, options: EventOptions = EventOptions(), column: str = "line") -> list[str]:  # noqa: B008
+    schema = pa.schema([("position", pa.string()), (column, pa.string())])
+    slices = reader.slices(START, reader.end)
+    batch = event_batch(slices, reader.relations(), SEED, schema, options) if slices else None
+    if batch is None:
+        return []
+    batch.validate(full=True)
+    return list(batch.column(column).to_pylist())
+
+
+def expected_object(event: dict[str, Any]) -> dict[str, Any]:
+    payload = {"op": event["operation"], "table": event["table"]}
+    payload |= {side: None if event[side] is None else dict(event[side]) for side in ("row", "old")}
+    if event["unchanged_toast_columns"]:
+        payload["_unchanged_toast_columns"] = event["unchanged_toast_columns"]
+    return {
+        "id": event["id"],
+        "channel": event["channel"],
+        "operation": event["operation"],
+        "payload": payload,
+        "source": event["source"],
+        "created_at": event["created_at"].strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+        "position": event["position"],
+    }
+
+
+@settings(max_examples=100)
+@given(streams(), st.integers(1, 7), st.integers(1, 3))
+def test_json_is_that_of_the_events(transactions: list[Transaction], seal_rows: int, drain: int) -> None:
+    with spooled(transactions, seal_rows, drain) as reader:
+        texts = lines_of(reader)
+        assert [line + "\n" for line in lines_of(reader, column="json")] == texts
+    found = [json.loads(line) for line in texts]
+    assert found == [expected_object(event) for event in expected_events(transactions)]
+    assert [list(one) for one in found] == [list(expected_object(event)) for event in expected_events(transactions)]
+    assert all(line.endswith("}\n") and line.count("\n") == 1 for line in texts)
+
+
+@settings(max_examples=100)
+@given(streams(), st.integers(1, 7), st.booleans(), st.booleans())
+def test_compiled_and_python_renderer_write_the_same_bytes(
+    transactions: list[Transaction], seal_rows: int, transaction: bool, markers: bool
+) -> None:
+    options = EventOptions(transaction, markers)
+    with spooled(transactions, seal_rows, 2) as reader, pytest.MonkeyPatch.context() as patch:
+        compiled = lines_of(reader, options)
+        patch.setattr(lines, "_renderer", lambda: lines.render_python)
+        assert lines_of(reader, options) == compiled
+
+
+def test_everything_json_forbids_is_escaped_and_nothing_else() -> None:
+    text = "".join(map(chr, range(1, 128))) + "äß€🐘\u2028"
+    with spooled([Transaction(110, (Change(ORDERS, "INSERT", ("1", text, None)),))]) as reader:
+        (line,) = lines_of(reader)
+    assert json.loads(line)["payload"]["row"]["note"] == text
+    assert r"\u001F" in line and r"\n" in line and "/" in line and "\x7f" in line and "€🐘\u2028" in line
+
+
+# --- transactions and messages
+
+
+def test_transaction_is_named_in_the_json_when_asked_for() -> None:
+    changes = (Change(ORDERS, "INSERT", ("1", "a", None)), Change(ORDERS, "TRUNCATE"))
+    with spooled([Transaction(110, changes, xid=4_000_000_000)]) as reader:
+        found = [json.loads(line) for line in lines_of(reader, EventOptions(transaction=True))]
+    block = {"xid": 4_000_000_000, "commit_time": "2023-11-14T22:13:20.123456Z"}
+    assert [one["transaction"] for one in found] == [block | {"seq": 1}, block | {"seq": 2}]
+    assert list(found[0])[-1] == "transaction"
+
+
+def test_markers_stand_around_each_transaction_and_move_nothing() -> None:
+    change = Change(ORDERS, "INSERT", ("1", "a", None))
+    transactions = [Transaction(110, (change,) * 3, xid=5), Transaction(120, ()), Transaction(130, (change,), xid=6)]
+    with spooled(transactions) as reader:
+        plain = [json.loads(line) for line in lines_of(reader, EventOptions(transaction=True))]
+        found = [json.loads(line) for line in lines_of(reader, EventOptions(transaction=True, markers=True))]
+    assert [one["operation"] for one in found] == ["BEGIN", *["INSERT"] * 3, "COMMIT", "BEGIN", "INSERT", "COMMIT"]
+    marks = [one for one in found if one["operation"] in ("BEGIN", "COMMIT")]
+    assert {one["channel"] for one in marks} == {"pgcdc:_txn"}
+    assert [(one["transaction"]["xid"], one["transaction"]["seq"]) for one in marks] == [(5, 0), (5, 3), (6, 0), (6, 1)]
+    assert marks[0]["payload"] == {"op": "BEGIN", "table": None, "row": None, "old": None}
+    assert [one for one in found if one not in marks] == plain
+    assert [one["position"] for one in found] == sorted(one["position"] for one in found)
+    assert len({one["id"] for one in found}) == len(found)
+
+
+@settings(max_examples=40)
+@given(streams(), st.integers(1, 3), st.data())
+def test_any_cuts_give_the_same_markers_once(transactions: list[Transaction], seal_rows: int, data: st.DataObject) -> None:
+    options = EventOptions(transaction=True, markers=True)
+    with spooled(transactions, seal_rows) as reader:
+        expected = lines_of(reader, options)
+        places = [START, reader.end, *(Position.parse(json.loads(line)["position"]) for line in expected)]
+        cuts = sorted({START, reader.end, *data.draw(st.lists(st.sampled_from(places), max_size=5))})
+        found = []
+        for start, end in pairwise(cut for cut in cuts if cut <= reader.end):
+            slices = reader.slices(start, end)
+            batch = event_batch(slices, reader.relations(), SEED, LINES, options) if slices else None
+            found += batch.column("line").to_pylist() if batch is not None else []
+    assert found == expected
+
+
+@contextmanager
+def with_messages(seal_rows: int = 65_536) -> Iterator[SpoolReader]:
+    """A transaction with messages before, between and after its rows, and a message that stands alone."""
+    insert = Change(ORDERS, "INSERT", ("1", "a", None)).encode()
+    stream = [
+        encode_begin(109, NOON, 7),
+        encode_relation(ORDERS),
+        encode_message("audit", b"before", 101),
+        insert,
+        encode_message("audit", b"caf\xc3\xa9", 102),
+        encode_message("raw", b"\xff\x00", 103),
+        insert,
+        encode_commit(109, 110, NOON),
+        encode_message("alone", b"", 115, transactional=False),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        writer = SpoolWriter(Path(folder), START)
+        assembler = Assembler(writer.relations, start_lsn=START.lsn, seal_rows=seal_rows)
+        for message in stream:
+            assembler.feed(message, 100)
+            while batch := assembler.pop():
+                writer.append(batch)
+        reader = SpoolReader(Path(folder))
+        reader.refresh()
+        yield reader
+        writer.close()
+
+
+@pytest.mark.parametrize("seal_rows", [1, 65_536])
+def test_messages_are_events_with_prefix_and_content(seal_rows: int) -> None:
+    with with_messages(seal_rows) as reader:
+        options = EventOptions(transaction=True, markers=True, invalid_text="base64")
+        found = [json.loads(line) for line in lines_of(reader, options)]
+    assert [one["operation"] for one in found] == [
+        "BEGIN", "MESSAGE", "INSERT", "MESSAGE", "MESSAGE", "INSERT", "COMMIT", "MESSAGE",
+    ]  # fmt: skip
+    messages = [one for one in found if one["operation"] == "MESSAGE"]
+    assert {one["channel"] for one in messages} == {"pgcdc:_messages"}
+    assert [one["payload"]["row"] for one in messages] == [
+        {"prefix": "audit", "content": "before"},
+        {"prefix": "audit", "content": "café"},
+        {"prefix": "raw", "content": "base64:/wA="},
+        {"prefix": "alone", "content": ""},
+    ]
+    assert [one["position"].partition("/")[2] for one in messages] == [
+        "000000000000.00000001", "000000000001.00000001", "000000000001.00000002", "000000000000.00000001",
+    ]  # fmt: skip
+    assert (messages[3]["created_at"], messages[3]["transaction"]) == (None, None)
+    assert [one["position"] for one in found] == sorted(one["position"] for one in found)
+
+
+def test_messages_are_events_in_columns_too() -> None:
+    with with_messages() as reader:
+        slices = reader.slices(START, reader.end)
+        batch = event_batch(slices, reader.relations(), SEED, SCHEMA, EventOptions(invalid_text="replace"))
+    assert batch is not None
+    batch.validate(full=True)
+    found = [one for one in batch.to_pylist() if one["operation"] == "MESSAGE"]
+    assert found[2]["row"] == [("prefix", "raw"), ("content", "\ufffd\0")]
+    assert {(one["schema"], one["table"]) for one in found} == {(None, None)}
+    assert found[3]["created_at"] is None
+
+
+# --- bytes that are not UTF-8
+
+
+@pytest.mark.parametrize(("policy", "text"), [("replace", "x\ufffdy"), ("base64", "base64:eP95")])
+def test_bytes_that_are_not_utf8_become_what_was_chosen(policy: str, text: str) -> None:
+    changes = (Change(ORDERS, "INSERT", ("1", b"x\xffy", None)), Change(ORDERS, "INSERT", ("2", "fine", "1")))
+    with spooled([Transaction(110, changes)]) as reader:
+        found = [json.loads(line) for line in lines_of(reader, EventOptions(invalid_text=policy))]
+    assert [one["payload"]["row"] for one in found] == [
+        {"id": "1", "note": text, "total": None},
+        {"id": "2", "note": "fine", "total": "1"},
+    ]
+
+
+def test_error_about_bytes_that_are_not_utf8_names_the_place() -> None:
+    changes = (Change(ITEMS, "INSERT", ("1", "2")), Change(ORDERS, "INSERT", ("1", b"\xff", None)))
+    with spooled([Transaction(110, changes)]) as reader, pytest.raises(DecodeError) as caught:
+        lines_of(reader)
+    assert "column note of table public.orders at 000000000000006E/000000000002" in caught.value.message
+    assert "--invalid-utf8" in str(caught.value.advice)
+
+
 # --- ids and positions
 
 
@@ -424,7 +621,7 @@ def ids_of(positions: list[Position], commit_time: int = NOON, seed: IdSeed = SE
     return list(event_ids(seed, lsn, ordinal, sub, np.full(len(positions), commit_time)).to_pylist())
 
 
-somewhere = st.builds(Position, st.integers(0, 2**63 - 1), st.integers(0, 2**48 - 1), st.integers(0, 2**15 - 1))
+somewhere = st.builds(Position, st.integers(0, 2**63 - 1), st.integers(0, 2**48 - 1), st.integers(0, LAST_SUB))
 
 
 @given(somewhere, st.integers(0, (2**48 - 1) * 1000))
@@ -451,6 +648,14 @@ def test_other_slot_or_server_has_other_ids() -> None:
 
 def test_commit_before_1970_has_an_id_too() -> None:
     assert uuid.UUID(ids_of([Position(110, 1)], -5_000_000)[0]).int >> 80 == 0
+
+
+def test_ids_of_many_messages_after_one_change_do_not_collide() -> None:
+    count = 200_000
+    ordinal = np.concatenate([np.ones(count, np.int64), np.arange(1, count + 1)])
+    sub = np.concatenate([np.arange(1, count + 1), np.zeros(count, np.int64)])
+    ids = event_ids(SEED, np.full(2 * count, 110), ordinal, sub, np.full(2 * count, NOON))
+    assert len(ids.unique()) == 2 * count
 
 
 def test_ids_of_many_changes_at_one_time_do_not_collide() -> None:

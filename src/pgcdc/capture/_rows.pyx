@@ -41,6 +41,7 @@ cdef enum:
     ROW_BYTES = 32  # these three: as in rows.py
     NULL_BYTES = 4
     MAX_SMALL = 0x7FFF
+    MAX_SUB = 0x7FFFFFFE
     MAX_OFFSET = 0x7FFFFFFF
     FIRST_ROOM = 4096
     KEPT_ROOM = 16 * 1024 * 1024  # a region that one huge row made larger than this is given back
@@ -69,7 +70,7 @@ cdef struct Row:
     int32_t new_end  # how many items are held up to and with this row: the end offset of its list
     int32_t old_end
     int32_t unchanged_end
-    int16_t sub
+    int32_t sub
     uint8_t op
     uint8_t old_kind
 
@@ -339,7 +340,7 @@ cdef class CompiledRowBuffer:
 
     def add_message(self, str prefix not None, bytes content not None, int64_t ordinal, sub, uint64_t lsn=0):
         """Append a logical message."""
-        if not 0 <= sub <= MAX_SMALL:
+        if not 0 <= sub <= MAX_SUB:
             raise sub_ordinal_error(sub, lsn)
         cdef size_t length = PyBytes_GET_SIZE(content)
         cdef size_t size = 1 + len(prefix.encode()) + length
@@ -367,11 +368,11 @@ cdef class CompiledRowBuffer:
         cdef Bits new_bits = Bits(count)
         cdef Bits old_bits = Bits(count)
         cdef Bits unchanged_bits = Bits(count)
-        ordinal, sub, op = _allocate(count * 8), _allocate(count * 2), _allocate(count)
+        ordinal, sub, op = _allocate(count * 8), _allocate(count * 4), _allocate(count)
         relation, old_kind = _allocate(count * 4), _allocate(count)
         new, old, unchanged = _allocate(4 + count * 4), _allocate(4 + count * 4), _allocate(4 + count * 4)
         cdef int64_t* ordinals = <int64_t*>_address(ordinal)
-        cdef int16_t* subs = <int16_t*>_address(sub)
+        cdef int32_t* subs = <int32_t*>_address(sub)
         cdef uint8_t* ops = <uint8_t*>_address(op)
         cdef int32_t* relations = <int32_t*>_address(relation)
         cdef uint8_t* old_kinds = <uint8_t*>_address(old_kind)

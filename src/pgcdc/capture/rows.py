@@ -68,7 +68,8 @@ _MAX_HELD = 2**31 - 1
 """Arrow's offsets are int32. Every value and every null has at least a byte on the wire, so bounding those suffices."""
 _MAX_COLUMNS = 2**15 - 1
 """`unchanged` counts columns in int16 (PostgreSQL ends at 1,600)."""
-_MAX_SUB = 2**15 - 1
+_MAX_SUB = 2**31 - 2
+"""The greatest one belongs to the COMMIT marker."""
 
 _Values = list[bytes | None]
 _Row = tuple[int, int, int, int, _Values | None, _Values | None, int, list[int] | None, str | None]

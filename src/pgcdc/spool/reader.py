@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from pgcdc.errors import GapError
-from pgcdc.position import Position, format_lsn
+from pgcdc.position import LAST_SUB, Position, format_lsn
 from pgcdc.relation import Relation
 from pgcdc.spool.index import (
     IndexRecord,
@@ -20,7 +20,7 @@ from pgcdc.spool.index import (
     parse_records,
     parse_relations,
 )
-from pgcdc.spool.schema import TRANSACTIONS
+from pgcdc.spool.schema import CHANGES, TRANSACTIONS, Op
 from pgcdc.spool.segment import Written, open_segment
 
 __all__ = ["SegmentSlice", "SpoolReader", "plan_end", "read_slice"]
@@ -36,6 +36,8 @@ class SegmentSlice:
     """A serialized record batch in the TRANSACTIONS schema."""
     start: Position
     end: Position
+    continues: bool
+    """Its first transaction began in an earlier segment."""
 
 
 class SpoolReader:
@@ -108,7 +110,7 @@ class SpoolReader:
             assert record.file is not None and record.transactions is not None
             path = str((self._folder / record.file).resolve())
             table = record.transactions.serialize().to_pybytes()
-            found.append(SegmentSlice(path, record.written, table, start, end))
+            found.append(SegmentSlice(path, record.written, table, start, end, not previous.is_end))
             previous = record.end
         return found
 
@@ -157,12 +159,18 @@ def plan_end(records: list[IndexRecord], end: Position, max_rows: int, max_bytes
     return commit
 
 
-def read_slice(piece: SegmentSlice) -> tuple[pa.Table, pa.Table]:
-    """The changes in range, and beside them, row by row, the transaction of each."""
+def read_slice(piece: SegmentSlice, *, markers: bool = False) -> tuple[pa.Table, pa.Table]:
+    """The changes in range, and beside them, row by row, the transaction of each.
+
+    With `markers` there is a BEGIN before each transaction and a COMMIT after it. Their positions depend on the
+    transaction alone, so that a replay that is cut elsewhere has the same ones.
+    """
     table = open_segment(Path(piece.path), piece.written)
     transactions = pa.ipc.read_record_batch(pa.py_buffer(piece.transactions), TRANSACTIONS)
     counts = transactions.column("rows").to_numpy()
     of_row = np.repeat(np.arange(transactions.num_rows), counts)
+    if markers:
+        table, of_row = _with_markers(table, transactions, of_row, piece.continues)
     lsn = transactions.column("lsn").to_numpy()[of_row]
     ordinal = table.column("ordinal").to_numpy()
     sub = table.column("sub").to_numpy()
@@ -174,6 +182,41 @@ def read_slice(piece: SegmentSlice) -> tuple[pa.Table, pa.Table]:
     if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
         return table.slice(int(rows[0]), len(rows)), owners
     return table.take(pa.array(rows)), owners
+
+
+def _with_markers(
+    table: pa.Table, transactions: pa.RecordBatch, of_row: np.ndarray, continues: bool
+) -> tuple[pa.Table, np.ndarray]:
+    """A whole segment with its markers, and the transaction of each row."""
+    counts = transactions.column("rows").to_numpy()
+    ends = np.cumsum(counts)
+    is_real = transactions.column("xid").to_numpy() != 0  # a message may stand alone
+    begun, complete = is_real.copy(), is_real & transactions.column("complete").to_numpy(zero_copy_only=False)
+    if continues and len(begun):
+        begun[0] = False
+    begins, commits = np.flatnonzero(begun), np.flatnonzero(complete)
+    marks = [
+        _marks(Op.BEGIN, np.zeros(len(begins), np.int64), 0),
+        _marks(Op.COMMIT, table.column("ordinal").to_numpy()[ends[commits] - 1], LAST_SUB),
+    ]
+    place = np.concatenate([np.arange(len(of_row)) * 3 + 1, (ends - counts)[begins] * 3, (ends - 1)[commits] * 3 + 2])
+    order = np.argsort(place, kind="stable")
+    everything = pa.concat_tables([table, *map(pa.Table.from_batches, ([mark] for mark in marks))])
+    return everything.take(pa.array(order)), np.concatenate([of_row, begins, commits])[order]
+
+
+def _marks(op: Op, ordinals: np.ndarray, sub: int) -> pa.RecordBatch:
+    count = len(ordinals)
+    columns = {
+        "ordinal": pa.array(ordinals, pa.int64()),
+        "sub": pa.array(np.full(count, sub), pa.int32()),
+        "op": pa.array(np.full(count, int(op)), pa.uint8()),
+        "relation": pa.array(np.full(count, -1), pa.int32()),
+        "old_kind": pa.array(np.zeros(count), pa.uint8()),
+    }
+    nothing = [pa.nulls(count, field.type) for field in CHANGES]
+    arrays = [columns.get(field.name, empty) for field, empty in zip(CHANGES, nothing, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=CHANGES)
 
 
 def _after(lsn: np.ndarray, ordinal: np.ndarray, sub: np.ndarray, limit: Position) -> np.ndarray:

@@ -17,7 +17,7 @@ from pgcdc.errors import ConfigError, SourceError
 from pgcdc.position import Position
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.state import Lock, StateDir
-from pgcdc.stream.events import IdSeed
+from pgcdc.stream.texts import IdSeed
 from pgcdc.stream.options import StreamOptions
 
 __all__ = ["CaptureFeed", "Feed", "StaticFeed"]

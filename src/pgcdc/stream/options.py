@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pgcdc.capture.database import parse_url
 from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
 from pgcdc.errors import ConfigError
+from pgcdc.stream.frame import INVALID_TEXT, EventOptions
 
 __all__ = ["StreamOptions", "parse_bytes", "parse_options"]
 
@@ -25,6 +26,7 @@ class StreamOptions:
     max_batch_rows: int
     driver_acks: bool
     """Somebody else acknowledges for this consumer, after more than Spark's commit (`pgcdc listen`)."""
+    events: EventOptions
     spool: str
     """Read this spool and no other: no capture (used to warm up)."""
 
@@ -58,13 +60,26 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
     if rows < 1:
         raise ConfigError("max_batch_rows must be at least 1", "Leave it out for the default")
     return StreamOptions(
-        source, options.get("consumer", "default"), rows, _flag(options, "_driver_acks"), options.get("_spool", "")
+        source,
+        options.get("consumer", "default"),
+        rows,
+        _flag(options, "_driver_acks"),
+        _event_options(options),
+        options.get("_spool", ""),
     )
+
+
+def _event_options(options: Mapping[str, str]) -> EventOptions:
+    markers = _flag(options, "tx_markers")
+    invalid = options.get("invalid_utf8", "error")
+    if invalid not in INVALID_TEXT:
+        raise ConfigError(f"option invalid_utf8 is {invalid!r}", f"Give one of: {', '.join(INVALID_TEXT)}")
+    return EventOptions(markers or _flag(options, "tx_metadata"), markers, invalid)
 
 
 _KNOWN = {
     "url", "slot", "publication", "tables", "all_tables", "state_dir", "spool_limit", "start_from", "fail_fast",
-    "temporary_slot", "consumer", "max_batch_rows", "_spool", "_driver_acks",
+    "temporary_slot", "consumer", "max_batch_rows", "tx_metadata", "tx_markers", "invalid_utf8", "_spool", "_driver_acks",
 }  # fmt: skip
 
 

@@ -22,9 +22,10 @@ from pgcdc.errors import ConfigError, GapError, SpoolError
 from pgcdc.position import Position, format_lsn
 from pgcdc.relation import Relation
 from pgcdc.spool.reader import SegmentSlice, SpoolReader, plan_end
-from pgcdc.stream.events import EVENT_SCHEMA, IdSeed, event_batch
+from pgcdc.stream.events import EVENT_COLUMNS, EVENT_SCHEMA, TEXT_COLUMNS, event_batch
 from pgcdc.stream.feed import CaptureFeed, Feed, StaticFeed
 from pgcdc.stream.options import parse_options
+from pgcdc.stream.texts import IdSeed
 
 __all__ = ["ChangePartition", "ChangeReader", "ChangeSource"]
 
@@ -45,6 +46,7 @@ class ChangeSource(DataSource):
         return EVENT_SCHEMA
 
     def streamReader(self, schema: StructType) -> ChangeReader:
+        _check_schema(schema)
         return ChangeReader(dict(self.options), schema)
 
 
@@ -56,6 +58,17 @@ class ChangePartition(InputPartition):
     relations: list[Relation]
     seed: IdSeed
     host: str
+
+
+def _check_schema(schema: StructType) -> None:
+    """A user's schema may leave columns out and ask for JSON; names and types are ours."""
+    known = {**EVENT_COLUMNS, **TEXT_COLUMNS}
+    for field in schema.fields:
+        if known.get(field.name) != field.dataType.simpleString():
+            raise ConfigError(
+                f"the schema asks for a column {field.name} {field.dataType.simpleString().upper()}, which events do not have",
+                f"Events have: {', '.join(f'{name} {kind.upper()}' for name, kind in known.items())}",
+            )
 
 
 class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -121,7 +134,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         schema = to_arrow_schema(self._schema, timezone="UTC")
         for pieces in _group(partition.slices, RECORD_BATCH_BYTES):
             try:
-                batch = event_batch(pieces, partition.relations, partition.seed, schema)
+                batch = event_batch(pieces, partition.relations, partition.seed, schema, self._options.events)
             except SpoolError:
                 here = socket.gethostname()
                 if here == partition.host:

@@ -13,7 +13,7 @@ from pgcdc.position import Position
 from pgcdc.relation import Column, Relation
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS, OldKind, Op
 from pgcdc.spool.writer import SpoolWriter
-from pgcdc.transform.event_json import event_lines
+from pgcdc.stream.lane import LINES
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -28,9 +28,10 @@ def warm_up(spark: SparkSession) -> None:
     with tempfile.TemporaryDirectory(prefix="pgcdc-warm-") as folder:
         spool = Path(folder) / "spool"
         _write_spool(spool)
-        events = spark.readStream.format("pgcdc").option("_spool", str(spool)).option("max_batch_rows", "3").load()
+        source = spark.readStream.format("pgcdc").schema(LINES).option("_spool", str(spool))
         writer = (
-            event_lines(events)
+            source.option("max_batch_rows", "3")
+            .load()
             .writeStream.option("checkpointLocation", f"{folder}/checkpoint")
             .trigger(availableNow=True)
         )

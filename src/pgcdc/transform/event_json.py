@@ -1,24 +1,27 @@
-"""The JSON event, written last: native Spark expressions, no Python call per row."""
+"""The JSON event as native Spark expressions over the columns of an event: what comes last after transforms.
+
+Without transforms the source renders the same text itself (`stream.lines`), which is cheaper.
+"""
 
 from __future__ import annotations
 
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column
 from pyspark.sql import functions as F
 
-__all__ = ["event_json", "event_lines"]
+__all__ = ["event_json"]
 
 _OPTIONS = {"ignoreNullFields": "false", "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSS'Z'", "timeZone": "UTC"}
 
 
-def event_json() -> Column:
+def event_json(*, transaction: bool = False) -> Column:
     """The event of one row as JSON text; `_unchanged_toast_columns` is there only if there are any."""
     payload = [F.col("operation").alias("op"), F.col("table"), F.col("row"), F.col("old")]
     unchanged = F.col("unchanged_toast_columns")
     marked = [*payload, unchanged.alias("_unchanged_toast_columns")]
-    return F.when(unchanged.isNull(), _event(payload)).otherwise(_event(marked))
+    return F.when(unchanged.isNull(), _event(payload, transaction)).otherwise(_event(marked, transaction))
 
 
-def _event(payload: list[Column]) -> Column:
+def _event(payload: list[Column], transaction: bool) -> Column:
     fields = [
         F.col("id"),
         F.col("channel"),
@@ -28,9 +31,7 @@ def _event(payload: list[Column]) -> Column:
         F.col("created_at"),
         F.col("position"),
     ]
+    if transaction:
+        block = F.struct(F.col("xid"), F.col("created_at").alias("commit_time"), F.col("ordinal").alias("seq"))
+        fields.append(F.when(F.col("xid") != 0, block).alias("transaction"))  # a message may stand alone
     return F.to_json(F.struct(*fields), _OPTIONS)
-
-
-def event_lines(events: DataFrame) -> DataFrame:
-    """What sinks of lines take: `position` and `line`, the JSON event with its newline."""
-    return events.select("position", F.concat(event_json(), F.lit("\n")).alias("line"))

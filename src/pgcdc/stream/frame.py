@@ -1,0 +1,196 @@
+"""The changes of one record batch with everything around them that events are made of, side by side.
+
+What is not a row change of a table (a logical message, the begin or commit of a transaction) becomes one of a made-up
+relation here, so that whoever makes events of a frame knows only rows.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from pgcdc.errors import DecodeError
+from pgcdc.position import Position
+from pgcdc.relation import Column, Relation
+from pgcdc.spool.reader import SegmentSlice, read_slice
+from pgcdc.spool.schema import CHANGES, Op
+from pgcdc.stream.texts import I64
+
+__all__ = ["INVALID_TEXT", "EventOptions", "Frame", "load_frame"]
+
+INVALID_TEXT = ("error", "replace", "base64")
+"""What may be done with bytes that are not UTF-8."""
+
+Bools = npt.NDArray[np.bool_]
+
+MESSAGES = Relation(0, "public", "_messages", "n", (Column("prefix", 25, -1, False), Column("content", 25, -1, False)))
+TRANSACTION_MARKS = Relation(0, "public", "_txn", "n", ())
+
+
+@dataclass(frozen=True, slots=True)
+class EventOptions:
+    """How events are made."""
+
+    transaction: bool = False
+    """Events say which transaction they belong to (in their JSON form)."""
+    markers: bool = False
+    """A BEGIN and a COMMIT event around the changes of each transaction."""
+    invalid_text: str = "error"
+    """One of INVALID_TEXT."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Changes, row by row with their transactions, and the shapes of their tables."""
+
+    changes: pa.RecordBatch
+    owners: pa.RecordBatch
+    shapes: list[Relation]
+    op: npt.NDArray[np.uint8]
+    version: npt.NDArray[np.int32]
+    """Index in `shapes`."""
+    old_kind: npt.NDArray[np.uint8]
+    lsn: I64
+    ordinal: I64
+    sub: I64
+    commit_time: I64
+    is_alone: Bools
+    """A message outside of any transaction: it has no commit time."""
+    first: I64
+    """Where each shape's columns begin in `names` and `is_key`."""
+    names: pa.Array
+    is_key: npt.NDArray[np.uint8]
+
+    def __len__(self) -> int:
+        return len(self.op)
+
+
+def load_frame(pieces: Sequence[SegmentSlice], relations: list[Relation], options: EventOptions) -> Frame | None:
+    """The changes in neighbouring slices; None if there are none.
+
+    Under light load segments are tiny: many of them in one frame cost little more than one.
+    """
+    read = [read_slice(piece, markers=options.markers) for piece in pieces]
+    changes = _one_batch([table for table, _ in read])
+    owners = _one_batch([table for _, table in read])
+    if changes is None or owners is None:
+        return None
+    shapes = [*relations, MESSAGES, TRANSACTION_MARKS]
+    op = changes.column("op").to_numpy()
+    is_message: Bools = op == Op.MESSAGE
+    if is_message.any():
+        changes = _with_prefixes(changes, is_message)
+    version = _versions(changes, op, len(relations))
+    counts = [len(shape.columns) for shape in shapes]
+    first: I64 = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    ordinal: I64 = changes.column("ordinal").to_numpy()
+    lsn: I64 = owners.column("lsn").to_numpy()
+    for name in ("new", "old"):
+        place = _Place(name, shapes, version, lsn, ordinal)
+        changes = _with_valid_text(changes, place, options.invalid_text)
+    return Frame(
+        changes,
+        owners,
+        shapes,
+        op,
+        version,
+        changes.column("old_kind").to_numpy(),
+        lsn,
+        ordinal,
+        changes.column("sub").to_numpy().astype(np.int64),
+        owners.column("commit_time").to_numpy(),
+        owners.column("xid").to_numpy() == 0,
+        first,
+        pa.array([column.name for shape in shapes for column in shape.columns], pa.string()),
+        np.array([column.is_key for shape in shapes for column in shape.columns], np.uint8),
+    )
+
+
+def _one_batch(tables: list[pa.Table]) -> pa.RecordBatch | None:
+    batches = pa.concat_tables(tables).combine_chunks().to_batches()
+    return batches[0] if batches else None
+
+
+def _versions(changes: pa.RecordBatch, op: npt.NDArray[np.uint8], tables: int) -> npt.NDArray[np.int32]:
+    version: npt.NDArray[np.int32] = changes.column("relation").to_numpy()
+    if (version >= 0).all():
+        return version
+    made_up = np.where(op == Op.MESSAGE, tables, tables + 1).astype(np.int32)
+    return np.where(version < 0, made_up, version)
+
+
+# --- messages
+
+
+def _with_prefixes(changes: pa.RecordBatch, is_message: Bools) -> pa.RecordBatch:
+    """A message's content is the one value of its row: put its prefix before it."""
+    rows = np.flatnonzero(is_message)
+    messages = changes.take(pa.array(rows))
+    pairs = [
+        [prefix.encode(), content[0]]
+        for prefix, content in zip(messages.column("prefix").to_pylist(), messages.column("new").to_pylist(), strict=True)
+    ]
+    order = np.arange(len(is_message))
+    order[rows] = len(is_message) + np.arange(len(rows))
+    new = pa.concat_arrays([changes.column("new"), pa.array(pairs, CHANGES.field("new").type)]).take(pa.array(order))
+    return changes.set_column(CHANGES.get_field_index("new"), CHANGES.field("new"), new)
+
+
+# --- bytes that are not text
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """To find the row and column of a value, for the error."""
+
+    side: str
+    shapes: list[Relation]
+    version: npt.NDArray[np.int32]
+    lsn: I64
+    ordinal: I64
+
+    def describe(self, lists: pa.Array, item: int) -> str:
+        offsets = lists.offsets.to_numpy()
+        row = int(np.searchsorted(offsets, item, side="right")) - 1
+        shape = self.shapes[self.version[row]]
+        column = shape.columns[item - offsets[row]].name
+        return f"column {column} of table {shape.namespace}.{shape.name} at {Position(int(self.lsn[row]), int(self.ordinal[row]))}"
+
+
+def _with_valid_text(changes: pa.RecordBatch, place: _Place, policy: str) -> pa.RecordBatch:
+    lists = changes.column(place.side)
+    values = lists.values
+    try:
+        values.cast(pa.string())
+    except pa.ArrowInvalid:
+        repaired = [_repair(value, number, lists, place, policy) for number, value in enumerate(values.to_pylist())]
+    else:
+        return changes
+    items = pa.array(repaired, pa.binary())
+    fixed = pa.Array.from_buffers(
+        lists.type, len(lists), lists.buffers()[:2], lists.null_count, lists.offset, children=[items]
+    )
+    return changes.set_column(CHANGES.get_field_index(place.side), CHANGES.field(place.side), fixed)
+
+
+def _repair(value: bytes | None, number: int, lists: pa.Array, place: _Place, policy: str) -> bytes | None:
+    if value is None:
+        return None
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        if policy == "replace":
+            return value.decode(errors="replace").encode()
+        if policy == "base64":
+            return b"base64:" + base64.b64encode(value)
+        raise DecodeError(
+            f"a value is not valid UTF-8: {place.describe(lists, number)}",
+            "The database's encoding is SQL_ASCII. Correct the value, or choose what becomes of such bytes: "
+            "--invalid-utf8 replace or --invalid-utf8 base64",
+        ) from None
+    return value
