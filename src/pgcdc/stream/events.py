@@ -20,7 +20,16 @@ from pgcdc.stream.frame import EventOptions, Frame, load_frame
 from pgcdc.stream.lines import OPERATION_OF, OPERATIONS, SOURCE_NAME, json_lines
 from pgcdc.stream.texts import I64, IdSeed, event_ids, position_texts
 
-__all__ = ["EVENT_COLUMNS", "EVENT_SCHEMA", "TEXT_COLUMNS", "event_batch"]
+__all__ = [
+    "BLOCKS",
+    "EVENT_COLUMNS",
+    "EVENT_SCHEMA",
+    "LINES",
+    "TEXT_COLUMNS",
+    "event_batch",
+    "pack_block",
+    "unpack_blocks",
+]
 
 EVENT_COLUMNS = {
     "id": "string",
@@ -42,6 +51,14 @@ EVENT_COLUMNS = {
 """The columns of an event and their types, as Spark writes them."""
 TEXT_COLUMNS = {"json": "string", "line": "string"}
 """The whole event as JSON text, without and with a newline: only for those who ask for it."""
+COMPRESS_BYTES = 64 << 10
+BLOCKS = "block BINARY"
+"""Rows in blocks, for a lane that only hands them on: each row is many events, packed (`unpack_blocks`).
+
+Spark moves a block as cheaply as an event. Ten times fewer CPU in the JVM, and no need to warm it up with a backlog.
+"""
+LINES = pa.schema([("position", pa.string()), ("line", pa.string())])
+"""What is in a block, and what sinks of lines take."""
 EVENT_SCHEMA = ", ".join(f"{name} {kind.upper()}" for name, kind in EVENT_COLUMNS.items())
 """The columns of an event, as Spark DDL."""
 
@@ -62,6 +79,26 @@ def event_batch(
     events = _Events(frame, seed, options)
     arrays = [_as_type(events.column(field.name), field.type) for field in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def pack_block(events: pa.RecordBatch) -> pa.RecordBatch:
+    """A record batch with one row: `events`, in the schema LINES, as an Arrow stream.
+
+    Compressed if it is large: the JVM copies it about ten times, and collecting that garbage cost more than all else.
+    """
+    options = pa.ipc.IpcWriteOptions(compression="lz4" if events.nbytes >= COMPRESS_BYTES else None)
+    target = pa.BufferOutputStream()
+    with pa.ipc.new_stream(target, events.schema, options=options) as stream:
+        stream.write_batch(events)
+    data = target.getvalue()
+    block = pa.BinaryArray.from_buffers(pa.binary(), 1, [None, pa.array([0, data.size], pa.int32()).buffers()[1], data])
+    return pa.RecordBatch.from_arrays([block], ["block"])
+
+
+def unpack_blocks(blocks: pa.Table) -> pa.Table:
+    """The events of collected blocks, in order."""
+    streams = (pa.ipc.open_stream(value.as_buffer()) for value in blocks.column("block"))
+    return pa.Table.from_batches([batch for stream in streams for batch in stream], LINES)
 
 
 def _as_type(array: pa.Array, kind: pa.DataType) -> pa.Array:

@@ -17,15 +17,13 @@ from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position
 from pgcdc.sink.base import Batch, Sink
 from pgcdc.state import fsync_folder
+from pgcdc.stream.events import BLOCKS, unpack_blocks
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
-__all__ = ["LINES", "Lane", "read_offset"]
-
-LINES = "position STRING, line STRING"
-"""What sinks of lines take: `position`, and `line`, the JSON event with its newline."""
+__all__ = ["Lane", "read_offset"]
 
 
 class LaneStopped(Exception):
@@ -70,9 +68,9 @@ class Lane:
     def start(self, spark: SparkSession, options: dict[str, str], *, once: bool = False) -> StreamingQuery:
         """Start the query from its checkpoint."""
         self.error = None
-        # The source renders the JSON: far cheaper than maps through the JVM, as long as no transform wants the columns.
-        lines = spark.readStream.format("pgcdc").schema(LINES).options(**options).load()
-        writer = lines.writeStream.queryName(self.name).option("checkpointLocation", str(self._checkpoint))
+        # No transform wants the columns: the executors render the JSON, and rows travel in blocks.
+        blocks = spark.readStream.format("pgcdc").schema(BLOCKS).options(**options).load()
+        writer = blocks.writeStream.queryName(self.name).option("checkpointLocation", str(self._checkpoint))
         trigger = writer.trigger(availableNow=True) if once else writer.trigger(processingTime="0 seconds")
         return trigger.foreachBatch(self._deliver).start()
 
@@ -111,14 +109,14 @@ class Lane:
         for sink in self.sinks:
             sink.close()
 
-    def _deliver(self, lines: DataFrame, batch_id: int) -> None:
+    def _deliver(self, blocks: DataFrame, batch_id: int) -> None:
         """Spark's callback: runs once per batch, and again for the same batch after a crash."""
         if self._stopping:
             raise LaneStopped("this batch comes again after the restart")
         with self._lock:
             self._running = True
         try:
-            self._write(lines, batch_id)
+            self._write(blocks, batch_id)
         except BaseException as error:
             self.error = error
             raise
@@ -126,13 +124,13 @@ class Lane:
             with self._lock:
                 self._running = False
 
-    def _write(self, lines: DataFrame, batch_id: int) -> None:
+    def _write(self, blocks: DataFrame, batch_id: int) -> None:
         hit("lane.planned")
         end = read_offset(self._checkpoint, batch_id)
         start = read_offset(self._checkpoint, batch_id - 1) if batch_id else self._initial
         waiting = [sink for sink in self.sinks if sink.ack < end]
         if waiting:
-            batch = Batch(start, end, lines.toArrow())
+            batch = Batch(start, end, unpack_blocks(blocks.toArrow()))
             hit("lane.collected")
             list(self._pool.map(lambda sink: sink.write(batch), waiting))
             self.batches += 1

@@ -22,7 +22,14 @@ from pgcdc.errors import ConfigError, GapError, SpoolError
 from pgcdc.position import Position, format_lsn
 from pgcdc.relation import Relation
 from pgcdc.spool.reader import SegmentSlice, SpoolReader, plan_end
-from pgcdc.stream.events import EVENT_COLUMNS, EVENT_SCHEMA, TEXT_COLUMNS, event_batch
+from pgcdc.stream.events import (
+    EVENT_COLUMNS,
+    EVENT_SCHEMA,
+    LINES,
+    TEXT_COLUMNS,
+    event_batch,
+    pack_block,
+)
 from pgcdc.stream.feed import CaptureFeed, Feed, StaticFeed
 from pgcdc.stream.options import parse_options
 from pgcdc.stream.texts import IdSeed
@@ -63,6 +70,8 @@ class ChangePartition(InputPartition):
 def _check_schema(schema: StructType) -> None:
     """A user's schema may leave columns out and ask for JSON; names and types are ours."""
     known = {**EVENT_COLUMNS, **TEXT_COLUMNS}
+    if schema.simpleString() == "struct<block:binary>":
+        return
     for field in schema.fields:
         if known.get(field.name) != field.dataType.simpleString():
             raise ConfigError(
@@ -131,7 +140,8 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, ChangePartition)
-        schema = to_arrow_schema(self._schema, timezone="UTC")
+        in_blocks = self._schema.fieldNames() == ["block"]
+        schema = LINES if in_blocks else to_arrow_schema(self._schema, timezone="UTC")
         for pieces in _group(partition.slices, RECORD_BATCH_BYTES):
             try:
                 batch = event_batch(pieces, partition.relations, partition.seed, schema, self._options.events)
@@ -144,7 +154,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     "Put the state directory on storage that every host of the cluster can read",
                 ) from None
             if batch is not None:
-                yield batch
+                yield pack_block(batch) if in_blocks else batch
 
     def commit(self, end: dict[str, Any]) -> None:
         position = Position.from_offset(end)

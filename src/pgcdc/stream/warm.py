@@ -13,7 +13,7 @@ from pgcdc.position import Position
 from pgcdc.relation import Column, Relation
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS, OldKind, Op
 from pgcdc.spool.writer import SpoolWriter
-from pgcdc.stream.lane import LINES
+from pgcdc.stream.events import BLOCKS
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -28,7 +28,7 @@ def warm_up(spark: SparkSession) -> None:
     with tempfile.TemporaryDirectory(prefix="pgcdc-warm-") as folder:
         spool = Path(folder) / "spool"
         _write_spool(spool)
-        source = spark.readStream.format("pgcdc").schema(LINES).option("_spool", str(spool))
+        source = spark.readStream.format("pgcdc").schema(BLOCKS).option("_spool", str(spool))
         writer = (
             source.option("max_batch_rows", "3")
             .load()
@@ -38,8 +38,8 @@ def warm_up(spark: SparkSession) -> None:
         writer.foreachBatch(_collect).start().awaitTermination()
 
 
-def _collect(lines: DataFrame, _: int) -> None:
-    lines.toArrow()
+def _collect(blocks: DataFrame, _: int) -> None:
+    blocks.toArrow()
 
 
 def _write_spool(folder: Path) -> None:
