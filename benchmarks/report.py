@@ -74,7 +74,8 @@ def skipped(name: str, bar: str, reason: str) -> Figure:
 
 def at_most(name: str, value: float, limit: float, unit: str, note: str = "", digits: int = 1) -> Figure:
     """A figure that must not be above its bar."""
-    return Figure(name, f"<= {limit:g} {unit}", f"{value:,.{digits}f} {unit}", value <= limit, note)
+    unit = unit if unit == "x" else f" {unit}"
+    return Figure(name, f"<= {limit:g}{unit}", f"{value:,.{digits}f}{unit}", value <= limit, note)
 
 
 def at_least(name: str, value: float, limit: float, unit: str, note: str = "") -> Figure:

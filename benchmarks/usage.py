@@ -16,7 +16,7 @@ import psutil
 
 __all__ = ["PeakMemory", "cpu_of_tree", "cpu_s", "cpu_since", "peak_rss_bytes", "role_of"]
 
-SAMPLE_S = 0.25
+SAMPLE_S = 0.2
 
 
 def cpu_s() -> float:
@@ -90,8 +90,10 @@ class PeakMemory:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopping.wait(SAMPLE_S):
+        while True:
             self.peak_bytes = max(self.peak_bytes, self._sum() if self._tree else peak_rss_bytes(self._pid))
+            if self._stopping.wait(SAMPLE_S):
+                return
 
     def _sum(self) -> int:
         total = 0
