@@ -13,6 +13,7 @@ import psutil
 import pyspark
 from peers import debezium_version
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pgcdc.capture.rows import decoder_name
@@ -91,7 +92,7 @@ def print_table(figures: list[Figure], title: str, console: Console) -> None:
     for figure in figures:
         style = {None: "", True: "green", False: "bold red"}[figure.passed]
         verdict = f"[{style}]{figure.verdict}[/]" if style else ""
-        table.add_row(figure.name, figure.bar, figure.value, verdict, figure.note)
+        table.add_row(figure.name, figure.bar, figure.value, verdict, escape(figure.note))
     console.print(table)
     missed = [figure.name for figure in figures if figure.passed is False]
     console.print(
@@ -105,7 +106,7 @@ def print_peers(peers: list[Peer], title: str, console: Console) -> None:
     for name in PEER_COLUMNS:
         table.add_column(name, justify="left" if name in ("who", "note") else "right")
     for peer in peers:
-        table.add_row(*peer.cells)
+        table.add_row(*map(escape, peer.cells))
     console.print(table)
 
 

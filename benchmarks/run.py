@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from dataclasses import replace
+from functools import partial
 
 from report import (
     Figure,
@@ -56,7 +57,7 @@ def main() -> int:
     scale = replace(scale, **changed)
     chosen = arguments.only or [name for name in SECTIONS if name != "demo" or arguments.demo]
     machine = describe_machine()
-    with Bench(scale, console.print) as bench:
+    with Bench(scale, partial(console.print, markup=False)) as bench:
         failed = _measure(bench, chosen, console)
         peers = _peer_rows(bench)
         print_table(bench.figures, ", ".join(f"{name} {value}" for name, value in machine.items()), console)

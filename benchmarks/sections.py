@@ -122,7 +122,7 @@ def measure_backlog(bench: Bench) -> None:
 def measure_decoder(bench: Bench) -> None:
     """Rows per CPU second of the decoder alone."""
     found = sorted(measure_decoding(bench.url(), bench.scale.decoded_rows, 5))
-    note = f"million rows, 10 text columns; of 5 rounds {found[0] / 1e6:.2f} to {found[-1] / 1e6:.2f}"
+    note = f"10 text columns; 5 rounds from {found[0] / 1e6:.2f}M to {found[-1] / 1e6:.2f}M"
     bench.figures.append(at_least("decoder alone, rows per CPU second", found[2] / 1e6, 1, "M", note))
 
 
