@@ -10,26 +10,50 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psycopg
+from usage import PeakMemory
 from workload import PUBLICATION, Backlog, copied_slot
 
 from pgcdc.playground.postgres import find_binaries
 
-__all__ = ["Contender", "run_child", "run_contenders"]
+__all__ = [
+    "Contender",
+    "Unavailable",
+    "our_contenders",
+    "recvlogical",
+    "run_child",
+    "run_contenders",
+    "run_recvlogical",
+]
 
 HERE = Path(__file__).parent
 
 
+class Unavailable(Exception):
+    """A peer that cannot run here, and why."""
+
+
 @dataclass(slots=True)
 class Contender:
-    """One way to read the backlog, and what each of its runs said."""
+    """One way to read the backlog, and what each of its runs said.
 
+    A run gives `took_s`, `cpu_s` and `peak_rss_bytes`, and `changes` if it did not get through all of them.
+    """
+
+    key: str
     name: str
     run: Callable[[str, str, Backlog], dict[str, Any]]
+    plugin: str = "pgoutput"
+    is_peer: bool = False
+    """Of somebody else: it may be missing or fail, which is then said in the table."""
+    note: str = ""
+    reason: str = ""
+    """Why it did not run."""
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     def median(self, key: str) -> float:
@@ -41,44 +65,63 @@ class Contender:
         return float(max(run[key] for run in self.runs))
 
 
-def run_contenders(url: str, backlog: Backlog, rounds: int, say: Callable[[str], None]) -> dict[str, Contender]:
-    """All contenders in every round, every other round backwards: what disturbs the machine disturbs all of them."""
-    contenders = {
-        "recvlogical": Contender("pg_recvlogical > /dev/null", _run_recvlogical),
-        "arrow": Contender("capture to Arrow", _run_arrow),
-        "spark": Contender("through Spark to a file", _run_spark),
-    }
-    for number in range(rounds):
-        in_turn = list(contenders.items())
-        for key, contender in in_turn if number % 2 == 0 else reversed(in_turn):
-            with copied_slot(url, backlog.slot, f"bench_{key}_{number}") as slot:
-                result = contender.run(url, slot, backlog)
-            contender.runs.append(result)
-            rate = backlog.changes / result["took_s"]
-            say(f"round {number + 1}, {contender.name}: {result['took_s']:.2f} s, {rate:,.0f} changes/s")
-    return contenders
-
-
-def _run_recvlogical(url: str, slot: str, backlog: Backlog) -> dict[str, Any]:
-    command: list[str | Path] = [find_binaries() / "pg_recvlogical", "-d", url, "--slot", slot, "--start", "--no-loop"]
-    command += [
-        "--endpos",
-        backlog.end_lsn,
-        "-f",
-        "-",
-        "-o",
-        "proto_version=1",
-        "-o",
-        f"publication_names={PUBLICATION}",
+def our_contenders() -> list[Contender]:
+    """The capture alone, and the whole pipeline."""
+    return [
+        Contender("arrow", "capture to Arrow", _run_arrow),
+        Contender("spark", "through Spark to a file", _run_spark),
     ]
+
+
+def recvlogical() -> Contender:
+    """The yardstick: the client of PostgreSQL itself, which throws away what it gets."""
+    return Contender("recvlogical", "pg_recvlogical > /dev/null", _run_recvlogical)
+
+
+def run_contenders(
+    url: str, backlog: Backlog, contenders: Sequence[Contender], rounds: int, say: Callable[[str], None]
+) -> dict[str, Contender]:
+    """All contenders in every round, every other round backwards: what disturbs the machine disturbs all of them."""
+    for number in range(rounds):
+        for contender in contenders if number % 2 == 0 else reversed(contenders):
+            if contender.reason:
+                continue
+            try:
+                slot_name = f"bench_{contender.key}_{number}"
+                with copied_slot(url, backlog.slot, slot_name, contender.plugin) as slot:
+                    result = {"changes": backlog.changes, **contender.run(url, slot, backlog)}
+            except (Unavailable, RuntimeError, psycopg.Error) as error:
+                if not contender.is_peer:
+                    raise
+                contender.reason = str(error).splitlines()[0]
+                say(f"round {number + 1} of {rounds}, {contender.name}: skipped, {contender.reason}")
+                continue
+            result["rate"] = result["changes"] / result["took_s"]
+            contender.runs.append(result)
+            told = f"{result['took_s']:.2f} s, {result['rate']:,.0f} changes/s"
+            say(f"round {number + 1} of {rounds}, {contender.name}: {told}")
+    return {contender.key: contender for contender in contenders}
+
+
+def run_recvlogical(url: str, slot: str, backlog: Backlog, *options: str) -> dict[str, Any]:
+    """`pg_recvlogical` until the end of the backlog; `options` are the plugin's."""
+    command: list[str | Path] = [find_binaries() / "pg_recvlogical", "-d", url, "--slot", slot, "--start", "--no-loop"]
+    command += ["--endpos", backlog.end_lsn, "-f", "-"]
+    for option in options:
+        command += ["-o", option]
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "PGSSLMODE": "disable"})
-    _, status, used = os.wait4(process.pid, 0)
-    took_s = time.perf_counter() - began
+    with PeakMemory(process.pid) as memory:
+        _, status, used = os.wait4(process.pid, 0)
+        took_s = time.perf_counter() - began
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise RuntimeError(f"pg_recvlogical ended with code {process.returncode}")
-    return {"took_s": took_s, "cpu_s": used.ru_utime + used.ru_stime, "peak_rss_bytes": used.ru_maxrss * 1024}
+    return {"took_s": took_s, "cpu_s": used.ru_utime + used.ru_stime, "peak_rss_bytes": memory.peak_bytes}
+
+
+def _run_recvlogical(url: str, slot: str, backlog: Backlog) -> dict[str, Any]:
+    return run_recvlogical(url, slot, backlog, "proto_version=1", f"publication_names={PUBLICATION}")
 
 
 def _run_arrow(url: str, slot: str, backlog: Backlog) -> dict[str, Any]:
@@ -90,22 +133,30 @@ def _run_arrow(url: str, slot: str, backlog: Backlog) -> dict[str, Any]:
 def _run_spark(url: str, slot: str, backlog: Backlog) -> dict[str, Any]:
     folder = tempfile.mkdtemp(prefix="pgcdc-bench-")
     try:
-        result = run_child("spark_child.py", slot, str(backlog.changes), folder, url=url)
+        result = run_child("spark_child.py", slot, str(backlog.changes), folder, url=url, tree=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     _check_count(result["lines"], backlog)
     return result
 
 
-def run_child(script: str, *arguments: str, url: str) -> dict[str, Any]:
-    """Run one of our scripts and return what it printed; its last line is JSON."""
+def run_child(script: str, *arguments: str, url: str, tree: bool = False) -> dict[str, Any]:
+    """Run one of our scripts and return what it printed; its last line is JSON.
+
+    With `tree`, the peak of its memory is that of the whole tree of processes, seen from here.
+    """
     environment = {**os.environ, "PGCDC_DB": url, "PGSSLMODE": "disable"}
     command = [sys.executable, str(HERE / script), *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{script} ended with code {done.returncode}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    if tree:
+        with PeakMemory(process.pid, tree=True) as memory:
+            said, _ = process.communicate()
+    else:
+        said, _ = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"{script} ended with code {process.returncode}")
+    answer: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return answer | ({"peak_rss_bytes": memory.peak_bytes} if tree else {})
 
 
 def _check_count(found: int, backlog: Backlog) -> None:

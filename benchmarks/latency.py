@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 import orjson
-import psutil
+from usage import cpu_of_tree, cpu_since
 from workload import PUBLICATION, Writer, connect, drop_slot, insert_row, new_slot
 
 __all__ = ["Listener", "measure_idle", "measure_latency", "measure_start"]
@@ -153,32 +153,7 @@ def measure_idle(url: str, *, settle_s: float, seconds: float) -> dict[str, floa
     with listener(url, "bench_idle", waiting=True) as running:
         running.wait_line()
         time.sleep(settle_s)
-        before, began = _cpu_of_tree(running.process.pid), time.monotonic()
+        before, began = cpu_of_tree(running.process.pid), time.monotonic()
         time.sleep(seconds)
-        after, took_s = _cpu_of_tree(running.process.pid), time.monotonic() - began
-    found: dict[str, float] = {}
-    for process, (role, cpu_s) in after.items():
-        used_s = cpu_s - before[process][1] if process in before else cpu_s
-        found[role] = found.get(role, 0.0) + 100 * used_s / took_s
-    return found
-
-
-def _cpu_of_tree(pid: int) -> dict[psutil.Process, tuple[str, float]]:
-    """Role and CPU seconds of every process; by process, because Spark ends workers that were idle for a minute."""
-    top = psutil.Process(pid)
-    found = {}
-    for process in [top, *top.children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found[process] = (_role(process, top), float(sum(process.cpu_times()[:4])))  # with children that it reaped
-    return found
-
-
-def _role(process: psutil.Process, top: psutil.Process) -> str:
-    command = " ".join(process.cmdline())
-    if process == top:
-        return "listen"
-    if "pgcdc.capture.process" in command:
-        return "capture"
-    if process.name() == "java":
-        return "JVM"
-    return "Spark's source in Python" if "source_runner" in command else "Spark's Python workers"
+        after, took_s = cpu_of_tree(running.process.pid), time.monotonic() - began
+    return {role: 100 * used_s / took_s for role, used_s in cpu_since(before, after).items()}

@@ -1,4 +1,4 @@
-"""The figures as a table on the screen, as docs/benchmarks.md, and as two plots."""
+"""The figures as tables on the screen, as docs/benchmarks.md, and as plots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 
 import psutil
 import pyspark
+from peers import debezium_version
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pgcdc.capture.rows import decoder_name
@@ -19,12 +21,15 @@ from pgcdc.playground.postgres import find_binaries
 
 __all__ = [
     "Figure",
+    "Peer",
     "at_least",
     "at_most",
     "describe_machine",
     "plot_latencies",
     "plot_rates",
+    "print_peers",
     "print_table",
+    "skipped",
     "write_page",
 ]
 
@@ -44,9 +49,34 @@ class Figure:
         return {None: "", True: "pass", False: "MISS"}[self.passed]
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One way to read the same backlog, as it is shown."""
+
+    name: str
+    rate: str
+    ratio: str = ""
+    cpu: str = ""
+    memory: str = ""
+    note: str = ""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return (self.name, self.rate, self.ratio, self.cpu, self.memory, self.note)
+
+
+PEER_COLUMNS = ("who", "changes", "of pg_recvlogical", "CPU a change", "peak RSS", "note")
+
+
+def skipped(name: str, bar: str, reason: str) -> Figure:
+    """A figure that cannot be measured here."""
+    return Figure(name, bar, "skipped", None, reason)
+
+
 def at_most(name: str, value: float, limit: float, unit: str, note: str = "", digits: int = 1) -> Figure:
     """A figure that must not be above its bar."""
-    return Figure(name, f"<= {limit:g} {unit}", f"{value:,.{digits}f} {unit}", value <= limit, note)
+    unit = unit if unit == "x" else f" {unit}"
+    return Figure(name, f"<= {limit:g}{unit}", f"{value:,.{digits}f}{unit}", value <= limit, note)
 
 
 def at_least(name: str, value: float, limit: float, unit: str, note: str = "") -> Figure:
@@ -62,12 +92,22 @@ def print_table(figures: list[Figure], title: str, console: Console) -> None:
     for figure in figures:
         style = {None: "", True: "green", False: "bold red"}[figure.passed]
         verdict = f"[{style}]{figure.verdict}[/]" if style else ""
-        table.add_row(figure.name, figure.bar, figure.value, verdict, figure.note)
+        table.add_row(figure.name, figure.bar, figure.value, verdict, escape(figure.note))
     console.print(table)
     missed = [figure.name for figure in figures if figure.passed is False]
     console.print(
         f"[bold red]{len(missed)} missed: {'; '.join(missed)}[/]" if missed else "[green]Every bar is met.[/]"
     )
+
+
+def print_peers(peers: list[Peer], title: str, console: Console) -> None:
+    """Rate, CPU and memory of everybody."""
+    table = Table(title=title)
+    for name in PEER_COLUMNS:
+        table.add_column(name, justify="left" if name in ("who", "note") else "right")
+    for peer in peers:
+        table.add_row(*map(escape, peer.cells))
+    console.print(table)
 
 
 def describe_machine() -> dict[str, str]:
@@ -88,11 +128,20 @@ def describe_machine() -> dict[str, str]:
         "PySpark": pyspark.__version__,
         "PostgreSQL": postgres.stdout.strip().rpartition(" ")[2],
         "Decoder": decoder_name(),
+        "Debezium engine": debezium_version() or "not installed",
     }
 
 
-def write_page(path: Path, figures: list[Figure], machine: dict[str, str], command: str, notes: list[str]) -> None:
-    """docs/benchmarks.md, as a whole."""
+def write_page(
+    path: Path,
+    figures: list[Figure],
+    peers: list[Peer],
+    plots: dict[str, str],
+    machine: dict[str, str],
+    command: str,
+    notes: list[str],
+) -> None:
+    """docs/benchmarks.md, as a whole. `plots` are titles by path."""
     missed = sum(figure.passed is False for figure in figures)
     lines = [
         "# Benchmarks",
@@ -105,10 +154,18 @@ def write_page(path: Path, figures: list[Figure], machine: dict[str, str], comma
         "| --- | ---: | ---: | --- | --- |",
         *(f"| {f.name} | {f.bar} | {f.value} | {f.verdict} | {f.note} |" for f in figures),
         "",
-        "![Rates of the contenders](img/benchmarks-rates.png)",
+        "## Ours and others",
         "",
-        "![Latency from commit to file](img/benchmarks-latency.png)",
+        "One backlog on one server, everybody with a slot of their own.",
         "",
+        f"| {' | '.join(PEER_COLUMNS)} |",
+        "| --- | ---: | ---: | ---: | ---: | --- |",
+        *(f"| {' | '.join(peer.cells)} |" for peer in peers),
+        "",
+    ]
+    for image, title in plots.items():
+        lines += [f"![{title}]({image})", ""]
+    lines += [
         "## How it is measured",
         "",
         *(f"- {note}" for note in notes),
@@ -127,7 +184,7 @@ def plot_rates(path: Path, rates: dict[str, list[float]]) -> None:
     """Changes per second of each contender: a bar for the median, a dot for each run."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 2.6))
+    figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.6 * len(rates)))
     for row, values in enumerate(reversed(rates.values())):
         middle = sorted(values)[len(values) // 2]
         axes.barh(row, middle / 1e3, color="#4878a8", height=0.6)

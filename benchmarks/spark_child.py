@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from usage import cpu_of_tree, cpu_since, peak_rss_bytes
 from workload import PUBLICATION, connect
 
 from pgcdc.capture.control import ensure_capture
@@ -36,6 +37,11 @@ class WarmPipeline(Pipeline):
         """When each batch was on disk, and its events."""
         self.progress: list[dict[str, Any]] = []
         self.capture_rss: tuple[int, int] = (0, 0)
+        self.cpu_s: dict[str, float] = {}
+        """CPU seconds by role, from the start of the replication connection to the last line."""
+        self.peaks: dict[str, int] = {}
+        """The largest RSS of each role; of several workers, their sum."""
+        self._cpu_before: dict[psutil.Process, tuple[str, float]] = {}
         self._left = changes
         self._query: Any = None
 
@@ -47,6 +53,7 @@ class WarmPipeline(Pipeline):
         self._warm_up()
         self._client = ensure_capture(self._prepared.spec, is_restart=False)
         self.began = self._connected_at()
+        self._cpu_before = cpu_of_tree(os.getpid())
         initial, _ = self._client.join(LANE)
         self._lane = Lane(LANE, self.state.checkpoints / LANE, self._sinks())
         self._lane.open(initial)
@@ -78,9 +85,12 @@ class WarmPipeline(Pipeline):
             threading.Thread(target=self._conclude).start()
 
     def _conclude(self) -> None:
+        after = cpu_of_tree(os.getpid())
+        self.cpu_s = cpu_since(self._cpu_before, after)
         process = psutil.Process(int(self.capture_status()["pid"]))
-        peak = next(line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if "VmHWM" in line)
-        self.capture_rss = (process.memory_info().rss, int(peak.split()[1]) * 1024)
+        self.capture_rss = (process.memory_info().rss, peak_rss_bytes(process.pid))
+        for one, (role, _) in after.items():
+            self.peaks[role] = self.peaks.get(role, 0) + peak_rss_bytes(one.pid)
         time.sleep(0.5)  # the last batch's progress is reported after its commit
         self.progress = [json.loads(one.json) for one in self._query.recentProgress if one.numInputRows]
         self.stop()
@@ -107,8 +117,11 @@ def main() -> None:
     answer = {
         "lines": lines,
         "took_s": pipeline.ended - begin,
-        "rss_bytes": pipeline.capture_rss[0],
-        "peak_rss_bytes": pipeline.capture_rss[1],
+        "cpu_s": sum(pipeline.cpu_s.values()),
+        "cpu_by_role_s": pipeline.cpu_s,
+        "capture_rss_bytes": pipeline.capture_rss[0],
+        "capture_peak_rss_bytes": pipeline.capture_rss[1],
+        "peaks_bytes": pipeline.peaks,
         "batches": [(moment - begin, rows) for moment, rows in pipeline.batches],
         "phases_ms": [one["durationMs"] for one in pipeline.progress],
     }

@@ -14,7 +14,18 @@ from psycopg import sql
 
 from pgcdc.playground.postgres import EmbeddedPostgres
 
-__all__ = ["PUBLICATION", "Backlog", "Writer", "connect", "copied_slot", "new_slot", "prepare_backlog", "start_server"]
+__all__ = [
+    "PUBLICATION",
+    "Backlog",
+    "Writer",
+    "connect",
+    "copied_slot",
+    "drop_slot",
+    "insert_row",
+    "new_slot",
+    "prepare_backlog",
+    "start_server",
+]
 
 PUBLICATION = "bench"
 BACKLOG_SLOT = "bench_backlog"
@@ -30,6 +41,9 @@ CREATE TABLE {} (
     id int PRIMARY KEY, big bigint, amount numeric(12,2), short text, long text, at timestamptz, flag boolean,
     ratio double precision, day date, doc jsonb)
 """
+# Ten text columns, for the decoder alone; three columns without a key, for one huge transaction of inserts.
+_TEXTS = "CREATE TABLE texts (" + ", ".join(f"t{n} text" for n in range(10)) + ")"
+_LARGE = "CREATE TABLE large (id int, name text, at timestamptz)"
 _VALUES = """
 SELECT k, k * 1000003::bigint, (k % 9999999) / 100.0, 'item ' || k % 1000, left(md5(k::text) || md5((k + 1)::text), 60),
     timestamptz '2026-01-01' + k * interval '1.000037 second', k % 3 = 0, k / 7.0::float8, date '2020-01-01' + k % 2000,
@@ -70,14 +84,16 @@ class Backlog:
     wal_bytes: int
 
 
-def start_server() -> EmbeddedPostgres:
+def start_server(version: int = 18) -> EmbeddedPostgres:
     """A server of our own with the tables and the publication."""
-    server = EmbeddedPostgres.temporary(settings=_SETTINGS)
+    server = EmbeddedPostgres.temporary(version=version, settings=_SETTINGS)
     with connect(server.url()) as conn:
         for table in ("backlog", "trickle"):
             conn.execute(sql.SQL(_TABLE).format(sql.Identifier(table)))
         conn.execute("CREATE TABLE waiting (LIKE trickle INCLUDING ALL)")
-        conn.execute("CREATE PUBLICATION bench FOR TABLE backlog, trickle, waiting")
+        conn.execute(_TEXTS.encode())
+        conn.execute(_LARGE)
+        conn.execute("CREATE PUBLICATION bench FOR TABLE backlog, trickle, waiting, texts, large")
     return server
 
 
@@ -110,10 +126,10 @@ def new_slot(conn: psycopg.Connection[Any], name: str) -> None:
 
 
 @contextlib.contextmanager
-def copied_slot(url: str, source: str, name: str) -> Iterator[str]:
-    """A copy of a slot at the same position, dropped at the end."""
+def copied_slot(url: str, source: str, name: str, plugin: str = "pgoutput") -> Iterator[str]:
+    """A copy of a slot at the same position, if wanted with another plugin; dropped at the end."""
     with connect(url) as conn:
-        conn.execute("SELECT pg_copy_logical_replication_slot(%s, %s)", [source, name])
+        conn.execute("SELECT pg_copy_logical_replication_slot(%s, %s, false, %s)", [source, name, plugin])
         try:
             yield name
         finally:

@@ -1,0 +1,307 @@
+"""The sections of `make bench`: each measures one thing and adds its figures."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from backlog import Contender, Unavailable, our_contenders, recvlogical, run_child, run_contenders
+from decode import measure_decoding
+from large import drop_large, prepare_large, run_capture, run_pipeline
+from latency import measure_idle, measure_latency, measure_start
+from peers import peer_contenders
+from report import Figure, at_least, at_most, skipped
+from tls import describe_tls, tls_enabled, with_tls
+from workload import Backlog, Writer, connect, drop_slot, new_slot, prepare_backlog, start_server
+
+from pgcdc.errors import ConfigError
+from pgcdc.playground.postgres import EmbeddedPostgres, find_binaries
+
+__all__ = ["ARROW_RATE_PER_S", "RATE_PER_S", "SECTIONS", "Bench", "Scale", "percentiles"]
+
+ROOT = Path(__file__).parent.parent
+RATE_PER_S = 50
+ARROW_RATE_PER_S = 100
+PEER_VERSION = 15
+"""Debian's (`make test-servers`) for what the embedded server lacks: TLS, test_decoding, wal2json."""
+MB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is measured."""
+
+    changes: int = 1_000_000
+    rounds: int = 3
+    decoded_rows: int = 200_000
+    large_rows: tuple[int, int] = (1_000_000, 10_000_000)
+    warm_s: float = 15
+    latency_s: float = 60
+    starts: int = 3
+    settle_s: float = 15
+    idle_s: float = 30
+
+
+@dataclass(slots=True)
+class Bench:
+    """One run: its servers, which start when first needed, and what it has found."""
+
+    scale: Scale
+    say: Callable[[str], None]
+    figures: list[Figure] = field(default_factory=list)
+    contenders: dict[str, Contender] = field(default_factory=dict)
+    peers: dict[str, Contender] = field(default_factory=dict)
+    peer_server: str = ""
+    """On which server the peers were measured."""
+    latencies_ms: list[float] = field(default_factory=list)
+    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _servers: dict[int, EmbeddedPostgres] = field(default_factory=dict)
+    _backlogs: dict[int, Backlog] = field(default_factory=dict)
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def url(self, version: int = 18) -> str:
+        """Where the server of this version is."""
+        if version not in self._servers:
+            self._servers[version] = self._stack.enter_context(start_server(version))
+        return self._servers[version].url()
+
+    def backlog(self, version: int = 18) -> Backlog:
+        """The backlog on that server, made once."""
+        if version not in self._backlogs:
+            self.say(f"making {self.scale.changes:,} changes on PostgreSQL {version}")
+            made = prepare_backlog(self.url(version), self.scale.changes)
+            size = f"{made.changes:,} changes in {made.transactions:,} transactions"
+            self.say(f"backlog: {size}, {made.wal_bytes / 1e6:,.0f} MB of WAL")
+            self._backlogs[version] = made
+        return self._backlogs[version]
+
+    def forget_backlog(self, version: int = 18) -> None:
+        """Let the server remove its WAL."""
+        made = self._backlogs.pop(version)
+        with connect(self.url(version)) as conn:
+            drop_slot(conn, made.slot)
+            conn.execute("TRUNCATE backlog")
+            conn.execute("DROP PROCEDURE fill_backlog")
+
+
+def measure_backlog(bench: Bench) -> None:
+    """Three ways to drain one backlog."""
+    made = bench.backlog()
+    contenders = [recvlogical(), *our_contenders()]
+    found = run_contenders(bench.url(), made, contenders, bench.scale.rounds, bench.say)
+    bench.forget_backlog()
+    bench.contenders = found
+    base, arrow, spark = found["recvlogical"], found["arrow"], found["spark"]
+    to_arrow, to_file = (base.median("took_s") / one.median("took_s") for one in (arrow, spark))
+    took = f"{base.median('took_s'):.2f} s"
+    bench.figures += [
+        Figure("backlog: pg_recvlogical, the yardstick", "", took, None, _describe(base)),
+        at_least("backlog: capture to Arrow", to_arrow, 0.95, "x", _describe(arrow)),
+        at_most("backlog: CPU of the capture, of pg_recvlogical's", arrow.median("cpu_s") / base.median("cpu_s"), 1.5, "x",
+            f"{arrow.median('cpu_s'):.2f} s against {base.median('cpu_s'):.2f} s, user and system", 2),
+        at_least("backlog: through Spark to a file", to_file, 0.5, "x", _describe(spark)),
+        at_most("capture process: peak RSS, backlog through Spark", spark.worst("capture_peak_rss_bytes") / MB, 150, "MB",
+            f"{spark.worst('capture_rss_bytes') / MB:.0f} MB at the end; open_capture alone: "
+            f"peak {arrow.worst('peak_rss_bytes') / MB:.0f} MB", 0),
+    ]  # fmt: skip
+
+
+def measure_decoder(bench: Bench) -> None:
+    """Rows per CPU second of the decoder alone."""
+    found = sorted(measure_decoding(bench.url(), bench.scale.decoded_rows, 5))
+    note = f"10 text columns; 5 rounds from {found[0] / 1e6:.2f}M to {found[-1] / 1e6:.2f}M"
+    bench.figures.append(at_least("decoder alone, rows per CPU second", found[2] / 1e6, 1, "M", note))
+
+
+def measure_tls(bench: Bench) -> None:
+    """The capture over TLS, against pg_recvlogical without."""
+    name = "backlog: capture to Arrow over TLS"
+    reasons = []
+    for version in (18, PEER_VERSION):
+        try:
+            url = bench.url(version)
+            with tls_enabled(url):
+                bench.figures.append(_measure_tls(bench, name, url, version))
+                return
+        except (ConfigError, Unavailable) as error:
+            reasons.append(str(error))
+    bench.figures.append(skipped(name, ">= 0.6x", "; ".join(reasons)))
+
+
+def _measure_tls(bench: Bench, name: str, url: str, version: int) -> Figure:
+    plain = our_contenders()[0]
+    secure = Contender("arrow_tls", "capture to Arrow over TLS", lambda at, *rest: plain.run(with_tls(at), *rest))
+    contenders = [recvlogical(), plain, secure]
+    found = run_contenders(url, bench.backlog(version), contenders, bench.scale.rounds, bench.say)
+    base = found["recvlogical"].median("took_s")
+    without = f"without TLS {base / plain.median('took_s'):.2f}x"
+    note = f"{_describe(secure)}; {without}; PostgreSQL {version}, {describe_tls(url)}"
+    return at_least(name, base / secure.median("took_s"), 0.6, "x", note)
+
+
+def measure_peers(bench: Bench) -> None:
+    """Ours and others on one backlog."""
+    try:
+        find_binaries(PEER_VERSION)
+        version = PEER_VERSION
+    except ConfigError:
+        version = 18
+    contenders = [recvlogical(), *our_contenders(), *peer_contenders()]
+    found = run_contenders(bench.url(version), bench.backlog(version), contenders, bench.scale.rounds, bench.say)
+    bench.peers, bench.peer_server = found, f"PostgreSQL {version}"
+    debezium, spark = found["debezium"], found["spark"]
+    name = "backlog: through Spark to a file, of Debezium's rate"
+    if not debezium.runs:
+        bench.figures.append(skipped(name, ">= 2x", debezium.reason))
+        return
+    note = (
+        f"{spark.median('rate') / 1e3:,.0f}k against {debezium.median('rate') / 1e3:,.0f}k changes/s, {debezium.note}"
+    )
+    bench.figures.append(at_least(name, spark.median("rate") / debezium.median("rate"), 2, "x", note))
+
+
+def measure_large(bench: Bench) -> None:
+    """Memory of the capture with one huge transaction."""
+    peaks, notes = _run_large(bench, run_capture, lambda run: float(run["peak_rss_bytes"]))
+    rows, peak = list(peaks.items())[-1]
+    name = f"one transaction of {rows:,} rows: peak RSS of the capture"
+    bench.figures += [
+        at_most(name, peak / MB, 300, "MB", ", ".join(notes), 0),
+        at_most(f"{name}, of that with {min(peaks):,}", peak / peaks[min(peaks)], 1.2, "x", "", 2),
+    ]
+
+
+def measure_large_spark(bench: Bench) -> None:
+    """Memory of driver and workers with one huge transaction."""
+
+    def outside_capture(run: dict[str, Any]) -> float:
+        return float(sum(peak for role, peak in run["peaks_bytes"].items() if role != "capture"))
+
+    peaks, notes = _run_large(bench, run_pipeline, outside_capture)
+    rows, peak = list(peaks.items())[-1]
+    name = f"one transaction of {rows:,} rows: driver and workers, of those with {min(peaks):,}"
+    bench.figures.append(at_most(name, peak / peaks[min(peaks)], 1.2, "x", ", ".join(notes), 2))
+
+
+def _run_large(
+    bench: Bench, run: Callable[[str, str, int], dict[str, Any]], peak_of: Callable[[dict[str, Any]], float]
+) -> tuple[dict[int, float], list[str]]:
+    """Peak memory by size of the transaction, and what each run was like."""
+    url = bench.url()
+    peaks: dict[int, float] = {}
+    notes = []
+    for rows in sorted(bench.scale.large_rows):
+        bench.say(f"making one transaction of {rows:,} rows")
+        slot = prepare_large(url, rows)
+        try:
+            found = run(url, slot, rows)
+        finally:
+            drop_large(url, slot)
+        peaks[rows] = peak_of(found)
+        told = f"{rows:,} rows: {peaks[rows] / MB:,.0f} MB, {rows / found['took_s'] / 1e3:,.0f}k rows/s"
+        by_role = found.get("peaks_bytes", {})
+        bench.say(told + "".join(f", {role} {peak / MB:,.0f} MB" for role, peak in by_role.items()))
+        notes.append(told)
+    return peaks, notes
+
+
+def measure_listen_latency(bench: Bench) -> None:
+    """Commit to the line in the file."""
+    scale = bench.scale
+    found = measure_latency(bench.url(), warm_s=scale.warm_s, seconds=scale.latency_s, rate_per_s=RATE_PER_S)
+    p50, p95, p99 = percentiles(found)
+    bench.latencies_ms = found
+    note = f"{len(found):,} commits, p95 {p95:.1f} ms, longest {max(found):.0f} ms"
+    bench.figures += [
+        at_most("commit to the file, p50", p50, 100, "ms", note),
+        at_most("commit to the file, p99", p99, 300, "ms"),
+    ]
+
+
+def measure_capture_latency(bench: Bench) -> None:
+    """Commit to Arrow."""
+    url = bench.url()
+    amounts = (str(bench.scale.warm_s), str(bench.scale.latency_s))
+    with connect(url) as conn:
+        new_slot(conn, "bench_arrow")
+        with Writer(url, ARROW_RATE_PER_S) as writer:
+            began = time.monotonic()
+            found = run_child("capture_child.py", "trickle", "bench_arrow", *amounts, url=url)["latencies_ms"]
+            rate = writer.commits / (time.monotonic() - began)
+        drop_slot(conn, "bench_arrow")
+    p50, p95, p99 = percentiles(found)
+    note = f"{len(found):,} commits at {rate:.0f}/s, p50 {p50:.2f} ms, p95 {p95:.2f} ms, longest {max(found):.1f} ms"
+    bench.figures.append(at_most("commit to Arrow in the capture, p99", p99, 5, "ms", note, 2))
+
+
+def measure_starts(bench: Bench) -> None:
+    """Process start to first event."""
+    found = sorted(measure_start(bench.url(), f"bench_start_{number}") for number in range(bench.scale.starts))
+    note = f"median of {len(found)}: {', '.join(f'{one:.1f}' for one in found)}"
+    middle = found[len(found) // 2]
+    bench.figures.append(at_most("start of `pgcdc listen` to the first event", middle, 25, "s", note))
+
+
+def measure_idle_cpu(bench: Bench) -> None:
+    """What waiting costs."""
+    found = measure_idle(bench.url(), settle_s=bench.scale.settle_s, seconds=bench.scale.idle_s)
+    note = ", ".join(f"{name} {value:.1f}%" for name, value in sorted(found.items(), key=lambda item: -item[1]))
+    bench.figures.append(at_most("idle with one adapter, of one core", sum(found.values()), 10, "%", note))
+
+
+def measure_demo(bench: Bench) -> None:
+    """What the playground says about its own first event."""
+    began = time.monotonic()
+    command = [str(Path(sys.executable).parent / "pgcdc"), "playground", "--seconds", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    told = re.search(r"first event ([\d.]+) s after the start", done.stdout + done.stderr)
+    name = "playground: first event on the screen"
+    if done.returncode or told is None:
+        took_s = time.monotonic() - began
+        note = f"`pgcdc playground` ended with {done.returncode} after {took_s:.0f} s"
+        bench.figures.append(Figure(name, "<= 30 s", "not told", None, note))
+        return
+    bench.figures.append(at_most(name, float(told.group(1)), 30, "s", "packages installed"))
+
+
+def percentiles(values: list[float]) -> tuple[float, float, float]:
+    """p50, p95 and p99."""
+    p50, p95, p99 = (float(value) for value in np.percentile(values, [50, 95, 99]))
+    return p50, p95, p99
+
+
+def _describe(one: Contender) -> str:
+    return f"{one.median('rate') / 1e3:,.0f}k changes/s, {cpu_us(one):.2f} µs CPU a change"
+
+
+def cpu_us(one: Contender) -> float:
+    """Microseconds of CPU for each change, of all its processes on the client's side."""
+    return one.median("cpu_s") * 1e6 / one.median("changes")
+
+
+SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "backlog": measure_backlog,
+    "decode": measure_decoder,
+    "latency": measure_listen_latency,
+    "arrow": measure_capture_latency,
+    "start": measure_starts,
+    "idle": measure_idle_cpu,
+    "tls": measure_tls,
+    "peers": measure_peers,
+    "large": measure_large,
+    "large-spark": measure_large_spark,
+    "demo": measure_demo,
+}
