@@ -43,6 +43,7 @@ class Config(BaseModel):
     start_from: Literal["slot"] | None = None
     once: bool = False
     fail_fast: bool = False
+    accept_publication: bool = False
     warm_up: bool = True
 
     @field_validator("tables", "adapters", mode="before")
@@ -92,6 +93,7 @@ class Config(BaseModel):
             temporary_slot=self.temporary_slot,
             start_from=self.start_from,
             fail_fast=self.fail_fast,
+            accept_publication=self.accept_publication,
         )
 
 

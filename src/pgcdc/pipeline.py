@@ -25,7 +25,7 @@ from pgcdc.capture.prepare import Prepared, drop_publications, follow_tables, pr
 from pgcdc.capture.slots import OpenTransaction, get_slot
 from pgcdc.capture.stream import reconnect_delay_s
 from pgcdc.config import Config
-from pgcdc.errors import ConnectionLost, PgcdcError, Policy, SinkUnavailable, StateError
+from pgcdc.errors import ConnectionLost, GapError, PgcdcError, Policy, SinkUnavailable, StateError
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position, format_lsn
 from pgcdc.sink.base import Batch, Sink
@@ -277,6 +277,8 @@ class Pipeline:
         assert self._prepared is not None
         try:
             infos = follow_tables(self.config.source_options())
+        except GapError:
+            raise
         except PgcdcError as error:
             self._say(f"new tables cannot be published: {error}")
             return

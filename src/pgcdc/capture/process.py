@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,8 +25,8 @@ from psycopg import Connection, Error
 
 from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.database import connect
+from pgcdc.capture.fingerprint import check_unchanged
 from pgcdc.capture.preflight import identify
-from pgcdc.capture.publications import compare_fingerprint, fingerprint
 from pgcdc.capture.replication import SlotBusy
 from pgcdc.capture.server import ControlServer
 from pgcdc.capture.slots import check_not_ahead, check_usable, get_slot
@@ -347,9 +347,7 @@ class CaptureProcess:
         self._server_lsn, timeout_ms = int(row[0]), row[1]
         self._wal_sender_timeout_s = timeout_ms / 1000 or 60.0
         self._capture.status_interval_s = min(STATUS_INTERVAL_S, self._wal_sender_timeout_s / 4)
-        difference = compare_fingerprint(self._identity.publications, fingerprint(sql, self._spec.publications))
-        if difference is not None:
-            raise difference
+        self._check_publications(sql)
         if self._spec.temporary:
             return
         slot = get_slot(sql, self._spec.slot)
@@ -360,6 +358,20 @@ class CaptureProcess:
             )
         check_usable(slot, self._identity.database)
         check_not_ahead(slot, self._consumers.confirmed_lsn)
+
+    def _check_publications(self, sql: Connection) -> None:
+        """Stop if somebody narrowed them; remember what was added, so that it is missed when it goes."""
+        lock = Lock(self._state.identity_lock)
+        if lock.acquire(timeout_s=0) is None:
+            return  # the driver is just changing them: we look again in ten seconds
+        try:
+            known = self._state.identity()
+            assert known is not None
+            now = check_unchanged(sql, known.publications, known.planned)
+            if now != known.publications:
+                self._state.save_identity(replace(known, publications=now, planned=None))
+        finally:
+            lock.release()
 
     # --- the queries
 

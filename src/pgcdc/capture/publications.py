@@ -6,25 +6,24 @@ publication created after the slot cannot be used to read what the slot still ho
 without a key, created later, would have its updates refused.
 
 Ours carry a comment; others of the same name are never altered. Nor is one of ours whose operations somebody changed
-repaired: that would hide that changes were missed.
+repaired: that would hide that changes were missed (see `fingerprint`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import psycopg
 
 from pgcdc.capture.database import Connection, explain_errors, name_table, quote_identifier, quote_literal
+from pgcdc.capture.fingerprint import OPERATIONS, Fingerprint, read_fingerprint
 from pgcdc.capture.tables import Table, choose_tables, read_tables, split_by_identity
-from pgcdc.errors import GapError, SourceError
+from pgcdc.errors import SourceError
 
-__all__ = ["PublicationInfo", "compare_fingerprint", "ensure", "fingerprint", "use_existing"]
+__all__ = ["PublicationInfo", "ensure", "pair_of", "use_existing"]
 
 COMMENT = "managed by pgcdc"
-OPERATIONS = ("insert", "update", "delete", "truncate")
 INSERTS_ONLY = ("insert", "truncate")
 
 
@@ -57,13 +56,25 @@ def use_existing(conn: Connection, name: str) -> PublicationInfo:
     return replace(info, inserts_only=() if complete else info.tables)
 
 
+def pair_of(base_name: str) -> tuple[str, str]:
+    """The names of our two publications."""
+    return base_name, f"{base_name}_inserts"
+
+
 @explain_errors("create or change the publication")
-def ensure(conn: Connection, base_name: str, tables: Sequence[str] | None) -> tuple[PublicationInfo, ...]:
+def ensure(
+    conn: Connection,
+    base_name: str,
+    tables: Sequence[str] | None,
+    *,
+    before_commit: Callable[[Fingerprint], None] = lambda made: None,
+) -> tuple[PublicationInfo, ...]:
     """Create our pair of publications, or bring them up to date, for these tables (None: all). Alters what differs.
 
     Call it before the slot is created. A table that has got a primary key since then moves to the first publication.
+    If something is altered, `before_commit` hears what the fingerprint will be, while it can still be given up.
     """
-    names = (base_name, f"{base_name}_inserts")
+    names = pair_of(base_name)
     if len(names[1].encode()) > 63:
         raise SourceError(f"publication name {base_name} is too long", "Use up to 55 bytes")
     with conn.transaction():
@@ -83,42 +94,10 @@ def ensure(conn: Connection, base_name: str, tables: Sequence[str] | None) -> tu
             statements += _changes(name, wanted, _members(conn, info.oid), everything)
         if statements:
             _execute(conn, statements, [*full, *inserts])
+            before_commit(read_fingerprint(conn, names))
         result = _read(conn, names)
     told = tuple(table.name for table in incomplete)
     return result[names[0]], replace(result[names[1]], inserts_only=told)
-
-
-@explain_errors("read the publications")
-def fingerprint(conn: Connection, names: Sequence[str]) -> list[dict[str, Any]]:
-    """What must stay the same for the stream to have no gap, as JSON; those that do not exist are left out."""
-    found = _read(conn, names)
-    return [
-        {"name": info.name, "oid": info.oid, "publish": list(info.operations), "via_root": info.via_root}
-        for info in (found[name] for name in names if name in found)
-    ]
-
-
-def compare_fingerprint(old: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> GapError | None:
-    """The gap between two fingerprints, if there is one. Tables may come and go: that is the user's decision."""
-    current = {item["name"]: item for item in new}
-    for before in old:
-        name, now = before["name"], current.get(before["name"])
-        if now is None:
-            advice = "Start with a new state directory and slot: what was changed since then cannot be read any more"
-            return GapError(f"publication {name} was dropped or is no longer used", advice)
-        if now["oid"] != before["oid"]:
-            message = f"publication {name} was dropped and created again: changes in between were not sent"
-            return GapError(message, "Start with a new state directory and slot, and reload the targets")
-        lost = [operation for operation in before["publish"] if operation not in now["publish"]]
-        if lost:
-            sql = f"ALTER PUBLICATION {quote_identifier(name)} SET (publish = '{', '.join(before['publish'])}')"
-            message = f"publication {name} no longer publishes {', '.join(lost)}: such changes were not sent since then"
-            return GapError(message, f"Run {sql}; start with a new state directory and slot, and reload the targets")
-        if now["via_root"] != before["via_root"]:
-            option = f"publish_via_partition_root = {str(before['via_root']).lower()}"
-            advice = f"Run ALTER PUBLICATION {quote_identifier(name)} SET ({option})"
-            return GapError(f"publication {name} sends partitions under other table names than before", advice)
-    return None
 
 
 _READ = """

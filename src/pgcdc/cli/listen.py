@@ -55,6 +55,9 @@ def listen(
     fail_fast: Annotated[
         Flag, typer.Option("--fail-fast", help="Exit 1 when the connection is lost, for supervisors.")
     ] = None,
+    accept_publication: Annotated[
+        Flag, typer.Option("--accept-publication", help="Go on with a publication that was narrowed on purpose.")
+    ] = None,
     warm_up: Annotated[
         Flag,
         typer.Option(
@@ -72,7 +75,7 @@ def listen(
             "adapters": tuple(adapter) if adapter else None, "file_path": file_path, "state_dir": state_dir,
             "snapshot_mode": snapshot_mode, "spool_limit": spool_limit, "max_batch_rows": max_batch_rows,
             "start_from": start_from, "once": once, "fail_fast": fail_fast,
-            "warm_up": warm_up,
+            "accept_publication": accept_publication, "warm_up": warm_up,
         }.items()
         if value is not None
     }  # fmt: skip

@@ -53,6 +53,7 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
         start_from=options.get("start_from"),
         fail_fast=_flag(options, "fail_fast"),
         temporary_slot=_flag(options, "temporary_slot"),
+        accept_publication=_flag(options, "accept_publication"),
     )
     rows = _number(options, "max_batch_rows", DEFAULT_MAX_BATCH_ROWS, int)
     if rows < 1:
@@ -64,7 +65,7 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
 
 _KNOWN = {
     "url", "slot", "publication", "tables", "all_tables", "state_dir", "spool_limit", "start_from", "fail_fast",
-    "temporary_slot", "consumer", "max_batch_rows", "_spool", "_driver_acks",
+    "temporary_slot", "accept_publication", "consumer", "max_batch_rows", "_spool", "_driver_acks",
 }  # fmt: skip
 
 
