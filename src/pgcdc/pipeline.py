@@ -397,7 +397,7 @@ class Pipeline:
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             if self._prepared is not None and self._prepared.created_publications:
-                drop_publications(self.config.db, self._prepared.created_publications)
+                drop_publications(self.config.source_options(), self._prepared.created_publications)
 
     # --- status
 

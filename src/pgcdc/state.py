@@ -77,10 +77,13 @@ class StateDir:
         self.identity_file = self.path / "identity.json"
         self.identity_lock = self.path / "identity.lock"
 
-    def create(self) -> bool:
-        """Make the directory, readable only by its owner; whether it was not there. Raises StateError if that cannot be."""
+    def create(self) -> list[Path]:
+        """Make the directory, readable only by its owner, and what is missing above it; returns what was made of these.
+
+        Raises StateError if that cannot be.
+        """
         try:
-            is_new = _make_folder(self.path)
+            made = _make_folders(self.path)
             for folder in (self.spool, self.acks, self.checkpoints):
                 folder.mkdir(exist_ok=True)
             probe = self.path / f".probe-{os.getpid()}"
@@ -92,7 +95,7 @@ class StateDir:
                 f"the state directory {self.path} is not writable: {reason}",
                 "Choose another one with --state-dir, or change its owner or permissions",
             ) from error
-        return is_new
+        return made
 
     @contextlib.contextmanager
     def claim(self, lock: Lock, timeout_s: float) -> Iterator[bool]:
@@ -103,7 +106,7 @@ class StateDir:
         """
         for left in reversed(range(10)):
             try:
-                is_new = self.create()
+                made = self.create()
                 taken = lock.acquire(timeout_s) is not None
                 break
             except (FileNotFoundError, StateError) as error:  # removed by another process which failed to begin?
@@ -113,8 +116,11 @@ class StateDir:
         try:
             yield taken
         except BaseException:
-            if is_new and taken:
+            if self.path in made and taken:
                 shutil.rmtree(self.path, ignore_errors=True)
+                with contextlib.suppress(OSError):  # what is not empty is needed
+                    for folder in made[-2::-1]:
+                        folder.rmdir()
             raise
 
     def identity(self) -> Identity | None:
@@ -134,12 +140,14 @@ class StateDir:
         write_json_durably(self.identity_file, asdict(identity))
 
 
-def _make_folder(path: Path) -> bool:
-    try:
-        path.mkdir(parents=True, mode=0o700)
-    except FileExistsError:
-        return False
-    return True
+def _make_folders(path: Path) -> list[Path]:
+    made = []
+    for folder in reversed([path, *path.parents]):
+        if not folder.is_dir():
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                folder.mkdir(mode=0o700 if folder == path else 0o777)
+                made.append(folder)
+    return made
 
 
 def check_identity(known: Identity, *, system_identifier: str, timeline: int, database: str, slot: str) -> None:

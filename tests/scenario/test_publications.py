@@ -18,7 +18,7 @@ from pgcdc.capture.control import ControlClient, ensure_capture
 from pgcdc.capture.database import connect
 from pgcdc.capture.fingerprint import check_unchanged, read_fingerprint
 from pgcdc.capture.prepare import SourceOptions, follow_tables, prepare
-from pgcdc.errors import GapError
+from pgcdc.errors import GapError, SourceError
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.state import Identity, Lock, StateDir
 
@@ -235,3 +235,35 @@ def test_the_capture_looks_again_later_while_somebody_changes_the_publications(
         lock.release()
         if client is not None:
             client.close()
+
+
+def test_two_pipelines_with_all_tables_do_not_share_a_publication(database: Database, tmp_path: Path) -> None:
+    database.execute("CREATE TABLE a (id int PRIMARY KEY)")
+    first = prepare(options(database, tmp_path / "one", all_tables=True)).spec
+    second = prepare(options(database, tmp_path / "two", all_tables=True, slot=f"{first.slot}_2")).spec
+    assert first.publications == (first.slot, f"{first.slot}_inserts")
+    assert second.publications == (second.slot, f"{second.slot}_inserts")
+
+
+@pytest.mark.parametrize("more", [{"all_tables": True}, {}])
+def test_a_publication_of_another_slot_is_refused_and_nothing_is_left_behind(
+    database: Database, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    database.execute("CREATE TABLE a (id int PRIMARY KEY)")
+    prepare(options(database, tmp_path, all_tables=True, publication="shared"))
+    other = options(database, tmp_path / "other", slot=f"s_{database.name}_2", publication="shared", **more)
+    with pytest.raises(SourceError, match="belongs to the pipeline of slot"):
+        prepare(other)
+    assert not (tmp_path / "other").exists()
+    assert database.query("SELECT 1 FROM pg_replication_slots WHERE slot_name = %s", [other.slot]) == []
+
+
+def test_a_pipeline_stays_with_the_publications_it_has(database: Database, tmp_path: Path) -> None:
+    """Older versions named them `all` with --all-tables."""
+    database.execute("CREATE TABLE a (id int PRIMARY KEY)")
+    prepare(options(database, tmp_path, all_tables=True, publication="all"))
+    assert prepare(options(database, tmp_path, all_tables=True)).spec.publications == ("all", "all_inserts")
+    assert prepare(options(database, tmp_path, tables=("a",))).spec.publications == ("all", "all_inserts")
+    with pytest.raises(GapError, match="belongs to publication all, not to other"):
+        prepare(options(database, tmp_path, all_tables=True, publication="other"))
+    assert database.query("SELECT 1 FROM pg_publication WHERE pubname = 'other'") == []

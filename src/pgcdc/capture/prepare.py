@@ -9,16 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pgcdc.capture.consumers import Consumers
-from pgcdc.capture.database import Connection, connect, quote_identifier
+from pgcdc.capture.database import Connection, connect
 from pgcdc.capture.fingerprint import Fingerprint, Narrowed, check_unchanged, read_fingerprint
 from pgcdc.capture.preflight import ServerInfo, check
 from pgcdc.capture.process import CaptureSpec
-from pgcdc.capture.publications import PublicationInfo, ensure, pair_of, use_existing
+from pgcdc.capture.publications import PublicationInfo, drop_ours, ensure, pair_of, use_existing
 from pgcdc.capture.slots import OpenTransaction, check_not_ahead, create_slot, drop_slot, get_slot
 from pgcdc.errors import ConfigError, GapError, SourceError, StateError
 from pgcdc.ops.failpoint import hit
@@ -35,8 +35,6 @@ __all__ = [
 ]
 
 DEFAULT_SPOOL_LIMIT_BYTES = 1 << 30
-DEFAULT_ALL = "all"
-"""Name of our publication with --all-tables."""
 LOCK_TIMEOUT_S = 120.0
 """How long we wait for another process that prepares the same state directory."""
 
@@ -139,7 +137,7 @@ def _prepare(
     with contextlib.ExitStack() as undo, connect(options.url, may_retry=False) as sql:
         names = _names(options, known if began else None)
         existing = [item["name"] for item in read_fingerprint(sql, names)]
-        before = {table for name in existing for table in use_existing(sql, name).tables}
+        before = {table for name in existing for table in use_existing(sql, name, slot=options.slot).tables}
         if known is not None and began:
             _check_rejoin(options, known, server)
             known = _check_publications(sql, options, state, known, names)
@@ -150,7 +148,7 @@ def _prepare(
         created = tuple(info.name for info in publications if info.name not in existing)
         if not began:
             if created:
-                undo.callback(drop_publications, options.url, created)
+                undo.callback(drop_publications, options, created)
             identity = _begin(options, state, server, read_fingerprint(sql, names), undo, on_wait)
         undo.pop_all()
     spec = CaptureSpec(
@@ -194,7 +192,7 @@ def _names(options: SourceOptions, known: Identity | None) -> tuple[str, ...]:
     elif options.publication is None and used and used == pair_of(used[0]):
         return used
     else:
-        names = pair_of(options.publication or (DEFAULT_ALL if options.all_tables else options.slot))
+        names = pair_of(options.publication or options.slot)
     if used and names != used:
         raise GapError(
             f"this state directory belongs to publication {used[0]}, not to {names[0]}",
@@ -210,9 +208,9 @@ def _make_publications(
     before_commit: Callable[[Fingerprint], None] = lambda made: None,
 ) -> tuple[PublicationInfo, ...]:
     if options.uses_existing:
-        return (use_existing(sql, names[0]),)
+        return (use_existing(sql, names[0], slot=options.slot),)
     tables = None if options.all_tables else options.tables
-    return ensure(sql, names[0], tables, before_commit=before_commit)
+    return ensure(sql, names[0], tables, slot=options.slot, before_commit=before_commit)
 
 
 def _check_publications(
@@ -269,11 +267,10 @@ def follow_tables(options: SourceOptions) -> tuple[PublicationInfo, ...]:
         lock.release()
 
 
-def drop_publications(url: str, names: Iterable[str]) -> None:
-    """Drop publications of ours that nobody needs; one that cannot be dropped stays."""
-    with contextlib.suppress(SourceError), connect(url, may_retry=False) as sql:
-        for name in names:
-            sql.execute(f"DROP PUBLICATION IF EXISTS {quote_identifier(name)}".encode())
+def drop_publications(options: SourceOptions, names: Sequence[str]) -> None:
+    """Drop publications that we have created and that nobody needs; one that cannot be dropped stays."""
+    with contextlib.suppress(SourceError), connect(options.url, may_retry=False) as sql:
+        drop_ours(sql, names, slot=options.slot)
 
 
 def _check_rejoin(options: SourceOptions, known: Identity, server: ServerInfo) -> None:

@@ -5,7 +5,8 @@ and truncates for those that have none (see `tables`). Both are created at once,
 publication created after the slot cannot be used to read what the slot still holds. Never FOR ALL TABLES: a table
 without a key, created later, would have its updates refused.
 
-Ours carry a comment; others of the same name are never altered. Nor is one of ours whose operations somebody changed
+Ours carry a comment with the name of their slot; others of the same name are never altered, nor used by another slot: its
+pipeline would take tables out that this one needs. Nor is one of ours whose operations somebody changed
 repaired: that would hide that changes were missed (see `fingerprint`).
 """
 
@@ -21,9 +22,10 @@ from pgcdc.capture.fingerprint import OPERATIONS, Fingerprint, read_fingerprint
 from pgcdc.capture.tables import Table, choose_tables, read_tables, split_by_identity
 from pgcdc.errors import SourceError
 
-__all__ = ["PublicationInfo", "ensure", "pair_of", "use_existing"]
+__all__ = ["PublicationInfo", "drop_ours", "ensure", "pair_of", "use_existing"]
 
 COMMENT = "managed by pgcdc"
+_OWNED = f"{COMMENT} for slot "
 INSERTS_ONLY = ("insert", "truncate")
 
 
@@ -38,7 +40,8 @@ class PublicationInfo:
     via_root: bool
     """Changes of partitions come under the name of the partitioned table."""
     all_tables: bool
-    is_ours: bool
+    owner: str | None
+    """The slot whose pipeline made it and may alter it; empty for one of an older version, None if it is not ours."""
     tables: tuple[str, ...]
     """The tables as they will appear in the stream (partitions rather than their root, unless `via_root`)."""
     inserts_only: tuple[str, ...] = ()
@@ -46,12 +49,13 @@ class PublicationInfo:
 
 
 @explain_errors("read the publication")
-def use_existing(conn: Connection, name: str) -> PublicationInfo:
+def use_existing(conn: Connection, name: str, *, slot: str) -> PublicationInfo:
     """The publication that the user made. It is only read."""
     info = _read(conn, [name]).get(name)
     if info is None:
         advice = f"Run CREATE PUBLICATION {quote_identifier(name)} FOR TABLE ...; or use --tables or --all-tables"
         raise SourceError(f"publication {name} does not exist in this database", advice)
+    _check_owner(info, slot)
     complete = {"update", "delete"} <= set(info.operations)
     return replace(info, inserts_only=() if complete else info.tables)
 
@@ -67,11 +71,13 @@ def ensure(
     base_name: str,
     tables: Sequence[str] | None,
     *,
+    slot: str,
     before_commit: Callable[[Fingerprint], None] = lambda made: None,
 ) -> tuple[PublicationInfo, ...]:
     """Create our pair of publications, or bring them up to date, for these tables (None: all). Alters what differs.
 
-    Call it before the slot is created. A table that has got a primary key since then moves to the first publication.
+    They belong to the pipeline of this slot. Call it before the slot is created. A table that has got a primary key
+    since then moves to the first publication.
     If something is altered, `before_commit` hears what the fingerprint will be, while it can still be given up.
     """
     names = pair_of(base_name)
@@ -88,9 +94,11 @@ def ensure(
         for name, operations, wanted in zip(names, (OPERATIONS, INSERTS_ONLY), (full, inserts), strict=True):
             info = existing.get(name)
             if info is None:
-                statements += _creation(name, operations, wanted, conn.info.server_version)
+                statements += _creation(name, operations, wanted, slot, conn.info.server_version)
                 continue
-            _check_ours(info, operations)
+            _check_ours(info, operations, slot)
+            if not info.owner:
+                statements.append(_comment(name, slot))
             statements += _changes(name, wanted, _members(conn, info.oid), everything)
         if statements:
             _execute(conn, statements, [*full, *inserts])
@@ -98,6 +106,14 @@ def ensure(
         result = _read(conn, names)
     told = tuple(table.name for table in incomplete)
     return result[names[0]], replace(result[names[1]], inserts_only=told)
+
+
+@explain_errors("drop the publication")
+def drop_ours(conn: Connection, names: Sequence[str], *, slot: str) -> None:
+    """Drop those of these publications that belong to the pipeline of this slot."""
+    for name, info in _read(conn, names).items():
+        if info.owner == slot:
+            conn.execute(f"DROP PUBLICATION IF EXISTS {quote_identifier(name)}".encode())
 
 
 _READ = """
@@ -116,11 +132,29 @@ def _read(conn: Connection, names: Sequence[str]) -> dict[str, PublicationInfo]:
             operations=tuple(operation for operation in OPERATIONS if raw[f"pub{operation}"]),
             via_root=raw.get("pubviaroot") or False,
             all_tables=raw["puballtables"],
-            is_ours=comment == COMMENT,
+            owner=_owner(comment),
             tables=tuple(name_table(*table) for table in tables),
         )
         for name, oid, raw, comment, tables in conn.execute(_READ, [list(names)]).fetchall()
     }
+
+
+def _owner(comment: str) -> str | None:
+    if comment.startswith(_OWNED):
+        return comment.removeprefix(_OWNED)
+    return "" if comment == COMMENT else None
+
+
+def _comment(name: str, slot: str) -> str:
+    return f"COMMENT ON PUBLICATION {quote_identifier(name)} IS {quote_literal(_OWNED + slot)}"
+
+
+def _check_owner(info: PublicationInfo, slot: str) -> None:
+    if info.owner and info.owner != slot:
+        raise SourceError(
+            f"publication {info.name} belongs to the pipeline of slot {info.owner}, which changes it as it needs",
+            f"Use another name with --publication. If that pipeline is gone: DROP PUBLICATION {quote_identifier(info.name)}",
+        )
 
 
 def _members(conn: Connection, oid: int) -> set[int]:
@@ -128,9 +162,10 @@ def _members(conn: Connection, oid: int) -> set[int]:
     return {row[0] for row in rows}
 
 
-def _check_ours(info: PublicationInfo, operations: tuple[str, ...]) -> None:
+def _check_ours(info: PublicationInfo, operations: tuple[str, ...], slot: str) -> None:
     sql = quote_identifier(info.name)
-    if not info.is_ours or info.all_tables:
+    _check_owner(info, slot)
+    if info.owner is None or info.all_tables:
         advice = f"Use it as it is with --publication {info.name}, or drop it: DROP PUBLICATION {sql}"
         raise SourceError(f"publication {info.name} exists and is not managed by pgcdc", advice)
     if info.operations != operations or info.via_root:
@@ -138,7 +173,7 @@ def _check_ours(info: PublicationInfo, operations: tuple[str, ...]) -> None:
         raise SourceError(f"publication {info.name} was changed: it publishes {', '.join(info.operations)}", advice)
 
 
-def _creation(name: str, operations: tuple[str, ...], tables: Sequence[Table], version: int) -> list[str]:
+def _creation(name: str, operations: tuple[str, ...], tables: Sequence[Table], slot: str, version: int) -> list[str]:
     sql = quote_identifier(name)
     options = f"publish = '{', '.join(operations)}'"
     if version >= 130000:
@@ -146,7 +181,7 @@ def _creation(name: str, operations: tuple[str, ...], tables: Sequence[Table], v
     target = f" FOR TABLE {_list(tables)}" if tables else ""
     return [
         f"CREATE PUBLICATION {sql}{target} WITH ({options})",
-        f"COMMENT ON PUBLICATION {sql} IS {quote_literal(COMMENT)}",
+        _comment(name, slot),
     ]
 
 
