@@ -48,7 +48,7 @@ class WarmPipeline(Pipeline):
         self._client = ensure_capture(self._prepared.spec, is_restart=False)
         self.began = self._connected_at()
         initial, _ = self._client.join(LANE)
-        self._lane = Lane(LANE, self.state.checkpoints / LANE, self._sinks())
+        self._lane = Lane(LANE, self.state.checkpoints / LANE, self._sinks)
         self._lane.open(initial)
         self._lane.on_batch = self.on_batch
         self._stream()

@@ -25,7 +25,16 @@ from pgcdc.capture.prepare import Prepared, drop_publications, follow_tables, pr
 from pgcdc.capture.slots import OpenTransaction, get_slot
 from pgcdc.capture.stream import reconnect_delay_s
 from pgcdc.config import Config
-from pgcdc.errors import ConnectionLost, GapError, PgcdcError, Policy, SinkUnavailable, StateError
+from pgcdc.errors import (
+    ConfigError,
+    ConnectionLost,
+    GapError,
+    PgcdcError,
+    Policy,
+    SinkError,
+    SinkUnavailable,
+    StateError,
+)
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position, format_lsn
 from pgcdc.sink.base import Batch, Sink
@@ -70,6 +79,8 @@ class Pipeline:
         self._phase = "starting"
         self._last_error: dict[str, str] | None = None
         self._status_due = 0.0
+        self._sinks: list[Sink] = []
+        self._is_locked = False
         self._lane: Lane | None = None
         self._position: Position | None = None
         self._failures = 0
@@ -116,30 +127,25 @@ class Pipeline:
     # --- start
 
     def _prepare(self, lock: Lock) -> None:
-        """Everything that can be refused is checked before the first thing is created."""
-        existed = self.state.path.exists()
-        if existed:
-            self._lock(lock)
-        self._say(f"checking the database and slot {self.config.slot_name}")
-        self._prepared = prepare(self.config.source_options(), on_wait=self._report_wait)
-        if not existed:
-            self._lock(lock)
+        """Everything that can be refused is checked before the first thing is created; what is refused leaves nothing."""
+        with self.state.claim(lock, timeout_s=0.2) as taken:
+            if not taken:
+                holder = Lock.holder(self.state.run_lock) or {}
+                raise StateError(
+                    f"the state directory {self.state.path} is in use by process {holder.get('pid', '?')}",
+                    "Stop that run first, or use another --state-dir (with another --slot-name)",
+                )
+            lock.write({"pid": os.getpid()})
+            self._is_locked = True
+            self._sinks = self._check_sinks()
+            self._say(f"checking the database and slot {self.config.slot_name}")
+            self._prepared = prepare(self.config.source_options(), on_wait=self._report_wait)
         for table in self._prepared.left_out:
             self._say(f"table {table} is not captured any more: it was left out of --tables")
         for table in self._prepared.inserts_only:
             self._say(
                 f"table {table} has no primary key or other replica identity: only its inserts and truncates are captured"
             )
-
-    def _lock(self, lock: Lock) -> None:
-        self.state.create()
-        if lock.acquire() is None:
-            holder = Lock.holder(self.state.run_lock) or {}
-            raise StateError(
-                f"the state directory {self.state.path} is in use by process {holder.get('pid', '?')}",
-                "Stop that run first, or use another --state-dir (with another --slot-name)",
-            )
-        lock.write({"pid": os.getpid()})
 
     def _report_wait(self, transactions: list[OpenTransaction]) -> None:
         pids = ", ".join(str(one.pid) for one in transactions) or "unknown"
@@ -154,7 +160,7 @@ class Pipeline:
         os.environ["PGCDC_WATCH_PID"] = str(os.getpid())
         self._client = ensure_capture(self._prepared.spec, is_restart=False)
         initial, _ = self._call(lambda client: client.join(LANE))
-        self._lane = Lane(LANE, self.state.checkpoints / LANE, self._sinks())
+        self._lane = Lane(LANE, self.state.checkpoints / LANE, self._sinks)
         self._lane.open(initial)
         self._lane.on_batch = self.on_batch
         self._enter("starting Spark")
@@ -173,7 +179,8 @@ class Pipeline:
         if in_main:  # Spark installs a handler of its own, which would cancel the running batch
             signal.signal(signal.SIGINT, ours)
 
-    def _sinks(self) -> list[Sink]:
+    def _check_sinks(self) -> list[Sink]:
+        """The sinks, after a look at their targets: a wrong one must not be found when slot and publication exist."""
         sinks: list[Sink] = []
         for adapter in self.config.adapters:
             if adapter == "file":
@@ -181,6 +188,13 @@ class Pipeline:
                 sinks.append(FileSink(self.config.file_path, self.state.acks))
             else:
                 sinks.append(StdoutSink(self.state.acks))
+        for sink in sinks:
+            try:
+                sink.check()
+            except SinkError as error:
+                if self.state.identity() is None:  # nothing was ever delivered: it is the configuration that is wrong
+                    raise ConfigError(error.message, error.advice) from error
+                raise
         return sinks
 
     def _warm_up(self) -> None:
@@ -404,7 +418,7 @@ class Pipeline:
     def _enter(self, phase: str) -> None:
         self._phase = phase
         self._status_due = 0.0
-        if self.state.path.exists():
+        if self._is_locked and self.state.path.exists():  # not over the status of the run that has it
             self._write_status()
 
     def _write_status(self) -> None:

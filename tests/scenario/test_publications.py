@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ from pgcdc.capture.control import ControlClient, ensure_capture
 from pgcdc.capture.database import connect
 from pgcdc.capture.fingerprint import check_unchanged, read_fingerprint
 from pgcdc.capture.prepare import SourceOptions, follow_tables, prepare
-from pgcdc.errors import GapError, SourceError
+from pgcdc.config import load_config
+from pgcdc.errors import GapError, SourceError, StateError
+from pgcdc.pipeline import Pipeline
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.state import Identity, Lock, StateDir
 
@@ -267,3 +271,56 @@ def test_a_pipeline_stays_with_the_publications_it_has(database: Database, tmp_p
     with pytest.raises(GapError, match="belongs to publication all, not to other"):
         prepare(options(database, tmp_path, all_tables=True, publication="other"))
     assert database.query("SELECT 1 FROM pg_publication WHERE pubname = 'other'") == []
+
+
+def prepare_together(*sources: SourceOptions) -> list[Identity | Exception]:
+    """Prepare all of these at the same moment; what each of them gave or raised."""
+    barrier = threading.Barrier(len(sources))
+
+    def run(source: SourceOptions) -> Identity | Exception:
+        barrier.wait()
+        try:
+            return prepare(source).identity
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(sources)) as pool:
+        return list(pool.map(run, sources))
+
+
+def test_first_starts_that_race_in_one_new_directory_agree(database: Database, tmp_path: Path) -> None:
+    database.execute("CREATE TABLE a (id int PRIMARY KEY)")
+    results = prepare_together(*[options(database, tmp_path / "new", all_tables=True)] * 4)
+    assert len({str(result) for result in results}) == 1, results
+    assert results[0] == identity(tmp_path / "new")
+
+
+def test_a_first_start_that_is_refused_does_not_remove_what_another_one_made(
+    database: Database, tmp_path: Path
+) -> None:
+    database.execute("CREATE TABLE a (id int PRIMARY KEY)")
+    for number in range(5):
+        good = options(database, tmp_path / str(number), all_tables=True, slot=f"s_{database.name}_{number}")
+        bad = replace(good, all_tables=False, tables=("nothere",))
+        results = prepare_together(bad, good, bad)
+        assert results[1] == identity(tmp_path / str(number)), results
+        assert all(isinstance(result, SourceError) for result in (results[0], results[2])), results
+
+
+def test_a_run_is_locked_before_it_prepares_and_a_refused_one_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(
+        {"all_tables": True, "state_dir": tmp_path / "deep" / "state"}, {"PGCDC_DB": "postgres://h/x"}, None
+    )
+
+    def refuse(*_: Any, **__: Any) -> None:
+        with pytest.raises(StateError, match=f"in use by process {os.getpid()}"):
+            Pipeline(config).run()
+        assert not (config.state_dir / "run.json").exists(), "the status is of who has the lock"
+        raise SourceError("refused")
+
+    monkeypatch.setattr("pgcdc.pipeline.prepare", refuse)
+    with pytest.raises(SourceError, match="refused"):
+        Pipeline(config).run()
+    assert list(tmp_path.iterdir()) == []
