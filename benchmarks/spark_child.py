@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 from workload import PUBLICATION, connect
 
-from pgcdc.capture.control import ensure_capture
+from pgcdc.capture.control import CaptureLink
 from pgcdc.config import Config
 from pgcdc.pipeline import LANE, Pipeline
 from pgcdc.sink.base import Batch
@@ -45,9 +45,9 @@ class WarmPipeline(Pipeline):
         os.environ["PGCDC_WATCH_PID"] = str(os.getpid())
         self._start_spark()
         self._warm_up()
-        self._client = ensure_capture(self._prepared.spec, is_restart=False)
+        self._link = CaptureLink(self._prepared.spec, is_restart=False)
         self.began = self._connected_at()
-        initial, _ = self._client.join(LANE)
+        initial, _ = self._link.call(lambda client: client.join(LANE))
         self._lane = Lane(LANE, self.state.checkpoints / LANE, self._sinks)
         self._lane.open(initial)
         self._lane.on_batch = self.on_batch

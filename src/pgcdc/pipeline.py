@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pgcdc.capture.control import CaptureGone, ControlClient, ensure_capture
+from pgcdc.capture.control import CaptureLink
 from pgcdc.capture.database import connect
 from pgcdc.capture.prepare import Prepared, drop_publications, follow_tables, prepare
 from pgcdc.capture.slots import OpenTransaction, get_slot
@@ -73,7 +73,7 @@ class Pipeline:
             self._temporary = Path(tempfile.mkdtemp(prefix="pgcdc-trial-"))
             config = self.config = config.model_copy(update={"state_dir": self._temporary})
         self.state = StateDir(config.state_dir)
-        self._client: ControlClient | None = None
+        self._link: CaptureLink | None = None
         self._prepared: Prepared | None = None
         self._spark: SparkSession | None = None
         self._phase = "starting"
@@ -158,8 +158,8 @@ class Pipeline:
         # The workers of Spark inherit these: no secret goes through Spark's options, and the capture ends with us.
         os.environ["PGCDC_DB"] = self.config.db
         os.environ["PGCDC_WATCH_PID"] = str(os.getpid())
-        self._client = ensure_capture(self._prepared.spec, is_restart=False)
-        initial, _ = self._call(lambda client: client.join(LANE))
+        self._link = CaptureLink(self._prepared.spec, is_restart=False)
+        initial, _ = self._link.call(lambda client: client.join(LANE))
         self._lane = Lane(LANE, self.state.checkpoints / LANE, self._sinks)
         self._lane.open(initial)
         self._lane.on_batch = self.on_batch
@@ -346,30 +346,21 @@ class Pipeline:
 
     def _acknowledge(self) -> None:
         """What Spark has committed is durable at every sink: the capture may confirm it."""
-        assert self._lane is not None
+        assert self._lane is not None and self._link is not None
         hit("driver.before_ack")
         position = self._lane.committed()
         if position is None:
             return
         self._position = position
         self._failures = 0
-        self._call(lambda client: client.ack(LANE, position))
+        self._link.call(lambda client: client.ack(LANE, position))
         hit("driver.after_ack")
-
-    def _call(self, request: Callable[[ControlClient], Any]) -> Any:
-        """Ask the capture; if it just died, the source starts it again and so do we."""
-        assert self._client is not None and self._prepared is not None
-        try:
-            return request(self._client)
-        except CaptureGone:
-            self._client.close()
-            self._client = ensure_capture(self._prepared.spec, is_restart=True)
-            return request(self._client)
 
     def _finish(self) -> None:
         """The last ack is confirmed before we go, and the server has seen it."""
         self._acknowledge()
-        lsn = int(self._call(lambda client: client.confirm()))
+        assert self._link is not None
+        lsn = self._link.call(lambda client: client.confirm())
         if self.config.temporary_slot:
             return
         if self._server_has(lsn):
@@ -394,10 +385,9 @@ class Pipeline:
         return False
 
     def _close(self) -> None:
-        if self._client is not None:
-            with contextlib.suppress(PgcdcError):
-                self._client.stop()
-            self._client.close()
+        if self._link is not None:
+            self._link.stop()
+            self._link.close()
             deadline = time.monotonic() + 3
             while Lock.holder(self.state.capture_lock) is not None and time.monotonic() < deadline:
                 time.sleep(0.02)

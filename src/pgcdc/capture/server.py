@@ -7,6 +7,7 @@ Requests and answers are JSON, one per line, over a Unix socket in a folder that
 from __future__ import annotations
 
 import json
+import math
 import selectors
 import shutil
 import socket
@@ -19,7 +20,13 @@ from typing import Any
 
 from pgcdc.errors import ConfigError, PgcdcError
 
-__all__ = ["ControlServer"]
+__all__ = ["ControlServer", "remove_socket"]
+
+
+def remove_socket(holder: dict[str, Any]) -> None:
+    """Remove what the last holder of the capture's lock left behind, if it was killed."""
+    if "address" in holder:
+        shutil.rmtree(Path(holder["address"]).parent, ignore_errors=True)
 
 
 class ConsumerBusy(ConfigError):
@@ -72,6 +79,11 @@ class ControlServer:
         for client in list(self._clients.values()):
             if client.waits_until is not None:
                 self._end_wait(client)
+
+    def due_s(self) -> float:
+        """How long until the first of those who wait has waited long enough; infinite if nobody waits."""
+        times = [client.waits_until for client in self._clients.values() if client.waits_until is not None]
+        return max(0.0, min(times) - time.monotonic()) if times else math.inf
 
     def expire(self) -> None:
         """Answer those who have waited long enough."""
