@@ -29,6 +29,8 @@ from pgcdc.capture.process import CaptureSpec
 from pgcdc.cli.status import read_status
 from pgcdc.errors import ConnectionLost, SourceError
 from pgcdc.playground.postgres import EmbeddedPostgres
+from pgcdc.position import Position
+from pgcdc.spool.reader import SpoolReader
 from pgcdc.state import Lock, StateDir
 
 
@@ -189,3 +191,41 @@ def test_a_capture_that_dies_again_and_again_is_not_hidden(prepared: Prepared) -
     with pytest.raises(SourceError, match=r"ended 5 times within 60 s"):
         link.call(die)
     link.close()
+
+
+def test_a_full_spool_is_read_up_to_what_a_planned_batch_needs(
+    database: Database, prepared: Prepared, tmp_path: Path
+) -> None:
+    """Nothing is acknowledged, and so nothing released, before the batch is complete: pausing would wait for ever."""
+    database.execute("ALTER TABLE t ADD v text")
+    reader = SpoolReader(tmp_path / "state" / "spool")
+    with closing(ensure_capture(replace(prepared.spec, spool_limit_bytes=1 << 20), is_restart=False)) as client:
+        client.join("one")
+
+        def fill(number: int) -> int:
+            database.execute(
+                "INSERT INTO t SELECT g, repeat(md5(g::text), 20) FROM generate_series(%s::int, %s::int) g",
+                [number * 1000, number * 1000 + 999],
+            )
+            return int(database.query("SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn")[0][0])
+
+        def is_paused() -> bool:
+            client.wait(0.02)
+            return bool(client.status()["phase"].startswith("paused"))
+
+        for number in range(3):
+            fill(number)
+        wait_until(is_paused, 20, "the spool is full")
+        needed = fill(3)
+        database.execute("INSERT INTO t VALUES (-1)")
+
+        def arrives() -> bool:
+            client.wait(0.05, until=Position.end(needed))
+            reader.refresh()
+            return reader.end >= Position.end(needed)
+
+        wait_until(arrives, 20, "what is needed")
+        wait_until(is_paused, 20, "and no more")
+        fill(4)
+        client.wait(0.5)
+        assert sum(record.rows for record in reader.records) <= 4001

@@ -62,9 +62,13 @@ class ControlClient:
         """Everything up to `position` is durable at this consumer."""
         self.request({"do": "ack", "consumer": consumer, "position": str(position)})
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the spool has grown since the last call."""
-        return bool(self.request({"do": "wait", "timeout_s": timeout_s}, timeout_s + 120)["moved"])
+    def wait(self, timeout_s: float, until: Position | None = None) -> bool:
+        """Wait until the spool has grown since the last call.
+
+        `until` is what is needed in any case: the capture reads up to there, however full the spool is.
+        """
+        request = {"do": "wait", "timeout_s": timeout_s} | ({"until": str(until)} if until else {})
+        return bool(self.request(request, timeout_s + 120)["moved"])
 
     def confirm(self) -> int:
         """Confirm to PostgreSQL what all consumers have acked; the LSN that was sent."""

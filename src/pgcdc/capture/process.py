@@ -261,7 +261,7 @@ class CaptureProcess:
 
     def _read_stream(self) -> bool:
         """Move what is here into the spool; True if there may be more at once. At the spool's limit nothing is read."""
-        paused = self._spool.bytes_held >= self._spec.spool_limit_bytes and self._spool.end.is_end
+        paused = self._is_full()
         if not self._capture.is_connected or paused:
             if self._stream_registered:
                 self._unregister_stream()
@@ -284,9 +284,14 @@ class CaptureProcess:
             if batch.rows:
                 self._last_commit_us = batch.transactions.column("commit_time")[-1].as_py()
             self._server.wake()
-            if self._spool.bytes_held >= self._spec.spool_limit_bytes and self._spool.end.is_end:
+            if self._is_full():
                 break
         return True
+
+    def _is_full(self) -> bool:
+        """At the limit; but a batch that was planned before a restart is read to its end: nothing is released without it."""
+        end = self._spool.end
+        return self._spool.bytes_held >= self._spec.spool_limit_bytes and end.is_end and end >= self._server.needed
 
     def _unregister_stream(self) -> None:
         self._selector.unregister(self._registered_fd)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pgcdc.errors import ConfigError, PgcdcError
+from pgcdc.position import Position
 
 __all__ = ["ControlServer", "remove_socket"]
 
@@ -61,6 +62,8 @@ class ControlServer:
         self._clients: dict[int, _Client] = {}
         self._version = 0
         self.confirm_requested = False
+        self.needed = Position(0, 0)
+        """Up to here somebody needs the spool to go, before anything can be delivered and released."""
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     @property
@@ -138,6 +141,7 @@ class ControlServer:
     def _handle(self, client: _Client, request: dict[str, Any]) -> None:
         if request.get("do") == "wait":
             client.waits_until = time.monotonic() + float(request["timeout_s"])
+            self.needed = max(self.needed, Position.parse(request.get("until", str(self.needed))))
             if client.seen != self._version:
                 self._end_wait(client)
         elif request.get("do") == "confirm":

@@ -33,8 +33,8 @@ class Feed(Protocol):
     def join(self) -> tuple[Position, Position]:
         """Where this consumer begins, and what it has acknowledged."""
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the spool has grown, at most `timeout_s`."""
+    def wait(self, timeout_s: float, until: Position | None = None) -> None:
+        """Wait until the spool has grown, at most `timeout_s`; `until` is needed even if the spool is full."""
 
     def ack(self, position: Position) -> None:
         """Everything up to `position` is durable."""
@@ -85,8 +85,8 @@ class CaptureFeed:
                     raise
                 time.sleep(0.1)
 
-    def wait(self, timeout_s: float) -> None:
-        self._link.call(lambda client: client.wait(timeout_s))
+    def wait(self, timeout_s: float, until: Position | None = None) -> None:
+        self._link.call(lambda client: client.wait(timeout_s, until))
 
     def ack(self, position: Position) -> None:
         self._link.call(lambda client: client.ack(self._consumer, position))
@@ -114,7 +114,7 @@ class StaticFeed:
     def join(self) -> tuple[Position, Position]:
         return self._base, self._base
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, until: Position | None = None) -> None:
         time.sleep(timeout_s)
 
     def ack(self, position: Position) -> None:
