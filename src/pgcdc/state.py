@@ -101,8 +101,8 @@ class StateDir:
     def claim(self, lock: Lock, timeout_s: float) -> Iterator[bool]:
         """Make the directory if need be, and take one of its locks; False if another process holds it.
 
-        If the block raises, a directory that was made here is removed again, while the lock is held. The lock is not
-        released: the caller does that.
+        If the block raises, a directory that was made here and belongs to nobody is removed again, while the lock is
+        held. The lock is not released: the caller does that.
         """
         for left in reversed(range(10)):
             try:
@@ -116,7 +116,7 @@ class StateDir:
         try:
             yield taken
         except BaseException:
-            if self.path in made and taken:
+            if self.path in made and taken and not self.identity_file.exists():  # else another process has begun in it
                 shutil.rmtree(self.path, ignore_errors=True)
                 with contextlib.suppress(OSError):  # what is not empty is needed
                     for folder in made[-2::-1]:
