@@ -140,6 +140,8 @@ class Pipeline:
             self._sinks = self._check_sinks()
             self._say(f"checking the database and slot {self.config.slot_name}")
             self._prepared = prepare(self.config.source_options(), on_wait=self._report_wait)
+        for change in self._prepared.changed:
+            self._say(f"{change}; this holds for what is written from now on")
         for table in self._prepared.left_out:
             self._say(f"table {table} is not captured any more: it was left out of --tables")
         for table in self._prepared.inserts_only:
@@ -252,11 +254,14 @@ class Pipeline:
             "fail_fast": str(config.fail_fast).lower(),
             "temporary_slot": str(config.temporary_slot).lower(),
             "all_tables": str(config.all_tables).lower(),
+            "generated_columns": str(config.generated_columns).lower(),
         }
         if config.publication:
             options["publication"] = config.publication
         if config.tables:
             options["tables"] = ",".join(config.tables)
+        if config.schemas:
+            options["schemas"] = ",".join(config.schemas)
         return options
 
     def _watch(self, query: StreamingQuery) -> None:
@@ -283,9 +288,9 @@ class Pipeline:
             raise self._explain(error) from error
 
     def _follow_tables(self) -> None:
-        """With --all-tables: publish tables that were created meanwhile, and say so."""
+        """With --all-tables or --schemas: publish tables that were created meanwhile, and say so."""
         now = time.monotonic()
-        if not self.config.all_tables or now < self._follow_due:
+        if not (self.config.all_tables or self.config.schemas) or now < self._follow_due:
             return
         self._follow_due = now + FOLLOW_INTERVAL_S
         assert self._prepared is not None

@@ -18,6 +18,7 @@ from pgcdc.capture import preflight, publications, slots
 from pgcdc.capture.database import connect, quote_identifier, quote_literal, quote_qualified
 from pgcdc.capture.fingerprint import Fingerprint, check_unchanged, read_fingerprint
 from pgcdc.capture.publications import PublicationInfo
+from pgcdc.capture.selection import Selection
 from pgcdc.capture.slots import OpenTransaction, check_usable, create_slot, drop_slot, get_slot, list_slots
 from pgcdc.cli.slot import slot_app
 from pgcdc.errors import ConfigError, ConnectionLost, GapError, SourceError
@@ -61,7 +62,8 @@ def wait_until_free(conn: Connection) -> None:
 
 
 def ensure(conn: Connection, name: str, tables: Sequence[str] | None, **more: Any) -> tuple[PublicationInfo, ...]:
-    return publications.ensure(conn, name, tables, **{"slot": "pgcdc", **more})
+    selection = Selection(all_tables=True) if tables is None else Selection(tuple(tables))
+    return publications.ensure(conn, name, selection, **{"slot": "pgcdc", **more})
 
 
 def use_existing(conn: Connection, name: str) -> PublicationInfo:

@@ -294,3 +294,15 @@ def test_a_new_directory_stays_if_it_was_there_is_held_by_another_or_has_begun(t
         raise RuntimeError
     assert state.path.is_dir(), "it was there before"
     second.release()
+
+
+def test_a_new_directory_stays_if_another_process_was_faster_to_lock_it(tmp_path: Path) -> None:
+    class Taken(Lock):
+        def acquire(self, timeout_s: float = 0.2) -> None:
+            return None
+
+    state = StateDir(tmp_path / "state")
+    with pytest.raises(RuntimeError), state.claim(Taken(state.run_lock), 0) as taken:
+        assert not taken
+        raise RuntimeError
+    assert state.path.is_dir()

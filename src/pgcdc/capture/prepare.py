@@ -19,6 +19,7 @@ from pgcdc.capture.fingerprint import Fingerprint, Narrowed, check_unchanged, re
 from pgcdc.capture.preflight import ServerInfo, check
 from pgcdc.capture.process import CaptureSpec
 from pgcdc.capture.publications import PublicationInfo, drop_ours, ensure, pair_of, use_existing
+from pgcdc.capture.selection import Selection
 from pgcdc.capture.slots import OpenTransaction, check_not_ahead, create_slot, drop_slot, get_slot
 from pgcdc.errors import ConfigError, GapError, SourceError, StateError
 from pgcdc.ops.failpoint import hit
@@ -48,6 +49,10 @@ class SourceOptions:
     publication: str | None = None
     tables: tuple[str, ...] = ()
     all_tables: bool = False
+    schemas: tuple[str, ...] = ()
+    row_filters: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    generated_columns: bool = False
     state_dir: str = ".pgcdc"
     spool_limit_bytes: int = DEFAULT_SPOOL_LIMIT_BYTES
     temporary_slot: bool = False
@@ -59,17 +64,30 @@ class SourceOptions:
     @property
     def uses_existing(self) -> bool:
         """The publication is the user's: it is only read."""
-        return bool(self.publication) and not self.tables and not self.all_tables
+        return bool(self.publication) and not self.tables and not self.all_tables and not self.schemas
+
+    @property
+    def selection(self) -> Selection:
+        """What is to be captured, if the publication is ours."""
+        return Selection(
+            self.tables, self.schemas, self.all_tables, self.row_filters, self.columns, self.generated_columns
+        )
 
     def check(self) -> None:
         """Raise ConfigError for what cannot go together, before anything is touched."""
         if not self.url:
             raise ConfigError("no database is given", "Use --db, the variable PGCDC_DB, or `db:` in pgcdc.yaml")
-        if sum([self.uses_existing, bool(self.tables), self.all_tables]) != 1:
+        if sum([self.uses_existing, bool(self.tables), bool(self.schemas), self.all_tables]) != 1:
             raise ConfigError(
                 "say which tables to capture, in one way",
-                "Use --tables a,b or --all-tables, or --publication with one that exists",
+                "Use --tables a,b, --schemas a,b or --all-tables, or --publication with one that exists",
             )
+        if self.uses_existing and (self.row_filters or self.columns or self.generated_columns):
+            raise ConfigError(
+                f"publication {self.publication} is yours and is not changed: filters and columns cannot be given for it",
+                "Put them into the publication, or use --tables, --schemas or --all-tables with --publication as our name",
+            )
+        self.selection.check()
         if self.start_from not in (None, "slot"):
             raise ConfigError(f"start_from {self.start_from!r} is not known", "The only value is: slot")
         if self.spool_limit_bytes < 1 << 20:
@@ -89,6 +107,11 @@ class Prepared:
     """Publications that did not exist before (a trial drops them again)."""
     is_new: bool
     """Slot and state directory were created just now."""
+
+    @property
+    def changed(self) -> list[str]:
+        """What we have changed in our publications besides their tables: to be said."""
+        return [change for publication in self.publications for change in publication.changed]
 
     @property
     def inserts_only(self) -> list[str]:
@@ -206,11 +229,11 @@ def _make_publications(
     options: SourceOptions,
     names: tuple[str, ...],
     before_commit: Callable[[Fingerprint], None] = lambda made: None,
+    review: bool = True,
 ) -> tuple[PublicationInfo, ...]:
     if options.uses_existing:
         return (use_existing(sql, names[0], slot=options.slot),)
-    tables = None if options.all_tables else options.tables
-    return ensure(sql, names[0], tables, slot=options.slot, before_commit=before_commit)
+    return ensure(sql, names[0], options.selection, slot=options.slot, review=review, before_commit=before_commit)
 
 
 def _check_publications(
@@ -228,7 +251,7 @@ def _check_publications(
 
 
 def _bring_up_to_date(
-    sql: Connection, options: SourceOptions, state: StateDir, known: Identity
+    sql: Connection, options: SourceOptions, state: StateDir, known: Identity, *, review: bool = True
 ) -> tuple[tuple[PublicationInfo, ...], Identity]:
     """Change our publications to what is wanted now, and remember them as they are then.
 
@@ -243,7 +266,7 @@ def _bring_up_to_date(
         expected = made
 
     names = tuple(item["name"] for item in known.publications)
-    infos = _make_publications(sql, options, names, plan)
+    infos = _make_publications(sql, options, names, plan, review)
     hit("prepare.altered")
     updated = replace(known, publications=check_unchanged(sql, expected), planned=None)
     if updated != state.identity():
@@ -252,7 +275,7 @@ def _bring_up_to_date(
 
 
 def follow_tables(options: SourceOptions) -> tuple[PublicationInfo, ...]:
-    """Bring our publications up to date with the tables that exist now (--all-tables)."""
+    """Bring our publications up to date with the tables that exist now (--all-tables, --schemas)."""
     state = StateDir(Path(options.state_dir))
     lock = Lock(state.identity_lock)
     if lock.acquire(timeout_s=2.0) is None:
@@ -262,7 +285,7 @@ def follow_tables(options: SourceOptions) -> tuple[PublicationInfo, ...]:
         assert known is not None
         with connect(options.url) as sql:
             sql.execute("SET lock_timeout = '2s'")  # the pipeline must not wait behind a VACUUM FULL
-            return _bring_up_to_date(sql, options, state, known)[0]
+            return _bring_up_to_date(sql, options, state, known, review=False)[0]
     finally:
         lock.release()
 
@@ -319,6 +342,8 @@ def _begin(
         publications=publications,
         created_lsn=0,
     )
+    if started is None:
+        undo.callback(state.identity_file.unlink, missing_ok=True)
     state.save_identity(identity)
     if options.temporary_slot:
         lsn = 1  # the capture creates the slot on its own connection and begins there

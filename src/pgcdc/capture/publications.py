@@ -12,13 +12,15 @@ repaired: that would hide that changes were missed (see `fingerprint`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import psycopg
 
-from pgcdc.capture.database import Connection, explain_errors, name_table, quote_identifier, quote_literal
+from pgcdc.capture.database import Connection, execute_one, explain_errors, name_table, quote_identifier, quote_literal
 from pgcdc.capture.fingerprint import OPERATIONS, Fingerprint, read_fingerprint
+from pgcdc.capture.rules import GENERATED_SINCE, Meaning, check_version, read_meanings, resolve
+from pgcdc.capture.selection import Rule, Selection
 from pgcdc.capture.tables import Table, choose_tables, read_tables, split_by_identity
 from pgcdc.errors import SourceError
 
@@ -46,6 +48,10 @@ class PublicationInfo:
     """The tables as they will appear in the stream (partitions rather than their root, unless `via_root`)."""
     inserts_only: tuple[str, ...] = ()
     """Tables whose updates and deletes we do not get, as the user names them: to be said."""
+    changed: tuple[str, ...] = ()
+    """What we have just changed in it besides its tables: to be said."""
+    generated: str = "none"
+    """Which generated columns it publishes: none or stored."""
 
 
 @explain_errors("read the publication")
@@ -69,43 +75,67 @@ def pair_of(base_name: str) -> tuple[str, str]:
 def ensure(
     conn: Connection,
     base_name: str,
-    tables: Sequence[str] | None,
+    selection: Selection,
     *,
     slot: str,
+    review: bool = True,
     before_commit: Callable[[Fingerprint], None] = lambda made: None,
 ) -> tuple[PublicationInfo, ...]:
-    """Create our pair of publications, or bring them up to date, for these tables (None: all). Alters what differs.
+    """Create our pair of publications, or bring them up to date, for these tables. Alters what differs.
 
     They belong to the pipeline of this slot. Call it before the slot is created. A table that has got a primary key
     since then moves to the first publication.
+    Without `review` (while the pipeline runs) the row filters and columns of those that are there already are left alone.
     If something is altered, `before_commit` hears what the fingerprint will be, while it can still be given up.
     """
     names = pair_of(base_name)
     if len(names[1].encode()) > 63:
         raise SourceError(f"publication name {base_name} is too long", "Use up to 55 bytes")
+    rules, version = selection.rules(), conn.info.server_version
+    check_version(version, has_rules=bool(rules), generated_columns=selection.generated_columns)
+    changed: list[str] = []
     with conn.transaction():
         # two of us at the same time would both create them
         conn.execute("SELECT pg_advisory_xact_lock(hashtext('pgcdc'), hashtext(%s))", [base_name])
         everything = read_tables(conn)
-        chosen = choose_tables(everything, tables, roots=conn.info.server_version >= 130000)
+        _check_schemas(conn, selection)
+        chosen = choose_tables(everything, selection, roots=version >= 130000)
         full, inserts, incomplete = split_by_identity(chosen, everything)
+        if review:
+            _check_rules(rules, [*full, *inserts])
         existing = _read(conn, names)
+        if not review and names[1] in existing:
+            full, inserts = _keep_ruled(full, inserts, _members(conn, existing[names[1]].oid), rules)
         statements: list[str] = []
         for name, operations, wanted in zip(names, (OPERATIONS, INSERTS_ONLY), (full, inserts), strict=True):
             info = existing.get(name)
+            generated = ("stored" if selection.generated_columns else "none") if version >= GENERATED_SINCE else None
             if info is None:
-                statements += _creation(name, operations, wanted, slot, conn.info.server_version)
+                for table in wanted:
+                    _meaning(conn, table, rules, operations)
+                statements += _creation(name, operations, wanted, rules, slot, version, generated)
                 continue
             _check_ours(info, operations, slot)
             if not info.owner:
                 statements.append(_comment(name, slot))
-            statements += _changes(name, wanted, _members(conn, info.oid), everything)
+            if review and generated and info.generated != generated:
+                statements.append(_set_generated(name, generated))
+                changed.append(f"publication {name} sends generated columns: {generated}")
+            members = _members(conn, info.oid)
+            replaced = _review(conn, name, operations, wanted, members, rules) if review else []
+            changed += [f"the row filter or columns of table {table.name} were changed" for table in replaced]
+            for table in wanted:
+                if table.oid not in members:
+                    _meaning(conn, table, rules, operations)
+            statements += _changes(
+                name, wanted, members - {table.oid for table in replaced}, rules, everything, replaced
+            )
         if statements:
             _execute(conn, statements, [*full, *inserts])
             before_commit(read_fingerprint(conn, names))
         result = _read(conn, names)
     told = tuple(table.name for table in incomplete)
-    return result[names[0]], replace(result[names[1]], inserts_only=told)
+    return replace(result[names[0]], changed=tuple(changed)), replace(result[names[1]], inserts_only=told)
 
 
 @explain_errors("drop the publication")
@@ -134,6 +164,7 @@ def _read(conn: Connection, names: Sequence[str]) -> dict[str, PublicationInfo]:
             all_tables=raw["puballtables"],
             owner=_owner(comment),
             tables=tuple(name_table(*table) for table in tables),
+            generated="stored" if raw.get("pubgencols") == "s" else "none",
         )
         for name, oid, raw, comment, tables in conn.execute(_READ, [list(names)]).fetchall()
     }
@@ -173,36 +204,109 @@ def _check_ours(info: PublicationInfo, operations: tuple[str, ...], slot: str) -
         raise SourceError(f"publication {info.name} was changed: it publishes {', '.join(info.operations)}", advice)
 
 
-def _creation(name: str, operations: tuple[str, ...], tables: Sequence[Table], slot: str, version: int) -> list[str]:
+def _check_schemas(conn: Connection, selection: Selection) -> None:
+    if not selection.schemas:
+        return
+    rows = conn.execute("SELECT nspname::text FROM pg_namespace WHERE nspname !~ '^pg_'").fetchall()
+    known = sorted(row[0] for row in rows)
+    for name in selection.schema_names:
+        if name not in known:
+            raise SourceError(f"schema {name} does not exist", f"Check --schemas. There are: {', '.join(known)}")
+
+
+Rules = Mapping[tuple[str, str], Rule]
+
+
+def _check_rules(rules: Rules, tables: Sequence[Table]) -> None:
+    names = {(table.schema, table.table) for table in tables}
+    for schema, table in rules:
+        if (schema, table) not in names:
+            raise SourceError(
+                f"a row filter or columns are given for table {name_table(schema, table)}, which is not captured",
+                "Check --row-filter and --columns: write table=... or schema.table=...",
+            )
+
+
+def _keep_ruled(
+    full: list[Table], inserts: list[Table], members: set[int], rules: Rules
+) -> tuple[list[Table], list[Table]]:
+    """A table with a rule that has got a key stays where it is: whether the rule fits to the key is for the next start."""
+    stay = [table for table in full if table.oid in members and (table.schema, table.table) in rules]
+    return [table for table in full if table not in stay], inserts + stay
+
+
+def _meaning(conn: Connection, table: Table, rules: Rules, operations: tuple[str, ...]) -> Meaning:
+    rule = rules.get((table.schema, table.table))
+    return resolve(conn, table, rule, with_updates=operations == OPERATIONS) if rule else Meaning()
+
+
+def _review(
+    conn: Connection,
+    name: str,
+    operations: tuple[str, ...],
+    wanted: Sequence[Table],
+    members: set[int],
+    rules: Rules,
+) -> list[Table]:
+    """Those tables that the publication has otherwise than is wanted now."""
+    now = read_meanings(conn, name)
+    both = [table for table in wanted if table.oid in members]
+    return [table for table in both if now.get(table.oid, Meaning()) != _meaning(conn, table, rules, operations)]
+
+
+def _set_generated(name: str, generated: str) -> str:
+    return f"ALTER PUBLICATION {quote_identifier(name)} SET (publish_generated_columns = {generated})"
+
+
+def _creation(
+    name: str,
+    operations: tuple[str, ...],
+    tables: Sequence[Table],
+    rules: Rules,
+    slot: str,
+    version: int,
+    generated: str | None,
+) -> list[str]:
     sql = quote_identifier(name)
     options = f"publish = '{', '.join(operations)}'"
     if version >= 130000:
         options += ", publish_via_partition_root = false"
-    target = f" FOR TABLE {_list(tables)}" if tables else ""
+    if generated == "stored":
+        options += ", publish_generated_columns = stored"
+    target = f" FOR TABLE {_list(tables, rules)}" if tables else ""
     return [
         f"CREATE PUBLICATION {sql}{target} WITH ({options})",
         _comment(name, slot),
     ]
 
 
-def _changes(name: str, wanted: Sequence[Table], members: set[int], everything: Sequence[Table]) -> list[str]:
+def _changes(
+    name: str,
+    wanted: Sequence[Table],
+    members: set[int],
+    rules: Rules,
+    everything: Sequence[Table],
+    replaced: Sequence[Table],
+) -> list[str]:
     oids = {table.oid for table in wanted}
     added = [table for table in wanted if table.oid not in members]
     dropped = [table for table in everything if table.oid in members and table.oid not in oids]
-    parts = [("ADD", added), ("DROP", dropped)]
-    return [f"ALTER PUBLICATION {quote_identifier(name)} {verb} TABLE {_list(part)}" for verb, part in parts if part]
+    alter = f"ALTER PUBLICATION {quote_identifier(name)}"
+    statements = [f"{alter} DROP TABLE {_list([*dropped, *replaced], {})}"] if dropped or replaced else []
+    return statements + ([f"{alter} ADD TABLE {_list(added, rules)}"] if added else [])
 
 
-def _list(tables: Sequence[Table]) -> str:
+def _list(tables: Sequence[Table], rules: Rules) -> str:
     # ONLY: what inherits is judged by itself (it inherits no key)
-    return ", ".join(f"ONLY {table.sql}" for table in tables)
+    none = Rule()
+    return ", ".join(f"ONLY {one.sql}{rules.get((one.schema, one.table), none).to_sql()}" for one in tables)
 
 
 def _execute(conn: Connection, statements: Sequence[str], tables: Sequence[Table]) -> None:
     try:
         with conn.transaction():
             for statement in statements:
-                conn.execute(statement.encode())
+                execute_one(conn, statement)
     except psycopg.errors.InsufficientPrivilege as exc:
         raise _explain_rights(conn, str(exc.diag.message_primary), statements, tables) from None
     except psycopg.errors.ReadOnlySqlTransaction:

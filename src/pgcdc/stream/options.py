@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pgcdc.capture.database import parse_url
 from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
+from pgcdc.capture.selection import split_outside_quotes
 from pgcdc.errors import ConfigError
 
 __all__ = ["StreamOptions", "parse_bytes", "parse_options"]
@@ -48,6 +49,10 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
         publication=options.get("publication"),
         tables=tuple(name.strip() for name in options.get("tables", "").split(",") if name.strip()),
         all_tables=_flag(options, "all_tables"),
+        schemas=tuple(split_outside_quotes(options.get("schemas", ""), ",")),
+        row_filters=tuple(split_outside_quotes(options.get("row_filters", ""), ";")),
+        columns=tuple(split_outside_quotes(options.get("columns", ""), ";")),
+        generated_columns=_flag(options, "generated_columns"),
         state_dir=options.get("state_dir", ".pgcdc"),
         spool_limit_bytes=_number(options, "spool_limit", DEFAULT_SPOOL_LIMIT_BYTES, parse_bytes),
         start_from=options.get("start_from"),
@@ -64,7 +69,8 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
 
 
 _KNOWN = {
-    "url", "slot", "publication", "tables", "all_tables", "state_dir", "spool_limit", "start_from", "fail_fast",
+    "url", "slot", "publication", "tables", "all_tables", "schemas", "row_filters", "columns",
+    "generated_columns", "state_dir", "spool_limit", "start_from", "fail_fast",
     "temporary_slot", "accept_publication", "consumer", "max_batch_rows", "_spool", "_driver_acks",
 }  # fmt: skip
 
