@@ -18,7 +18,7 @@ import psutil
 from usage import cpu_of_tree, cpu_since, peak_rss_bytes
 from workload import PUBLICATION, connect
 
-from pgcdc.capture.control import ensure_capture
+from pgcdc.capture.control import CaptureLink
 from pgcdc.config import Config
 from pgcdc.pipeline import LANE, Pipeline
 from pgcdc.sink.base import Batch
@@ -51,11 +51,11 @@ class WarmPipeline(Pipeline):
         os.environ["PGCDC_WATCH_PID"] = str(os.getpid())
         self._start_spark()
         self._warm_up()
-        self._client = ensure_capture(self._prepared.spec, is_restart=False)
+        self._link = CaptureLink(self._prepared.spec, is_restart=False)
         self.began = self._connected_at()
         self._cpu_before = cpu_of_tree(os.getpid())
-        initial, _ = self._client.join(LANE)
-        self._lane = Lane(LANE, self.state.checkpoints / LANE, self._sinks())
+        initial, _ = self._link.call(lambda client: client.join(LANE))
+        self._lane = Lane(LANE, self.state.checkpoints / LANE, self._sinks)
         self._lane.open(initial)
         self._lane.on_batch = self.on_batch
         self._stream()

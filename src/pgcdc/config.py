@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
+from pgcdc.capture.selection import split_outside_quotes
 from pgcdc.errors import ConfigError
 from pgcdc.stream.options import DEFAULT_MAX_BATCH_ROWS, parse_bytes
 
@@ -34,6 +35,10 @@ class Config(BaseModel):
     publication: str | None = None
     tables: tuple[str, ...] = ()
     all_tables: bool = False
+    schemas: tuple[str, ...] = ()
+    row_filters: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    generated_columns: bool = False
     adapters: tuple[Literal["stdout", "file"], ...] = ("stdout",)
     file_path: Path | None = None
     state_dir: Path = Path(".pgcdc")
@@ -43,9 +48,22 @@ class Config(BaseModel):
     start_from: Literal["slot"] | None = None
     once: bool = False
     fail_fast: bool = False
+    accept_publication: bool = False
     warm_up: bool = True
 
-    @field_validator("tables", "adapters", mode="before")
+    @field_validator("row_filters", "columns", mode="before")
+    @classmethod
+    def _rules(cls, value: Any) -> Any:
+        """A mapping or list in YAML; `a=...; b=...` in a variable."""
+        if isinstance(value, str):
+            return tuple(split_outside_quotes(value, ";"))
+        if isinstance(value, Mapping):
+            return tuple(
+                f"{key}={','.join(map(str, one)) if isinstance(one, list) else one}" for key, one in value.items()
+            )
+        return value
+
+    @field_validator("tables", "schemas", "adapters", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return tuple(item.strip() for item in value.split(",") if item.strip()) if isinstance(value, str) else value
@@ -87,11 +105,16 @@ class Config(BaseModel):
             publication=self.publication,
             tables=self.tables,
             all_tables=self.all_tables,
+            schemas=self.schemas,
+            row_filters=self.row_filters,
+            columns=self.columns,
+            generated_columns=self.generated_columns,
             state_dir=str(self.state_dir),
             spool_limit_bytes=self.spool_limit,
             temporary_slot=self.temporary_slot,
             start_from=self.start_from,
             fail_fast=self.fail_fast,
+            accept_publication=self.accept_publication,
         )
 
 
@@ -119,7 +142,7 @@ def load_config(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path
 
 
 def _flag_name(key: str) -> str:
-    return "adapter" if key == "adapters" else key.replace("_", "-")
+    return {"adapters": "adapter", "row_filters": "row-filter"}.get(key, key.replace("_", "-"))
 
 
 def _explain(error: ValidationError, layers: Mapping[str, tuple[Any, str]]) -> ConfigError:

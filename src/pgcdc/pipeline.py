@@ -19,13 +19,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pgcdc.capture.control import CaptureGone, ControlClient, ensure_capture
+from pgcdc.capture.control import CaptureLink
 from pgcdc.capture.database import connect
 from pgcdc.capture.prepare import Prepared, drop_publications, follow_tables, prepare
 from pgcdc.capture.slots import OpenTransaction, get_slot
 from pgcdc.capture.stream import reconnect_delay_s
 from pgcdc.config import Config
-from pgcdc.errors import ConnectionLost, PgcdcError, Policy, SinkUnavailable, StateError
+from pgcdc.errors import (
+    ConfigError,
+    ConnectionLost,
+    GapError,
+    PgcdcError,
+    Policy,
+    SinkError,
+    SinkUnavailable,
+    StateError,
+)
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position, format_lsn
 from pgcdc.sink.base import Batch, Sink
@@ -64,12 +73,14 @@ class Pipeline:
             self._temporary = Path(tempfile.mkdtemp(prefix="pgcdc-trial-"))
             config = self.config = config.model_copy(update={"state_dir": self._temporary})
         self.state = StateDir(config.state_dir)
-        self._client: ControlClient | None = None
+        self._link: CaptureLink | None = None
         self._prepared: Prepared | None = None
         self._spark: SparkSession | None = None
         self._phase = "starting"
         self._last_error: dict[str, str] | None = None
         self._status_due = 0.0
+        self._sinks: list[Sink] = []
+        self._is_locked = False
         self._lane: Lane | None = None
         self._position: Position | None = None
         self._failures = 0
@@ -116,30 +127,27 @@ class Pipeline:
     # --- start
 
     def _prepare(self, lock: Lock) -> None:
-        """Everything that can be refused is checked before the first thing is created."""
-        existed = self.state.path.exists()
-        if existed:
-            self._lock(lock)
-        self._say(f"checking the database and slot {self.config.slot_name}")
-        self._prepared = prepare(self.config.source_options(), on_wait=self._report_wait)
-        if not existed:
-            self._lock(lock)
+        """Everything that can be refused is checked before the first thing is created; what is refused leaves nothing."""
+        with self.state.claim(lock, timeout_s=0.2) as taken:
+            if not taken:
+                holder = Lock.holder(self.state.run_lock) or {}
+                raise StateError(
+                    f"the state directory {self.state.path} is in use by process {holder.get('pid', '?')}",
+                    "Stop that run first, or use another --state-dir (with another --slot-name)",
+                )
+            lock.write({"pid": os.getpid()})
+            self._is_locked = True
+            self._sinks = self._check_sinks()
+            self._say(f"checking the database and slot {self.config.slot_name}")
+            self._prepared = prepare(self.config.source_options(), on_wait=self._report_wait)
+        for change in self._prepared.changed:
+            self._say(f"{change}; this holds for what is written from now on")
         for table in self._prepared.left_out:
             self._say(f"table {table} is not captured any more: it was left out of --tables")
         for table in self._prepared.inserts_only:
             self._say(
                 f"table {table} has no primary key or other replica identity: only its inserts and truncates are captured"
             )
-
-    def _lock(self, lock: Lock) -> None:
-        self.state.create()
-        if lock.acquire() is None:
-            holder = Lock.holder(self.state.run_lock) or {}
-            raise StateError(
-                f"the state directory {self.state.path} is in use by process {holder.get('pid', '?')}",
-                "Stop that run first, or use another --state-dir (with another --slot-name)",
-            )
-        lock.write({"pid": os.getpid()})
 
     def _report_wait(self, transactions: list[OpenTransaction]) -> None:
         pids = ", ".join(str(one.pid) for one in transactions) or "unknown"
@@ -152,9 +160,9 @@ class Pipeline:
         # The workers of Spark inherit these: no secret goes through Spark's options, and the capture ends with us.
         os.environ["PGCDC_DB"] = self.config.db
         os.environ["PGCDC_WATCH_PID"] = str(os.getpid())
-        self._client = ensure_capture(self._prepared.spec, is_restart=False)
-        initial, _ = self._call(lambda client: client.join(LANE))
-        self._lane = Lane(LANE, self.state.checkpoints / LANE, self._sinks())
+        self._link = CaptureLink(self._prepared.spec, is_restart=False)
+        initial, _ = self._link.call(lambda client: client.join(LANE))
+        self._lane = Lane(LANE, self.state.checkpoints / LANE, self._sinks)
         self._lane.open(initial)
         self._lane.on_batch = self.on_batch
         self._enter("starting Spark")
@@ -173,7 +181,8 @@ class Pipeline:
         if in_main:  # Spark installs a handler of its own, which would cancel the running batch
             signal.signal(signal.SIGINT, ours)
 
-    def _sinks(self) -> list[Sink]:
+    def _check_sinks(self) -> list[Sink]:
+        """The sinks, after a look at their targets: a wrong one must not be found when slot and publication exist."""
         sinks: list[Sink] = []
         for adapter in self.config.adapters:
             if adapter == "file":
@@ -181,6 +190,13 @@ class Pipeline:
                 sinks.append(FileSink(self.config.file_path, self.state.acks))
             else:
                 sinks.append(StdoutSink(self.state.acks))
+        for sink in sinks:
+            try:
+                sink.check()
+            except SinkError as error:
+                if self.state.identity() is None:  # nothing was ever delivered: it is the configuration that is wrong
+                    raise ConfigError(error.message, error.advice) from error
+                raise
         return sinks
 
     def _warm_up(self) -> None:
@@ -238,11 +254,14 @@ class Pipeline:
             "fail_fast": str(config.fail_fast).lower(),
             "temporary_slot": str(config.temporary_slot).lower(),
             "all_tables": str(config.all_tables).lower(),
+            "generated_columns": str(config.generated_columns).lower(),
         }
         if config.publication:
             options["publication"] = config.publication
         if config.tables:
             options["tables"] = ",".join(config.tables)
+        if config.schemas:
+            options["schemas"] = ",".join(config.schemas)
         return options
 
     def _watch(self, query: StreamingQuery) -> None:
@@ -269,14 +288,16 @@ class Pipeline:
             raise self._explain(error) from error
 
     def _follow_tables(self) -> None:
-        """With --all-tables: publish tables that were created meanwhile, and say so."""
+        """With --all-tables or --schemas: publish tables that were created meanwhile, and say so."""
         now = time.monotonic()
-        if not self.config.all_tables or now < self._follow_due:
+        if not (self.config.all_tables or self.config.schemas) or now < self._follow_due:
             return
         self._follow_due = now + FOLLOW_INTERVAL_S
         assert self._prepared is not None
         try:
             infos = follow_tables(self.config.source_options())
+        except GapError:
+            raise
         except PgcdcError as error:
             self._say(f"new tables cannot be published: {error}")
             return
@@ -330,30 +351,21 @@ class Pipeline:
 
     def _acknowledge(self) -> None:
         """What Spark has committed is durable at every sink: the capture may confirm it."""
-        assert self._lane is not None
+        assert self._lane is not None and self._link is not None
         hit("driver.before_ack")
         position = self._lane.committed()
         if position is None:
             return
         self._position = position
         self._failures = 0
-        self._call(lambda client: client.ack(LANE, position))
+        self._link.call(lambda client: client.ack(LANE, position))
         hit("driver.after_ack")
-
-    def _call(self, request: Callable[[ControlClient], Any]) -> Any:
-        """Ask the capture; if it just died, the source starts it again and so do we."""
-        assert self._client is not None and self._prepared is not None
-        try:
-            return request(self._client)
-        except CaptureGone:
-            self._client.close()
-            self._client = ensure_capture(self._prepared.spec, is_restart=True)
-            return request(self._client)
 
     def _finish(self) -> None:
         """The last ack is confirmed before we go, and the server has seen it."""
         self._acknowledge()
-        lsn = int(self._call(lambda client: client.confirm()))
+        assert self._link is not None
+        lsn = self._link.call(lambda client: client.confirm())
         if self.config.temporary_slot:
             return
         if self._server_has(lsn):
@@ -378,10 +390,9 @@ class Pipeline:
         return False
 
     def _close(self) -> None:
-        if self._client is not None:
-            with contextlib.suppress(PgcdcError):
-                self._client.stop()
-            self._client.close()
+        if self._link is not None:
+            self._link.stop()
+            self._link.close()
             deadline = time.monotonic() + 3
             while Lock.holder(self.state.capture_lock) is not None and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -395,14 +406,14 @@ class Pipeline:
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             if self._prepared is not None and self._prepared.created_publications:
-                drop_publications(self.config.db, self._prepared.created_publications)
+                drop_publications(self.config.source_options(), self._prepared.created_publications)
 
     # --- status
 
     def _enter(self, phase: str) -> None:
         self._phase = phase
         self._status_due = 0.0
-        if self.state.path.exists():
+        if self._is_locked and self.state.path.exists():  # not over the status of the run that has it
             self._write_status()
 
     def _write_status(self) -> None:

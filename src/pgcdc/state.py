@@ -1,6 +1,7 @@
 """The state directory: who it belongs to, who holds it, and files that survive a crash.
 
 identity.json     which slot of which server this directory belongs to
+identity.lock     held by who changes the identity, or our publications
 run.lock          held by `pgcdc listen`
 capture.lock      held by the capture process; tells its pid and control socket
 capture.json      the capture's status, once a second
@@ -17,6 +18,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -55,6 +57,8 @@ class Identity:
     """Fingerprints of the publications, to notice when they are dropped or narrowed."""
     created_lsn: int
     """Where the slot began."""
+    planned: list[dict[str, Any]] | None = None
+    """Fingerprints that we are just making: after a crash, the publications are as in `publications` or as here."""
 
 
 class StateDir:
@@ -71,11 +75,15 @@ class StateDir:
         self.capture_lock = self.path / "capture.lock"
         self.run_lock = self.path / "run.lock"
         self.identity_file = self.path / "identity.json"
+        self.identity_lock = self.path / "identity.lock"
 
-    def create(self) -> None:
-        """Make the directory, readable only by its owner. Raises StateError if that cannot be."""
+    def create(self) -> list[Path]:
+        """Make the directory, readable only by its owner, and what is missing above it; returns what was made of these.
+
+        Raises StateError if that cannot be.
+        """
         try:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            made = _make_folders(self.path)
             for folder in (self.spool, self.acks, self.checkpoints):
                 folder.mkdir(exist_ok=True)
             probe = self.path / f".probe-{os.getpid()}"
@@ -87,6 +95,33 @@ class StateDir:
                 f"the state directory {self.path} is not writable: {reason}",
                 "Choose another one with --state-dir, or change its owner or permissions",
             ) from error
+        return made
+
+    @contextlib.contextmanager
+    def claim(self, lock: Lock, timeout_s: float) -> Iterator[bool]:
+        """Make the directory if need be, and take one of its locks; False if another process holds it.
+
+        If the block raises, a directory that was made here and belongs to nobody is removed again, while the lock is
+        held. The lock is not released: the caller does that.
+        """
+        for left in reversed(range(10)):
+            try:
+                made = self.create()
+                taken = lock.acquire(timeout_s) is not None
+                break
+            except (FileNotFoundError, StateError) as error:  # removed by another process which failed to begin?
+                gone = isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError)
+                if not gone or not left:
+                    raise
+        try:
+            yield taken
+        except BaseException:
+            if self.path in made and taken and not self.identity_file.exists():  # else another process has begun in it
+                shutil.rmtree(self.path, ignore_errors=True)
+                with contextlib.suppress(OSError):  # what is not empty is needed
+                    for folder in made[-2::-1]:
+                        folder.rmdir()
+            raise
 
     def identity(self) -> Identity | None:
         """Who the directory belongs to; None for a new one."""
@@ -103,6 +138,16 @@ class StateDir:
     def save_identity(self, identity: Identity) -> None:
         """Record who the directory belongs to, durably."""
         write_json_durably(self.identity_file, asdict(identity))
+
+
+def _make_folders(path: Path) -> list[Path]:
+    made = []
+    for folder in reversed([path, *path.parents]):
+        if not folder.is_dir():
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                folder.mkdir(mode=0o700 if folder == path else 0o777)
+                made.append(folder)
+    return made
 
 
 def check_identity(known: Identity, *, system_identifier: str, timeline: int, database: str, slot: str) -> None:
@@ -138,19 +183,16 @@ class Lock:
         self._path = path
         self._file: IO[str] | None = None
 
-    def acquire(self) -> dict[str, Any] | None:
-        """Take the lock; None if another process holds it, else what the last holder wrote if it was killed."""
-        file = open(self._path, "a+")  # noqa: SIM115 - open as long as the lock is held
-        deadline = time.monotonic() + 0.2  # `holder` takes the lock for a moment to see whether it is free
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    file.close()
-                    return None
-                time.sleep(0.01)
+    def acquire(self, timeout_s: float = 0.2) -> dict[str, Any] | None:
+        """Take the lock; None if another process holds it, else what the last holder wrote if it was killed.
+
+        The timeout is not 0, because `holder` takes the lock for a moment to see whether it is free.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (file := self._try()) is None:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.01)
         self._file = file
         file.seek(0)
         try:
@@ -158,6 +200,17 @@ class Lock:
         except ValueError:
             previous = {}
         return previous
+
+    def _try(self) -> IO[str] | None:
+        file = open(self._path, "a+")  # noqa: SIM115 - open as long as the lock is held
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(self._path, file.fileno()):  # else it was removed with a directory that failed to begin
+                return file
+        except BlockingIOError:
+            pass
+        file.close()
+        return None
 
     def write(self, content: dict[str, Any]) -> None:
         """Say in the file who holds the lock."""
@@ -189,6 +242,13 @@ class Lock:
         except FileNotFoundError:
             pass
         return None
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def open_log(path: Path) -> IO[bytes]:

@@ -214,6 +214,17 @@ def test_new_sink_begins_at_the_start_and_touches_nothing(target: Target) -> Non
     assert target.lines() == []
 
 
+def test_a_look_at_the_target_changes_nothing_before_and_after_the_first_events(target: Target) -> None:
+    target.sink().check()
+    assert list(target.acks.glob("*.json")) == []
+    with opened(target) as sink:
+        sink.write(batch(START, END))
+    before = {path: path.read_bytes() for path in target.acks.iterdir() if path.is_file()}
+    target.sink().check()
+    assert {path: path.read_bytes() for path in target.acks.iterdir() if path.is_file()} == before
+    check_all_arrived(target)
+
+
 def test_events_arrive_in_order_over_batches(target: Target) -> None:
     with opened(target) as sink:
         for start, end in pairwise([START, Position.end(110), Position(120, 2), Position.end(130), END]):
@@ -482,3 +493,22 @@ def test_path_that_cannot_be_written_is_a_sink_error_that_names_it(tmp_path: Pat
     with pytest.raises(SinkError, match=place) as caught, opened(target):
         pass
     assert caught.value.advice
+    with pytest.raises(SinkError, match=place):
+        target.sink().check()
+
+
+def test_a_look_finds_the_file_of_somebody_else_one_that_shrank_and_one_that_vanished(file: FileTarget) -> None:
+    file.path.write_text("precious\n")
+    with pytest.raises(SinkError, match="was not written by this pipeline"):
+        file.sink().check()
+    file.path.unlink()
+    file.sink().check()
+    assert not file.path.exists()
+    with opened(file) as sink:
+        sink.write(batch(START, END))
+    file.path.write_text("short")
+    with pytest.raises(SinkError, match="were written to it"):
+        file.sink().check()
+    file.path.unlink()
+    with pytest.raises(SinkError, match="is gone"):
+        file.sink().check()

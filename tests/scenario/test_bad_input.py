@@ -160,6 +160,40 @@ def test_things_that_do_not_exist_or_belong_to_others(database: Database, tmp_pa
     assert database.query("SELECT pubname FROM pg_publication") == []
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--row-filter", "orders=total >"], "syntax error"),
+        (["--row-filter", "orders=total > 1"], "REPLICA IDENTITY FULL"),
+        (["--row-filter", "total > 1"], "--row-filter"),
+        (["--columns", "orders=total"], "Add id to --columns"),
+        (["--columns", "orders=id,nope"], "nope"),
+        (["--columns", "nothere=id"], "nothere, which is not captured"),
+    ],
+)
+def test_wrong_row_filters_and_columns(database: Database, tmp_path: Path, flags: list[str], expected: str) -> None:
+    database.execute("CREATE TABLE orders (id int PRIMARY KEY, total int)")
+    more = ["--tables", "orders", "--slot-name", f"s_{database.name}"]
+    assert expected in refused(tmp_path, *flags, *more, env={"PGCDC_DB": database.url})
+    assert slots(database) == []
+    assert database.query("SELECT pubname FROM pg_publication") == []
+
+
+@pytest.mark.parametrize("place", ["a_folder", "somebody_elses", "a_folder/../missing/x", "/proc/events.jsonl"])
+def test_a_file_that_cannot_be_the_target_is_found_before_slot_and_publication(
+    database: Database, tmp_path: Path, place: str
+) -> None:
+    database.execute("CREATE TABLE t (id int PRIMARY KEY)")
+    (tmp_path / "a_folder").mkdir()
+    (tmp_path / "somebody_elses").write_text("precious")
+    flags = ["--all-tables", "--slot-name", f"s_{database.name}", "--adapter", "file", "--file-path", place]
+    line = refused(tmp_path, *flags, env={"PGCDC_DB": database.url})
+    assert place.rpartition("/")[2] in line
+    assert slots(database) == []
+    assert database.query("SELECT pubname FROM pg_publication") == []
+    assert (tmp_path / "somebody_elses").read_text() == "precious"
+
+
 def test_slot_of_another_database_and_slot_in_use(
     database: Database, postgres: EmbeddedPostgres, tmp_path: Path
 ) -> None:

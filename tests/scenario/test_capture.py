@@ -296,7 +296,7 @@ def test_two_captures_of_one_state_directory_are_one_and_another_reader_is_refus
         prepare(options(database, tmp_path / "elsewhere", start_from="slot"))
     assert not (tmp_path / "elsewhere").exists(), "nothing is left behind"
     with pytest.raises(SourceError, match="in use"):
-        pgcdc.open_capture(database.url, slot=prepared.spec.slot, publication="all")
+        pgcdc.open_capture(database.url, slot=prepared.spec.slot, publication=prepared.spec.slot)
 
 
 class Test_a_gap_is_never_crossed:
@@ -327,7 +327,7 @@ class Test_a_gap_is_never_crossed:
             self.again(database, tmp_path)
 
     def test_publication_recreated(self, database: Database, tmp_path: Path, ran: CaptureSpec) -> None:
-        database.execute('DROP PUBLICATION "all"')
+        database.execute(f"DROP PUBLICATION {ran.slot}")
         with pytest.raises(GapError):
             self.again(database, tmp_path)
 
@@ -377,7 +377,7 @@ class Test_a_gap_is_never_crossed:
     ) -> None:
         client, _ = start()
         client.join("one")
-        database.execute('DROP PUBLICATION "all"')
+        database.execute(f"DROP PUBLICATION {ran.slot}")
         database.execute("INSERT INTO t VALUES (7)")
         with pytest.raises(GapError):
             while True:

@@ -92,11 +92,11 @@ def test_an_exception_at_every_step_of_the_driver_restarts_the_query_without_los
 ) -> None:
     marks = tmp_path / "marks"
     marks.mkdir()
-    points = ",".join(f"{point}=raise@{3 + 4 * number}" for number, point in enumerate(DRIVER_POINTS[:6]))
+    points = ",".join(f"{point}=raise@{3 + 4 * number}" for number, point in enumerate(DRIVER_POINTS))
     listener.start(env={"PGCDC_FAILPOINTS": points, "PGCDC_FAILPOINT_ONCE": str(marks)})
     traffic = start_traffic(listener, seed=2)
     with ConfirmWatch(listener) as watch:
-        wait_until(lambda: hits(marks) == set(DRIVER_POINTS[:6]), 120, f"all failpoints hit: {hits(marks)}")
+        wait_until(lambda: hits(marks) == set(DRIVER_POINTS), 120, f"all failpoints hit: {hits(marks)}")
         traffic.stop()
         listener.wait_delivered()
         assert listener.stop() == 0, listener.said()

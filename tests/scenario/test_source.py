@@ -35,7 +35,11 @@ def start(spark: SparkSession, database: Database, tmp_path: Path, state: StateD
     queries: list[StreamingQuery] = []
 
     def run(
-        sink: Callable[[DataFrame, int], None], *, checkpoint: str = "checkpoint", once: bool = False, schema: str = "",
+        sink: Callable[[DataFrame, int], None],
+        *,
+        checkpoint: str = "checkpoint",
+        once: bool = False,
+        schema: str = "",
         **more: str,
     ) -> StreamingQuery:
         options = {

@@ -16,6 +16,9 @@ from typer.testing import CliRunner
 
 from pgcdc.capture import preflight, publications, slots
 from pgcdc.capture.database import connect, quote_identifier, quote_literal, quote_qualified
+from pgcdc.capture.fingerprint import Fingerprint, check_unchanged, read_fingerprint
+from pgcdc.capture.publications import PublicationInfo
+from pgcdc.capture.selection import Selection
 from pgcdc.capture.slots import OpenTransaction, check_usable, create_slot, drop_slot, get_slot, list_slots
 from pgcdc.cli.slot import slot_app
 from pgcdc.errors import ConfigError, ConnectionLost, GapError, SourceError
@@ -56,6 +59,15 @@ def wait_until_free(conn: Connection) -> None:
     deadline = time.monotonic() + 10
     while scalar(conn, "SELECT count(*) FROM pg_stat_replication") and time.monotonic() < deadline:
         time.sleep(0.02)
+
+
+def ensure(conn: Connection, name: str, tables: Sequence[str] | None, **more: Any) -> tuple[PublicationInfo, ...]:
+    selection = Selection(all_tables=True) if tables is None else Selection(tuple(tables))
+    return publications.ensure(conn, name, selection, **{"slot": "pgcdc", **more})
+
+
+def use_existing(conn: Connection, name: str) -> PublicationInfo:
+    return publications.use_existing(conn, name, slot="pgcdc")
 
 
 # --- connections ---
@@ -288,7 +300,7 @@ def test_a_walsender_that_is_ended_while_it_waits_is_a_lost_connection(
 
 def test_a_missing_publication_names_the_command_that_creates_it(conn: Connection) -> None:
     with pytest.raises(SourceError, match="publication Shop does not exist") as caught:
-        publications.use_existing(conn, "Shop")
+        use_existing(conn, "Shop")
     assert 'CREATE PUBLICATION "Shop"' in caught.value.advice
     assert caught.value.exit_code == 2
 
@@ -296,12 +308,12 @@ def test_a_missing_publication_names_the_command_that_creates_it(conn: Connectio
 def test_a_publication_of_the_user_is_only_read(conn: Connection) -> None:
     conn.execute("CREATE TABLE a (id int PRIMARY KEY); CREATE TABLE b (id int)")
     conn.execute("CREATE PUBLICATION theirs FOR TABLE a, b WITH (publish = 'insert')")
-    info = publications.use_existing(conn, "theirs")
+    info = use_existing(conn, "theirs")
     assert (info.tables, info.operations, info.inserts_only) == (("a", "b"), ("insert",), ("a", "b"))
     with pytest.raises(SourceError, match="is not managed by pgcdc") as caught:
-        publications.ensure(conn, "theirs", ["a"])
+        ensure(conn, "theirs", ["a"])
     assert "--publication theirs" in caught.value.advice
-    assert publications.use_existing(conn, "theirs") == info
+    assert use_existing(conn, "theirs") == info
     assert scalar(conn, "SELECT count(*) FROM pg_publication") == 1
 
 
@@ -313,7 +325,7 @@ def test_a_publication_of_the_user_is_only_read(conn: Connection) -> None:
 def test_a_missing_table_is_named_with_a_suggestion(conn: Connection, name: str, advice: str) -> None:
     conn.execute('CREATE TABLE orders (id int PRIMARY KEY); CREATE TABLE "Items" (id int PRIMARY KEY)')
     with pytest.raises(SourceError, match=f"table {name.lower()} does not exist") as caught:
-        publications.ensure(conn, "p", [name])
+        ensure(conn, "p", [name])
     assert advice in caught.value.advice
     assert scalar(conn, "SELECT count(*) FROM pg_publication") == 0
 
@@ -328,7 +340,7 @@ def test_what_cannot_be_captured_is_refused(conn: Connection, name: str, kind: s
                     CREATE SEQUENCE s; CREATE FOREIGN DATA WRAPPER w; CREATE SERVER x FOREIGN DATA WRAPPER w;
                     CREATE FOREIGN TABLE f () SERVER x""")
     with pytest.raises(SourceError, match=f"is {kind}: its changes cannot be captured"):
-        publications.ensure(conn, "p", [name])
+        ensure(conn, "p", [name])
 
 
 def test_tables_without_replica_identity_are_published_for_inserts_only(conn: Connection) -> None:
@@ -343,12 +355,12 @@ def test_tables_without_replica_identity_are_published_for_inserts_only(conn: Co
         CREATE TABLE pgcdc_heartbeat (id int PRIMARY KEY); CREATE UNLOGGED TABLE scratch (id int);
         CREATE VIEW v AS SELECT 1;
         CREATE TEMP TABLE temporary (id int)""")
-    full, inserts = publications.ensure(conn, "pgcdc", None)
+    full, inserts = ensure(conn, "pgcdc", None)
     assert full.tables == ("indexed", "keyed", "whole", 'shop."Big Orders"')
     assert full.operations == ("insert", "update", "delete", "truncate")
     assert inserts.tables == inserts.inserts_only == ("keyless", "lazy", "nothing")
     assert inserts.operations == ("insert", "truncate")
-    assert full.is_ours and inserts.is_ours and not full.all_tables and not full.via_root
+    assert full.owner == inserts.owner == "pgcdc" and not full.all_tables and not full.via_root
     for table in ("keyed", "keyless", "whole", "indexed", "nothing", "lazy", 'shop."Big Orders"'):
         conn.execute(f"INSERT INTO {table} VALUES (1)".encode())
         conn.execute(f"UPDATE {table} SET id = 2".encode())  # what the application does still works
@@ -359,25 +371,43 @@ def test_a_table_that_gets_a_key_moves_and_nothing_is_altered_without_need(
     database: Database, conn: Connection
 ) -> None:
     conn.execute("CREATE TABLE a (id int PRIMARY KEY); CREATE TABLE b (id int)")
-    _, inserts = publications.ensure(conn, "ours", ["a", "b"])
+    _, inserts = ensure(conn, "ours", ["a", "b"])
     assert inserts.inserts_only == ("b",)
     before = scalar(conn, "SELECT array_agg(xmin::text || oid ORDER BY oid)::text FROM pg_publication_rel")
-    assert publications.ensure(conn, "ours", ["b", "public.a"])[1] == inserts
+    assert ensure(conn, "ours", ["b", "public.a"])[1] == inserts
     assert scalar(conn, "SELECT array_agg(xmin::text || oid ORDER BY oid)::text FROM pg_publication_rel") == before
-    marks = publications.fingerprint(conn, ["ours", "ours_inserts"])
     conn.execute("ALTER TABLE b ADD PRIMARY KEY (id)")
-    full, inserts = publications.ensure(conn, "ours", ["a", "b"])
+    planned: list[Fingerprint] = []
+    full, inserts = ensure(conn, "ours", ["a", "b"], before_commit=planned.append)
+    assert planned == [read_fingerprint(conn, ["ours", "ours_inserts"])]
     assert (full.tables, inserts.tables, inserts.inserts_only) == (("a", "b"), (), ())
     conn.execute("ALTER TABLE a DROP CONSTRAINT a_pkey")
-    full, inserts = publications.ensure(conn, "ours", ["a"])
+    full, inserts = ensure(conn, "ours", ["a"])
     assert (full.tables, inserts.tables) == ((), ("a",))
-    assert publications.compare_fingerprint(marks, publications.fingerprint(conn, ["ours", "ours_inserts"])) is None
+
+
+def test_a_publication_of_ours_belongs_to_one_slot(conn: Connection) -> None:
+    """Two pipelines with other tables would take out what the other one needs."""
+    conn.execute("CREATE TABLE a (id int PRIMARY KEY); CREATE TABLE b (id int PRIMARY KEY)")
+    ensure(conn, "ours", ["a", "b"], slot="one")
+    with pytest.raises(SourceError, match="publication ours belongs to the pipeline of slot one") as caught:
+        ensure(conn, "ours", ["a"], slot="two")
+    assert "--publication" in caught.value.advice and 'DROP PUBLICATION "ours"' in caught.value.advice
+    with pytest.raises(SourceError, match="belongs to the pipeline of slot one"):
+        publications.use_existing(conn, "ours_inserts", slot="two")
+    publications.drop_ours(conn, ["ours", "ours_inserts"], slot="two")
+    assert publications.use_existing(conn, "ours", slot="one").tables == ("a", "b")
+    conn.execute("COMMENT ON PUBLICATION ours IS 'managed by pgcdc'")  # of an older version: the first one adopts it
+    assert publications.use_existing(conn, "ours", slot="two").owner == ""
+    assert [info.owner for info in ensure(conn, "ours", ["a", "b"], slot="one")] == ["one", "one"]
+    publications.drop_ours(conn, ["ours", "ours_inserts"], slot="one")
+    assert scalar(conn, "SELECT count(*) FROM pg_publication") == 0
 
 
 def test_both_publications_exist_before_they_are_needed(conn: Connection) -> None:
     """One created after the slot could not be used for what the slot still holds."""
     conn.execute("CREATE TABLE a (id int PRIMARY KEY)")
-    assert [info.name for info in publications.ensure(conn, "ours", None)] == ["ours", "ours_inserts"]
+    assert [info.name for info in ensure(conn, "ours", None)] == ["ours", "ours_inserts"]
     assert scalar(conn, "SELECT count(*) FROM pg_publication") == 2
 
 
@@ -390,7 +420,7 @@ def test_partitions_never_break_the_application(conn: Connection, walsender: Con
         CREATE TABLE loose_1 PARTITION OF loose FOR VALUES FROM (0) TO (10);
         CREATE TABLE loose_2 PARTITION OF loose FOR VALUES FROM (10) TO (20);
         ALTER TABLE loose_2 REPLICA IDENTITY FULL""")
-    full, inserts = publications.ensure(conn, base, None)
+    full, inserts = ensure(conn, base, None)
     assert full.tables == ("keyed_1", "loose_2")
     assert inserts.tables == ("loose_1", "loose_2")
     assert inserts.inserts_only == ("loose",)
@@ -409,14 +439,14 @@ def test_partitions_never_break_the_application(conn: Connection, walsender: Con
     assert tags.count(b"U") == 3  # two of keyed, and that of loose_2: what either publication allows is sent
     conn.execute("INSERT INTO loose VALUES (21)")
     conn.execute("UPDATE loose SET id = 22 WHERE id = 21")
-    assert publications.use_existing(conn, base).tables == ("keyed_1", "keyed_2", "loose_2")
+    assert use_existing(conn, base).tables == ("keyed_1", "keyed_2", "loose_2")
     conn.execute("ALTER TABLE loose_1 REPLICA IDENTITY FULL; ALTER TABLE loose_3 REPLICA IDENTITY FULL")
-    assert publications.ensure(conn, base, None)[1].inserts_only == ()
+    assert ensure(conn, base, None)[1].inserts_only == ()
 
 
 def test_tables_that_inherit_come_with_their_parent_and_are_judged_by_themselves(conn: Connection) -> None:
     conn.execute("CREATE TABLE parent (id int PRIMARY KEY); CREATE TABLE child (x int) INHERITS (parent)")
-    full, inserts = publications.ensure(conn, "ours", ["parent"])
+    full, inserts = ensure(conn, "ours", ["parent"])
     assert (full.tables, inserts.inserts_only) == (("parent",), ("child",))
 
 
@@ -426,14 +456,14 @@ def test_missing_rights_are_explained_with_the_sql_that_helps(database: Database
     conn.execute("CREATE TABLE a (id int PRIMARY KEY)")
     with connect(database.server.url(database.name, "reader")) as theirs:
         with pytest.raises(SourceError, match="does not own a") as caught:
-            publications.ensure(theirs, "ours", ["a"])
+            ensure(theirs, "ours", ["a"])
         assert 'CREATE PUBLICATION "ours" FOR TABLE ONLY "public"."a"' in caught.value.advice
         conn.execute("ALTER TABLE a OWNER TO reader")
         with pytest.raises(SourceError, match="permission denied for database") as caught:
-            publications.ensure(theirs, "ours", ["a"])
+            ensure(theirs, "ours", ["a"])
         assert f'GRANT CREATE ON DATABASE "{database.name}" TO "reader"' in caught.value.advice
         conn.execute(f"GRANT CREATE ON DATABASE {database.name} TO reader".encode())
-        assert publications.ensure(theirs, "ours", ["a"])[0].tables == ("a",)
+        assert ensure(theirs, "ours", ["a"])[0].tables == ("a",)
     conn.execute("DROP OWNED BY reader CASCADE")
     conn.execute("DROP ROLE reader")
 
@@ -441,30 +471,28 @@ def test_missing_rights_are_explained_with_the_sql_that_helps(database: Database
 def test_a_publication_changed_under_us_is_a_gap(conn: Connection) -> None:
     conn.execute("CREATE TABLE a (id int PRIMARY KEY); CREATE TABLE b (id int PRIMARY KEY)")
     names = ["ours", "ours_inserts"]
-    publications.ensure(conn, "ours", ["a"])
-    old = json.loads(json.dumps(publications.fingerprint(conn, names)))
+    ensure(conn, "ours", ["a"])
+    old = json.loads(json.dumps(read_fingerprint(conn, names)))
 
-    def gap() -> GapError | None:
-        return publications.compare_fingerprint(old, publications.fingerprint(conn, names))
+    def gap() -> str:
+        with pytest.raises(GapError) as caught:
+            check_unchanged(conn, old)
+        return caught.value.message
 
     conn.execute("ALTER PUBLICATION ours ADD TABLE b")
-    assert gap() is None
+    assert check_unchanged(conn, old) != old
     conn.execute("ALTER PUBLICATION ours SET (publish = 'insert, update')")
-    narrowed = gap()
-    assert narrowed is not None and "no longer publishes delete, truncate" in narrowed.message
+    assert "no longer publishes delete, truncate" in gap()
     with pytest.raises(SourceError, match="was changed"):  # nor is it repaired silently
-        publications.ensure(conn, "ours", ["a"])
+        ensure(conn, "ours", ["a"])
     conn.execute("ALTER PUBLICATION ours SET (publish = 'insert, update, delete, truncate')")
-    assert gap() is None
+    check_unchanged(conn, old)
     conn.execute("ALTER PUBLICATION ours SET (publish_via_partition_root = true)")
-    renamed = gap()
-    assert renamed is not None and "other table names" in renamed.message
+    assert "other table names" in gap()
     conn.execute("DROP PUBLICATION ours")
-    missing = gap()
-    assert missing is not None and "was dropped" in missing.message
-    publications.ensure(conn, "ours", ["a"])
-    recreated = gap()
-    assert recreated is not None and "created again" in recreated.message
+    assert "was dropped" in gap()
+    ensure(conn, "ours", ["a"])
+    assert "created again" in gap()
 
 
 # --- the command ---

@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 
-from pgcdc.capture.control import CaptureGone, ControlClient
+from pgcdc.capture.consumers import Consumers
+from pgcdc.capture.control import CaptureGone, ControlClient, forget_consumer
 from pgcdc.capture.server import ControlServer
-from pgcdc.errors import ConfigError, GapError, PgcdcError, SourceError
+from pgcdc.errors import ConfigError, GapError, PgcdcError, SourceError, StateError
 from pgcdc.position import Position
+from pgcdc.state import Lock, StateDir
 
 
 class Loop:
@@ -253,3 +255,33 @@ def test_only_the_owner_can_enter_the_folder_and_it_goes_with_the_server() -> No
     server.close()
     selector.close()
     assert not folder.exists()
+
+
+def test_a_consumer_is_forgotten_by_the_capture_also_if_that_is_just_starting(loop: Loop, tmp_path: Path) -> None:
+    """It has read the consumers already, and would write the forgotten one again."""
+    state = StateDir(tmp_path / "state")
+    state.create()
+    Consumers(state.consumers_file).join("one", Position.end(1))
+    lock = Lock(state.capture_lock)
+    assert lock.acquire() is not None  # held, and no address yet
+    asking = Asking(lambda: forget_consumer(state, "one"))
+    asking.join(0.3)
+    assert asking.is_alive() and "one" in Consumers(state.consumers_file)
+    lock.write({"pid": 1, "address": loop.server.address})
+    asking.join(5)
+    assert not asking.is_alive() and asking.error is None
+    assert loop.requests == [{"do": "forget", "consumer": "one"}]
+    lock.release()
+    forget_consumer(state, "one")  # nobody runs: we do it ourselves
+    assert "one" not in Consumers(state.consumers_file)
+    assert Lock.holder(state.capture_lock) is None
+
+
+def test_a_capture_that_starts_for_ever_is_an_error(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    state.create()
+    lock = Lock(state.capture_lock)
+    assert lock.acquire() is not None
+    with pytest.raises(StateError, match="is starting"):
+        forget_consumer(state, "one", timeout_s=0.1)
+    lock.release()

@@ -139,6 +139,26 @@ def test_a_refused_connection_may_heal(unused_port: int) -> None:
     assert "hush" not in str(e.value)
 
 
+@pytest.mark.parametrize("where", ["url", "dsn", "sslpassword", "environment"])
+def test_a_password_that_the_library_quotes_is_hidden(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    def fail(conninfo: str, **_: object) -> None:
+        raise psycopg.OperationalError(f'connection failed: FATAL:  what is "hush-hush" in {conninfo} of hush-hush?')
+
+    monkeypatch.setattr(psycopg, "connect", fail)
+    if where == "environment":
+        monkeypatch.setenv("PGPASSWORD", "hush-hush")
+    url = {
+        "url": "postgresql://u:hush-hush@h/d",
+        "dsn": "host=h user=u password=hush-hush",
+        "sslpassword": "host=h sslpassword=hush-hush",
+        "environment": "host=h",
+    }[where]
+    with pytest.raises(ConnectionLost, match=r"\*\*\*") as caught:
+        connect(url)
+    assert "hush" not in str(caught.value) + repr(caught.value)
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
 def test_at_the_start_a_refused_connection_is_wrong_configuration(unused_port: int) -> None:
     with pytest.raises(SourceError) as caught:
         connect(f"host=127.0.0.1 port={unused_port}", may_retry=False)

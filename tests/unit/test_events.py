@@ -508,13 +508,15 @@ def test_markers_stand_around_each_transaction_and_move_nothing() -> None:
 
 @settings(max_examples=40)
 @given(streams(), st.integers(1, 3), st.data())
-def test_any_cuts_give_the_same_markers_once(transactions: list[Transaction], seal_rows: int, data: st.DataObject) -> None:
+def test_any_cuts_give_the_same_markers_once(
+    transactions: list[Transaction], seal_rows: int, data: st.DataObject
+) -> None:
     options = EventOptions(transaction=True, markers=True)
     with spooled(transactions, seal_rows) as reader:
         expected = lines_of(reader, options)
         places = [START, reader.end, *(Position.parse(json.loads(line)["position"]) for line in expected)]
         cuts = sorted({START, reader.end, *data.draw(st.lists(st.sampled_from(places), max_size=5))})
-        found = []
+        found: list[str] = []
         for start, end in pairwise(cut for cut in cuts if cut <= reader.end):
             slices = reader.slices(start, end)
             batch = event_batch(slices, reader.relations(), SEED, LINES, options) if slices else None

@@ -253,6 +253,15 @@ def test_write_that_fails_half_way_is_written_again_from_its_beginning(
     sink.close()
 
 
+def test_closed_stdout_is_found_by_a_look(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    StdoutSink(tmp_path, descriptor=write).check()
+    os.close(read)
+    os.close(write)
+    with pytest.raises(SinkError, match="closed"):
+        StdoutSink(tmp_path, descriptor=write).check()
+
+
 def test_closed_pipe_is_a_sink_error_and_nothing_is_acked(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -8,8 +8,9 @@ the end every change must be there once.
 from __future__ import annotations
 
 import tempfile
+import tracemalloc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,16 @@ from pgcdc.capture.batch import CaptureBatch, Part
 from pgcdc.errors import GapError, SpoolError
 from pgcdc.position import Position
 from pgcdc.relation import Column, Relation, Relations
+from pgcdc.spool import reader as reader_module
 from pgcdc.spool import writer as writer_module
-from pgcdc.spool.index import encode_relation, list_chunks
+from pgcdc.spool.index import (
+    IndexRecord,
+    encode_record,
+    encode_relation,
+    list_chunks,
+    parse_records,
+    parse_relations,
+)
 from pgcdc.spool.reader import SpoolReader, read_slice
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS, Op
 from pgcdc.spool.segment import write_segment
@@ -671,3 +680,72 @@ def test_reader_raises_for_damage_in_the_index(tmp_path: Path) -> None:
     flip(list_chunks(tmp_path)[0], 0)
     with pytest.raises(SpoolError, match=r"index-00000001\.log is damaged"):
         SpoolReader(tmp_path).refresh()
+
+
+# --- what a reader keeps in memory
+
+
+def test_a_reader_keeps_a_few_words_of_each_segment_and_loads_transactions_when_they_are_asked_for(
+    tmp_path: Path,
+) -> None:
+    writer = SpoolWriter(tmp_path, START)
+    rows = [(START.lsn + number, 1, 0) for number in range(1, 20_001)]
+    for begin in range(0, len(rows), 5000):
+        writer.append(capture_batch([([one], True) for one in rows[begin : begin + 5000]]))
+    before = pa.total_allocated_bytes()
+    reader = SpoolReader(tmp_path)
+    tracemalloc.start()
+    reader.refresh()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(reader.records) == 4 and reader.end == Position.end(rows[-1][0])
+    assert held + pa.total_allocated_bytes() - before < 20_000, "much less than a byte for each transaction"
+    assert read_rows(reader, START, reader.end) == rows
+
+
+def test_an_index_that_was_cut_and_written_again_under_a_reader_is_refused(tmp_path: Path) -> None:
+    writer = SpoolWriter(tmp_path, START)
+    writer.append(capture_batch([([(110, 1, 0)], True)]))
+    reader = SpoolReader(tmp_path)
+    reader.refresh()
+    chunk = list_chunks(tmp_path)[0]
+    whole = chunk.read_bytes()
+    assert reader.records[0].place is not None
+    place = reader.records[0].place[1]
+    chunk.write_bytes(whole[:place] + encode_record(replace(parsed(whole)[-1], rows=2)))
+    with pytest.raises(SpoolError, match="any more"):
+        reader.slices(START, reader.end)
+    chunk.write_bytes(whole[:place])
+    with pytest.raises(SpoolError, match="any more"):
+        reader.slices(START, reader.end)
+    chunk.unlink()
+    with pytest.raises(SpoolError, match="is gone"):
+        reader.slices(START, reader.end)
+
+
+def parsed(data: bytes) -> list[IndexRecord]:
+    return [record for record, _ in parse_records(data, "x")]
+
+
+def test_only_what_was_appended_to_the_relations_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        encode_relation(Relation(number, "public", f"t{number}", "d", (Column("id", 23, -1, True),)))
+        for number in range(3)
+    ]
+    sizes: list[int] = []
+
+    def parse(data: bytes) -> list[tuple[Relation, int]]:
+        sizes.append(len(data))
+        return parse_relations(data)
+
+    monkeypatch.setattr(reader_module, "parse_relations", parse)
+    reader = SpoolReader(tmp_path)
+    file = tmp_path / "relations.jsonl"
+    file.write_bytes(lines[0] + lines[1][:10])
+    assert [one.name for one in reader.relations()] == ["t0"]
+    file.write_bytes(lines[0] + lines[1])
+    assert [one.name for one in reader.relations()] == ["t0", "t1"]
+    assert [one.name for one in reader.relations()] == ["t0", "t1"]
+    file.write_bytes(b"".join(lines))
+    assert [one.name for one in reader.relations()] == ["t0", "t1", "t2"]
+    assert sizes == [len(lines[0]) + 10, len(lines[1]), len(lines[2])]

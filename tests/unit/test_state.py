@@ -264,3 +264,45 @@ def test_anything_else_is_a_gap_and_says_what_differs(changed: dict[str, Any], n
     with pytest.raises(GapError, match=named) as caught:
         check_identity(IDENTITY, **connected(**changed))
     assert caught.value.advice
+
+
+# --- a directory that is new
+
+
+def test_a_new_directory_is_removed_again_if_it_was_not_begun(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "deep" / "state")
+    with pytest.raises(RuntimeError), state.claim(Lock(state.run_lock), 0.1) as taken:
+        assert taken and state.spool.is_dir()
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_directory_stays_if_it_was_there_is_held_by_another_or_has_begun(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    first, second = Lock(state.run_lock), Lock(state.run_lock)
+    with pytest.raises(RuntimeError), state.claim(first, 0.1):
+        with pytest.raises(RuntimeError), state.claim(second, 0) as taken:
+            assert not taken
+            raise RuntimeError
+        assert state.spool.is_dir()
+        state.save_identity(IDENTITY)  # another process, which came first to another lock
+        raise RuntimeError
+    assert state.identity() == IDENTITY
+    state.identity_file.unlink()
+    first.release()
+    with pytest.raises(RuntimeError), state.claim(second, 0.1):
+        raise RuntimeError
+    assert state.path.is_dir(), "it was there before"
+    second.release()
+
+
+def test_a_new_directory_stays_if_another_process_was_faster_to_lock_it(tmp_path: Path) -> None:
+    class Taken(Lock):
+        def acquire(self, timeout_s: float = 0.2) -> None:
+            return None
+
+    state = StateDir(tmp_path / "state")
+    with pytest.raises(RuntimeError), state.claim(Taken(state.run_lock), 0) as taken:
+        assert not taken
+        raise RuntimeError
+    assert state.path.is_dir()

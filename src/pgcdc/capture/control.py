@@ -1,7 +1,7 @@
 """The queries' side of the control socket, and how a capture process comes to be.
 
 `ensure_capture` starts the capture of a state directory or joins the one that runs: whoever needs it calls it, the lock file
-decides.
+decides. `CaptureLink` does so again whenever the process has died.
 """
 
 from __future__ import annotations
@@ -13,18 +13,25 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.process import CaptureSpec
-from pgcdc.errors import ConnectionLost, PgcdcError, SourceError
+from pgcdc.capture.server import remove_socket
+from pgcdc.errors import ConnectionLost, PgcdcError, SourceError, StateError
 from pgcdc.position import Position
 from pgcdc.state import Lock, StateDir, open_log
 
-__all__ = ["CaptureGone", "ControlClient", "ensure_capture"]
+__all__ = ["CaptureGone", "CaptureLink", "ControlClient", "ensure_capture", "forget_consumer"]
 
 START_TIMEOUT_S = 120.0
+MAX_RESTARTS = 5
+RESTART_WINDOW_S = 60.0
+
+_T = TypeVar("_T")
 
 
 class CaptureGone(ConnectionLost):
@@ -55,9 +62,13 @@ class ControlClient:
         """Everything up to `position` is durable at this consumer."""
         self.request({"do": "ack", "consumer": consumer, "position": str(position)})
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the spool has grown since the last call."""
-        return bool(self.request({"do": "wait", "timeout_s": timeout_s}, timeout_s + 120)["moved"])
+    def wait(self, timeout_s: float, until: Position | None = None) -> bool:
+        """Wait until the spool has grown since the last call.
+
+        `until` is what is needed in any case: the capture reads up to there, however full the spool is.
+        """
+        request = {"do": "wait", "timeout_s": timeout_s} | ({"until": str(until)} if until else {})
+        return bool(self.request(request, timeout_s + 120)["moved"])
 
     def confirm(self) -> int:
         """Confirm to PostgreSQL what all consumers have acked; the LSN that was sent."""
@@ -94,6 +105,78 @@ class ControlClient:
         """Close the connection; the capture goes on."""
         self._file.close()
         self._socket.close()
+
+
+class CaptureLink:
+    """The capture of a state directory, whichever process that is: started again when it has died. Not thread-safe."""
+
+    def __init__(
+        self,
+        spec: CaptureSpec,
+        *,
+        is_restart: bool,
+        on_restart: Callable[[ControlClient], object] = lambda client: None,
+    ) -> None:
+        """`on_restart` is what a new process must be told before anything else."""
+        self._spec = spec
+        self._on_restart = on_restart
+        self._is_told = True
+        self._restarts: list[float] = []
+        self._client = ensure_capture(spec, is_restart=is_restart)
+
+    def call(self, request: Callable[[ControlClient], _T]) -> _T:
+        """Ask the capture; if it has died, start it again and ask again."""
+        while True:
+            try:
+                if not self._is_told:
+                    self._on_restart(self._client)
+                    self._is_told = True
+                return request(self._client)
+            except CaptureGone:
+                self._restart()
+
+    def stop(self) -> None:
+        """Ask the process to end, if there is one."""
+        with contextlib.suppress(PgcdcError):
+            self._client.stop()
+
+    def close(self) -> None:
+        """Close the connection; the capture may go on for others."""
+        self._client.close()
+
+    def _restart(self) -> None:
+        """Start the capture again; one that dies again and again is not hidden."""
+        now = time.monotonic()
+        self._restarts = [moment for moment in self._restarts if now - moment < RESTART_WINDOW_S] + [now]
+        if len(self._restarts) > MAX_RESTARTS:
+            raise SourceError(
+                f"the capture process ended {MAX_RESTARTS} times within {RESTART_WINDOW_S:.0f} s",
+                f"See {Path(self._spec.state_dir) / 'capture.log'}",
+            )
+        self._client.close()
+        self._client = ensure_capture(self._spec, is_restart=True)
+        self._is_told = False
+
+
+def forget_consumer(state: StateDir, name: str, timeout_s: float = 30.0) -> None:
+    """Forget a consumer, by the capture if one runs. One that starts has read the consumers already: it is waited for."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        holder = Lock.holder(state.capture_lock)
+        if holder and "address" in holder:
+            with contextlib.suppress(CaptureGone), contextlib.closing(ControlClient(holder["address"])) as client:
+                client.request({"do": "forget", "consumer": name})
+                return
+        lock = Lock(state.capture_lock)
+        if holder is None and (previous := lock.acquire()) is not None:
+            try:
+                remove_socket(previous)
+                Consumers(state.consumers_file).forget(name)
+                return
+            finally:
+                lock.release()
+        time.sleep(0.02)
+    raise StateError("the capture process is starting and does not answer", "Try again when it runs")
 
 
 def ensure_capture(spec: CaptureSpec, *, is_restart: bool) -> ControlClient:

@@ -25,8 +25,10 @@ from pgcdc.errors import ConfigError, ConnectionLost, SourceError
 __all__ = [
     "Connection",
     "connect",
+    "execute_one",
     "explain_errors",
     "name_table",
+    "parse_identifier",
     "parse_url",
     "quote_identifier",
     "quote_literal",
@@ -213,6 +215,11 @@ def explain_errors(action: str) -> Iterator[None]:
         raise SourceError(f"cannot {action}: {text}", exc.diag.message_hint or "") from exc
 
 
+def execute_one(conn: Connection, statement: str) -> None:
+    """Run exactly one statement, also if the user's words in it hold a semicolon: the extended protocol takes no more."""
+    conn.execute(statement.encode(), binary=True)
+
+
 def quote_identifier(name: str) -> str:
     """A name as SQL takes it, whatever is in it (replication commands take no doubled quote; slot names have none)."""
     if not name or "\0" in name:
@@ -244,6 +251,14 @@ def split_table(name: str, default_schema: str = "public") -> tuple[str, str]:
         raise ConfigError(f"{name!r} is not a table name", advice)
     first, second = (_unquote(*match.group(i, i + 1)) for i in (1, 3))
     return (first, second) if second else (default_schema, first)
+
+
+def parse_identifier(text: str) -> str:
+    """The name in `orders` or `"Order-Items"`, unquoted names in lower case as in SQL."""
+    match = re.fullmatch(rf"\s*{_PART}\s*", text)
+    if match is None:
+        raise ConfigError(f"{text!r} is not a name", 'Quote other names as in SQL: "Order-Items"')
+    return _unquote(match[1], match[2])
 
 
 def _unquote(quoted: str | None, plain: str | None) -> str:

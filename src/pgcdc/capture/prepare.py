@@ -1,6 +1,7 @@
 """From what the user asked for to a slot that can be read: checks first, then publication, then slot, then identity.
 
-What fails leaves nothing behind: what was created on the way is removed again.
+What fails leaves nothing behind: what was created on the way is removed again. Only one process at a time prepares a state
+directory.
 """
 
 from __future__ import annotations
@@ -8,20 +9,22 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pgcdc.capture.consumers import Consumers
-from pgcdc.capture.database import connect, quote_identifier
+from pgcdc.capture.database import Connection, connect
+from pgcdc.capture.fingerprint import Fingerprint, Narrowed, check_unchanged, read_fingerprint
 from pgcdc.capture.preflight import ServerInfo, check
 from pgcdc.capture.process import CaptureSpec
-from pgcdc.capture.publications import PublicationInfo, compare_fingerprint, ensure, fingerprint, use_existing
+from pgcdc.capture.publications import PublicationInfo, drop_ours, ensure, pair_of, use_existing
+from pgcdc.capture.selection import Selection
 from pgcdc.capture.slots import OpenTransaction, check_not_ahead, create_slot, drop_slot, get_slot
-from pgcdc.errors import ConfigError, GapError, SourceError
+from pgcdc.errors import ConfigError, GapError, SourceError, StateError
+from pgcdc.ops.failpoint import hit
 from pgcdc.position import format_lsn
-from pgcdc.state import Identity, StateDir, check_identity
+from pgcdc.state import Identity, Lock, StateDir, check_identity
 
 __all__ = [
     "DEFAULT_SPOOL_LIMIT_BYTES",
@@ -33,8 +36,8 @@ __all__ = [
 ]
 
 DEFAULT_SPOOL_LIMIT_BYTES = 1 << 30
-DEFAULT_ALL = "all"
-"""Name of our publication with --all-tables."""
+LOCK_TIMEOUT_S = 120.0
+"""How long we wait for another process that prepares the same state directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +49,45 @@ class SourceOptions:
     publication: str | None = None
     tables: tuple[str, ...] = ()
     all_tables: bool = False
+    schemas: tuple[str, ...] = ()
+    row_filters: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    generated_columns: bool = False
     state_dir: str = ".pgcdc"
     spool_limit_bytes: int = DEFAULT_SPOOL_LIMIT_BYTES
     temporary_slot: bool = False
     start_from: str | None = None
     fail_fast: bool = False
+    accept_publication: bool = False
+    """Somebody narrowed the publication, and the user says that this was meant."""
+
+    @property
+    def uses_existing(self) -> bool:
+        """The publication is the user's: it is only read."""
+        return bool(self.publication) and not self.tables and not self.all_tables and not self.schemas
+
+    @property
+    def selection(self) -> Selection:
+        """What is to be captured, if the publication is ours."""
+        return Selection(
+            self.tables, self.schemas, self.all_tables, self.row_filters, self.columns, self.generated_columns
+        )
 
     def check(self) -> None:
         """Raise ConfigError for what cannot go together, before anything is touched."""
         if not self.url:
             raise ConfigError("no database is given", "Use --db, the variable PGCDC_DB, or `db:` in pgcdc.yaml")
-        chosen = [
-            bool(self.publication) and not self.all_tables and not self.tables,
-            bool(self.tables),
-            self.all_tables,
-        ]
-        if sum(chosen) != 1:
+        if sum([self.uses_existing, bool(self.tables), bool(self.schemas), self.all_tables]) != 1:
             raise ConfigError(
                 "say which tables to capture, in one way",
-                "Use --tables a,b or --all-tables, or --publication with one that exists",
+                "Use --tables a,b, --schemas a,b or --all-tables, or --publication with one that exists",
             )
+        if self.uses_existing and (self.row_filters or self.columns or self.generated_columns):
+            raise ConfigError(
+                f"publication {self.publication} is yours and is not changed: filters and columns cannot be given for it",
+                "Put them into the publication, or use --tables, --schemas or --all-tables with --publication as our name",
+            )
+        self.selection.check()
         if self.start_from not in (None, "slot"):
             raise ConfigError(f"start_from {self.start_from!r} is not known", "The only value is: slot")
         if self.spool_limit_bytes < 1 << 20:
@@ -87,6 +109,11 @@ class Prepared:
     """Slot and state directory were created just now."""
 
     @property
+    def changed(self) -> list[str]:
+        """What we have changed in our publications besides their tables: to be said."""
+        return [change for publication in self.publications for change in publication.changed]
+
+    @property
     def inserts_only(self) -> list[str]:
         """Tables whose updates and deletes do not reach us, because they have no replica identity."""
         return [table for publication in self.publications for table in publication.inserts_only]
@@ -101,31 +128,51 @@ def prepare(
     """Check server and state directory, create what is missing. Raises with advice, and then nothing is left behind."""
     options.check()
     state = StateDir(Path(options.state_dir))
-    with contextlib.ExitStack() as undo:
-        if not state.path.exists():
-            undo.callback(shutil.rmtree, state.path, ignore_errors=True)
-        server = check(options.url, options.slot)
-        _check_not_taken(options, state, server)
-        state.create()
-        known = state.identity()
-        if known is not None:
-            check_identity(
-                known,
-                system_identifier=server.system_identifier,
-                timeline=server.timeline,
-                database=server.database,
-                slot=options.slot,
-            )
-        # Every refusal comes before the first change: a refused start must not touch what a running pipeline uses.
-        began = known is not None and known.created_lsn > 0
+    lock = Lock(state.identity_lock)
+    try:
+        with state.claim(lock, LOCK_TIMEOUT_S) as taken:
+            if not taken:
+                raise StateError(f"another process prepares {state.path}", "Wait for it, or use another --state-dir")
+            return _prepare(options, state, watch_pid or os.getpid(), on_wait)
+    finally:
+        lock.release()
+
+
+def _prepare(
+    options: SourceOptions,
+    state: StateDir,
+    watch_pid: int,
+    on_wait: Callable[[list[OpenTransaction]], None] | None,
+) -> Prepared:
+    server = check(options.url, options.slot)
+    _check_not_taken(options, state, server)
+    known = state.identity()
+    if known is not None:
+        check_identity(
+            known,
+            system_identifier=server.system_identifier,
+            timeline=server.timeline,
+            database=server.database,
+            slot=options.slot,
+        )
+    # Every refusal comes before the first change: a refused start must not touch what a running pipeline uses.
+    began = known is not None and known.created_lsn > 0
+    with contextlib.ExitStack() as undo, connect(options.url, may_retry=False) as sql:
+        names = _names(options, known if began else None)
+        existing = [item["name"] for item in read_fingerprint(sql, names)]
+        before = {table for name in existing for table in use_existing(sql, name, slot=options.slot).tables}
         if known is not None and began:
             _check_rejoin(options, known, server)
+            known = _check_publications(sql, options, state, known, names)
+            publications, identity = _bring_up_to_date(sql, options, state, known)
         else:
             _check_begin(options, state, server)
-        before, publications, created = _prepare_publications(options, undo)
-        identity = known if known is not None and began else None
-        if identity is None:
-            identity = _begin(options, state, server, publications, undo, on_wait)
+            publications = _make_publications(sql, options, names)
+        created = tuple(info.name for info in publications if info.name not in existing)
+        if not began:
+            if created:
+                undo.callback(drop_publications, options, created)
+            identity = _begin(options, state, server, read_fingerprint(sql, names), undo, on_wait)
         undo.pop_all()
     spec = CaptureSpec(
         url=options.url,
@@ -133,12 +180,12 @@ def prepare(
         publications=tuple(publication.name for publication in publications),
         state_dir=str(state.path),
         spool_limit_bytes=options.spool_limit_bytes,
-        watch_pid=watch_pid or os.getpid(),
+        watch_pid=watch_pid,
         temporary=options.temporary_slot,
         fail_fast=options.fail_fast,
     )
     left = before - {table for publication in publications for table in publication.tables}
-    return Prepared(spec, identity, publications, tuple(sorted(left)), created, known is None)
+    return Prepared(spec, identity, publications, tuple(sorted(left)), created, not began)
 
 
 def _check_not_taken(options: SourceOptions, state: StateDir, server: ServerInfo) -> None:
@@ -159,35 +206,94 @@ def _check_not_taken(options: SourceOptions, state: StateDir, server: ServerInfo
         )
 
 
-def _prepare_publications(
-    options: SourceOptions, undo: contextlib.ExitStack
-) -> tuple[set[str], tuple[PublicationInfo, ...], tuple[str, ...]]:
-    """The tables that were published before, the publications as they are now, and which of these are new."""
-    with connect(options.url, may_retry=False) as sql:
-        if options.publication and not options.tables and not options.all_tables:
-            return set(), (use_existing(sql, options.publication),), ()
-        base = options.publication or (DEFAULT_ALL if options.all_tables else options.slot)
-        before = {item["name"] for item in fingerprint(sql, (base, f"{base}_inserts"))}
-        tables = {table for name in before for table in use_existing(sql, name).tables}
-        infos = ensure(sql, base, None if options.all_tables else list(options.tables))
-        created = tuple(info.name for info in infos if info.name not in before)
-        if created:
-            undo.callback(drop_publications, options.url, created)
-        return tables, infos, created
+def _names(options: SourceOptions, known: Identity | None) -> tuple[str, ...]:
+    """The publications to use: a pipeline that ran before stays with its own."""
+    used = tuple(item["name"] for item in known.publications) if known else ()
+    if options.uses_existing:
+        assert options.publication is not None
+        names: tuple[str, ...] = (options.publication,)
+    elif options.publication is None and used and used == pair_of(used[0]):
+        return used
+    else:
+        names = pair_of(options.publication or options.slot)
+    if used and names != used:
+        raise GapError(
+            f"this state directory belongs to publication {used[0]}, not to {names[0]}",
+            f"Give --publication {used[0]}, or start with a new slot and a new --state-dir",
+        )
+    return names
+
+
+def _make_publications(
+    sql: Connection,
+    options: SourceOptions,
+    names: tuple[str, ...],
+    before_commit: Callable[[Fingerprint], None] = lambda made: None,
+    review: bool = True,
+) -> tuple[PublicationInfo, ...]:
+    if options.uses_existing:
+        return (use_existing(sql, names[0], slot=options.slot),)
+    return ensure(sql, names[0], options.selection, slot=options.slot, review=review, before_commit=before_commit)
+
+
+def _check_publications(
+    sql: Connection, options: SourceOptions, state: StateDir, known: Identity, names: tuple[str, ...]
+) -> Identity:
+    """Refuse publications that somebody narrowed since we looked last, unless the user says that this was meant."""
+    try:
+        check_unchanged(sql, known.publications, known.planned)
+    except Narrowed:
+        if not options.accept_publication:
+            raise
+        known = replace(known, publications=read_fingerprint(sql, names), planned=None)
+        state.save_identity(known)
+    return known
+
+
+def _bring_up_to_date(
+    sql: Connection, options: SourceOptions, state: StateDir, known: Identity, *, review: bool = True
+) -> tuple[tuple[PublicationInfo, ...], Identity]:
+    """Change our publications to what is wanted now, and remember them as they are then.
+
+    The identity says durably what we are about to make before that becomes visible: a crash between the two looks
+    neither like a change by somebody else, nor hides one.
+    """
+    expected = check_unchanged(sql, known.publications, known.planned)
+
+    def plan(made: Fingerprint) -> None:
+        nonlocal expected
+        state.save_identity(replace(known, publications=expected, planned=made))
+        expected = made
+
+    names = tuple(item["name"] for item in known.publications)
+    infos = _make_publications(sql, options, names, plan, review)
+    hit("prepare.altered")
+    updated = replace(known, publications=check_unchanged(sql, expected), planned=None)
+    if updated != state.identity():
+        state.save_identity(updated)
+    return infos, updated
 
 
 def follow_tables(options: SourceOptions) -> tuple[PublicationInfo, ...]:
-    """Bring our publications up to date with the tables that exist now (--all-tables)."""
-    with connect(options.url) as sql:
-        sql.execute("SET lock_timeout = '2s'")  # the pipeline must not wait behind a VACUUM FULL
-        return ensure(sql, options.publication or DEFAULT_ALL, None)
+    """Bring our publications up to date with the tables that exist now (--all-tables, --schemas)."""
+    state = StateDir(Path(options.state_dir))
+    lock = Lock(state.identity_lock)
+    if lock.acquire(timeout_s=2.0) is None:
+        raise StateError(f"another process prepares {state.path}", "It is tried again")
+    try:
+        known = state.identity()
+        assert known is not None
+        with connect(options.url) as sql:
+            sql.execute("SET lock_timeout = '2s'")  # the pipeline must not wait behind a VACUUM FULL
+            return _bring_up_to_date(sql, options, state, known, review=False)[0]
+    finally:
+        lock.release()
 
 
-def drop_publications(url: str, names: Iterable[str]) -> None:
-    """Drop publications of ours that nobody needs; one that cannot be dropped stays."""
-    with contextlib.suppress(SourceError), connect(url, may_retry=False) as sql:
-        for name in names:
-            sql.execute(f"DROP PUBLICATION IF EXISTS {quote_identifier(name)}".encode())
+def drop_publications(options: SourceOptions, names: Sequence[str]) -> None:
+    """Drop publications that we have created and that nobody needs; one that cannot be dropped stays."""
+    with contextlib.suppress(SourceError), connect(options.url, may_retry=False) as sql:
+        drop_ours(sql, names, slot=options.slot)
 
 
 def _check_rejoin(options: SourceOptions, known: Identity, server: ServerInfo) -> None:
@@ -204,11 +310,6 @@ def _check_rejoin(options: SourceOptions, known: Identity, server: ServerInfo) -
         )
     consumers = Consumers(StateDir(Path(options.state_dir)).consumers_file)
     check_not_ahead(server.slot, consumers.confirmed_lsn)
-    with connect(options.url, may_retry=False) as sql:
-        names = [item["name"] for item in known.publications]
-        difference = compare_fingerprint(known.publications, fingerprint(sql, names))
-    if difference is not None:
-        raise difference
 
 
 def _check_begin(options: SourceOptions, state: StateDir, server: ServerInfo) -> None:
@@ -226,23 +327,23 @@ def _begin(
     options: SourceOptions,
     state: StateDir,
     server: ServerInfo,
-    publications: tuple[PublicationInfo, ...],
+    publications: Fingerprint,
     undo: contextlib.ExitStack,
     on_wait: Callable[[list[OpenTransaction]], None] | None,
 ) -> Identity:
     """The first start. The identity is written before the slot is made: after a crash between, the slot is known as ours."""
     started = state.identity()
-    with connect(options.url, may_retry=False) as sql:
-        prints = fingerprint(sql, [publication.name for publication in publications])
     identity = Identity(
         system_identifier=server.system_identifier,
         timeline=server.timeline,
         database=server.database,
         slot=options.slot,
         instance=started.instance if started else secrets.token_hex(8),
-        publications=prints,
+        publications=publications,
         created_lsn=0,
     )
+    if started is None:
+        undo.callback(state.identity_file.unlink, missing_ok=True)
     state.save_identity(identity)
     if options.temporary_slot:
         lsn = 1  # the capture creates the slot on its own connection and begins there

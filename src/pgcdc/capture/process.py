@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import selectors
-import shutil
 import signal
 import sys
 import time
@@ -25,17 +24,15 @@ from psycopg import Connection, Error
 
 from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.database import connect
-from pgcdc.capture.preflight import identify
-from pgcdc.capture.publications import compare_fingerprint, fingerprint
+from pgcdc.capture.guard import Guard, connection_ended
 from pgcdc.capture.replication import SlotBusy
-from pgcdc.capture.server import ControlServer
-from pgcdc.capture.slots import check_not_ahead, check_usable, get_slot
+from pgcdc.capture.server import ControlServer, remove_socket
 from pgcdc.capture.stream import STATUS_INTERVAL_S, Capture, reconnect_delay_s
 from pgcdc.errors import ConnectionLost, GapError, PgcdcError, SourceError, StateError
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position, format_lsn
 from pgcdc.spool.writer import SpoolWriter
-from pgcdc.state import Lock, StateDir, check_identity, write_json
+from pgcdc.state import Lock, StateDir, write_json
 
 __all__ = ["CaptureSpec", "main"]
 
@@ -90,6 +87,7 @@ class CaptureProcess:
         self._selector = selectors.DefaultSelector()
         self._spool = SpoolWriter(state.spool, Position.end(self._consumers.confirmed_lsn))
         self._server = ControlServer(self._selector, self._answer)
+        self._guard = Guard(state, identity, self._consumers, temporary=spec.temporary)
         self._capture = Capture(
             spec.url,
             slot=spec.slot,
@@ -101,7 +99,7 @@ class CaptureProcess:
             application_name=f"pgcdc {identity.instance}",
             temporary=spec.temporary,
             on_notice=lambda text: logger.warning("the server says: %s", text),
-            check=self._check_server,
+            check=self._guard.check_server,
         )
         self._sql: Connection | None = None
         self._stream_registered = False
@@ -109,8 +107,8 @@ class CaptureProcess:
         self._failed_attempts = 0
         self._busy_since: float | None = None
         self._reconnect_at = 0.0
-        self._wal_sender_timeout_s = 60.0
-        self._server_lsn = 0
+        self._lost_at: float | None = None
+        """When the connection ended; None before the first one, and while there is one."""
         self._phase = "starting"
         self._last_error: dict[str, str] | None = None
         self._target_lsn = 0
@@ -133,15 +131,12 @@ class CaptureProcess:
         announce()
         confirm_due = check_due = target_due = 0.0
         alone_since = time.monotonic()
-        while not self._stopping:
+        while not self._should_end():
             now = time.monotonic()
             if self._server.has_clients:
                 alone_since = now
             elif now - alone_since > LINGER_S:
                 logger.info("nobody has been connected for %.0f s: ending", LINGER_S)
-                break
-            if not _is_alive(self._spec.watch_pid):
-                logger.info("the driver is gone: ending")
                 break
             try:
                 if self._capture.is_connected:
@@ -183,14 +178,20 @@ class CaptureProcess:
 
     def _connect_first(self) -> None:
         """The first connection: what fails now is told at once, but our own dying walsender is waited for."""
-        while True:
+        while not self._should_end():
             try:
                 self._connect()
             except ConnectionLost as error:
                 raise SourceError(error.message, error.advice) from error
             if self._capture.is_connected:
                 return
-            time.sleep(0.1)
+            self._wait(0.1)
+
+    def _should_end(self) -> bool:
+        if not self._stopping and not _is_alive(self._spec.watch_pid):
+            logger.info("the driver is gone: ending")
+            self._stopping = True
+        return self._stopping
 
     def _connect(self) -> None:
         if self._sql is None or self._sql.closed:
@@ -206,7 +207,7 @@ class CaptureProcess:
         if self._spec.temporary and self._consumers.confirmed_lsn == 0:
             self._consumers.begin(self._capture.confirmed_lsn)
         logger.info("reading slot %s after %s", self._spec.slot, format_lsn(self._capture.last_lsn))
-        self._failed_attempts, self._busy_since = 0, None
+        self._failed_attempts, self._busy_since, self._lost_at = 0, None, None
         self._phase, self._last_error = "streaming", None
 
     def _wait_for_slot(self, error: SlotBusy) -> None:
@@ -214,13 +215,8 @@ class CaptureProcess:
         now = time.monotonic()
         self._busy_since = self._busy_since or now
         assert self._sql is not None
-        row = self._sql.execute(
-            "SELECT a.application_name FROM pg_replication_slots s JOIN pg_stat_activity a ON a.pid = s.active_pid "
-            "WHERE s.slot_name = %s",
-            [self._spec.slot],
-        ).fetchone()
-        ours = row is None or row[0] == f"pgcdc {self._identity.instance}"
-        if not ours or now - self._busy_since > self._wal_sender_timeout_s + 5:
+        ours = self._guard.is_held_by_us(self._sql)
+        if not ours or now - self._busy_since > self._guard.wal_sender_timeout_s + 5:
             raise error
         self._phase = "waiting for the slot"
         self._reconnect_at = now + 0.2
@@ -229,6 +225,8 @@ class CaptureProcess:
         """Close at once (an unflushed client blocks a fast shutdown) and plan the next attempt."""
         if self._stream_registered:
             self._unregister_stream()
+        if self._capture.is_connected:
+            self._lost_at = time.time()
         self._capture.disconnect()
         self._drop_sql()
         if self._spec.fail_fast or self._spec.temporary:
@@ -259,11 +257,11 @@ class CaptureProcess:
         try:
             self._sql.pgconn.consume_input()
         except Error as error:
-            raise ConnectionLost(f"the server ended the connection: {' '.join(str(error).split())}") from error
+            raise connection_ended(error) from error
 
     def _read_stream(self) -> bool:
         """Move what is here into the spool; True if there may be more at once. At the spool's limit nothing is read."""
-        paused = self._spool.bytes_held >= self._spec.spool_limit_bytes and self._spool.end.is_end
+        paused = self._is_full()
         if not self._capture.is_connected or paused:
             if self._stream_registered:
                 self._unregister_stream()
@@ -286,16 +284,22 @@ class CaptureProcess:
             if batch.rows:
                 self._last_commit_us = batch.transactions.column("commit_time")[-1].as_py()
             self._server.wake()
-            if self._spool.bytes_held >= self._spec.spool_limit_bytes and self._spool.end.is_end:
+            if self._is_full():
                 break
         return True
+
+    def _is_full(self) -> bool:
+        """At the limit; but a batch that was planned before a restart is read to its end: nothing is released without it."""
+        end = self._spool.end
+        return self._spool.bytes_held >= self._spec.spool_limit_bytes and end.is_end and end >= self._server.needed
 
     def _unregister_stream(self) -> None:
         self._selector.unregister(self._registered_fd)
         self._stream_registered = False
 
     def _wait(self, timeout_s: float) -> None:
-        for key, _ in self._selector.select(timeout_s):
+        """Serve who speaks, and who has waited long enough; `timeout_s` is for everything else that is due."""
+        for key, _ in self._selector.select(min(timeout_s, self._server.due_s())):
             if key.data is not None:
                 try:
                     key.data(key)
@@ -318,48 +322,11 @@ class CaptureProcess:
             self._spool.release(lsn)
         self._server.confirmed(lsn)
 
-    # --- gaps
-
-    def _check_server(self, replication: Connection) -> None:
-        system_identifier, timeline = identify(replication)
-        check_identity(
-            self._identity,
-            system_identifier=system_identifier,
-            timeline=timeline,
-            database=replication.info.dbname,
-            slot=self._spec.slot,
-        )
-
     def _check_slot(self) -> None:
         """Stop if slot or publication are not as we left them."""
         assert self._sql is not None
-        try:
-            self._read_slot(self._sql)
-        except Error as error:
-            raise ConnectionLost(f"the server ended the connection: {' '.join(str(error).split())}") from error
-
-    def _read_slot(self, sql: Connection) -> None:
-        row = sql.execute(
-            "SELECT pg_current_wal_lsn() - '0/0'::pg_lsn, setting::int FROM pg_settings "
-            "WHERE name = 'wal_sender_timeout'"
-        ).fetchone()
-        assert row is not None
-        self._server_lsn, timeout_ms = int(row[0]), row[1]
-        self._wal_sender_timeout_s = timeout_ms / 1000 or 60.0
-        self._capture.status_interval_s = min(STATUS_INTERVAL_S, self._wal_sender_timeout_s / 4)
-        difference = compare_fingerprint(self._identity.publications, fingerprint(sql, self._spec.publications))
-        if difference is not None:
-            raise difference
-        if self._spec.temporary:
-            return
-        slot = get_slot(sql, self._spec.slot)
-        if slot is None:
-            raise GapError(
-                f"slot {self._spec.slot!r} does not exist any more: somebody dropped it",
-                "Changes since then are gone. Start with a new --state-dir (and copy the existing rows)",
-            )
-        check_usable(slot, self._identity.database)
-        check_not_ahead(slot, self._consumers.confirmed_lsn)
+        self._guard.check(self._sql)
+        self._capture.status_interval_s = min(STATUS_INTERVAL_S, self._guard.wal_sender_timeout_s / 4)
 
     # --- the queries
 
@@ -394,7 +361,7 @@ class CaptureProcess:
         try:
             row = self._sql.execute("SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn").fetchone()
         except Error as error:
-            lost = ConnectionLost(f"the server ended the connection: {' '.join(str(error).split())}")
+            lost = connection_ended(error)
             self._lose(lost)
             raise lost from error
         assert row is not None
@@ -402,23 +369,31 @@ class CaptureProcess:
         return self._target_lsn
 
     def _status(self) -> dict[str, Any]:
-        oldest_us = self._spool.oldest_commit_us
+        server_lsn = max(self._guard.server_lsn, self._capture.wal_end)
         return {
-            "lag_seconds": max(0.0, time.time() - oldest_us / 1e6) if oldest_us else 0.0,
+            "lag_seconds": self._lag_seconds(),
             "pid": os.getpid(),
             "time": time.time(),
             "phase": self._phase,
             "slot": self._spec.slot,
             "received_lsn": format_lsn(self._capture.last_lsn),
             "confirmed_lsn": format_lsn(self._consumers.confirmed_lsn),
-            "server_lsn": format_lsn(max(self._server_lsn, self._capture.wal_end)),
-            "lag_bytes": max(0, max(self._server_lsn, self._capture.wal_end) - self._consumers.confirmed_lsn),
+            "server_lsn": format_lsn(server_lsn),
+            "lag_bytes": max(0, server_lsn - self._consumers.confirmed_lsn),
             "spool_bytes": self._spool.bytes_held,
             "rows": self._rows,
             "last_commit_time": self._last_commit_us / 1e6,
             "consumers": self._consumers.to_json()["consumers"],
             "last_error": self._last_error,
         }
+
+    def _lag_seconds(self) -> float | None:
+        """Age of the oldest change that is not confirmed. Without a connection it may have been written at its end."""
+        if oldest_us := self._spool.oldest_commit_us:
+            return max(0.0, time.time() - oldest_us / 1e6)
+        if self._capture.is_connected:
+            return 0.0
+        return None if self._lost_at is None else max(0.0, time.time() - self._lost_at)
 
     def _write_status(self) -> None:
         write_json(self._state.capture_status, self._status())  # StateError if the disk is full
@@ -444,8 +419,7 @@ def main() -> int:
     if previous is None:
         _say({"busy": True})
         return 0
-    if "address" in previous:  # the last holder was killed: its socket's folder is still there
-        shutil.rmtree(Path(previous["address"]).parent, ignore_errors=True)
+    remove_socket(previous)
     process: CaptureProcess | None = None
     try:
         process = CaptureProcess(spec, state)

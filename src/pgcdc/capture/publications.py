@@ -5,26 +5,29 @@ and truncates for those that have none (see `tables`). Both are created at once,
 publication created after the slot cannot be used to read what the slot still holds. Never FOR ALL TABLES: a table
 without a key, created later, would have its updates refused.
 
-Ours carry a comment; others of the same name are never altered. Nor is one of ours whose operations somebody changed
-repaired: that would hide that changes were missed.
+Ours carry a comment with the name of their slot; others of the same name are never altered, nor used by another slot: its
+pipeline would take tables out that this one needs. Nor is one of ours whose operations somebody changed
+repaired: that would hide that changes were missed (see `fingerprint`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import psycopg
 
-from pgcdc.capture.database import Connection, explain_errors, name_table, quote_identifier, quote_literal
+from pgcdc.capture.database import Connection, execute_one, explain_errors, name_table, quote_identifier, quote_literal
+from pgcdc.capture.fingerprint import OPERATIONS, Fingerprint, read_fingerprint
+from pgcdc.capture.rules import GENERATED_SINCE, Meaning, check_version, read_meanings, resolve
+from pgcdc.capture.selection import Rule, Selection
 from pgcdc.capture.tables import Table, choose_tables, read_tables, split_by_identity
-from pgcdc.errors import GapError, SourceError
+from pgcdc.errors import SourceError
 
-__all__ = ["PublicationInfo", "compare_fingerprint", "ensure", "fingerprint", "use_existing"]
+__all__ = ["PublicationInfo", "drop_ours", "ensure", "pair_of", "use_existing"]
 
 COMMENT = "managed by pgcdc"
-OPERATIONS = ("insert", "update", "delete", "truncate")
+_OWNED = f"{COMMENT} for slot "
 INSERTS_ONLY = ("insert", "truncate")
 
 
@@ -39,86 +42,108 @@ class PublicationInfo:
     via_root: bool
     """Changes of partitions come under the name of the partitioned table."""
     all_tables: bool
-    is_ours: bool
+    owner: str | None
+    """The slot whose pipeline made it and may alter it; empty for one of an older version, None if it is not ours."""
     tables: tuple[str, ...]
     """The tables as they will appear in the stream (partitions rather than their root, unless `via_root`)."""
     inserts_only: tuple[str, ...] = ()
     """Tables whose updates and deletes we do not get, as the user names them: to be said."""
+    changed: tuple[str, ...] = ()
+    """What we have just changed in it besides its tables: to be said."""
+    generated: str = "none"
+    """Which generated columns it publishes: none or stored."""
 
 
 @explain_errors("read the publication")
-def use_existing(conn: Connection, name: str) -> PublicationInfo:
+def use_existing(conn: Connection, name: str, *, slot: str) -> PublicationInfo:
     """The publication that the user made. It is only read."""
     info = _read(conn, [name]).get(name)
     if info is None:
         advice = f"Run CREATE PUBLICATION {quote_identifier(name)} FOR TABLE ...; or use --tables or --all-tables"
         raise SourceError(f"publication {name} does not exist in this database", advice)
+    _check_owner(info, slot)
     complete = {"update", "delete"} <= set(info.operations)
     return replace(info, inserts_only=() if complete else info.tables)
 
 
-@explain_errors("create or change the publication")
-def ensure(conn: Connection, base_name: str, tables: Sequence[str] | None) -> tuple[PublicationInfo, ...]:
-    """Create our pair of publications, or bring them up to date, for these tables (None: all). Alters what differs.
+def pair_of(base_name: str) -> tuple[str, str]:
+    """The names of our two publications."""
+    return base_name, f"{base_name}_inserts"
 
-    Call it before the slot is created. A table that has got a primary key since then moves to the first publication.
+
+@explain_errors("create or change the publication")
+def ensure(
+    conn: Connection,
+    base_name: str,
+    selection: Selection,
+    *,
+    slot: str,
+    review: bool = True,
+    before_commit: Callable[[Fingerprint], None] = lambda made: None,
+) -> tuple[PublicationInfo, ...]:
+    """Create our pair of publications, or bring them up to date, for these tables. Alters what differs.
+
+    They belong to the pipeline of this slot. Call it before the slot is created. A table that has got a primary key
+    since then moves to the first publication.
+    Without `review` (while the pipeline runs) the row filters and columns of those that are there already are left alone.
+    If something is altered, `before_commit` hears what the fingerprint will be, while it can still be given up.
     """
-    names = (base_name, f"{base_name}_inserts")
+    names = pair_of(base_name)
     if len(names[1].encode()) > 63:
         raise SourceError(f"publication name {base_name} is too long", "Use up to 55 bytes")
+    rules, version = selection.rules(), conn.info.server_version
+    check_version(version, has_rules=bool(rules), generated_columns=selection.generated_columns)
+    changed: list[str] = []
     with conn.transaction():
         # two of us at the same time would both create them
         conn.execute("SELECT pg_advisory_xact_lock(hashtext('pgcdc'), hashtext(%s))", [base_name])
         everything = read_tables(conn)
-        chosen = choose_tables(everything, tables, roots=conn.info.server_version >= 130000)
+        _check_schemas(conn, selection)
+        chosen = choose_tables(everything, selection, roots=version >= 130000)
         full, inserts, incomplete = split_by_identity(chosen, everything)
+        if review:
+            _check_rules(rules, [*full, *inserts])
         existing = _read(conn, names)
+        if not review and names[1] in existing:
+            full, inserts = _keep_ruled(full, inserts, _members(conn, existing[names[1]].oid), rules)
         statements: list[str] = []
         for name, operations, wanted in zip(names, (OPERATIONS, INSERTS_ONLY), (full, inserts), strict=True):
             info = existing.get(name)
+            generated = ("stored" if selection.generated_columns else "none") if version >= GENERATED_SINCE else None
             if info is None:
-                statements += _creation(name, operations, wanted, conn.info.server_version)
+                for table in wanted:
+                    _meaning(conn, table, rules, operations)
+                statements += _creation(name, operations, wanted, rules, slot, version, generated)
                 continue
-            _check_ours(info, operations)
-            statements += _changes(name, wanted, _members(conn, info.oid), everything)
+            _check_ours(info, operations, slot)
+            if not info.owner:
+                statements.append(_comment(name, slot))
+            if review and generated and info.generated != generated:
+                statements.append(_set_generated(name, generated))
+                changed.append(f"publication {name} sends generated columns: {generated}")
+            members = _members(conn, info.oid)
+            replaced = _review(conn, name, operations, wanted, members, rules) if review else []
+            changed += [f"the row filter or columns of table {table.name} were changed" for table in replaced]
+            for table in wanted:
+                if table.oid not in members:
+                    _meaning(conn, table, rules, operations)
+            statements += _changes(
+                name, wanted, members - {table.oid for table in replaced}, rules, everything, replaced
+            )
         if statements:
             _execute(conn, statements, [*full, *inserts])
+            before_commit(read_fingerprint(conn, names))
         result = _read(conn, names)
     told = tuple(table.name for table in incomplete)
-    return result[names[0]], replace(result[names[1]], inserts_only=told)
+    return replace(result[names[0]], changed=tuple(changed)), replace(result[names[1]], inserts_only=told)
 
 
-@explain_errors("read the publications")
-def fingerprint(conn: Connection, names: Sequence[str]) -> list[dict[str, Any]]:
-    """What must stay the same for the stream to have no gap, as JSON; those that do not exist are left out."""
-    found = _read(conn, names)
-    return [
-        {"name": info.name, "oid": info.oid, "publish": list(info.operations), "via_root": info.via_root}
-        for info in (found[name] for name in names if name in found)
-    ]
-
-
-def compare_fingerprint(old: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> GapError | None:
-    """The gap between two fingerprints, if there is one. Tables may come and go: that is the user's decision."""
-    current = {item["name"]: item for item in new}
-    for before in old:
-        name, now = before["name"], current.get(before["name"])
-        if now is None:
-            advice = "Start with a new state directory and slot: what was changed since then cannot be read any more"
-            return GapError(f"publication {name} was dropped or is no longer used", advice)
-        if now["oid"] != before["oid"]:
-            message = f"publication {name} was dropped and created again: changes in between were not sent"
-            return GapError(message, "Start with a new state directory and slot, and reload the targets")
-        lost = [operation for operation in before["publish"] if operation not in now["publish"]]
-        if lost:
-            sql = f"ALTER PUBLICATION {quote_identifier(name)} SET (publish = '{', '.join(before['publish'])}')"
-            message = f"publication {name} no longer publishes {', '.join(lost)}: such changes were not sent since then"
-            return GapError(message, f"Run {sql}; start with a new state directory and slot, and reload the targets")
-        if now["via_root"] != before["via_root"]:
-            option = f"publish_via_partition_root = {str(before['via_root']).lower()}"
-            advice = f"Run ALTER PUBLICATION {quote_identifier(name)} SET ({option})"
-            return GapError(f"publication {name} sends partitions under other table names than before", advice)
-    return None
+@explain_errors("drop the publication")
+def drop_ours(conn: Connection, names: Sequence[str], *, slot: str) -> None:
+    """Drop those of these publications that belong to the pipeline of this slot."""
+    for name, info in _read(conn, names).items():
+        if info.owner == slot:
+            conn.execute(f"DROP PUBLICATION IF EXISTS {quote_identifier(name)}".encode())
 
 
 _READ = """
@@ -137,11 +162,30 @@ def _read(conn: Connection, names: Sequence[str]) -> dict[str, PublicationInfo]:
             operations=tuple(operation for operation in OPERATIONS if raw[f"pub{operation}"]),
             via_root=raw.get("pubviaroot") or False,
             all_tables=raw["puballtables"],
-            is_ours=comment == COMMENT,
+            owner=_owner(comment),
             tables=tuple(name_table(*table) for table in tables),
+            generated="stored" if raw.get("pubgencols") == "s" else "none",
         )
         for name, oid, raw, comment, tables in conn.execute(_READ, [list(names)]).fetchall()
     }
+
+
+def _owner(comment: str) -> str | None:
+    if comment.startswith(_OWNED):
+        return comment.removeprefix(_OWNED)
+    return "" if comment == COMMENT else None
+
+
+def _comment(name: str, slot: str) -> str:
+    return f"COMMENT ON PUBLICATION {quote_identifier(name)} IS {quote_literal(_OWNED + slot)}"
+
+
+def _check_owner(info: PublicationInfo, slot: str) -> None:
+    if info.owner and info.owner != slot:
+        raise SourceError(
+            f"publication {info.name} belongs to the pipeline of slot {info.owner}, which changes it as it needs",
+            f"Use another name with --publication. If that pipeline is gone: DROP PUBLICATION {quote_identifier(info.name)}",
+        )
 
 
 def _members(conn: Connection, oid: int) -> set[int]:
@@ -149,9 +193,10 @@ def _members(conn: Connection, oid: int) -> set[int]:
     return {row[0] for row in rows}
 
 
-def _check_ours(info: PublicationInfo, operations: tuple[str, ...]) -> None:
+def _check_ours(info: PublicationInfo, operations: tuple[str, ...], slot: str) -> None:
     sql = quote_identifier(info.name)
-    if not info.is_ours or info.all_tables:
+    _check_owner(info, slot)
+    if info.owner is None or info.all_tables:
         advice = f"Use it as it is with --publication {info.name}, or drop it: DROP PUBLICATION {sql}"
         raise SourceError(f"publication {info.name} exists and is not managed by pgcdc", advice)
     if info.operations != operations or info.via_root:
@@ -159,36 +204,109 @@ def _check_ours(info: PublicationInfo, operations: tuple[str, ...]) -> None:
         raise SourceError(f"publication {info.name} was changed: it publishes {', '.join(info.operations)}", advice)
 
 
-def _creation(name: str, operations: tuple[str, ...], tables: Sequence[Table], version: int) -> list[str]:
+def _check_schemas(conn: Connection, selection: Selection) -> None:
+    if not selection.schemas:
+        return
+    rows = conn.execute("SELECT nspname::text FROM pg_namespace WHERE nspname !~ '^pg_'").fetchall()
+    known = sorted(row[0] for row in rows)
+    for name in selection.schema_names:
+        if name not in known:
+            raise SourceError(f"schema {name} does not exist", f"Check --schemas. There are: {', '.join(known)}")
+
+
+Rules = Mapping[tuple[str, str], Rule]
+
+
+def _check_rules(rules: Rules, tables: Sequence[Table]) -> None:
+    names = {(table.schema, table.table) for table in tables}
+    for schema, table in rules:
+        if (schema, table) not in names:
+            raise SourceError(
+                f"a row filter or columns are given for table {name_table(schema, table)}, which is not captured",
+                "Check --row-filter and --columns: write table=... or schema.table=...",
+            )
+
+
+def _keep_ruled(
+    full: list[Table], inserts: list[Table], members: set[int], rules: Rules
+) -> tuple[list[Table], list[Table]]:
+    """A table with a rule that has got a key stays where it is: whether the rule fits to the key is for the next start."""
+    stay = [table for table in full if table.oid in members and (table.schema, table.table) in rules]
+    return [table for table in full if table not in stay], inserts + stay
+
+
+def _meaning(conn: Connection, table: Table, rules: Rules, operations: tuple[str, ...]) -> Meaning:
+    rule = rules.get((table.schema, table.table))
+    return resolve(conn, table, rule, with_updates=operations == OPERATIONS) if rule else Meaning()
+
+
+def _review(
+    conn: Connection,
+    name: str,
+    operations: tuple[str, ...],
+    wanted: Sequence[Table],
+    members: set[int],
+    rules: Rules,
+) -> list[Table]:
+    """Those tables that the publication has otherwise than is wanted now."""
+    now = read_meanings(conn, name)
+    both = [table for table in wanted if table.oid in members]
+    return [table for table in both if now.get(table.oid, Meaning()) != _meaning(conn, table, rules, operations)]
+
+
+def _set_generated(name: str, generated: str) -> str:
+    return f"ALTER PUBLICATION {quote_identifier(name)} SET (publish_generated_columns = {generated})"
+
+
+def _creation(
+    name: str,
+    operations: tuple[str, ...],
+    tables: Sequence[Table],
+    rules: Rules,
+    slot: str,
+    version: int,
+    generated: str | None,
+) -> list[str]:
     sql = quote_identifier(name)
     options = f"publish = '{', '.join(operations)}'"
     if version >= 130000:
         options += ", publish_via_partition_root = false"
-    target = f" FOR TABLE {_list(tables)}" if tables else ""
+    if generated == "stored":
+        options += ", publish_generated_columns = stored"
+    target = f" FOR TABLE {_list(tables, rules)}" if tables else ""
     return [
         f"CREATE PUBLICATION {sql}{target} WITH ({options})",
-        f"COMMENT ON PUBLICATION {sql} IS {quote_literal(COMMENT)}",
+        _comment(name, slot),
     ]
 
 
-def _changes(name: str, wanted: Sequence[Table], members: set[int], everything: Sequence[Table]) -> list[str]:
+def _changes(
+    name: str,
+    wanted: Sequence[Table],
+    members: set[int],
+    rules: Rules,
+    everything: Sequence[Table],
+    replaced: Sequence[Table],
+) -> list[str]:
     oids = {table.oid for table in wanted}
     added = [table for table in wanted if table.oid not in members]
     dropped = [table for table in everything if table.oid in members and table.oid not in oids]
-    parts = [("ADD", added), ("DROP", dropped)]
-    return [f"ALTER PUBLICATION {quote_identifier(name)} {verb} TABLE {_list(part)}" for verb, part in parts if part]
+    alter = f"ALTER PUBLICATION {quote_identifier(name)}"
+    statements = [f"{alter} DROP TABLE {_list([*dropped, *replaced], {})}"] if dropped or replaced else []
+    return statements + ([f"{alter} ADD TABLE {_list(added, rules)}"] if added else [])
 
 
-def _list(tables: Sequence[Table]) -> str:
+def _list(tables: Sequence[Table], rules: Rules) -> str:
     # ONLY: what inherits is judged by itself (it inherits no key)
-    return ", ".join(f"ONLY {table.sql}" for table in tables)
+    none = Rule()
+    return ", ".join(f"ONLY {one.sql}{rules.get((one.schema, one.table), none).to_sql()}" for one in tables)
 
 
 def _execute(conn: Connection, statements: Sequence[str], tables: Sequence[Table]) -> None:
     try:
         with conn.transaction():
             for statement in statements:
-                conn.execute(statement.encode())
+                execute_one(conn, statement)
     except psycopg.errors.InsufficientPrivilege as exc:
         raise _explain_rights(conn, str(exc.diag.message_primary), statements, tables) from None
     except psycopg.errors.ReadOnlySqlTransaction:

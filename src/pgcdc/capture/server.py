@@ -7,6 +7,7 @@ Requests and answers are JSON, one per line, over a Unix socket in a folder that
 from __future__ import annotations
 
 import json
+import math
 import selectors
 import shutil
 import socket
@@ -18,8 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from pgcdc.errors import ConfigError, PgcdcError
+from pgcdc.position import Position
 
-__all__ = ["ControlServer"]
+__all__ = ["ControlServer", "remove_socket"]
+
+
+def remove_socket(holder: dict[str, Any]) -> None:
+    """Remove what the last holder of the capture's lock left behind, if it was killed."""
+    if "address" in holder:
+        shutil.rmtree(Path(holder["address"]).parent, ignore_errors=True)
 
 
 class ConsumerBusy(ConfigError):
@@ -54,6 +62,8 @@ class ControlServer:
         self._clients: dict[int, _Client] = {}
         self._version = 0
         self.confirm_requested = False
+        self.needed = Position(0, 0)
+        """Up to here somebody needs the spool to go, before anything can be delivered and released."""
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     @property
@@ -72,6 +82,11 @@ class ControlServer:
         for client in list(self._clients.values()):
             if client.waits_until is not None:
                 self._end_wait(client)
+
+    def due_s(self) -> float:
+        """How long until the first of those who wait has waited long enough; infinite if nobody waits."""
+        times = [client.waits_until for client in self._clients.values() if client.waits_until is not None]
+        return max(0.0, min(times) - time.monotonic()) if times else math.inf
 
     def expire(self) -> None:
         """Answer those who have waited long enough."""
@@ -126,6 +141,7 @@ class ControlServer:
     def _handle(self, client: _Client, request: dict[str, Any]) -> None:
         if request.get("do") == "wait":
             client.waits_until = time.monotonic() + float(request["timeout_s"])
+            self.needed = max(self.needed, Position.parse(request.get("until", str(self.needed))))
             if client.seen != self._version:
                 self._end_wait(client)
         elif request.get("do") == "confirm":

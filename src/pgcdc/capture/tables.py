@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pgcdc.capture.database import Connection, name_table, quote_qualified, split_table
+from pgcdc.capture.selection import Selection
 from pgcdc.errors import SourceError
 
 __all__ = ["Table", "choose_tables", "read_tables", "split_by_identity"]
@@ -74,16 +75,17 @@ def read_tables(conn: Connection) -> list[Table]:
     return [Table(*(*fields, tuple(parents))) for *fields, parents in conn.execute(_TABLES).fetchall()]
 
 
-def choose_tables(everything: Sequence[Table], names: Sequence[str] | None, *, roots: bool = True) -> list[Table]:
-    """The tables to publish: those named, with what inherits from them, or all (None) that are the user's.
+def choose_tables(everything: Sequence[Table], selection: Selection, *, roots: bool = True) -> list[Table]:
+    """The tables to publish: those named, with what inherits from them, or all (of some schemas) that are the user's.
 
     A partitioned table stands for its partitions; without `roots` (PostgreSQL 12) its partitions stand for it.
     """
-    if names is None:
-        chosen = [table for table in everything if _belongs_to_all(table)]
+    if selection.is_open:
+        schemas = selection.schema_names
+        chosen = [t for t in everything if _belongs_to_all(t) and (selection.all_tables or t.schema in schemas)]
     else:
         by_name = {(table.schema, table.table): table for table in everything}
-        chosen = [_find(by_name, name) for name in names]
+        chosen = [_find(by_name, name) for name in selection.tables]
     oids = {table.oid for table in chosen}
     kinds = ("r", "p") if roots else ("r",)
 

@@ -38,17 +38,12 @@ def list_consumers(state_dir: State = Path(".pgcdc")) -> None:
 def forget_consumer(name: str, state_dir: State = Path(".pgcdc")) -> None:
     """Forget a consumer that will not come back, so that it holds nothing back any more."""
     with exit_on_error():
-        from pgcdc.capture.consumers import Consumers
-        from pgcdc.capture.control import ControlClient
+        from pgcdc.capture.control import forget_consumer as forget
         from pgcdc.errors import StateError
-        from pgcdc.state import Lock, StateDir
+        from pgcdc.state import StateDir
 
         state = StateDir(state_dir)
         if not state.consumers_file.exists():
             raise StateError(f"{state.path} is not a state directory", "Give --state-dir")
-        holder = Lock.holder(state.capture_lock)
-        if holder and "address" in holder:
-            ControlClient(holder["address"]).request({"do": "forget", "consumer": name})
-        else:
-            Consumers(state.consumers_file).forget(name)
+        forget(state, name)
         print(f"forgot consumer {name}")

@@ -38,6 +38,18 @@ def listen(
     all_tables: Annotated[
         Flag, typer.Option("--all-tables", help="Capture all tables. Creates our publication.")
     ] = None,
+    schemas: Annotated[
+        Text, typer.Option(help="Capture all tables of these schemas: a,b. Creates our publication.")
+    ] = None,
+    row_filter: Annotated[
+        list[str] | None, typer.Option(help="Only these rows: 'orders=total > 100'. Repeatable. PostgreSQL 15.")
+    ] = None,
+    columns: Annotated[
+        list[str] | None, typer.Option(help="Only these columns: orders=id,total. Repeatable. PostgreSQL 15.")
+    ] = None,
+    generated_columns: Annotated[
+        Flag, typer.Option("--generated-columns", help="Also stored generated columns. PostgreSQL 18.")
+    ] = None,
     adapter: Annotated[
         list[str] | None, typer.Option(help="Where events go: stdout, file. Repeatable. (default: stdout)")
     ] = None,
@@ -55,6 +67,9 @@ def listen(
     fail_fast: Annotated[
         Flag, typer.Option("--fail-fast", help="Exit 1 when the connection is lost, for supervisors.")
     ] = None,
+    accept_publication: Annotated[
+        Flag, typer.Option("--accept-publication", help="Go on with a publication that was narrowed on purpose.")
+    ] = None,
     warm_up: Annotated[
         Flag,
         typer.Option(
@@ -69,10 +84,12 @@ def listen(
         for name, value in {
             "db": db, "detector": detector, "slot_name": slot_name, "persistent_slot": persistent_slot,
             "temporary_slot": temporary_slot, "publication": publication, "tables": tables, "all_tables": all_tables,
+            "schemas": schemas, "row_filters": tuple(row_filter) if row_filter else None,
+            "columns": tuple(columns) if columns else None, "generated_columns": generated_columns,
             "adapters": tuple(adapter) if adapter else None, "file_path": file_path, "state_dir": state_dir,
             "snapshot_mode": snapshot_mode, "spool_limit": spool_limit, "max_batch_rows": max_batch_rows,
             "start_from": start_from, "once": once, "fail_fast": fail_fast,
-            "warm_up": warm_up,
+            "accept_publication": accept_publication, "warm_up": warm_up,
         }.items()
         if value is not None
     }  # fmt: skip

@@ -60,7 +60,7 @@ def read_status(state_dir: Path) -> dict[str, Any]:
         "received_lsn": capture.get("received_lsn"),
         "confirmed_lsn": capture.get("confirmed_lsn"),
         "lag_bytes": capture.get("lag_bytes"),
-        "lag_seconds": _lag_seconds(capture),
+        "lag_seconds": _lag_seconds(capture) if capturing else None,
         "spool_bytes": capture.get("spool_bytes"),
         "last_error": f"{error['message']}. {error['advice']}" if error else None,
         "updated_seconds_ago": round(time.time() - capture["time"], 1) if "time" in capture else None,
@@ -68,7 +68,6 @@ def read_status(state_dir: Path) -> dict[str, Any]:
 
 
 def _lag_seconds(capture: dict[str, Any]) -> float | None:
-    """Age of the oldest change that is not confirmed; 0 if there is none."""
-    if "lag_seconds" not in capture:
-        return None
-    return round(float(capture["lag_seconds"]), 1)
+    """Age of the oldest change that is not confirmed; 0 if there is none, None if that is not known."""
+    seconds = capture.get("lag_seconds")
+    return None if seconds is None else round(float(seconds), 1)

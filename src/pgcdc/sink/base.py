@@ -55,6 +55,9 @@ class Sink(Protocol):
     def ack(self) -> Position:
         """Everything up to here is durable at the target."""
 
+    def check(self) -> None:
+        """Look at the target before anything is created, and leave it as it is. SinkError: it cannot be used."""
+
     def open(self, start: Position) -> None:
         """Check the target and restore it to the ack; a new sink begins at `start`. SinkError: it must not be touched."""
 

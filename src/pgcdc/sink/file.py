@@ -6,7 +6,10 @@ half-written batch is written again from its beginning.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from pgcdc.errors import SinkError, SinkUnavailable, StateError
@@ -34,15 +37,29 @@ class FileSink:
         assert self._ack.position is not None
         return self._ack.position
 
+    def check(self) -> None:
+        with self._explain():
+            self._look()
+            if self._path.exists():
+                os.close(os.open(self._path, os.O_WRONLY | os.O_NONBLOCK))  # a pipe without a reader must not block
+            else:
+                tempfile.TemporaryFile(dir=self._path.parent).close()
+
     def open(self, start: Position) -> None:
-        try:
+        with self._explain():
             self._open(start)
+
+    @contextlib.contextmanager
+    def _explain(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise SinkError(
                 f"{self._path} cannot be written: {error.strerror}", "Check the folder and its permissions"
             ) from error
 
-    def _open(self, start: Position) -> None:
+    def _look(self) -> bool:
+        """Whether the file is the one that was written before. Raises SinkError if it is not as it was left."""
         detail = self._ack.detail
         known = self._ack.position is not None and detail["path"] == str(self._path)
         exists = self._path.exists()
@@ -62,8 +79,12 @@ class FileSink:
                 f"{self._path} exists and was not written by this pipeline",
                 "Move it away, or give another --file-path",
             )
+        return known
+
+    def _open(self, start: Position) -> None:
+        known = self._look()
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
-        self._size = detail["size"] if known else 0
+        self._size = self._ack.detail["size"] if known else 0
         os.ftruncate(self._descriptor, self._size)
         os.lseek(self._descriptor, self._size, os.SEEK_SET)
         os.fsync(self._descriptor)

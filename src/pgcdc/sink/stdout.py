@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from pgcdc.errors import SinkError
@@ -26,6 +27,14 @@ class StdoutSink:
     def ack(self) -> Position:
         assert self._ack.position is not None
         return self._ack.position
+
+    def check(self) -> None:
+        try:
+            os.fstat(self._descriptor)
+        except OSError as error:
+            raise SinkError(
+                "standard output is closed", "Start with a reader at it, or use another --adapter"
+            ) from error
 
     def open(self, start: Position) -> None:
         if self._ack.position is None:

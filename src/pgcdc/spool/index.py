@@ -11,7 +11,7 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -29,12 +29,18 @@ __all__ = [
     "encode_record",
     "encode_relation",
     "list_chunks",
+    "load_transactions",
     "parse_records",
     "parse_relations",
+    "scan_records",
 ]
 
 _FRAME = struct.Struct("!IIII")  # magic, header bytes, body bytes, CRC-32 of both
 _MAGIC = 0x70674344
+
+
+Place = tuple[int, int, int]
+"""Number of the chunk, and where in it a record begins and ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,8 @@ class IndexRecord:
     transactions: pa.RecordBatch | None = None
     relations: int = 0
     """How many relations were known: the segment names none beyond."""
+    place: Place | None = None
+    """Where it stands, for a reader that loads the transactions only when it needs them."""
     is_base: bool = False
     """The first record of a chunk: everything up to `end` stood in earlier chunks."""
 
@@ -74,6 +82,32 @@ def encode_record(record: IndexRecord) -> bytes:
 
 def parse_records(data: bytes, where: str) -> Iterator[tuple[IndexRecord, int]]:
     """The complete records in `data`, each with the offset behind it. An incomplete tail is left alone; damage raises."""
+    for header, body, end in _frames(data, where):
+        record = _decode(header)
+        if record.file is not None:
+            record = replace(record, transactions=pa.ipc.read_record_batch(pa.py_buffer(body), TRANSACTIONS))
+        yield record, end
+
+
+def scan_records(data: bytes, where: str, chunk: int, begin: int) -> Iterator[IndexRecord]:
+    """The same without their transactions; `data` stands in chunk `chunk` from `begin` on."""
+    start = begin
+    for header, _, end in _frames(data, where):
+        yield replace(_decode(header), place=(chunk, start, begin + end))
+        start = begin + end
+
+
+def load_transactions(data: bytes, record: IndexRecord, where: str) -> bytes:
+    """The serialized transactions of a record, from the bytes at its place."""
+    for header, body, _ in _frames(data, where):
+        if replace(_decode(header), place=record.place) == record:
+            return body
+        break
+    raise SpoolError(f"index {where} does not hold segment {record.file} any more", _ADVICE)
+
+
+def _frames(data: bytes, where: str) -> Iterator[tuple[dict[str, str], bytes, int]]:
+    """Header, body and end of every complete record."""
     offset = 0
     while len(data) - offset >= _FRAME.size:
         magic, head_size, body_size, crc = _FRAME.unpack_from(data, offset)
@@ -86,11 +120,11 @@ def parse_records(data: bytes, where: str) -> Iterator[tuple[IndexRecord, int]]:
         if zlib.crc32(data[begin:end]) != crc:
             raise SpoolError(f"index {where} is damaged at byte {offset}: its checksum does not match", _ADVICE)
         header = json.loads(data[begin : begin + head_size])
-        yield _decode(header, data[begin + head_size : end]), end
+        yield header, data[begin + head_size : end], end
         offset = end
 
 
-def _decode(header: dict[str, str], body: bytes) -> IndexRecord:
+def _decode(header: dict[str, str]) -> IndexRecord:
     position = Position.parse(header["end"])
     if "file" not in header:
         return IndexRecord(position, is_base="base" in header)
@@ -99,8 +133,7 @@ def _decode(header: dict[str, str], body: bytes) -> IndexRecord:
         header["file"],
         (int(header["bytes"]), int(header["crc"])),
         int(header["rows"]),
-        pa.ipc.read_record_batch(pa.py_buffer(body), TRANSACTIONS),
-        int(header["relations"]),
+        relations=int(header["relations"]),
     )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import bisect
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from pgcdc.errors import GapError
+from pgcdc.errors import GapError, SpoolError
 from pgcdc.position import LAST_SUB, Position, format_lsn
 from pgcdc.relation import Relation
 from pgcdc.spool.index import (
@@ -17,8 +19,9 @@ from pgcdc.spool.index import (
     chunk_number,
     chunk_path,
     list_chunks,
-    parse_records,
+    load_transactions,
     parse_relations,
+    scan_records,
 )
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS, Op
 from pgcdc.spool.segment import Written, open_segment
@@ -41,7 +44,10 @@ class SegmentSlice:
 
 
 class SpoolReader:
-    """Follows the index as it grows. Not thread-safe."""
+    """Follows the index as it grows. Not thread-safe.
+
+    Of what is not delivered yet it keeps a few words per segment; the transactions stay in the index until they are needed.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -51,6 +57,7 @@ class SpoolReader:
         self.end = Position(0, 0)
         self.records: list[IndexRecord] = []
         self._relations: list[Relation] = []
+        self._relations_offset = 0
 
     def refresh(self) -> None:
         """Take in what was appended since the last call."""
@@ -77,9 +84,9 @@ class SpoolReader:
             if later:
                 self._chunk, self._offset = later[0] - 1, 0
             return
-        begin = self._offset
-        for record, offset in parse_records(data, path.name):
-            self._offset = begin + offset
+        for record in scan_records(data, path.name, self._chunk, self._offset):
+            assert record.place is not None
+            self._offset = record.place[2]
             self._take(record)
 
     def _take(self, record: IndexRecord) -> None:
@@ -102,17 +109,35 @@ class SpoolReader:
         """What to read for (start, end], in order. The caller made sure that `end` has been reached."""
         self._check_start(start)
         first = bisect.bisect_right(self.records, start, key=lambda record: record.end)
-        found = []
+        wanted = []
         previous = self.records[first - 1].end if first else self.base
         for record in self.records[first:]:
             if previous >= end:
                 break
-            assert record.file is not None and record.transactions is not None
-            path = str((self._folder / record.file).resolve())
-            table = record.transactions.serialize().to_pybytes()
-            found.append(SegmentSlice(path, record.written, table, start, end, not previous.is_end))
+            wanted.append((record, not previous.is_end))
             previous = record.end
+        found = []
+        tables = self._load([record for record, _ in wanted])
+        for (record, continues), transactions in zip(wanted, tables, strict=True):
+            assert record.file is not None
+            path = str((self._folder / record.file).resolve())
+            found.append(SegmentSlice(path, record.written, transactions, start, end, continues))
         return found
+
+    def _load(self, records: list[IndexRecord]) -> Iterator[bytes]:
+        """The serialized transactions of these records."""
+        for chunk, group in itertools.groupby(records, key=lambda record: record.place[0] if record.place else 0):
+            path = chunk_path(self._folder, chunk)
+            try:
+                with open(path, "rb") as file:
+                    for record in group:
+                        assert record.place is not None
+                        file.seek(record.place[1])
+                        yield load_transactions(file.read(record.place[2] - record.place[1]), record, path.name)
+            except FileNotFoundError as error:
+                raise SpoolError(
+                    f"index {path.name} is gone", "Stop pgcdc and start again: what is missing is read again"
+                ) from error
 
     def after(self, start: Position) -> list[IndexRecord]:
         """The segments that hold changes after `start`."""
@@ -131,9 +156,12 @@ class SpoolReader:
     def relations(self) -> list[Relation]:
         """All relations, by version."""
         path = self._folder / "relations.jsonl"
-        if path.exists():
-            shapes = parse_relations(path.read_bytes())
-            self._relations += [shape for shape, _ in shapes][len(self._relations) :]
+        if path.exists() and path.stat().st_size > self._relations_offset:
+            with open(path, "rb") as file:
+                file.seek(self._relations_offset)
+                shapes = parse_relations(file.read())
+            self._relations += [shape for shape, _ in shapes]
+            self._relations_offset += shapes[-1][1] if shapes else 0
         return self._relations
 
 

@@ -2,10 +2,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from pgcdc.stream.lines import Frame
+from pgcdc.stream.lines import Keyed
 
 def render(
-    frame: Frame,
+    frame: Keyed,
     changes: pa.RecordBatch,
     ids: pa.Array,
     heads: pa.Array,

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import psutil
 
-from pgcdc.capture.control import CaptureGone, ControlClient, ensure_capture
+from pgcdc.capture.control import CaptureLink, ControlClient
 from pgcdc.capture.prepare import prepare
 from pgcdc.capture.process import CaptureSpec
-from pgcdc.errors import ConfigError, SourceError
+from pgcdc.errors import ConfigError
 from pgcdc.position import Position
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.state import Lock, StateDir
-from pgcdc.stream.texts import IdSeed
 from pgcdc.stream.options import StreamOptions
+from pgcdc.stream.texts import IdSeed
 
 __all__ = ["CaptureFeed", "Feed", "StaticFeed"]
 
-_T = TypeVar("_T")
-
-MAX_RESTARTS = 5
-RESTART_WINDOW_S = 60.0
 JOIN_TIMEOUT_S = 5.0
 
 
@@ -38,8 +33,8 @@ class Feed(Protocol):
     def join(self) -> tuple[Position, Position]:
         """Where this consumer begins, and what it has acknowledged."""
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the spool has grown, at most `timeout_s`."""
+    def wait(self, timeout_s: float, until: Position | None = None) -> None:
+        """Wait until the spool has grown, at most `timeout_s`; `until` is needed even if the spool is full."""
 
     def ack(self, position: Position) -> None:
         """Everything up to `position` is durable."""
@@ -62,11 +57,11 @@ class CaptureFeed:
         began = identity is not None and identity.created_lsn > 0
         if not began or (Lock.holder(state.capture_lock) is None and not options.driver_acks):
             prepared = prepare(options.source, watch_pid=watch_pid)
-            self._spec, identity = prepared.spec, prepared.identity
+            spec, identity = prepared.spec, prepared.identity
         else:
             assert identity is not None
             source = options.source
-            self._spec = CaptureSpec(
+            spec = CaptureSpec(
                 url=source.url,
                 slot=source.slot,
                 publications=tuple(item["name"] for item in identity.publications),
@@ -76,52 +71,34 @@ class CaptureFeed:
                 temporary=source.temporary_slot,
                 fail_fast=source.fail_fast,
             )
-        self._client = ensure_capture(self._spec, is_restart=began)
+        self._link = CaptureLink(spec, is_restart=began, on_restart=self._claim)
         self.spool = state.spool
         self.seed = IdSeed.of(identity.system_identifier, identity.slot)
-        self._restarts: list[float] = []
 
     def join(self) -> tuple[Position, Position]:
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         while True:
             try:
-                return self._retry(lambda client: client.join(self._consumer, exclusive=True))
+                return self._link.call(self._claim)
             except ConfigError:  # the query that was stopped just now may still be connected
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
 
-    def wait(self, timeout_s: float) -> None:
-        self._retry(lambda client: client.wait(timeout_s))
+    def wait(self, timeout_s: float, until: Position | None = None) -> None:
+        self._link.call(lambda client: client.wait(timeout_s, until))
 
     def ack(self, position: Position) -> None:
-        self._retry(lambda client: client.ack(self._consumer, position))
+        self._link.call(lambda client: client.ack(self._consumer, position))
 
     def target(self) -> int:
-        return self._retry(lambda client: client.target())
+        return self._link.call(lambda client: client.target())
 
     def close(self) -> None:
-        self._client.close()
+        self._link.close()
 
-    def _retry(self, call: Callable[[ControlClient], _T]) -> _T:
-        while True:
-            try:
-                return call(self._client)
-            except CaptureGone:
-                self._restart()
-
-    def _restart(self) -> None:
-        """Start the capture again; one that dies again and again is not hidden."""
-        now = time.monotonic()
-        self._restarts = [moment for moment in self._restarts if now - moment < RESTART_WINDOW_S] + [now]
-        if len(self._restarts) > MAX_RESTARTS:
-            raise SourceError(
-                f"the capture process ended {MAX_RESTARTS} times within {RESTART_WINDOW_S:.0f} s",
-                f"See {Path(self._spec.state_dir) / 'capture.log'}",
-            )
-        self._client.close()
-        self._client = ensure_capture(self._spec, is_restart=True)
-        self._client.join(self._consumer, exclusive=True)
+    def _claim(self, client: ControlClient) -> tuple[Position, Position]:
+        return client.join(self._consumer, exclusive=True)
 
 
 class StaticFeed:
@@ -137,7 +114,7 @@ class StaticFeed:
     def join(self) -> tuple[Position, Position]:
         return self._base, self._base
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, until: Position | None = None) -> None:
         time.sleep(timeout_s)
 
     def ack(self, position: Position) -> None:

@@ -133,7 +133,9 @@ def _with_prefixes(changes: pa.RecordBatch, is_message: Bools) -> pa.RecordBatch
     messages = changes.take(pa.array(rows))
     pairs = [
         [prefix.encode(), content[0]]
-        for prefix, content in zip(messages.column("prefix").to_pylist(), messages.column("new").to_pylist(), strict=True)
+        for prefix, content in zip(
+            messages.column("prefix").to_pylist(), messages.column("new").to_pylist(), strict=True
+        )
     ]
     order = np.arange(len(is_message))
     order[rows] = len(is_message) + np.arange(len(rows))

@@ -23,7 +23,7 @@ from pgcdc.spool.schema import OldKind, Op
 from pgcdc.stream.frame import Frame
 from pgcdc.stream.texts import time_texts
 
-__all__ = ["OPERATIONS", "SOURCE_NAME", "json_lines", "quote_json", "render_python"]
+__all__ = ["OPERATIONS", "OPERATION_OF", "SOURCE_NAME", "Keyed", "json_lines", "quote_json", "render_python"]
 
 SOURCE_NAME = "wal_replication"
 OPERATIONS = ("INSERT", "UPDATE", "DELETE", "TRUNCATE", "MESSAGE", "BEGIN", "COMMIT")
@@ -48,10 +48,10 @@ def json_lines(frame: Frame, ids: pa.Array, positions: pa.Array, *, transaction:
     heads = pa.array([text for shape in frame.shapes for text in _heads(shape)], pa.string())
     head_of = (frame.version * len(OPERATIONS) + OPERATION_OF[frame.op]).astype(np.int32)
     tails = _tails(frame, positions, transaction, end)
-    return _renderer()(_Keyed(frame), frame.changes, ids, heads, head_of, tails)
+    return _renderer()(Keyed(frame), frame.changes, ids, heads, head_of, tails)
 
 
-class _Keyed:
+class Keyed:
     """What the renderers need of a frame, with the columns' names as JSON keys."""
 
     def __init__(self, frame: Frame) -> None:
@@ -93,7 +93,7 @@ def _tails(frame: Frame, positions: pa.Array, transaction: bool, end: str) -> pa
 
 
 def render_python(
-    frame: _Keyed,
+    frame: Keyed,
     changes: pa.RecordBatch,
     ids: pa.Array,
     heads: pa.Array,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pgcdc.capture.database import parse_url
 from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
+from pgcdc.capture.selection import split_outside_quotes
 from pgcdc.errors import ConfigError
 from pgcdc.stream.frame import INVALID_TEXT, EventOptions
 
@@ -50,11 +51,16 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
         publication=options.get("publication"),
         tables=tuple(name.strip() for name in options.get("tables", "").split(",") if name.strip()),
         all_tables=_flag(options, "all_tables"),
+        schemas=tuple(split_outside_quotes(options.get("schemas", ""), ",")),
+        row_filters=tuple(split_outside_quotes(options.get("row_filters", ""), ";")),
+        columns=tuple(split_outside_quotes(options.get("columns", ""), ";")),
+        generated_columns=_flag(options, "generated_columns"),
         state_dir=options.get("state_dir", ".pgcdc"),
         spool_limit_bytes=_number(options, "spool_limit", DEFAULT_SPOOL_LIMIT_BYTES, parse_bytes),
         start_from=options.get("start_from"),
         fail_fast=_flag(options, "fail_fast"),
         temporary_slot=_flag(options, "temporary_slot"),
+        accept_publication=_flag(options, "accept_publication"),
     )
     rows = _number(options, "max_batch_rows", DEFAULT_MAX_BATCH_ROWS, int)
     if rows < 1:
@@ -78,8 +84,10 @@ def _event_options(options: Mapping[str, str]) -> EventOptions:
 
 
 _KNOWN = {
-    "url", "slot", "publication", "tables", "all_tables", "state_dir", "spool_limit", "start_from", "fail_fast",
-    "temporary_slot", "consumer", "max_batch_rows", "tx_metadata", "tx_markers", "invalid_utf8", "_spool", "_driver_acks",
+    "url", "slot", "publication", "tables", "all_tables", "schemas", "row_filters", "columns",
+    "generated_columns", "state_dir", "spool_limit", "start_from", "fail_fast",
+    "temporary_slot", "accept_publication", "consumer", "max_batch_rows", "tx_metadata", "tx_markers", "invalid_utf8",
+    "_spool", "_driver_acks",
 }  # fmt: skip
 
 

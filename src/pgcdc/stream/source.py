@@ -190,7 +190,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         assert self._spool is not None
         self._spool.refresh()
         while self._spool.end < position:
-            feed.wait(LONG_POLL_S)
+            feed.wait(LONG_POLL_S, until=position)
             self._spool.refresh()
 
 

@@ -1,0 +1,150 @@
+"""What must stay the same in the publications for the stream to have no gap.
+
+A row of `pg_publication_rel` is never updated: a table that is taken out of a publication and put back, or that gets
+another row filter or column list, has a new row with a new oid. So the oids of the rows tell whether a table was a member
+all the time, in the same way. (`pg_publication_namespace`, for schemas, is the same.) Reading them is one light query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pgcdc.capture.database import Connection, explain_errors, name_table, quote_identifier
+from pgcdc.errors import GapError
+
+__all__ = ["Fingerprint", "Narrowed", "check_unchanged", "compare", "read_fingerprint"]
+
+Fingerprint = list[dict[str, Any]]
+"""One entry for each publication, as JSON."""
+
+OPERATIONS = ("insert", "update", "delete", "truncate")
+SCHEMAS_SINCE = 150000
+
+
+class Narrowed(GapError):
+    """A publication sends less than before, or sends it otherwise. Whoever meant that may go on with it."""
+
+
+_ADVICE = (
+    "If that was meant, go on with --accept-publication: what was not sent meanwhile is not delivered. Otherwise start with "
+    "a new slot and a new --state-dir, and reload the targets"
+)
+
+_READ = """
+SELECT p.pubname::text, p.oid::int8, to_jsonb(p),
+       ARRAY(SELECT ARRAY[r.prrelid::int8, r.oid::int8] FROM pg_publication_rel r WHERE r.prpubid = p.oid ORDER BY r.oid),
+       {schemas}
+FROM pg_publication p WHERE p.pubname = ANY (%s::text[])
+"""
+_SCHEMAS = (
+    "ARRAY(SELECT ARRAY[n.pnnspid::int8, n.oid::int8] FROM pg_publication_namespace n WHERE n.pnpubid = p.oid "
+    "ORDER BY n.oid)"
+)
+_EXISTING = {
+    "tables": "SELECT c.oid::int8, n.nspname::text, c.relname::text FROM pg_class c "
+    "JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid::int8 = ANY (%s)",
+    "schemas": "SELECT oid::int8, nspname::text FROM pg_namespace WHERE oid::int8 = ANY (%s)",
+}
+
+Existing = Mapping[str, Mapping[int, str]]
+"""Of those whose membership has ended, the tables and schemas that still exist, by name."""
+
+
+@explain_errors("read the publications")
+def read_fingerprint(conn: Connection, names: Sequence[str]) -> Fingerprint:
+    """The publications of these names as they are now; those that do not exist are left out."""
+    query = _READ.format(schemas=_SCHEMAS if conn.info.server_version >= SCHEMAS_SINCE else "'{}'::int8[]")
+    found = {
+        name: {
+            "name": name,
+            "oid": oid,
+            "publish": [operation for operation in OPERATIONS if raw[f"pub{operation}"]],
+            "via_root": raw.get("pubviaroot") or False,
+            "all_tables": raw["puballtables"],
+            "generated": raw.get("pubgencols", "n"),
+            "tables": tables,
+            "schemas": schemas,
+        }
+        for name, oid, raw, tables, schemas in conn.execute(query.encode(), [list(names)]).fetchall()
+    }
+    return [found[name] for name in names if name in found]
+
+
+def check_unchanged(conn: Connection, known: Fingerprint, planned: Fingerprint | None = None) -> Fingerprint:
+    """The fingerprint of now, which may have more than the known one. Raises GapError if it has less.
+
+    `planned` is what we wanted to make of it when we were interrupted: we may or may not have.
+    """
+    now = read_fingerprint(conn, [item["name"] for item in known])
+    for expected in (planned, known):
+        if expected is None:
+            continue
+        gap = compare(expected, now, _existing(conn, expected, now))
+        if gap is None:
+            return now
+    assert gap is not None
+    raise gap
+
+
+@explain_errors("read the tables")
+def _existing(conn: Connection, old: Fingerprint, now: Fingerprint) -> Existing:
+    found: dict[str, dict[int, str]] = {}
+    for kind, query in _EXISTING.items():
+        rows = {row for item in now for _, row in item[kind]}
+        lost = [member for item in old for member, row in item.get(kind, []) if row not in rows]
+        names = conn.execute(query.encode(), [lost]).fetchall() if lost else []
+        found[kind] = {oid: name_table(*name) if kind == "tables" else name[0] for oid, *name in names}
+    return found
+
+
+def compare(old: Fingerprint, now: Fingerprint, existing: Existing) -> GapError | None:
+    """The gap between two fingerprints, if there is one. What was added is none, nor what does not exist any more."""
+    current = {item["name"]: item for item in now}
+    for before in old:
+        name, after = before["name"], current.get(before["name"])
+        if after is None:
+            advice = "Start with a new state directory and slot: what was changed since then cannot be read any more"
+            return GapError(f"publication {name} was dropped or is no longer used", advice)
+        if after["oid"] != before["oid"]:
+            message = f"publication {name} was dropped and created again: changes in between were not sent"
+            return GapError(message, "Start with a new state directory and slot, and reload the targets")
+        gap = _compare_options(before, after) or _compare_members(before, after, existing)
+        if gap is not None:
+            return gap
+    return None
+
+
+def _compare_options(before: dict[str, Any], after: dict[str, Any]) -> Narrowed | None:
+    name, sql = before["name"], quote_identifier(before["name"])
+    lost = [operation for operation in before["publish"] if operation not in after["publish"]]
+    if lost:
+        command = f"ALTER PUBLICATION {sql} SET (publish = '{', '.join(before['publish'])}')"
+        message = f"publication {name} no longer publishes {', '.join(lost)}: such changes were not sent since then"
+        return Narrowed(message, f"To undo it, run {command}. {_ADVICE}")
+    if after["via_root"] != before["via_root"]:
+        command = f"ALTER PUBLICATION {sql} SET (publish_via_partition_root = {str(before['via_root']).lower()})"
+        message = f"publication {name} sends partitions under other table names than before"
+        return Narrowed(message, f"To undo it, run {command}. {_ADVICE}")
+    if before.get("generated", "n") != "n" and after["generated"] == "n":
+        return Narrowed(f"publication {name} no longer publishes generated columns", _ADVICE)
+    return None
+
+
+def _compare_members(before: dict[str, Any], after: dict[str, Any], existing: Existing) -> Narrowed | None:
+    for kind, word in (("tables", "table"), ("schemas", "schema")):
+        members, rows = ({pair[place] for pair in after[kind]} for place in (0, 1))
+        for member, row in before.get(kind, []):
+            name = existing[kind].get(member)
+            if row in rows or name is None:
+                continue
+            if member in members:
+                message = (
+                    f"publication {before['name']} has another row filter or column list for {word} {name}, or was "
+                )
+                return Narrowed(message + "without it for a while: not everything was sent since then", _ADVICE)
+            message = (
+                f"{word} {name} was taken out of publication {before['name']}: its changes were not sent since then"
+            )
+            return Narrowed(message, _ADVICE)
+    return None

@@ -1,0 +1,231 @@
+"""The life of a capture process beside its stream: waiting, ending, its status, and who is told what. No Spark."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import psycopg
+import pytest
+from databases import Database
+from listening import wait_until
+
+from pgcdc.capture.consumers import Consumers
+from pgcdc.capture.control import CaptureLink, ControlClient, ensure_capture
+from pgcdc.capture.database import connect
+from pgcdc.capture.guard import Guard
+from pgcdc.capture.prepare import Prepared, SourceOptions, prepare
+from pgcdc.capture.process import CaptureSpec
+from pgcdc.cli.status import read_status
+from pgcdc.errors import ConnectionLost, SourceError
+from pgcdc.playground.postgres import EmbeddedPostgres
+from pgcdc.position import Position
+from pgcdc.spool.reader import SpoolReader
+from pgcdc.state import Lock, StateDir
+
+
+@pytest.fixture
+def prepared(database: Database, tmp_path: Path) -> Iterator[Prepared]:
+    """A database with one table, ready to be captured; what captures it is ended afterwards."""
+    database.execute("CREATE TABLE t (id int PRIMARY KEY)")
+    yield prepare(
+        SourceOptions(url=database.url, slot=f"s_{database.name}", all_tables=True, state_dir=str(tmp_path / "state"))
+    )
+    end_capture(StateDir(tmp_path / "state"))
+
+
+def end_capture(state: StateDir) -> None:
+    holder = Lock.holder(state.capture_lock)
+    if holder:
+        os.kill(holder["pid"], signal.SIGTERM)
+        wait_until(lambda: Lock.holder(state.capture_lock) is None, 10, "the capture ends")
+
+
+def test_an_idle_wait_ends_in_time(prepared: Prepared) -> None:
+    with closing(ensure_capture(prepared.spec, is_restart=False)) as client:
+        client.wait(5)  # what came with the start
+        took = []
+        for _ in range(5):
+            begin = time.monotonic()
+            client.wait(0.1)
+            took.append(time.monotonic() - begin)
+    assert 0.09 < min(took) < 0.25, took
+
+
+def hold_slot(database: Database, prepared: Prepared) -> psycopg.Connection[Any]:
+    """A walsender that looks like our own of before a crash, and does not go."""
+    conn = psycopg.connect(
+        database.url, autocommit=True, replication="database", application_name=f"pgcdc {prepared.identity.instance}"
+    )
+    names = ",".join(prepared.spec.publications)
+    conn.pgconn.exec_(
+        f"START_REPLICATION SLOT {prepared.spec.slot} LOGICAL 0/0 (proto_version '1', publication_names '{names}')".encode()
+    )
+    return conn
+
+
+def phase_of(state: StateDir) -> str | None:
+    holder = Lock.holder(state.capture_lock)
+    if not holder or "address" not in holder:
+        return None
+    with closing(ControlClient(holder["address"])) as client:
+        phase: str = client.status()["phase"]
+    return phase
+
+
+@pytest.mark.parametrize("how", ["signal", "request", "driver"])
+def test_a_capture_that_waits_for_its_slot_still_ends_when_it_is_told_to(
+    database: Database, prepared: Prepared, tmp_path: Path, how: str
+) -> None:
+    state = StateDir(tmp_path / "state")
+    with (
+        closing(hold_slot(database, prepared)),
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as driver,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        starting = pool.submit(start_once, replace(prepared.spec, watch_pid=driver.pid))
+        wait_until(lambda: phase_of(state) == "waiting for the slot", 20, "it waits for the slot")
+        holder = Lock.holder(state.capture_lock)
+        assert holder is not None and not starting.done()
+        if how == "signal":
+            os.kill(holder["pid"], signal.SIGTERM)
+        elif how == "request":
+            with closing(ControlClient(holder["address"])) as client:
+                client.stop()
+        else:
+            driver.kill()
+            driver.wait()
+        assert starting.result(timeout=5) == 0
+        driver.kill()
+
+
+def start_once(spec: CaptureSpec) -> int:
+    """The exit code of one capture process."""
+    return subprocess.run(
+        [sys.executable, "-m", "pgcdc.capture.process"],
+        input=spec.to_json(),
+        text=True,
+        timeout=90,
+        check=False,
+        capture_output=True,
+    ).returncode
+
+
+def test_a_connection_that_ends_while_the_slot_is_looked_at_is_a_lost_connection(
+    database: Database, prepared: Prepared, tmp_path: Path
+) -> None:
+    state = StateDir(tmp_path / "state")
+    guard = Guard(state, prepared.identity, Consumers(state.consumers_file), temporary=False)
+    with connect(database.url) as sql:
+        guard.check(sql)
+        assert guard.is_held_by_us(sql), "nobody holds it"
+        with closing(hold_slot(database, prepared)):
+            assert guard.is_held_by_us(sql)
+        database.execute("SELECT pg_terminate_backend(%s)", [sql.info.backend_pid])
+        with pytest.raises(ConnectionLost, match="the server ended the connection"):
+            guard.is_held_by_us(sql)
+
+
+def test_without_a_connection_the_lag_grows_and_is_not_zero(tmp_path: Path) -> None:
+    with EmbeddedPostgres.temporary() as server:
+        database = Database("postgres", server.url(), server)
+        database.execute("CREATE TABLE t (id int PRIMARY KEY)")
+        source = SourceOptions(url=server.url(), slot="s1", all_tables=True, state_dir=str(tmp_path / "state"))
+        client = ensure_capture(prepare(source).spec, is_restart=False)
+        try:
+            assert client.status()["lag_seconds"] == 0
+            server.stop("fast", timeout_s=20)
+            wait_until(lambda: client.status()["phase"] == "reconnecting", 10, "the loss is noticed")
+            first = client.status()["lag_seconds"]
+            wait_until(lambda: client.status()["lag_seconds"] > first + 0.2, 5, "the lag grows")
+            server.restart()
+            wait_until(lambda: client.status()["phase"] == "streaming", 60, "connected again")
+            assert client.status()["lag_seconds"] == 0
+        finally:
+            end_capture(StateDir(tmp_path / "state"))
+            client.close()
+        assert read_status(tmp_path / "state")["lag_seconds"] is None, "nobody knows"
+
+
+def test_a_link_starts_the_capture_again_and_tells_it_what_it_must_know(prepared: Prepared) -> None:
+    told: list[int] = []
+
+    def tell(client: ControlClient) -> None:
+        told.append(client.status()["pid"])
+        if len(told) == 1:
+            kill(told[0])  # it dies again, while it is told
+
+    link = CaptureLink(prepared.spec, is_restart=False, on_restart=tell)
+    first = link.call(lambda client: client.status()["pid"])
+    assert told == []
+    kill(first)
+    second = link.call(lambda client: client.status()["pid"])
+    assert len(told) == 2 and told[-1] == second and len({first, *told}) == 3
+    link.stop()
+    link.close()
+
+
+def kill(pid: int) -> None:
+    process = psutil.Process(pid)
+    process.kill()
+    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, 10, "it is dead")
+
+
+def test_a_capture_that_dies_again_and_again_is_not_hidden(prepared: Prepared) -> None:
+    link = CaptureLink(prepared.spec, is_restart=False)
+
+    def die(client: ControlClient) -> None:
+        kill(client.status()["pid"])
+        client.status()
+
+    with pytest.raises(SourceError, match=r"ended 5 times within 60 s"):
+        link.call(die)
+    link.close()
+
+
+def test_a_full_spool_is_read_up_to_what_a_planned_batch_needs(
+    database: Database, prepared: Prepared, tmp_path: Path
+) -> None:
+    """Nothing is acknowledged, and so nothing released, before the batch is complete: pausing would wait for ever."""
+    database.execute("ALTER TABLE t ADD v text")
+    reader = SpoolReader(tmp_path / "state" / "spool")
+    with closing(ensure_capture(replace(prepared.spec, spool_limit_bytes=1 << 20), is_restart=False)) as client:
+        client.join("one")
+
+        def fill(number: int) -> int:
+            database.execute(
+                "INSERT INTO t SELECT g, repeat(md5(g::text), 20) FROM generate_series(%s::int, %s::int) g",
+                [number * 1000, number * 1000 + 999],
+            )
+            return int(database.query("SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn")[0][0])
+
+        def is_paused() -> bool:
+            client.wait(0.02)
+            return bool(client.status()["phase"].startswith("paused"))
+
+        for number in range(3):
+            fill(number)
+        wait_until(is_paused, 20, "the spool is full")
+        needed = fill(3)
+        database.execute("INSERT INTO t VALUES (-1)")
+
+        def arrives() -> bool:
+            client.wait(0.05, until=Position.end(needed))
+            reader.refresh()
+            return reader.end >= Position.end(needed)
+
+        wait_until(arrives, 20, "what is needed")
+        wait_until(is_paused, 20, "and no more")
+        fill(4)
+        client.wait(0.5)
+        assert sum(record.rows for record in reader.records) <= 4001
