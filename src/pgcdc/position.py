@@ -17,7 +17,7 @@ from typing import Any
 __all__ = ["LAST_ORDINAL", "Position", "format_lsn", "parse_lsn"]
 
 _LSN = re.compile(r"([0-9A-Fa-f]{1,8})/([0-9A-Fa-f]{1,8})")
-_POSITION = re.compile(r"([0-9A-F]{16})/([0-9A-F]{12})(?:\.([0-9A-F]{4}))?")
+_POSITION = re.compile(r"([0-9A-F]{16})/([0-9A-F]{12})(?:\.([0-9A-F]{8}))?")
 
 LAST_ORDINAL = (1 << 48) - 1
 """The ordinal of `Position.end`: greater than any change's."""
@@ -62,7 +62,7 @@ class Position:
     def __str__(self) -> str:
         """Fixed width, so that text order is stream order: what events carry as `position`."""
         text = f"{self.lsn:016X}/{self.ordinal:012X}"
-        return f"{text}.{self.sub:04X}" if self.sub else text
+        return f"{text}.{self.sub:08X}" if self.sub else text
 
     @classmethod
     def parse(cls, text: str) -> Position:

@@ -133,7 +133,8 @@ def expected_id(seed: IdSeed, position: Position, commit_time: int) -> str:
         return x ^ x >> 31
 
     x = mix((position.lsn * 0x9E3779B97F4A7C15 + seed.high) & mask)
-    x = mix((x + (position.ordinal << 16) + position.sub) & mask)
+    rest = (position.sub & 0xFFFF) + (position.sub >> 16) * 0x9E3779B97F4A7C15
+    x = mix((x + (position.ordinal << 16) + rest) & mask)
     y = mix((x + seed.low) & mask)
     number = max(commit_time, 0) // 1000 << 80 | 7 << 76 | (x >> 52) << 64 | 2 << 62 | y >> 2
     return str(uuid.UUID(int=number))
@@ -424,7 +425,7 @@ def ids_of(positions: list[Position], commit_time: int = NOON, seed: IdSeed = SE
     return list(event_ids(seed, lsn, ordinal, sub, np.full(len(positions), commit_time)).to_pylist())
 
 
-somewhere = st.builds(Position, st.integers(0, 2**63 - 1), st.integers(0, 2**48 - 1), st.integers(0, 2**15 - 1))
+somewhere = st.builds(Position, st.integers(0, 2**63 - 1), st.integers(0, 2**48 - 1), st.integers(0, 2**31 - 1))
 
 
 @given(somewhere, st.integers(0, (2**48 - 1) * 1000))
@@ -434,6 +435,11 @@ def test_id_is_a_uuid_of_version_7_with_the_commit_time(position: Position, comm
     assert (made.version, made.variant, str(made)) == (7, uuid.RFC_4122, text)
     assert made.int >> 80 == commit_time // 1000
     assert text == expected_id(SEED, position, commit_time)
+
+
+def test_a_message_far_behind_a_change_shares_no_id_with_the_next_change() -> None:
+    a, b = ids_of([Position(5, 1, 2**16), Position(5, 2)])
+    assert a != b
 
 
 def test_id_stays_the_same_in_all_versions_of_pgcdc() -> None:

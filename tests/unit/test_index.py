@@ -17,7 +17,7 @@ from pgcdc.spool.schema import CHANGES, TRANSACTIONS, Op
 from pgcdc.spool.segment import checksum_file, open_segment, read_segment, write_segment
 
 positions = st.builds(Position.end, st.integers(0, 2**63 - 1)) | st.builds(
-    Position, st.integers(0, 2**63 - 1), st.integers(0, LAST_ORDINAL - 1), st.integers(0, 2**15 - 1)
+    Position, st.integers(0, 2**63 - 1), st.integers(0, LAST_ORDINAL - 1), st.integers(0, 2**31 - 1)
 )
 transactions = st.lists(
     st.fixed_dictionaries(

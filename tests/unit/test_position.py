@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pgcdc.position import LAST_ORDINAL, Position, format_lsn, parse_lsn
 
 lsns = st.integers(0, 2**64 - 1)
-inside = st.builds(Position, lsns, st.integers(0, LAST_ORDINAL - 1), st.integers(0, 2**15 - 1))
+inside = st.builds(Position, lsns, st.integers(0, LAST_ORDINAL - 1), st.integers(0, 2**31 - 1))
 positions = inside | st.builds(Position.end, lsns)
 # Few different numbers, so that neighbours and equals come up.
 near = st.builds(Position, st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)) | st.builds(
@@ -63,7 +63,7 @@ def test_offset_round_trips_through_json(position: Position) -> None:
     ("position", "text", "offset"),
     [
         (Position(0x16_B374D848, 7), "00000016B374D848/000000000007", {"lsn": "16/B374D848", "ordinal": 7}),
-        (Position(0x10, 1, 2), "0000000000000010/000000000001.0002", {"lsn": "0/10", "ordinal": 1, "sub": 2}),
+        (Position(0x10, 1, 2), "0000000000000010/000000000001.00000002", {"lsn": "0/10", "ordinal": 1, "sub": 2}),
         (Position.end(0x10), "0000000000000010/FFFFFFFFFFFF", {"lsn": "0/10"}),
     ],
 )
@@ -73,7 +73,7 @@ def test_forms_that_stand_in_events_and_checkpoints_stay(
     assert (str(position), position.to_offset()) == (text, offset)
 
 
-@given(lsns, st.integers(0, LAST_ORDINAL - 1), st.integers(0, 2**15 - 1))
+@given(lsns, st.integers(0, LAST_ORDINAL - 1), st.integers(0, 2**31 - 1))
 def test_only_the_end_of_a_transaction_is_confirmable(lsn: int, ordinal: int, sub: int) -> None:
     assert Position.end(lsn).confirmable_lsn == lsn
     assert Position(lsn, ordinal, sub).confirmable_lsn == 0
@@ -96,7 +96,7 @@ def test_end_is_after_everything_of_its_transaction_and_before_the_next(position
         "0000000000000010/0000000000001",
         "000000000000001G/000000000001",
         "0000000000000010/00000000000G",
-        "0000000000000010/000000000001.000G",
+        "0000000000000010/000000000001.0000000G",
     ],
 )
 def test_parse_refuses_what_is_no_position(text: str) -> None:

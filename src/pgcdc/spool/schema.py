@@ -37,7 +37,7 @@ class OldKind(IntEnum):
 CHANGES = pa.schema(
     [
         pa.field("ordinal", pa.int64(), nullable=False),
-        pa.field("sub", pa.int16(), nullable=False),
+        pa.field("sub", pa.int32(), nullable=False),
         pa.field("op", pa.uint8(), nullable=False),
         pa.field("relation", pa.int32(), nullable=False),  # version number in Relations; -1 for a message
         pa.field("new", pa.list_(pa.binary())),  # one value per column; for a message: one element, its content

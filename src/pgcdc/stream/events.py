@@ -229,7 +229,9 @@ def event_ids(seed: IdSeed, lsn: I64, ordinal: I64, sub: I64, commit_time: I64) 
     """UUIDv7s of commit time and position: the same change has the same id on every replay."""
     golden = np.uint64(0x9E3779B97F4A7C15)
     x = _mix(lsn.view(np.uint64) * golden + np.uint64(seed.high))
-    x = _mix(x + (ordinal.view(np.uint64) << np.uint64(16)) + sub.view(np.uint64))
+    rest = sub.view(np.uint64)  # beyond 16 bits it must not run into the ordinal
+    rest = (rest & np.uint64(0xFFFF)) + (rest >> np.uint64(16)) * golden
+    x = _mix(x + (ordinal.view(np.uint64) << np.uint64(16)) + rest)
     y = _mix(x + np.uint64(seed.low))
     milliseconds = (np.maximum(commit_time, 0) // 1000).astype(np.uint64)
     high = (milliseconds << np.uint64(16)) | np.uint64(0x7000) | (x >> np.uint64(52))
