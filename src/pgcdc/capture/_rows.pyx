@@ -237,8 +237,7 @@ cdef class CompiledRowBuffer:
         self._prefixes = []
         self._max_held = max_held
         self._full_rows = self._full_bytes = <size_t>1 << 62
-        for index in range(RECENT_TABLES):
-            self._recent[index].columns = -1
+        self.forget()
 
     def __dealloc__(self):
         self._trim(0)
@@ -262,6 +261,13 @@ cdef class CompiledRowBuffer:
             raise column_count_error(columns)
         self._tables[oid] = (relation, columns)
         self._recent[oid & (RECENT_TABLES - 1)] = Table(oid, relation, columns)
+
+    def forget(self):
+        """No table is defined any more."""
+        cdef int index
+        self._tables.clear()
+        for index in range(RECENT_TABLES):
+            self._recent[index].columns = -1
 
     def limit(self, size_t rows, size_t nbytes):
         """How much makes it full."""

@@ -41,6 +41,9 @@ class RowBuffer(Protocol):
     def define(self, oid: int, relation: int, columns: int) -> None:
         """From now on the rows of table `oid` are of this relation version. Outlives `take` and `discard`."""
 
+    def forget(self) -> None:
+        """No table is defined any more."""
+
     def limit(self, rows: int, nbytes: int) -> None:
         """How much makes it full. Outlives `take` and `discard`."""
 
@@ -115,6 +118,10 @@ class PythonRowBuffer:
         if not 0 <= columns <= _MAX_COLUMNS:
             raise column_count_error(columns)
         self._tables[oid] = relation, columns
+
+    def forget(self) -> None:
+        """No table is defined any more."""
+        self._tables.clear()
 
     def limit(self, rows: int, nbytes: int) -> None:
         """How much makes it full."""
