@@ -172,6 +172,12 @@ def test_a_message_behind_an_aborted_row_follows_the_row_before() -> None:
     assert [(one[2], one[3]) for one in found] == [(1, 0), (1, 1), (1, 2), (2, 0)]
 
 
+def test_an_aborted_subtransaction_of_a_transaction_that_never_came_is_nothing() -> None:
+    made = assembler()
+    feed(made, abort(7, 8), *block(7, encode_relation(ORDERS), insert(1)), commit(7, 110))
+    assert values(pop_all(made)) == [(110, 1, b"1")]
+
+
 @pytest.mark.parametrize("seal_rows", [1, 100])
 def test_a_transaction_of_which_only_aborted_changes_came_gives_no_batch(tmp_path: Path, seal_rows: int) -> None:
     made = assembler(seal_rows=seal_rows, spill_bytes=0, spill_dir=tmp_path)
@@ -358,6 +364,7 @@ NOT_IN_ORDER: dict[str, tuple[list[bytes], str]] = {
     "stream_commit_inside": ([encode_stream_start(7), commit(7, 110)], "Stream Commit inside of transaction 7"),
     "stream_commit_of_another": ([*block(7), commit(8, 110)], "Stream Commit of transaction 8, which was not streamed"),
     "abort_of_another": ([*block(7), abort(8)], "Stream Abort of transaction 8, which was not streamed"),
+    "abort_inside": ([encode_stream_start(7), abort(8, 9)], "Stream Abort inside of transaction 7"),
     "abort_that_is_not_parallel": ([*block(7), encode_stream_abort(7, 7)], "abort LSN is truncated"),
     "row_without_xid": ([*DESCRIBED, encode_stream_start(7, False), insert(1)], "."),
     "row_of_no_transaction": ([*DESCRIBED, encode_stream_start(7, False), in_stream(0, insert(1))], "xid is 0"),

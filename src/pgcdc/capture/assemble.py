@@ -294,6 +294,9 @@ class Assembler:
 
     def _take_stream_abort(self, message: _Bytes, lsn: int) -> None:
         abort = undecided.parse_stream_abort(message, lsn, parallel=self._parallel)
+        if abort.subxid != abort.xid and abort.xid not in self._streams:
+            self._require_none("Stream Abort", lsn)
+            return  # PostgreSQL 18 tells this of transactions whose rollback it saw before it streamed anything of them
         transaction = self._require_stream(abort.xid, "Stream Abort", lsn)
         if abort.subxid == abort.xid:
             transaction.rows = None
