@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from streams import SETTINGS, Change, Stream, changes_of, drain, new_stream, record
 
+from pgcdc.capture.batch import CaptureBatch
 from pgcdc.capture.protocol import StreamOptions
 from pgcdc.errors import ConfigError, PgcdcError, SourceError
 from pgcdc.playground.postgres import EmbeddedPostgres, find_binaries
@@ -352,7 +353,7 @@ def test_a_small_limit_cuts_a_streamed_transaction_and_only_its_end_may_be_confi
     stream18.execute("INSERT INTO t VALUES (-1, 'x')")
     stream18.execute("BEGIN", rows(3000), "SAVEPOINT a", rows(900, 5001), "ROLLBACK TO a", rows(100, 6001), "COMMIT")
     with stream18.open(slot) as capture:
-        batches = []
+        batches: list[CaptureBatch] = []
         while sum(batch.rows for batch in batches) < 3101:
             batch = capture.receive_batch(limit=500, timeout_s=10)
             assert batch is not None

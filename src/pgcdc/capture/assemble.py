@@ -70,7 +70,7 @@ class Assembler:
         self._resume_lsn = 0
         self._parallel = False
         self._rewrite_row: Callable[[bytes, Sequence[Column]], bytes] | None = None
-        self._parsers: dict[int, Callable[[_Bytes, int], None]] = {
+        self._parsers: dict[int, Callable[[_Bytes, int], object]] = {
             wire.BEGIN: self._take_begin,
             wire.COMMIT: self._take_commit,
             wire.RELATION: self._take_relation,
@@ -101,13 +101,8 @@ class Assembler:
         self._confirmable.begin(two_phase=two_phase)
         self._rewrite_row = importlib.import_module("pgcdc.capture.binary").rewrite_row if binary else None
 
-    @property
-    def seal_rows(self) -> int:
-        """About how many rows a batch has at most."""
-        return self._seal_rows
-
-    @seal_rows.setter
-    def seal_rows(self, rows: int) -> None:
+    def limit(self, rows: int) -> None:
+        """About how many rows a batch has at most, from now on."""
         if rows != self._seal_rows:
             self._seal_rows = rows
             for buffer in (self._shared, self._rows):
@@ -137,10 +132,7 @@ class Assembler:
             if self._rows.add(message, transaction.ordinal, lsn, self._in_stream):
                 self._seal()
             return
-        take = self._parsers.get(tag)
-        if take is None:
-            wire.parse_pgoutput(message, lsn)  # raises: it names the tag
-            raise AssertionError(tag)
+        take = self._parsers.get(tag, wire.parse_pgoutput)  # which raises: it names the tag that nobody knows
         take(message, lsn)
 
     def see(self, lsn: int) -> None:
@@ -196,8 +188,9 @@ class Assembler:
         transaction = self._require_open("Commit", lsn, in_stream=False)
         if transaction.gid is not None:
             raise DecodeError(f"Commit of the prepared transaction {transaction.xid} at {format_lsn(lsn)}", _ADVICE)
+        is_old = self._is_old(commit.end_lsn, lsn)
         self._open = None
-        if self._is_old(commit.end_lsn, lsn):
+        if is_old:
             self._seal_shared(transaction)
             self._store.drop(transaction.parts)
             return
@@ -284,13 +277,15 @@ class Assembler:
 
     def _take_stream_commit(self, message: _Bytes, lsn: int) -> None:
         commit = undecided.parse_stream_commit(message, lsn)
+        self._require_stream(commit.xid, "Stream Commit", lsn)
+        is_old = self._is_old(commit.end_lsn, lsn)
         transaction = self._end_stream(commit.xid, "Stream Commit", lsn)
         # From now on the server takes these relations as known, unless it has told newer ones since.
         for oid, table in transaction.tables.items():
             if oid not in self._tables or self._tables[oid].number < table.number:
                 self._tables[oid] = table
                 self._shared.define(oid, table.version, table.columns)
-        self._decide(transaction, commit.end_lsn, commit.commit_time, lsn)
+        self._decide(transaction, commit.end_lsn, commit.commit_time, is_old)
 
     def _take_stream_abort(self, message: _Bytes, lsn: int) -> None:
         abort = undecided.parse_stream_abort(message, lsn, parallel=self._parallel)
@@ -338,18 +333,22 @@ class Assembler:
             raise DecodeError(
                 f"Prepare of {prepare.gid!r} inside of transaction {transaction.xid} at {format_lsn(lsn)}", _ADVICE
             )
+        self._require_new(prepare, lsn)
         self._open = None
         self._seal_shared(transaction)
-        self._keep_prepared(transaction, prepare, lsn)
+        self._keep_prepared(transaction, prepare)
 
     def _take_stream_prepare(self, message: _Bytes, lsn: int) -> None:
         prepare = undecided.parse_prepare(message, lsn)
-        self._keep_prepared(self._end_stream(prepare.xid, "Stream Prepare", lsn), prepare, lsn)
+        self._require_new(prepare, lsn)
+        self._keep_prepared(self._end_stream(prepare.xid, "Stream Prepare", lsn), prepare)
 
-    def _keep_prepared(self, transaction: Transaction, prepare: undecided.Prepare, lsn: int) -> None:
-        name = (prepare.xid, prepare.gid)
-        if name in self._prepared:
+    def _require_new(self, prepare: undecided.Prepare, lsn: int) -> None:
+        if (prepare.xid, prepare.gid) in self._prepared:
             raise DecodeError(f"{prepare.gid!r} is prepared a second time at {format_lsn(lsn)}", _ADVICE)
+
+    def _keep_prepared(self, transaction: Transaction, prepare: undecided.Prepare) -> None:
+        name = (prepare.xid, prepare.gid)
         self._prepared[name] = transaction
         self._confirmable.prepare(name, prepare.prepare_lsn)
         self._confirmable.see(prepare.end_lsn)
@@ -358,9 +357,10 @@ class Assembler:
         commit = undecided.parse_commit_prepared(message, lsn)
         self._require_none("Commit Prepared", lsn)
         name = (commit.xid, commit.gid)
+        is_old = self._is_old(commit.end_lsn, lsn)
         transaction = self._prepared.pop(name, None)
         if transaction is None:
-            if self._is_old(commit.end_lsn, lsn):
+            if is_old:
                 return
             raise GapError(
                 f"prepared transaction {commit.gid!r} was committed at {format_lsn(commit.end_lsn)}, but its changes were "
@@ -369,7 +369,7 @@ class Assembler:
                 "(and copy the existing rows)",
             )
         self._confirmable.commit(name, commit.end_lsn)
-        self._decide(transaction, commit.end_lsn, commit.commit_time, lsn)
+        self._decide(transaction, commit.end_lsn, commit.commit_time, is_old)
 
     def _take_rollback_prepared(self, message: _Bytes, lsn: int) -> None:
         rollback = undecided.parse_rollback_prepared(message, lsn)
@@ -428,9 +428,9 @@ class Assembler:
         self.last_lsn = end_lsn
         self._confirmable.see(end_lsn)
 
-    def _decide(self, transaction: Transaction, end_lsn: int, commit_time: int, lsn: int) -> None:
+    def _decide(self, transaction: Transaction, end_lsn: int, commit_time: int, is_old: bool) -> None:
         """A transaction that was set aside has committed."""
-        if self._is_old(end_lsn, lsn):
+        if is_old:
             self._store.drop(transaction.parts)
             return
         if self._committed:

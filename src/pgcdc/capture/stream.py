@@ -174,7 +174,7 @@ class Capture:
 
         Without `drain`, only full batches are handed out: nobody waits, so let small transactions gather.
         """
-        self._assembler.seal_rows = limit
+        self._assembler.limit(limit)
         batch = self._assembler.pop(drain=False)
         if batch is None:
             self.is_drained = self._pump()
