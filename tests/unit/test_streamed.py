@@ -296,6 +296,16 @@ def test_many_open_streams_together_are_bounded(tmp_path: Path) -> None:
     assert [one[2] for one in found] == list(range(1, 81)) * len(xids)
 
 
+def test_a_stream_gives_the_memory_of_a_full_buffer_back() -> None:
+    made = assembler(seal_rows=3)
+    feed(made, encode_stream_start(7), in_stream(7, encode_relation(ORDERS)), in_stream(7, insert(1)))
+    before = made._streams[7].rows
+    feed(made, in_stream(7, insert(2)), in_stream(7, insert(3)), in_stream(7, insert(4)), encode_stream_stop())
+    assert made._streams[7].rows is not before
+    feed(made, commit(7, 110))
+    assert [one[1] for one in values(pop_all(made))] == [1, 2, 3, 4]
+
+
 def test_many_subtransactions_of_a_part_are_remembered_on_disk(tmp_path: Path) -> None:
     made = assembler(seal_rows=200, spill_bytes=0, spill_dir=tmp_path)
     feed(made, *block(7, encode_relation(ORDERS)))

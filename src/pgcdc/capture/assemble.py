@@ -8,7 +8,7 @@ one row buffer, so that small ones share a batch; one that the server streams wh
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -259,10 +259,7 @@ class Assembler:
         transaction = transaction or Transaction(start.xid)
         self._require_none("Stream Start", lsn)
         self._open = self._streams[start.xid] = transaction
-        if transaction.rows is None:
-            transaction.rows = self._new_rows()
-            for oid, table in transaction.tables.items():
-                transaction.rows.define(oid, table.version, table.columns)
+        transaction.rows = transaction.rows or self._new_rows(transaction.tables)
         self._rows, self._in_stream = transaction.rows, True
         self._rows.limit(self._seal_rows, self._seal_bytes)
 
@@ -443,15 +440,19 @@ class Assembler:
         row = (end_lsn, commit_time, transaction.xid, 0, True, transaction.origin)
         self._outbox.put(Outgoing(transaction.parts, [row], transaction.aborted))
 
-    def _new_rows(self) -> RowBuffer:
+    def _new_rows(self, tables: Mapping[int, Table] = {}) -> RowBuffer:
         rows = new_row_buffer()
         rows.limit(self._seal_rows, self._seal_bytes)
+        for oid, table in tables.items():
+            rows.define(oid, table.version, table.columns)
         return rows
 
     def _seal(self) -> None:
         """The buffer is full."""
         if self._in_stream and self._open is not None:
             self._keep(self._rows, self._open)
+            # A new one, because an emptied buffer keeps its memory, and there may be one for each of many transactions.
+            self._rows = self._open.rows = self._new_rows(self._open.tables)
         else:
             self._seal_shared(self._open)
 
