@@ -18,18 +18,27 @@ __all__ = [
     "Unchanged",
     "Value",
     "encode_begin",
+    "encode_begin_prepare",
     "encode_commit",
+    "encode_commit_prepared",
     "encode_delete",
     "encode_insert",
     "encode_keepalive",
     "encode_message",
     "encode_origin",
+    "encode_prepare",
     "encode_relation",
+    "encode_rollback_prepared",
+    "encode_stream_abort",
+    "encode_stream_commit",
+    "encode_stream_start",
+    "encode_stream_stop",
     "encode_truncate",
     "encode_tuple",
     "encode_type",
     "encode_update",
     "encode_xlog_data",
+    "in_stream",
 ]
 
 
@@ -95,6 +104,59 @@ def encode_truncate(oids: Sequence[int], cascade: bool = False, restart_identity
 def encode_message(prefix: str, content: bytes, lsn: int = 0, transactional: bool = True) -> bytes:
     """A Message."""
     return struct.pack("!cBQ", b"M", transactional, lsn) + _text(prefix) + struct.pack("!i", len(content)) + content
+
+
+def in_stream(xid: int, message: bytes) -> bytes:
+    """The message as it is inside of a block: with the xid of its subtransaction."""
+    return message[:1] + struct.pack("!I", xid) + message[1:]
+
+
+def encode_stream_start(xid: int, first: bool = True) -> bytes:
+    """A Stream Start."""
+    return struct.pack("!cI?", b"S", xid, first)
+
+
+def encode_stream_stop() -> bytes:
+    """A Stream Stop."""
+    return b"E"
+
+
+def encode_stream_commit(xid: int, commit_lsn: int, end_lsn: int, commit_time: int = POSTGRES_EPOCH_US) -> bytes:
+    """A Stream Commit."""
+    return struct.pack("!cIBQQq", b"c", xid, 0, commit_lsn, end_lsn, commit_time - POSTGRES_EPOCH_US)
+
+
+def encode_stream_abort(xid: int, subxid: int, where: tuple[int, int] | None = None) -> bytes:
+    """A Stream Abort; `where` (LSN and time) is what parallel streams add."""
+    more = b"" if where is None else struct.pack("!Qq", where[0], where[1] - POSTGRES_EPOCH_US)
+    return struct.pack("!cII", b"A", xid, subxid) + more
+
+
+def encode_begin_prepare(xid: int, gid: str, prepare_lsn: int, end_lsn: int, time: int = POSTGRES_EPOCH_US) -> bytes:
+    """A Begin Prepare."""
+    return struct.pack("!cQQqI", b"b", prepare_lsn, end_lsn, time - POSTGRES_EPOCH_US, xid) + _text(gid)
+
+
+def encode_prepare(
+    xid: int, gid: str, prepare_lsn: int, end_lsn: int, time: int = POSTGRES_EPOCH_US, *, streamed: bool = False
+) -> bytes:
+    """A Prepare or Stream Prepare."""
+    tag = b"p" if streamed else b"P"
+    return struct.pack("!cBQQqI", tag, 0, prepare_lsn, end_lsn, time - POSTGRES_EPOCH_US, xid) + _text(gid)
+
+
+def encode_commit_prepared(xid: int, gid: str, commit_lsn: int, end_lsn: int, time: int = POSTGRES_EPOCH_US) -> bytes:
+    """A Commit Prepared."""
+    return struct.pack("!cBQQqI", b"K", 0, commit_lsn, end_lsn, time - POSTGRES_EPOCH_US, xid) + _text(gid)
+
+
+def encode_rollback_prepared(
+    xid: int, gid: str, prepare_end_lsn: int, end_lsn: int, times: tuple[int, int] = (POSTGRES_EPOCH_US,) * 2
+) -> bytes:
+    """A Rollback Prepared, with the times of PREPARE and ROLLBACK."""
+    prepared, rolled_back = (time - POSTGRES_EPOCH_US for time in times)
+    head = struct.pack("!cBQQqqI", b"r", 0, prepare_end_lsn, end_lsn, prepared, rolled_back, xid)
+    return head + _text(gid)
 
 
 def encode_insert(oid: int, new: Sequence[Value]) -> bytes:

@@ -365,7 +365,6 @@ NOT_IN_ORDER: dict[str, tuple[list[bytes], str]] = {
         "non-transactional Message .* at 0/4D",
     ),
     "unknown_tag": ([encode_begin(5), b"Z123"], "tag is unknown: 'Z'"),
-    "streamed_transaction": ([b"S\0\0\0\1\1"], "tag is unknown: 'S'"),
     "empty_message": ([b""], "tag is truncated"),
     "unknown_table": ([encode_begin(5), encode_insert(9, ["1"])], "9 was not described"),
     "truncate_of_an_unknown_table": (

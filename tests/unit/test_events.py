@@ -635,6 +635,11 @@ def test_id_is_a_uuid_of_version_7_with_the_commit_time(position: Position, comm
     assert text == expected_id(SEED, position, commit_time)
 
 
+def test_a_message_far_behind_a_change_shares_no_id_with_the_next_change() -> None:
+    a, b = ids_of([Position(5, 1, 2**16), Position(5, 2)])
+    assert a != b
+
+
 def test_id_stays_the_same_in_all_versions_of_pgcdc() -> None:
     assert ids_of([Position(0x16_B374D848, 7), Position(0x16_B374D848, 7, 1)]) == PINNED_IDS
 

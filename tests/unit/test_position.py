@@ -96,7 +96,7 @@ def test_end_is_after_everything_of_its_transaction_and_before_the_next(position
         "0000000000000010/0000000000001",
         "000000000000001G/000000000001",
         "0000000000000010/00000000000G",
-        "0000000000000010/000000000001.000G",
+        "0000000000000010/000000000001.0000000G",
     ],
 )
 def test_parse_refuses_what_is_no_position(text: str) -> None:

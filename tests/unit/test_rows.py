@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire import UNCHANGED, Value, encode_delete, encode_insert, encode_tuple, encode_update
+from wire import UNCHANGED, Value, encode_delete, encode_insert, encode_tuple, encode_update, in_stream
 
 from pgcdc.capture.rows import PythonRowBuffer, RowBuffer, decoder_name, new_row_buffer
 from pgcdc.errors import DecodeError
@@ -323,7 +323,7 @@ def test_more_than_the_offsets_can_count_is_an_error_before_it_is_held(buffer_cl
     buffer.add(GOOD, 3)
 
 
-@pytest.mark.parametrize("columns", [-1, 32768])
+@pytest.mark.parametrize("columns", [-1, 2**31])
 def test_a_definition_that_no_server_sends_is_refused(buffer: RowBuffer, columns: int) -> None:
     with pytest.raises(ValueError, match=f"0 to 32767 columns, not {columns}"):
         buffer.define(1, 0, columns)
@@ -347,6 +347,43 @@ def test_python_is_used_where_nothing_was_built(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "pgcdc.capture._rows", None)
     assert decoder_name() == "python"
     assert type(new_row_buffer()) is PythonRowBuffer
+
+
+# Streamed rows.
+
+
+def test_streamed_rows_say_of_which_subtransaction_they_are(buffer: RowBuffer) -> None:
+    for number, xid in enumerate([5, 5, 6, 5]):
+        buffer.add(in_stream(xid, encode_insert(OID, [str(number), None, None])), number, LSN, True)
+    buffer.add_truncate(OID, 5, LSN, 9)
+    buffer.add_message("p", b"m", 5, 1, LSN, 9)
+    assert buffer.runs().tolist() == [[0, 5], [2, 6], [3, 5], [4, 9]]
+    assert take_checked(buffer).column("new").to_pylist()[:2] == [[b"0", None, None], [b"1", None, None]]
+    assert buffer.runs().tolist() == []
+
+
+def test_streamed_row_without_an_xid_is_an_error(buffer: RowBuffer) -> None:
+    insert = encode_insert(OID, ["1", None, None])
+    with pytest.raises(DecodeError, match=r"Insert message at 16/B374D848: xid is 0"):
+        buffer.add(in_stream(0, insert), 1, LSN, True)
+    with pytest.raises(DecodeError, match="xid is truncated: needs 4 bytes, 3 are left"):
+        buffer.add(insert[:4], 1, LSN, True)
+    assert (buffer.rows, buffer.runs().tolist()) == (0, [])
+
+
+def test_add_says_when_the_buffer_is_full(buffer: RowBuffer) -> None:
+    insert = encode_insert(OID, ["1", None, None])
+    buffer.limit(2, 10_000)
+    assert [buffer.add(insert, 1), buffer.add(insert, 2)] == [False, True]
+    buffer.take()
+    buffer.limit(100, 3 * (len(insert) + 32 + 8))
+    assert [buffer.add(insert, n) for n in (1, 2, 3)] == [False, False, True]
+
+
+def test_a_forgotten_definition_is_unknown(buffer: RowBuffer) -> None:
+    buffer.forget()
+    with pytest.raises(DecodeError, match="was not described"):
+        buffer.add(encode_insert(OID, ["1", None, None]), 1)
 
 
 # Random streams.
@@ -394,14 +431,32 @@ def damaged_messages(draw: st.DrawFn) -> bytes:
     return message[:at] + bytes([byte]) + message[at + (how == "replace") :]
 
 
+XIDS = st.integers(0, 3)
+
+
+@st.composite
+def streamed_messages(draw: st.DrawFn) -> bytes:
+    return in_stream(draw(XIDS), draw(st.one_of(row_messages(), row_messages(), damaged_messages())) or b"I")
+
+
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), row_messages(), st.integers(0, 2**63 - 1), st.integers(0, 2**64 - 1)),
         st.tuples(st.just("add"), damaged_messages(), st.integers(0, 2**63 - 1), st.integers(0, 2**64 - 1)),
-        st.tuples(st.just("add_truncate"), st.integers(1, 4), st.integers(0, 2**48)),
+        st.tuples(st.just("add"), streamed_messages(), st.just(1), st.just(5), st.just(True)),
+        st.tuples(st.just("add_truncate"), st.integers(1, 4), st.integers(0, 2**48), st.just(5), XIDS),
         st.tuples(
-            st.just("add_message"), st.text(max_size=5), st.binary(max_size=9), st.just(1), st.integers(-1, 40000)
+            st.just("add_message"),
+            st.text(max_size=5),
+            st.binary(max_size=9),
+            st.just(1),
+            st.integers(-1, 40000),
+            st.just(5),
+            XIDS,
         ),
+        st.tuples(st.just("limit"), st.integers(0, 9), st.integers(0, 300)),
+        st.tuples(st.just("runs")),
+        st.tuples(st.just("forget")),
         st.tuples(st.just("define"), st.integers(1, 4), st.integers(0, 99), st.integers(0, 4)),
         st.tuples(st.just("take")),
         st.tuples(st.just("discard")),
@@ -414,7 +469,8 @@ def run_step(buffer: RowBuffer, name: str, *arguments: Any) -> Any:
     """What a step gave: a batch, nothing, or the text of a DecodeError, which must not have changed what is held."""
     before = buffer.rows, buffer.nbytes
     try:
-        return take_checked(buffer) if name == "take" else getattr(buffer, name)(*arguments)
+        given = take_checked(buffer) if name == "take" else getattr(buffer, name)(*arguments)
+        return given.tolist() if name == "runs" else given
     except DecodeError as error:
         assert (buffer.rows, buffer.nbytes) == before
         return str(error)
@@ -431,6 +487,7 @@ def test_both_decoders_give_the_same_batches_and_the_same_errors(steps: list[tup
         got = run_step(compiled, *step)
         assert got == expected, step
         assert (compiled.rows, compiled.nbytes) == (python.rows, python.nbytes)
+        assert compiled.runs().tolist() == python.runs().tolist()
 
 
 @st.composite

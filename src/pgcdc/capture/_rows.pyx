@@ -10,13 +10,14 @@ needs no further checks of the room.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy, memset
 
 cimport cython
 
+import numpy as np
 import pyarrow as pa
 
 from pgcdc.capture.messages import decode_error, show_byte, truncated_error
@@ -25,6 +26,7 @@ from pgcdc.capture.rows import (
     count_error,
     kind_error,
     length_error,
+    no_xid_error,
     sub_ordinal_error,
     too_much_held_error,
     trailing_error,
@@ -73,6 +75,12 @@ cdef struct Row:
     int32_t sub
     uint8_t op
     uint8_t old_kind
+
+
+cdef struct Run:
+    # Changes of one (sub)transaction in a row.
+    uint32_t first
+    uint32_t xid
 
 
 cdef struct Table:
@@ -214,6 +222,10 @@ cdef class CompiledRowBuffer:
     cdef Values _old
     cdef Region _unchanged
     cdef size_t _unchanged_count
+    cdef Region _runs
+    cdef size_t _run_count
+    cdef size_t _full_rows
+    cdef size_t _full_bytes
     cdef list _prefixes  # (row, prefix): messages are rare
     cdef size_t _wire_bytes
     cdef size_t _nulls
@@ -225,8 +237,8 @@ cdef class CompiledRowBuffer:
         self._tables = {}
         self._prefixes = []
         self._max_held = max_held
-        for index in range(RECENT_TABLES):
-            self._recent[index].columns = -1
+        self._full_rows = self._full_bytes = <size_t>1 << 62
+        self.forget()
 
     def __dealloc__(self):
         self._trim(0)
@@ -239,6 +251,9 @@ cdef class CompiledRowBuffer:
     @property
     def nbytes(self):
         """About how many bytes are held."""
+        return self._held()
+
+    cdef inline size_t _held(self) noexcept:
         return self._wire_bytes + NULL_BYTES * self._nulls + ROW_BYTES * self._count
 
     def define(self, uint32_t oid, int32_t relation, columns):
@@ -248,19 +263,34 @@ cdef class CompiledRowBuffer:
         self._tables[oid] = (relation, columns)
         self._recent[oid & (RECENT_TABLES - 1)] = Table(oid, relation, columns)
 
-    def add(self, message, int64_t ordinal, uint64_t lsn=0):
+    def forget(self):
+        """No table is defined any more."""
+        cdef int index
+        self._tables.clear()
+        for index in range(RECENT_TABLES):
+            self._recent[index].columns = -1
+
+    def limit(self, size_t rows, size_t nbytes):
+        """How much makes it full."""
+        self._full_rows = rows
+        self._full_bytes = nbytes
+
+    def add(self, message, int64_t ordinal, uint64_t lsn=0, bint streamed=False):
         """Append the change of one Insert, Update or Delete message."""
         cdef Py_buffer view
         if PyBytes_CheckExact(message):
-            self._add(<const uint8_t*>PyBytes_AS_STRING(message), PyBytes_GET_SIZE(message), ordinal, lsn)
-            return
-        PyObject_GetBuffer(message, &view, PyBUF_SIMPLE)
-        try:
-            self._add(<const uint8_t*>view.buf, view.len, ordinal, lsn)
-        finally:
-            PyBuffer_Release(&view)
+            self._add(<const uint8_t*>PyBytes_AS_STRING(message), PyBytes_GET_SIZE(message), ordinal, lsn, streamed)
+        else:
+            PyObject_GetBuffer(message, &view, PyBUF_SIMPLE)
+            try:
+                self._add(<const uint8_t*>view.buf, view.len, ordinal, lsn, streamed)
+            finally:
+                PyBuffer_Release(&view)
+        return self._count >= self._full_rows or self._held() >= self._full_bytes
 
-    cdef int _add(self, const uint8_t* data, Py_ssize_t size, int64_t ordinal, uint64_t lsn) except -1:
+    cdef int _add(
+        self, const uint8_t* data, Py_ssize_t size, int64_t ordinal, uint64_t lsn, bint streamed
+    ) except -1:
         cdef Scan scan
         if size == 0:
             raise truncated_error("Row", "tag", 1, 0, lsn)
@@ -275,7 +305,15 @@ cdef class CompiledRowBuffer:
         scan.old_kind = 0
         scan.nulls = 0
         scan.unchanged = self._unchanged_count
-        if size < 5:
+        cdef uint32_t xid = 0
+        if streamed:
+            if size < 5:
+                fail_truncated(&scan, "xid", 4)
+            xid = load_u32(scan.at)
+            if xid == 0:
+                raise no_xid_error(_NAMES[scan.op], lsn)
+            scan.at += 4
+        if scan.end - scan.at < 4:
             fail_truncated(&scan, "relation oid", 4)
         cdef Table* table = self._find(load_u32(scan.at), &scan)
         scan.columns = table.columns
@@ -301,6 +339,7 @@ cdef class CompiledRowBuffer:
             raise trailing_error(_NAMES[scan.op], scan.end - scan.at, lsn)
 
         make_room(&self._table, (self._count + 1) * sizeof(Row))
+        self._mark(xid)
         # From here on nothing fails: the row counts.
         self._unchanged_count = scan.unchanged
         self._new.items = self._new.next_items
@@ -322,6 +361,16 @@ cdef class CompiledRowBuffer:
         table[0] = Table(oid, relation, columns)
         return table
 
+    cdef inline int _mark(self, uint32_t xid) except -1:
+        # The next change is of this (sub)transaction; 0: it was not streamed. Last to fail, so nothing is to undo.
+        cdef Run* last = <Run*>self._runs.at + self._run_count - 1
+        if xid == 0 or (self._run_count and last.xid == xid):
+            return 0
+        make_room(&self._runs, (self._run_count + 1) * sizeof(Run))
+        (<Run*>self._runs.at)[self._run_count] = Run(<uint32_t>self._count, xid)
+        self._run_count += 1
+        return 0
+
     cdef void _put(self, Row row) noexcept:
         # The caller has made room for it, and has counted what its lists hold.
         row.new_end = <int32_t>self._new.items
@@ -330,15 +379,18 @@ cdef class CompiledRowBuffer:
         (<Row*>self._table.at)[self._count] = row
         self._count += 1
 
-    def add_truncate(self, uint32_t oid, int64_t ordinal, uint64_t lsn=0):
+    def add_truncate(self, uint32_t oid, int64_t ordinal, uint64_t lsn=0, uint32_t xid=0):
         """Append the truncation of one table."""
         if oid not in self._tables:
             raise unknown_relation_error("Truncate", oid, lsn)
         relation, _ = self._tables[oid]
         make_room(&self._table, (self._count + 1) * sizeof(Row))
+        self._mark(xid)
         self._put(Row(ordinal, relation, 0, 0, 0, 0, c"T", 0))
 
-    def add_message(self, str prefix not None, bytes content not None, int64_t ordinal, sub, uint64_t lsn=0):
+    def add_message(
+        self, str prefix not None, bytes content not None, int64_t ordinal, sub, uint64_t lsn=0, uint32_t xid=0
+    ):
         """Append a logical message."""
         if not 0 <= sub <= MAX_SUB:
             raise sub_ordinal_error(sub, lsn)
@@ -350,6 +402,7 @@ cdef class CompiledRowBuffer:
         make_room(&self._new.data, self._new.size + length)
         make_room(&self._new.ends, (self._new.items + 1) * sizeof(int32_t))
         make_room(&self._new.valid, self._new.items + 1)
+        self._mark(xid)
         self._prefixes.append((self._count, prefix))
         if length:
             memcpy(self._new.data.at + self._new.size, PyBytes_AS_STRING(content), length)
@@ -359,6 +412,12 @@ cdef class CompiledRowBuffer:
         self._new.items += 1
         self._put(Row(ordinal, -1, 0, 0, 0, sub, c"M", 0))
         self._wire_bytes += size
+
+    def runs(self):
+        """Which (sub)transactions the changes held are of."""
+        size = self._run_count * sizeof(Run)
+        found = PyBytes_FromStringAndSize(<char*>self._runs.at, size) if size else b""
+        return np.frombuffer(found, np.uint32).reshape(-1, 2)
 
     def take(self):
         """Everything held, in the schema CHANGES."""
@@ -431,6 +490,7 @@ cdef class CompiledRowBuffer:
         """Drop everything held."""
         self._count = 0
         self._unchanged_count = 0
+        self._run_count = 0
         self._new.items = self._new.size = 0
         self._old.items = self._old.size = 0
         self._wire_bytes = 0
@@ -441,6 +501,7 @@ cdef class CompiledRowBuffer:
     cdef void _trim(self, size_t kept) noexcept:
         trim(&self._table, kept)
         trim(&self._unchanged, kept)
+        trim(&self._runs, kept)
         trim(&self._new.data, kept)
         trim(&self._new.ends, kept)
         trim(&self._new.valid, kept)

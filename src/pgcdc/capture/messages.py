@@ -1,8 +1,9 @@
 """What PostgreSQL says in a replication stream: pure functions from bytes to one type per message, and back.
 
 The envelope is the replication protocol's (XLogData, Keepalive, status update); inside of XLogData is one message of
-pgoutput, protocol version 1. Row changes (Insert, Update, Delete) have no type here: they go straight into column
-buffers, in `rows`. Every function takes the whole message, tag byte included, and the LSN to name if it is damaged.
+pgoutput. Here are those of protocol version 1; what later versions add is in `undecided`. Row changes (Insert, Update,
+Delete) have no type here: they go straight into column buffers, in `rows`. Every function takes the whole message, tag
+byte included, and the LSN to name if it is damaged.
 
 Times in what is parsed are microseconds since 1970-01-01 UTC; the wire counts from 2000 (`POSTGRES_EPOCH_US`).
 """
@@ -35,6 +36,7 @@ __all__ = [
     "XLOG_DATA_HEADER_BYTES",
     "Begin",
     "Commit",
+    "Fields",
     "Keepalive",
     "Message",
     "Origin",
@@ -75,6 +77,7 @@ MESSAGE = ord("M")
 
 POSTGRES_EPOCH_US = 946_684_800_000_000
 """2000-01-01 UTC, where PostgreSQL's clock starts, in microseconds since 1970."""
+_MAX_TIME = 2**63 - 1 - POSTGRES_EPOCH_US
 
 _U8 = struct.Struct("!B")
 _I16 = struct.Struct("!h")
@@ -197,8 +200,8 @@ class Message:
     content: bytes
 
 
-class _Fields:
-    """Reads the fields of one message in order; whatever does not fit is a DecodeError."""
+class Fields:
+    """Reads the fields of one message, tag byte included, in order; whatever does not fit is a DecodeError."""
 
     __slots__ = ("_at", "_data", "_lsn", "_name")
 
@@ -212,23 +215,31 @@ class _Fields:
             raise self.error("tag", f"is {show_byte(found)}, not {show_byte(tag)}")
 
     def error(self, field: str, problem: str) -> DecodeError:
+        """The error for a field of this message."""
         return decode_error(self._name, field, problem, self._lsn)
 
     def number(self, form: struct.Struct, field: str) -> int:
+        """The next field, as `form` says."""
         at = self._advance(form.size, field)
         value: int = form.unpack_from(self._data, at)[0]
         return value
 
     def count(self, form: struct.Struct, field: str) -> int:
+        """A number that cannot be negative."""
         value = self.number(form, field)
         if value < 0:
             raise self.error(field, f"is negative: {value}")
         return value
 
     def time(self, field: str) -> int:
-        return self.number(_I64, field) + POSTGRES_EPOCH_US
+        """Microseconds since 1970."""
+        value = self.number(_I64, field)
+        if value > _MAX_TIME:
+            raise self.error(field, f"is out of range: {value}")
+        return value + POSTGRES_EPOCH_US
 
     def text(self, field: str) -> str:
+        """Text that ends with a NUL."""
         end = self._data.find(0, self._at)
         if end < 0:
             raise self.error(field, "has no NUL terminator")
@@ -240,10 +251,12 @@ class _Fields:
             raise self.error(field, f"is not UTF-8: {raw!r}") from cause
 
     def raw(self, size: int, field: str) -> bytes:
+        """The next bytes as they are."""
         at = self._advance(size, field)
         return self._data[at : at + size]
 
     def finish(self) -> None:
+        """Nothing may follow."""
         left = len(self._data) - self._at
         if left:
             raise self.error("end", f"is followed by {left} bytes")
@@ -269,7 +282,7 @@ def parse_envelope(data: bytes | memoryview, lsn: int = 0) -> XLogData | Keepali
 
 def parse_xlog_data(data: bytes | memoryview, lsn: int = 0) -> XLogData:
     """The header, and a view of the payload: the payload is not copied."""
-    # Not through _Fields: this runs once per row, and copying the payload would double the work of receiving it.
+    # Not through Fields: this runs once per row, and copying the payload would double the work of receiving it.
     if len(data) < XLOG_DATA_HEADER_BYTES:
         raise truncated_error("XLogData", "header", XLOG_DATA_HEADER_BYTES, len(data), lsn)
     if data[0] != XLOG_DATA:
@@ -280,7 +293,7 @@ def parse_xlog_data(data: bytes | memoryview, lsn: int = 0) -> XLogData:
 
 def parse_keepalive(data: bytes | memoryview, lsn: int = 0) -> Keepalive:
     """The server's sign of life."""
-    fields = _Fields(data, KEEPALIVE, "Keepalive", lsn)
+    fields = Fields(data, KEEPALIVE, "Keepalive", lsn)
     keepalive = Keepalive(
         wal_end=fields.number(_U64, "WAL end"),
         send_time=fields.time("send time"),
@@ -297,7 +310,7 @@ def encode_status_update(written: int, flushed: int, applied: int, now_us: int, 
 
 def parse_begin(data: bytes | memoryview, lsn: int = 0) -> Begin:
     """A Begin message."""
-    fields = _Fields(data, BEGIN, "Begin", lsn)
+    fields = Fields(data, BEGIN, "Begin", lsn)
     begin = Begin(
         final_lsn=fields.number(_U64, "final LSN"),
         commit_time=fields.time("commit time"),
@@ -309,7 +322,7 @@ def parse_begin(data: bytes | memoryview, lsn: int = 0) -> Begin:
 
 def parse_commit(data: bytes | memoryview, lsn: int = 0) -> Commit:
     """A Commit message."""
-    fields = _Fields(data, COMMIT, "Commit", lsn)
+    fields = Fields(data, COMMIT, "Commit", lsn)
     commit = Commit(
         flags=fields.number(_U8, "flags"),
         commit_lsn=fields.number(_U64, "commit LSN"),
@@ -322,7 +335,7 @@ def parse_commit(data: bytes | memoryview, lsn: int = 0) -> Commit:
 
 def parse_origin(data: bytes | memoryview, lsn: int = 0) -> Origin:
     """An Origin message."""
-    fields = _Fields(data, ORIGIN, "Origin", lsn)
+    fields = Fields(data, ORIGIN, "Origin", lsn)
     origin = Origin(lsn=fields.number(_U64, "LSN"), name=fields.text("name"))
     fields.finish()
     return origin
@@ -330,7 +343,7 @@ def parse_origin(data: bytes | memoryview, lsn: int = 0) -> Origin:
 
 def parse_relation(data: bytes | memoryview, lsn: int = 0) -> Relation:
     """A Relation message: the shape in which the rows of a table come from now on."""
-    fields = _Fields(data, RELATION, "Relation", lsn)
+    fields = Fields(data, RELATION, "Relation", lsn)
     oid = fields.number(_U32, "oid")
     namespace = _namespace(fields)
     name = fields.text("name")
@@ -342,7 +355,7 @@ def parse_relation(data: bytes | memoryview, lsn: int = 0) -> Relation:
     return Relation(oid, namespace, name, chr(identity), columns)
 
 
-def _column(fields: _Fields, label: str) -> Column:
+def _column(fields: Fields, label: str) -> Column:
     is_key = bool(fields.number(_U8, f"{label} flags") & 1)
     return Column(
         name=fields.text(f"{label} name"),
@@ -354,20 +367,20 @@ def _column(fields: _Fields, label: str) -> Column:
 
 def parse_type(data: bytes | memoryview, lsn: int = 0) -> Type:
     """A Type message."""
-    fields = _Fields(data, TYPE, "Type", lsn)
+    fields = Fields(data, TYPE, "Type", lsn)
     described = Type(oid=fields.number(_U32, "oid"), namespace=_namespace(fields), name=fields.text("name"))
     fields.finish()
     return described
 
 
-def _namespace(fields: _Fields) -> str:
+def _namespace(fields: Fields) -> str:
     # The server saves bytes: it sends nothing for the one schema that every database has.
     return fields.text("namespace") or "pg_catalog"
 
 
 def parse_truncate(data: bytes | memoryview, lsn: int = 0) -> Truncate:
     """A Truncate message."""
-    fields = _Fields(data, TRUNCATE, "Truncate", lsn)
+    fields = Fields(data, TRUNCATE, "Truncate", lsn)
     count = fields.count(_I32, "relation count")
     options = fields.number(_U8, "options")
     oids = tuple(fields.number(_U32, f"relation {index + 1} oid") for index in range(count))
@@ -377,7 +390,7 @@ def parse_truncate(data: bytes | memoryview, lsn: int = 0) -> Truncate:
 
 def parse_message(data: bytes | memoryview, lsn: int = 0) -> Message:
     """A Message message: the content is the application's bytes."""
-    fields = _Fields(data, MESSAGE, "Message", lsn)
+    fields = Fields(data, MESSAGE, "Message", lsn)
     transactional = bool(fields.number(_U8, "flags") & 1)
     written_at = fields.number(_U64, "LSN")
     prefix = fields.text("prefix")

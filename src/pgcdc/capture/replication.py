@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import psycopg
 from psycopg import pq
 
-from pgcdc.capture.database import quote_identifier, quote_literal
+from pgcdc.capture.database import quote_identifier
 from pgcdc.capture.messages import POSTGRES_EPOCH_US, encode_status_update
 from pgcdc.errors import ConnectionLost, GapError, SourceError
 from pgcdc.position import format_lsn
@@ -19,6 +19,8 @@ from pgcdc.position import format_lsn
 __all__ = ["ReplicationStream"]
 
 _LOST_PUBLICATION = "skipped loading publication"
+_REFUSED_OPTION = {"0A000", "22023", "42601", "XX000"}
+"""How the plugin says that it does not know an option (an internal error, to it), its value, or the protocol version."""
 
 
 class ReplicationStream:
@@ -31,12 +33,8 @@ class ReplicationStream:
         self._fatal_notice: str | None = None
         self._pgconn.notice_handler = self._take_notice
 
-    def start(self, slot: str, lsn: int, publications: Sequence[str], *, messages: bool = False) -> None:
-        """START_REPLICATION from `lsn` (0: from what the slot has confirmed)."""
-        names = quote_literal(",".join(quote_identifier(name) for name in publications))
-        options = ["proto_version '1'", f"publication_names {names}"]
-        if messages:
-            options.append("messages 'true'")
+    def start(self, slot: str, lsn: int, options: Sequence[str]) -> None:
+        """START_REPLICATION from `lsn` (0: from what the slot has confirmed), with these options of the plugin."""
         command = f"START_REPLICATION SLOT {quote_identifier(slot)} LOGICAL {format_lsn(lsn)} ({', '.join(options)})"
         result = self._pgconn.exec_(command.encode())
         if result.status != pq.ExecStatus.COPY_BOTH:
@@ -146,6 +144,11 @@ def _start_error(slot: str, result: pq.abc.PGresult) -> Exception:
             f"slot {slot!r} cannot be read any more: {text}",
             "The server discarded WAL that was not delivered yet (see max_slot_wal_keep_size). "
             "Drop the slot and start again with a new state directory (and copy the existing rows)",
+        )
+    if state in _REFUSED_OPTION:
+        return SourceError(
+            f"the server refuses an option of the stream: {text} (SQLSTATE {state})",
+            "Nothing was read. Leave the option out (streaming, messages, two_phase, origin, binary), or upgrade the server",
         )
     return SourceError(f"START_REPLICATION was refused: {text} (SQLSTATE {state})", "See the server's log")
 

@@ -13,13 +13,18 @@ import struct
 from collections.abc import Callable
 from typing import Final, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from pgcdc.capture.messages import DELETE, INSERT, UPDATE, decode_error, show_byte, truncated_error
 from pgcdc.errors import DecodeError
 from pgcdc.spool.schema import CHANGES, OldKind, Op
 
-__all__ = ["PythonRowBuffer", "RowBuffer", "decoder_name", "new_row_buffer"]
+__all__ = ["PythonRowBuffer", "RowBuffer", "Runs", "decoder_name", "new_row_buffer"]
+
+Runs = npt.NDArray[np.uint32]
+"""Two columns: the first change of a run, and the xid of all its changes."""
 
 
 class RowBuffer(Protocol):
@@ -36,14 +41,26 @@ class RowBuffer(Protocol):
     def define(self, oid: int, relation: int, columns: int) -> None:
         """From now on the rows of table `oid` are of this relation version. Outlives `take` and `discard`."""
 
-    def add(self, message: bytes | memoryview, ordinal: int, lsn: int = 0) -> None:
-        """Append the change of one Insert, Update or Delete message, tag byte included. `lsn` is for the error."""
+    def forget(self) -> None:
+        """No table is defined any more."""
 
-    def add_truncate(self, oid: int, ordinal: int, lsn: int = 0) -> None:
+    def limit(self, rows: int, nbytes: int) -> None:
+        """How much makes it full. Outlives `take` and `discard`."""
+
+    def add(self, message: bytes | memoryview, ordinal: int, lsn: int = 0, streamed: bool = False) -> bool:
+        """Append the change of one Insert, Update or Delete message, tag byte included; True if that made it full.
+
+        If `streamed`, the xid of the (sub)transaction follows the tag. `lsn` is for the error.
+        """
+
+    def add_truncate(self, oid: int, ordinal: int, lsn: int = 0, xid: int = 0) -> None:
         """Append the truncation of one table."""
 
-    def add_message(self, prefix: str, content: bytes, ordinal: int, sub: int, lsn: int = 0) -> None:
+    def add_message(self, prefix: str, content: bytes, ordinal: int, sub: int, lsn: int = 0, xid: int = 0) -> None:
         """Append a logical message: its content is the one value of `new`."""
+
+    def runs(self) -> Runs:
+        """Which (sub)transactions the changes held are of: (first change, xid) of each run; empty if none was streamed."""
 
     def take(self) -> pa.RecordBatch:
         """Everything held, in the schema CHANGES, oldest first; nothing is held afterwards."""
@@ -84,6 +101,8 @@ class PythonRowBuffer:
         self._rows: list[_Row] = []
         self._wire_bytes = 0
         self._nulls = 0
+        self._runs: list[tuple[int, int]] = []
+        self._full_rows = self._full_bytes = 2**62
 
     @property
     def rows(self) -> int:
@@ -101,7 +120,15 @@ class PythonRowBuffer:
             raise column_count_error(columns)
         self._tables[oid] = relation, columns
 
-    def add(self, message: bytes | memoryview, ordinal: int, lsn: int = 0) -> None:
+    def forget(self) -> None:
+        """No table is defined any more."""
+        self._tables.clear()
+
+    def limit(self, rows: int, nbytes: int) -> None:
+        """How much makes it full."""
+        self._full_rows, self._full_bytes = rows, nbytes
+
+    def add(self, message: bytes | memoryview, ordinal: int, lsn: int = 0, streamed: bool = False) -> bool:
         """Append the change of one Insert, Update or Delete message."""
         data = bytes(message)
         if not data:
@@ -111,7 +138,12 @@ class PythonRowBuffer:
             raise decode_error("Row", "tag", f"is unknown: {show_byte(op)}", lsn)
         self._check_room(_NAMES[op], len(data), lsn)
         scan = _Scan(data, _NAMES[op], lsn)
-        oid = scan.oid()
+        xid = 0
+        if streamed:
+            xid = scan.number("xid")
+            if not xid:
+                raise no_xid_error(_NAMES[op], lsn)
+        oid = scan.number("relation oid")
         if oid not in self._tables:
             raise unknown_relation_error(_NAMES[op], oid, lsn)
         relation, columns = self._tables[oid]
@@ -128,22 +160,28 @@ class PythonRowBuffer:
                 scan.tuple_tag(b"N")
             new = scan.values("new", columns)
         scan.finish()
-        self._keep((ordinal, 0, op, relation, new, old, old_kind, scan.unchanged or None, None), len(data), scan.nulls)
+        row = (ordinal, 0, op, relation, new, old, old_kind, scan.unchanged or None, None)
+        self._keep(row, len(data), scan.nulls, xid)
+        return len(self._rows) >= self._full_rows or self.nbytes >= self._full_bytes
 
-    def add_truncate(self, oid: int, ordinal: int, lsn: int = 0) -> None:
+    def add_truncate(self, oid: int, ordinal: int, lsn: int = 0, xid: int = 0) -> None:
         """Append the truncation of one table."""
         if oid not in self._tables:
             raise unknown_relation_error("Truncate", oid, lsn)
         relation, _ = self._tables[oid]
-        self._keep((ordinal, 0, Op.TRUNCATE, relation, None, None, OldKind.NONE, None, None), 0, 0)
+        self._keep((ordinal, 0, Op.TRUNCATE, relation, None, None, OldKind.NONE, None, None), 0, 0, xid)
 
-    def add_message(self, prefix: str, content: bytes, ordinal: int, sub: int, lsn: int = 0) -> None:
+    def add_message(self, prefix: str, content: bytes, ordinal: int, sub: int, lsn: int = 0, xid: int = 0) -> None:
         """Append a logical message."""
         if not 0 <= sub <= _MAX_SUB:
             raise sub_ordinal_error(sub, lsn)
         size = 1 + len(prefix.encode()) + len(content)
         self._check_room("Message", size, lsn)
-        self._keep((ordinal, sub, Op.MESSAGE, -1, [content], None, OldKind.NONE, None, prefix), size, 0)
+        self._keep((ordinal, sub, Op.MESSAGE, -1, [content], None, OldKind.NONE, None, prefix), size, 0, xid)
+
+    def runs(self) -> Runs:
+        """Which (sub)transactions the changes held are of."""
+        return np.array(self._runs, np.uint32).reshape(-1, 2)
 
     def take(self) -> pa.RecordBatch:
         """Everything held, in the schema CHANGES."""
@@ -156,6 +194,7 @@ class PythonRowBuffer:
     def discard(self) -> None:
         """Drop everything held."""
         self._rows.clear()
+        self._runs.clear()
         self._wire_bytes = 0
         self._nulls = 0
 
@@ -163,7 +202,9 @@ class PythonRowBuffer:
         if size > self._max_held - self._wire_bytes:
             raise too_much_held_error(name, size, self._wire_bytes, self._max_held, lsn)
 
-    def _keep(self, row: _Row, wire_bytes: int, nulls: int) -> None:
+    def _keep(self, row: _Row, wire_bytes: int, nulls: int, xid: int) -> None:
+        if xid and (not self._runs or self._runs[-1][1] != xid):
+            self._runs.append((len(self._rows), xid))
         self._rows.append(row)
         self._wire_bytes += wire_bytes
         self._nulls += nulls
@@ -182,11 +223,11 @@ class _Scan:
         self.nulls = 0
         self.unchanged: list[int] = []
 
-    def oid(self) -> int:
-        self._need("relation oid", 4)
-        oid: int = _U32.unpack_from(self._data, self._at)[0]
+    def number(self, field: str) -> int:
+        self._need(field, 4)
+        number: int = _U32.unpack_from(self._data, self._at)[0]
         self._at += 4
-        return oid
+        return number
 
     def tuple_tag(self, allowed: bytes) -> int:
         self._need("tuple tag", 1)
@@ -254,6 +295,11 @@ def value_field(side: str, index: int, part: str) -> str:
 def unknown_relation_error(name: str, oid: int, lsn: int) -> DecodeError:
     """A row of a table that no Relation message has described."""
     return decode_error(name, "relation oid", f"{oid} was not described by a Relation message", lsn)
+
+
+def no_xid_error(name: str, lsn: int) -> DecodeError:
+    """A streamed message that is of no transaction."""
+    return decode_error(name, "xid", "is 0", lsn)
 
 
 def tuple_tag_error(name: str, tag: int, allowed: bytes, lsn: int) -> DecodeError:

@@ -16,7 +16,7 @@ from typing import Any
 import psycopg
 from psycopg import pq
 
-from pgcdc.capture.database import Connection, explain_errors, quote_identifier
+from pgcdc.capture.database import Connection, explain_errors, quote_identifier, quote_literal
 from pgcdc.errors import ConfigError, ConnectionLost, GapError, PgcdcError, SourceError
 from pgcdc.position import format_lsn, parse_lsn
 
@@ -29,6 +29,7 @@ __all__ = [
     "create_slot",
     "drop_slot",
     "get_slot",
+    "is_two_phase",
     "list_slots",
 ]
 
@@ -154,6 +155,14 @@ def check_usable(slot: SlotInfo, database: str) -> None:
         )
 
 
+@explain_errors("look at the replication slot")
+def is_two_phase(replication: Connection, name: str) -> bool:
+    """Whether the slot decodes prepared transactions at their PREPARE; also where the connection is a walsender."""
+    query = f"SELECT to_jsonb(s) -> 'two_phase' FROM pg_replication_slots s WHERE slot_name = {quote_literal(name)}"
+    row = replication.execute(query.encode()).fetchone()  # no parameters: a walsender has only the simple protocol
+    return bool(row and row[0])
+
+
 @explain_errors("drop the slot")
 def drop_slot(conn: Connection, name: str) -> None:
     """Drop a slot that nobody is reading."""
@@ -183,6 +192,7 @@ def create_slot(
     name: str,
     *,
     temporary: bool = False,
+    two_phase: bool = False,
     monitor: Connection | None = None,
     on_wait: Callable[[list[OpenTransaction]], None] | None = None,
 ) -> int:
@@ -194,7 +204,12 @@ def create_slot(
     """
     check_slot_name(name)
     is_new = replication.info.server_version >= NEW_SYNTAX_SINCE
-    options = "(SNAPSHOT 'nothing')" if is_new else "NOEXPORT_SNAPSHOT"
+    if two_phase and not is_new:
+        raise SourceError(
+            f"two-phase decoding needs PostgreSQL 15, and this server is {replication.info.server_version // 10000}",
+            "Leave two_phase out, or upgrade the server",
+        )
+    options = f"(SNAPSHOT 'nothing'{', TWO_PHASE' if two_phase else ''})" if is_new else "NOEXPORT_SNAPSHOT"
     kind = "TEMPORARY LOGICAL" if temporary else "LOGICAL"
     replication.pgconn.send_query(
         f"CREATE_REPLICATION_SLOT {quote_identifier(name)} {kind} {PLUGIN} {options}".encode()

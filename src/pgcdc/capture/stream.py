@@ -17,6 +17,7 @@ import select
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,9 +28,10 @@ from pgcdc.capture import messages as wire
 from pgcdc.capture.assemble import Assembler
 from pgcdc.capture.batch import CaptureBatch
 from pgcdc.capture.database import connect
+from pgcdc.capture.protocol import StreamOptions, plugin_options, streaming_mode
 from pgcdc.capture.replication import ReplicationStream
-from pgcdc.capture.slots import create_slot
-from pgcdc.errors import ConnectionLost
+from pgcdc.capture.slots import create_slot, is_two_phase
+from pgcdc.errors import ConnectionLost, SourceError
 from pgcdc.position import format_lsn
 from pgcdc.relation import Relations
 
@@ -60,7 +62,7 @@ class Capture:
         spill_dir: Path | None = None,
         application_name: str = "pgcdc",
         temporary: bool = False,
-        messages: bool = False,
+        options: StreamOptions | None = None,
         fail_fast: bool = False,
         on_notice: Callable[[str], None] | None = None,
         check: Callable[[Connection], None] | None = None,
@@ -72,7 +74,7 @@ class Capture:
         self._publications = tuple(publications)
         self._application_name = application_name
         self._temporary = temporary
-        self._messages = messages
+        self._options = options or StreamOptions()
         self._fail_fast = fail_fast
         self._on_notice = on_notice
         self._stream: ReplicationStream | None = None
@@ -84,7 +86,9 @@ class Capture:
         )
         self.wal_end = start_lsn
         """How far the server has told us its WAL goes."""
-        self.confirmed_lsn = confirmed_lsn
+        self.confirmed_lsn = 0
+        """What the server may forget: less than what is durable while transactions are prepared (two-phase commit)."""
+        self._durable_lsn = confirmed_lsn
         self.target_lsn = 0
         """When set, idle progress up to here is reported at once instead of every 10 s."""
         self.received = 0
@@ -104,18 +108,39 @@ class Capture:
         try:
             if self._check is not None:
                 self._check(connection)
+            version = connection.info.server_version
+            self._options.check(version)
+            two_phase = self._options.two_phase
             if self._temporary:
-                lsn = create_slot(connection, self._slot, temporary=True)
+                lsn = create_slot(connection, self._slot, temporary=True, two_phase=two_phase)
                 self._assembler.begin_at(lsn)
-                self._handed_out = self.confirmed_lsn = lsn
+                self._handed_out = self._durable_lsn = self.confirmed_lsn = lsn
+            else:
+                two_phase = self._check_two_phase(connection)
             stream = ReplicationStream(connection, self._on_notice)
-            stream.start(self._slot, self._assembler.last_lsn, self._publications, messages=self._messages)
+            options = replace(self._options, two_phase=two_phase)
+            mode = streaming_mode(version, options)
+            self._assembler.begin(parallel=mode == "parallel", two_phase=two_phase, binary=options.binary)
+            # A transaction that was prepared before what we have read comes again only if we begin before its PREPARE.
+            start_lsn = 0 if two_phase else self._assembler.last_lsn
+            stream.start(self._slot, start_lsn, plugin_options(version, self._publications, options))
         except BaseException:
             connection.close()
             raise
         self._stream = stream
+        self.confirmed_lsn = max(self.confirmed_lsn, self._assembler.confirmable(self._durable_lsn))
         self._status_due = 0.0
         self._advance_due = time.monotonic() + ADVANCE_INTERVAL_S
+
+    def _check_two_phase(self, connection: Connection) -> bool:
+        """Whether the slot decodes prepared transactions: it does so from its creation on, whoever reads it."""
+        two_phase = is_two_phase(connection, self._slot)
+        if self._options.two_phase and not two_phase:
+            raise SourceError(
+                f"slot {self._slot!r} was made without two-phase decoding (pg_replication_slots.two_phase)",
+                "Leave two_phase out, or use a new slot that is created with two_phase",
+            )
+        return two_phase
 
     def disconnect(self) -> None:
         """Close the connection at once and forget the open transaction; what was committed stays to be handed out."""
@@ -149,7 +174,7 @@ class Capture:
 
         Without `drain`, only full batches are handed out: nobody waits, so let small transactions gather.
         """
-        self._assembler.seal_rows = limit
+        self._assembler.limit(limit)
         batch = self._assembler.pop(drain=False)
         if batch is None:
             self.is_drained = self._pump()
@@ -175,12 +200,15 @@ class Capture:
             self._stream.send_status(self._written_lsn(), self.confirmed_lsn, reply_requested=True)
 
     def send_feedback(self, lsn: int) -> None:
-        """Tell the server that everything up to `lsn`, the `last_lsn` of a batch, is durable and never needed again."""
+        """Tell the server that everything up to `lsn`, the `last_lsn` of a batch, is durable and never needed again.
+
+        While a transaction is prepared whose outcome is not durable, the server is told less: see `confirmed_lsn`.
+        """
         if lsn > self._handed_out:
             raise ValueError(
                 f"{format_lsn(lsn)} was never handed out: the last batch ended at {format_lsn(self._handed_out)}"
             )
-        self.confirmed_lsn = max(self.confirmed_lsn, lsn)
+        self._durable_lsn = max(self._durable_lsn, lsn)
         if self._stream is not None:
             self._send_status()
 
@@ -249,6 +277,7 @@ class Capture:
     def _take_keepalive(self, data: memoryview | bytes) -> None:
         keepalive = wire.parse_keepalive(data)
         self.wal_end = max(self.wal_end, keepalive.wal_end)
+        self._assembler.see(keepalive.wal_end)
         if keepalive.reply_requested:
             self._reply_now = True
             self._advance_due = 0.0
@@ -268,6 +297,7 @@ class Capture:
 
     def _send_status(self) -> None:
         assert self._stream is not None
+        self.confirmed_lsn = max(self.confirmed_lsn, self._assembler.confirmable(self._durable_lsn))
         self._stream.send_status(self._written_lsn(), self.confirmed_lsn)
         self._reply_now = False
         self._status_due = time.monotonic() + self.status_interval_s
@@ -279,17 +309,23 @@ def open_capture(
     slot: str,
     publication: str | Sequence[str],
     temporary: bool = False,
+    streaming: bool = True,
     messages: bool = False,
+    two_phase: bool = False,
+    origin: str = "any",
+    binary: bool = False,
     fail_fast: bool = False,
     spill_dir: Path | None = None,
 ) -> Capture:
     """Connect to an existing slot (a temporary one is created) and start reading it.
 
     The slot keeps our place: after a crash the next capture begins with what was not confirmed by `send_feedback`.
+    What the server is asked for (`streaming`, `messages`, `two_phase`, `origin`, `binary`) is described in `StreamOptions`.
     """
     names = [publication] if isinstance(publication, str) else list(publication)
+    options = StreamOptions(streaming, messages, two_phase, origin, binary)
     capture = Capture(
-        url, slot=slot, publications=names, temporary=temporary, messages=messages, fail_fast=fail_fast,
+        url, slot=slot, publications=names, temporary=temporary, options=options, fail_fast=fail_fast,
         spill_dir=spill_dir,
     )  # fmt: skip
     capture.connect()

@@ -57,7 +57,7 @@ class SpoolWriter:
         """END lsn of the last transaction that is here completely: where the stream has to go on."""
         self._recover(base)
         self._index = open(chunk_path(folder, self._chunk), "ab", buffering=0)  # noqa: SIM115
-        for stray in [*folder.glob("pending-*.arrow"), *folder.glob("*.partial")]:
+        for stray in {*folder.glob("pending-*"), *folder.glob("*.partial")}:
             stray.unlink()
 
     def append(self, batch: CaptureBatch) -> None:
