@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date, datetime
 
 import pytest
@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from pgcdc.capture.binary import BUILT_IN, BinaryDecoder, TypeCatalog, to_text, unsupported
 from pgcdc.capture.database import Connection, connect
+from pgcdc.capture.messages import parse_pgoutput
 from pgcdc.errors import DecodeError
 from pgcdc.playground.postgres import EmbeddedPostgres
+from pgcdc.relation import Column, Relation
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,18 @@ def test_every_built_in_type_is_converted_or_refused(conn: Connection) -> None:
     scalar = {oid for oid, info in BUILT_IN.types.items() if info.output != "array_out"}
     untested = {BUILT_IN.name(oid) for oid in scalar - tested} - refused
     assert untested == {"record", "xml"}  # rows are tested above; the embedded server has no XML
+
+
+def test_an_older_server_writes_the_same_except_for_what_it_does_not_have() -> None:
+    extremes = "2147483647 mons 2147483647 days 9223372036854775807 microseconds"
+    with EmbeddedPostgres.temporary(version=16) as server, connect(server.url()) as conn:
+        catalog = TypeCatalog.load(conn)
+        assert {oid: catalog.types.get(oid) for oid in BUILT_IN.types} == BUILT_IN.types
+        decoder = BinaryDecoder(catalog)
+        for name, values in VALUES.items():
+            known = [value for value in values if not (name == "interval" and "infinity" in value)]
+            rows = cast_both(conn, name, [*known, extremes] if name == "interval" else known)
+            assert [decoder.to_text(oid, raw) for oid, _, raw in rows] == [text for _, text, _ in rows], name
 
 
 # Random values, in bulk.
@@ -317,3 +331,53 @@ def test_unsupported_types_are_named_with_their_reason(database: Database) -> No
         ("money", "how money is written depends on the server's locale (lc_monetary)"),
         ("with oid 4000000000", "the type with oid 4000000000 is not known"),
     ]
+
+
+# Through pgoutput.
+
+_ROWS = """
+CREATE TYPE mood AS ENUM ('ok', 'sad, very');
+CREATE DOMAIN positive AS numeric(10, 2);
+CREATE TYPE pair AS (a text, b positive);
+CREATE TABLE things (
+    id int8 PRIMARY KEY, name text, feeling mood, price positive, both_ pair, pairs pair[], at timestamptz, span interval,
+    tags text[], doc jsonb, ratio float8, grants aclitem, large text);
+ALTER TABLE things ALTER large SET STORAGE EXTERNAL, REPLICA IDENTITY FULL;
+CREATE PUBLICATION things FOR TABLE things;
+"""
+
+_CHANGES = """
+INSERT INTO things VALUES (1, 'a "b"', 'sad, very', 1.5, ROW('x,y', 2), ARRAY[ROW('', NULL)::pair, NULL],
+    '2024-01-02 03:04:05.6+00', '1 year -2 days 03:00', '{a,NULL,"c d"}', '{"a": 1.50}',
+    1e23, 'postgres=r/postgres', repeat('x', 10000));
+INSERT INTO things (id) VALUES (2);
+UPDATE things SET name = NULL, at = 'infinity' WHERE id = 1;
+ALTER TABLE things REPLICA IDENTITY DEFAULT;
+UPDATE things SET ratio = -0.0 WHERE id = 1;
+UPDATE things SET id = 3 WHERE id = 1;
+DELETE FROM things WHERE id = 3;
+"""
+
+
+def test_rows_of_pgoutput_are_the_same_with_and_without_binary(database: Database) -> None:
+    with connect(database.url) as conn:
+        conn.execute(_ROWS)
+        conn.execute("SELECT pg_create_logical_replication_slot('both', 'pgoutput')")
+        for change in _CHANGES.strip().split(";\n"):
+            conn.execute(change.encode())
+        peek = """SELECT data FROM pg_logical_slot_peek_binary_changes('both', NULL, NULL,
+            'proto_version', '1', 'publication_names', 'things', 'binary', %s)"""
+        texts, binaries = ([row[0] for row in conn.execute(peek, [form]).fetchall()] for form in ("false", "true"))
+        decoder = BinaryDecoder(TypeCatalog.load(conn))
+    columns: Sequence[Column] = ()
+    operations = ""
+    assert len(texts) == len(binaries)
+    for text, binary in zip(texts, binaries, strict=True):
+        parsed = None if text[:1] in b"IUD" else parse_pgoutput(text)
+        if isinstance(parsed, Relation):
+            columns = parsed.columns
+        if parsed is None:
+            operations += chr(text[0])
+            assert decoder.rewrite_row(binary, columns) == text
+            assert binary != text
+    assert operations == "IIUUUD"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import time
 
@@ -105,15 +106,25 @@ def test_a_type_that_cannot_be_converted_is_named_with_advice() -> None:
 
 
 def test_char_of_older_servers_is_its_byte() -> None:
-    older = BinaryDecoder(TypeCatalog(BUILT_IN.types, 150000))
+    older = BinaryDecoder(TypeCatalog(BUILT_IN.types, 140000))
     assert [older.to_text(18, byte) for byte in (b"\0", b"a", b"\xe9")] == [b"", b"a", b"\xe9"]
     assert to_text(18, b"\xe9") == b"\\351"
 
 
 # Bytes that a server with these extensions sent, and what it wrote.
 _RECORDED: list[tuple[str, str, bytes, bytes]] = [
-    ("xml_out", "xml_send", b'<?xml version="1.0" standalone="yes"?><a>\xc3\xa9</a>', b""),
-    ("hstore:hstore_out", "hstore:hstore_send", b"", b""),
+    ("xml_out", "xml_send", b'<?xml version="1.1"?>\n<a>\xc3\xa9</a>', b'<?xml version="1.1"?>\n<a>\xc3\xa9</a>'),
+    ("hstore:hstore_out", "hstore:hstore_send", b"\0\0\0\0", b""),
+    (
+        "hstore:hstore_out",
+        "hstore:hstore_send",
+        b'\0\0\0\3\0\0\0\1a\0\0\0\0011\0\0\0\2\xc3\xa9\0\0\0\0\0\0\0\6q"\\\\ b\xff\xff\xff\xff',
+        b'"a"=>"1", "\xc3\xa9"=>"", "q\\"\\\\\\\\ b"=>NULL',
+    ),
+    ("ltree:ltree_out", "ltree:ltree_send", b"\1a.b.c", b"a.b.c"),
+    ("ltree:ltree_out", "ltree:ltree_send", b"\1", b""),
+    ("ltree:lquery_out", "ltree:lquery_send", b"\1*.a|b{1,2}.!c@*", b"*.a|b{1,2}.!c@*"),
+    ("ltree:ltxtq_out", "ltree:ltxtq_send", b"\1a & !b* | c@ & d", b"a & !b* | c@ & d"),
 ]
 
 
@@ -161,10 +172,8 @@ def test_any_bytes_give_text_or_a_decode_error(oid: int, data: bytes) -> None:
 def test_any_bytes_in_a_row_give_a_row_or_a_decode_error(data: bytes, at: int, patch: bytes) -> None:
     row = as_binary(ROWS["update_with_old"][0])
     for message in (data, row[:at] + patch + row[at + len(patch) :]):
-        try:
+        with contextlib.suppress(DecodeError):
             rewrite_row(message, COLUMNS)
-        except DecodeError:
-            pass
 
 
 def test_deep_nesting_is_a_decode_error_and_not_a_crash() -> None:

@@ -97,7 +97,11 @@ _RANGE = "range_out", "range_send"
 _MULTIRANGE = "multirange_out", "multirange_send"
 _WORD_LISTS = ("int2vectorout", "int2vectorsend"), ("oidvectorout", "oidvectorsend")
 
-_CHAR_IS_OCTAL_SINCE = 160000
+_OLDER: Final[dict[tuple[str, str], tuple[int, Converter]]] = {
+    ("charout", "charsend"): (150000, numbers.older_char_text),
+    ("interval_out", "interval_send"): (170000, times.finite_interval_text),
+}
+"""What was written otherwise until a version."""
 
 _NAMES: Final = {INSERT: "Insert", UPDATE: "Update", DELETE: "Delete"}
 _TUPLE_TAGS: Final = {INSERT: b"N", UPDATE: b"KON", DELETE: b"KO"}
@@ -189,8 +193,8 @@ class BinaryDecoder:
 
 def _choose_converter(info: TypeInfo, convert: nested.Convert, server_version: int) -> Converter | None:
     functions = info.output, info.send or ""
-    if functions == ("charout", "charsend") and server_version < _CHAR_IS_OCTAL_SINCE:
-        return lambda data: data if data != b"\0" else b""
+    if functions in _OLDER and server_version < _OLDER[functions][0]:
+        return _OLDER[functions][1]
     if functions in _SCALARS:
         return _SCALARS[functions]
     if functions == _ARRAY:

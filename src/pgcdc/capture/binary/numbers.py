@@ -13,8 +13,9 @@ import struct
 from pgcdc.capture.binary.reader import Damaged, Reader, unpack
 
 __all__ = [
-    "bool_text", "char_text", "float4_text", "float8_text", "format_float4", "format_float8", "halfvec_text", "int2_text",
-    "int4_text", "int8_text", "numeric_text", "sparsevec_text", "uint32_text", "uint64_text", "vector_text",
+    "bool_text", "char_text", "float4_text", "float8_text", "format_float4", "format_float8", "halfvec_text",
+    "int2_text", "int4_text", "int8_text", "numeric_text", "older_char_text", "sparsevec_text", "uint32_text",
+    "uint64_text", "vector_text",
 ]  # fmt: skip
 
 _I16, _I32, _I64 = struct.Struct("!h"), struct.Struct("!i"), struct.Struct("!q")
@@ -41,6 +42,11 @@ def char_text(data: bytes) -> bytes:
     if len(data) != 1:
         raise Damaged(f"has {len(data)} bytes, not 1")
     return data if 0 < data[0] < 0x80 else b"\\%03o" % data[0] if data[0] else b""
+
+
+def older_char_text(data: bytes) -> bytes:
+    """The type "char" before PostgreSQL 15: the byte as it is."""
+    return data if char_text(data) else b""
 
 
 def int2_text(data: bytes) -> bytes:

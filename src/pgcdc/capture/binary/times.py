@@ -9,7 +9,15 @@ import struct
 
 from pgcdc.capture.binary.reader import Damaged, unpack
 
-__all__ = ["date_text", "interval_text", "time_text", "timestamp_text", "timestamptz_text", "timetz_text"]
+__all__ = [
+    "date_text",
+    "finite_interval_text",
+    "interval_text",
+    "time_text",
+    "timestamp_text",
+    "timestamptz_text",
+    "timetz_text",
+]
 
 _I32, _I64 = struct.Struct("!i"), struct.Struct("!q")
 _TIMETZ = struct.Struct("!qi")
@@ -70,11 +78,13 @@ def timestamptz_text(data: bytes) -> bytes:
 
 
 def interval_text(data: bytes) -> bytes:
-    """Microseconds, days and months: each has its own sign."""
-    fields = unpack(_INTERVAL, data)
-    if fields in _INFINITE_INTERVALS:
-        return _INFINITE_INTERVALS[fields]
-    time, days, months = fields
+    """Microseconds, days and months: each has its own sign. Their extremes together are infinity."""
+    return _INFINITE_INTERVALS.get(unpack(_INTERVAL, data)) or finite_interval_text(data)
+
+
+def finite_interval_text(data: bytes) -> bytes:
+    """An interval before PostgreSQL 17, which had no infinite ones."""
+    time, days, months = unpack(_INTERVAL, data)
     years, months = _divide(months, 12)
     hours, rest = _divide(time, _HOUR)
     minutes, rest = _divide(rest, 60 * _SECOND)
