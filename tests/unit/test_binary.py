@@ -134,6 +134,47 @@ def test_recorded_values_of_extensions(output: str, send: str, raw: bytes, text:
     assert decoder.to_text(1, raw) == text
 
 
+_MINUS_ONE = b"\xff\xff\xff\xff"
+_DAMAGED: list[tuple[int, bytes, str]] = [
+    (INT4, b"\0" * 5, "int4 has 5 bytes, not 4"),
+    (1700, struct.pack("!HhHHH", 1, 0, 0, 0, 1) + b"!", "numeric is followed by 1 bytes"),
+    (1700, struct.pack("!HhHHH", 1, 0, 0, 0, 10000), "above 9999"),
+    (1700, struct.pack("!HhHH", 0, 0, 0x1234, 0), "unknown sign: 0x1234"),
+    (1700, struct.pack("!HhHHH", 2, 0, 0, 0, 1), "truncated: needs 4 bytes at 8, 2 are left"),
+    (3614, _MINUS_ONE, "tsvector claims -1 items"),
+    (3614, struct.pack("!i", 1) + b"abc", "without its NUL"),
+    (3614, struct.pack("!i", 1) + b"a\0\0\0!", "followed by 1 bytes"),
+    (3615, _MINUS_ONE, "tsquery claims -1 items"),
+    (3615, struct.pack("!i", 1) + b"\2\1", "operator without operands"),
+    (3615, struct.pack("!i", 2) + b"\1\0\0a\0" * 2, "operands without an operator"),
+    (604, _MINUS_ONE, "polygon claims -1 items"),
+    (604, struct.pack("!i", 2**31 - 1), "polygon claims 2147483647 items"),
+    (602, b"\2" + struct.pack("!i", 0), "neither open nor closed"),
+    (1562, struct.pack("!i", 9) + b"\0", "claims 9 bits in 1 bytes"),
+    (869, b"\2\x21\0\4\0\0\0\0", "33 bits"),
+    (869, b"\2\x20\0\4\0\0\0\0!", "followed by 1 bytes"),
+    (1083, struct.pack("!q", -1), "no time of a day"),
+    (3802, b"\2{}", "version 1 but 2"),
+    (1007, struct.pack("!iiI", 7, 0, INT4), "claims 7 dimensions"),
+    (1007, struct.pack("!iiIii", 1, 0, INT4, -1, 1), "claims -1 elements"),
+    (1007, struct.pack("!iiIii", 1, 0, INT4, 2**31 - 1, 1), "truncated"),
+    (1007, struct.pack("!iiIiii", 1, 0, INT4, 1, 1, -2), "part of -2 bytes"),
+    (1007, struct.pack("!iiIiii", 1, 0, INT4, 1, 1, -1) + b"!", "followed by 1 bytes"),
+    (2249, _MINUS_ONE, "record claims -1 items"),
+    (2249, struct.pack("!iIi", 1, INT4, -1) + b"!", "followed by 1 bytes"),
+    (3904, b"\1!", "followed by 1 bytes"),
+    (3904, b"\2" + _MINUS_ONE, "bound that is NULL"),
+    (4451, struct.pack("!ii", 1, -1) + b"!", "range that is NULL"),
+    (2970, struct.pack("!iqq", 1, 1, 1), "claims 1 transactions"),
+]
+
+
+@pytest.mark.parametrize(("oid", "data", "problem"), _DAMAGED)
+def test_a_damaged_value_says_what_is_wrong(oid: int, data: bytes, problem: str) -> None:
+    with pytest.raises(DecodeError, match=problem):
+        to_text(oid, data)
+
+
 # Any bytes at all.
 
 _ALL_TYPES = sorted(BUILT_IN.types)
