@@ -1,0 +1,17 @@
+"""The binary form of values, as pgoutput sends it with the option `binary`, and back to PostgreSQL's text."""
+
+from __future__ import annotations
+
+from pgcdc.capture.binary.catalog import BUILT_IN, TypeCatalog, TypeInfo
+from pgcdc.capture.binary.decoder import BinaryDecoder, Unsupported, rewrite_row, to_text, unsupported
+
+__all__ = [
+    "BUILT_IN",
+    "BinaryDecoder",
+    "TypeCatalog",
+    "TypeInfo",
+    "Unsupported",
+    "rewrite_row",
+    "to_text",
+    "unsupported",
+]
