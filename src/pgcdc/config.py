@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
+from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.selection import split_outside_quotes
 from pgcdc.errors import ConfigError
 from pgcdc.stream.options import DEFAULT_MAX_BATCH_ROWS, parse_bytes
@@ -39,6 +40,14 @@ class Config(BaseModel):
     row_filters: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     generated_columns: bool = False
+    streaming: bool = True
+    two_phase: bool = False
+    origin: Literal["any", "none"] = "any"
+    binary: bool = False
+    messages: bool = False
+    tx_metadata: bool = False
+    tx_markers: bool = False
+    invalid_utf8: Literal["error", "replace", "base64"] = "error"
     adapters: tuple[Literal["stdout", "file"], ...] = ("stdout",)
     file_path: Path | None = None
     state_dir: Path = Path(".pgcdc")
@@ -115,6 +124,7 @@ class Config(BaseModel):
             start_from=self.start_from,
             fail_fast=self.fail_fast,
             accept_publication=self.accept_publication,
+            wire=WireOptions(self.streaming, self.messages, self.two_phase, self.origin, self.binary),
         )
 
 

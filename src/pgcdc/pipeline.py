@@ -51,6 +51,11 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline", "StopNow"]
 
 LANE = "main"
+_PASSED_ON = (
+    "spool_limit", "max_batch_rows", "fail_fast", "temporary_slot", "all_tables", "generated_columns", "streaming",
+    "two_phase", "origin", "binary", "messages", "tx_metadata", "tx_markers", "invalid_utf8",
+)  # fmt: skip
+"""Options of the Spark source that have the same name in the configuration."""
 POLL_S = 0.25
 STATUS_INTERVAL_S = 1.0
 FOLLOW_INTERVAL_S = 10.0
@@ -249,13 +254,10 @@ class Pipeline:
             "slot": config.slot_name,
             "consumer": LANE,
             "_driver_acks": "true",  # only after the checkpoint files are fsynced
-            "spool_limit": str(config.spool_limit),
-            "max_batch_rows": str(config.max_batch_rows),
-            "fail_fast": str(config.fail_fast).lower(),
-            "temporary_slot": str(config.temporary_slot).lower(),
-            "all_tables": str(config.all_tables).lower(),
-            "generated_columns": str(config.generated_columns).lower(),
         }
+        for name in _PASSED_ON:
+            value = getattr(config, name)
+            options[name] = str(value).lower() if isinstance(value, bool) else str(value)
         if config.publication:
             options["publication"] = config.publication
         if config.tables:

@@ -11,7 +11,7 @@ import pytest
 from streams import SETTINGS, Change, Stream, changes_of, drain, new_stream, record
 
 from pgcdc.capture.batch import CaptureBatch
-from pgcdc.capture.protocol import StreamOptions
+from pgcdc.capture.protocol import WireOptions
 from pgcdc.errors import ConfigError, PgcdcError, SourceError
 from pgcdc.playground.postgres import EmbeddedPostgres, find_binaries
 
@@ -396,18 +396,18 @@ def test_an_option_that_the_server_refuses_is_a_source_error_and_nothing_is_lost
 
 def test_options_that_a_version_does_not_have_are_refused_before_the_stream_starts() -> None:
     with pytest.raises(SourceError, match="PostgreSQL 11 is too old"):
-        StreamOptions().check(110005)
+        WireOptions().check(110005)
     for options, version, named in [
-        (StreamOptions(messages=True), 130000, "messages needs PostgreSQL 14"),
-        (StreamOptions(binary=True), 130000, "binary needs PostgreSQL 14"),
-        (StreamOptions(two_phase=True), 140000, "two_phase needs PostgreSQL 15"),
-        (StreamOptions(origin="none"), 150000, "origin needs PostgreSQL 16"),
+        (WireOptions(messages=True), 130000, "messages needs PostgreSQL 14"),
+        (WireOptions(binary=True), 130000, "binary needs PostgreSQL 14"),
+        (WireOptions(two_phase=True), 140000, "two_phase needs PostgreSQL 15"),
+        (WireOptions(origin="none"), 150000, "origin needs PostgreSQL 16"),
     ]:
         with pytest.raises(SourceError, match=named):
             options.check(version)
         options.check(version + 10000)
     with pytest.raises(PgcdcError, match="origin 'some' is not known"):
-        StreamOptions(origin="some").check(180000)
+        WireOptions(origin="some").check(180000)
 
 
 # --- random traffic

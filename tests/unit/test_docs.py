@@ -55,7 +55,7 @@ def test_listen_page_names_every_variable_and_key() -> None:
     text = _read("listen.md")
     for key in Config.model_fields:
         assert f"`PGCDC_{key.upper()}` | `{key}`" in text, key
-    assert set(re.findall(r"`PGCDC_([A-Z_]+)`", text)) == {key.upper() for key in Config.model_fields}
+    assert set(re.findall(r"`PGCDC_([A-Z0-9_]+)`", text)) == {key.upper() for key in Config.model_fields}
 
 
 def test_spark_page_names_the_options_of_the_source_and_no_others() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +29,7 @@ from wire import (
 
 from pgcdc.capture.assemble import Assembler
 from pgcdc.capture.batch import CaptureBatch
+from pgcdc.capture.binary import BinaryDecoder
 from pgcdc.capture.rows import decoder_name
 from pgcdc.errors import DecodeError
 from pgcdc.position import Position
@@ -357,28 +356,19 @@ def test_abandon_drops_every_stream(tmp_path: Path) -> None:
 # --- binary values
 
 
-def test_binary_rows_are_rewritten_by_the_shape_in_force_with_their_xid_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[bytes, int]] = []
-
-    def rewrite_row(message: bytes, columns: Sequence[Column]) -> bytes:
-        asked.append((message, len(columns)))
-        return message.replace(b"b\0\0\0\4\0\0\0\5", b"t\0\0\0\0015")
-
-    monkeypatch.setitem(sys.modules, "pgcdc.capture.binary", SimpleNamespace(rewrite_row=rewrite_row))
+def test_binary_rows_are_rewritten_by_the_shape_in_force_with_their_xid_kept() -> None:
     made = assembler()
-    made.begin(parallel=True, binary=True)
+    made.begin(parallel=True, decoder=BinaryDecoder())
     row = encode_insert(2, ["5"]).replace(b"t\0\0\0\0015", b"b\0\0\0\4\0\0\0\5")
     feed(made, *whole(105, encode_relation(ITEMS), row, xid=6))
     feed(made, *block(7, encode_relation(ITEMS), row, sub=8), *block(7, row, first=False, sub=9), abort(7, 8))
     feed(made, commit(7, 110))
     assert values(pop_all(made)) == [(105, 1, b"5"), (110, 1, b"5")]
-    assert asked == [(row, 1)] * 3
 
 
-def test_binary_rows_of_an_unknown_table_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pgcdc.capture.binary", SimpleNamespace(rewrite_row=None))
+def test_binary_rows_of_an_unknown_table_are_refused() -> None:
     made = assembler()
-    made.begin(parallel=True, binary=True)
+    made.begin(parallel=True, decoder=BinaryDecoder())
     for damaged in (insert(1), insert(1)[:3], b"I"):
         with pytest.raises(DecodeError):
             feed(made, *whole(105, damaged))

@@ -7,9 +7,9 @@ one row buffer, so that small ones share a batch; one that the server streams wh
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from pgcdc.capture.rows import RowBuffer, new_row_buffer
 from pgcdc.errors import DecodeError, GapError
 from pgcdc.position import format_lsn
 from pgcdc.relation import Column, Relations
+
+if TYPE_CHECKING:
+    from pgcdc.capture.binary import BinaryDecoder
 
 __all__ = ["Assembler"]
 
@@ -93,13 +96,13 @@ class Assembler:
         """The stream begins at `lsn`: a slot was created there just now."""
         self.last_lsn = self._outbox.last_lsn = lsn
 
-    def begin(self, *, parallel: bool = False, two_phase: bool = False, binary: bool = False) -> None:
+    def begin(self, *, parallel: bool = False, two_phase: bool = False, decoder: BinaryDecoder | None = None) -> None:
         """A connection begins, with these options. One with `two_phase` begins where the slot stands, which may be before
         what was read already: that comes again, and is left out."""
         self._parallel = parallel
         self._resume_lsn = self.last_lsn if two_phase else 0
         self._confirmable.begin(two_phase=two_phase)
-        self._rewrite_row = importlib.import_module("pgcdc.capture.binary").rewrite_row if binary else None
+        self._rewrite_row = decoder.rewrite_row if decoder is not None else None
 
     def limit(self, rows: int) -> None:
         """About how many rows a batch has at most, from now on."""

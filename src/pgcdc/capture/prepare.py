@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pgcdc.capture.binary.columns import check_columns
 from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.database import Connection, connect
 from pgcdc.capture.fingerprint import Fingerprint, Narrowed, check_unchanged, read_fingerprint
 from pgcdc.capture.preflight import ServerInfo, check
 from pgcdc.capture.process import CaptureSpec
+from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.publications import PublicationInfo, drop_ours, ensure, pair_of, use_existing
 from pgcdc.capture.selection import Selection
 from pgcdc.capture.slots import OpenTransaction, check_not_ahead, create_slot, drop_slot, get_slot
@@ -60,6 +62,8 @@ class SourceOptions:
     fail_fast: bool = False
     accept_publication: bool = False
     """Somebody narrowed the publication, and the user says that this was meant."""
+    wire: WireOptions = WireOptions()  # noqa: RUF009 - frozen
+    """What the server is asked for beside the rows of committed transactions."""
 
     @property
     def uses_existing(self) -> bool:
@@ -71,6 +75,20 @@ class SourceOptions:
         """What is to be captured, if the publication is ours."""
         return Selection(
             self.tables, self.schemas, self.all_tables, self.row_filters, self.columns, self.generated_columns
+        )
+
+    def spec(self, publications: Iterable[str], watch_pid: int) -> CaptureSpec:
+        """What the capture process is told."""
+        return CaptureSpec(
+            url=self.url,
+            slot=self.slot,
+            publications=tuple(publications),
+            state_dir=str(StateDir(Path(self.state_dir)).path),
+            spool_limit_bytes=self.spool_limit_bytes,
+            watch_pid=watch_pid,
+            temporary=self.temporary_slot,
+            fail_fast=self.fail_fast,
+            wire=self.wire,
         )
 
     def check(self) -> None:
@@ -145,6 +163,9 @@ def _prepare(
     on_wait: Callable[[list[OpenTransaction]], None] | None,
 ) -> Prepared:
     server = check(options.url, options.slot)
+    options.wire.check(server.version_num)
+    if server.slot is not None and not options.temporary_slot:
+        options.wire.check_slot(options.slot, server.slot.two_phase)
     _check_not_taken(options, state, server)
     known = state.identity()
     if known is not None:
@@ -169,21 +190,14 @@ def _prepare(
             _check_begin(options, state, server)
             publications = _make_publications(sql, options, names)
         created = tuple(info.name for info in publications if info.name not in existing)
+        if not began and created:
+            undo.callback(drop_publications, options, created)
+        if options.wire.binary:
+            check_columns(sql, [info.name for info in publications])
         if not began:
-            if created:
-                undo.callback(drop_publications, options, created)
             identity = _begin(options, state, server, read_fingerprint(sql, names), undo, on_wait)
         undo.pop_all()
-    spec = CaptureSpec(
-        url=options.url,
-        slot=options.slot,
-        publications=tuple(publication.name for publication in publications),
-        state_dir=str(state.path),
-        spool_limit_bytes=options.spool_limit_bytes,
-        watch_pid=watch_pid,
-        temporary=options.temporary_slot,
-        fail_fast=options.fail_fast,
-    )
+    spec = options.spec((publication.name for publication in publications), watch_pid)
     left = before - {table for publication in publications for table in publication.tables}
     return Prepared(spec, identity, publications, tuple(sorted(left)), created, not began)
 
@@ -367,7 +381,8 @@ def _create_slot(
         connect(options.url, replication=True, may_retry=False) as replication,
         connect(options.url, may_retry=False) as sql,
     ):
-        create_slot(replication, options.slot, monitor=sql, on_wait=on_wait)  # cleans up after itself if it fails
+        # Cleans up after itself if it fails.
+        create_slot(replication, options.slot, two_phase=options.wire.two_phase, monitor=sql, on_wait=on_wait)
         undo.callback(_remove_slot, options.url, options.slot)
         slot = get_slot(sql, options.slot)
         assert slot is not None

@@ -25,7 +25,7 @@ from psycopg import Connection, Error
 from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.database import connect
 from pgcdc.capture.guard import Guard, connection_ended
-from pgcdc.capture.protocol import StreamOptions
+from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.replication import SlotBusy
 from pgcdc.capture.server import ControlServer, remove_socket
 from pgcdc.capture.stream import STATUS_INTERVAL_S, Capture, reconnect_delay_s
@@ -62,16 +62,8 @@ class CaptureSpec:
     fail_fast: bool = False
     is_restart: bool = False
     """The pipeline was running: a server that is not there is waited for, not an error."""
-    streaming: bool = True
-    messages: bool = False
-    two_phase: bool = False
-    origin: str = "any"
-    binary: bool = False
-
-    @property
-    def options(self) -> StreamOptions:
-        """What the server is asked for."""
-        return StreamOptions(self.streaming, self.messages, self.two_phase, self.origin, self.binary)
+    wire: WireOptions = WireOptions()  # noqa: RUF009 - frozen
+    """What the server is asked for."""
 
     def to_json(self) -> str:
         """For the standard input of the process."""
@@ -81,7 +73,7 @@ class CaptureSpec:
     def from_json(cls, text: str) -> CaptureSpec:
         """The specification behind `to_json()`."""
         raw = json.loads(text)
-        return cls(**{**raw, "publications": tuple(raw["publications"])})
+        return cls(**{**raw, "publications": tuple(raw["publications"]), "wire": WireOptions(**raw["wire"])})
 
 
 class CaptureProcess:
@@ -109,7 +101,7 @@ class CaptureProcess:
             spill_dir=state.spool,
             application_name=f"pgcdc {identity.instance}",
             temporary=spec.temporary,
-            options=spec.options,
+            options=spec.wire,
             on_notice=lambda text: logger.warning("the server says: %s", text),
             check=self._guard.check_server,
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pgcdc.capture.database import quote_identifier, quote_literal
 from pgcdc.errors import ConfigError, SourceError
 
-__all__ = ["MIN_SERVER", "StreamOptions", "plugin_options", "protocol_version", "streaming_mode"]
+__all__ = ["MIN_SERVER", "WireOptions", "plugin_options", "protocol_version", "streaming_mode"]
 
 MIN_SERVER = 12
 
@@ -22,7 +22,7 @@ _ORIGINS = ("any", "none")
 
 
 @dataclass(frozen=True, slots=True)
-class StreamOptions:
+class WireOptions:
     """What the server is asked for beside the rows of committed transactions."""
 
     streaming: bool = True
@@ -56,22 +56,30 @@ class StreamOptions:
                     f"Leave {name} out, or upgrade the server",
                 )
 
+    def check_slot(self, name: str, two_phase: bool) -> None:
+        """Raise unless a slot that exists (`two_phase`: and decodes prepared transactions) can do that."""
+        if self.two_phase and not two_phase:
+            raise SourceError(
+                f"slot {name!r} was made without two-phase decoding (pg_replication_slots.two_phase)",
+                "Leave two_phase out, or use a new slot that is created with two_phase",
+            )
 
-def protocol_version(server_version: int, options: StreamOptions) -> int:
+
+def protocol_version(server_version: int, options: WireOptions) -> int:
     """The highest version that the server has, but 1 where nothing of the others is asked for."""
     if not options.streaming and not options.two_phase:
         return 1
     return {14: 2, 15: 3}.get(server_version // 10000, 4 if server_version >= 160000 else 1)
 
 
-def streaming_mode(server_version: int, options: StreamOptions) -> str:
+def streaming_mode(server_version: int, options: WireOptions) -> str:
     """`off`, `on`, or `parallel`: then an abort says where and when it was."""
     if not options.streaming or server_version < 140000:
         return "off"
     return "parallel" if server_version >= 160000 else "on"
 
 
-def plugin_options(server_version: int, publications: Sequence[str], options: StreamOptions) -> list[str]:
+def plugin_options(server_version: int, publications: Sequence[str], options: WireOptions) -> list[str]:
     """The options of START_REPLICATION, for a server that passed the check."""
     names = quote_literal(",".join(quote_identifier(name) for name in publications))
     given = [f"proto_version '{protocol_version(server_version, options)}'", f"publication_names {names}"]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from psycopg import Connection
 
@@ -28,12 +28,15 @@ from pgcdc.capture import messages as wire
 from pgcdc.capture.assemble import Assembler
 from pgcdc.capture.batch import CaptureBatch
 from pgcdc.capture.database import connect
-from pgcdc.capture.protocol import StreamOptions, plugin_options, streaming_mode
+from pgcdc.capture.protocol import WireOptions, plugin_options, streaming_mode
 from pgcdc.capture.replication import ReplicationStream
 from pgcdc.capture.slots import create_slot, is_two_phase
-from pgcdc.errors import ConnectionLost, SourceError
+from pgcdc.errors import ConnectionLost
 from pgcdc.position import format_lsn
 from pgcdc.relation import Relations
+
+if TYPE_CHECKING:
+    from pgcdc.capture.binary import BinaryDecoder
 
 __all__ = ["Capture", "open_capture", "reconnect_delay_s"]
 
@@ -62,7 +65,7 @@ class Capture:
         spill_dir: Path | None = None,
         application_name: str = "pgcdc",
         temporary: bool = False,
-        options: StreamOptions | None = None,
+        options: WireOptions | None = None,
         fail_fast: bool = False,
         on_notice: Callable[[str], None] | None = None,
         check: Callable[[Connection], None] | None = None,
@@ -74,7 +77,7 @@ class Capture:
         self._publications = tuple(publications)
         self._application_name = application_name
         self._temporary = temporary
-        self._options = options or StreamOptions()
+        self._options = options or WireOptions()
         self._fail_fast = fail_fast
         self._on_notice = on_notice
         self._stream: ReplicationStream | None = None
@@ -120,7 +123,7 @@ class Capture:
             stream = ReplicationStream(connection, self._on_notice)
             options = replace(self._options, two_phase=two_phase)
             mode = streaming_mode(version, options)
-            self._assembler.begin(parallel=mode == "parallel", two_phase=two_phase, binary=options.binary)
+            self._assembler.begin(parallel=mode == "parallel", two_phase=two_phase, decoder=self._binary_decoder())
             # A transaction that was prepared before what we have read comes again only if we begin before its PREPARE.
             start_lsn = 0 if two_phase else self._assembler.last_lsn
             stream.start(self._slot, start_lsn, plugin_options(version, self._publications, options))
@@ -135,12 +138,20 @@ class Capture:
     def _check_two_phase(self, connection: Connection) -> bool:
         """Whether the slot decodes prepared transactions: it does so from its creation on, whoever reads it."""
         two_phase = is_two_phase(connection, self._slot)
-        if self._options.two_phase and not two_phase:
-            raise SourceError(
-                f"slot {self._slot!r} was made without two-phase decoding (pg_replication_slots.two_phase)",
-                "Leave two_phase out, or use a new slot that is created with two_phase",
-            )
+        self._options.check_slot(self._slot, two_phase)
         return two_phase
+
+    def _binary_decoder(self) -> BinaryDecoder | None:
+        """Turns binary values into text; it asks the server for types that are created later."""
+        if not self._options.binary:
+            return None
+        from pgcdc.capture.binary import BinaryDecoder, TypeCatalog
+
+        def load() -> TypeCatalog:
+            with connect(self._url, application_name=self._application_name) as sql:
+                return TypeCatalog.load(sql)
+
+        return BinaryDecoder(load(), reload=load)
 
     def disconnect(self) -> None:
         """Close the connection at once and forget the open transaction; what was committed stays to be handed out."""
@@ -320,10 +331,10 @@ def open_capture(
     """Connect to an existing slot (a temporary one is created) and start reading it.
 
     The slot keeps our place: after a crash the next capture begins with what was not confirmed by `send_feedback`.
-    What the server is asked for (`streaming`, `messages`, `two_phase`, `origin`, `binary`) is described in `StreamOptions`.
+    What the server is asked for (`streaming`, `messages`, `two_phase`, `origin`, `binary`) is described in `WireOptions`.
     """
     names = [publication] if isinstance(publication, str) else list(publication)
-    options = StreamOptions(streaming, messages, two_phase, origin, binary)
+    options = WireOptions(streaming, messages, two_phase, origin, binary)
     capture = Capture(
         url, slot=slot, publications=names, temporary=temporary, options=options, fail_fast=fail_fast,
         spill_dir=spill_dir,

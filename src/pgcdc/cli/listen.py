@@ -50,6 +50,31 @@ def listen(
     generated_columns: Annotated[
         Flag, typer.Option("--generated-columns", help="Also stored generated columns. PostgreSQL 18.")
     ] = None,
+    streaming: Annotated[
+        Flag,
+        typer.Option("--streaming/--no-streaming", help="Read large transactions while they run. (default: yes)"),
+    ] = None,
+    two_phase: Annotated[
+        Flag, typer.Option("--two-phase", help="Decode prepared transactions at PREPARE. PostgreSQL 15, new slots.")
+    ] = None,
+    origin: Annotated[
+        Text, typer.Option(help="none: leave out what was replicated to the server. PostgreSQL 16. (default: any)")
+    ] = None,
+    binary: Annotated[
+        Flag, typer.Option("--binary", help="Values travel in binary form; events are the same. PostgreSQL 14.")
+    ] = None,
+    messages: Annotated[
+        Flag, typer.Option("--messages", help="Also what pg_logical_emit_message writes. PostgreSQL 14.")
+    ] = None,
+    tx_metadata: Annotated[
+        Flag, typer.Option("--tx-metadata", help="Events name their transaction: xid, commit time, number.")
+    ] = None,
+    tx_markers: Annotated[
+        Flag, typer.Option("--tx-markers", help="Also BEGIN and COMMIT events, on pgcdc:_txn.")
+    ] = None,
+    invalid_utf8: Annotated[
+        Text, typer.Option(help="Bytes that are not UTF-8: error, replace or base64. (default: error)")
+    ] = None,
     adapter: Annotated[
         list[str] | None, typer.Option(help="Where events go: stdout, file. Repeatable. (default: stdout)")
     ] = None,
@@ -86,6 +111,8 @@ def listen(
             "temporary_slot": temporary_slot, "publication": publication, "tables": tables, "all_tables": all_tables,
             "schemas": schemas, "row_filters": tuple(row_filter) if row_filter else None,
             "columns": tuple(columns) if columns else None, "generated_columns": generated_columns,
+            "streaming": streaming, "two_phase": two_phase, "origin": origin, "binary": binary, "messages": messages,
+            "tx_metadata": tx_metadata, "tx_markers": tx_markers, "invalid_utf8": invalid_utf8,
             "adapters": tuple(adapter) if adapter else None, "file_path": file_path, "state_dir": state_dir,
             "snapshot_mode": snapshot_mode, "spool_limit": spool_limit, "max_batch_rows": max_batch_rows,
             "start_from": start_from, "once": once, "fail_fast": fail_fast,

@@ -11,7 +11,6 @@ import psutil
 
 from pgcdc.capture.control import CaptureLink, ControlClient
 from pgcdc.capture.prepare import prepare
-from pgcdc.capture.process import CaptureSpec
 from pgcdc.errors import ConfigError
 from pgcdc.position import Position
 from pgcdc.spool.reader import SpoolReader
@@ -60,17 +59,7 @@ class CaptureFeed:
             spec, identity = prepared.spec, prepared.identity
         else:
             assert identity is not None
-            source = options.source
-            spec = CaptureSpec(
-                url=source.url,
-                slot=source.slot,
-                publications=tuple(item["name"] for item in identity.publications),
-                state_dir=str(state.path),
-                spool_limit_bytes=source.spool_limit_bytes,
-                watch_pid=watch_pid,
-                temporary=source.temporary_slot,
-                fail_fast=source.fail_fast,
-            )
+            spec = options.source.spec((item["name"] for item in identity.publications), watch_pid)
         self._link = CaptureLink(spec, is_restart=began, on_restart=self._claim)
         self.spool = state.spool
         self.seed = IdSeed.of(identity.system_identifier, identity.slot)

@@ -161,7 +161,8 @@ class _Place:
         row = int(np.searchsorted(offsets, item, side="right")) - 1
         shape = self.shapes[self.version[row]]
         column = shape.columns[item - offsets[row]].name
-        return f"column {column} of table {shape.namespace}.{shape.name} at {Position(int(self.lsn[row]), int(self.ordinal[row]))}"
+        place = Position(int(self.lsn[row]), int(self.ordinal[row]))
+        return f"column {column} of table {shape.namespace}.{shape.name} at {place}"
 
 
 def _with_valid_text(changes: pa.RecordBatch, place: _Place, policy: str) -> pa.RecordBatch:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pgcdc.capture.database import parse_url
 from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
+from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.selection import split_outside_quotes
 from pgcdc.errors import ConfigError
 from pgcdc.stream.frame import INVALID_TEXT, EventOptions
@@ -61,6 +62,13 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
         fail_fast=_flag(options, "fail_fast"),
         temporary_slot=_flag(options, "temporary_slot"),
         accept_publication=_flag(options, "accept_publication"),
+        wire=WireOptions(
+            streaming=_flag(options, "streaming", default="true"),
+            messages=_flag(options, "messages"),
+            two_phase=_flag(options, "two_phase"),
+            origin=options.get("origin", "any"),
+            binary=_flag(options, "binary"),
+        ),
     )
     rows = _number(options, "max_batch_rows", DEFAULT_MAX_BATCH_ROWS, int)
     if rows < 1:
@@ -87,12 +95,13 @@ _KNOWN = {
     "url", "slot", "publication", "tables", "all_tables", "schemas", "row_filters", "columns",
     "generated_columns", "state_dir", "spool_limit", "start_from", "fail_fast",
     "temporary_slot", "accept_publication", "consumer", "max_batch_rows", "tx_metadata", "tx_markers", "invalid_utf8",
+    "streaming", "messages", "two_phase", "origin", "binary",
     "_spool", "_driver_acks",
 }  # fmt: skip
 
 
-def _flag(options: Mapping[str, str], name: str) -> bool:
-    value = options.get(name, "false").lower()
+def _flag(options: Mapping[str, str], name: str, default: str = "false") -> bool:
+    value = options.get(name, default).lower()
     if value not in ("true", "false"):
         raise ConfigError(f"option {name} is {value!r}", "Give true or false")
     return value == "true"

@@ -73,10 +73,11 @@ def _check_schema(schema: StructType) -> None:
     if schema.simpleString() == "struct<block:binary>":
         return
     for field in schema.fields:
-        if known.get(field.name) != field.dataType.simpleString():
+        kind = field.dataType.simpleString()
+        if known.get(field.name) != kind:
             raise ConfigError(
-                f"the schema asks for a column {field.name} {field.dataType.simpleString().upper()}, which events do not have",
-                f"Events have: {', '.join(f'{name} {kind.upper()}' for name, kind in known.items())}",
+                f"the schema asks for a column {field.name} {kind.upper()}, which events do not have",
+                f"Events have: {', '.join(f'{name} {text.upper()}' for name, text in known.items())}",
             )
 
 
