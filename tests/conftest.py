@@ -7,12 +7,12 @@ import os
 import time
 import uuid
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import psycopg
 import pytest
-from databases import Database
+from databases import Database, drop_slots
 from hypothesis import HealthCheck, settings
 from psycopg import sql
 
@@ -55,30 +55,8 @@ def database(postgres: EmbeddedPostgres) -> Iterator[Database]:
         yield Database(name, postgres.url(name), postgres)
     finally:
         with psycopg.connect(postgres.url(), autocommit=True) as admin:
-            _drop_slots(admin, name)
+            drop_slots(admin, name)
             admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
-
-
-def _drop_slots(admin: psycopg.Connection[Any], database: str, timeout_s: float = 20.0) -> None:
-    """Slots belong to the whole server: one left behind would block DROP DATABASE and keep WAL."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        slots = admin.execute(
-            "SELECT slot_name, active_pid FROM pg_replication_slots WHERE database = %s", (database,)
-        ).fetchall()
-        if not slots:
-            return
-        for name, active_pid in slots:
-            if active_pid is not None:
-                admin.execute("SELECT pg_terminate_backend(%s)", (active_pid,))
-                continue
-            try:
-                admin.execute("SELECT pg_drop_replication_slot(%s)", (name,))
-            except (psycopg.errors.ObjectInUse, psycopg.errors.UndefinedObject):
-                continue  # somebody reconnected, or a temporary slot went with its session
-        if time.monotonic() > deadline:
-            pytest.fail(f"replication slots still in use: {slots}")
-        time.sleep(0.05)
 
 
 def pytest_sessionstart() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import psycopg
+import pytest
 
 from pgcdc.playground.postgres import EmbeddedPostgres
 
@@ -29,3 +31,25 @@ class Database:
     def query(self, statement: str, params: Sequence[object] | None = None) -> list[tuple[Any, ...]]:
         with self.connect() as conn:
             return conn.execute(statement, params).fetchall()
+
+
+def drop_slots(admin: psycopg.Connection[Any], database: str, timeout_s: float = 20.0) -> None:
+    """Slots belong to the whole server: one left behind would block DROP DATABASE and keep WAL."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        slots = admin.execute(
+            "SELECT slot_name, active_pid FROM pg_replication_slots WHERE database = %s", (database,)
+        ).fetchall()
+        if not slots:
+            return
+        for name, active_pid in slots:
+            if active_pid is not None:
+                admin.execute("SELECT pg_terminate_backend(%s)", (active_pid,))
+                continue
+            try:
+                admin.execute("SELECT pg_drop_replication_slot(%s)", (name,))
+            except (psycopg.errors.ObjectInUse, psycopg.errors.UndefinedObject):
+                continue  # somebody reconnected, or a temporary slot went with its session
+        if time.monotonic() > deadline:
+            pytest.fail(f"replication slots still in use: {slots}")
+        time.sleep(0.05)

@@ -120,6 +120,10 @@ class Capture:
                 self._handed_out = self._durable_lsn = self.confirmed_lsn = lsn
             else:
                 two_phase = self._check_two_phase(connection)
+            if connection.info.parameter_status("server_encoding") == "SQL_ASCII":
+                # The server knows no encoding to convert from: asked for UTF-8, it would end the stream at the first
+                # byte that does not fit. So it sends what it has, and whoever makes events decides.
+                connection.pgconn.exec_(b"SET client_encoding = 'SQL_ASCII'")
             stream = ReplicationStream(connection, self._on_notice)
             options = replace(self._options, two_phase=two_phase)
             mode = streaming_mode(version, options)
