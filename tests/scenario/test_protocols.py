@@ -72,7 +72,27 @@ def ids(changes: list[Change]) -> list[int]:
     return [int(one.row["id"] or 0) for one in changes if one.op != "M"]
 
 
+# Every row is a subtransaction of its own; the outer block is rolled back with all of its inner ones.
+EXCEPTIONS = """
+DO $$ BEGIN
+  FOR i IN 1..1500 LOOP
+    BEGIN
+      INSERT INTO t VALUES (i, repeat('x', 100));
+      IF i % 3 = 0 THEN RAISE 'no'; END IF;
+    EXCEPTION WHEN raise_exception THEN NULL; END;
+  END LOOP;
+  BEGIN
+    FOR i IN 5000..6500 LOOP
+      BEGIN INSERT INTO t VALUES (i, repeat('x', 100)); EXCEPTION WHEN raise_exception THEN NULL; END;
+    END LOOP;
+    RAISE 'all of them';
+  EXCEPTION WHEN raise_exception THEN NULL; END;
+  INSERT INTO t VALUES (9999, 'last');
+END $$
+"""
+
 SAVEPOINTS: dict[str, list[str]] = {
+    "exception_blocks": [EXCEPTIONS],
     "rolled_back": [rows(1000), "SAVEPOINT a", rows(1000, 2001), "ROLLBACK TO a", rows(1000, 3001)],
     "released": [rows(1000), "SAVEPOINT a", rows(1000, 2001), "RELEASE a", rows(1000, 3001)],
     "inner_released_outer_rolled_back": [

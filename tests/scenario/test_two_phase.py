@@ -111,6 +111,15 @@ def test_confirmation_never_passes_an_open_prepare(stream: Stream, count: int) -
         wait_until(lambda: stream.confirmed(slot) >= target, 10, "the server has heard it")
 
 
+def test_an_idle_two_phase_slot_follows_the_server(stream: Stream) -> None:
+    slot = stream.slot(two_phase=True)
+    with stream.open(slot, two_phase=True) as capture:
+        stream.execute("CREATE TABLE other (id int)", "INSERT INTO other VALUES (1)")
+        target = end_of(stream)
+        assert drain(capture, target, feedback=True) == []
+        wait_until(lambda: stream.confirmed(slot) >= target, 10, "the server has heard it")
+
+
 @SMALL_AND_LARGE
 def test_a_reconnect_between_prepare_and_commit_loses_and_repeats_nothing(
     stream: Stream, count: int, tmp_path: Path
