@@ -229,3 +229,13 @@ def test_a_full_spool_is_read_up_to_what_a_planned_batch_needs(
         fill(4)
         client.wait(0.5)
         assert sum(record.rows for record in reader.records) <= 4001
+
+
+def test_no_capture_is_started_for_a_driver_that_is_gone(prepared: Prepared) -> None:
+    """An orphaned source would start one after the other: each ends at once."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as driver:
+        driver.wait()
+    begin = time.monotonic()
+    with pytest.raises(SourceError, match="is gone"):
+        ensure_capture(replace(prepared.spec, watch_pid=driver.pid), is_restart=True)
+    assert time.monotonic() - begin < 5

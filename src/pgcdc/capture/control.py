@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pgcdc.capture.consumers import Consumers
-from pgcdc.capture.process import CaptureSpec
+from pgcdc.capture.process import CaptureSpec, is_alive
 from pgcdc.capture.server import remove_socket
 from pgcdc.errors import ConnectionLost, PgcdcError, SourceError, StateError
 from pgcdc.position import Position
@@ -186,6 +186,8 @@ def ensure_capture(spec: CaptureSpec, *, is_restart: bool) -> ControlClient:
     while time.monotonic() < deadline:
         holder = Lock.holder(state.capture_lock)
         if holder is None:
+            if not is_alive(spec.watch_pid):  # it would end at once, again and again
+                raise SourceError(f"the driver (process {spec.watch_pid}) is gone: nothing is captured for it any more")
             _start(replace(spec, is_restart=is_restart), state)
         elif "address" in holder:
             with contextlib.suppress(CaptureGone):

@@ -35,7 +35,7 @@ from pgcdc.position import Position, format_lsn
 from pgcdc.spool.writer import SpoolWriter
 from pgcdc.state import Lock, StateDir, write_json
 
-__all__ = ["CaptureSpec", "main"]
+__all__ = ["CaptureSpec", "is_alive", "main"]
 
 logger = logging.getLogger("pgcdc.capture")
 
@@ -192,7 +192,7 @@ class CaptureProcess:
             self._wait(0.1)
 
     def _should_end(self) -> bool:
-        if not self._stopping and not _is_alive(self._spec.watch_pid):
+        if not self._stopping and not is_alive(self._spec.watch_pid):
             logger.info("the driver is gone: ending")
             self._stopping = True
         return self._stopping
@@ -403,7 +403,8 @@ class CaptureProcess:
         write_json(self._state.capture_status, self._status())  # StateError if the disk is full
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
