@@ -12,6 +12,7 @@ STAMP := .venv/.installed
 EXTRAS := playground,dev,bench
 SOURCES := pyproject.toml $(wildcard setup.py) $(shell find src -name '*.pyx' -o -name '*.pxd')
 ROUNDS ?= 30
+JOBS ?= 2
 ARGS ?=
 
 .PHONY: help install demo test torture lint format bench test-servers clean
@@ -36,8 +37,8 @@ $(STAMP): $(SOURCES)
 demo: install ## Embedded PostgreSQL, traffic, Spark and a live view for 30 seconds
 	@.venv/bin/pgcdc playground --seconds 30 $(ARGS)
 
-test: install ## Every test but the slow ones
-	@$(PY) -m pytest -m "not slow" $(ARGS)
+test: install ## Every test but the slow ones, in two processes (JOBS=2)
+	@$(PY) -m pytest -m "not slow" --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 torture: install ## Slow scenarios: random kill -9 under load (ROUNDS=30)
 	@PGCDC_TORTURE_ROUNDS="$${PGCDC_TORTURE_ROUNDS:-$(ROUNDS)}" $(PY) -m pytest -m slow $(ARGS)

@@ -25,6 +25,7 @@ _IN_CI = bool(os.environ.get("CI"))
 # Inherited by every process that a test starts, so that orphans are found as well as children.
 _RUN_VARIABLE, _RUN_ID = "TEST_RUN_OF_PGCDC", uuid.uuid4().hex
 _NUMBERS = itertools.count(1)
+_LEFT_BY_WORKERS: list[str] = []
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
@@ -34,7 +35,8 @@ settings.load_profile("ci" if _IN_CI else "default")
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[EmbeddedPostgres]:
     """One server for the run. Never stop or kill it: start your own with EmbeddedPostgres.temporary() for that."""
-    with EmbeddedPostgres.temporary(settings={"fsync": "off", "full_page_writes": "off"}) as server:
+    settings = {"fsync": "off", "full_page_writes": "off", "max_prepared_transactions": "10"}
+    with EmbeddedPostgres.temporary(settings=settings) as server:
         yield server
 
 
@@ -84,12 +86,21 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
     yield  # session fixtures end here if the run was cut short
     _end_own_jvm()
     left = _processes_left(timeout_s=15.0)
+    if hasattr(session.config, "workeroutput"):  # one of several processes that run the tests: the first one reports
+        session.config.workeroutput["left"] = left
+        return
+    left += _LEFT_BY_WORKERS
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         for line in left:
             if reporter is not None:
                 reporter.write_line(f"left running by the tests: {line}", red=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    _LEFT_BY_WORKERS.extend(getattr(node, "workeroutput", {}).get("left", []))
 
 
 def _end_own_jvm() -> None:

@@ -231,3 +231,26 @@ def test_no_java_or_one_that_is_too_old(database: Database, tmp_path: Path, vers
     env = {"PGCDC_DB": database.url, "JAVA_HOME": str(home.parent)}
     assert "Java 17" in refused(tmp_path, "--all-tables", "--slot-name", f"s_{database.name}", env=env)
     assert slots(database) == []
+
+
+# --- the wire
+
+
+def test_two_phase_on_a_slot_that_was_made_without_it(tmp_path: Path, database: Database) -> None:
+    database.execute("CREATE TABLE t (id int PRIMARY KEY)")
+    database.execute(f"SELECT pg_create_logical_replication_slot('s_{database.name}', 'pgoutput')")
+    flags = ["--db", database.url, "--all-tables", "--slot-name", f"s_{database.name}", "--start-from", "slot"]
+    assert "without two-phase decoding" in refused(tmp_path, *flags, "--two-phase")
+    assert database.query("SELECT pubname FROM pg_publication") == []
+
+
+def test_a_column_that_cannot_travel_in_binary_form(tmp_path: Path, database: Database) -> None:
+    database.execute("CREATE TABLE t (id int PRIMARY KEY, price money)")
+    line = refused(tmp_path, "--db", database.url, "--all-tables", "--slot-name", f"s_{database.name}", "--binary")
+    assert "column price of table t" in line and "--binary" in line
+    assert slots(database) == []
+    assert database.query("SELECT pubname FROM pg_publication") == []
+
+
+def test_an_origin_that_is_not_known(tmp_path: Path, database: Database) -> None:
+    assert "--origin" in refused(tmp_path, "--db", database.url, "--all-tables", "--origin", "some")

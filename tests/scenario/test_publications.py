@@ -173,8 +173,9 @@ def test_following_tables_does_not_hide_what_somebody_took_out(database: Databas
 CRASH = """
 import json, sys
 from pgcdc.capture.prepare import SourceOptions, prepare
+from pgcdc.capture.protocol import WireOptions
 raw = json.loads(sys.argv[1])
-prepare(SourceOptions(**{**raw, "tables": tuple(raw["tables"])}))
+prepare(SourceOptions(**{**raw, "tables": tuple(raw["tables"]), "wire": WireOptions(**raw["wire"])}))
 """
 
 

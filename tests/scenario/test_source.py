@@ -222,3 +222,33 @@ def test_a_table_that_does_not_exist_is_named(database: Database, start: Start, 
     with pytest.raises(PySparkException, match="ordres"):
         start(Rows(), once=True, tables="ordres", all_tables="false").awaitTermination()
     assert not state.path.exists()
+
+
+def test_prepared_transactions_messages_and_markers_in_binary_form(database: Database, start: Start) -> None:
+    options = {
+        "two_phase": "true",
+        "messages": "true",
+        "tx_markers": "true",
+        "binary": "true",
+        "max_batch_rows": "4000",
+    }
+    database.execute("CREATE TABLE t (id int PRIMARY KEY, at timestamptz)")
+    rows = Rows()
+    start(rows, once=True, **options).awaitTermination()
+    with database.connect() as conn:
+        conn.execute("BEGIN; INSERT INTO t VALUES (1, '2026-01-02 03:04:05Z')")
+        conn.execute("SELECT pg_logical_emit_message(true, 'audit', 'inside')")
+        conn.execute("PREPARE TRANSACTION 'one'")
+    start(rows, once=True, **options).awaitTermination()
+    assert rows.seen == [], "nothing is delivered before COMMIT PREPARED"
+    database.execute("INSERT INTO t SELECT g, NULL FROM generate_series(2, 10001) g")
+    database.execute("COMMIT PREPARED 'one'")
+    start(rows, once=True, **options).awaitTermination()
+    start(rows, once=True, **options).awaitTermination()
+    seen = [(row["operation"], (row["row"] or {}).get("id") or (row["row"] or {}).get("content")) for row in rows.seen]
+    assert seen == [
+        ("BEGIN", None), *(("INSERT", str(number)) for number in range(2, 10002)), ("COMMIT", None),
+        ("BEGIN", None), ("INSERT", "1"), ("MESSAGE", "inside"), ("COMMIT", None),
+    ]  # fmt: skip
+    assert rows.seen[-3]["row"] == {"id": "1", "at": "2026-01-02 03:04:05+00"}
+    assert [row["position"] for row in rows.seen] == sorted(row["position"] for row in rows.seen)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES
+from pgcdc.capture.protocol import WireOptions
 from pgcdc.errors import ConfigError
+from pgcdc.stream.frame import EventOptions
 from pgcdc.stream.options import DEFAULT_MAX_BATCH_ROWS, parse_options
 
 URL = "postgresql://app@localhost/shop"
@@ -101,3 +105,17 @@ def test_password_may_come_from_the_variable(monkeypatch: pytest.MonkeyPatch) ->
 def test_number_that_is_none_is_refused_by_name(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=name):
         parse_options({name: text})
+
+
+def test_a_pipeline_passes_everything_about_wire_and_events_on_to_its_source(tmp_path: Path) -> None:
+    from pgcdc.config import Config
+    from pgcdc.pipeline import Pipeline
+
+    changed = {
+        "streaming": False, "two_phase": True, "origin": "none", "binary": True, "messages": True, "tx_metadata": True,
+        "tx_markers": True, "invalid_utf8": "base64",
+    }  # fmt: skip
+    config = Config.model_validate({"db": "postgresql://h/x", "all_tables": True, "state_dir": tmp_path, **changed})
+    options = parse_options(Pipeline(config)._options())
+    assert options.source.wire == config.source_options().wire == WireOptions(False, True, True, "none", True)
+    assert options.events == EventOptions(True, True, "base64")
