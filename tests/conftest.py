@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import psycopg
