@@ -38,7 +38,7 @@ demo: install ## Embedded PostgreSQL, traffic, Spark and a live view for 30 seco
 	@.venv/bin/pgcdc playground --seconds 30 $(ARGS)
 
 test: install ## Every test but the slow ones, in two processes (JOBS=2)
-	@$(PY) -m pytest -m "not slow" --numprocesses $(JOBS) --dist loadfile $(ARGS)
+	@$(PY) -m pytest -m "not slow" --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 torture: install ## Slow scenarios: random kill -9 under load (ROUNDS=30)
 	@PGCDC_TORTURE_ROUNDS="$${PGCDC_TORTURE_ROUNDS:-$(ROUNDS)}" $(PY) -m pytest -m slow $(ARGS)
