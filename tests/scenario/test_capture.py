@@ -475,3 +475,74 @@ def can_join(client: ControlClient) -> bool:
     except ConfigError:
         return False
     return True
+
+
+# --- messages, memory, reconnects
+
+
+def test_a_confirmed_message_does_not_take_the_transaction_around_it_along(database: Database) -> None:
+    """Its record ends where the commit's begins: a confirmation one byte further would make the server skip the commit."""
+    slot = f"s_{database.name}"
+    database.execute("CREATE TABLE t (id int PRIMARY KEY); CREATE PUBLICATION p FOR TABLE t")
+    database.execute(f"SELECT pg_create_logical_replication_slot('{slot}', 'pgoutput')")
+    database.execute(
+        "INSERT INTO t SELECT generate_series(1, 20000); SELECT pg_logical_emit_message(false, 'alone', 'x')"
+    )
+
+    def slot_is(condition: str) -> bool:
+        return bool(database.query(f"SELECT FROM pg_replication_slots WHERE slot_name = '{slot}' AND {condition}"))
+
+    def read(operation: Op, count: int) -> None:
+        """Read until this many of them have come, and confirm that."""
+        found: list[int] = []
+        with pgcdc.open_capture(database.url, slot=slot, publication="p", messages=True) as capture:
+            while found.count(operation) < count:
+                batch = capture.receive_batch(timeout_s=10)
+                assert batch is not None
+                found += batch.data.column("op").to_pylist()
+                capture.send_feedback(batch.last_lsn)
+            confirmed = f"confirmed_flush_lsn = '{format_lsn(capture.confirmed_lsn)}'"
+            wait_until(lambda: slot_is(confirmed), 10, "the server knows")
+        assert set(found) == {operation}
+        wait_until(lambda: slot_is("NOT active"), 10, "the slot is free")
+
+    read(Op.MESSAGE, 1)
+    read(Op.INSERT, 20000)
+
+
+def test_large_rows_are_handed_out_before_more_is_read(database: Database) -> None:
+    slot = f"s_{database.name}"
+    database.execute("CREATE TABLE t (id int PRIMARY KEY, v text); CREATE PUBLICATION p FOR TABLE t")
+    database.execute(f"SELECT pg_create_logical_replication_slot('{slot}', 'pgoutput')")
+    for number in range(60):
+        database.execute("INSERT INTO t VALUES (%s, repeat('x', 1000000))", [number])
+    most, count = 0, 0
+    with pgcdc.open_capture(database.url, slot=slot, publication="p") as capture:
+        while count < 60:
+            batch = capture.receive_batch(timeout_s=10)
+            assert batch is not None
+            count += batch.rows
+            most = max(most, len(capture._assembler._outbox._ready))
+    assert most <= 4, "of about 4 MB each"
+
+
+def test_a_batch_that_comes_out_at_a_lost_connection_can_be_confirmed(database: Database) -> None:
+    slot = f"s_{database.name}"
+    database.execute("CREATE TABLE t (id int PRIMARY KEY); CREATE PUBLICATION p FOR TABLE t")
+    database.execute(f"SELECT pg_create_logical_replication_slot('{slot}', 'pgoutput')")
+    with pgcdc.open_capture(database.url, slot=slot, publication="p") as capture:
+        database.execute("INSERT INTO t VALUES (1)")
+        wait_until(
+            lambda: capture.poll(drain=False) is None and capture.last_lsn > 0 and not capture._assembler.is_drained,
+            10,
+            "the row",
+        )
+        database.execute(
+            "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name = %s", [slot]
+        )
+        batch = None
+        deadline = time.monotonic() + 20
+        while batch is None and time.monotonic() < deadline:
+            batch = capture.receive_batch(timeout_s=0)
+        assert batch is not None and batch.rows == 1
+        capture.send_feedback(batch.last_lsn)

@@ -156,13 +156,13 @@ def test_messages_use_the_sub_ordinal_and_move_no_row() -> None:
     assert with_notes.data.column("new").to_pylist()[0] == [b"m"]
 
 
-def test_message_outside_of_a_transaction_stands_alone_just_behind_its_lsn() -> None:
+def test_message_outside_of_a_transaction_stands_alone_at_its_lsn() -> None:
     made = assembler()
-    feed(made, *transaction(110, insert()), encode_message("p", b"m", 110, transactional=False))
+    feed(made, *transaction(110, insert()), encode_message("p", b"m", 118, transactional=False))
     (batch,) = pop_all(made)
-    assert [(one["lsn"], one["rows"]) for one in batch.transactions.to_pylist()] == [(110, 1), (111, 1)]
+    assert [(one["lsn"], one["rows"]) for one in batch.transactions.to_pylist()] == [(110, 1), (118, 1)]
     assert positions(batch) == [(1, 0), (0, 1)]
-    assert (batch.end, batch.last_lsn, made.last_lsn) == (Position.end(111), 111, 111)
+    assert (batch.end, batch.last_lsn, made.last_lsn) == (Position.end(118), 118, 118)
 
 
 def test_empty_transaction_gives_no_batch_but_moves_last_lsn() -> None:

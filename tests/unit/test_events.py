@@ -601,6 +601,21 @@ def test_bytes_that_are_not_utf8_become_what_was_chosen(policy: str, text: str) 
     ]
 
 
+def test_bytes_that_are_not_utf8_outside_of_a_cut_do_not_matter() -> None:
+    bad, good = Change(ORDERS, "INSERT", ("1", b"\xff", None)), Change(ORDERS, "INSERT", ("2", "fine", None))
+    with spooled(
+        [Transaction(110, (bad,)), Transaction(120, (good, bad)), Transaction(130, (bad,))], drain=3
+    ) as reader:
+        assert [one["row"][1] for one in events_of(reader, Position.end(110), Position(120, 1))] == [("note", "fine")]
+        with pytest.raises(DecodeError, match=r"at 0000000000000078/000000000002"):
+            events_of(reader, Position.end(110), Position.end(120))
+        slices = reader.slices(Position(120, 1), Position.end(120))
+        batch = event_batch(slices, reader.relations(), SEED, LINES, EventOptions(invalid_text="replace"))
+        assert batch is not None and [
+            json.loads(line)["payload"]["row"]["note"] for line in batch.column("line").to_pylist()
+        ] == ["\ufffd"]
+
+
 def test_error_about_bytes_that_are_not_utf8_names_the_place() -> None:
     changes = (Change(ITEMS, "INSERT", ("1", "2")), Change(ORDERS, "INSERT", ("1", b"\xff", None)))
     with spooled([Transaction(110, changes)]) as reader, pytest.raises(DecodeError) as caught:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
 
 from pgcdc.capture import messages as wire
 from pgcdc.capture import undecided
@@ -229,8 +230,9 @@ class Assembler:
         elif self._open is not None:
             raise DecodeError(f"a non-transactional Message inside of a transaction at {format_lsn(lsn)}", _ADVICE)
         else:
-            # It stands alone, just behind the record that begins at its lsn: after every commit that ends there.
-            end_lsn = logical.lsn + 1
+            # It stands alone. Its lsn is the end of its record, where no transaction ends. Not a byte further: the next
+            # record may be a commit, and a server that was told of more than its beginning does not send it any more.
+            end_lsn = logical.lsn
             if self._is_old(end_lsn, lsn):
                 return
             self._rows.add_message(logical.prefix, logical.content, 0, 1, lsn)
@@ -471,6 +473,10 @@ class Assembler:
         pending = rows.slice(committed.num_rows)
         if pending.num_rows:
             assert transaction is not None
+            if (
+                committed.num_rows
+            ):  # a slice would keep the rows before it in memory, for as long as it is pending itself
+                pending = pending.take(pa.array(np.arange(pending.num_rows)))
             transaction.parts.append(self._store.keep(pending, transaction.last, _NO_RUNS))
 
     def _keep(self, buffer: RowBuffer, transaction: Transaction) -> None:

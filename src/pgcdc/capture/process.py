@@ -318,13 +318,19 @@ class CaptureProcess:
 
     def _confirm(self) -> None:
         """Confirm what every consumer has made durable, and let go of its segments."""
-        lsn = self._consumers.confirmable()
+        # An ack may be ahead of a spool that is read again from the slot: the rest follows when it has come.
+        lsn = min(self._consumers.confirmable(), self._capture.handed_out_lsn)
         if lsn > self._capture.confirmed_lsn:
             hit("capture.before_confirm")
             self._capture.send_feedback(lsn)
             hit("capture.after_confirm")
             self._spool.release(lsn)
-        self._server.confirmed(lsn)
+        self._server.confirmed(self._confirmed_lsn())
+
+    def _confirmed_lsn(self) -> int:
+        """What the server was told. Less than what is acknowledged while a prepared transaction is undecided."""
+        acked, told = self._consumers.confirmed_lsn, self._capture.confirmed_lsn
+        return min(acked, told) if self._capture.is_connected and told else acked
 
     def _check_slot(self) -> None:
         """Stop if slot or publication are not as we left them."""
@@ -381,9 +387,9 @@ class CaptureProcess:
             "phase": self._phase,
             "slot": self._spec.slot,
             "received_lsn": format_lsn(self._capture.last_lsn),
-            "confirmed_lsn": format_lsn(self._consumers.confirmed_lsn),
+            "confirmed_lsn": format_lsn(self._confirmed_lsn()),
             "server_lsn": format_lsn(server_lsn),
-            "lag_bytes": max(0, server_lsn - self._consumers.confirmed_lsn),
+            "lag_bytes": max(0, server_lsn - self._confirmed_lsn()),
             "spool_bytes": self._spool.bytes_held,
             "rows": self._rows,
             "last_commit_time": self._last_commit_us / 1e6,

@@ -43,6 +43,7 @@ __all__ = ["Capture", "open_capture", "reconnect_delay_s"]
 STATUS_INTERVAL_S = 10.0
 ADVANCE_INTERVAL_S = 10.0
 PUMP_MESSAGES = 2_000
+PUMP_BYTES = 8 << 20
 
 
 def reconnect_delay_s(attempt: int) -> float:
@@ -194,8 +195,9 @@ class Capture:
         if batch is None:
             self.is_drained = self._pump()
             batch = self._assembler.pop(drain=self.is_drained and drain)
-        if batch is None:
-            batch = self._advance()
+        return self._hand_out(batch if batch is not None else self._advance())
+
+    def _hand_out(self, batch: CaptureBatch | None) -> CaptureBatch | None:
         if batch is not None:
             self._handed_out = max(self._handed_out, batch.last_lsn)
         return batch
@@ -247,7 +249,7 @@ class Capture:
                 time.sleep(min(reconnect_delay_s(attempt), max(0.0, deadline - time.monotonic())))
                 attempt += 1
                 if time.monotonic() >= deadline:
-                    return self._assembler.pop()
+                    return self._hand_out(self._assembler.pop())
                 continue
             remaining = deadline - time.monotonic()
             if batch is not None or remaining <= 0:
@@ -278,16 +280,19 @@ class Capture:
         stream, feed = self._stream, self._assembler.feed
         if stream is None:
             return True
-        count = 0
+        count = size = 0
         for data in stream.read_available(PUMP_MESSAGES):
             count += 1
+            size += len(data)
             if data[0] == wire.XLOG_DATA:
                 feed(data[wire.XLOG_DATA_HEADER_BYTES :], int.from_bytes(data[1:9], "big"))
             else:
                 self._take_keepalive(data)
+            if size >= PUMP_BYTES:  # large rows: hand out what is ready before more is read
+                break
         stream.check_notices()
         self.received += count
-        return count < PUMP_MESSAGES
+        return count < PUMP_MESSAGES and size < PUMP_BYTES
 
     def _take_keepalive(self, data: memoryview | bytes) -> None:
         keepalive = wire.parse_keepalive(data)

@@ -156,8 +156,7 @@ class _Place:
     lsn: I64
     ordinal: I64
 
-    def describe(self, lists: pa.Array, item: int) -> str:
-        offsets = lists.offsets.to_numpy()
+    def describe(self, offsets: npt.NDArray[np.int32], item: int) -> str:
         row = int(np.searchsorted(offsets, item, side="right")) - 1
         shape = self.shapes[self.version[row]]
         column = shape.columns[item - offsets[row]].name
@@ -167,21 +166,24 @@ class _Place:
 
 def _with_valid_text(changes: pa.RecordBatch, place: _Place, policy: str) -> pa.RecordBatch:
     lists = changes.column(place.side)
-    values = lists.values
+    offsets: npt.NDArray[np.int32] = lists.offsets.to_numpy()
+    offsets = offsets - offsets[0]
+    values = lists.values.slice(lists.offsets[0].as_py(), int(offsets[-1]))  # of a cut segment only what is in range
     try:
         values.cast(pa.string())
     except pa.ArrowInvalid:
-        repaired = [_repair(value, number, lists, place, policy) for number, value in enumerate(values.to_pylist())]
+        repaired = [_repair(value, number, offsets, place, policy) for number, value in enumerate(values.to_pylist())]
     else:
         return changes
-    items = pa.array(repaired, pa.binary())
-    fixed = pa.Array.from_buffers(
-        lists.type, len(lists), lists.buffers()[:2], lists.null_count, lists.offset, children=[items]
+    fixed = pa.ListArray.from_arrays(
+        pa.array(offsets), pa.array(repaired, pa.binary()), type=lists.type, mask=lists.is_null()
     )
     return changes.set_column(CHANGES.get_field_index(place.side), CHANGES.field(place.side), fixed)
 
 
-def _repair(value: bytes | None, number: int, lists: pa.Array, place: _Place, policy: str) -> bytes | None:
+def _repair(
+    value: bytes | None, number: int, offsets: npt.NDArray[np.int32], place: _Place, policy: str
+) -> bytes | None:
     if value is None:
         return None
     try:
@@ -192,7 +194,7 @@ def _repair(value: bytes | None, number: int, lists: pa.Array, place: _Place, po
         if policy == "base64":
             return b"base64:" + base64.b64encode(value)
         raise DecodeError(
-            f"a value is not valid UTF-8: {place.describe(lists, number)}",
+            f"a value is not valid UTF-8: {place.describe(offsets, number)}",
             "The database's encoding is SQL_ASCII. Correct the value, or choose what becomes of such bytes: "
             "--invalid-utf8 replace or --invalid-utf8 base64",
         ) from None
