@@ -20,6 +20,7 @@ from pgcdc.capture.control import ControlClient, ensure_capture
 from pgcdc.capture.database import connect
 from pgcdc.capture.fingerprint import check_unchanged, read_fingerprint
 from pgcdc.capture.prepare import SourceOptions, follow_tables, prepare
+from pgcdc.capture.protocol import WireOptions
 from pgcdc.config import load_config
 from pgcdc.errors import GapError, SourceError, StateError
 from pgcdc.pipeline import Pipeline
@@ -170,11 +171,41 @@ def test_following_tables_does_not_hide_what_somebody_took_out(database: Databas
         follow_tables(source)
 
 
+def test_a_start_that_is_refused_for_a_column_changes_no_publication(database: Database, tmp_path: Path) -> None:
+    database.execute("CREATE TABLE a (id int PRIMARY KEY)")
+    database.execute("CREATE TABLE b (id int PRIMARY KEY, price money)")
+    source = options(database, tmp_path, tables=("a",))
+    name = prepare(source).spec.publications[0]
+    known = identity(tmp_path)
+    with pytest.raises(SourceError, match="column price of table b cannot travel in binary form"):
+        prepare(replace(source, tables=("b",), wire=WireOptions(binary=True)))
+    assert members(database, name) == ["a"]
+    assert identity(tmp_path) == known
+    prepare(source)
+    assert identity(tmp_path) == known
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_start_that_is_refused_for_a_column_accepts_no_change(database: Database, tmp_path: Path, ours: bool) -> None:
+    database.execute("CREATE TABLE a (id int PRIMARY KEY)")
+    database.execute("CREATE TABLE b (id int PRIMARY KEY, price money)")
+    database.execute("CREATE PUBLICATION theirs FOR TABLE a, b")
+    more: dict[str, Any] = {"tables": ("a", "b")} if ours else {"publication": "theirs"}
+    source = options(database, tmp_path, **more)
+    name = prepare(source).spec.publications[0]
+    database.execute(f'ALTER PUBLICATION "{name}" DROP TABLE a')
+    with pytest.raises(SourceError, match="column price of table b cannot travel in binary form"):
+        prepare(replace(source, accept_publication=True, wire=WireOptions(binary=True)))
+    with pytest.raises(GapError, match="table a was taken out"):
+        prepare(source)
+
+
 CRASH = """
 import json, sys
 from pgcdc.capture.prepare import SourceOptions, prepare
+from pgcdc.capture.protocol import WireOptions
 raw = json.loads(sys.argv[1])
-prepare(SourceOptions(**{**raw, "tables": tuple(raw["tables"])}))
+prepare(SourceOptions(**{**raw, "tables": tuple(raw["tables"]), "wire": WireOptions(**raw["wire"])}))
 """
 
 

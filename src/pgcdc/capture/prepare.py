@@ -184,7 +184,7 @@ def _prepare(
         before = {table for name in existing for table in use_existing(sql, name, slot=options.slot).tables}
         if known is not None and began:
             _check_rejoin(options, known, server)
-            known = _check_publications(sql, options, state, known, names)
+            known = _check_publications(sql, options, known, names)
             publications, identity = _bring_up_to_date(sql, options, state, known)
         else:
             _check_begin(options, state, server)
@@ -192,8 +192,6 @@ def _prepare(
         created = tuple(info.name for info in publications if info.name not in existing)
         if not began and created:
             undo.callback(drop_publications, options, created)
-        if options.wire.binary:
-            check_columns(sql, [info.name for info in publications])
         if not began:
             identity = _begin(options, state, server, read_fingerprint(sql, names), undo, on_wait)
         undo.pop_all()
@@ -245,22 +243,36 @@ def _make_publications(
     before_commit: Callable[[Fingerprint], None] = lambda made: None,
     review: bool = True,
 ) -> tuple[PublicationInfo, ...]:
+    def check() -> None:
+        if options.wire.binary and review:
+            check_columns(sql, names)
+
     if options.uses_existing:
-        return (use_existing(sql, names[0], slot=options.slot),)
-    return ensure(sql, names[0], options.selection, slot=options.slot, review=review, before_commit=before_commit)
+        info = use_existing(sql, names[0], slot=options.slot)
+        check()
+        return (info,)
+    return ensure(
+        sql,
+        names[0],
+        options.selection,
+        slot=options.slot,
+        review=review,
+        check=check,
+        before_commit=before_commit,
+    )
 
 
-def _check_publications(
-    sql: Connection, options: SourceOptions, state: StateDir, known: Identity, names: tuple[str, ...]
-) -> Identity:
-    """Refuse publications that somebody narrowed since we looked last, unless the user says that this was meant."""
+def _check_publications(sql: Connection, options: SourceOptions, known: Identity, names: tuple[str, ...]) -> Identity:
+    """Refuse publications that somebody narrowed since we looked last, unless the user says that this was meant.
+
+    What was accepted is written down later, when nothing else is refused.
+    """
     try:
         check_unchanged(sql, known.publications, known.planned)
     except Narrowed:
         if not options.accept_publication:
             raise
         known = replace(known, publications=read_fingerprint(sql, names), planned=None)
-        state.save_identity(known)
     return known
 
 
