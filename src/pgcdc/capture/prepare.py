@@ -1,7 +1,9 @@
 """From what the user asked for to a slot that can be read: checks first, then publication, then slot, then identity.
 
-What fails leaves nothing behind: what was created on the way is removed again. Only one process at a time prepares a state
-directory.
+A refusal comes before the first change. What fails later (a slot that cannot be created, say) leaves nothing behind that was
+not there before: what was created on the way is removed again. But publications of ours that existed already and were
+altered for the tables wanted now stay as altered; the next start alters them as it needs. Only one process at a time
+prepares a state directory.
 """
 
 from __future__ import annotations
@@ -143,7 +145,7 @@ def prepare(
     watch_pid: int | None = None,
     on_wait: Callable[[list[OpenTransaction]], None] | None = None,
 ) -> Prepared:
-    """Check server and state directory, create what is missing. Raises with advice, and then nothing is left behind."""
+    """Check server and state directory, create what is missing. Raises with advice, and then nothing new is left behind."""
     options.check()
     state = StateDir(Path(options.state_dir))
     lock = Lock(state.identity_lock)
