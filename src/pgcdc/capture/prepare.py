@@ -18,7 +18,7 @@ from pathlib import Path
 from pgcdc.capture.binary.columns import check_columns
 from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.database import Connection, connect
-from pgcdc.capture.fingerprint import Fingerprint, Narrowed, check_unchanged, read_fingerprint
+from pgcdc.capture.fingerprint import Fingerprint, Narrowed, check_unchanged, forget_dropped, read_fingerprint
 from pgcdc.capture.preflight import ServerInfo, check
 from pgcdc.capture.process import CaptureSpec
 from pgcdc.capture.protocol import WireOptions
@@ -270,7 +270,7 @@ def _check_publications(sql: Connection, options: SourceOptions, known: Identity
     What was accepted is written down later, when nothing else is refused.
     """
     try:
-        check_unchanged(sql, known.publications, known.planned)
+        check_unchanged(sql, known.publications, known.planned, is_open=known.is_open)
     except Narrowed:
         if not options.accept_publication:
             raise
@@ -286,7 +286,9 @@ def _bring_up_to_date(
     The identity says durably what we are about to make before that becomes visible: a crash between the two looks
     neither like a change by somebody else, nor hides one.
     """
-    expected = check_unchanged(sql, known.publications, known.planned)
+    expected = check_unchanged(sql, known.publications, known.planned, is_open=known.is_open)
+    if not options.uses_existing:
+        expected = forget_dropped(expected)
 
     def plan(made: Fingerprint) -> None:
         nonlocal expected
@@ -296,7 +298,8 @@ def _bring_up_to_date(
     names = tuple(item["name"] for item in known.publications)
     infos = _make_publications(sql, options, names, plan, review)
     hit("prepare.altered")
-    updated = replace(known, publications=check_unchanged(sql, expected), planned=None)
+    now = check_unchanged(sql, expected, is_open=options.selection.is_open)
+    updated = replace(known, publications=now, planned=None, asked=options.selection.to_json())
     if updated != state.identity():
         state.save_identity(updated)
     return infos, updated
@@ -369,6 +372,7 @@ def _begin(
         instance=started.instance if started else secrets.token_hex(8),
         publications=publications,
         created_lsn=0,
+        asked=options.selection.to_json(),
     )
     if started is None:
         undo.callback(state.identity_file.unlink, missing_ok=True)
