@@ -59,6 +59,13 @@ class Identity:
     """Where the slot began."""
     planned: list[dict[str, Any]] | None = None
     """Fingerprints that we are just making: after a crash, the publications are as in `publications` or as here."""
+    asked: dict[str, Any] | None = None
+    """Which tables were asked for at the last start; None if an older version wrote this."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether tables that are created later are added by us: one in the place of another is nothing special then."""
+        return self.asked is None or bool(self.asked["all_tables"] or self.asked["schemas"])
 
 
 class StateDir:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -20,6 +21,7 @@ from pgcdc.capture.control import ControlClient, ensure_capture
 from pgcdc.capture.database import connect
 from pgcdc.capture.fingerprint import check_unchanged, read_fingerprint
 from pgcdc.capture.prepare import SourceOptions, follow_tables, prepare
+from pgcdc.capture.protocol import WireOptions
 from pgcdc.config import load_config
 from pgcdc.errors import GapError, SourceError, StateError
 from pgcdc.pipeline import Pipeline
@@ -95,7 +97,81 @@ def test_what_somebody_takes_out_of_a_publication_is_a_gap(theirs: Database, tmp
             assert check_unchanged(conn, known) != known
         with conn.transaction(force_rollback=True):  # names do not matter
             conn.execute("ALTER TABLE a RENAME TO aa; ALTER TABLE aa RENAME id TO key; ALTER SCHEMA s RENAME TO ss")
-            assert check_unchanged(conn, known) == known
+            found = check_unchanged(conn, known)
+            assert [{**item, "names": {}} for item in found] == [{**item, "names": {}} for item in known]
+
+
+REPLACED = {
+    "dropped": "CREATE TABLE new (id int PRIMARY KEY); DROP TABLE a; ALTER TABLE new RENAME TO a",
+    "renamed": "ALTER TABLE a RENAME TO old; CREATE TABLE a (id int PRIMARY KEY)",
+}
+
+
+@pytest.mark.parametrize("how", REPLACED)
+@pytest.mark.parametrize("ours", [True, False])
+def test_another_table_in_the_place_of_a_captured_one_is_a_gap(
+    database: Database, tmp_path: Path, ours: bool, how: str
+) -> None:
+    prepare_theirs(database)
+    source = options(database, tmp_path, **({"tables": ("a",)} if ours else {"publication": "theirs"}))
+    name = prepare(source).spec.publications[0]
+    database.execute(REPLACED[how])
+    with pytest.raises(
+        GapError, match=f"another table has the name a now, and it is not in publication {name}"
+    ) as caught:
+        prepare(source)
+    assert "--accept-publication" in caught.value.advice
+    if not ours:
+        with database.connect(autocommit=False) as conn:  # whoever puts it in has no gap
+            conn.execute("ALTER PUBLICATION theirs ADD TABLE a")
+            check_unchanged(conn, identity(tmp_path).publications)
+            conn.rollback()
+    prepare(replace(source, accept_publication=True))
+    assert ("a" in members(database, name)) is ours
+    prepare(source)
+
+
+def test_a_running_capture_stops_when_a_dropped_table_comes_back_and_is_not_published(
+    database: Database, tmp_path: Path
+) -> None:
+    database.execute("CREATE TABLE a (id int PRIMARY KEY)")
+    database.execute("CREATE TABLE b (id int PRIMARY KEY)")
+    source = options(database, tmp_path, tables=("a", "b"))
+    client = ensure_capture(prepare(source).spec, is_restart=False)
+    try:
+        database.execute("DROP TABLE a")
+        while len(identity(tmp_path).publications[0]["tables"]) == 2:  # it has looked, and goes on
+            client.wait(process.CHECK_INTERVAL_S)
+        database.execute("CREATE TABLE a (id int PRIMARY KEY)")
+        deadline = time.monotonic() + 4 * process.CHECK_INTERVAL_S
+        with pytest.raises(GapError, match="another table has the name a now"):
+            while time.monotonic() < deadline:
+                client.wait(process.CHECK_INTERVAL_S)
+    finally:
+        client.close()
+
+
+def test_a_dropped_table_that_is_not_wanted_any_more_may_come_back(database: Database, tmp_path: Path) -> None:
+    database.execute("CREATE TABLE a (id int PRIMARY KEY)")
+    database.execute("CREATE TABLE b (id int PRIMARY KEY)")
+    source = options(database, tmp_path, tables=("a", "b"))
+    prepare(source)
+    database.execute("DROP TABLE a")
+    only = replace(source, tables=("b",))
+    prepare(only)
+    database.execute("CREATE TABLE a (id int PRIMARY KEY)")
+    prepare(only)
+
+
+def test_a_new_table_in_the_place_of_another_is_followed_with_all_tables(database: Database, tmp_path: Path) -> None:
+    database.execute("CREATE TABLE a (id int PRIMARY KEY)")
+    source = options(database, tmp_path, all_tables=True)
+    name = prepare(source).spec.publications[0]
+    for look in (follow_tables, prepare):
+        database.execute("DROP TABLE a")
+        database.execute("CREATE TABLE a (id int PRIMARY KEY)")
+        look(source)
+        assert members(database, name) == ["a"]
 
 
 def test_a_table_that_was_added_is_missed_when_it_is_taken_out_again(database: Database, tmp_path: Path) -> None:
@@ -170,6 +246,35 @@ def test_following_tables_does_not_hide_what_somebody_took_out(database: Databas
         follow_tables(source)
 
 
+def test_a_start_that_is_refused_for_a_column_changes_no_publication(database: Database, tmp_path: Path) -> None:
+    database.execute("CREATE TABLE a (id int PRIMARY KEY)")
+    database.execute("CREATE TABLE b (id int PRIMARY KEY, price money)")
+    source = options(database, tmp_path, tables=("a",))
+    name = prepare(source).spec.publications[0]
+    known = identity(tmp_path)
+    with pytest.raises(SourceError, match="column price of table b cannot travel in binary form"):
+        prepare(replace(source, tables=("b",), wire=WireOptions(binary=True)))
+    assert members(database, name) == ["a"]
+    assert identity(tmp_path) == known
+    prepare(source)
+    assert identity(tmp_path) == known
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_start_that_is_refused_for_a_column_accepts_no_change(database: Database, tmp_path: Path, ours: bool) -> None:
+    database.execute("CREATE TABLE a (id int PRIMARY KEY)")
+    database.execute("CREATE TABLE b (id int PRIMARY KEY, price money)")
+    database.execute("CREATE PUBLICATION theirs FOR TABLE a, b")
+    more: dict[str, Any] = {"tables": ("a", "b")} if ours else {"publication": "theirs"}
+    source = options(database, tmp_path, **more)
+    name = prepare(source).spec.publications[0]
+    database.execute(f'ALTER PUBLICATION "{name}" DROP TABLE a')
+    with pytest.raises(SourceError, match="column price of table b cannot travel in binary form"):
+        prepare(replace(source, accept_publication=True, wire=WireOptions(binary=True)))
+    with pytest.raises(GapError, match="table a was taken out"):
+        prepare(source)
+
+
 CRASH = """
 import json, sys
 from pgcdc.capture.prepare import SourceOptions, prepare
@@ -216,7 +321,7 @@ def test_an_identity_of_an_older_version_learns_the_tables(database: Database, t
     state, known = StateDir(tmp_path / "state"), identity(tmp_path)
     old = [{key: item[key] for key in ("name", "oid", "publish", "via_root")} for item in known.publications]
     raw = {**asdict(known), "publications": old}
-    del raw["planned"]
+    del raw["planned"], raw["asked"]
     from pgcdc.state import write_json_durably
 
     write_json_durably(state.identity_file, raw)

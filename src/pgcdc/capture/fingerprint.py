@@ -3,6 +3,9 @@
 A row of `pg_publication_rel` is never updated: a table that is taken out of a publication and put back, or that gets
 another row filter or column list, has a new row with a new oid. So the oids of the rows tell whether a table was a member
 all the time, in the same way. (`pg_publication_namespace`, for schemas, is the same.) Reading them is one light query.
+
+A table that does not exist any more has no changes to miss. But if another table has its name now, whoever named the table
+means that one. So the names of the members are kept too, those of dropped tables until they come back.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any
 from pgcdc.capture.database import Connection, explain_errors, name_table, quote_identifier
 from pgcdc.errors import GapError
 
-__all__ = ["Fingerprint", "Narrowed", "check_unchanged", "compare", "read_fingerprint"]
+__all__ = ["Fingerprint", "Narrowed", "check_unchanged", "compare", "forget_dropped", "read_fingerprint"]
 
 Fingerprint = list[dict[str, Any]]
 """One entry for each publication, as JSON."""
@@ -34,6 +37,9 @@ _ADVICE = (
 _READ = """
 SELECT p.pubname::text, p.oid::int8, to_jsonb(p),
        ARRAY(SELECT ARRAY[r.prrelid::int8, r.oid::int8] FROM pg_publication_rel r WHERE r.prpubid = p.oid ORDER BY r.oid),
+       (SELECT COALESCE(jsonb_object_agg(c.oid::int8::text, jsonb_build_array(n.nspname, c.relname)), '{{}}')
+        FROM pg_publication_rel r JOIN pg_class c ON c.oid = r.prrelid JOIN pg_namespace n ON n.oid = c.relnamespace
+        WHERE r.prpubid = p.oid),
        {schemas}
 FROM pg_publication p WHERE p.pubname = ANY (%s::text[])
 """
@@ -46,6 +52,14 @@ _EXISTING = {
     "JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid::int8 = ANY (%s)",
     "schemas": "SELECT oid::int8, nspname::text FROM pg_namespace WHERE oid::int8 = ANY (%s)",
 }
+
+_NAMED = """
+SELECT n.nspname::text, c.relname::text, n.oid::int8, c.oid::int8 ||
+       ARRAY(SELECT a.relid::oid::int8 FROM pg_partition_ancestors(c.oid) a)
+FROM unnest(%s::text[], %s::text[]) w (schema, name)
+JOIN pg_namespace n ON n.nspname = w.schema
+JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = w.name AND c.relkind IN ('r', 'p')
+"""
 
 Existing = Mapping[str, Mapping[int, str]]
 """Of those whose membership has ended, the tables and schemas that still exist, by name."""
@@ -64,23 +78,29 @@ def read_fingerprint(conn: Connection, names: Sequence[str]) -> Fingerprint:
             "all_tables": raw["puballtables"],
             "generated": raw.get("pubgencols", "n"),
             "tables": tables,
+            "names": names_of,
             "schemas": schemas,
         }
-        for name, oid, raw, tables, schemas in conn.execute(query.encode(), [list(names)]).fetchall()
+        for name, oid, raw, tables, names_of, schemas in conn.execute(query.encode(), [list(names)]).fetchall()
     }
     return [found[name] for name in names if name in found]
 
 
-def check_unchanged(conn: Connection, known: Fingerprint, planned: Fingerprint | None = None) -> Fingerprint:
+def check_unchanged(
+    conn: Connection, known: Fingerprint, planned: Fingerprint | None = None, *, is_open: bool = False
+) -> Fingerprint:
     """The fingerprint of now, which may have more than the known one. Raises GapError if it has less.
 
-    `planned` is what we wanted to make of it when we were interrupted: we may or may not have.
+    `planned` is what we wanted to make of it when we were interrupted: we may or may not have. With `is_open` new tables
+    are added by us anyhow: one in the place of another is no gap.
     """
     now = read_fingerprint(conn, [item["name"] for item in known])
     for expected in (planned, known):
         if expected is None:
             continue
         gap = compare(expected, now, _existing(conn, expected, now))
+        if gap is None and not is_open:
+            gap = _follow_names(conn, expected, now)
         if gap is None:
             return now
     assert gap is not None
@@ -96,6 +116,47 @@ def _existing(conn: Connection, old: Fingerprint, now: Fingerprint) -> Existing:
         names = conn.execute(query.encode(), [lost]).fetchall() if lost else []
         found[kind] = {oid: name_table(*name) if kind == "tables" else name[0] for oid, *name in names}
     return found
+
+
+@explain_errors("read the tables")
+def _follow_names(conn: Connection, old: Fingerprint, now: Fingerprint) -> Narrowed | None:
+    """The gap if a table that is not published has the name of a member. Else keeps the names of dropped tables in `now`."""
+    current = {item["name"]: item for item in now}
+    moved = {  # identities of older versions have no names
+        (schema, table): (item["name"], oid)
+        for item in old
+        for oid, (schema, table) in item.get("names", {}).items()
+        if current[item["name"]]["names"].get(oid) != [schema, table]
+    }
+    if not moved:
+        return None
+    found = conn.execute(_NAMED, [[name[0] for name in moved], [name[1] for name in moved]]).fetchall()
+    members = {oid for item in now for oid, _ in item["tables"]}
+    schemas = {oid for item in now for oid, _ in item["schemas"]}
+    for schema, table, schema_oid, oids in found:
+        publication, oid = moved.pop((schema, table))
+        if int(oid) == oids[0] or members.intersection(oids) or schema_oid in schemas:
+            continue
+        name = name_table(schema, table)
+        return Narrowed(
+            f"another table has the name {name} now, and it is not in publication {publication}: its changes are not sent",
+            "The table of before was dropped or renamed. To go on with the new one from now on, start with "
+            "--accept-publication (put it into your own publication first; into ours the start puts it): what was "
+            "written to it until then is not delivered. Otherwise start with a new slot and a new --state-dir, and reload "
+            "the targets",
+        )
+    for (schema, table), (publication, oid) in moved.items():
+        current[publication]["names"].setdefault(oid, [schema, table])
+    return None
+
+
+def forget_dropped(known: Fingerprint) -> Fingerprint:
+    """The same without the names of dropped tables: who chose the tables anew does not miss them."""
+    members = [{str(oid) for oid, _ in item["tables"]} for item in known]
+    return [
+        {**item, "names": {oid: name for oid, name in item["names"].items() if oid in kept}}
+        for item, kept in zip(known, members, strict=True)
+    ]
 
 
 def compare(old: Fingerprint, now: Fingerprint, existing: Existing) -> GapError | None:

@@ -80,7 +80,7 @@ class Guard:
         try:
             known = self._state.identity()
             assert known is not None
-            now = check_unchanged(sql, known.publications, known.planned)
+            now = check_unchanged(sql, known.publications, known.planned, is_open=known.is_open)
             if now != known.publications:
                 self._state.save_identity(replace(known, publications=now, planned=None))
         finally:

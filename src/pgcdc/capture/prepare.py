@@ -1,7 +1,9 @@
 """From what the user asked for to a slot that can be read: checks first, then publication, then slot, then identity.
 
-What fails leaves nothing behind: what was created on the way is removed again. Only one process at a time prepares a state
-directory.
+A refusal comes before the first change. What fails later (a slot that cannot be created, say) leaves nothing behind that was
+not there before: what was created on the way is removed again. But publications of ours that existed already and were
+altered for the tables wanted now stay as altered; the next start alters them as it needs. Only one process at a time
+prepares a state directory.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 from pgcdc.capture.binary.columns import check_columns
 from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.database import Connection, connect
-from pgcdc.capture.fingerprint import Fingerprint, Narrowed, check_unchanged, read_fingerprint
+from pgcdc.capture.fingerprint import Fingerprint, Narrowed, check_unchanged, forget_dropped, read_fingerprint
 from pgcdc.capture.preflight import ServerInfo, check
 from pgcdc.capture.process import CaptureSpec
 from pgcdc.capture.protocol import WireOptions
@@ -143,7 +145,7 @@ def prepare(
     watch_pid: int | None = None,
     on_wait: Callable[[list[OpenTransaction]], None] | None = None,
 ) -> Prepared:
-    """Check server and state directory, create what is missing. Raises with advice, and then nothing is left behind."""
+    """Check server and state directory, create what is missing. Raises with advice, and then nothing new is left behind."""
     options.check()
     state = StateDir(Path(options.state_dir))
     lock = Lock(state.identity_lock)
@@ -184,7 +186,7 @@ def _prepare(
         before = {table for name in existing for table in use_existing(sql, name, slot=options.slot).tables}
         if known is not None and began:
             _check_rejoin(options, known, server)
-            known = _check_publications(sql, options, state, known, names)
+            known = _check_publications(sql, options, known, names)
             publications, identity = _bring_up_to_date(sql, options, state, known)
         else:
             _check_begin(options, state, server)
@@ -192,8 +194,6 @@ def _prepare(
         created = tuple(info.name for info in publications if info.name not in existing)
         if not began and created:
             undo.callback(drop_publications, options, created)
-        if options.wire.binary:
-            check_columns(sql, [info.name for info in publications])
         if not began:
             identity = _begin(options, state, server, read_fingerprint(sql, names), undo, on_wait)
         undo.pop_all()
@@ -245,22 +245,36 @@ def _make_publications(
     before_commit: Callable[[Fingerprint], None] = lambda made: None,
     review: bool = True,
 ) -> tuple[PublicationInfo, ...]:
+    def check() -> None:
+        if options.wire.binary and review:
+            check_columns(sql, names)
+
     if options.uses_existing:
-        return (use_existing(sql, names[0], slot=options.slot),)
-    return ensure(sql, names[0], options.selection, slot=options.slot, review=review, before_commit=before_commit)
+        info = use_existing(sql, names[0], slot=options.slot)
+        check()
+        return (info,)
+    return ensure(
+        sql,
+        names[0],
+        options.selection,
+        slot=options.slot,
+        review=review,
+        check=check,
+        before_commit=before_commit,
+    )
 
 
-def _check_publications(
-    sql: Connection, options: SourceOptions, state: StateDir, known: Identity, names: tuple[str, ...]
-) -> Identity:
-    """Refuse publications that somebody narrowed since we looked last, unless the user says that this was meant."""
+def _check_publications(sql: Connection, options: SourceOptions, known: Identity, names: tuple[str, ...]) -> Identity:
+    """Refuse publications that somebody narrowed since we looked last, unless the user says that this was meant.
+
+    What was accepted is written down later, when nothing else is refused.
+    """
     try:
-        check_unchanged(sql, known.publications, known.planned)
+        check_unchanged(sql, known.publications, known.planned, is_open=known.is_open)
     except Narrowed:
         if not options.accept_publication:
             raise
         known = replace(known, publications=read_fingerprint(sql, names), planned=None)
-        state.save_identity(known)
     return known
 
 
@@ -272,7 +286,9 @@ def _bring_up_to_date(
     The identity says durably what we are about to make before that becomes visible: a crash between the two looks
     neither like a change by somebody else, nor hides one.
     """
-    expected = check_unchanged(sql, known.publications, known.planned)
+    expected = check_unchanged(sql, known.publications, known.planned, is_open=known.is_open)
+    if not options.uses_existing:
+        expected = forget_dropped(expected)
 
     def plan(made: Fingerprint) -> None:
         nonlocal expected
@@ -282,7 +298,8 @@ def _bring_up_to_date(
     names = tuple(item["name"] for item in known.publications)
     infos = _make_publications(sql, options, names, plan, review)
     hit("prepare.altered")
-    updated = replace(known, publications=check_unchanged(sql, expected), planned=None)
+    now = check_unchanged(sql, expected, is_open=options.selection.is_open)
+    updated = replace(known, publications=now, planned=None, asked=options.selection.to_json())
     if updated != state.identity():
         state.save_identity(updated)
     return infos, updated
@@ -355,6 +372,7 @@ def _begin(
         instance=started.instance if started else secrets.token_hex(8),
         publications=publications,
         created_lsn=0,
+        asked=options.selection.to_json(),
     )
     if started is None:
         undo.callback(state.identity_file.unlink, missing_ok=True)

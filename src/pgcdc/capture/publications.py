@@ -79,6 +79,7 @@ def ensure(
     *,
     slot: str,
     review: bool = True,
+    check: Callable[[], None] = lambda: None,
     before_commit: Callable[[Fingerprint], None] = lambda made: None,
 ) -> tuple[PublicationInfo, ...]:
     """Create our pair of publications, or bring them up to date, for these tables. Alters what differs.
@@ -86,6 +87,7 @@ def ensure(
     They belong to the pipeline of this slot. Call it before the slot is created. A table that has got a primary key
     since then moves to the first publication.
     Without `review` (while the pipeline runs) the row filters and columns of those that are there already are left alone.
+    `check` is called on this connection when they are as they will be, and may refuse: then nothing is changed.
     If something is altered, `before_commit` hears what the fingerprint will be, while it can still be given up.
     """
     names = pair_of(base_name)
@@ -132,6 +134,8 @@ def ensure(
             )
         if statements:
             _execute(conn, statements, [*full, *inserts])
+        check()
+        if statements:
             before_commit(read_fingerprint(conn, names))
         result = _read(conn, names)
     told = tuple(table.name for table in incomplete)

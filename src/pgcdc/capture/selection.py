@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pgcdc.capture.database import parse_identifier, quote_identifier, split_table
 from pgcdc.errors import ConfigError
@@ -42,6 +43,11 @@ class Selection:
     def is_open(self) -> bool:
         """Whether tables that are created later belong to it."""
         return self.all_tables or bool(self.schemas)
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is read back from JSON."""
+        found = {name: getattr(self, name) for name in self.__slots__}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
     def check(self) -> None:
         """Raise ConfigError for what cannot be read."""
