@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ from pgcdc.relation import Column, Relation
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.spool.writer import SpoolWriter
 from pgcdc.stream import lines
-from pgcdc.stream.events import EVENT_SCHEMA, event_batch
+from pgcdc.stream.events import EVENT_SCHEMA, PIECE_BYTES, event_batch, pack_block, unpack_blocks
 from pgcdc.stream.frame import EventOptions
 from pgcdc.stream.texts import IdSeed, event_ids, position_texts
 
@@ -468,6 +469,21 @@ def test_compiled_and_python_renderer_write_the_same_bytes(
         compiled = lines_of(reader, options)
         patch.setattr(lines, "_renderer", lambda: lines.render_python)
         assert lines_of(reader, options) == compiled
+
+
+@pytest.mark.parametrize("sizes", [[1], [10, 0, 3], [100_000], [9_000_000, 1, 5_000_000]])
+def test_blocks_bring_events_through_spark_in_pieces_of_bounded_size(sizes: list[int]) -> None:
+    noise = random.Random(7).randbytes(max(sizes)).hex()  # compresses to half at best
+    batches = [
+        pa.RecordBatch.from_pydict(
+            {"position": [f"{number}-{row}" for row in range(2)], "line": [noise[:size], "x"]}, LINES
+        )
+        for number, size in enumerate(sizes)
+    ]
+    pieces = [piece for batch in batches for piece in pack_block(batch)]
+    assert all(piece.num_rows == 1 and piece.nbytes <= PIECE_BYTES + 64 for piece in pieces)
+    assert (len(pieces) == len(sizes)) == (max(sizes) < PIECE_BYTES)
+    assert unpack_blocks(pa.Table.from_batches(pieces)) == pa.Table.from_batches(batches, LINES)
 
 
 def test_everything_json_forbids_is_escaped_and_nothing_else() -> None:

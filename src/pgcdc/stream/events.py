@@ -6,7 +6,7 @@ native Spark expressions. A query that asks for fewer columns (`.schema("positio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ __all__ = [
     "EVENT_COLUMNS",
     "EVENT_SCHEMA",
     "LINES",
+    "PIECE_BYTES",
     "TEXT_COLUMNS",
     "event_batch",
     "pack_block",
@@ -52,8 +53,9 @@ EVENT_COLUMNS = {
 TEXT_COLUMNS = {"json": "string", "line": "string"}
 """The whole event as JSON text, without and with a newline: only for those who ask for it."""
 COMPRESS_BYTES = 64 << 10
-BLOCKS = "block BINARY"
-"""Rows in blocks, for a lane that only hands them on: each row is many events, packed (`unpack_blocks`).
+PIECE_BYTES = 4 << 20
+BLOCKS = "block BINARY, is_last BOOLEAN"
+"""Rows in blocks, for a lane that only hands them on: each row is many events, packed (`unpack_blocks`), or a piece of that.
 
 Spark moves a block as cheaply as an event. Ten times fewer CPU in the JVM, and no need to warm it up with a backlog.
 """
@@ -81,24 +83,33 @@ def event_batch(
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def pack_block(events: pa.RecordBatch) -> pa.RecordBatch:
-    """A record batch with one row: `events`, in the schema LINES, as an Arrow stream.
+def pack_block(events: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """`events`, in the schema LINES, as an Arrow stream: one row, or several if it is large (a row of 200 MB, say).
 
-    Compressed if it is large: the JVM copies it about ten times, and collecting that garbage cost more than all else.
+    Compressed if it pays: the JVM copies it about ten times, and collecting that garbage cost more than all else.
     """
     options = pa.ipc.IpcWriteOptions(compression="lz4" if events.nbytes >= COMPRESS_BYTES else None)
     target = pa.BufferOutputStream()
     with pa.ipc.new_stream(target, events.schema, options=options) as stream:
         stream.write_batch(events)
     data = target.getvalue()
-    block = pa.BinaryArray.from_buffers(pa.binary(), 1, [None, pa.array([0, data.size], pa.int32()).buffers()[1], data])
-    return pa.RecordBatch.from_arrays([block], ["block"])
+    for begin in range(0, data.size, PIECE_BYTES):
+        piece = data.slice(begin, min(PIECE_BYTES, data.size - begin))
+        ends = pa.array([0, piece.size], pa.int32()).buffers()[1]
+        block = pa.BinaryArray.from_buffers(pa.binary(), 1, [None, ends, piece])
+        yield pa.RecordBatch.from_arrays([block, pa.array([begin + piece.size == data.size])], ["block", "is_last"])
 
 
 def unpack_blocks(blocks: pa.Table) -> pa.Table:
     """The events of collected blocks, in order."""
-    streams = (pa.ipc.open_stream(value.as_buffer()) for value in blocks.column("block"))
-    return pa.Table.from_batches([batch for stream in streams for batch in stream], LINES)
+    pieces: list[pa.Buffer] = []
+    batches: list[pa.RecordBatch] = []
+    for block, is_last in zip(blocks.column("block"), blocks.column("is_last"), strict=True):
+        pieces.append(block.as_buffer())
+        if is_last.as_py():
+            batches += pa.ipc.open_stream(pieces[0] if len(pieces) == 1 else pa.py_buffer(b"".join(pieces)))
+            pieces = []
+    return pa.Table.from_batches(batches, LINES)
 
 
 def _as_type(array: pa.Array, kind: pa.DataType) -> pa.Array:

@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,7 +72,10 @@ class Lane:
         blocks = spark.readStream.format("pgcdc").schema(BLOCKS).options(**options).load()
         writer = blocks.writeStream.queryName(self.name).option("checkpointLocation", str(self._checkpoint))
         trigger = writer.trigger(availableNow=True) if once else writer.trigger(processingTime="0 seconds")
-        return trigger.foreachBatch(self._deliver).start()
+        with _setting(
+            spark, "spark.sql.execution.arrow.maxRecordsPerBatch", "1"
+        ):  # one block at a time through the JVM
+            return trigger.foreachBatch(self._deliver).start()
 
     def committed(self) -> Position | None:
         """The end of the last batch that Spark has committed, made durable; None if nothing is new since the last call."""
@@ -153,6 +156,17 @@ def read_offset(checkpoint: Path, batch_id: int) -> Position:
             f"Spark's offset log {path} cannot be read: {error}",
             "Restore the checkpoint from a backup, or start with a new slot and a new --state-dir",
         ) from error
+
+
+@contextlib.contextmanager
+def _setting(spark: SparkSession, name: str, value: str) -> Iterator[None]:
+    """A query keeps the settings with which it was started."""
+    before = spark.conf.get(name)
+    spark.conf.set(name, value)
+    try:
+        yield
+    finally:
+        spark.conf.unset(name) if before is None else spark.conf.set(name, before)
 
 
 def _fsync(path: Path) -> None:

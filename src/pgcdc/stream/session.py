@@ -53,7 +53,7 @@ def settings() -> dict[str, str]:
         "spark.sql.execution.arrow.maxRecordsPerBatch": "100000",
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
-        "spark.driver.memory": "1g",
+        "spark.driver.memory": "2g",
         "spark.sql.execution.pyspark.udf.faulthandler.enabled": "false",
     }
 

@@ -70,7 +70,7 @@ class ChangePartition(InputPartition):
 def _check_schema(schema: StructType) -> None:
     """A user's schema may leave columns out and ask for JSON; names and types are ours."""
     known = {**EVENT_COLUMNS, **TEXT_COLUMNS}
-    if schema.simpleString() == "struct<block:binary>":
+    if schema.simpleString() == "struct<block:binary,is_last:boolean>":
         return
     for field in schema.fields:
         kind = field.dataType.simpleString()
@@ -141,7 +141,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, ChangePartition)
-        in_blocks = self._schema.fieldNames() == ["block"]
+        in_blocks = self._schema.fieldNames()[0] == "block"
         schema = LINES if in_blocks else to_arrow_schema(self._schema, timezone="UTC")
         for pieces in _group(partition.slices, RECORD_BATCH_BYTES):
             try:
@@ -155,7 +155,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     "Put the state directory on storage that every host of the cluster can read",
                 ) from None
             if batch is not None:
-                yield pack_block(batch) if in_blocks else batch
+                yield from pack_block(batch) if in_blocks else [batch]
 
     def commit(self, end: dict[str, Any]) -> None:
         position = Position.from_offset(end)
