@@ -64,7 +64,7 @@ def main() -> int:
         if peers:
             print_peers(peers, f"One backlog of {scale.changes:,} changes on {bench.peer_server}", console)
     why = (
-        "only some sections were measured" if arguments.only
+        "only some sections were measured (--write keeps them)" if arguments.only and not arguments.write
         else "the workload was changed" if arguments.quick or changed
         else ""
     )  # fmt: skip
@@ -79,6 +79,7 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure pgcdc against its bars.")
     parser.add_argument("--quick", action="store_true", help="a smaller workload, to try the benchmark; writes nothing")
+    parser.add_argument("--write", action="store_true", help="write the page, even if only some sections were measured")
     parser.add_argument("--only", type=_names, metavar="A,B", help="some sections (see --list); writes nothing")
     parser.add_argument("--list", action="store_true", help="show the sections")
     parser.add_argument("--demo", action="store_true", help="also run the playground")

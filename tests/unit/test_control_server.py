@@ -285,3 +285,17 @@ def test_a_capture_that_starts_for_ever_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="is starting"):
         forget_consumer(state, "one", timeout_s=0.1)
     lock.release()
+
+
+def test_a_client_that_asks_too_late_still_hears_why_the_capture_ended(tmp_path: Path) -> None:
+    address = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        client = ControlClient(address)
+        server, _ = listener.accept()
+        reason = GapError("the publication is gone", "Start anew")
+        server.sendall(json.dumps({"error": reason.to_json()}).encode() + b"\n")
+        server.close()
+    with contextlib.closing(client), pytest.raises(GapError, match="the publication is gone"):
+        client.status()

@@ -88,17 +88,20 @@ class ControlClient:
 
     def request(self, content: dict[str, Any], timeout_s: float = 120.0) -> dict[str, Any]:
         """Send one request and wait for its answer. Raises what the capture process failed with."""
+        is_sent = False
         try:
             self._socket.settimeout(timeout_s)
-            self._socket.sendall(json.dumps(content).encode() + b"\n")
+            with contextlib.suppress(BrokenPipeError):  # it has gone, but may have said why
+                self._socket.sendall(json.dumps(content).encode() + b"\n")
+                is_sent = True
             line = self._file.readline()
         except OSError as error:
             raise CaptureGone("the capture process does not answer") from error
-        if not line:
-            raise CaptureGone("the capture process ended")
-        reply: dict[str, Any] = json.loads(line)
+        reply: dict[str, Any] = json.loads(line) if line else {}
         if "error" in reply:
             raise PgcdcError.from_json(reply["error"])
+        if not line or not is_sent:
+            raise CaptureGone("the capture process ended")
         return reply
 
     def close(self) -> None:
