@@ -71,7 +71,8 @@ def main() -> int:
     if why:
         console.print(f"docs/benchmarks.md is left as it is: {why}.")
     else:
-        _write(bench, peers, machine, "make bench ARGS=--demo" if arguments.demo else "make bench")
+        flags = f'"--write --only {",".join(arguments.only)}"' if arguments.only else "--demo" if arguments.demo else ""
+        _write(bench, peers, machine, f"make bench ARGS={flags}" if flags else "make bench")
         console.print("docs/benchmarks.md is written.")
     return 1 if failed else 0
 

@@ -145,6 +145,7 @@ def test_ctrl_c_ends_the_traffic_and_compares(scratch: Path) -> None:
     check_nothing_left(scratch, processes)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(scratch: Path) -> None:
     with start(scratch, "-m", "pgcdc", "playground", "--rate", "50") as process:
         read_until(process, " commits/s")
