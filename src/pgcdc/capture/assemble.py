@@ -73,7 +73,7 @@ class Assembler:
         self._buffered = 0
         self._resume_lsn = 0
         self._parallel = False
-        self._rewrite_row: Callable[[bytes, Sequence[Column]], bytes] | None = None
+        self._rewrite_row: Callable[[bytes, Sequence[Column], int], bytes] | None = None
         self._parsers: dict[int, Callable[[_Bytes, int], object]] = {
             wire.BEGIN: self._take_begin,
             wire.COMMIT: self._take_commit,
@@ -130,7 +130,7 @@ class Assembler:
             if transaction is None:
                 raise _outside(chr(tag), lsn)
             if self._rewrite_row is not None:
-                message = self._to_text(message)
+                message = self._to_text(message, lsn)
             transaction.ordinal += 1
             transaction.sub = 0
             if self._rows.add(message, transaction.ordinal, lsn, self._in_stream):
@@ -402,14 +402,14 @@ class Assembler:
         """The xid of a message in a block (outside of one: 0), and the message without it."""
         return undecided.split_xid(message, lsn) if self._in_stream else (0, message)
 
-    def _to_text(self, message: _Bytes) -> bytes:
+    def _to_text(self, message: _Bytes, lsn: int) -> bytes:
         """A row message without binary values. What is damaged goes on as it is: the row buffer says what is wrong."""
         assert self._rewrite_row is not None
         data, head = bytes(message), 5 if self._in_stream else 1
         table = self._tables_now.get(int.from_bytes(data[head : head + 4], "big"))
         if table is None:
             return data
-        plain = self._rewrite_row(data[:1] + data[head:], self.relations[table.version].columns)
+        plain = self._rewrite_row(data[:1] + data[head:], self.relations[table.version].columns, lsn)
         return plain[:1] + data[1:head] + plain[1:]
 
     def _is_old(self, end_lsn: int, lsn: int) -> bool:

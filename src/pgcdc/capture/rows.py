@@ -21,7 +21,7 @@ from pgcdc.capture.messages import DELETE, INSERT, UPDATE, decode_error, show_by
 from pgcdc.errors import DecodeError
 from pgcdc.spool.schema import CHANGES, OldKind, Op
 
-__all__ = ["PythonRowBuffer", "RowBuffer", "Runs", "decoder_name", "new_row_buffer"]
+__all__ = ["ROW_NAMES", "TUPLE_TAGS", "PythonRowBuffer", "RowBuffer", "Runs", "decoder_name", "new_row_buffer"]
 
 Runs = npt.NDArray[np.uint32]
 """Two columns: the first change of a run, and the xid of all its changes."""
@@ -69,8 +69,8 @@ class RowBuffer(Protocol):
         """Drop everything held."""
 
 
-_NAMES: Final = {INSERT: "Insert", UPDATE: "Update", DELETE: "Delete"}
-_TUPLE_TAGS: Final = {INSERT: b"N", UPDATE: b"KON", DELETE: b"KO"}
+ROW_NAMES: Final = {INSERT: "Insert", UPDATE: "Update", DELETE: "Delete"}
+TUPLE_TAGS: Final = {INSERT: b"N", UPDATE: b"KON", DELETE: b"KO"}
 _NEW = ord("N")
 _NULL, _UNCHANGED, _TEXT, _BINARY = b"nutb"
 _I16 = struct.Struct("!h")
@@ -134,24 +134,24 @@ class PythonRowBuffer:
         if not data:
             raise truncated_error("Row", "tag", 1, 0, lsn)
         op = data[0]
-        if op not in _NAMES:
+        if op not in ROW_NAMES:
             raise decode_error("Row", "tag", f"is unknown: {show_byte(op)}", lsn)
-        self._check_room(_NAMES[op], len(data), lsn)
-        scan = _Scan(data, _NAMES[op], lsn)
+        self._check_room(ROW_NAMES[op], len(data), lsn)
+        scan = _Scan(data, ROW_NAMES[op], lsn)
         xid = 0
         if streamed:
             xid = scan.number("xid")
             if not xid:
-                raise no_xid_error(_NAMES[op], lsn)
+                raise no_xid_error(ROW_NAMES[op], lsn)
         oid = scan.number("relation oid")
         if oid not in self._tables:
-            raise unknown_relation_error(_NAMES[op], oid, lsn)
+            raise unknown_relation_error(ROW_NAMES[op], oid, lsn)
         relation, columns = self._tables[oid]
 
         new: _Values | None = None
         old: _Values | None = None
         old_kind = int(OldKind.NONE)
-        tag = scan.tuple_tag(_TUPLE_TAGS[op])
+        tag = scan.tuple_tag(TUPLE_TAGS[op])
         if tag != _NEW:
             old_kind = tag
             old = scan.values("old", columns)

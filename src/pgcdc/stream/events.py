@@ -57,7 +57,7 @@ PIECE_BYTES = 4 << 20
 BLOCKS = "block BINARY, is_last BOOLEAN"
 """Rows in blocks, for a lane that only hands them on: each row is many events, packed (`unpack_blocks`), or a piece of that.
 
-Spark moves a block as cheaply as an event. Ten times fewer CPU in the JVM, and no need to warm it up with a backlog.
+Spark moves a block nearly as cheaply as a single event (docs/decisions/0009).
 """
 LINES = pa.schema([("position", pa.string()), ("line", pa.string())])
 """What is in a block, and what sinks of lines take."""

@@ -16,8 +16,10 @@ from typing import Final
 from pgcdc.capture.binary import geometry, nested, numbers, scalars, search, times
 from pgcdc.capture.binary.catalog import BUILT_IN, TypeCatalog, TypeInfo
 from pgcdc.capture.binary.reader import Damaged
-from pgcdc.capture.messages import DELETE, INSERT, UPDATE, decode_error, show_byte, truncated_error
+from pgcdc.capture.messages import DELETE, decode_error, show_byte, truncated_error
 from pgcdc.capture.rows import (
+    ROW_NAMES,
+    TUPLE_TAGS,
     count_error,
     kind_error,
     length_error,
@@ -103,8 +105,6 @@ _OLDER: Final[dict[tuple[str, str], tuple[int, Converter]]] = {
 }
 """What was written otherwise until a version."""
 
-_NAMES: Final = {INSERT: "Insert", UPDATE: "Update", DELETE: "Delete"}
-_TUPLE_TAGS: Final = {INSERT: b"N", UPDATE: b"KON", DELETE: b"KO"}
 _NEW = ord("N")
 _NULL, _UNCHANGED, _TEXT, _BINARY = b"nutb"
 _I16 = struct.Struct("!h")
@@ -142,11 +142,11 @@ class BinaryDecoder:
         data = bytes(message)
         if not data:
             raise truncated_error("Row", "tag", 1, 0, lsn)
-        if data[0] not in _NAMES:
+        if data[0] not in ROW_NAMES:
             raise decode_error("Row", "tag", f"is unknown: {show_byte(data[0])}", lsn)
-        row = _Rewrite(data, _NAMES[data[0]], lsn)
+        row = _Rewrite(data, ROW_NAMES[data[0]], lsn)
         row.copy("relation oid", 4)
-        tag = row.copy_tuple_tag(_TUPLE_TAGS[data[0]])
+        tag = row.copy_tuple_tag(TUPLE_TAGS[data[0]])
         if tag != _NEW:
             row.copy_values("old", columns, self._convert_column)
         if data[0] != DELETE:
