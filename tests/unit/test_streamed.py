@@ -30,7 +30,6 @@ from wire import (
 from pgcdc.capture.assemble import Assembler
 from pgcdc.capture.batch import CaptureBatch
 from pgcdc.capture.binary import BinaryDecoder
-from pgcdc.capture.rows import decoder_name
 from pgcdc.errors import DecodeError
 from pgcdc.position import Position
 from pgcdc.relation import Column, Relation, Relations
@@ -41,13 +40,7 @@ ITEMS = Relation(2, "public", "items", "d", (Column("id", 23, -1, True),))
 NOON = 1_700_000_000_000_000
 
 
-@pytest.fixture(params=["python", "compiled"], autouse=True)
-def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test runs with both decoders."""
-    monkeypatch.setenv("PGCDC_PURE_PYTHON", "1" if request.param == "python" else "0")
-    if decoder_name() != request.param:
-        pytest.skip("the compiled decoder was not built")
-    return decoder_name()
+pytestmark = pytest.mark.usefixtures("decoder")
 
 
 def assembler(**options: Any) -> Assembler:

@@ -1,0 +1,16 @@
+"""Shared by the unit tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from pgcdc.capture.rows import decoder_name
+
+
+@pytest.fixture(params=["python", "compiled"])
+def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs a test with both decoders."""
+    monkeypatch.setenv("PGCDC_PURE_PYTHON", "1" if request.param == "python" else "0")
+    if decoder_name() != request.param:
+        pytest.skip("the compiled decoder was not built")
+    return decoder_name()
