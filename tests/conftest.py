@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import psycopg
 import pytest
-from databases import Database, drop_slots
+from databases import Database, drop_database
 from hypothesis import HealthCheck, settings
 from psycopg import sql
 
@@ -57,8 +57,7 @@ def database(postgres: EmbeddedPostgres) -> Iterator[Database]:
         yield Database(name, postgres.url(name), postgres)
     finally:
         with psycopg.connect(postgres.url(), autocommit=True) as admin:
-            drop_slots(admin, name)
-            admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
+            drop_database(admin, name)
 
 
 def pytest_sessionstart() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg import sql
 
 from pgcdc.playground.postgres import EmbeddedPostgres
 
@@ -53,3 +54,16 @@ def drop_slots(admin: psycopg.Connection[Any], database: str, timeout_s: float =
         if time.monotonic() > deadline:
             pytest.fail(f"replication slots still in use: {slots}")
         time.sleep(0.05)
+
+
+def drop_database(admin: psycopg.Connection[Any], name: str, timeout_s: float = 20.0) -> None:
+    """Drop a database with its slots. A walsender that just lost its client may hold a temporary slot a moment longer."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        drop_slots(admin, name, timeout_s)
+        try:
+            admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
+            return
+        except psycopg.errors.ObjectInUse:
+            if time.monotonic() > deadline:
+                raise

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psycopg
+from databases import drop_database
 from psycopg import sql
 
 import pgcdc
@@ -194,23 +195,7 @@ def new_stream(server: EmbeddedPostgres) -> Iterator[Stream]:
         finally:
             for (gid,) in admin.execute("SELECT gid FROM pg_prepared_xacts").fetchall():
                 stream.execute(f"ROLLBACK PREPARED '{gid}'")
-            for slot in stream.slots:
-                _drop_slot(admin, slot)
-            admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(stream.name)))
-
-
-def _drop_slot(admin: psycopg.Connection[Any], slot: str) -> None:
-    deadline = time.monotonic() + 20
-    while True:
-        row = admin.execute("SELECT active_pid FROM pg_replication_slots WHERE slot_name = %s", [slot]).fetchone()
-        if row is None:
-            return
-        try:
-            admin.execute("SELECT pg_drop_replication_slot(%s)", [slot])
-        except psycopg.errors.ObjectInUse:
-            admin.execute("SELECT pg_terminate_backend(%s)", [row[0]])
-            assert time.monotonic() < deadline, f"slot {slot} stays in use"
-            time.sleep(0.02)
+            drop_database(admin, stream.name)
 
 
 def save_messages(path: Path, messages: list[tuple[int, bytes]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from databases import Database, drop_slots
+from databases import Database, drop_database
 from psycopg import sql
 
 import pgcdc
@@ -124,8 +124,7 @@ def encoded(postgres: EmbeddedPostgres, encoding: str, folder: Path) -> Iterator
             url = postgres.url(name)
             yield url, Reader(url, name, folder)
         finally:
-            drop_slots(admin, name)
-            admin.execute(f"DROP DATABASE {name} WITH (FORCE)")
+            drop_database(admin, name)
 
 
 @pytest.fixture
