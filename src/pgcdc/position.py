@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LAST_ORDINAL", "LAST_SUB", "Position", "format_lsn", "parse_lsn"]
+__all__ = ["LAST_ORDINAL", "LAST_SUB", "SCHEMA_SUB", "Position", "format_lsn", "parse_lsn"]
 
 _LSN = re.compile(r"([0-9A-Fa-f]{1,8})/([0-9A-Fa-f]{1,8})")
 _POSITION = re.compile(r"([0-9A-F]{16})/([0-9A-F]{12})(?:\.([0-9A-F]{8}))?")
@@ -23,6 +23,8 @@ LAST_ORDINAL = (1 << 48) - 1
 """The ordinal of `Position.end`: greater than any change's."""
 LAST_SUB = (1 << 31) - 1
 """The sub-ordinal of a transaction's COMMIT marker: greater than any message's."""
+SCHEMA_SUB = LAST_SUB - 1
+"""The sub-ordinal of a schema change: it stands directly before the row change `ordinal + 1`, the first in the new shape."""
 
 
 def format_lsn(lsn: int) -> str:

@@ -77,6 +77,7 @@ class StateDir:
         self.acks = self.path / "acks"
         self.checkpoints = self.path / "checkpoints"
         self.consumers_file = self.path / "consumers.json"
+        self.shapes_file = self.path / "shapes.jsonl"
         self.capture_status = self.path / "capture.json"
         self.run_status = self.path / "run.json"
         self.capture_lock = self.path / "capture.lock"

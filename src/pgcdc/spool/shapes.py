@@ -1,0 +1,129 @@
+"""Which shape a table had from which position on: the durable history that outlives the spool.
+
+The capture appends to it before the first change in a new shape becomes visible, so that a query always finds the shape that
+is in force at its position, after a restart as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pgcdc.errors import StateError
+from pgcdc.position import Position
+from pgcdc.relation import Relation
+from pgcdc.state import fsync_folder, write_all
+
+__all__ = ["ShapeChange", "ShapeHistory", "append_shapes", "cut_tail"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeChange:
+    """From here on the changes of one table have another shape; or: here it was first seen."""
+
+    position: Position
+    """(lsn, ordinal - 1, SCHEMA_SUB), for a first change in the new shape at (lsn, ordinal)."""
+    after: Relation
+    before: Relation | None = None
+    """None: the table was not seen before."""
+    details: dict[str, Any] | None = None
+    """What the catalog said about `after`, if it still had that shape when the capture met it."""
+
+    def concerns(self, namespace: str, name: str) -> bool:
+        """Whether it is about the table that has, or had until here, this name."""
+        return any(
+            (one.namespace, one.name) == (namespace, name) for one in (self.before, self.after) if one is not None
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """One line of the history."""
+        before = self.before.to_json() if self.before else None
+        return {
+            "position": str(self.position), "before": before, "after": self.after.to_json(), "details": self.details,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> ShapeChange:
+        """The change behind `to_json()`."""
+        before = Relation.from_json(raw["before"]) if raw["before"] else None
+        return cls(Position.parse(raw["position"]), Relation.from_json(raw["after"]), before, raw["details"])
+
+
+def append_shapes(path: Path, changes: Iterable[ShapeChange]) -> None:
+    """Add to the history, durably: when this returns, it survives a crash of the machine."""
+    lines = b"".join(_encode(change) for change in changes)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        write_all(descriptor, memoryview(lines))
+        os.fsync(descriptor)
+    except OSError as error:
+        raise StateError(
+            f"{path} cannot be written: {error.strerror}", "Make room on its disk and start again: nothing is lost"
+        ) from error
+    finally:
+        os.close(descriptor)
+    fsync_folder(path.parent)
+
+
+class ShapeHistory:
+    """Follows the file as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.changes: list[ShapeChange] = []
+        """In the order of their positions."""
+
+    def refresh(self) -> None:
+        """Take in what was appended since the last call."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        for change, size in _decode(data):
+            self._offset += size
+            self.changes.append(change)
+
+    def of(self, namespace: str, name: str) -> Iterator[ShapeChange]:
+        """What happened to one table, oldest first."""
+        return (change for change in self.changes if change.concerns(namespace, name))
+
+    def in_force(self, namespace: str, name: str, position: Position) -> ShapeChange | None:
+        """What the table looked like for the changes directly after `position`; None if it was not seen before."""
+        found = None
+        for change in self.of(namespace, name):
+            if change.position > position:
+                break
+            found = change
+        return found
+
+    def next(self, namespace: str, name: str, position: Position) -> ShapeChange | None:
+        """The first change of the table's shape behind `position`."""
+        return next((change for change in self.of(namespace, name) if change.position > position), None)
+
+
+def cut_tail(path: Path) -> None:
+    """A half-written last line is cut off: what it was about was not visible yet. The writer does this at its start."""
+    if path.exists():
+        data = path.read_bytes()
+        os.truncate(path, sum(size for _, size in _decode(data)))
+
+
+def _encode(change: ShapeChange) -> bytes:
+    text = json.dumps(change.to_json(), separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _decode(data: bytes) -> Iterator[tuple[ShapeChange, int]]:
+    for line in data.splitlines(keepends=True):
+        crc, _, text = line.rstrip(b"\n").partition(b" ")
+        if not line.endswith(b"\n") or crc != b"%08x" % zlib.crc32(text):
+            return
+        yield ShapeChange.from_json(json.loads(text)), len(line)

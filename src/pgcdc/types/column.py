@@ -1,0 +1,80 @@
+"""What a column of a table becomes in Spark, and how its values get there.
+
+Values arrive as PostgreSQL's own text (the spool keeps exactly these bytes, from the stream and from `binary` alike). A
+column type turns a whole column of them into one Arrow array, or says which value it cannot turn: never a NULL instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+import pyarrow as pa
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType
+
+__all__ = ["ColumnType", "Exactness", "Rejected", "TypeOptions"]
+
+
+class Exactness(Enum):
+    """How faithful a Spark value is to PostgreSQL's."""
+
+    EXACT = "exact"
+    """The same value: it can be turned back into what PostgreSQL wrote."""
+    CONVERTED = "converted"
+    """The same value in another form, by a stated rule."""
+    TEXT = "text"
+    """PostgreSQL's own text."""
+
+
+class Rejected(Exception):
+    """A value that has no place in the column's Spark type."""
+
+    def __init__(self, index: int, reason: str, advice: str = "") -> None:
+        super().__init__(reason)
+        self.index = index
+        """Which value of the column."""
+        self.reason = reason
+        """What is wrong with it, without the value itself if that may be long."""
+        self.advice = advice
+        """Which option makes it possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class TypeOptions:
+    """What users may choose."""
+
+    json: str = "string"
+    """json and jsonb: `string` or `variant`."""
+    numeric: str = "decimal"
+    """numeric: `decimal` (where a precision is declared that Spark has; text without), `string`, or `double`."""
+    out_of_range: str = "error"
+    """infinity, years before 1 or after 9999, 24:00: `error`, `clamp` (to the nearest value that Spark has) or `string`
+    (all dates and times as text)."""
+    arrays: str = "array"
+    """Arrays: `array` or `string`."""
+
+
+class ColumnType(Protocol):
+    """The Spark type of a PostgreSQL type. Picklable: it travels to the executors."""
+
+    @property
+    def spark(self) -> DataType:
+        """The type in Spark."""
+
+    @property
+    def arrow(self) -> pa.DataType:
+        """The type in Arrow, exactly as Spark wants it from a Python source."""
+
+    @property
+    def exactness(self) -> Exactness:
+        """How faithful it is."""
+
+    @property
+    def rule(self) -> str:
+        """For `pgcdc describe` and docs/types.md: the rule of the conversion in a few words; empty if there is none."""
+
+    def convert(self, values: pa.Array) -> pa.Array:
+        """An array of the type `arrow` from PostgreSQL's text in a binary array; NULL stays NULL. Raises Rejected."""
