@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from pgcdc.errors import (
     ConfigError,
     ConnectionLost,
+    ConversionError,
     DecodeError,
     GapError,
     PgcdcError,
+    SchemaChanged,
     SinkError,
     SourceError,
     SpoolError,
@@ -26,21 +28,26 @@ if TYPE_CHECKING:
     from pgcdc.capture.batch import CaptureBatch
     from pgcdc.capture.stream import Capture, open_capture
     from pgcdc.stream.session import register, session
+    from pgcdc.stream.tables import read_table, read_tables
 
 __all__ = [
     "Capture",
     "CaptureBatch",
     "ConfigError",
     "ConnectionLost",
+    "ConversionError",
     "DecodeError",
     "GapError",
     "PgcdcError",
     "Position",
+    "SchemaChanged",
     "SinkError",
     "SourceError",
     "SpoolError",
     "StateError",
     "open_capture",
+    "read_table",
+    "read_tables",
     "register",
     "session",
 ]
@@ -49,6 +56,8 @@ _LAZY = {
     "Capture": "pgcdc.capture.stream",
     "CaptureBatch": "pgcdc.capture.batch",
     "open_capture": "pgcdc.capture.stream",
+    "read_table": "pgcdc.stream.tables",
+    "read_tables": "pgcdc.stream.tables",
     "register": "pgcdc.stream.session",
     "session": "pgcdc.stream.session",
 }

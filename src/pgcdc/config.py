@@ -37,6 +37,12 @@ class Config(BaseModel):
     tables: tuple[str, ...] = ()
     all_tables: bool = False
     schemas: tuple[str, ...] = ()
+    table: str | None = None
+    changelog: Literal["changes", "zset"] = "changes"
+    truncate: Literal["error", "mark"] = "error"
+    numeric: Literal["decimal", "string", "double"] = "decimal"
+    out_of_range: Literal["error", "clamp", "string"] = "error"
+    arrays: Literal["array", "string"] = "array"
     row_filters: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     generated_columns: bool = False
@@ -104,7 +110,26 @@ class Config(BaseModel):
                 "--temporary-slot is for trials with stdout: it loses its place when the connection ends",
                 "Leave --temporary-slot out to deliver to other adapters",
             )
+        self._check_typed()
         self.source_options().check()
+
+    def _check_typed(self) -> None:
+        if self.table:
+            for name in ("tx_metadata", "tx_markers"):
+                if getattr(self, name):
+                    flag = _flag_name(name)
+                    raise ConfigError(
+                        f"--{flag} is for events, not for typed rows",
+                        f"Leave --table or --{flag} out; rows have _xid and _ts",
+                    )
+            return
+        for name in ("changelog", "truncate", "numeric", "out_of_range", "arrays"):
+            if getattr(self, name) != Config.model_fields[name].default:
+                raise ConfigError(f"--{_flag_name(name)} is for typed rows", "Add --table, or leave it out")
+
+    @property
+    def _has_selection(self) -> bool:
+        return bool(self.publication or self.tables or self.schemas or self.all_tables)
 
     def source_options(self) -> SourceOptions:
         """The part that concerns the source."""
@@ -112,7 +137,7 @@ class Config(BaseModel):
             url=self.db,
             slot=self.slot_name,
             publication=self.publication,
-            tables=self.tables,
+            tables=(self.table,) if self.table and not self._has_selection else self.tables,
             all_tables=self.all_tables,
             schemas=self.schemas,
             row_filters=self.row_filters,

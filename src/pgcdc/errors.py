@@ -6,6 +6,8 @@
     ├── SourceError             stop, exit 2   the database refuses what we need (right, slot, publication)
     │   └── ConnectionLost      retry          the connection ended; the slot keeps our place
     ├── DecodeError             stop, exit 1   a message we cannot read: names type, field and LSN
+    ├── ConversionError         stop, exit 1   a value without a place in its Spark type: names table, key, column, position
+    ├── SchemaChanged           stop, exit 1   a table has other columns than its typed query: load it again
     ├── GapError                stop, exit 1   going on would skip changes
     ├── SpoolError              stop, exit 1   a segment or the index is damaged
     └── SinkError               stop, exit 1   the target is in a state we must not touch
@@ -23,10 +25,12 @@ from typing import ClassVar
 __all__ = [
     "ConfigError",
     "ConnectionLost",
+    "ConversionError",
     "DecodeError",
     "GapError",
     "PgcdcError",
     "Policy",
+    "SchemaChanged",
     "SinkError",
     "SinkRejected",
     "SinkUnavailable",
@@ -99,6 +103,14 @@ class DecodeError(PgcdcError):
     """A replication message that we cannot read. Never skipped."""
 
 
+class ConversionError(PgcdcError):
+    """A value that has no place in its Spark type. Never NULL instead."""
+
+
+class SchemaChanged(PgcdcError):
+    """A table has other columns than the typed query that reads it. The query goes on there when it is loaded again."""
+
+
 class GapError(PgcdcError):
     """Going on would skip changes that were never delivered."""
 
@@ -127,6 +139,6 @@ _KINDS: dict[str, type[PgcdcError]] = {
     kind.__name__: kind
     for kind in (
         PgcdcError, ConfigError, StateError, SourceError, ConnectionLost, DecodeError,
-        GapError, SpoolError, SinkError, SinkUnavailable, SinkRejected,
+        ConversionError, SchemaChanged, GapError, SpoolError, SinkError, SinkUnavailable, SinkRejected,
     )
 }  # fmt: skip

@@ -31,6 +31,7 @@ from pgcdc.errors import (
     GapError,
     PgcdcError,
     Policy,
+    SchemaChanged,
     SinkError,
     SinkUnavailable,
     StateError,
@@ -56,6 +57,8 @@ _PASSED_ON = (
     "two_phase", "origin", "binary", "messages", "tx_metadata", "tx_markers", "invalid_utf8",
 )  # fmt: skip
 """Options of the Spark source that have the same name in the configuration."""
+_TYPED = ("table", "changelog", "truncate", "numeric", "out_of_range", "arrays")
+"""The same for typed rows."""
 POLL_S = 0.25
 STATUS_INTERVAL_S = 1.0
 FOLLOW_INTERVAL_S = 10.0
@@ -89,6 +92,8 @@ class Pipeline:
         self._lane: Lane | None = None
         self._position: Position | None = None
         self._failures = 0
+        self._schema_place: Position | None = None
+        """Where the typed query was last started again for other columns: once for each place."""
         self._follow_due = time.monotonic() + FOLLOW_INTERVAL_S
         self.on_batch: Callable[[Batch], None] | None = None
         """Called with every batch after all sinks have it (the playground's live view)."""
@@ -225,7 +230,7 @@ class Pipeline:
                 raise self._explain(error) from error
             self._await_reading(query)
             self._enter("streaming")
-            if not self._failures:
+            if not self._failures and self._schema_place is None:
                 adapters = ", ".join(self.config.adapters)
                 self._say(f"ready: slot {self.config.slot_name} to {adapters}")
                 if self.on_ready is not None:
@@ -236,7 +241,8 @@ class Pipeline:
             except PgcdcError as error:
                 with contextlib.suppress(Exception):
                     query.stop()
-                self._recover(error)
+                if not self._follow_schema(error):
+                    self._recover(error)
 
     def _await_reading(self, query: StreamingQuery) -> None:
         """A started query is not a reading one: its source comes up first. Failures are for `_watch` to explain."""
@@ -264,6 +270,8 @@ class Pipeline:
             options["tables"] = ",".join(config.tables)
         if config.schemas:
             options["schemas"] = ",".join(config.schemas)
+        if config.table:
+            options |= {name: str(getattr(config, name)) for name in _TYPED}
         return options
 
     def _watch(self, query: StreamingQuery) -> None:
@@ -308,6 +316,16 @@ class Pipeline:
         if added:
             self._prepared = replace(self._prepared, publications=infos)
             self._say(f"new tables are captured from now on: {', '.join(added)}")
+
+    def _follow_schema(self, error: PgcdcError) -> bool:
+        """A typed query that met other columns starts again there, with these; True if it may."""
+        assert self._lane is not None
+        if not isinstance(error, SchemaChanged) or self._schema_place == self._lane.place:
+            return False
+        self._schema_place = self._lane.place
+        self._acknowledge()
+        self._say(f"{error.message}; the query goes on with the columns of that place")
+        return True
 
     def _recover(self, error: PgcdcError) -> None:
         """A query that failed for a reason that may pass starts again from its checkpoint; anything else ends the run."""

@@ -12,7 +12,7 @@ from pgcdc.relation import Relations
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.spool.writer import SpoolWriter
 from pgcdc.stream.feed import StaticFeed
-from pgcdc.stream.source import ChangeReader
+from pgcdc.stream.reader import ChangeReader
 
 
 class SlowFeed(StaticFeed):

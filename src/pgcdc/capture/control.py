@@ -78,6 +78,11 @@ class ControlClient:
         """The server's WAL flush LSN of now; the capture hurries to report progress up to there."""
         return int(self.request({"do": "target"})["lsn"])
 
+    def clock(self) -> tuple[Position, int] | None:
+        """A moment, and the position up to which everything committed before it has been read; asks for the next one."""
+        reply = self.request({"do": "clock"})
+        return (Position.end(reply["lsn"]), reply["time_us"]) if reply["time_us"] else None
+
     def status(self) -> dict[str, Any]:
         """What `pgcdc status` shows."""
         return self.request({"do": "status"})

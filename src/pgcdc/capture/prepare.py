@@ -79,6 +79,18 @@ class SourceOptions:
             self.tables, self.schemas, self.all_tables, self.row_filters, self.columns, self.generated_columns
         )
 
+    @property
+    def has_selection(self) -> bool:
+        """Whether it says what to capture at all."""
+        return bool(self.publication or self.tables or self.schemas or self.all_tables)
+
+    def as_before(self, identity: Identity) -> SourceOptions:
+        """The same with what the slot captures already: for whoever only joins it."""
+        asked = identity.asked or {}
+        if not (asked.get("tables") or asked.get("schemas") or asked.get("all_tables")):
+            return replace(self, publication=identity.publications[0]["name"])
+        return replace(self, **{name: tuple(v) if isinstance(v, list) else v for name, v in asked.items()})
+
     def spec(self, publications: Iterable[str], watch_pid: int) -> CaptureSpec:
         """What the capture process is told."""
         return CaptureSpec(

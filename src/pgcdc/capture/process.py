@@ -22,6 +22,7 @@ from typing import Any
 
 from psycopg import Connection, Error
 
+from pgcdc.capture.clock import Clock
 from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.database import connect
 from pgcdc.capture.guard import Guard, connection_ended
@@ -105,6 +106,7 @@ class CaptureProcess:
             on_notice=lambda text: logger.warning("the server says: %s", text),
             check=self._guard.check_server,
         )
+        self._clock = Clock()
         self._sql: Connection | None = None
         self._stream_registered = False
         self._stopping = False
@@ -357,6 +359,8 @@ class CaptureProcess:
             return {}
         if what == "target":
             return {"lsn": self._set_target()}
+        if what == "clock":
+            return self._read_clock()
         if what == "status":
             return self._status()
         if what == "stop":
@@ -377,6 +381,20 @@ class CaptureProcess:
         assert row is not None
         self._target_lsn = self._capture.target_lsn = max(self._target_lsn, int(row[0]))
         return self._target_lsn
+
+    def _read_clock(self) -> dict[str, Any]:
+        """The last reading that is reached; the next one is on its way."""
+        self._clock.see(self._capture.handed_out_lsn)
+        if self._sql is not None:
+            try:
+                asked = self._clock.ask(self._sql)
+            except Error as error:
+                self._lose(connection_ended(error))
+                asked = None
+            if asked is not None:
+                self._target_lsn = self._capture.target_lsn = max(self._target_lsn, asked)
+        lsn, time_us = self._clock.reached or (0, 0)
+        return {"lsn": lsn, "time_us": time_us}
 
     def _status(self) -> dict[str, Any]:
         server_lsn = max(self._guard.server_lsn, self._capture.wal_end)

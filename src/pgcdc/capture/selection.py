@@ -49,6 +49,18 @@ class Selection:
         found = {name: getattr(self, name) for name in self.__slots__}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
+    def is_same(self, asked: dict[str, Any]) -> bool:
+        """Whether this is what was asked for, whatever the order and the spelling; rules that are left out are no others."""
+        other = Selection(**{name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()})
+        if {split_table(name) for name in self.tables} != {split_table(name) for name in other.tables}:
+            return False
+        if set(self.schema_names) != set(other.schema_names) or self.all_tables != other.all_tables:
+            return False
+        rules = other.rules()
+        return all(rules.get(table) == rule for table, rule in self.rules().items()) and (
+            other.generated_columns or not self.generated_columns
+        )
+
     def check(self) -> None:
         """Raise ConfigError for what cannot be read."""
         self.rules()

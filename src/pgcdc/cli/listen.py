@@ -41,6 +41,22 @@ def listen(
     schemas: Annotated[
         Text, typer.Option(help="Capture all tables of these schemas: a,b. Creates our publication.")
     ] = None,
+    table: Annotated[
+        Text, typer.Option(help="Typed rows of this table instead of events: its own columns. See docs/types.md.")
+    ] = None,
+    changelog: Annotated[
+        Text, typer.Option(help="With --table: changes, or zset (rows with weights). (default: changes)")
+    ] = None,
+    truncate: Annotated[
+        Text, typer.Option(help="With --changelog zset: error, or mark (a row for it). (default: error)")
+    ] = None,
+    numeric: Annotated[
+        Text, typer.Option(help="With --table: numeric as decimal, string or double. (default: decimal)")
+    ] = None,
+    out_of_range: Annotated[
+        Text, typer.Option(help="With --table: infinity, BC: error, clamp, or dates as string. (default: error)")
+    ] = None,
+    arrays: Annotated[Text, typer.Option(help="With --table: array or string. (default: array)")] = None,
     row_filter: Annotated[
         list[str] | None, typer.Option(help="Only these rows: 'orders=total > 100'. Repeatable. PostgreSQL 15.")
     ] = None,
@@ -109,6 +125,8 @@ def listen(
         for name, value in {
             "db": db, "detector": detector, "slot_name": slot_name, "persistent_slot": persistent_slot,
             "temporary_slot": temporary_slot, "publication": publication, "tables": tables, "all_tables": all_tables,
+            "table": table, "changelog": changelog, "truncate": truncate, "numeric": numeric,
+            "out_of_range": out_of_range, "arrays": arrays,
             "schemas": schemas, "row_filters": tuple(row_filter) if row_filter else None,
             "columns": tuple(columns) if columns else None, "generated_columns": generated_columns,
             "streaming": streaming, "two_phase": two_phase, "origin": origin, "binary": binary, "messages": messages,

@@ -104,6 +104,17 @@ class ShapeHistory:
             found = change
         return found
 
+    def reachable(self, position: Position) -> list[ShapeChange]:
+        """For all tables: what brought the shape that is in force at `position`, and every change of shape behind it."""
+        last: dict[int, ShapeChange] = {}
+        later = []
+        for change in self.changes:
+            if change.position > position:
+                later.append(change)
+            else:
+                last[change.after.oid] = change
+        return [*last.values(), *later]
+
     def next(self, namespace: str, name: str, position: Position) -> ShapeChange | None:
         """The first change of the table's shape behind `position`."""
         return next((change for change in self.of(namespace, name) if change.position > position), None)

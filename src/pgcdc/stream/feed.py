@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import psutil
 
 from pgcdc.capture.control import CaptureLink, ControlClient
-from pgcdc.capture.prepare import prepare
+from pgcdc.capture.prepare import SourceOptions, prepare
 from pgcdc.errors import ConfigError
 from pgcdc.position import Position
 from pgcdc.spool.reader import SpoolReader
-from pgcdc.state import Lock, StateDir
+from pgcdc.state import Identity, Lock, StateDir
 from pgcdc.stream.options import StreamOptions
+from pgcdc.stream.table import check_captured
 from pgcdc.stream.texts import IdSeed
 
 __all__ = ["CaptureFeed", "Feed", "StaticFeed"]
@@ -41,6 +43,9 @@ class Feed(Protocol):
     def target(self) -> int:
         """What "everything up to now" means: an LSN."""
 
+    def clock(self) -> tuple[Position, int] | None:
+        """A moment in microseconds since 1970, and where everything committed before it has been read."""
+
     def close(self) -> None:
         """The reader is done; the capture may go on for others."""
 
@@ -54,12 +59,17 @@ class CaptureFeed:
         identity = state.identity()
         watch_pid = int(os.environ.get("PGCDC_WATCH_PID", "0")) or _driver_pid()
         began = identity is not None and identity.created_lsn > 0
+        source = _what_to_capture(options, identity if began else None)
         if not began or (Lock.holder(state.capture_lock) is None and not options.driver_acks):
-            prepared = prepare(options.source, watch_pid=watch_pid)
+            prepared = prepare(source, watch_pid=watch_pid)
             spec, identity = prepared.spec, prepared.identity
         else:
             assert identity is not None
-            spec = options.source.spec((item["name"] for item in identity.publications), watch_pid)
+            if not options.driver_acks:
+                _check_same(source, identity)
+            spec = source.spec((item["name"] for item in identity.publications), watch_pid)
+        if options.table is not None:
+            check_captured(source.url, spec.publications, options.table, source.slot)
         self._link = CaptureLink(spec, is_restart=began, on_restart=self._claim)
         self.spool = state.spool
         self.seed = IdSeed.of(identity.system_identifier, identity.slot)
@@ -82,6 +92,9 @@ class CaptureFeed:
 
     def target(self) -> int:
         return self._link.call(lambda client: client.target())
+
+    def clock(self) -> tuple[Position, int] | None:
+        return self._link.call(lambda client: client.clock())
 
     def close(self) -> None:
         self._link.close()
@@ -112,8 +125,33 @@ class StaticFeed:
     def target(self) -> int:
         return self._end.lsn
 
+    def clock(self) -> tuple[Position, int] | None:
+        return None
+
     def close(self) -> None:
         pass
+
+
+def _what_to_capture(options: StreamOptions, identity: Identity | None) -> SourceOptions:
+    """A typed query that only names its table captures that one, or joins what its slot captures already."""
+    source = options.source
+    if options.table is None or source.has_selection:
+        return source
+    return replace(source, tables=(options.table,)) if identity is None else source.as_before(identity)
+
+
+def _check_same(source: SourceOptions, identity: Identity) -> None:
+    """What a running capture reads is not changed by a query that joins it: one that asks for something else is refused."""
+    asked = identity.asked
+    if asked is None or not source.has_selection or source.uses_existing or source.selection.is_same(asked):
+        return
+    said = ", ".join(f"{name}={value}" for name, value in asked.items() if value)
+    raise ConfigError(
+        f"the capture of slot {identity.slot!r} is running for {said or 'a publication of yours'}, this query asks for more "
+        "or less",
+        "Give the same tables in every query of a slot, or none; or stop the other queries first, or use another slot and "
+        "state_dir",
+    )
 
 
 def _driver_pid() -> int:

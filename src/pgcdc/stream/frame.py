@@ -21,7 +21,7 @@ from pgcdc.spool.reader import SegmentSlice, read_slice
 from pgcdc.spool.schema import CHANGES, Op
 from pgcdc.stream.texts import I64
 
-__all__ = ["INVALID_TEXT", "EventOptions", "Frame", "load_frame"]
+__all__ = ["INVALID_TEXT", "EventOptions", "Frame", "load_frame", "repair_text"]
 
 INVALID_TEXT = ("error", "replace", "base64")
 """What may be done with bytes that are not UTF-8."""
@@ -162,6 +162,17 @@ class _Place:
         column = shape.columns[item - offsets[row]].name
         place = Position(int(self.lsn[row]), int(self.ordinal[row]))
         return f"column {column} of table {shape.namespace}.{shape.name} at {place}"
+
+
+def repair_text(changes: pa.RecordBatch, shape: Relation, owners: pa.RecordBatch, policy: str) -> pa.RecordBatch:
+    """Changes of one shape without bytes that are not UTF-8, if the policy is to change them; else they are left alone."""
+    if policy == "error":
+        return changes
+    version = np.zeros(changes.num_rows, np.int32)
+    lsn, ordinal = owners.column("lsn").to_numpy(), changes.column("ordinal").to_numpy()
+    for side in ("new", "old"):
+        changes = _with_valid_text(changes, _Place(side, [shape], version, lsn, ordinal), policy)
+    return changes
 
 
 def _with_valid_text(changes: pa.RecordBatch, place: _Place, policy: str) -> pa.RecordBatch:

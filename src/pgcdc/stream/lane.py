@@ -17,7 +17,8 @@ from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position
 from pgcdc.sink.base import Batch, Sink
 from pgcdc.state import fsync_folder
-from pgcdc.stream.events import BLOCKS, unpack_blocks
+from pgcdc.stream.events import BLOCKS, LINES, unpack_blocks
+from pgcdc.transform.row_json import row_lines
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -48,14 +49,14 @@ class Lane:
         self._stopping = False
         self._running = False
         self._initial = Position(0, 0)
+        self._is_typed = False
         self.on_batch: Callable[[Batch], None] | None = None
 
     def open(self, initial: Position) -> None:
         """Open the sinks where the query will go on. One that was left out of earlier runs would miss what came between."""
-        commits = [int(file.name) for file in (self._checkpoint / "commits").glob("[0-9]*") if file.name.isdigit()]
-        start = read_offset(self._checkpoint, max(commits)) if commits else initial
         self._initial = initial
-        self._last_batch = max(commits, default=-1)  # committed by an earlier run, maybe not yet confirmed
+        self._last_batch = max(self._committed_batches(), default=-1)  # by an earlier run, maybe not yet confirmed
+        start = self.place
         for sink in self.sinks:
             sink.open(start)
             if sink.ack < start:
@@ -66,16 +67,28 @@ class Lane:
                 )
 
     def start(self, spark: SparkSession, options: dict[str, str], *, once: bool = False) -> StreamingQuery:
-        """Start the query from its checkpoint."""
+        """Start the query from its checkpoint. With an option `table` it delivers typed rows."""
         self.error = None
-        # No transform wants the columns: the executors render the JSON, and rows travel in blocks.
-        blocks = spark.readStream.format("pgcdc").schema(BLOCKS).options(**options).load()
-        writer = blocks.writeStream.queryName(self.name).option("checkpointLocation", str(self._checkpoint))
+        reader = spark.readStream.format("pgcdc").options(**options)
+        self._is_typed = "table" in options
+        if self._is_typed:
+            frame = row_lines(reader.option("_start", str(self.place)).load())
+        else:  # no transform wants the columns: the executors render the JSON, and rows travel in blocks
+            frame = reader.schema(BLOCKS).load()
+        writer = frame.writeStream.queryName(self.name).option("checkpointLocation", str(self._checkpoint))
         trigger = writer.trigger(availableNow=True) if once else writer.trigger(processingTime="0 seconds")
-        with _setting(
-            spark, "spark.sql.execution.arrow.maxRecordsPerBatch", "1"
-        ):  # one block at a time through the JVM
+        at_once = "10000" if self._is_typed else "1"  # one block at a time through the JVM
+        with _setting(spark, "spark.sql.execution.arrow.maxRecordsPerBatch", at_once):
             return trigger.foreachBatch(self._deliver).start()
+
+    @property
+    def place(self) -> Position:
+        """Where the query goes on: behind what Spark has committed."""
+        commits = self._committed_batches()
+        return read_offset(self._checkpoint, max(commits)) if commits else self._initial
+
+    def _committed_batches(self) -> list[int]:
+        return [int(file.name) for file in (self._checkpoint / "commits").glob("[0-9]*") if file.name.isdigit()]
 
     def committed(self) -> Position | None:
         """The end of the last batch that Spark has committed, made durable; None if nothing is new since the last call."""
@@ -133,7 +146,8 @@ class Lane:
         start = read_offset(self._checkpoint, batch_id - 1) if batch_id else self._initial
         waiting = [sink for sink in self.sinks if sink.ack < end]
         if waiting:
-            batch = Batch(start, end, unpack_blocks(blocks.toArrow()))
+            collected = blocks.toArrow()
+            batch = Batch(start, end, collected.cast(LINES) if self._is_typed else unpack_blocks(collected))
             hit("lane.collected")
             list(self._pool.map(lambda sink: sink.write(batch), waiting))
             self.batches += 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from pgcdc.capture.database import parse_url
 from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
@@ -13,10 +14,15 @@ from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.selection import split_outside_quotes
 from pgcdc.errors import ConfigError
 from pgcdc.stream.frame import INVALID_TEXT, EventOptions
+from pgcdc.stream.typed import RowOptions
+from pgcdc.types.column import TypeOptions
 
-__all__ = ["StreamOptions", "parse_bytes", "parse_options"]
+__all__ = ["TYPE_CHOICES", "StreamOptions", "parse_bytes", "parse_options", "type_options"]
 
 DEFAULT_MAX_BATCH_ROWS = 100_000
+DEFAULT_HEARTBEAT_S = 10.0
+
+_N = TypeVar("_N", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,14 @@ class StreamOptions:
     events: EventOptions
     spool: str
     """Read this spool and no other: no capture (used to warm up)."""
+    table: str | None = None
+    """Typed rows of this table; else events."""
+    rows: RowOptions = RowOptions()  # noqa: RUF009 - frozen
+    types: TypeOptions = TypeOptions()  # noqa: RUF009 - frozen
+    heartbeat_s: float = 0.0
+    """How often a typed query hears how far time has come, at most; 0: never."""
+    start: str = ""
+    """Where the query goes on, if its driver knows better than the consumer's ack."""
 
 
 def parse_options(raw: Mapping[str, str]) -> StreamOptions:
@@ -50,7 +64,7 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
         url=url,
         slot=options.get("slot", "pgcdc"),
         publication=options.get("publication"),
-        tables=tuple(name.strip() for name in options.get("tables", "").split(",") if name.strip()),
+        tables=tuple(split_outside_quotes(options.get("tables", ""), ",")),
         all_tables=_flag(options, "all_tables"),
         schemas=tuple(split_outside_quotes(options.get("schemas", ""), ",")),
         row_filters=tuple(split_outside_quotes(options.get("row_filters", ""), ";")),
@@ -73,14 +87,58 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
     rows = _number(options, "max_batch_rows", DEFAULT_MAX_BATCH_ROWS, int)
     if rows < 1:
         raise ConfigError("max_batch_rows must be at least 1", "Leave it out for the default")
-    return StreamOptions(
+    events = _event_options(options)
+    plain = StreamOptions(
         source,
         options.get("consumer", "default"),
         rows,
         _flag(options, "_driver_acks"),
-        _event_options(options),
+        events,
         options.get("_spool", ""),
     )
+    return _typed(plain, options)
+
+
+def _typed(plain: StreamOptions, options: Mapping[str, str]) -> StreamOptions:
+    """The same with what concerns typed rows, which events have none of."""
+    table = options.get("table")
+    if not table:
+        given = sorted(_TYPED.intersection(options))
+        if given:
+            raise ConfigError(f"option {given[0]} is for typed rows", "Name the table with option('table', ...)")
+        return plain
+    for name in ("tx_metadata", "tx_markers"):
+        if _flag(options, name):
+            raise ConfigError(f"option {name} is for events", "Typed rows have the columns _xid, _ts and _ordinal")
+    interval = _number(options, "heartbeat_interval", DEFAULT_HEARTBEAT_S, float)
+    if interval <= 0:
+        raise ConfigError(f"option heartbeat_interval is {interval}", "Give a number of seconds above 0")
+    return replace(
+        plain,
+        table=table,
+        rows=RowOptions(
+            zset=_choice(options, "changelog", ("changes", "zset")) == "zset",
+            truncate=_choice(options, "truncate", ("error", "mark")),
+            other_shapes=_choice(options, "schema_change", ("stop", "ignore")) == "ignore",
+            events=plain.events,
+        ),
+        types=type_options(options),
+        heartbeat_s=interval if _flag(options, "heartbeats") else 0.0,
+        start=options.get("_start", ""),
+    )
+
+
+def type_options(options: Mapping[str, str]) -> TypeOptions:
+    """What the user chose of what types become."""
+    return TypeOptions(**{name: _choice(options, name, choices) for name, choices in TYPE_CHOICES.items()})
+
+
+def _choice(options: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
+    """One of the choices; the first is the default."""
+    value = options.get(name, choices[0]).lower()
+    if value not in choices:
+        raise ConfigError(f"option {name} is {value!r}", f"Give one of: {', '.join(choices)}")
+    return value
 
 
 def _event_options(options: Mapping[str, str]) -> EventOptions:
@@ -91,7 +149,16 @@ def _event_options(options: Mapping[str, str]) -> EventOptions:
     return EventOptions(markers or _flag(options, "tx_metadata"), markers, invalid)
 
 
+TYPE_CHOICES = {
+    "json": ("string", "variant"),
+    "numeric": ("decimal", "string", "double"),
+    "out_of_range": ("error", "clamp", "string"),
+    "arrays": ("array", "string"),
+}
+"""The options of types, each with its values; the first is the default."""
+_TYPED = {"changelog", "truncate", "schema_change", "heartbeats", "heartbeat_interval", "_start", *TYPE_CHOICES}
 _KNOWN = {
+    *_TYPED, "table",
     "url", "slot", "publication", "tables", "all_tables", "schemas", "row_filters", "columns",
     "generated_columns", "state_dir", "spool_limit", "start_from", "fail_fast",
     "temporary_slot", "accept_publication", "consumer", "max_batch_rows", "tx_metadata", "tx_markers", "invalid_utf8",
@@ -107,7 +174,7 @@ def _flag(options: Mapping[str, str], name: str, default: str = "false") -> bool
     return value == "true"
 
 
-def _number(options: Mapping[str, str], name: str, default: int, parse: Callable[[str], int]) -> int:
+def _number(options: Mapping[str, str], name: str, default: _N, parse: Callable[[str], _N]) -> _N:
     if name not in options:
         return default
     try:

@@ -1,70 +1,47 @@
-"""The Spark source: `spark.readStream.format("pgcdc")`.
-
-The reader lives in one Python process per query on the driver; `read` runs on the executors and needs nothing but its
-partition. Offsets are positions, and the same offsets always read the same changes.
-"""
+"""The Spark source: `spark.readStream.format("pgcdc")`, as events of all tables or as typed rows of one."""
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
-from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
-from pyspark.sql.pandas.types import to_arrow_schema
-from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
-from pgcdc.errors import ConfigError, GapError, SpoolError
-from pgcdc.position import Position, format_lsn
-from pgcdc.relation import Relation
-from pgcdc.spool.reader import SegmentSlice, SpoolReader, plan_end
-from pgcdc.stream.events import (
-    EVENT_COLUMNS,
-    EVENT_SCHEMA,
-    LINES,
-    TEXT_COLUMNS,
-    event_batch,
-    pack_block,
-)
-from pgcdc.stream.feed import CaptureFeed, Feed, StaticFeed
+from pgcdc.errors import ConfigError
+from pgcdc.stream.events import EVENT_COLUMNS, EVENT_SCHEMA, TEXT_COLUMNS
 from pgcdc.stream.options import parse_options
-from pgcdc.stream.texts import IdSeed
+from pgcdc.stream.reader import ChangeReader
+from pgcdc.stream.table import BEFORE, TypedTable, load_table
+from pgcdc.stream.typed_reader import TypedReader
 
-__all__ = ["ChangePartition", "ChangeReader", "ChangeSource"]
-
-LONG_POLL_S = 0.1
-MAX_BATCH_BYTES = 64 << 20
-PARTITION_BYTES = 8 << 20
-RECORD_BATCH_BYTES = 4 << 20
+__all__ = ["ChangeSource"]
 
 
 class ChangeSource(DataSource):
     """`format("pgcdc")`. Options: see docs/spark.md."""
 
+    _table: TypedTable | None = None
+
     @classmethod
     def name(cls) -> str:
         return "pgcdc"
 
-    def schema(self) -> str:
-        return EVENT_SCHEMA
+    def schema(self) -> str | StructType:
+        options = parse_options(self.options)
+        if options.table is None:
+            return EVENT_SCHEMA
+        self._table = load_table(options)  # the reader gets the same: Spark hands this object on
+        return self._table.schema(zset=options.rows.zset)
 
     def streamReader(self, schema: StructType) -> ChangeReader:
-        _check_schema(schema)
-        return ChangeReader(dict(self.options), schema)
-
-
-@dataclass
-class ChangePartition(InputPartition):
-    """What one task reads: slices of segments, and what is needed to read them."""
-
-    slices: list[SegmentSlice]
-    relations: list[Relation]
-    seed: IdSeed
-    host: str
+        options = parse_options(self.options)
+        if options.table is None:
+            _check_schema(schema)
+            return ChangeReader(options, schema)
+        table = self._table
+        if table is None:  # the user gave the schema
+            table = load_table(options)
+            _check_typed(schema, table, zset=options.rows.zset)
+            table = table.narrowed_to(schema)
+        return TypedReader(options, schema, table)
 
 
 def _check_schema(schema: StructType) -> None:
@@ -72,137 +49,24 @@ def _check_schema(schema: StructType) -> None:
     known = {**EVENT_COLUMNS, **TEXT_COLUMNS}
     if schema.simpleString() == "struct<block:binary,is_last:boolean>":
         return
+    _compare(schema, known, "events")
+
+
+def _check_typed(schema: StructType, table: TypedTable, *, zset: bool) -> None:
+    """A user's schema may leave columns out; their types are the table's."""
+    known = {field.name: field.dataType.simpleString() for field in table.schema(zset=zset)}
+    before = next((field.dataType for field in schema if field.name == BEFORE), None)
+    if isinstance(before, StructType) and not zset:
+        _compare(before, {column.name: known[column.name] for column in table.columns}, f"table {table.title}")
+        known[BEFORE] = before.simpleString()
+    _compare(schema, known, f"table {table.title}")
+
+
+def _compare(schema: StructType, known: dict[str, str], what: str) -> None:
     for field in schema.fields:
         kind = field.dataType.simpleString()
         if known.get(field.name) != kind:
             raise ConfigError(
-                f"the schema asks for a column {field.name} {kind.upper()}, which events do not have",
-                f"Events have: {', '.join(f'{name} {text.upper()}' for name, text in known.items())}",
+                f"the schema asks for a column {field.name} {kind.upper()}, which {what} does not have",
+                f"There are: {', '.join(f'{name} {text.upper()}' for name, text in known.items())}",
             )
-
-
-class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Serves sealed segments."""
-
-    def __init__(self, options: dict[str, str], schema: StructType) -> None:
-        self._schema = schema
-        self._options = parse_options(options)
-        self._spool: SpoolReader | None = None
-        self._feed: Feed | None = None
-        self._target: Position | None = None
-
-    def initialOffset(self) -> dict[str, Any]:
-        initial, ack = self._open().join()
-        if ack != initial:
-            raise GapError(
-                f"the query has no checkpoint, but consumer {self._options.consumer!r} has acknowledged everything up to "
-                f"{format_lsn(ack.lsn)}",
-                "Restore the query's checkpoint. To begin with what the slot still has, forget the consumer first: "
-                f"pgcdc consumer forget {self._options.consumer}",
-            )
-        return initial.to_offset()
-
-    def getDefaultReadLimit(self) -> ReadLimit:
-        return ReadMaxRows(self._options.max_batch_rows)
-
-    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        feed = self._open()
-        begin = Position.from_offset(start)
-        max_rows = limit.max_rows if isinstance(limit, ReadMaxRows) else 1 << 62
-        while self._target is None or begin < self._target:
-            end = self._look(feed, begin)
-            assert self._spool is not None
-            planned = plan_end(self._spool.after(begin), end, max_rows, MAX_BATCH_BYTES) if end > begin else None
-            if planned is not None:
-                return planned.to_offset()
-            if end > begin:  # the capture is just publishing a large transaction
-                feed.wait(LONG_POLL_S)
-            if self._target is None or end >= self._target:
-                break
-        return start
-
-    def reportLatestOffset(self) -> dict[str, Any] | None:
-        return self._spool.end.to_offset() if self._spool is not None else None
-
-    def prepareForTriggerAvailableNow(self) -> None:
-        self._target = Position.end(self._open().target())
-
-    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        feed = self._open()
-        begin, stop = Position.from_offset(start), Position.from_offset(end)
-        self._wait_for(feed, stop)
-        assert self._spool is not None
-        slices = self._spool.slices(begin, stop)
-        relations = list(self._spool.relations())
-        return [
-            ChangePartition(group, relations, feed.seed, socket.gethostname())
-            for group in _group(slices, PARTITION_BYTES)
-        ]
-
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        assert isinstance(partition, ChangePartition)
-        in_blocks = self._schema.fieldNames()[0] == "block"
-        schema = LINES if in_blocks else to_arrow_schema(self._schema, timezone="UTC")
-        for pieces in _group(partition.slices, RECORD_BATCH_BYTES):
-            try:
-                batch = event_batch(pieces, partition.relations, partition.seed, schema, self._options.events)
-            except SpoolError:
-                here = socket.gethostname()
-                if here == partition.host:
-                    raise
-                raise ConfigError(
-                    f"the spool {Path(pieces[0].path).parent} of {partition.host} cannot be read on {here}",
-                    "Put the state directory on storage that every host of the cluster can read",
-                ) from None
-            if batch is not None:
-                yield from pack_block(batch) if in_blocks else [batch]
-
-    def commit(self, end: dict[str, Any]) -> None:
-        position = Position.from_offset(end)
-        if not self._options.driver_acks:
-            self._open().ack(position)
-        if self._spool is not None:
-            self._spool.forget(position)
-
-    def stop(self) -> None:
-        if self._feed is not None:
-            self._feed.close()
-
-    def _open(self) -> Feed:
-        """The feed, opened at first use: the constructor also runs where nothing should be started."""
-        if self._feed is None:
-            options = self._options
-            self._feed = StaticFeed(Path(options.spool)) if options.spool else CaptureFeed(options)
-            self._spool = SpoolReader(self._feed.spool)
-            self._feed.join()
-        return self._feed
-
-    def _look(self, feed: Feed, begin: Position) -> Position:
-        """How far the spool goes; waits a little if there is nothing new."""
-        assert self._spool is not None
-        self._spool.refresh()
-        if self._spool.end <= begin:
-            feed.wait(LONG_POLL_S)
-            self._spool.refresh()
-        return self._spool.end
-
-    def _wait_for(self, feed: Feed, position: Position) -> None:
-        """After a restart Spark plans its unfinished batch at once: wait for the capture, never return a prefix."""
-        assert self._spool is not None
-        self._spool.refresh()
-        while self._spool.end < position:
-            feed.wait(LONG_POLL_S, until=position)
-            self._spool.refresh()
-
-
-def _group(slices: list[SegmentSlice], size: int) -> list[list[SegmentSlice]]:
-    """Slices in order, in groups of about `size` bytes."""
-    groups: list[list[SegmentSlice]] = []
-    held = size
-    for piece in slices:
-        if held >= size:
-            groups.append([])
-            held = 0
-        groups[-1].append(piece)
-        held += piece.written[0]
-    return groups

@@ -1,0 +1,186 @@
+"""The reader of a query: which changes lie between two offsets, and how a task reads them.
+
+It lives in one Python process per query on the driver; `read` runs on the executors and needs nothing but its partition.
+Offsets are positions, and the same offsets always read the same changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+from pyspark.sql.types import StructType
+
+from pgcdc.errors import ConfigError, GapError, SpoolError
+from pgcdc.position import Position, format_lsn
+from pgcdc.relation import Relation
+from pgcdc.spool.reader import SegmentSlice, SpoolReader, plan_end
+from pgcdc.stream.events import LINES, event_batch, pack_block
+from pgcdc.stream.feed import CaptureFeed, Feed, StaticFeed
+from pgcdc.stream.options import StreamOptions
+from pgcdc.stream.texts import IdSeed
+
+__all__ = ["RECORD_BATCH_BYTES", "ChangePartition", "ChangeReader", "group_slices"]
+
+LONG_POLL_S = 0.1
+MAX_BATCH_BYTES = 64 << 20
+PARTITION_BYTES = 8 << 20
+RECORD_BATCH_BYTES = 4 << 20
+
+
+@dataclass
+class ChangePartition(InputPartition):
+    """What one task reads: slices of segments, and what is needed to read them."""
+
+    slices: list[SegmentSlice]
+    relations: list[Relation]
+    seed: IdSeed
+    host: str
+
+
+class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Serves sealed segments."""
+
+    def __init__(self, options: StreamOptions, schema: StructType) -> None:
+        self._schema = schema
+        self._options = options
+        self._spool: SpoolReader | None = None
+        self._feed: Feed | None = None
+        self._target: Position | None = None
+
+    def initialOffset(self) -> dict[str, Any]:
+        initial, ack = self._open().join()
+        if ack != initial:
+            raise GapError(
+                f"the query has no checkpoint, but consumer {self._options.consumer!r} has acknowledged everything up to "
+                f"{format_lsn(ack.lsn)}",
+                "Restore the query's checkpoint. To begin with what the slot still has, forget the consumer first: "
+                f"pgcdc consumer forget {self._options.consumer}",
+            )
+        return initial.to_offset()
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        return ReadMaxRows(self._options.max_batch_rows)
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        feed = self._open()
+        begin = Position.from_offset(start)
+        max_rows = limit.max_rows if isinstance(limit, ReadMaxRows) else 1 << 62
+        while self._target is None or begin < self._target:
+            end = self._look(feed, begin)
+            assert self._spool is not None
+            planned = plan_end(self._spool.after(begin), end, max_rows, MAX_BATCH_BYTES) if end > begin else None
+            if planned is not None:
+                return self._limit(feed, begin, planned).to_offset()
+            if end > begin:  # the capture is just publishing a large transaction
+                feed.wait(LONG_POLL_S)
+            if self._target is None or end >= self._target:
+                break
+        return start
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:
+        return self._spool.end.to_offset() if self._spool is not None else None
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        self._target = Position.end(self._open().target())
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        feed = self._open()
+        begin, stop = Position.from_offset(start), Position.from_offset(end)
+        self._wait_for(feed, stop)
+        assert self._spool is not None
+        slices = self._spool.slices(begin, stop)
+        relations = list(self._spool.relations())
+        return [
+            ChangePartition(group, relations, feed.seed, socket.gethostname())
+            for group in group_slices(slices, PARTITION_BYTES)
+        ]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        assert isinstance(partition, ChangePartition)
+        yield from self._batches(partition)
+
+    def _batches(self, partition: ChangePartition) -> Iterator[pa.RecordBatch]:
+        in_blocks = self._schema.fieldNames()[0] == "block"
+        schema = LINES if in_blocks else to_arrow_schema(self._schema, timezone="UTC")
+        for pieces in group_slices(partition.slices, RECORD_BATCH_BYTES):
+            with self._readable(partition, pieces):
+                batch = event_batch(pieces, partition.relations, partition.seed, schema, self._options.events)
+            if batch is not None:
+                yield from pack_block(batch) if in_blocks else [batch]
+
+    def _limit(self, feed: Feed, begin: Position, end: Position) -> Position:
+        """Where a batch that could go up to `end` has to end before."""
+        return end
+
+    @contextlib.contextmanager
+    def _readable(self, partition: ChangePartition, pieces: list[SegmentSlice]) -> Iterator[None]:
+        """Say what is wrong if these files are on the disk of another host."""
+        try:
+            yield
+        except SpoolError:
+            here = socket.gethostname()
+            if here == partition.host:
+                raise
+            raise ConfigError(
+                f"the spool {Path(pieces[0].path).parent} of {partition.host} cannot be read on {here}",
+                "Put the state directory on storage that every host of the cluster can read",
+            ) from None
+
+    def commit(self, end: dict[str, Any]) -> None:
+        position = Position.from_offset(end)
+        if not self._options.driver_acks:
+            self._open().ack(position)
+        if self._spool is not None:
+            self._spool.forget(position)
+
+    def stop(self) -> None:
+        if self._feed is not None:
+            self._feed.close()
+
+    def _open(self) -> Feed:
+        """The feed, opened at first use: the constructor also runs where nothing should be started."""
+        if self._feed is None:
+            options = self._options
+            self._feed = StaticFeed(Path(options.spool)) if options.spool else CaptureFeed(options)
+            self._spool = SpoolReader(self._feed.spool)
+            self._feed.join()
+        return self._feed
+
+    def _look(self, feed: Feed, begin: Position) -> Position:
+        """How far the spool goes; waits a little if there is nothing new."""
+        assert self._spool is not None
+        self._spool.refresh()
+        if self._spool.end <= begin:
+            feed.wait(LONG_POLL_S)
+            self._spool.refresh()
+        return self._spool.end
+
+    def _wait_for(self, feed: Feed, position: Position) -> None:
+        """After a restart Spark plans its unfinished batch at once: wait for the capture, never return a prefix."""
+        assert self._spool is not None
+        self._spool.refresh()
+        while self._spool.end < position:
+            feed.wait(LONG_POLL_S, until=position)
+            self._spool.refresh()
+
+
+def group_slices(slices: list[SegmentSlice], size: int) -> list[list[SegmentSlice]]:
+    """Slices in order, in groups of about `size` bytes."""
+    groups: list[list[SegmentSlice]] = []
+    held = size
+    for piece in slices:
+        if held >= size:
+            groups.append([])
+            held = 0
+        groups[-1].append(piece)
+        held += piece.written[0]
+    return groups

@@ -1,0 +1,297 @@
+"""A table as a typed query sees it: its columns at the query's place in the stream, and what they become in Spark."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from pgcdc.capture.consumers import Consumers
+from pgcdc.capture.control import CaptureGone, ControlClient
+from pgcdc.capture.database import Connection, connect, explain_errors, name_table, quote_qualified, split_table
+from pgcdc.capture.publications import pair_of
+from pgcdc.errors import ConfigError, SourceError
+from pgcdc.position import Position
+from pgcdc.relation import Relation
+from pgcdc.spool.shapes import ShapeChange, ShapeHistory
+from pgcdc.state import Lock, StateDir
+from pgcdc.types.catalog import TypeCatalog
+from pgcdc.types.column import ColumnType, TypeOptions
+from pgcdc.types.describe import TableColumn, read_table_columns
+from pgcdc.types.mapping import map_type
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+    from pgcdc.stream.options import StreamOptions
+
+__all__ = ["BEFORE", "UNCHANGED", "WEIGHT", "TypedColumn", "TypedTable", "check_captured", "load_table"]
+
+BEFORE = "_before"
+UNCHANGED = "_unchanged_toast_columns"
+WEIGHT = "_weight"
+_FIRST = {"_op": "string", "_lsn": "bigint", "_ordinal": "bigint", "_xid": "bigint", "_ts": "timestamp"}
+
+
+@dataclass(frozen=True, slots=True)
+class TypedColumn:
+    """One column: what it is in PostgreSQL, and what it becomes."""
+
+    name: str
+    type_oid: int
+    typmod: int
+    type: ColumnType
+
+
+@dataclass(frozen=True)
+class TypedTable:
+    """The shape that a query was made for. Picklable: it travels to the executors."""
+
+    namespace: str
+    name: str
+    columns: tuple[TypedColumn, ...]
+    is_partitioned: bool = False
+    """Its changes come under the names of its partitions."""
+    is_whole: bool = True
+    """The query wants all columns there are; else columns that it does not ask for may come and go."""
+    before: tuple[str, ...] = ()
+    """What of the old row it asked for."""
+
+    @property
+    def title(self) -> str:
+        """Its name, for people."""
+        return name_table(self.namespace, self.name)
+
+    @property
+    def sql(self) -> str:
+        """Its name, for SQL."""
+        return quote_qualified(self.namespace, self.name)
+
+    @cached_property
+    def by_name(self) -> dict[str, TypedColumn]:
+        """Its columns."""
+        return {column.name: column for column in self.columns}
+
+    @cached_property
+    def before_arrow(self) -> pa.StructType:
+        """The Arrow type of `_before`."""
+        return pa.struct([pa.field(name, self.by_name[name].type.arrow) for name in self.before])
+
+    def schema(self, *, zset: bool) -> StructType:
+        """What Spark is told: the table's columns, then ours."""
+        from pyspark.sql.types import ArrayType, IntegerType, StringType, StructField, StructType
+
+        own = [StructField(column.name, column.type.spark) for column in self.columns]
+        first = StructType.fromDDL(", ".join(f"{name} {kind}" for name, kind in _FIRST.items())).fields
+        last = StructField(WEIGHT, IntegerType()) if zset else StructField(BEFORE, StructType(own))
+        return StructType([*own, *first, last, StructField(UNCHANGED, ArrayType(StringType()))])
+
+    def narrowed_to(self, schema: StructType) -> TypedTable:
+        """The same table for a query that asks for these columns only."""
+        before = next((tuple(field.dataType.fieldNames()) for field in schema if field.name == BEFORE), ())  # type: ignore[attr-defined]
+        asked = {*schema.fieldNames(), *before}
+        columns = tuple(column for column in self.columns if column.name in asked)
+        return replace(self, columns=columns, is_whole=False, before=before)
+
+    def fits(self, shape: Relation) -> bool:
+        """Whether changes of this shape have exactly the columns that the query was made for."""
+        return not self._differences(shape)
+
+    def explain(self, shape: Relation) -> str:
+        """What is different, in a few words."""
+        return "; ".join(self._differences(shape))
+
+    def _differences(self, shape: Relation) -> list[str]:
+        theirs = {column.name: (column.type_oid, column.typmod) for column in shape.columns}
+        ours = {column.name: (column.type_oid, column.typmod) for column in self.columns}
+        found = [f"column {name} is missing" for name in ours if name not in theirs]
+        found += [f"column {name} has another type" for name in ours if name in theirs and theirs[name] != ours[name]]
+        if self.is_whole:
+            found += [f"column {name} is new" for name in theirs if name not in ours]
+        return found
+
+
+def load_table(options: StreamOptions) -> TypedTable:
+    """The table as it is where the query begins or goes on: from the history if that place has one, else from the catalog.
+
+    Raises with advice if there is no such table, or if it cannot be read in that form.
+    """
+    assert options.table is not None
+    namespace, name = split_table(options.table)
+    state = StateDir(Path(options.source.state_dir))
+    change = _shape_here(options, state, namespace, name)
+    if not options.source.url:
+        raise ConfigError("no database is given", "Use option('url', ...) or the variable PGCDC_DB")
+    with connect(options.source.url, may_retry=False) as sql:
+        try:
+            live = read_table_columns(sql, options.table)
+        except SourceError:
+            if change is None:
+                raise
+            live = []
+        catalog = TypeCatalog.load(sql)
+        published = _published(sql, options, state, namespace, name, live) if change is None else []
+        is_partitioned = _is_partitioned(sql, namespace, name)
+        if options.rows.zset:
+            _check_identity(sql, namespace, name)
+    dimensions = {(column.name, column.type_oid): column.dimensions for column in live}
+    if change is not None:
+        described = [(column.name, column.type_oid, column.typmod) for column in change.after.columns]
+    else:
+        described = [(column.name, column.type_oid, column.typmod) for column in published]
+    columns = tuple(
+        TypedColumn(column, oid, typmod, _map(catalog, oid, typmod, dimensions.get((column, oid), 0), options.types))
+        for column, oid, typmod in described
+    )
+    table = TypedTable(namespace, name, columns, is_partitioned, before=tuple(column.name for column in columns))
+    _check_names(table)
+    return table
+
+
+def _map(catalog: TypeCatalog, oid: int, typmod: int, dimensions: int, options: TypeOptions) -> ColumnType:
+    return map_type(catalog, oid, typmod, dimensions, options)
+
+
+def _check_names(table: TypedTable) -> None:
+    taken = {*_FIRST, BEFORE, UNCHANGED, WEIGHT}
+    for column in table.columns:
+        if column.name.lower() in taken:
+            raise ConfigError(
+                f"table {table.title} has a column {column.name}, which is a name that typed rows use themselves",
+                "Read it as events (leave option `table` out), or ask for its other columns with .schema(...)",
+            )
+    lower = [column.name.lower() for column in table.columns]
+    for name in lower:
+        if lower.count(name) > 1:
+            raise ConfigError(
+                f"table {table.title} has two columns named {name}, different only in upper and lower case",
+                "Set spark.sql.caseSensitive to true and ask for the columns with .schema(...), or read it as events",
+            )
+
+
+# --- the place of the query
+
+
+def _shape_here(options: StreamOptions, state: StateDir, namespace: str, name: str) -> ShapeChange | None:
+    """The shape in force where the query goes on; if the table was not seen before that place, the first one behind it."""
+    history = ShapeHistory(state.shapes_file)
+    history.refresh()
+    place = Position.parse(options.start) if options.start else _acknowledged(state, options.consumer)
+    if place is None:
+        return None
+    found = history.in_force(namespace, name, place) or history.next(namespace, name, place)
+    if found is not None and (found.after.namespace, found.after.name) != (namespace, name):
+        raise SourceError(
+            f"table {name_table(namespace, name)} was renamed to {name_table(found.after.namespace, found.after.name)} "
+            f"at {found.position}",
+            "Read it under its new name: the same consumer goes on there",
+        )
+    return found
+
+
+def _acknowledged(state: StateDir, consumer: str) -> Position | None:
+    """How far the consumer has come; where the slot stands, if it is new; None if there is no slot yet."""
+    holder = Lock.holder(state.capture_lock)
+    if holder and "address" in holder:
+        with contextlib.suppress(CaptureGone), contextlib.closing(ControlClient(holder["address"])) as client:
+            known = client.status()["consumers"]
+            if consumer in known:
+                return Position.parse(known[consumer]["ack"])
+    identity = state.identity()
+    if identity is None or not identity.created_lsn:
+        return None
+    consumers = Consumers(state.consumers_file)
+    return consumers[consumer].ack if consumer in consumers else Position.end(consumers.confirmed_lsn)
+
+
+# --- what the catalog says
+
+
+def _published(
+    sql: Connection, options: StreamOptions, state: StateDir, namespace: str, name: str, live: list[TableColumn]
+) -> list[TableColumn]:
+    """The columns that the publications send, or will send when they are made."""
+    identity = state.identity()
+    if identity is not None and identity.publications:
+        names = [item["name"] for item in identity.publications]
+    elif options.source.uses_existing:
+        assert options.source.publication is not None
+        names = [options.source.publication]
+    else:
+        names = list(pair_of(options.source.publication or options.source.slot))
+    sent = (
+        _published_names(sql, names, namespace, name) if identity is not None or options.source.uses_existing else None
+    )
+    if sent is None:
+        rule = options.source.selection.rules().get((namespace, name))
+        chosen = set(rule.columns) if rule is not None and rule.columns else None
+        with_generated = options.source.generated_columns
+        return [
+            column
+            for column in live
+            if (chosen is None and (not column.generated or (with_generated and column.generated == "s")))
+            or (chosen is not None and column.name in chosen)
+        ]
+    return [column for column in live if column.name in sent]
+
+
+@explain_errors("read the published columns")
+def _published_names(sql: Connection, publications: list[str], namespace: str, name: str) -> set[str] | None:
+    """None: the server does not say (before PostgreSQL 15), or does not publish the table itself."""
+    if sql.info.server_version < 150000:
+        return None
+    rows = sql.execute(
+        "SELECT attnames::text[] FROM pg_publication_tables WHERE pubname = ANY (%s) AND schemaname = %s AND tablename = %s",
+        [publications, namespace, name],
+    ).fetchall()
+    return {column for (names,) in rows for column in names} if rows else None
+
+
+@explain_errors("read the published tables")
+def check_captured(url: str, publications: Sequence[str], table: str, slot: str) -> None:
+    """Raise ConfigError if the changes of the table do not come: a query for it would wait forever."""
+    namespace, name = split_table(table)
+    with connect(url) as sql:
+        row = sql.execute(
+            "SELECT count(*), bool_or((t.schemaname, t.tablename) = (%s, %s) OR to_regclass(%s) = ANY (ARRAY(SELECT relid "
+            "FROM pg_partition_ancestors(format('%%I.%%I', t.schemaname, t.tablename)::regclass)))) "
+            "FROM pg_publication_tables t WHERE t.pubname = ANY (%s)",
+            [namespace, name, quote_qualified(namespace, name), list(publications)],
+        ).fetchone()
+    if row is not None and row[0] and not row[1]:
+        raise ConfigError(
+            f"table {name_table(namespace, name)} is not captured by slot {slot!r}",
+            "Stop its queries and start them with option('tables', ...) naming all tables of the slot; or give this query "
+            "its own slot and state_dir",
+        )
+
+
+@explain_errors("read the table")
+def _is_partitioned(sql: Connection, namespace: str, name: str) -> bool:
+    row = sql.execute(
+        "SELECT c.relkind = 'p' FROM pg_class c WHERE c.oid = to_regclass(%s)", [quote_qualified(namespace, name)]
+    ).fetchone()
+    return row is not None and bool(row[0])
+
+
+@explain_errors("read the replica identity")
+def _check_identity(sql: Connection, namespace: str, name: str) -> None:
+    """A Z-set takes old rows back: the server has to send them."""
+    rows = sql.execute(
+        "SELECT n.nspname::text, c.relname::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
+        "WHERE c.relreplident <> 'f' AND c.relkind = 'r' AND (c.oid = to_regclass(%s) OR c.oid IN "
+        "(SELECT relid FROM pg_partition_tree(to_regclass(%s))))",
+        [quote_qualified(namespace, name)] * 2,
+    ).fetchall()
+    if rows:
+        commands = " ".join(f"ALTER TABLE {quote_qualified(*row)} REPLICA IDENTITY FULL;" for row in rows[:3])
+        raise SourceError(
+            f"a Z-set of {name_table(namespace, name)} needs the old rows, which the server sends only with "
+            "REPLICA IDENTITY FULL",
+            f"Run: {commands}",
+        )

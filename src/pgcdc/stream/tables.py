@@ -1,0 +1,41 @@
+"""Typed tables for Spark users: `read_table` and `read_tables`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from pgcdc.capture.database import name_table, split_table
+from pgcdc.errors import ConfigError
+from pgcdc.stream.session import register
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+__all__ = ["read_table", "read_tables"]
+
+
+def read_table(spark: SparkSession, table: str, **options: str) -> DataFrame:
+    """A streaming DataFrame of one table: its own columns, in Spark's types. Options: see docs/spark.md."""
+    register(spark)
+    return spark.readStream.format("pgcdc").options(**options).option("table", table).load()
+
+
+def read_tables(spark: SparkSession, tables: Iterable[str], **options: str) -> dict[str, DataFrame]:
+    """One typed streaming DataFrame for each table, all from one slot. Every one is a consumer of its own.
+
+    The consumers are named after the tables (`shop.orders`), behind the option `consumer` if it is given
+    (`report:shop.orders`).
+    """
+    names = list(tables)
+    titles = [name_table(*split_table(name)) for name in names]
+    if not names or len(set(titles)) != len(titles):
+        raise ConfigError("read_tables needs every table once", "Give a list of different tables")
+    given = dict(options)
+    prefix = given.pop("consumer", "")
+    if not any(given.get(name) for name in ("tables", "schemas", "all_tables", "publication")):
+        given["tables"] = ",".join(names)
+    return {
+        name: read_table(spark, name, consumer=f"{prefix}:{title}" if prefix else title, **given)
+        for name, title in zip(names, titles, strict=True)
+    }

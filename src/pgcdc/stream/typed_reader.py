@@ -1,0 +1,200 @@
+"""The reader of a typed query: one table, and never a batch across a change of its columns."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyspark.sql.datasource import InputPartition
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.streaming.datasource import ReadLimit
+from pyspark.sql.types import StructType
+
+from pgcdc.capture.database import connect, explain_errors
+from pgcdc.errors import SchemaChanged
+from pgcdc.position import SCHEMA_SUB, Position
+from pgcdc.relation import Relation
+from pgcdc.spool.reader import SegmentSlice, read_slice
+from pgcdc.spool.shapes import ShapeHistory
+from pgcdc.state import StateDir
+from pgcdc.stream.feed import Feed
+from pgcdc.stream.options import StreamOptions
+from pgcdc.stream.reader import RECORD_BATCH_BYTES, ChangePartition, ChangeReader, group_slices
+from pgcdc.stream.table import TypedTable
+from pgcdc.stream.typed import heartbeat_batch, typed_batch
+
+__all__ = ["TypedPartition", "TypedReader"]
+
+CLOCK_POLL_S = 1.0
+
+
+@dataclass
+class TypedPartition(ChangePartition):
+    """What one task reads of a table."""
+
+    versions: dict[int, Relation] = field(default_factory=dict)
+    """The shapes of the table, by version."""
+    heartbeat: tuple[Position, int] | None = None
+    """At the end of the batch: how far time has come, in microseconds since 1970."""
+
+
+class TypedReader(ChangeReader):
+    """Serves the changes of one table as typed rows."""
+
+    def __init__(self, options: StreamOptions, schema: StructType, table: TypedTable) -> None:
+        super().__init__(options, schema)
+        self._table = table
+        self._arrow = to_arrow_schema(schema, timezone="UTC")
+        state = StateDir(Path(options.source.state_dir))
+        self._history = ShapeHistory(state.shapes_file)
+        self._roots: dict[int, bool] = {}
+        self._times: deque[tuple[Position, int]] = deque()
+        self._clock_due = 0.0
+
+    # --- where batches end
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        end = dict(super().latestOffset(start, limit))
+        if self._options.heartbeat_s:
+            end["time"] = self._time_at(start, Position.from_offset(end))
+        return end
+
+    def _limit(self, feed: Feed, begin: Position, end: Position) -> Position:
+        """Where the table gets columns that the query does not have: a batch ends before, and none begins there."""
+        assert self._spool is not None
+        self._history.refresh()
+        others = self._other_versions(begin)
+        if not others:
+            return end
+        for piece in self._spool.slices(begin, end):
+            found = _first_of(piece, others)
+            if found is None:
+                continue
+            place, shape = found
+            if place > begin:
+                return place
+            if not self._options.driver_acks:
+                feed.ack(begin)  # Spark has committed it: the next load begins with the columns of this place
+            raise self._explain(shape, place)
+        return end
+
+    def _other_versions(self, begin: Position) -> dict[int, Relation]:
+        """Shapes that the table has or gets after `begin`, and that are not the query's."""
+        assert self._spool is not None
+        numbers = {shape: number for number, shape in enumerate(self._spool.relations())}
+        ours = self._mine(numbers)
+        oids = {shape.oid for shape in ours}
+        others = {}
+        for change in self._history.reachable(begin):
+            shape = change.after
+            is_ours, number = shape in ours, numbers.get(shape)
+            if number is None or (not is_ours and shape.oid not in oids):
+                continue
+            if not is_ours or not (self._options.rows.other_shapes or self._table.fits(shape)):
+                others[number] = shape
+        return others
+
+    def _explain(self, shape: Relation, place: Position) -> SchemaChanged:
+        table = self._table
+        if shape not in self._mine([shape]):
+            return SchemaChanged(
+                f"table {table.title} is {shape.namespace}.{shape.name} from {place} on",
+                "Read it under its new name: the same consumer goes on there",
+            )
+        return SchemaChanged(
+            f"table {table.title} has other columns from {place} on: {table.explain(shape)}",
+            "Load the table again and start the query with the same checkpoint: it goes on there, with the new columns. "
+            "To go on with the old columns instead, give option('schema_change', 'ignore')",
+        )
+
+    # --- whose changes
+
+    def _mine(self, shapes: Any) -> set[Relation]:
+        """Those of the shapes that are the table's, or of one of its partitions."""
+        name = (self._table.namespace, self._table.name)
+        found = {shape for shape in shapes if (shape.namespace, shape.name) == name}
+        if self._table.is_partitioned:
+            unknown = {shape.oid for shape in shapes if shape.oid not in self._roots}
+            if unknown:
+                self._roots |= _of_root(self._options.source.url, self._table, sorted(unknown))
+            found |= {shape for shape in shapes if self._roots[shape.oid]}
+        return found
+
+    # --- tasks
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        plain = super().partitions(start, end)
+        assert self._spool is not None
+        relations = self._spool.relations()
+        mine = self._mine(relations)
+        versions = {number: shape for number, shape in enumerate(relations) if shape in mine}
+        found = []
+        for one in plain:
+            assert isinstance(one, ChangePartition)
+            found.append(TypedPartition(one.slices, [], one.seed, one.host, versions))
+        if end.get("time", 0) > start.get("time", 0):
+            heartbeat = (Position.from_offset(end), int(end["time"]))
+            if not found:
+                found.append(TypedPartition([], [], self._open().seed, "", versions))
+            found[-1].heartbeat = heartbeat
+        return found
+
+    def _batches(self, partition: ChangePartition) -> Iterator[pa.RecordBatch]:
+        assert isinstance(partition, TypedPartition)
+        for pieces in group_slices(partition.slices, RECORD_BATCH_BYTES):
+            with self._readable(partition, pieces):
+                batch = typed_batch(pieces, partition.versions, self._table, self._arrow, self._options.rows)
+            if batch is not None:
+                yield batch
+        if partition.heartbeat is not None:
+            yield heartbeat_batch(*partition.heartbeat, self._arrow)
+
+    # --- time
+
+    def _time_at(self, start: dict[str, Any], end: Position) -> int:
+        """How far time has come at `end`: what was committed before has been read. Moves by the interval, at least."""
+        now = time.monotonic()
+        if now >= self._clock_due and (self._target is None or end < self._target):
+            self._clock_due = now + CLOCK_POLL_S
+            reading = self._open().clock()
+            if reading is not None and (not self._times or reading[1] > self._times[-1][1]):
+                self._times.append(reading)
+        before = int(start.get("time", 0))
+        known = before
+        while self._times and self._times[0][0] <= end:
+            known = max(known, self._times.popleft()[1])
+        if known - before >= self._options.heartbeat_s * 1_000_000:
+            return known
+        if known > before:
+            self._times.appendleft((Position(0, 0), known))
+        return before
+
+
+def _first_of(piece: SegmentSlice, versions: dict[int, Relation]) -> tuple[Position, Relation] | None:
+    """The place directly before the first change in one of these shapes."""
+    changes, owners = read_slice(piece)
+    numbers = changes.column("relation").to_numpy()
+    rows = np.flatnonzero(np.isin(numbers, list(versions)))
+    if not len(rows):
+        return None
+    row = int(rows[0])
+    place = Position(owners.column("lsn")[row].as_py(), changes.column("ordinal")[row].as_py() - 1, SCHEMA_SUB)
+    return place, versions[int(numbers[row])]
+
+
+@explain_errors("read the partitions")
+def _of_root(url: str, table: TypedTable, oids: list[int]) -> dict[int, bool]:
+    """Which of these tables are partitions of the table."""
+    with connect(url) as sql:
+        rows = sql.execute(
+            "SELECT o::int8, to_regclass(%s) = ANY (ARRAY(SELECT relid FROM pg_partition_ancestors(o::regclass))) "
+            "FROM unnest(%s::oid[]) o",
+            [table.sql, oids],
+        ).fetchall()
+    return {oid: bool(is_one) for oid, is_one in rows}
