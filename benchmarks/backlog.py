@@ -29,6 +29,7 @@ __all__ = [
     "run_child",
     "run_contenders",
     "run_recvlogical",
+    "typed",
 ]
 
 HERE = Path(__file__).parent
@@ -71,6 +72,11 @@ def our_contenders() -> list[Contender]:
         Contender("arrow", "capture to Arrow", _run_arrow),
         Contender("spark", "through Spark to a file", _run_spark),
     ]
+
+
+def typed() -> Contender:
+    """Typed rows of one table through Spark, to a sink that does nothing."""
+    return Contender("typed", "typed rows through Spark to a no-op sink", _run_typed)
 
 
 def recvlogical() -> Contender:
@@ -137,6 +143,16 @@ def _run_spark(url: str, slot: str, backlog: Backlog) -> dict[str, Any]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     _check_count(result["lines"], backlog)
+    return result
+
+
+def _run_typed(url: str, slot: str, backlog: Backlog) -> dict[str, Any]:
+    folder = tempfile.mkdtemp(prefix="pgcdc-bench-")
+    try:
+        result = run_child("typed_child.py", slot, str(backlog.changes), folder, url=url, tree=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    _check_count(result["rows"], backlog)
     return result
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from backlog import Contender, Unavailable, our_contenders, recvlogical, run_child, run_contenders
+from backlog import Contender, Unavailable, our_contenders, recvlogical, run_child, run_contenders, typed
 from decode import measure_decoding
 from large import drop_large, prepare_large, run_capture, run_pipeline
 from latency import measure_idle, measure_latency, measure_start
@@ -117,6 +117,15 @@ def measure_backlog(bench: Bench) -> None:
             f"{spark.worst('capture_rss_bytes') / MB:.0f} MB at the end; open_capture alone: "
             f"peak {arrow.worst('peak_rss_bytes') / MB:.0f} MB", 0),
     ]  # fmt: skip
+
+
+def measure_typed(bench: Bench) -> None:
+    """Typed rows of a table through Spark."""
+    found = run_contenders(bench.url(), bench.backlog(), [recvlogical(), typed()], bench.scale.rounds, bench.say)
+    bench.forget_backlog()
+    ratio = found["recvlogical"].median("took_s") / found["typed"].median("took_s")
+    name = "backlog: typed rows through Spark to a no-op sink"
+    bench.figures.append(at_least(name, ratio, 0.6, "x", _describe(found["typed"])))
 
 
 def measure_decoder(bench: Bench) -> None:
@@ -294,6 +303,7 @@ def cpu_us(one: Contender) -> float:
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "backlog": measure_backlog,
+    "typed": measure_typed,
     "decode": measure_decoder,
     "latency": measure_listen_latency,
     "arrow": measure_capture_latency,

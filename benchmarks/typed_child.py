@@ -1,0 +1,71 @@
+"""A typed query to a no-op sink in a process of its own: `SLOT CHANGES FOLDER`. The URL is in PGCDC_DB. Prints one line of JSON.
+
+The time counts from the walsender's connection to the end of the batch with the last change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from usage import cpu_of_tree, cpu_since
+from workload import PUBLICATION, connect
+
+import pgcdc
+from pgcdc.stream.warm import warm_up
+
+
+def main() -> None:
+    """Drain the slot as typed rows and say how long it took."""
+    slot, changes, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    url = os.environ["PGCDC_DB"]
+    spark = pgcdc.session(log_file=folder / "spark.log")
+    warm_up(spark)
+    rows = pgcdc.read_table(
+        spark, "backlog", slot=slot, publication=PUBLICATION, state_dir=str(folder / "state"), start_from="slot"
+    )
+    connected: list[float] = []
+    watcher = threading.Thread(target=lambda: connected.append(_connected_at(url, slot)))
+    watcher.start()
+    before = cpu_of_tree(os.getpid())
+    query = rows.writeStream.format("noop").option("checkpointLocation", str(folder / "checkpoint")).start()
+    while _rows(query.recentProgress) < changes and query.isActive:
+        time.sleep(0.05)
+    used = cpu_since(before, cpu_of_tree(os.getpid()))
+    progress = [json.loads(one.json) for one in query.recentProgress if one.numInputRows]
+    last = progress[-1]
+    ended = datetime.fromisoformat(last["timestamp"]).timestamp() + last["durationMs"]["triggerExecution"] / 1e3
+    total = _rows(query.recentProgress)
+    query.stop()
+    watcher.join()
+    spark.stop()
+    answer = {"rows": total, "took_s": ended - connected[0], "cpu_s": sum(used.values()), "cpu_by_role": used}
+    print(json.dumps(answer))
+
+
+def _rows(progress: list[Any]) -> int:
+    return sum(int(one.numInputRows) for one in progress)
+
+
+def _connected_at(url: str, slot: str) -> float:
+    """When the server accepted the walsender's connection: a little before START_REPLICATION."""
+    with connect(url) as conn:
+        while True:
+            row = conn.execute(
+                "SELECT extract(epoch FROM a.backend_start)::float8 FROM pg_replication_slots s "
+                "JOIN pg_stat_activity a ON a.pid = s.active_pid WHERE s.slot_name = %s",
+                [slot],
+            ).fetchone()
+            if row is not None:
+                return float(row[0])
+            time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()
