@@ -25,11 +25,12 @@ def compiled_modules() -> list[Extension]:
         for name in ("capture/_rows", "stream/_lines")
     ]
     # The C file goes to build/, so that the source tree holds only what people write.
-    modules: list[Extension] = cythonize(extensions, build_dir="build")
+    modules: list[Extension] = cythonize(extensions, build_dir="build", nthreads=2)
     for module in modules:
         # A compiler that is missing or fails is a warning. Set here, because cythonize makes new objects without it.
         module.optional = True
     return modules
 
 
-setup(ext_modules=compiled_modules())
+# The C compiler takes longer than all else: one for each module at a time.
+setup(ext_modules=compiled_modules(), options={"build_ext": {"parallel": 2}})
