@@ -47,6 +47,7 @@ class Config(BaseModel):
     messages: bool = False
     tx_metadata: bool = False
     tx_markers: bool = False
+    schema_events: bool = False
     invalid_utf8: Literal["error", "replace", "base64"] = "error"
     adapters: tuple[Literal["stdout", "file"], ...] = ("stdout",)
     file_path: Path | None = None

@@ -27,6 +27,8 @@ class Feed(Protocol):
     """What a reader needs besides the spool itself."""
 
     spool: Path
+    shapes: Path
+    """The history of the tables' shapes."""
     seed: IdSeed
 
     def join(self) -> tuple[Position, Position]:
@@ -62,6 +64,7 @@ class CaptureFeed:
             spec = options.source.spec((item["name"] for item in identity.publications), watch_pid)
         self._link = CaptureLink(spec, is_restart=began, on_restart=self._claim)
         self.spool = state.spool
+        self.shapes = state.shapes_file
         self.seed = IdSeed.of(identity.system_identifier, identity.slot)
 
     def join(self) -> tuple[Position, Position]:
@@ -95,6 +98,7 @@ class StaticFeed:
 
     def __init__(self, spool: Path) -> None:
         self.spool = spool
+        self.shapes = StateDir(spool.parent).shapes_file
         self.seed = IdSeed.of("static", "static")
         reader = SpoolReader(spool)
         reader.refresh()

@@ -88,13 +88,14 @@ def _event_options(options: Mapping[str, str]) -> EventOptions:
     invalid = options.get("invalid_utf8", "error")
     if invalid not in INVALID_TEXT:
         raise ConfigError(f"option invalid_utf8 is {invalid!r}", f"Give one of: {', '.join(INVALID_TEXT)}")
-    return EventOptions(markers or _flag(options, "tx_metadata"), markers, invalid)
+    return EventOptions(markers or _flag(options, "tx_metadata"), markers, invalid, _flag(options, "schema_events"))
 
 
 _KNOWN = {
     "url", "slot", "publication", "tables", "all_tables", "schemas", "row_filters", "columns",
     "generated_columns", "state_dir", "spool_limit", "start_from", "fail_fast",
     "temporary_slot", "accept_publication", "consumer", "max_batch_rows", "tx_metadata", "tx_markers", "invalid_utf8",
+    "schema_events",
     "streaming", "messages", "two_phase", "origin", "binary",
     "_spool", "_driver_acks",
 }  # fmt: skip

@@ -22,6 +22,7 @@ from pgcdc.errors import ConfigError, GapError, SpoolError
 from pgcdc.position import Position, format_lsn
 from pgcdc.relation import Relation
 from pgcdc.spool.reader import SegmentSlice, SpoolReader, plan_end
+from pgcdc.spool.shapes import ShapeChange, ShapeHistory
 from pgcdc.stream.events import (
     EVENT_COLUMNS,
     EVENT_SCHEMA,
@@ -65,6 +66,8 @@ class ChangePartition(InputPartition):
     relations: list[Relation]
     seed: IdSeed
     host: str
+    schema_changes: list[ShapeChange]
+    """Those that become events."""
 
 
 def _check_schema(schema: StructType) -> None:
@@ -88,6 +91,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._schema = schema
         self._options = parse_options(options)
         self._spool: SpoolReader | None = None
+        self._shapes: ShapeHistory | None = None
         self._feed: Feed | None = None
         self._target: Position | None = None
 
@@ -134,8 +138,9 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         assert self._spool is not None
         slices = self._spool.slices(begin, stop)
         relations = list(self._spool.relations())
+        changes = self._schema_changes(begin, stop)
         return [
-            ChangePartition(group, relations, feed.seed, socket.gethostname())
+            ChangePartition(group, relations, feed.seed, socket.gethostname(), changes)
             for group in _group(slices, PARTITION_BYTES)
         ]
 
@@ -145,7 +150,9 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         schema = LINES if in_blocks else to_arrow_schema(self._schema, timezone="UTC")
         for pieces in _group(partition.slices, RECORD_BATCH_BYTES):
             try:
-                batch = event_batch(pieces, partition.relations, partition.seed, schema, self._options.events)
+                batch = event_batch(
+                    pieces, partition.relations, partition.seed, schema, self._options.events, partition.schema_changes
+                )
             except SpoolError:
                 here = socket.gethostname()
                 if here == partition.host:
@@ -174,8 +181,17 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             options = self._options
             self._feed = StaticFeed(Path(options.spool)) if options.spool else CaptureFeed(options)
             self._spool = SpoolReader(self._feed.spool)
+            self._shapes = ShapeHistory(self._feed.shapes)
             self._feed.join()
         return self._feed
+
+    def _schema_changes(self, begin: Position, stop: Position) -> list[ShapeChange]:
+        """What becomes events. The history is ahead of the spool: what is visible there has its record here."""
+        if not self._options.events.schema_events:
+            return []
+        assert self._shapes is not None
+        self._shapes.refresh()
+        return [change for change in self._shapes.between(begin, stop) if change.before is not None]
 
     def _look(self, feed: Feed, begin: Position) -> Position:
         """How far the spool goes; waits a little if there is nothing new."""
