@@ -1,5 +1,8 @@
-"""Values of every type: what SQL writes, and what Spark gets. Every line of docs/types.md has at least one case here (or, for
-types that hold others, in nested_type_cases.py), and each is sent through a real stream."""
+"""Values of every type: what SQL writes, and what Spark gets.
+
+Every line of docs/types.md has at least one case here (or, for types that hold others, in nested_type_cases.py), and each
+is sent through a real stream.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class Case:
     """Spark's simpleString: `decimal(12,2)`."""
     expected: Any
     """The Python value, as pyarrow's to_pylist gives it; or an exception type (Rejected), if the value is refused."""
-    options: TypeOptions = TypeOptions()
+    options: TypeOptions = TypeOptions()  # noqa: RUF009 - frozen
     line: str = ""
     """The first cell of the line in docs/types.md that this is a case of; empty: `pg_type` itself."""
     setup: str = ""
