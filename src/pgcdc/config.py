@@ -53,6 +53,7 @@ class Config(BaseModel):
     messages: bool = False
     tx_metadata: bool = False
     tx_markers: bool = False
+    schema_events: bool = False
     invalid_utf8: Literal["error", "replace", "base64"] = "error"
     adapters: tuple[Literal["stdout", "file"], ...] = ("stdout",)
     file_path: Path | None = None
@@ -115,7 +116,7 @@ class Config(BaseModel):
 
     def _check_typed(self) -> None:
         if self.table:
-            for name in ("tx_metadata", "tx_markers"):
+            for name in ("tx_metadata", "tx_markers", "schema_events"):
                 if getattr(self, name):
                     flag = _flag_name(name)
                     raise ConfigError(

@@ -41,6 +41,8 @@ from pgcdc.position import Position, format_lsn
 from pgcdc.sink.base import Batch, Sink
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.stdout import StdoutSink
+from pgcdc.spool.diff import describe_change
+from pgcdc.spool.shapes import ShapeHistory
 from pgcdc.state import Lock, StateDir, read_json, write_json
 from pgcdc.stream.lane import Lane
 from pgcdc.stream.session import check_java, session
@@ -54,7 +56,7 @@ __all__ = ["Pipeline", "StopNow"]
 LANE = "main"
 _PASSED_ON = (
     "spool_limit", "max_batch_rows", "fail_fast", "temporary_slot", "all_tables", "generated_columns", "streaming",
-    "two_phase", "origin", "binary", "messages", "tx_metadata", "tx_markers", "invalid_utf8",
+    "two_phase", "origin", "binary", "messages", "tx_metadata", "tx_markers", "schema_events", "invalid_utf8",
 )  # fmt: skip
 """Options of the Spark source that have the same name in the configuration."""
 _TYPED = ("table", "changelog", "truncate", "numeric", "out_of_range", "arrays")
@@ -81,6 +83,7 @@ class Pipeline:
             self._temporary = Path(tempfile.mkdtemp(prefix="pgcdc-trial-"))
             config = self.config = config.model_copy(update={"state_dir": self._temporary})
         self.state = StateDir(config.state_dir)
+        self._shapes = ShapeHistory(self.state.shapes_file)
         self._link: CaptureLink | None = None
         self._prepared: Prepared | None = None
         self._spark: SparkSession | None = None
@@ -170,6 +173,7 @@ class Pipeline:
         # The workers of Spark inherit these: no secret goes through Spark's options, and the capture ends with us.
         os.environ["PGCDC_DB"] = self.config.db
         os.environ["PGCDC_WATCH_PID"] = str(os.getpid())
+        self._shapes.refresh()  # what was told by an earlier run
         self._link = CaptureLink(self._prepared.spec, is_restart=False)
         initial, _ = self._link.call(lambda client: client.join(LANE))
         self._lane = Lane(LANE, self.state.checkpoints / LANE, self._sinks)
@@ -283,6 +287,7 @@ class Pipeline:
                 self._acknowledge()
                 self._follow_tables()
                 self._write_status()
+                self._tell_schema_changes()
                 if ended:
                     return
             self._enter("stopping")
@@ -326,6 +331,11 @@ class Pipeline:
         self._acknowledge()
         self._say(f"{error.message}; the query goes on with the columns of that place")
         return True
+
+    def _tell_schema_changes(self) -> None:
+        for change in self._shapes.refresh():
+            for line in describe_change(change):
+                self._say(line)
 
     def _recover(self, error: PgcdcError) -> None:
         """A query that failed for a reason that may pass starts again from its checkpoint; anything else ends the run."""

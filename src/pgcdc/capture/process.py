@@ -22,6 +22,7 @@ from typing import Any
 
 from psycopg import Connection, Error
 
+from pgcdc.capture.batch import CaptureBatch
 from pgcdc.capture.clock import Clock
 from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.database import connect
@@ -29,6 +30,7 @@ from pgcdc.capture.guard import Guard, connection_ended
 from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.replication import SlotBusy
 from pgcdc.capture.server import ControlServer, remove_socket
+from pgcdc.capture.shapes import ShapeObserver
 from pgcdc.capture.stream import STATUS_INTERVAL_S, Capture, reconnect_delay_s
 from pgcdc.errors import ConnectionLost, GapError, PgcdcError, SourceError, StateError
 from pgcdc.ops.failpoint import hit
@@ -90,6 +92,9 @@ class CaptureProcess:
         self._consumers = Consumers(state.consumers_file)
         self._selector = selectors.DefaultSelector()
         self._spool = SpoolWriter(state.spool, Position.end(self._consumers.confirmed_lsn))
+        self._shapes = ShapeObserver(state.shapes_file, Position.end(self._spool.resume_lsn))
+        self._unspooled: CaptureBatch | None = None
+        """Read, but the connection was lost while the catalog was asked about its shapes."""
         self._server = ControlServer(self._selector, self._answer)
         self._guard = Guard(state, identity, self._consumers, temporary=spec.temporary)
         self._capture = Capture(
@@ -282,10 +287,14 @@ class CaptureProcess:
                 self._phase = "streaming"
         for _ in range(ROUNDS_PER_TURN):
             hit("capture.before_poll")
-            batch = self._capture.poll(drain=self._server.has_waiters)
+            batch = self._unspooled or self._capture.poll(drain=self._server.has_waiters)
             if batch is None:
                 return not self._capture.is_drained
+            self._unspooled = batch
+            assert self._sql is not None
+            self._shapes.observe(batch, self._sql)
             self._spool.append(batch)
+            self._unspooled = None
             self._rows += batch.rows
             if batch.rows:
                 self._last_commit_us = batch.transactions.column("commit_time")[-1].as_py()
@@ -410,6 +419,7 @@ class CaptureProcess:
             "lag_bytes": max(0, server_lsn - self._confirmed_lsn()),
             "spool_bytes": self._spool.bytes_held,
             "rows": self._rows,
+            "schema_changes": self._shapes.changes,
             "last_commit_time": self._last_commit_us / 1e6,
             "consumers": self._consumers.to_json()["consumers"],
             "last_error": self._last_error,

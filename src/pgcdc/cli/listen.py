@@ -88,6 +88,9 @@ def listen(
     tx_markers: Annotated[
         Flag, typer.Option("--tx-markers", help="Also BEGIN and COMMIT events, on pgcdc:_txn.")
     ] = None,
+    schema_events: Annotated[
+        Flag, typer.Option("--schema-events", help="Also an event when a table is altered, on pgcdc:_schema.")
+    ] = None,
     invalid_utf8: Annotated[
         Text, typer.Option(help="Bytes that are not UTF-8: error, replace or base64. (default: error)")
     ] = None,
@@ -130,7 +133,8 @@ def listen(
             "schemas": schemas, "row_filters": tuple(row_filter) if row_filter else None,
             "columns": tuple(columns) if columns else None, "generated_columns": generated_columns,
             "streaming": streaming, "two_phase": two_phase, "origin": origin, "binary": binary, "messages": messages,
-            "tx_metadata": tx_metadata, "tx_markers": tx_markers, "invalid_utf8": invalid_utf8,
+            "tx_metadata": tx_metadata, "tx_markers": tx_markers, "schema_events": schema_events,
+            "invalid_utf8": invalid_utf8,
             "adapters": tuple(adapter) if adapter else None, "file_path": file_path, "state_dir": state_dir,
             "snapshot_mode": snapshot_mode, "spool_limit": spool_limit, "max_batch_rows": max_batch_rows,
             "start_from": start_from, "once": once, "fail_fast": fail_fast,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +12,9 @@ import numpy as np
 import pyarrow as pa
 
 from pgcdc.errors import GapError, SpoolError
-from pgcdc.position import LAST_SUB, Position, format_lsn
+from pgcdc.position import LAST_SUB, SCHEMA_SUB, Position, format_lsn
 from pgcdc.relation import Relation
+from pgcdc.spool.diff import event_values
 from pgcdc.spool.index import (
     IndexRecord,
     chunk_number,
@@ -25,6 +26,7 @@ from pgcdc.spool.index import (
 )
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS, Op
 from pgcdc.spool.segment import Written, open_segment
+from pgcdc.spool.shapes import ShapeChange
 
 __all__ = ["SegmentSlice", "SpoolReader", "plan_end", "read_slice"]
 
@@ -187,18 +189,23 @@ def plan_end(records: list[IndexRecord], end: Position, max_rows: int, max_bytes
     return commit
 
 
-def read_slice(piece: SegmentSlice, *, markers: bool = False) -> tuple[pa.Table, pa.Table]:
+def read_slice(
+    piece: SegmentSlice, *, markers: bool = False, shapes: Sequence[ShapeChange] = ()
+) -> tuple[pa.Table, pa.Table]:
     """The changes in range, and beside them, row by row, the transaction of each.
 
-    With `markers` there is a BEGIN before each transaction and a COMMIT after it. Their positions depend on the
-    transaction alone, so that a replay that is cut elsewhere has the same ones.
+    With `markers` there is a BEGIN before each transaction and a COMMIT after it. With `shapes` there is a SCHEMA_CHANGE
+    before the first row in each of them. Their positions depend on the transaction alone, so that a replay that is cut
+    elsewhere has the same ones.
     """
     table = open_segment(Path(piece.path), piece.written)
     transactions = pa.ipc.read_record_batch(pa.py_buffer(piece.transactions), TRANSACTIONS)
     counts = transactions.column("rows").to_numpy()
     of_row = np.repeat(np.arange(transactions.num_rows), counts)
-    if markers:
-        table, of_row = _with_markers(table, transactions, of_row, piece.continues)
+    if markers or shapes:
+        made_up = _markers(table, transactions, piece.continues) if markers else []
+        made_up.append(_schema_changes(table, transactions, shapes))
+        table, of_row = _insert(table, of_row, made_up)
     lsn = transactions.column("lsn").to_numpy()[of_row]
     ordinal = table.column("ordinal").to_numpy()
     sub = table.column("sub").to_numpy()
@@ -212,10 +219,21 @@ def read_slice(piece: SegmentSlice, *, markers: bool = False) -> tuple[pa.Table,
     return table.take(pa.array(rows)), owners
 
 
-def _with_markers(
-    table: pa.Table, transactions: pa.RecordBatch, of_row: np.ndarray, continues: bool
-) -> tuple[pa.Table, np.ndarray]:
-    """A whole segment with its markers, and the transaction of each row."""
+_MadeUp = tuple[pa.RecordBatch, np.ndarray, np.ndarray]
+"""Rows that are not in the segment, their transactions, and their places: those of a segment's row r are 4r to 4r+3."""
+_BEFORE, _DIRECTLY_BEFORE, _ITSELF, _BEHIND = range(4)
+
+
+def _insert(table: pa.Table, of_row: np.ndarray, made_up: list[_MadeUp]) -> tuple[pa.Table, np.ndarray]:
+    """A whole segment with the made-up rows at their places, and the transaction of each row."""
+    places = np.concatenate([np.arange(len(of_row)) * 4 + _ITSELF, *(place for _, _, place in made_up)])
+    order = np.argsort(places, kind="stable")
+    everything = pa.concat_tables([table, *(pa.Table.from_batches([rows]) for rows, _, _ in made_up)])
+    owners = np.concatenate([of_row, *(owners for _, owners, _ in made_up)])
+    return everything.take(pa.array(order)), owners[order]
+
+
+def _markers(table: pa.Table, transactions: pa.RecordBatch, continues: bool) -> list[_MadeUp]:
     counts = transactions.column("rows").to_numpy()
     ends = np.cumsum(counts)
     is_real = transactions.column("xid").to_numpy() != 0  # a message may stand alone
@@ -223,17 +241,36 @@ def _with_markers(
     if continues and len(begun):
         begun[0] = False
     begins, commits = np.flatnonzero(begun), np.flatnonzero(complete)
-    marks = [
-        _marks(Op.BEGIN, np.zeros(len(begins), np.int64), 0),
-        _marks(Op.COMMIT, table.column("ordinal").to_numpy()[ends[commits] - 1], LAST_SUB),
+    last_ordinals = table.column("ordinal").to_numpy()[ends[commits] - 1]
+    return [
+        (_marks(Op.BEGIN, np.zeros(len(begins), np.int64), 0), begins, (ends - counts)[begins] * 4 + _BEFORE),
+        (_marks(Op.COMMIT, last_ordinals, LAST_SUB), commits, (ends - 1)[commits] * 4 + _BEHIND),
     ]
-    place = np.concatenate([np.arange(len(of_row)) * 3 + 1, (ends - counts)[begins] * 3, (ends - 1)[commits] * 3 + 2])
-    order = np.argsort(place, kind="stable")
-    everything = pa.concat_tables([table, *map(pa.Table.from_batches, ([mark] for mark in marks))])
-    return everything.take(pa.array(order)), np.concatenate([of_row, begins, commits])[order]
 
 
-def _marks(op: Op, ordinals: np.ndarray, sub: int) -> pa.RecordBatch:
+def _schema_changes(table: pa.Table, transactions: pa.RecordBatch, shapes: Sequence[ShapeChange]) -> _MadeUp:
+    """Those whose row is in this segment: a change stands where its row is, also if the cut is between them."""
+    ends = np.cumsum(transactions.column("rows").to_numpy())
+    lsns = transactions.column("lsn").to_numpy()
+    ordinals, subs = table.column("ordinal").to_numpy(), table.column("sub").to_numpy()
+    here, owners, rows = [], [], []
+    for change in shapes:
+        owner = int(np.searchsorted(lsns, change.position.lsn))
+        if owner == len(lsns) or lsns[owner] != change.position.lsn:
+            continue
+        first, ordinal = int(ends[owner - 1]) if owner else 0, change.position.ordinal + 1
+        row = first + int(np.searchsorted(ordinals[first : ends[owner]], ordinal))
+        if row < ends[owner] and (ordinals[row], subs[row]) == (ordinal, 0):
+            here.append(change)
+            owners.append(owner)
+            rows.append(row)
+    values = pa.array([event_values(change) for change in here], CHANGES.field("new").type)
+    before = np.array([change.position.ordinal for change in here], np.int64)
+    places = np.array(rows, np.int64) * 4 + _DIRECTLY_BEFORE
+    return _marks(Op.SCHEMA_CHANGE, before, SCHEMA_SUB, values), np.array(owners, np.int64), places
+
+
+def _marks(op: Op, ordinals: np.ndarray, sub: int, new: pa.Array | None = None) -> pa.RecordBatch:
     count = len(ordinals)
     columns = {
         "ordinal": pa.array(ordinals, pa.int64()),
@@ -242,6 +279,8 @@ def _marks(op: Op, ordinals: np.ndarray, sub: int) -> pa.RecordBatch:
         "relation": pa.array(np.full(count, -1), pa.int32()),
         "old_kind": pa.array(np.zeros(count), pa.uint8()),
     }
+    if new is not None:
+        columns["new"] = new
     nothing = [pa.nulls(count, field.type) for field in CHANGES]
     arrays = [columns.get(field.name, empty) for field, empty in zip(CHANGES, nothing, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=CHANGES)

@@ -26,6 +26,8 @@ class Op(IntEnum):
     """Made for a reader who asked for it; never stored."""
     COMMIT = ord("C")
     """The same."""
+    SCHEMA_CHANGE = ord("R")
+    """The same; the byte is that of the message that describes a relation."""
 
 
 class OldKind(IntEnum):

@@ -6,6 +6,7 @@ is in force at its position, after a restart as well.
 
 from __future__ import annotations
 
+import bisect
 import json
 import os
 import zlib
@@ -33,6 +34,8 @@ class ShapeChange:
     """None: the table was not seen before."""
     details: dict[str, Any] | None = None
     """What the catalog said about `after`, if it still had that shape when the capture met it."""
+    before_details: dict[str, Any] | None = None
+    """The `details` of the record that `before` came with: what changed is told by this record alone."""
 
     def concerns(self, namespace: str, name: str) -> bool:
         """Whether it is about the table that has, or had until here, this name."""
@@ -45,13 +48,15 @@ class ShapeChange:
         before = self.before.to_json() if self.before else None
         return {
             "position": str(self.position), "before": before, "after": self.after.to_json(), "details": self.details,
+            "before_details": self.before_details,
         }  # fmt: skip
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> ShapeChange:
         """The change behind `to_json()`."""
         before = Relation.from_json(raw["before"]) if raw["before"] else None
-        return cls(Position.parse(raw["position"]), Relation.from_json(raw["after"]), before, raw["details"])
+        after = Relation.from_json(raw["after"])
+        return cls(Position.parse(raw["position"]), after, before, raw["details"], raw["before_details"])
 
 
 def append_shapes(path: Path, changes: Iterable[ShapeChange]) -> None:
@@ -79,17 +84,31 @@ class ShapeHistory:
         self.changes: list[ShapeChange] = []
         """In the order of their positions."""
 
-    def refresh(self) -> None:
-        """Take in what was appended since the last call."""
+    def refresh(self) -> list[ShapeChange]:
+        """Take in what was appended since the last call, and return that."""
+        fresh: list[ShapeChange] = []
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
-            return
+            return fresh
         for change, size in _decode(data):
             self._offset += size
-            self.changes.append(change)
+            fresh.append(change)
+            # A spool that is read again may show what an older version of pgcdc did not write down.
+            bisect.insort(self.changes, change, key=_position)
+        return fresh
+
+    def at(self, position: Position) -> ShapeChange | None:
+        """The record of this very position."""
+        found = bisect.bisect_left(self.changes, position, key=_position)
+        return self.changes[found] if found < len(self.changes) and self.changes[found].position == position else None
+
+    def between(self, start: Position, end: Position) -> list[ShapeChange]:
+        """What happened in (start, end], to any table."""
+        first, last = (bisect.bisect_right(self.changes, limit, key=_position) for limit in (start, end))
+        return self.changes[first:last]
 
     def of(self, namespace: str, name: str) -> Iterator[ShapeChange]:
         """What happened to one table, oldest first."""
@@ -125,6 +144,10 @@ def cut_tail(path: Path) -> None:
     if path.exists():
         data = path.read_bytes()
         os.truncate(path, sum(size for _, size in _decode(data)))
+
+
+def _position(change: ShapeChange) -> Position:
+    return change.position
 
 
 def _encode(change: ShapeChange) -> bytes:

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from pgcdc.relation import Relation
 from pgcdc.spool.reader import SegmentSlice
 from pgcdc.spool.schema import OldKind, Op
+from pgcdc.spool.shapes import ShapeChange
 from pgcdc.stream.frame import EventOptions, Frame, load_frame
 from pgcdc.stream.lines import OPERATION_OF, OPERATIONS, SOURCE_NAME, json_lines
 from pgcdc.stream.texts import I64, IdSeed, event_ids, position_texts
@@ -73,9 +74,10 @@ def event_batch(
     seed: IdSeed,
     schema: pa.Schema,
     options: EventOptions = EventOptions(),  # noqa: B008 - frozen
+    schema_changes: Sequence[ShapeChange] = (),
 ) -> pa.RecordBatch | None:
     """The events of neighbouring slices as one record batch with exactly `schema`; None if they have none."""
-    frame = load_frame(pieces, relations, options)
+    frame = load_frame(pieces, relations, options, schema_changes)
     if frame is None:
         return None
     events = _Events(frame, seed, options)

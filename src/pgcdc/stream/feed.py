@@ -29,6 +29,8 @@ class Feed(Protocol):
     """What a reader needs besides the spool itself."""
 
     spool: Path
+    shapes: Path
+    """The history of the tables' shapes."""
     seed: IdSeed
 
     def join(self) -> tuple[Position, Position]:
@@ -72,6 +74,7 @@ class CaptureFeed:
             check_captured(source.url, spec.publications, options.table, source.slot)
         self._link = CaptureLink(spec, is_restart=began, on_restart=self._claim)
         self.spool = state.spool
+        self.shapes = state.shapes_file
         self.seed = IdSeed.of(identity.system_identifier, identity.slot)
 
     def join(self) -> tuple[Position, Position]:
@@ -108,6 +111,7 @@ class StaticFeed:
 
     def __init__(self, spool: Path) -> None:
         self.spool = spool
+        self.shapes = StateDir(spool.parent).shapes_file
         self.seed = IdSeed.of("static", "static")
         reader = SpoolReader(spool)
         reader.refresh()

@@ -1,7 +1,7 @@
 """The changes of one record batch with everything around them that events are made of, side by side.
 
-What is not a row change of a table (a logical message, the begin or commit of a transaction) becomes one of a made-up
-relation here, so that whoever makes events of a frame knows only rows.
+What is not a row change of a table (a logical message, the begin or commit of a transaction, a new shape) becomes one of a
+made-up relation here, so that whoever makes events of a frame knows only rows.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pgcdc.position import Position
 from pgcdc.relation import Column, Relation
 from pgcdc.spool.reader import SegmentSlice, read_slice
 from pgcdc.spool.schema import CHANGES, Op
+from pgcdc.spool.shapes import ShapeChange
 from pgcdc.stream.texts import I64
 
 __all__ = ["INVALID_TEXT", "EventOptions", "Frame", "load_frame", "repair_text"]
@@ -30,6 +31,19 @@ Bools = npt.NDArray[np.bool_]
 
 MESSAGES = Relation(0, "public", "_messages", "n", (Column("prefix", 25, -1, False), Column("content", 25, -1, False)))
 TRANSACTION_MARKS = Relation(0, "public", "_txn", "n", ())
+SCHEMA_CHANGES = Relation(
+    0,
+    "public",
+    "_schema",
+    "n",
+    tuple(Column(name, 25, -1, False) for name in ("schema", "table", "changes", "columns")),
+)
+_MADE_UP = {
+    Op.MESSAGE: MESSAGES,
+    Op.BEGIN: TRANSACTION_MARKS,
+    Op.COMMIT: TRANSACTION_MARKS,
+    Op.SCHEMA_CHANGE: SCHEMA_CHANGES,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +56,8 @@ class EventOptions:
     """A BEGIN and a COMMIT event around the changes of each transaction."""
     invalid_text: str = "error"
     """One of INVALID_TEXT."""
+    schema_events: bool = False
+    """A SCHEMA_CHANGE event before the first change of a table that has another shape than the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +86,22 @@ class Frame:
         return len(self.op)
 
 
-def load_frame(pieces: Sequence[SegmentSlice], relations: list[Relation], options: EventOptions) -> Frame | None:
-    """The changes in neighbouring slices; None if there are none.
+def load_frame(
+    pieces: Sequence[SegmentSlice],
+    relations: list[Relation],
+    options: EventOptions,
+    schema_changes: Sequence[ShapeChange] = (),
+) -> Frame | None:
+    """The changes in neighbouring slices; None if there are none. `schema_changes` are those that become events.
 
     Under light load segments are tiny: many of them in one frame cost little more than one.
     """
-    read = [read_slice(piece, markers=options.markers) for piece in pieces]
+    read = [read_slice(piece, markers=options.markers, shapes=schema_changes) for piece in pieces]
     changes = _one_batch([table for table, _ in read])
     owners = _one_batch([table for _, table in read])
     if changes is None or owners is None:
         return None
-    shapes = [*relations, MESSAGES, TRANSACTION_MARKS]
+    shapes = [*relations, *_MADE_UP.values()]
     op = changes.column("op").to_numpy()
     is_message: Bools = op == Op.MESSAGE
     if is_message.any():
@@ -120,8 +141,10 @@ def _versions(changes: pa.RecordBatch, op: npt.NDArray[np.uint8], tables: int) -
     version: npt.NDArray[np.int32] = changes.column("relation").to_numpy()
     if (version >= 0).all():
         return version
-    made_up = np.where(op == Op.MESSAGE, tables, tables + 1).astype(np.int32)
-    return np.where(version < 0, made_up, version)
+    made_up = np.zeros(256, np.int32)
+    for number, known in enumerate(_MADE_UP):
+        made_up[known] = tables + number
+    return np.where(version < 0, made_up[op], version)
 
 
 # --- messages

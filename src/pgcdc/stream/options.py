@@ -107,7 +107,7 @@ def _typed(plain: StreamOptions, options: Mapping[str, str]) -> StreamOptions:
         if given:
             raise ConfigError(f"option {given[0]} is for typed rows", "Name the table with option('table', ...)")
         return plain
-    for name in ("tx_metadata", "tx_markers"):
+    for name in ("tx_metadata", "tx_markers", "schema_events"):
         if _flag(options, name):
             raise ConfigError(f"option {name} is for events", "Typed rows have the columns _xid, _ts and _ordinal")
     interval = _number(options, "heartbeat_interval", DEFAULT_HEARTBEAT_S, float)
@@ -146,7 +146,7 @@ def _event_options(options: Mapping[str, str]) -> EventOptions:
     invalid = options.get("invalid_utf8", "error")
     if invalid not in INVALID_TEXT:
         raise ConfigError(f"option invalid_utf8 is {invalid!r}", f"Give one of: {', '.join(INVALID_TEXT)}")
-    return EventOptions(markers or _flag(options, "tx_metadata"), markers, invalid)
+    return EventOptions(markers or _flag(options, "tx_metadata"), markers, invalid, _flag(options, "schema_events"))
 
 
 TYPE_CHOICES = {
@@ -162,6 +162,7 @@ _KNOWN = {
     "url", "slot", "publication", "tables", "all_tables", "schemas", "row_filters", "columns",
     "generated_columns", "state_dir", "spool_limit", "start_from", "fail_fast",
     "temporary_slot", "accept_publication", "consumer", "max_batch_rows", "tx_metadata", "tx_markers", "invalid_utf8",
+    "schema_events",
     "streaming", "messages", "two_phase", "origin", "binary",
     "_spool", "_driver_acks",
 }  # fmt: skip

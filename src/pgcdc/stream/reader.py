@@ -23,6 +23,7 @@ from pgcdc.errors import ConfigError, GapError, SpoolError
 from pgcdc.position import Position, format_lsn
 from pgcdc.relation import Relation
 from pgcdc.spool.reader import SegmentSlice, SpoolReader, plan_end
+from pgcdc.spool.shapes import ShapeChange, ShapeHistory
 from pgcdc.stream.events import LINES, event_batch, pack_block
 from pgcdc.stream.feed import CaptureFeed, Feed, StaticFeed
 from pgcdc.stream.options import StreamOptions
@@ -44,6 +45,8 @@ class ChangePartition(InputPartition):
     relations: list[Relation]
     seed: IdSeed
     host: str
+    schema_changes: list[ShapeChange]
+    """Those that become events."""
 
 
 class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -53,6 +56,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._schema = schema
         self._options = options
         self._spool: SpoolReader | None = None
+        self._shapes: ShapeHistory | None = None
         self._feed: Feed | None = None
         self._target: Position | None = None
 
@@ -99,8 +103,9 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         assert self._spool is not None
         slices = self._spool.slices(begin, stop)
         relations = list(self._spool.relations())
+        changes = self._schema_changes(begin, stop)
         return [
-            ChangePartition(group, relations, feed.seed, socket.gethostname())
+            ChangePartition(group, relations, feed.seed, socket.gethostname(), changes)
             for group in group_slices(slices, PARTITION_BYTES)
         ]
 
@@ -113,7 +118,9 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         schema = LINES if in_blocks else to_arrow_schema(self._schema, timezone="UTC")
         for pieces in group_slices(partition.slices, RECORD_BATCH_BYTES):
             with self._readable(partition, pieces):
-                batch = event_batch(pieces, partition.relations, partition.seed, schema, self._options.events)
+                batch = event_batch(
+                    pieces, partition.relations, partition.seed, schema, self._options.events, partition.schema_changes
+                )
             if batch is not None:
                 yield from pack_block(batch) if in_blocks else [batch]
 
@@ -152,8 +159,17 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             options = self._options
             self._feed = StaticFeed(Path(options.spool)) if options.spool else CaptureFeed(options)
             self._spool = SpoolReader(self._feed.spool)
+            self._shapes = ShapeHistory(self._feed.shapes)
             self._feed.join()
         return self._feed
+
+    def _schema_changes(self, begin: Position, stop: Position) -> list[ShapeChange]:
+        """What becomes events. The history is ahead of the spool: what is visible there has its record here."""
+        if not self._options.events.schema_events:
+            return []
+        assert self._shapes is not None
+        self._shapes.refresh()
+        return [change for change in self._shapes.between(begin, stop) if change.before is not None]
 
     def _look(self, feed: Feed, begin: Position) -> Position:
         """How far the spool goes; waits a little if there is nothing new."""

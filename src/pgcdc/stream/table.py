@@ -139,7 +139,7 @@ def load_table(options: StreamOptions) -> TypedTable:
         is_partitioned = _is_partitioned(sql, namespace, name)
         if options.rows.zset:
             _check_identity(sql, namespace, name)
-    dimensions = {(column.name, column.type_oid): column.dimensions for column in live}
+    dimensions = {(column.name, column.type_oid): column.ndims for column in live}
     if change is not None:
         described = [(column.name, column.type_oid, column.typmod) for column in change.after.columns]
     else:

@@ -22,7 +22,7 @@ from pgcdc.spool.schema import OldKind, Op
 from pgcdc.stream.frame import EventOptions, repair_text
 from pgcdc.stream.table import BEFORE, UNCHANGED, WEIGHT, TypedTable
 from pgcdc.types.column import Rejected
-from pgcdc.types.split import split_columns
+from pgcdc.types.rows import split_columns
 
 __all__ = ["HEARTBEAT", "RowOptions", "heartbeat_batch", "typed_batch"]
 

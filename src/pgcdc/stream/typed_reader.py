@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,6 @@ from pgcdc.errors import SchemaChanged
 from pgcdc.position import SCHEMA_SUB, Position
 from pgcdc.relation import Relation
 from pgcdc.spool.reader import SegmentSlice, read_slice
-from pgcdc.spool.shapes import ShapeHistory
-from pgcdc.state import StateDir
 from pgcdc.stream.feed import Feed
 from pgcdc.stream.options import StreamOptions
 from pgcdc.stream.reader import RECORD_BATCH_BYTES, ChangePartition, ChangeReader, group_slices
@@ -51,8 +48,6 @@ class TypedReader(ChangeReader):
         super().__init__(options, schema)
         self._table = table
         self._arrow = to_arrow_schema(schema, timezone="UTC")
-        state = StateDir(Path(options.source.state_dir))
-        self._history = ShapeHistory(state.shapes_file)
         self._roots: dict[int, bool] = {}
         self._times: deque[tuple[Position, int]] = deque()
         self._clock_due = 0.0
@@ -68,7 +63,8 @@ class TypedReader(ChangeReader):
     def _limit(self, feed: Feed, begin: Position, end: Position) -> Position:
         """Where the table gets columns that the query does not have: a batch ends before, and none begins there."""
         assert self._spool is not None
-        self._history.refresh()
+        assert self._shapes is not None
+        self._shapes.refresh()
         others = self._other_versions(begin)
         if not others:
             return end
@@ -86,12 +82,12 @@ class TypedReader(ChangeReader):
 
     def _other_versions(self, begin: Position) -> dict[int, Relation]:
         """Shapes that the table has or gets after `begin`, and that are not the query's."""
-        assert self._spool is not None
+        assert self._spool is not None and self._shapes is not None
         numbers = {shape: number for number, shape in enumerate(self._spool.relations())}
         ours = self._mine(numbers)
         oids = {shape.oid for shape in ours}
         others = {}
-        for change in self._history.reachable(begin):
+        for change in self._shapes.reachable(begin):
             shape = change.after
             is_ours, number = shape in ours, numbers.get(shape)
             if number is None or (not is_ours and shape.oid not in oids):
@@ -137,11 +133,11 @@ class TypedReader(ChangeReader):
         found = []
         for one in plain:
             assert isinstance(one, ChangePartition)
-            found.append(TypedPartition(one.slices, [], one.seed, one.host, versions))
+            found.append(TypedPartition(one.slices, [], one.seed, one.host, [], versions))
         if end.get("time", 0) > start.get("time", 0):
             heartbeat = (Position.from_offset(end), int(end["time"]))
             if not found:
-                found.append(TypedPartition([], [], self._open().seed, "", versions))
+                found.append(TypedPartition([], [], self._open().seed, "", [], versions))
             found[-1].heartbeat = heartbeat
         return found
 
