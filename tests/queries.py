@@ -33,12 +33,12 @@ class Query:
         self.batches: list[list[dict[str, Any]]] = []
         self._reader: Any = None
 
-    def load(self, schema: str = "", **more: str) -> Query:
+    def load(self, schema: StructType | None = None, **more: str) -> Query:
         """`spark.readStream....load()` and `start()`; goes on where it stopped."""
         self.close()
         source = ChangeSource({**self.options, **more})
-        if schema:
-            self.schema = StructType.fromDDL(schema)
+        if schema is not None:
+            self.schema = schema
         else:
             made = source.schema()
             assert isinstance(made, StructType)

@@ -35,7 +35,7 @@ __all__ = ["BEFORE", "UNCHANGED", "WEIGHT", "TypedColumn", "TypedTable", "check_
 BEFORE = "_before"
 UNCHANGED = "_unchanged_toast_columns"
 WEIGHT = "_weight"
-_FIRST = {"_op": "string", "_lsn": "bigint", "_ordinal": "bigint", "_xid": "bigint", "_ts": "timestamp"}
+_FIRST = ("_op", "_lsn", "_ordinal", "_xid", "_ts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,19 @@ class TypedTable:
 
     def schema(self, *, zset: bool) -> StructType:
         """What Spark is told: the table's columns, then ours."""
-        from pyspark.sql.types import ArrayType, IntegerType, StringType, StructField, StructType
+        from pyspark.sql.types import (
+            ArrayType,
+            IntegerType,
+            LongType,
+            StringType,
+            StructField,
+            StructType,
+            TimestampType,
+        )
 
         own = [StructField(column.name, column.type.spark) for column in self.columns]
-        first = StructType.fromDDL(", ".join(f"{name} {kind}" for name, kind in _FIRST.items())).fields
+        kinds = (StringType(), LongType(), LongType(), LongType(), TimestampType())
+        first = [StructField(name, kind) for name, kind in zip(_FIRST, kinds, strict=True)]
         last = StructField(WEIGHT, IntegerType()) if zset else StructField(BEFORE, StructType(own))
         return StructType([*own, *first, last, StructField(UNCHANGED, ArrayType(StringType()))])
 

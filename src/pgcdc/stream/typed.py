@@ -282,12 +282,8 @@ class _Group:
             for column, value in zip(self._shape.columns, values, strict=True)
             if column.is_key and self._shape.replica_identity != "f"
         )
-        column = self._table.by_name[name]
-        return ConversionError(
-            f"column {name} of table {self._table.title} at {self._position(row)}"
-            f"{f', key {key}' if key else ''}: {problem.reason} has no place in {column.type.spark.simpleString()}",
-            problem.advice,
-        )
+        where = f"column {name} of table {self._table.title} at {self._position(row)}{f', key {key}' if key else ''}"
+        return ConversionError(f"{where}: {problem.reason}", problem.advice)
 
 
 _META = {
