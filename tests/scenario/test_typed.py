@@ -50,7 +50,9 @@ def test_rows_have_the_columns_of_the_table_and_say_what_happened(database: Data
         "_unchanged_toast_columns:array<string>>"
     )
     with database.connect() as conn, conn.transaction():
-        conn.execute("INSERT INTO t VALUES (1, 9.90, '{a,NULL}', '2026-01-02 03:04:05.678901+00'), (2, NULL, NULL, NULL)")
+        conn.execute(
+            "INSERT INTO t VALUES (1, 9.90, '{a,NULL}', '2026-01-02 03:04:05.678901+00'), (2, NULL, NULL, NULL)"
+        )
         conn.execute("UPDATE t SET price = 10 WHERE id = 1")
         conn.execute("UPDATE t SET id = 3 WHERE id = 2")
     database.execute("DELETE FROM t WHERE id = 3; TRUNCATE t")
@@ -104,7 +106,9 @@ def test_a_query_may_ask_for_some_columns_only(database: Database, ask: Ask) -> 
 def test_a_value_without_a_place_stops_the_query_and_is_named(database: Database, ask: Ask) -> None:
     database.execute("CREATE TABLE t (a int, b text, price numeric(5,2), PRIMARY KEY (a, b))")
     query = ask().load()
-    database.execute("INSERT INTO t VALUES (1, 'x', 1); INSERT INTO t VALUES (2, 'y', 'NaN'); DELETE FROM t WHERE a = 2")
+    database.execute(
+        "INSERT INTO t VALUES (1, 'x', 1); INSERT INTO t VALUES (2, 'y', 'NaN'); DELETE FROM t WHERE a = 2"
+    )
     with pytest.raises(ConversionError) as failed:
         query.run()
     text = str(failed.value)
@@ -149,7 +153,7 @@ def test_a_z_set_keeps_a_toasted_value_that_an_update_left_alone(database: Datab
 
 def test_a_z_set_is_refused_without_old_rows(database: Database, ask: Ask) -> None:
     database.execute("CREATE TABLE t (id int PRIMARY KEY)")
-    with pytest.raises(SourceError, match='ALTER TABLE "?public"?."?t"? REPLICA IDENTITY FULL'):
+    with pytest.raises(SourceError, match="REPLICA IDENTITY FULL"):
         ask(changelog="zset").load()
     database.execute("ALTER TABLE t REPLICA IDENTITY FULL")
     query = ask(changelog="zset").load()
@@ -239,14 +243,20 @@ def test_a_backlog_is_read_with_the_columns_of_its_time(database: Database, ask:
         except SchemaChanged:
             continue
     seen = [row for batch in first.batches for row in batch]
-    assert [(row["id"], row.get("v"), row.get("w")) for row in seen] == [(1, None, None), (2, "a", None), (3, None, "b")]
+    assert [(row["id"], row.get("v"), row.get("w")) for row in seen] == [
+        (1, None, None),
+        (2, "a", None),
+        (3, None, "b"),
+    ]
 
 
 def test_a_planned_batch_is_read_again_the_same_after_a_crash(database: Database, ask: Ask) -> None:
     database.execute("CREATE TABLE t (id int PRIMARY KEY)")
     query = ask().load()
     start = query.offset
-    database.execute("INSERT INTO t SELECT generate_series(1, 50); ALTER TABLE t ADD v text; INSERT INTO t VALUES (51, 'a')")
+    database.execute(
+        "INSERT INTO t SELECT generate_series(1, 50); ALTER TABLE t ADD v text; INSERT INTO t VALUES (51, 'a')"
+    )
     with pytest.raises(SchemaChanged):
         query.run(limit=10)
     once = [row for batch in query.batches for row in batch]
@@ -280,7 +290,9 @@ def test_partitions_are_rows_of_their_table_also_those_made_later(database: Data
 
 
 def test_tables_that_cannot_be_read_in_this_form(database: Database, ask: Ask) -> None:
-    database.execute('CREATE TABLE t (id int PRIMARY KEY, _op text); CREATE TABLE u (id int PRIMARY KEY, a int, "A" int)')
+    database.execute(
+        'CREATE TABLE t (id int PRIMARY KEY, _op text); CREATE TABLE u (id int PRIMARY KEY, a int, "A" int)'
+    )
     with pytest.raises(ConfigError, match="a column _op"):
         ask().load()
     with pytest.raises(ConfigError, match="upper and lower case"):

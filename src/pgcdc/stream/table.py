@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 import pyarrow as pa
 
@@ -19,7 +20,7 @@ from pgcdc.errors import ConfigError, SourceError
 from pgcdc.position import Position
 from pgcdc.relation import Relation
 from pgcdc.spool.shapes import ShapeChange, ShapeHistory
-from pgcdc.state import Lock, StateDir
+from pgcdc.state import Lock, StateDir, read_json, write_json
 from pgcdc.types.catalog import TypeCatalog
 from pgcdc.types.column import ColumnType, TypeOptions
 from pgcdc.types.describe import TableColumn, read_table_columns
@@ -30,7 +31,16 @@ if TYPE_CHECKING:
 
     from pgcdc.stream.options import StreamOptions
 
-__all__ = ["BEFORE", "UNCHANGED", "WEIGHT", "TypedColumn", "TypedTable", "check_captured", "load_table"]
+__all__ = [
+    "BEFORE",
+    "UNCHANGED",
+    "WEIGHT",
+    "TypedColumn",
+    "TypedTable",
+    "check_captured",
+    "load_table",
+    "remember_table",
+]
 
 BEFORE = "_before"
 UNCHANGED = "_unchanged_toast_columns"
@@ -125,8 +135,22 @@ class TypedTable:
         return found
 
 
+def remember_table(state: StateDir, consumer: str, table: TypedTable) -> None:
+    """Write down the columns with which a query began: what follows may not have been read when it is loaded again."""
+    columns = [[column.name, column.type_oid, column.typmod] for column in table.columns]
+    path = _notes(state, consumer)
+    noted = {**(read_json(path) or {}), table.title: columns}
+    path.parent.mkdir(exist_ok=True)
+    write_json(path, noted)
+
+
+def _notes(state: StateDir, consumer: str) -> Path:
+    return state.path / "typed" / f"{quote(consumer, safe='')}.json"
+
+
 def load_table(options: StreamOptions) -> TypedTable:
-    """The table as it is where the query begins or goes on: from the history if that place has one, else from the catalog.
+    """The table as it is where the query begins or goes on: from the history if that place has one, else as the query was
+    begun, else from the catalog.
 
     Raises with advice if there is no such table, or if it cannot be read in that form.
     """
@@ -148,9 +172,14 @@ def load_table(options: StreamOptions) -> TypedTable:
         is_partitioned = _is_partitioned(sql, namespace, name)
         if options.rows.zset:
             _check_identity(sql, namespace, name)
+    noted = (
+        (read_json(_notes(state, options.consumer)) or {}).get(name_table(namespace, name)) if change is None else None
+    )
     dimensions = {(column.name, column.type_oid): column.ndims for column in live}
     if change is not None:
         described = [(column.name, column.type_oid, column.typmod) for column in change.after.columns]
+    elif noted is not None:
+        described = [(column, oid, typmod) for column, oid, typmod in noted]
     else:
         described = [(column.name, column.type_oid, column.typmod) for column in published]
     columns = tuple(

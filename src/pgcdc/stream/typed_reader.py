@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,11 @@ from pgcdc.errors import SchemaChanged
 from pgcdc.position import SCHEMA_SUB, Position
 from pgcdc.relation import Relation
 from pgcdc.spool.reader import SegmentSlice, read_slice
+from pgcdc.state import StateDir
 from pgcdc.stream.feed import Feed
 from pgcdc.stream.options import StreamOptions
 from pgcdc.stream.reader import RECORD_BATCH_BYTES, ChangePartition, ChangeReader, group_slices
-from pgcdc.stream.table import TypedTable
+from pgcdc.stream.table import TypedTable, remember_table
 from pgcdc.stream.typed import heartbeat_batch, typed_batch
 
 __all__ = ["TypedPartition", "TypedReader"]
@@ -51,6 +53,13 @@ class TypedReader(ChangeReader):
         self._roots: dict[int, bool] = {}
         self._times: deque[tuple[Position, int]] = deque()
         self._clock_due = 0.0
+
+    def _open(self) -> Feed:
+        is_first = self._feed is None
+        feed = super()._open()
+        if is_first and self._table.is_whole and not self._options.spool:
+            remember_table(StateDir(Path(self._options.source.state_dir)), self._options.consumer, self._table)
+        return feed
 
     # --- where batches end
 
