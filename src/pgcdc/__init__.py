@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pgcdc.capture.stream import Capture, open_capture
     from pgcdc.stream.session import register, session
     from pgcdc.stream.tables import read_table, read_tables
+    from pgcdc.types.describe import describe
 
 __all__ = [
     "Capture",
@@ -45,6 +46,7 @@ __all__ = [
     "SourceError",
     "SpoolError",
     "StateError",
+    "describe",
     "open_capture",
     "read_table",
     "read_tables",
@@ -55,6 +57,7 @@ __all__ = [
 _LAZY = {
     "Capture": "pgcdc.capture.stream",
     "CaptureBatch": "pgcdc.capture.batch",
+    "describe": "pgcdc.types.describe",
     "open_capture": "pgcdc.capture.stream",
     "read_table": "pgcdc.stream.tables",
     "read_tables": "pgcdc.stream.tables",
