@@ -12,12 +12,14 @@ from databases import Database
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pgcdc.capture.binary import BUILT_IN, BinaryDecoder, TypeCatalog, to_text, unsupported
+from pgcdc.capture.binary import BinaryDecoder, to_text, unsupported
 from pgcdc.capture.database import Connection, connect
 from pgcdc.capture.messages import parse_pgoutput
 from pgcdc.errors import DecodeError
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.relation import Column, Relation
+from pgcdc.types.built_in import BUILT_IN
+from pgcdc.types.catalog import TypeCatalog
 
 
 @pytest.fixture(scope="module")

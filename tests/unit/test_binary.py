@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire import UNCHANGED, Value, encode_delete, encode_insert, encode_update
 
-from pgcdc.capture.binary import BUILT_IN, BinaryDecoder, TypeCatalog, TypeInfo, rewrite_row, to_text
+from pgcdc.capture.binary import BinaryDecoder, rewrite_row, to_text
 from pgcdc.capture.rows import PythonRowBuffer
 from pgcdc.errors import DecodeError
 from pgcdc.relation import Column
+from pgcdc.types.built_in import BUILT_IN
+from pgcdc.types.catalog import TypeCatalog, TypeInfo
 
 OID = 16384
 LSN = 0x16_B374D848

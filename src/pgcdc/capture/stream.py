@@ -150,7 +150,8 @@ class Capture:
         """Turns binary values into text; it asks the server for types that are created later."""
         if not self._options.binary:
             return None
-        from pgcdc.capture.binary import BinaryDecoder, TypeCatalog
+        from pgcdc.capture.binary import BinaryDecoder
+        from pgcdc.types.catalog import TypeCatalog
 
         def load() -> TypeCatalog:
             with connect(self._url, application_name=self._application_name) as sql:

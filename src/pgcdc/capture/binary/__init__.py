@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pgcdc.capture.binary.catalog import BUILT_IN, TypeCatalog, TypeInfo
 from pgcdc.capture.binary.decoder import BinaryDecoder, Unsupported, rewrite_row, to_text, unsupported
 
 __all__ = [
-    "BUILT_IN",
     "BinaryDecoder",
-    "TypeCatalog",
-    "TypeInfo",
     "Unsupported",
     "rewrite_row",
     "to_text",

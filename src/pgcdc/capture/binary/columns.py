@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pgcdc.capture.binary.catalog import TypeCatalog
 from pgcdc.capture.binary.decoder import unsupported
 from pgcdc.capture.database import Connection, name_table
 from pgcdc.errors import SourceError
+from pgcdc.types.catalog import TypeCatalog
 
 __all__ = ["check_columns"]
 

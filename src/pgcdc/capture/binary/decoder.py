@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from pgcdc.capture.binary import geometry, nested, numbers, scalars, search, times
-from pgcdc.capture.binary.catalog import BUILT_IN, TypeCatalog, TypeInfo
 from pgcdc.capture.binary.reader import Damaged
 from pgcdc.capture.messages import DELETE, decode_error, show_byte, truncated_error
 from pgcdc.capture.rows import (
@@ -29,6 +28,8 @@ from pgcdc.capture.rows import (
 )
 from pgcdc.errors import DecodeError
 from pgcdc.relation import Column
+from pgcdc.types.built_in import BUILT_IN
+from pgcdc.types.catalog import TypeCatalog, TypeInfo
 
 __all__ = ["BinaryDecoder", "Unsupported", "rewrite_row", "to_text", "unsupported"]
 
