@@ -37,9 +37,9 @@ cdef uint8_t IN_ROW[256]  # what stands only in quotes
 cdef uint8_t IN_RANGE[256]
 memset(IN_ROW, 0, sizeof(IN_ROW))
 memset(IN_RANGE, 0, sizeof(IN_RANGE))
-for _byte in b'"\\(), \t\n\r\v\f':
+for _byte in bytearray(b'"\\(), \t\n\r\v\f'):
     IN_ROW[_byte] = IN_RANGE[_byte] = 1
-for _byte in b"[]":
+for _byte in bytearray(b"[]"):
     IN_RANGE[_byte] = 1
 
 
@@ -173,7 +173,7 @@ def split_arrays(values, int depth, bytes delimiter):
     if not 1 <= depth <= LEVELS:
         raise ValueError(f"arrays have no {depth} dimensions")
     memset(special, 0, sizeof(special))
-    for byte in b'"\\{} \t\n\r\v\f':
+    for byte in bytearray(b'"\\{} \t\n\r\v\f'):
         special[byte] = 1
     special[comma] = 1
     cdef Flat flat = Flat(size_of(&texts), count_of(&texts, comma) + texts.count)

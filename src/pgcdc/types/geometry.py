@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyspark.sql.types import ArrayType, BooleanType, DataType
 
-from pgcdc.types.assemble import list_array, list_type, rejected_as, struct_array, struct_type
-from pgcdc.types.column import ColumnType, Exactness, Rejected
+from pgcdc.types.assemble import Nested, list_array, list_of, rejected_as, spark_struct, struct_array, struct_of
+from pgcdc.types.column import ColumnType, Rejected
 from pgcdc.types.split import Lists
-
-if TYPE_CHECKING:
-    from pyspark.sql.types import DataType
 
 __all__ = ["SHAPES", "PathColumn", "PolygonColumn", "Shape", "ShapeColumn", "VectorColumn", "split_numbers"]
 
@@ -63,8 +61,6 @@ def split_numbers(values: pa.Array, name: str, pattern: str, instead: bytes = b"
     return Lists([np.searchsorted(begins, starts).astype(np.int32)], leaves)
 
 
-
-
 class Shape(NamedTuple):
     """A geometric type with a fixed number of numbers."""
 
@@ -89,71 +85,41 @@ SHAPES: Final = {
 }
 """By the function that writes the type."""
 _COORDINATES: Final = SHAPES["point_out"].fields
+_PATH_FIELDS: Final = ("closed", "points")
 
 
 @dataclass(frozen=True, slots=True)
-class ShapeColumn:
+class ShapeColumn(Nested):
     """point, line, lseg, box, circle: a STRUCT of numbers and points."""
 
     shape: Shape
     number: ColumnType
 
-    @property
-    def spark(self) -> DataType:
-        """The type in Spark."""
-        return _spark_struct(self.shape.fields, self.number.spark)
-
-    @property
-    def arrow(self) -> pa.DataType:
-        """The type in Arrow."""
-        return _arrow_struct(self.shape.fields, self.number.arrow)
-
-    @property
-    def exactness(self) -> Exactness:
-        """As faithful as its numbers."""
-        return self.number.exactness
-
-    @property
-    def rule(self) -> str:
-        """That of its numbers."""
-        return self.number.rule
+    @classmethod
+    def make(cls, shape: Shape, number: ColumnType) -> ShapeColumn:
+        """Of numbers of this type."""
+        spark, arrow = _spark_type(shape.fields, number.spark), _arrow_type(shape.fields, number.arrow)
+        return cls(spark, arrow, number.exactness, number.rule, shape, number)
 
     def convert(self, values: pa.Array) -> pa.Array:
         """Every number at once, then the structs."""
         leaves = split_numbers(values, self.shape.name, self.shape.pattern, self.shape.example).leaves
-        width = sum(count for _, count in self.shape.fields)
-        with rejected_as(f"a number of the {self.shape.name}", each=width):
+        with rejected_as(f"a number of the {self.shape.name}", each=_width(self.shape.fields)):
             numbers = self.number.convert(leaves)
         return _structs(self.shape.fields, numbers, values)
 
 
 @dataclass(frozen=True, slots=True)
-class PolygonColumn:
+class PolygonColumn(Nested):
     """polygon: an ARRAY of points."""
 
     number: ColumnType
 
-    @property
-    def spark(self) -> DataType:
-        """The type in Spark."""
-        from pyspark.sql.types import ArrayType
-
-        return ArrayType(_spark_struct(_COORDINATES, self.number.spark))
-
-    @property
-    def arrow(self) -> pa.DataType:
-        """The type in Arrow."""
-        return list_type(_arrow_struct(_COORDINATES, self.number.arrow))
-
-    @property
-    def exactness(self) -> Exactness:
-        """As faithful as its numbers."""
-        return self.number.exactness
-
-    @property
-    def rule(self) -> str:
-        """That of its numbers."""
-        return self.number.rule
+    @classmethod
+    def make(cls, number: ColumnType) -> PolygonColumn:
+        """Of numbers of this type."""
+        spark, arrow = _spark_type(_COORDINATES, number.spark), _arrow_type(_COORDINATES, number.arrow)
+        return cls(ArrayType(spark), list_of(arrow), number.exactness, number.rule, number)
 
     def convert(self, values: pa.Array) -> pa.Array:
         """Every number at once, then the points."""
@@ -161,68 +127,34 @@ class PolygonColumn:
 
 
 @dataclass(frozen=True, slots=True)
-class PathColumn:
+class PathColumn(Nested):
     """path: STRUCT<closed BOOLEAN, points ARRAY<point>>."""
 
     number: ColumnType
 
-    @property
-    def spark(self) -> DataType:
-        """The type in Spark."""
-        from pyspark.sql.types import ArrayType, BooleanType, StructField, StructType
-
-        points = ArrayType(_spark_struct(_COORDINATES, self.number.spark))
-        return StructType([StructField("closed", BooleanType()), StructField("points", points)])
-
-    @property
-    def arrow(self) -> pa.DataType:
-        """The type in Arrow."""
-        points = list_type(_arrow_struct(_COORDINATES, self.number.arrow))
-        return struct_type(("closed", "points"), (pa.bool_(), points))
-
-    @property
-    def exactness(self) -> Exactness:
-        """As faithful as its numbers."""
-        return self.number.exactness
-
-    @property
-    def rule(self) -> str:
-        """That of its numbers."""
-        return self.number.rule
+    @classmethod
+    def make(cls, number: ColumnType) -> PathColumn:
+        """Of numbers of this type."""
+        points = PolygonColumn.make(number)
+        spark = spark_struct(_PATH_FIELDS, (BooleanType(), points.spark))
+        return cls(spark, struct_of(_PATH_FIELDS, (pa.bool_(), points.arrow)), number.exactness, number.rule, number)
 
     def convert(self, values: pa.Array) -> pa.Array:
         """Every number at once; the brackets around all say whether it is closed."""
         points = _points(values, "path", rf"^(?:\({_POINTS}\)|\[{_POINTS}\])$", self.number)
-        return struct_array(("closed", "points"), (pc.starts_with(values, b"("), points), values)
+        return struct_array(_PATH_FIELDS, (pc.starts_with(values, b"("), points), values)
 
 
 @dataclass(frozen=True, slots=True)
-class VectorColumn:
+class VectorColumn(Nested):
     """vector and halfvec of pgvector: ARRAY<FLOAT>."""
 
     number: ColumnType
 
-    @property
-    def spark(self) -> DataType:
-        """The type in Spark."""
-        from pyspark.sql.types import ArrayType
-
-        return ArrayType(self.number.spark)
-
-    @property
-    def arrow(self) -> pa.DataType:
-        """The type in Arrow."""
-        return list_type(self.number.arrow)
-
-    @property
-    def exactness(self) -> Exactness:
-        """As faithful as its numbers."""
-        return self.number.exactness
-
-    @property
-    def rule(self) -> str:
-        """That of its numbers."""
-        return self.number.rule
+    @classmethod
+    def make(cls, number: ColumnType) -> VectorColumn:
+        """Of numbers of this type."""
+        return cls(ArrayType(number.spark), list_of(number.arrow), number.exactness, number.rule, number)
 
     def convert(self, values: pa.Array) -> pa.Array:
         """Every number at once."""
@@ -241,7 +173,7 @@ def _points(values: pa.Array, name: str, pattern: str, number: ColumnType) -> pa
 
 def _structs(fields: Fields, numbers: pa.Array, like: pa.Array | None = None) -> pa.Array:
     """Structs of numbers and of points, from all numbers in a row."""
-    table = numbers.to_numpy().reshape(-1, sum(count for _, count in fields))
+    table = numbers.to_numpy().reshape(-1, _width(fields))
     columns, first = [], 0
     for _, count in fields:
         part = pa.array(table[:, first : first + count].reshape(-1))
@@ -250,13 +182,15 @@ def _structs(fields: Fields, numbers: pa.Array, like: pa.Array | None = None) ->
     return struct_array([name for name, _ in fields], columns, like)
 
 
-def _spark_struct(fields: Fields, number: DataType) -> DataType:
-    from pyspark.sql.types import StructField, StructType
-
-    types = [number if count == 1 else _spark_struct(_COORDINATES, number) for _, count in fields]
-    return StructType([StructField(name, one) for (name, _), one in zip(fields, types, strict=True)])
+def _width(fields: Fields) -> int:
+    return sum(count for _, count in fields)
 
 
-def _arrow_struct(fields: Fields, number: pa.DataType) -> pa.DataType:
-    types = [number if count == 1 else _arrow_struct(_COORDINATES, number) for _, count in fields]
-    return struct_type([name for name, _ in fields], types)
+def _spark_type(fields: Fields, number: DataType) -> DataType:
+    types = [number if count == 1 else _spark_type(_COORDINATES, number) for _, count in fields]
+    return spark_struct([name for name, _ in fields], types)
+
+
+def _arrow_type(fields: Fields, number: pa.DataType) -> pa.DataType:
+    types = [number if count == 1 else _arrow_type(_COORDINATES, number) for _, count in fields]
+    return struct_of([name for name, _ in fields], types)

@@ -7,19 +7,16 @@ gets the same three. Spark's own interval types hold only one or two of them.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from pyspark.sql.types import IntegerType, LongType
 
-from pgcdc.types.assemble import struct_array, struct_type
+from pgcdc.types.assemble import Nested, spark_struct, struct_array, struct_of
 from pgcdc.types.column import Exactness
 from pgcdc.types.split import each_value, fail, run_fastest
-
-if TYPE_CHECKING:
-    from pyspark.sql.types import DataType
 
 __all__ = ["IntervalColumn", "Intervals", "python_intervals", "split_intervals"]
 
@@ -92,32 +89,16 @@ def _differ(*parts: int) -> bool:
     return min(parts) < 0 < max(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class IntervalColumn:
+class IntervalColumn(Nested):
     """interval: STRUCT<months INT, days INT, microseconds BIGINT>."""
 
-    @property
-    def spark(self) -> DataType:
-        """The type in Spark."""
-        from pyspark.sql.types import IntegerType, LongType, StructField, StructType
+    __slots__ = ()
 
-        types = (IntegerType(), IntegerType(), LongType())
-        return StructType([StructField(name, one) for name, one in zip(_NAMES, types, strict=True)])
-
-    @property
-    def arrow(self) -> pa.DataType:
-        """The type in Arrow."""
-        return struct_type(_NAMES, _TYPES)
-
-    @property
-    def exactness(self) -> Exactness:
-        """PostgreSQL keeps the same three numbers."""
-        return Exactness.EXACT
-
-    @property
-    def rule(self) -> str:
-        """Nothing is converted."""
-        return ""
+    @classmethod
+    def make(cls) -> IntervalColumn:
+        """There is only one."""
+        spark = spark_struct(_NAMES, (IntegerType(), IntegerType(), LongType()))
+        return cls(spark, struct_of(_NAMES, _TYPES), Exactness.EXACT, "")
 
     def convert(self, values: pa.Array) -> pa.Array:
         """The three numbers of every interval. Infinity is refused: no number of months stands for it."""
