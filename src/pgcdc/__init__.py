@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pgcdc.capture.batch import CaptureBatch
     from pgcdc.capture.stream import Capture, open_capture
     from pgcdc.stream.session import register, session
+    from pgcdc.types.describe import describe
 
 __all__ = [
     "Capture",
@@ -40,6 +41,7 @@ __all__ = [
     "SourceError",
     "SpoolError",
     "StateError",
+    "describe",
     "open_capture",
     "register",
     "session",
@@ -48,6 +50,7 @@ __all__ = [
 _LAZY = {
     "Capture": "pgcdc.capture.stream",
     "CaptureBatch": "pgcdc.capture.batch",
+    "describe": "pgcdc.types.describe",
     "open_capture": "pgcdc.capture.stream",
     "register": "pgcdc.stream.session",
     "session": "pgcdc.stream.session",

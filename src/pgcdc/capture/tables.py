@@ -16,7 +16,7 @@ from pgcdc.capture.database import Connection, name_table, quote_qualified, spli
 from pgcdc.capture.selection import Selection
 from pgcdc.errors import SourceError
 
-__all__ = ["Table", "choose_tables", "read_tables", "split_by_identity"]
+__all__ = ["Table", "choose_tables", "find_table", "read_tables", "split_by_identity"]
 
 _KINDS = {"v": "a view", "m": "a materialized view", "f": "a foreign table", "S": "a sequence"}
 
@@ -84,8 +84,7 @@ def choose_tables(everything: Sequence[Table], selection: Selection, *, roots: b
         schemas = selection.schema_names
         chosen = [t for t in everything if _belongs_to_all(t) and (selection.all_tables or t.schema in schemas)]
     else:
-        by_name = {(table.schema, table.table): table for table in everything}
-        chosen = [_find(by_name, name) for name in selection.tables]
+        chosen = [find_table(everything, name) for name in selection.tables]
     oids = {table.oid for table in chosen}
     kinds = ("r", "p") if roots else ("r",)
 
@@ -126,25 +125,27 @@ def _belongs_to_all(table: Table) -> bool:
     return not (ours or table.of_extension or table.is_partition) and _why_not(table) is None
 
 
-def _find(by_name: dict[tuple[str, str], Table], name: str) -> Table:
-    found = by_name.get(split_table(name))
+def find_table(everything: Sequence[Table], name: str, flag: str = "--tables") -> Table:
+    """The table that the user means by `name`, who gave it with `flag`; SourceError if it cannot be captured."""
+    wanted = split_table(name)
+    found = next((table for table in everything if (table.schema, table.table) == wanted), None)
     if found is None:
-        hint = _suggest([table for table in by_name.values() if _why_not(table) is None], split_table(name)[1])
-        raise SourceError(f"table {name_table(*split_table(name))} does not exist", hint)
+        hint = _suggest([table for table in everything if _why_not(table) is None], wanted[1], flag)
+        raise SourceError(f"table {name_table(*wanted)} does not exist", hint)
     reason = _why_not(found)
     if reason is not None:
-        raise SourceError(f"{found.name} is {reason}: its changes cannot be captured", "Remove it from --tables")
+        raise SourceError(f"{found.name} is {reason}: its changes cannot be captured", f"Remove it from {flag}")
     return found
 
 
-def _suggest(tables: Sequence[Table], name: str) -> str:
+def _suggest(tables: Sequence[Table], name: str, flag: str) -> str:
     """The same name in another schema or other case, or the one most alike."""
     for table in tables:
         if table.table.lower() == name.lower():
             return f"Did you mean {table.name}?"
     by_text = {table.table.lower(): table for table in tables}
     close = difflib.get_close_matches(name.lower(), by_text, n=1)
-    return f"Did you mean {by_text[close[0]].name}?" if close else "Check --tables: write table or schema.table"
+    return f"Did you mean {by_text[close[0]].name}?" if close else f"Check {flag}: write table or schema.table"
 
 
 def _why_not(table: Table) -> str | None:

@@ -7,6 +7,7 @@ import sys
 import typer
 
 from pgcdc.cli.consumer import consumer_app
+from pgcdc.cli.describe import describe
 from pgcdc.cli.listen import listen
 from pgcdc.cli.playground import playground
 from pgcdc.cli.slot import slot_app
@@ -22,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(listen)
+app.command()(describe)
 app.command()(status)
 app.command()(playground)
 app.command()(version)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import typer
 
 from pgcdc.errors import PgcdcError
 
-__all__ = ["exit_on_error", "format_error"]
+__all__ = ["exit_on_error", "format_error", "print_table", "show"]
 
 INTERRUPTED = 130
 
@@ -37,3 +37,34 @@ def exit_on_error() -> Iterator[None]:
     except BrokenPipeError:  # `pgcdc slot list | head`: nobody reads on, and the flush at exit must not complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from None
+
+
+def print_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], headings: Mapping[str, str] | None = None
+) -> None:
+    """A drawn table on a terminal (`headings` for what is too long there), tabs where a program reads on."""
+    if not sys.stdout.isatty():
+        for row in [header, *rows]:
+            typer.echo("\t".join(row))
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in header:
+        heading = (headings or {}).get(name, name)
+        table.add_column(heading, overflow="fold", justify="right" if "bytes" in name else "left")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    Console().print(table)
+
+
+def show(value: object) -> str:
+    """A value for people."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)

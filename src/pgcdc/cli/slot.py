@@ -8,13 +8,10 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from pgcdc.capture.database import connect
 from pgcdc.capture.slots import SlotInfo, drop_slot, get_slot, list_slots
-from pgcdc.cli.report import exit_on_error
+from pgcdc.cli.report import exit_on_error, print_table, show
 from pgcdc.errors import ConfigError, SourceError
 from pgcdc.position import format_lsn
 
@@ -41,7 +38,7 @@ def list_command(db: Db = "", as_json: Json = False) -> None:
         typer.echo(json.dumps(slots, indent=2))
         return
     rows = [[show(slot[column]) for column in _COLUMNS] for slot in slots]
-    _print_table(list(_COLUMNS), rows)
+    print_table(_COLUMNS, rows, _HEADINGS)
 
 
 @slot_app.command("status")
@@ -61,7 +58,7 @@ def status_command(
     if as_json:
         typer.echo(json.dumps(describe(slot), indent=2))
         return
-    _print_table(["slot", slot.name], [[key, show(value)] for key, value in describe(slot).items() if key != "name"])
+    print_table(["slot", slot.name], [[key, show(value)] for key, value in describe(slot).items() if key != "name"])
 
 
 @slot_app.command("drop")
@@ -90,32 +87,7 @@ def describe(slot: SlotInfo) -> dict[str, Any]:
     return raw
 
 
-def show(value: object) -> str:
-    """A value for people."""
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return str(value)
-
-
 def _require(name: str) -> str:
     if not name:
         raise ConfigError("no slot is named", "Use --slot-name NAME")
     return name
-
-
-def _print_table(header: list[str], rows: list[list[str]]) -> None:
-    """A drawn table on a terminal, tabs where a program reads on (nothing is cut off there)."""
-    if not sys.stdout.isatty():
-        for row in [header, *rows]:
-            typer.echo("\t".join(row))
-        return
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for column in header:
-        table.add_column(
-            _HEADINGS.get(column, column), overflow="fold", justify="right" if "bytes" in column else "left"
-        )
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
