@@ -417,10 +417,11 @@ def test_names_of_types_are_those_of_the_server(database: Database) -> None:
         server = dict(conn.execute(query, [known]).fetchall())
         assert {oid: type_name(oid) for oid in server} == server
         modified = [
-            "numeric(10,2)", "numeric(5)", "numeric(1000,1000)", "numeric(3,-2)[]", "varchar(20)", "char(3)", "char(3)[]",
-            "bit(7)", "varbit(9)", "time(3)", "timetz(0)", "timestamp(6)", "timestamptz(2)[]", "interval(3)",
-            "interval year",             "interval year to month", "interval day to second(2)", "interval second(0)", "interval hour to minute",
-            "interval day", "interval minute to second", "interval month", "interval day to hour",
+            "numeric(10,2)", "numeric(5)", "numeric(1000,1000)", "numeric(3,-2)[]", "varchar(20)", "char(3)",
+            "char(3)[]", "bit(7)", "varbit(9)", "time(3)", "timetz(0)", "timestamp(6)", "timestamptz(2)[]",
+            "interval(3)", "interval year", "interval year to month", "interval day to second(2)",
+            "interval second(0)", "interval hour to minute", "interval day", "interval minute to second",
+            "interval month", "interval day to hour",
         ]  # fmt: skip
         conn.execute(f"CREATE TABLE public.t ({', '.join(f'c{n} {one}' for n, one in enumerate(modified))})".encode())
         columns = conn.execute(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyspark.sql.types import StructType
 from wire import encode_begin, encode_commit, encode_insert, encode_message, encode_relation, encode_truncate
@@ -349,8 +349,9 @@ def test_switching_schema_events_on_moves_nothing_else(pipe: Pipe) -> None:
     assert len(events) == len(plain) + 3
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(streams(), st.integers(1, 7), st.booleans())
+@example([Transaction(110, (A, "m", B, "m", X)), Transaction(120, ("m", A, "m"))], 1, True)
 def test_every_cut_gives_every_event_once(transactions: list[Transaction], seal_rows: int, markers: bool) -> None:
     with tempfile.TemporaryDirectory() as folder, no_catalog():
         Pipe(Path(folder), seal_rows).run(transactions)
