@@ -7,6 +7,7 @@ capture.lock      held by the capture process; tells its pid and control socket
 capture.json      the capture's status, once a second
 run.json          the driver's status, once a second
 consumers.json    where every consumer is, and what was confirmed
+shapes.jsonl      which shape every table had from which position on
 spool/            segments and index
 acks/             one file per sink
 checkpoints/      Spark's, one folder per lane

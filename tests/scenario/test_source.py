@@ -116,6 +116,7 @@ def test_the_source_renders_the_same_json_as_the_spark_expression(database: Data
         conn.execute("INSERT INTO s.u VALUES (1, 'a')")
         conn.execute("UPDATE s.u SET v = 'b'")
     database.execute("DELETE FROM t WHERE id = 3; DELETE FROM s.u; TRUNCATE t, s.u")
+    database.execute('ALTER TABLE t ADD "é ""q""" numeric(10,2); INSERT INTO t (id) VALUES (4)')
     texts: list[tuple[str, str, str]] = []
 
     def compare(events: DataFrame, _: int) -> None:
@@ -123,8 +124,9 @@ def test_the_source_renders_the_same_json_as_the_spark_expression(database: Data
         texts.extend((row.json, row.line, row.expected) for row in both.collect())
 
     columns = f"{EVENT_SCHEMA}, json STRING, line STRING"
-    start(compare, once=True, schema=columns, tx_markers="true").awaitTermination()
-    assert len(texts) == 14
+    start(compare, once=True, schema=columns, tx_markers="true", schema_events="true").awaitTermination()
+    assert len(texts) == 18
+    assert sum("SCHEMA_CHANGE" in text for text, _, _ in texts) == 1
     for json, line, expected in texts:
         assert json == expected
         assert line == f"{json}\n"

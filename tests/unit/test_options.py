@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ import pytest
 from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES
 from pgcdc.capture.protocol import WireOptions
 from pgcdc.errors import ConfigError
+from pgcdc.position import SCHEMA_SUB, Position
+from pgcdc.relation import Column, Relation
+from pgcdc.spool.shapes import ShapeChange, append_shapes
 from pgcdc.stream.frame import EventOptions
 from pgcdc.stream.options import DEFAULT_MAX_BATCH_ROWS, parse_options
 
@@ -113,9 +117,28 @@ def test_a_pipeline_passes_everything_about_wire_and_events_on_to_its_source(tmp
 
     changed = {
         "streaming": False, "two_phase": True, "origin": "none", "binary": True, "messages": True, "tx_metadata": True,
-        "tx_markers": True, "invalid_utf8": "base64",
+        "tx_markers": True, "schema_events": True, "invalid_utf8": "base64",
     }  # fmt: skip
     config = Config.model_validate({"db": "postgresql://h/x", "all_tables": True, "state_dir": tmp_path, **changed})
     options = parse_options(Pipeline(config)._options())
     assert options.source.wire == config.source_options().wire == WireOptions(False, True, True, "none", True)
-    assert options.events == EventOptions(True, True, "base64")
+    assert options.events == EventOptions(True, True, "base64", True)
+
+
+def test_a_pipeline_tells_what_changed_since_it_began_and_not_what_an_earlier_run_told(tmp_path: Path) -> None:
+    from pgcdc.config import Config
+    from pgcdc.pipeline import Pipeline
+
+    said: list[str] = []
+    raw = {"db": "postgresql://h/x", "all_tables": True, "state_dir": tmp_path}
+    pipeline = Pipeline(Config.model_validate(raw), say=said.append)
+    before = Relation(1, "public", "orders", "d", (Column("id", 23, -1, True),))
+    after = replace(before, columns=(*before.columns, Column("note", 25, -1, False)))
+    steps = [(None, before), (before, after), (after, before)]
+    changes = [ShapeChange(Position(110 + number, 0, SCHEMA_SUB), new, old) for number, (old, new) in enumerate(steps)]
+    append_shapes(pipeline.state.shapes_file, changes[:2])
+    pipeline._shapes.refresh()  # as at the start
+    append_shapes(pipeline.state.shapes_file, changes[2:])
+    for _ in range(2):
+        pipeline._tell_schema_changes()
+    assert said == ["table public.orders: column note (text) removed"]

@@ -24,6 +24,8 @@ from pgcdc.ops.failpoint import hit
 from pgcdc.position import SCHEMA_SUB, Position
 from pgcdc.relation import Relation
 from pgcdc.spool.shapes import ShapeChange, ShapeHistory, append_shapes, cut_tail
+from pgcdc.types.built_in import BUILT_IN
+from pgcdc.types.catalog import TypeCatalog
 
 __all__ = ["ShapeObserver", "describe_shapes"]
 
@@ -106,7 +108,8 @@ class ShapeObserver:
             hit("shapes.after_append")
             self._history.refresh()
             self.changes += sum(record.before is not None for record in records)
-        self._current |= current
+        # As the file has them: a restart goes on with the same.
+        self._current |= {oid: self._history.at(record.position) or record for oid, record in current.items()}
 
 
 def _place(batch: CaptureBatch, rows: pa.Table, row: int) -> Position:
@@ -124,7 +127,8 @@ def describe_shapes(sql: Connection, shapes: Iterable[Relation]) -> dict[Relatio
     """What the catalog says about these shapes, as far as their tables still have them.
 
     `columns` in their order, each with name, attnum, type (as SQL writes it, with its schema if it is not PostgreSQL's own),
-    ndims and not_null; `primary_key` with its columns in order; `types`: definitions of types that are not PostgreSQL's own.
+    ndims and not_null; `primary_key` with its columns in order; `types`: what types that are not PostgreSQL's own are made
+    of, as TypeCatalog.to_json() writes it (None if there are none).
     """
     wanted = list(shapes)
     if not wanted:
@@ -140,6 +144,11 @@ def describe_shapes(sql: Connection, shapes: Iterable[Relation]) -> dict[Relatio
         columns = {row[1]: row for row in live if row[0] == shape.oid}
         if _is_live(shape, columns):
             found[shape] = _details(shape, columns)
+    own = {shape: {one.type_oid for one in shape.columns if one.type_oid not in BUILT_IN.types} for shape in found}
+    if any(own.values()):
+        types = TypeCatalog.load(sql)
+        for shape, details in found.items():
+            details["types"] = types.subset(own[shape]).to_json() if own[shape] else None
     return found
 
 

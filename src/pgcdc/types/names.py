@@ -5,7 +5,7 @@ The same text as the server's format_type(), for when the server cannot be asked
 
 from __future__ import annotations
 
-from pgcdc.capture.binary.catalog import BUILT_IN
+from pgcdc.types.built_in import BUILT_IN
 
 __all__ = ["type_name"]
 
