@@ -122,6 +122,10 @@ def test_windows_close_while_the_database_is_idle(
     assert count == 3 and abs(end - datetime.now(UTC)) < timedelta(minutes=2)
 
 
+def read_lines(listener: Listener) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in listener.output.read_text().splitlines()]
+
+
 def test_listen_follows_a_change_of_the_columns_by_itself(database: Database, tmp_path: Path) -> None:
     database.execute("CREATE TABLE t (id int PRIMARY KEY, price numeric(8,2))")
     listener = Listener(database.url, tmp_path, "--table", "t", slot=f"s_{database.name}")
@@ -133,17 +137,16 @@ def test_listen_follows_a_change_of_the_columns_by_itself(database: Database, tm
             conn.execute("ALTER TABLE t ADD tags text[]")
             conn.execute("INSERT INTO t VALUES (3, 2, '{x}')")
         database.execute("ALTER TABLE t DROP price; INSERT INTO t VALUES (4, '{}')")
-        lines = lambda: [json.loads(line) for line in listener.output.read_text().splitlines()]  # noqa: E731
-        wait_until(lambda: len(lines()) >= 4, 90, "all four rows are in the file")
+        wait_until(lambda: len(read_lines(listener)) >= 4, 90, "all four rows are in the file")
         assert listener.stop() == 0
     finally:
         listener.kill_all()
-    own = [{name: value for name, value in line.items() if not name.startswith("_")} for line in lines()]
+    own = [{name: value for name, value in line.items() if not name.startswith("_")} for line in read_lines(listener)]
     assert own == [
         {"id": 1, "price": 9.5},
         {"id": 2, "price": 1.0},
         {"id": 3, "price": 2.0, "tags": ["x"]},
         {"id": 4, "tags": []},
     ]
-    assert [line["_op"] for line in lines()] == ["INSERT"] * 4
+    assert [line["_op"] for line in read_lines(listener)] == ["INSERT"] * 4
     assert "column tags is new" in listener.said() and "column price is missing" in listener.said()

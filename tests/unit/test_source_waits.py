@@ -12,6 +12,7 @@ from pgcdc.relation import Relations
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.spool.writer import SpoolWriter
 from pgcdc.stream.feed import StaticFeed
+from pgcdc.stream.options import parse_options
 from pgcdc.stream.reader import ChangeReader
 
 
@@ -32,7 +33,7 @@ class SlowFeed(StaticFeed):
 def test_the_end_of_a_planned_batch_is_asked_for_until_it_is_there(tmp_path: Path) -> None:
     begin, end = Position.end(100), Position.end(125)
     feed = SlowFeed(tmp_path, SpoolWriter(tmp_path, begin))
-    reader = ChangeReader({"_spool": str(tmp_path)}, StructType())
+    reader = ChangeReader(parse_options({"_spool": str(tmp_path)}), StructType())
     reader._feed, reader._spool = feed, SpoolReader(tmp_path)
     assert reader.partitions(begin.to_offset(), end.to_offset()) == []
     assert feed.asked == [end, end, end]

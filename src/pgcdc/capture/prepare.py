@@ -86,10 +86,18 @@ class SourceOptions:
 
     def as_before(self, identity: Identity) -> SourceOptions:
         """The same with what the slot captures already: for whoever only joins it."""
-        asked = identity.asked or {}
-        if not (asked.get("tables") or asked.get("schemas") or asked.get("all_tables")):
+        asked = Selection.from_json(identity.asked or {})
+        if not (asked.tables or asked.schemas or asked.all_tables):
             return replace(self, publication=identity.publications[0]["name"])
-        return replace(self, **{name: tuple(v) if isinstance(v, list) else v for name, v in asked.items()})
+        return replace(
+            self,
+            tables=asked.tables,
+            schemas=asked.schemas,
+            all_tables=asked.all_tables,
+            row_filters=asked.row_filters,
+            columns=asked.columns,
+            generated_columns=asked.generated_columns,
+        )
 
     def spec(self, publications: Iterable[str], watch_pid: int) -> CaptureSpec:
         """What the capture process is told."""

@@ -49,9 +49,15 @@ class Selection:
         found = {name: getattr(self, name) for name in self.__slots__}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Selection:
+        """The selection behind `to_json()`."""
+        values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in raw.items()}
+        return cls(**values)
+
     def is_same(self, asked: dict[str, Any]) -> bool:
         """Whether this is what was asked for, whatever the order and the spelling; rules that are left out are no others."""
-        other = Selection(**{name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()})
+        other = Selection.from_json(asked)
         if {split_table(name) for name in self.tables} != {split_table(name) for name in other.tables}:
             return False
         if set(self.schema_names) != set(other.schema_names) or self.all_tables != other.all_tables:

@@ -22,7 +22,7 @@ from pgcdc.spool.schema import OldKind, Op
 from pgcdc.stream.frame import EventOptions, repair_text
 from pgcdc.stream.table import BEFORE, UNCHANGED, WEIGHT, TypedTable
 from pgcdc.types.column import Rejected
-from pgcdc.types.rows import split_columns
+from pgcdc.types.rows import take_column
 
 __all__ = ["HEARTBEAT", "RowOptions", "heartbeat_batch", "typed_batch"]
 
@@ -129,8 +129,7 @@ class _Group:
         self.row, self._from_old, self._weight = self._choose()
         """For each row that comes out: of which change it is, whether it shows the old values, and its weight."""
         self._converted: dict[str, pa.Array] = {}
-        self._flat: list[pa.Array] | None = None
-        self._flat_old: list[pa.Array] | None = None
+        self._flat: dict[str, pa.Array] = {}
 
     def batch(self, schema: pa.Schema) -> pa.RecordBatch:
         """The rows with exactly these columns."""
@@ -195,9 +194,7 @@ class _Group:
             if number is None:
                 made = pa.nulls(self._news + self._olds, column.type.arrow)
             else:
-                parts = [self._split(old=False)[number]]
-                if self._needs_old:
-                    parts.append(self._split(old=True)[number])
+                parts = [self._texts(side, number) for side in (("new", "old") if self._needs_old else ("new",))]
                 values = parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
                 try:
                     made = column.type.convert(values)
@@ -206,16 +203,10 @@ class _Group:
             self._converted[name] = made
         return self._converted[name]
 
-    def _split(self, *, old: bool) -> list[pa.Array]:
-        flat = self._flat_old if old else self._flat
-        if flat is None:
-            lists = self._changes.column("old" if old else "new")
-            flat = split_columns(pc.list_flatten(lists), len(self._shape.columns))
-            if old:
-                self._flat_old = flat
-            else:
-                self._flat = flat
-        return flat
+    def _texts(self, side: str, number: int) -> pa.Array:
+        if side not in self._flat:
+            self._flat[side] = pc.list_flatten(self._changes.column(side))
+        return take_column(self._flat[side], len(self._shape.columns), number)
 
     def _pick(self, values: pa.Array, from_old: Bools, there: Bools) -> pa.Array:
         """The value of each row that comes out."""
