@@ -22,7 +22,7 @@ from pgcdc.relation import Relation
 from pgcdc.spool.shapes import ShapeChange, ShapeHistory
 from pgcdc.state import Lock, StateDir, read_json, write_json
 from pgcdc.types.catalog import TypeCatalog
-from pgcdc.types.column import ColumnType, TypeOptions
+from pgcdc.types.column import ColumnType
 from pgcdc.types.describe import TableColumn, read_table_columns
 from pgcdc.types.mapping import map_type
 
@@ -157,42 +157,51 @@ def load_table(options: StreamOptions) -> TypedTable:
     assert options.table is not None
     namespace, name = split_table(options.table)
     state = StateDir(Path(options.source.state_dir))
-    change = _shape_here(options, state, namespace, name)
     if not options.source.url:
         raise ConfigError("no database is given", "Use option('url', ...) or the variable PGCDC_DB")
     with connect(options.source.url, may_retry=False) as sql:
-        try:
-            live = read_table_columns(sql, options.table)
-        except SourceError:
-            if change is None:
-                raise
-            live = []
-        catalog = TypeCatalog.load(sql)
-        published = _published(sql, options, state, namespace, name, live) if change is None else []
-        is_partitioned = _is_partitioned(sql, namespace, name)
+        partitions = _partitions(sql, namespace, name)
+        change = _shape_here(options, state, (namespace, name), partitions or [])
+        columns = _described(sql, options, state, (namespace, name), change)
         if options.rows.zset:
             _check_identity(sql, namespace, name)
-    noted = (
-        (read_json(_notes(state, options.consumer)) or {}).get(name_table(namespace, name)) if change is None else None
-    )
-    dimensions = {(column.name, column.type_oid): column.ndims for column in live}
-    if change is not None:
-        described = [(column.name, column.type_oid, column.typmod) for column in change.after.columns]
-    elif noted is not None:
-        described = [(column, oid, typmod) for column, oid, typmod in noted]
-    else:
-        described = [(column.name, column.type_oid, column.typmod) for column in published]
-    columns = tuple(
-        TypedColumn(column, oid, typmod, _map(catalog, oid, typmod, dimensions.get((column, oid), 0), options.types))
-        for column, oid, typmod in described
-    )
-    table = TypedTable(namespace, name, columns, is_partitioned, before=tuple(column.name for column in columns))
+    whole = tuple(column.name for column in columns)
+    table = TypedTable(namespace, name, columns, partitions is not None, before=whole)
     _check_names(table)
     return table
 
 
-def _map(catalog: TypeCatalog, oid: int, typmod: int, dimensions: int, options: TypeOptions) -> ColumnType:
-    return map_type(catalog, oid, typmod, dimensions, options)
+def _described(
+    sql: Connection, options: StreamOptions, state: StateDir, table: tuple[str, str], change: ShapeChange | None
+) -> tuple[TypedColumn, ...]:
+    """The columns at the query's place, with what they become."""
+    try:
+        live = read_table_columns(sql, name_table(*table))
+    except SourceError:
+        if change is None:
+            raise
+        live = []
+    noted = (read_json(_notes(state, options.consumer)) or {}).get(name_table(*table)) if change is None else None
+    shape: list[tuple[str, int, int]]
+    if change is not None:
+        shape = [(column.name, column.type_oid, column.typmod) for column in change.after.columns]
+    elif noted is not None:
+        shape = [(column, oid, typmod) for column, oid, typmod in noted]
+    else:
+        sent = _published(sql, options, state, *table, live)
+        shape = [(column.name, column.type_oid, column.typmod) for column in sent]
+    catalog = TypeCatalog.load(sql)
+    ndims = {(column.name, column.type_oid): column.ndims for column in live}
+    if change is not None and change.details is not None:  # as it was then
+        if change.details["types"]:
+            then = TypeCatalog.from_json(change.details["types"])
+            catalog = replace(catalog, types={**catalog.types, **then.types})
+        for column, (name, oid, _) in zip(change.details["columns"], shape, strict=True):
+            ndims[name, oid] = column["ndims"]
+    return tuple(
+        TypedColumn(name, oid, typmod, map_type(catalog, oid, typmod, ndims.get((name, oid), 0), options.types))
+        for name, oid, typmod in shape
+    )
 
 
 def _check_names(table: TypedTable) -> None:
@@ -215,18 +224,28 @@ def _check_names(table: TypedTable) -> None:
 # --- the place of the query
 
 
-def _shape_here(options: StreamOptions, state: StateDir, namespace: str, name: str) -> ShapeChange | None:
+def _shape_here(
+    options: StreamOptions, state: StateDir, table: tuple[str, str], partitions: list[tuple[str, str]]
+) -> ShapeChange | None:
     """The shape in force where the query goes on; if the table was not seen before that place, the first one behind it."""
     history = ShapeHistory(state.shapes_file)
     history.refresh()
     place = Position.parse(options.start) if options.start else _acknowledged(state, options.consumer)
     if place is None:
         return None
-    found = history.in_force(namespace, name, place) or history.next(namespace, name, place)
-    if found is not None and (found.after.namespace, found.after.name) != (namespace, name):
+    names = [table, *partitions]
+    before = [change for name in names if (change := history.in_force(*name, place)) is not None]
+    behind = [change for name in names if (change := history.next(*name, place)) is not None]
+    if before:
+        found = max(before, key=lambda change: change.position)
+    elif behind:
+        found = min(behind, key=lambda change: change.position)
+    else:
+        return None
+    now = (found.after.namespace, found.after.name)
+    if now not in names:
         raise SourceError(
-            f"table {name_table(namespace, name)} was renamed to {name_table(found.after.namespace, found.after.name)} "
-            f"at {found.position}",
+            f"table {name_table(*table)} was renamed to {name_table(*now)} at {found.position}",
             "Read it under its new name: the same consumer goes on there",
         )
     return found
@@ -309,12 +328,20 @@ def check_captured(url: str, publications: Sequence[str], table: str, slot: str)
         )
 
 
-@explain_errors("read the table")
-def _is_partitioned(sql: Connection, namespace: str, name: str) -> bool:
+@explain_errors("read the partitions")
+def _partitions(sql: Connection, namespace: str, name: str) -> list[tuple[str, str]] | None:
+    """The partitions of a partitioned table, as far down as they go; None if it is an ordinary one."""
     row = sql.execute(
-        "SELECT c.relkind = 'p' FROM pg_class c WHERE c.oid = to_regclass(%s)", [quote_qualified(namespace, name)]
+        "SELECT oid FROM pg_class WHERE oid = to_regclass(%s) AND relkind = 'p'", [quote_qualified(namespace, name)]
     ).fetchone()
-    return row is not None and bool(row[0])
+    if row is None:
+        return None
+    found = sql.execute(
+        "SELECT n.nspname::text, c.relname::text FROM pg_partition_tree(%s::oid) t JOIN pg_class c ON c.oid = t.relid "
+        "JOIN pg_namespace n ON n.oid = c.relnamespace WHERE t.isleaf",
+        [row[0]],
+    ).fetchall()
+    return [(schema, table) for schema, table in found]
 
 
 @explain_errors("read the replica identity")

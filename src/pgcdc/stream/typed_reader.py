@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from pyspark.sql.streaming.datasource import ReadLimit
 from pyspark.sql.types import StructType
 
 from pgcdc.capture.database import connect, explain_errors
-from pgcdc.errors import SchemaChanged
+from pgcdc.errors import GapError, SchemaChanged
 from pgcdc.position import SCHEMA_SUB, Position
 from pgcdc.relation import Relation
 from pgcdc.spool.reader import SegmentSlice, read_slice
@@ -50,7 +50,8 @@ class TypedReader(ChangeReader):
         super().__init__(options, schema)
         self._table = table
         self._arrow = to_arrow_schema(schema, timezone="UTC")
-        self._roots: dict[int, bool] = {}
+        self._members: dict[int, bool] = {}
+        """Of tables by oid: whether they are partitions of ours."""
         self._times: deque[tuple[Position, int]] = deque()
         self._clock_due = 0.0
 
@@ -120,16 +121,38 @@ class TypedReader(ChangeReader):
 
     # --- whose changes
 
-    def _mine(self, shapes: Any) -> set[Relation]:
+    def _mine(self, shapes: Iterable[Relation]) -> set[Relation]:
         """Those of the shapes that are the table's, or of one of its partitions."""
         name = (self._table.namespace, self._table.name)
-        found = {shape for shape in shapes if (shape.namespace, shape.name) == name}
-        if self._table.is_partitioned:
-            unknown = {shape.oid for shape in shapes if shape.oid not in self._roots}
-            if unknown:
-                self._roots |= _of_root(self._options.source.url, self._table, sorted(unknown))
-            found |= {shape for shape in shapes if self._roots[shape.oid]}
-        return found
+        if not self._table.is_partitioned:
+            return {shape for shape in shapes if (shape.namespace, shape.name) == name}
+        every = list(shapes)
+        unknown = {shape.oid for shape in every if shape.oid not in self._members}
+        if unknown:
+            self._members |= self._ask_members(unknown, every)
+        return {shape for shape in every if self._members[shape.oid]}
+
+    def _ask_members(self, oids: set[int], shapes: list[Relation]) -> dict[int, bool]:
+        """Which of these tables are partitions: as the catalog said when they were first met, or says now."""
+        assert self._shapes is not None
+        self._shapes.refresh()
+        own = [self._table.namespace, self._table.name]
+        found = {
+            change.after.oid: own in change.details["parents"]
+            for change in self._shapes.changes
+            if change.after.oid in oids and change.details is not None
+        }
+        left = sorted(oids - set(found))
+        if left:
+            found |= _ask_catalog(self._options.source.url, self._table, left)
+        for shape in shapes:
+            if shape.oid in oids - set(found) and self._table.fits(shape):
+                raise GapError(
+                    f"table {shape.namespace}.{shape.name} does not exist any more: it may have been a partition of "
+                    f"{self._table.title}, and its changes are not delivered yet",
+                    "Read the partitions as events, or each of them by its own name",
+                )
+        return {oid: found.get(oid, False) for oid in oids}
 
     # --- tasks
 
@@ -194,12 +217,12 @@ def _first_of(piece: SegmentSlice, versions: dict[int, Relation]) -> tuple[Posit
 
 
 @explain_errors("read the partitions")
-def _of_root(url: str, table: TypedTable, oids: list[int]) -> dict[int, bool]:
-    """Which of these tables are partitions of the table."""
+def _ask_catalog(url: str, table: TypedTable, oids: list[int]) -> dict[int, bool]:
+    """Which of these tables are partitions of the table, as far as they exist."""
     with connect(url) as sql:
         rows = sql.execute(
-            "SELECT o::int8, to_regclass(%s) = ANY (ARRAY(SELECT relid FROM pg_partition_ancestors(o::regclass))) "
-            "FROM unnest(%s::oid[]) o",
+            "SELECT c.oid::int8, to_regclass(%s) = ANY (ARRAY(SELECT relid FROM pg_partition_ancestors(c.oid))) "
+            "FROM pg_class c WHERE c.oid = ANY (%s::int8[]::oid[])",
             [table.sql, oids],
         ).fetchall()
     return {oid: bool(is_one) for oid, is_one in rows}
