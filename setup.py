@@ -1,6 +1,7 @@
-"""Builds the optional compiled decoder and JSON renderer; everything else about the package stands in pyproject.toml.
+"""Builds what is optionally compiled: decoder, JSON renderer, splitter. All else about the package stands in pyproject.toml.
 
-Without Cython or without a compiler the package is complete: `capture.rows` and `stream.lines` then work in Python.
+Without Cython or without a compiler the package is complete: `capture.rows`, `stream.lines` and `types.split` then work in
+Python.
 """
 
 from __future__ import annotations

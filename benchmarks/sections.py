@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 from backlog import Contender, Unavailable, our_contenders, recvlogical, run_child, run_contenders, typed
+from backlog import Contender, Unavailable, our_contenders, recvlogical, run_child, run_contenders
+from cast import SMALL_ROWS, measure_casting
 from decode import measure_decoding
 from large import drop_large, prepare_large, run_capture, run_pipeline
 from latency import measure_idle, measure_latency, measure_start
@@ -133,6 +135,17 @@ def measure_decoder(bench: Bench) -> None:
     found = sorted(measure_decoding(bench.url(), bench.scale.decoded_rows, 5))
     note = f"10 text columns; 5 rounds from {found[0] / 1e6:.2f}M to {found[-1] / 1e6:.2f}M"
     bench.figures.append(at_least("decoder alone, rows per CPU second", found[2] / 1e6, 1, "M", note))
+
+
+def measure_cast(bench: Bench) -> None:
+    """Rows of a segment into columns of Spark's types."""
+    found = measure_casting(bench.url(), bench.scale.decoded_rows, 5)
+    whole = sorted(found.whole_us)
+    note = (
+        f"10 columns of 10 types; 5 rounds from {whole[0]:.2f} to {whole[-1]:.2f} µs, {found.split_us:.2f} of it for taking "
+        f"columns out of rows; in batches of {SMALL_ROWS} rows {found.small_us:.2f} µs"
+    )
+    bench.figures.append(at_most("cast to Spark's types, CPU a row", whole[2], 1, "µs", note, 2))
 
 
 def measure_tls(bench: Bench) -> None:
@@ -305,6 +318,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "backlog": measure_backlog,
     "typed": measure_typed,
     "decode": measure_decoder,
+    "cast": measure_cast,
     "latency": measure_listen_latency,
     "arrow": measure_capture_latency,
     "start": measure_starts,

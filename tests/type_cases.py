@@ -147,8 +147,6 @@ CASES: list[Case] = [
     *_texts("txid_snapshot", "txid_snapshot", "10:20:10,14,15"),
     *_texts("refcursor", "refcursor", "some cursor"),
     *_texts("aclitem", "aclitem", "postgres=r/postgres"),
-    *_texts("int2vector", "int2vector", "1 -2 3"),
-    *_texts("oidvector", "oidvector", "1 4294967295"),
     *_texts("regclass", "regclass", "pg_class"),
     *_texts("regcollation", "regcollation", '"C"'),
     *_texts("regconfig", "regconfig", "english"),

@@ -156,9 +156,10 @@ class Moments(Scalar):
         outside = pc.or_(before, after)
         if not self.clamp and pc.any(outside).as_py():
             index = pc.index(outside, True).as_py()
+            shown = shorten(values[index].as_py())
             raise Rejected(
                 index,
-                f"{text[index].as_py()} is outside of the years 1 to 9999, which Spark's {self.spark.simpleString()} has",
+                f"{shown} is outside of the years 1 to 9999, which Spark's {self.spark.simpleString()} has",
                 "Clamp such values, or read dates and timestamps as text: out_of_range=clamp, out_of_range=string",
             )
         first, last = self._limits()
@@ -171,7 +172,7 @@ class Moments(Scalar):
         zone = "" if self.arrow.tz is None else "+00"
         return f"0001-01-01 00:00:00{zone}", f"9999-12-31 23:59:59.999999{zone}"
 
-    def _refuse(self, index: int, value: str) -> Rejected:
+    def _refuse(self, index: int, value: bytes) -> Rejected:
         return Rejected(index, f"{shorten(value)} is not a value of Spark's {self.spark.simpleString()}")
 
 
@@ -200,7 +201,8 @@ def _cast(values: pa.Array, cast: Callable[[pa.Array], pa.Array], refuse: Callab
         return cast(values)
     except pa.ArrowInvalid:
         index = first_refused(values, cast)
-        raise refuse(index, values[index].as_py()) from None
+        # As bytes: it may not be UTF-8.
+        raise refuse(index, values.view(pa.binary())[index].as_py()) from None
 
 
 def _unhexlify(values: pa.Array) -> None:
