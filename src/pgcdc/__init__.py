@@ -23,6 +23,7 @@ from pgcdc.errors import (
 from pgcdc.position import Position
 
 if TYPE_CHECKING:
+    from pgcdc import functions
     from pgcdc.capture.batch import CaptureBatch
     from pgcdc.capture.stream import Capture, open_capture
     from pgcdc.stream.session import register, session
@@ -40,6 +41,7 @@ __all__ = [
     "SourceError",
     "SpoolError",
     "StateError",
+    "functions",
     "open_capture",
     "register",
     "session",
@@ -56,8 +58,10 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     """Import what needs Spark or a driver only when it is asked for."""
-    if name not in _LAZY:
-        raise AttributeError(f"module 'pgcdc' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "functions":
+        return import_module("pgcdc.functions")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'pgcdc' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
