@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from backlog import Contender, Unavailable, our_contenders, recvlogical, run_child, run_contenders, typed
-from backlog import Contender, Unavailable, our_contenders, recvlogical, run_child, run_contenders
 from cast import SMALL_ROWS, measure_casting
 from decode import measure_decoding
 from large import drop_large, prepare_large, run_capture, run_pipeline

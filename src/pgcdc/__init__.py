@@ -25,6 +25,7 @@ from pgcdc.errors import (
 from pgcdc.position import Position
 
 if TYPE_CHECKING:
+    from pgcdc import functions
     from pgcdc.capture.batch import CaptureBatch
     from pgcdc.capture.stream import Capture, open_capture
     from pgcdc.stream.session import register, session
@@ -47,6 +48,7 @@ __all__ = [
     "SpoolError",
     "StateError",
     "describe",
+    "functions",
     "open_capture",
     "read_table",
     "read_tables",
@@ -68,8 +70,10 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     """Import what needs Spark or a driver only when it is asked for."""
-    if name not in _LAZY:
-        raise AttributeError(f"module 'pgcdc' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "functions":
+        return import_module("pgcdc.functions")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'pgcdc' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)

@@ -1,0 +1,325 @@
+"""Functions on DataFrames of typed changes: `from pgcdc import functions as C`.
+
+They take what `option("table", ...)` gives: the columns of one table, and the metadata columns of `METADATA`. All are made
+of Spark's own expressions, so nothing runs in Python, and a plan can be read with `explain()`. Each docstring says whether
+the function is for batch DataFrames (that includes what `foreachBatch` hands over), for streams, or for both.
+
+Keys are columns that are never NULL and whose old values PostgreSQL sends: the primary key, the index of the replica
+identity, or any NOT NULL columns with REPLICA IDENTITY FULL.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import ArrayType, DataType, MapType, StructType, VariantType
+
+from pgcdc.errors import ConfigError
+from pgcdc.position import Position, parse_lsn
+
+__all__ = [
+    "METADATA",
+    "as_of",
+    "current_state",
+    "latest_per_key",
+    "only_inserts",
+    "sequence",
+    "split_key_updates",
+    "with_sequence",
+    "with_watermark",
+    "without_metadata",
+]
+
+METADATA = ("_op", "_lsn", "_ordinal", "_xid", "_ts", "_before", "_unchanged_toast_columns", "_weight")
+"""The columns that a typed table has beside its own; `_weight` only with `changelog=zset`."""
+
+_MAX_LSN = (1 << 63) - 1  # the largest BIGINT
+_PART, _ROW, _TRUNCATED, _COUNT = "__pgcdc_part", "__pgcdc_row", "__pgcdc_truncated", "__pgcdc_count"
+_WHOLE, _OLD, _NEW = 0, 1, 2  # which part of a change a row is
+
+
+def sequence() -> Column:
+    """`struct(_lsn, _ordinal)`: the place of a change in the stream, as a column that can be compared.
+
+    No two changes of a table have the same one, unlike commit times. Batch and streaming.
+    """
+    return F.struct(F.col("_lsn"), F.col("_ordinal"))
+
+
+def with_sequence(df: DataFrame, name: str = "_sequence") -> DataFrame:
+    """`df` with `sequence()` as a column of its own, for `sequence_by` in AUTO CDC. Batch and streaming.
+
+    In a Z-set both halves of an UPDATE stand at the same place. There `_weight` is a third field, so that the old row comes
+    before the new one.
+    """
+    found = _schema_with(df, "with_sequence", "_lsn", "_ordinal")
+    if "_weight" in found.fieldNames():
+        return df.withColumn(name, F.struct(F.col("_lsn"), F.col("_ordinal"), F.col("_weight")))
+    return df.withColumn(name, sequence())
+
+
+def only_inserts(df: DataFrame) -> DataFrame:
+    """The rows that were inserted, as they were then. Batch and streaming."""
+    _schema_with(df, "only_inserts", "_op")
+    return df.filter(F.col("_op") == "INSERT")
+
+
+def as_of(df: DataFrame, position: Position | str) -> DataFrame:
+    """The changes up to and including a position. Batch and streaming (a stream does not end there).
+
+    `position` is a `pgcdc.Position`, its text (as events carry it), or an LSN as PostgreSQL writes it, such as `0/16B3748`:
+    then every transaction that ended there or before.
+    """
+    _schema_with(df, "as_of", "_lsn", "_ordinal")
+    end = _parse_position(position)
+    lsn = F.lit(min(end.lsn, _MAX_LSN)).cast("bigint")
+    inside = (F.col("_lsn") == lsn) & (F.col("_ordinal") <= F.lit(end.ordinal).cast("bigint"))
+    return df.filter((F.col("_lsn") < lsn) | inside)
+
+
+def split_key_updates(df: DataFrame, keys: str | Sequence[str]) -> DataFrame:
+    """`df` in which an UPDATE that changed a key is two rows: a DELETE of the old key, then an INSERT of the new one.
+
+    A sink that knows rows by their key then ends up right: the old key is gone. Both rows have the position of the UPDATE.
+    The DELETE has the old values as far as they were sent. All other rows are as before. Batch and streaming.
+    """
+    schema = _schema_with(df, "split_key_updates", "_op", "_before")
+    _refuse_zset(schema, "split_key_updates", "An UPDATE of a Z-set is a pair already: use it as it is")
+    names = _check_keys(schema, keys, "split_key_updates")
+    old = schema["_before"].dataType
+    known = old.fieldNames() if isinstance(old, StructType) else []
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"split_key_updates: _before has no field {name!r}, so the old key is not known",
+                "Rename or compute columns after split_key_updates, not before",
+            )
+    changed = F.lit(False)
+    for name in names:
+        before = F.col("_before")[name]
+        # A key is never NULL: where _before has no value for it, none was sent, and it has not changed.
+        changed = changed | (before.isNotNull() & ~before.eqNullSafe(_column(name)))
+    parts = F.when((F.col("_op") == "UPDATE") & changed, F.array(F.lit(_OLD), F.lit(_NEW))).otherwise(
+        F.array(F.lit(_WHOLE))
+    )
+    part = F.col(_PART)
+    columns = []
+    for name in schema.fieldNames():
+        value = _column(name)
+        if name == "_op":
+            value = F.when(part == _OLD, "DELETE").when(part == _NEW, "INSERT").otherwise(value)
+        elif name == "_before":
+            value = F.when(part != _NEW, value)
+        elif name == "_unchanged_toast_columns":
+            value = F.when(part != _OLD, value)
+        elif name in known:
+            value = F.when(part == _OLD, F.col("_before")[name]).otherwise(value)
+        else:  # as it is: a column with a watermark keeps it
+            columns.append(value)
+            continue
+        columns.append(value.alias(name))
+    return df.select("*", F.explode(parts).alias(_PART)).select(*columns)
+
+
+def latest_per_key(df: DataFrame, keys: str | Sequence[str], *, keep_deletes: bool = False) -> DataFrame:
+    """The last row of each key. Batch only; for a stream, call it in `foreachBatch`.
+
+    Keys whose last change is a DELETE are not there, nor those that an UPDATE changed to another key, nor rows from before
+    the last TRUNCATE. With `keep_deletes` the result is what has to be done to a keyed copy of the table: the last TRUNCATE
+    (if there was one, to be done first), and one row per key, of which a DELETE says that the key has to go.
+
+    Columns in `_unchanged_toast_columns` are not looked for in older rows: read with `toast` `cache` or `full`.
+    """
+    schema = _schema_with(df, "latest_per_key", "_op", "_lsn", "_ordinal", "_before")
+    _refuse_zset(schema, "latest_per_key", "Use current_state, or read the table without option('changelog', 'zset')")
+    names = _check_keys(schema, keys, "latest_per_key")
+    _check_can_be_grouped(schema, names, "latest_per_key")
+    _refuse_stream(df, "latest_per_key", "Call it in foreachBatch, on the DataFrame of each batch")
+    changes = split_key_updates(df.filter(F.col("_op") != "HEARTBEAT"), names)
+    latest = changes.groupBy(*(_sent_key(name).alias(f"__pgcdc_key{i}") for i, name in enumerate(names))).agg(
+        F.max_by(F.struct(*(_column(name) for name in schema.fieldNames())), sequence()).alias(_ROW)
+    )
+    # Asked of the result, not of the input: Spark then reads the input only once.
+    row = F.col(_ROW)
+    place = F.struct(row["_lsn"], row["_ordinal"])
+    truncated = latest.filter(row["_op"] == "TRUNCATE").agg(F.max(place).alias(_TRUNCATED))
+    rows = latest.crossJoin(F.broadcast(truncated))
+    rows = rows.filter(F.col(_TRUNCATED).isNull() | (place >= F.col(_TRUNCATED)))
+    if not keep_deletes:
+        rows = rows.filter(~row["_op"].isin("DELETE", "TRUNCATE"))
+    return rows.select(f"{_ROW}.*")
+
+
+def current_state(df: DataFrame) -> DataFrame:
+    """The rows of the table that a Z-set (`changelog=zset`) adds up to, without metadata. Batch and streaming.
+
+    A row comes as often as the table has it. A stream needs the output mode `complete`, which gives the whole state each
+    time; `update` gives the rows whose number has changed and that still exist, and does not say which are gone.
+
+    In a batch, rows from before a TRUNCATE are gone; a stream stops at a TRUNCATE, because sums cannot be taken back.
+    """
+    schema = _schema_with(df, "current_state", "_op", "_lsn", "_ordinal", "_weight")
+    names = [name for name in schema.fieldNames() if name not in METADATA]
+    _check_can_be_grouped(schema, names, "current_state")
+    rows = _stop_at_truncate(df) if df.isStreaming else _after_truncate(df)
+    counted = rows.groupBy(*(_column(name) for name in names)).agg(F.sum("_weight").alias(_COUNT))
+    repeated = F.explode(F.array_repeat(F.lit(0), F.col(_COUNT).cast("int"))).alias(_PART)
+    return counted.filter(F.col(_COUNT) > 0).select("*", repeated).drop(_COUNT, _PART)
+
+
+def with_watermark(df: DataFrame, delay: str) -> DataFrame:
+    """`df` with a watermark on the commit time `_ts`, and without HEARTBEAT rows. Batch and streaming.
+
+    Read the table with `option("heartbeats", "true")`: HEARTBEAT rows move the watermark while no change comes, so that the
+    windows of an idle table close. Call this before filters of your own, which would take the HEARTBEAT rows away too early.
+    """
+    _schema_with(df, "with_watermark", "_op", "_ts")
+    # Spark moves filters below a watermark, where HEARTBEAT rows would be gone before they can move it: this one, and every
+    # filter that comes after it. It moves none that is not deterministic, nor others past such a one; a partition number
+    # counts as that, and costs nothing.
+    stays = F.spark_partition_id() >= 0
+    return df.withWatermark("_ts", delay).filter(F.when(F.col("_op") == "HEARTBEAT", False).otherwise(stays))
+
+
+def without_metadata(df: DataFrame, keep: Iterable[str] = ()) -> DataFrame:
+    """The table's own columns, and those metadata columns that are in `keep`. Batch and streaming."""
+    kept = set(keep)
+    unknown = sorted(kept.difference(METADATA))
+    if unknown:
+        raise ConfigError(
+            f"without_metadata: {unknown[0]!r} is no metadata column",
+            _nearest(unknown[0], METADATA) or _listing(METADATA),
+        )
+    return df.drop(*(name for name in METADATA if name not in kept))
+
+
+# --- parts of the above
+
+
+def _after_truncate(df: DataFrame) -> DataFrame:
+    """A batch without what was there before its last TRUNCATE."""
+    truncated = df.filter(F.col("_op") == "TRUNCATE").agg(F.max(sequence()).alias(_TRUNCATED))
+    later = F.col(_TRUNCATED).isNull() | (sequence() > F.col(_TRUNCATED))
+    return df.filter(F.col("_weight").isNotNull()).crossJoin(F.broadcast(truncated)).filter(later)
+
+
+def _stop_at_truncate(df: DataFrame) -> DataFrame:
+    """A stream that fails with advice when a TRUNCATE comes."""
+    reason = F.raise_error(
+        F.concat(
+            F.lit("current_state: the table was truncated at "),
+            F.lpad(F.hex("_lsn"), 16, "0"),
+            F.lit("/"),
+            F.lpad(F.hex("_ordinal"), 12, "0"),
+            F.lit(
+                ", which a stream of sums cannot follow. Start the query anew, with a new checkpoint and start position"
+            ),
+        )
+    )
+    weight = F.when(F.col("_op") == "TRUNCATE", reason).otherwise(F.col("_weight"))
+    return df.withColumn("_weight", weight).filter(F.col("_op") != "HEARTBEAT")
+
+
+def _sent_key(name: str) -> Column:
+    """The key of a row. A DELETE without it would silently leave its row in place, so it is an error."""
+    missing = F.raise_error(
+        F.lit(
+            f"latest_per_key: a DELETE came without a value of the key {name!r}. Use the columns of the replica identity as "
+            "keys, or run: ALTER TABLE ... REPLICA IDENTITY FULL"
+        )
+    )
+    return F.when((F.col("_op") == "DELETE") & _column(name).isNull(), missing).otherwise(_column(name))
+
+
+def _parse_position(position: Position | str) -> Position:
+    if isinstance(position, Position):
+        return position
+    try:
+        return Position.parse(position)
+    except (TypeError, ValueError):
+        pass
+    try:
+        return Position.end(parse_lsn(position))
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"as_of: {position!r} is no position",
+            "Give a pgcdc.Position, the text of one (the column position of an event), or an LSN such as '0/16B3748'",
+        ) from None
+
+
+def _schema_with(df: DataFrame, function: str, *needed: str) -> StructType:
+    """The schema of `df`, which must have these metadata columns."""
+    schema = df.schema
+    missing = [name for name in needed if name not in schema.fieldNames()]
+    if "_weight" in missing:
+        raise ConfigError(
+            f"{function} needs the column _weight, and the DataFrame has none",
+            "Read the table with option('changelog', 'zset'); without it, latest_per_key gives the rows of a table",
+        )
+    if missing:
+        raise ConfigError(
+            f"{function} needs the column {missing[0]}, and the DataFrame has none",
+            _nearest(missing[0], schema.fieldNames())
+            or "Read the table with option('table', ...), and keep its metadata columns until after this function",
+        )
+    return schema
+
+
+def _check_keys(schema: StructType, keys: str | Sequence[str], function: str) -> list[str]:
+    names = [keys] if isinstance(keys, str) else list(keys)
+    columns = [name for name in schema.fieldNames() if name not in METADATA]
+    if not names:
+        raise ConfigError(f"{function} needs at least one key", _listing(columns))
+    for name in names:
+        if name not in columns:
+            raise ConfigError(
+                f"{function}: the table has no column {name!r}", _nearest(name, columns) or _listing(columns)
+            )
+    return names
+
+
+def _check_can_be_grouped(schema: StructType, names: Sequence[str], function: str) -> None:
+    for name in names:
+        if _has_variant(schema[name].dataType):
+            raise ConfigError(
+                f"{function}: Spark cannot compare column {name!r}, which is or has a VARIANT",
+                f"Read it as text with option('json', 'string'), or leave it out with drop({name!r})",
+            )
+
+
+def _has_variant(kind: DataType) -> bool:
+    if isinstance(kind, ArrayType):
+        return _has_variant(kind.elementType)
+    if isinstance(kind, MapType):
+        return _has_variant(kind.valueType)
+    if isinstance(kind, StructType):
+        return any(_has_variant(field.dataType) for field in kind)
+    return isinstance(kind, VariantType)
+
+
+def _refuse_zset(schema: StructType, function: str, advice: str) -> None:
+    if "_weight" in schema.fieldNames():
+        raise ConfigError(f"{function} is not for Z-sets", advice)
+
+
+def _refuse_stream(df: DataFrame, function: str, advice: str) -> None:
+    if df.isStreaming:
+        raise ConfigError(f"{function} is not for streams", advice)
+
+
+def _column(name: str) -> Column:
+    """The column of that name, whatever characters are in it."""
+    return F.col("`" + name.replace("`", "``") + "`")
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    by_text = {one.lower(): one for one in names}
+    close = difflib.get_close_matches(name.lower(), by_text, n=1)
+    return f"Did you mean {by_text[close[0]]!r}?" if close else ""
+
+
+def _listing(names: Iterable[str]) -> str:
+    return f"There are: {', '.join(names)}"
