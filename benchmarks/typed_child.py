@@ -1,4 +1,4 @@
-"""A typed query to a no-op sink in a process of its own: `SLOT CHANGES FOLDER`. The URL is in PGCDC_DB. Prints one line of JSON.
+"""A typed query to a no-op sink, in a process of its own: `SLOT CHANGES FOLDER`, the URL in PGCDC_DB. Prints a line of JSON.
 
 The time counts from the walsender's connection to the end of the batch with the last change.
 """
