@@ -41,7 +41,7 @@ def test_a_run_can_be_watched_is_locked_follows_new_tables_and_stops_in_order(
 ) -> None:
     database.execute("CREATE TABLE t (id int PRIMARY KEY, v text)")
     database.execute("CREATE TABLE keyless (v text)")
-    listener.start("--adapter", "stdout")
+    listener.start("--adapter", "stdout", "--schema-events")
     assert "table keyless has no primary key" in listener.said()
 
     database.execute("INSERT INTO t VALUES (1, 'a'), (2, 'b')")
@@ -72,6 +72,11 @@ def test_a_run_can_be_watched_is_locked_follows_new_tables_and_stops_in_order(
     database.execute("INSERT INTO later VALUES (7)")
     listener.wait_delivered()
     assert listener.events()[-1]["channel"] == "pgcdc:later"
+
+    database.execute("ALTER TABLE later ADD note text; INSERT INTO later VALUES (8, 'x')")
+    listener.wait_delivered()
+    assert [event["channel"] for event in listener.events()[-2:]] == ["pgcdc:_schema", "pgcdc:later"]
+    wait_until(lambda: "pgcdc: table public.later: column note (text) added" in listener.said(), 5, "it is told")
 
     begin = time.monotonic()
     assert listener.stop() == 0

@@ -176,7 +176,9 @@ def test_history_is_that_of_the_obvious_implementation_whatever_the_cuts_and_cra
         assert pipe.history == expected, "nothing is written twice"
 
 
-def test_shape_that_comes_back_is_a_change_again(pipe: Pipe) -> None:
+@pytest.mark.parametrize("seal_rows", [1, 100])
+def test_shape_that_comes_back_is_a_change_again(pipe: Pipe, seal_rows: int) -> None:
+    pipe.seal_rows = seal_rows  # each row a batch, or all in one
     assert pipe.run([Transaction(110, (A, B)), Transaction(120, (A,))]) == 2
     assert [(str(one.position), one.before, one.after) for one in pipe.history] == [
         ("000000000000006E/000000000000.7FFFFFFE", None, A),
@@ -196,6 +198,14 @@ def test_history_is_durable_before_the_rows_are_visible(pipe: Pipe) -> None:
         pipe.run([Transaction(110, (A,))], crash_at=1)
     assert [one.after for one in pipe.history] == [A]
     assert not list((pipe.folder / "spool").glob("seg-*"))
+
+
+def test_capture_cuts_off_what_a_crash_left_of_a_line_and_goes_on(pipe: Pipe) -> None:
+    pipe.run([Transaction(110, (A,))])
+    whole = pipe.file.read_bytes()
+    pipe.file.write_bytes(whole + whole[: len(whole) // 2])
+    assert pipe.run([Transaction(110, (A,)), Transaction(120, (B,))]) == 1
+    assert [one.after for one in pipe.history] == [A, B]
 
 
 def test_state_of_an_older_version_begins_with_what_is_seen_and_takes_in_what_is_read_again(pipe: Pipe) -> None:
