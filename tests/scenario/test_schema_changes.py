@@ -31,7 +31,8 @@ from pgcdc.relation import Column, Relation
 from pgcdc.spool.diff import diff_shapes
 from pgcdc.spool.shapes import ShapeChange, ShapeHistory
 from pgcdc.state import Lock, StateDir
-from pgcdc.stream.source import ChangeReader
+from pgcdc.stream.options import parse_options
+from pgcdc.stream.reader import ChangeReader
 from pgcdc.types.built_in import BUILT_IN
 from pgcdc.types.catalog import TypeCatalog
 from pgcdc.types.names import type_name
@@ -87,7 +88,7 @@ class Captured:
         assert self._client is not None and self._start is not None
         schema = StructType().add("position", "string").add("json", "string")
         raw = {"_spool": str(self.state.spool), "schema_events": "true", **options}
-        reader = ChangeReader(raw, schema)
+        reader = ChangeReader(parse_options(raw), schema)
         reader._open()
         assert reader._spool is not None
         target = Position.end(self._client.target())

@@ -28,7 +28,8 @@ from pgcdc.position import SCHEMA_SUB, Position
 from pgcdc.relation import Column, Relation
 from pgcdc.spool.shapes import ShapeChange, ShapeHistory, append_shapes, cut_tail
 from pgcdc.spool.writer import SpoolWriter
-from pgcdc.stream.source import ChangeReader
+from pgcdc.stream.options import parse_options
+from pgcdc.stream.reader import ChangeReader
 
 START = Position.end(100)
 NO_SQL: Any = None
@@ -311,7 +312,7 @@ class Delivered:
     def __init__(self, folder: Path, **options: str) -> None:
         schema = StructType().add("position", "string").add("json", "string")
         raw = {"_spool": str(folder / "spool"), "schema_events": "true", **options}
-        self._reader = ChangeReader(raw, schema)
+        self._reader = ChangeReader(parse_options(raw), schema)
         self._reader._open()
         assert self._reader._spool is not None
         self._reader._spool.refresh()
