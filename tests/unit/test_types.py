@@ -96,10 +96,18 @@ def test_damaged_bytea_is_refused_whatever_its_neighbour_is(bad: bytes, good: by
     assert refused.value.index == 1
 
 
-@given(st.lists(st.none() | st.binary(max_size=20)))
+def test_a_value_without_prefix_does_not_take_that_of_its_neighbour() -> None:
+    with pytest.raises(Rejected) as refused:
+        convert(mapped("bytea"), b"\\xff", b"0000", b"\\x\\x")
+    assert refused.value.index == 1
+
+
+@given(st.lists(st.none() | st.binary(max_size=20)) | st.lists(st.binary(max_size=20)))
 def test_bytea_of_any_bytes(values: list[bytes | None]) -> None:
     texts = [None if one is None else b"\\x" + one.hex().encode() for one in values]
     assert convert(mapped("bytea"), *texts) == values
+    sliced = pa.array([b"\\x01", *texts, b"\\x02"], pa.binary()).slice(1, len(texts))
+    assert mapped("bytea").convert(sliced).to_pylist() == values
 
 
 @given(st.lists(st.floats(width=64)), st.lists(st.floats(width=32)))
@@ -159,6 +167,12 @@ def write_json(document: Any) -> str:
     if isinstance(document, dict):
         return "{" + ",".join(f"{json.dumps(key)}: {write_json(value)}" for key, value in document.items()) + "}"
     return json.dumps(document)
+
+
+@pytest.mark.parametrize("number", [b"0.1234567890123456789e1", b"9" * 39, b"1e400", b"1e-400", b"0." + b"1" * 39])
+def test_variant_has_no_place_for_a_number_that_would_be_rounded(number: bytes) -> None:
+    with pytest.raises(Rejected, match="is neither a DECIMAL of 38 digits nor a DOUBLE"):
+        convert(mapped("json", json="variant"), b'{"a": [%b]}' % number)
 
 
 @pytest.mark.parametrize(
