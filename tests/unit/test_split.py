@@ -326,10 +326,19 @@ def test_on_noise_both_implementations_agree(name: str, values: list[bytes | Non
         assert refused.index < len(values)
 
 
-@pytest.mark.parametrize("pure", ["0", "1"])
-def test_what_runs_is_chosen_by_the_environment(pure: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PGCDC_PURE_PYTHON", pure)
+@pytest.mark.parametrize("runs", ["compiled", "python", "python, not built"])
+def test_what_runs_says_which_value_it_refuses_and_why(runs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    compiled_module = split._load_compiled()
+
+    def load() -> Any:
+        asked.append(1)
+        return compiled_module if runs == "compiled" else None
+
+    monkeypatch.setenv("PGCDC_PURE_PYTHON", "1" if runs == "python" else "0")
+    monkeypatch.setattr(split, "_load_compiled", load)
     given = column([b"{1}", b"{2"])
     with pytest.raises(Rejected, match="no end") as refused:
         split.split_arrays(given, 1, b",")
     assert refused.value.index == 1
+    assert len(asked) == (0 if runs == "python" else 1)
