@@ -46,6 +46,7 @@ from pgcdc.spool.shapes import ShapeHistory
 from pgcdc.state import Lock, StateDir, read_json, write_json
 from pgcdc.stream.lane import Lane
 from pgcdc.stream.session import check_java, session
+from pgcdc.stream.table import LOAD_AGAIN
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -329,7 +330,8 @@ class Pipeline:
             return False
         self._schema_place = self._lane.place
         self._acknowledge()
-        self._say(f"{error.message}; the query goes on with the columns of that place")
+        what = error.message.partition(f". {LOAD_AGAIN}")[0]
+        self._say(f"{what}; the query starts again there, with these columns")
         return True
 
     def _tell_schema_changes(self) -> None:

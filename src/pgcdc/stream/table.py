@@ -45,6 +45,8 @@ __all__ = [
 BEFORE = "_before"
 UNCHANGED = "_unchanged_toast_columns"
 WEIGHT = "_weight"
+LOAD_AGAIN = "Load the table again"
+"""How the advice begins that comes with SchemaChanged."""
 _FIRST = ("_op", "_lsn", "_ordinal", "_xid", "_ts")
 
 
