@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BEFORE",
+    "LOAD_AGAIN",
     "UNCHANGED",
     "WEIGHT",
     "TypedColumn",

@@ -20,7 +20,7 @@ from pgcdc.relation import Relation
 from pgcdc.spool.reader import SegmentSlice, read_slice
 from pgcdc.spool.schema import OldKind, Op
 from pgcdc.stream.frame import EventOptions, repair_text
-from pgcdc.stream.table import BEFORE, UNCHANGED, WEIGHT, TypedTable
+from pgcdc.stream.table import BEFORE, LOAD_AGAIN, UNCHANGED, WEIGHT, TypedTable
 from pgcdc.types.column import Rejected
 from pgcdc.types.rows import take_column
 
@@ -118,7 +118,7 @@ class _Group:
         if not options.other_shapes and not table.fits(shape):
             raise SchemaChanged(
                 f"table {table.title} has other columns at {self._position(0)} than the query: {table.explain(shape)}",
-                "Load the table again: the query goes on where it stopped, with the columns of that place",
+                f"{LOAD_AGAIN}: the query goes on where it stopped, with the columns of that place",
             )
         self._op: npt.NDArray[np.uint8] = changes.column("op").to_numpy()
         self._has_new = _is_there(changes.column("new"))

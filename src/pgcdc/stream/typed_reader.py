@@ -25,7 +25,7 @@ from pgcdc.state import StateDir
 from pgcdc.stream.feed import Feed
 from pgcdc.stream.options import StreamOptions
 from pgcdc.stream.reader import RECORD_BATCH_BYTES, ChangePartition, ChangeReader, group_slices
-from pgcdc.stream.table import TypedTable, remember_table
+from pgcdc.stream.table import LOAD_AGAIN, TypedTable, remember_table
 from pgcdc.stream.typed import heartbeat_batch, typed_batch
 
 __all__ = ["TypedPartition", "TypedReader"]
@@ -115,7 +115,7 @@ class TypedReader(ChangeReader):
             )
         return SchemaChanged(
             f"table {table.title} has other columns from {place} on: {table.explain(shape)}",
-            "Load the table again and start the query with the same checkpoint: it goes on there, with the new columns. "
+            f"{LOAD_AGAIN} and start the query with the same checkpoint: it goes on there, with the new columns. "
             "To go on with the old columns instead, give option('schema_change', 'ignore')",
         )
 
