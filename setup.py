@@ -23,7 +23,7 @@ def compiled_modules() -> list[Extension]:
             [f"src/pgcdc/{name}.pyx"],
             extra_compile_args=[] if sys.platform == "win32" else ["-O3"],
         )
-        for name in ("capture/_rows", "stream/_lines", "types/_split")
+        for name in ("capture/_rows", "stream/_lines", "types/_interval", "types/_split")
     ]
     # The C file goes to build/, so that the source tree holds only what people write.
     modules: list[Extension] = cythonize(extensions, build_dir="build", nthreads=2)

@@ -28,8 +28,8 @@ _POINT = rf"\({_NUMBER},{_NUMBER}\)"
 _POINTS = rf"{_POINT}(?:,{_POINT})*"
 _VECTOR = rf"^\[{_NUMBER}(?:,{_NUMBER})*\]$"
 
-_DROPPED = np.zeros(256, np.bool_)
-_DROPPED[list(b"()[]{}<>,")] = True
+_DROPPED = b"()[]{}<>,"
+_IS_DROPPED = bytes(byte in _DROPPED for byte in range(256))
 
 
 def split_numbers(values: pa.Array, name: str, pattern: str, instead: bytes = b"") -> Lists:
@@ -46,17 +46,17 @@ def split_numbers(values: pa.Array, name: str, pattern: str, instead: bytes = b"
         return Lists([np.zeros(1, np.int32)], values)
     _, ends, buffer = values.buffers()
     starts = np.frombuffer(ends, np.int32)[values.offset : values.offset + len(values) + 1]
-    data = np.frombuffer(buffer, np.uint8)[starts[0] : starts[-1]] if buffer is not None else np.zeros(0, np.uint8)
+    data = buffer.slice(starts[0], starts[-1] - starts[0]).to_pybytes() if buffer else b""
     starts = starts - starts[0]
     # A number begins behind a comma and behind the first bracket of a value; other brackets are left out as well.
-    dropped = np.flatnonzero(_DROPPED[data])
-    is_begin = data[dropped] == ord(",")
+    dropped = np.flatnonzero(np.frombuffer(data.translate(_IS_DROPPED), np.bool_))
+    is_begin = np.frombuffer(data, np.uint8)[dropped] == ord(",")
     is_begin[np.searchsorted(dropped, starts[:-1][starts[:-1] < starts[1:]])] = True
     begins = dropped[is_begin]
     offsets = np.empty(len(begins) + 1, np.int32)
     offsets[:-1] = begins - np.flatnonzero(is_begin)
     offsets[-1] = len(data) - len(dropped)
-    kept = np.delete(data, dropped)
+    kept = data.translate(None, _DROPPED)
     leaves = pa.Array.from_buffers(pa.binary(), len(begins), [None, pa.py_buffer(offsets), pa.py_buffer(kept)])
     return Lists([np.searchsorted(begins, starts).astype(np.int32)], leaves)
 

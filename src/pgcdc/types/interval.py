@@ -2,6 +2,8 @@
 
 Months, days and microseconds have no fixed relation, and each its own sign: so PostgreSQL keeps three numbers, and Spark
 gets the same three. Spark's own interval types hold only one or two of them.
+
+As in `split`, there are two implementations with the same results: in C (`_interval.pyx`) and here in Python.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Intervals(NamedTuple):
 
 def split_intervals(values: pa.Array) -> Intervals:
     """The three numbers of every interval."""
-    found: Intervals = run_fastest("split_intervals", python_intervals, values)
+    found: Intervals = run_fastest("_interval", "split_intervals", python_intervals, values)
     return found
 
 

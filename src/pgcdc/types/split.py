@@ -61,36 +61,36 @@ class Ranges(NamedTuple):
 
 def split_arrays(values: pa.Array, depth: int, delimiter: bytes) -> Lists:
     """Arrays of `depth` dimensions whose indexes start at 1; `{}` may have any number of them."""
-    found: Lists = run_fastest("split_arrays", python_arrays, values, depth, delimiter)
+    found: Lists = run_fastest("_split", "split_arrays", python_arrays, values, depth, delimiter)
     return found
 
 
 def split_rows(values: pa.Array, count: int) -> pa.Array:
     """The `count` attributes of each row; of a row that is NULL each is NULL."""
-    return run_fastest("split_rows", python_rows, values, count)
+    return run_fastest("_split", "split_rows", python_rows, values, count)
 
 
 def split_ranges(values: pa.Array) -> Ranges:
     """One range for each value; for NULL an empty one."""
-    found: Ranges = run_fastest("split_ranges", python_ranges, values)
+    found: Ranges = run_fastest("_split", "split_ranges", python_ranges, values)
     return found
 
 
 def split_multiranges(values: pa.Array) -> Ranges:
     """Any number of ranges for each value."""
-    found: Ranges = run_fastest("split_multiranges", python_multiranges, values)
+    found: Ranges = run_fastest("_split", "split_multiranges", python_multiranges, values)
     return found
 
 
 def split_pairs(values: pa.Array) -> Lists:
     """hstore: keys and values in turns; the offsets count both."""
-    found: Lists = run_fastest("split_pairs", python_pairs, values)
+    found: Lists = run_fastest("_split", "split_pairs", python_pairs, values)
     return found
 
 
-def run_fastest(name: str, python: Callable[..., Any], values: pa.Array, *args: object) -> Any:
+def run_fastest(module: str, name: str, python: Callable[..., Any], values: pa.Array, *args: object) -> Any:
     """The result of the splitter in C, or of the one in Python where there is no other. Raises Rejected."""
-    compiled = _compiled()
+    compiled = None if os.environ.get("PGCDC_PURE_PYTHON") == "1" else _load_compiled(module)
     if compiled is None:
         return python(values, *args)
     found = getattr(compiled, name)(values, *args)
@@ -104,16 +104,12 @@ def run_fastest(name: str, python: Callable[..., Any], values: pa.Array, *args: 
 
 
 @cache
-def _load_compiled() -> Any:
+def _load_compiled(module: str) -> Any:
     try:
         # By name and late: it is optional.
-        return importlib.import_module("pgcdc.types._split")
+        return importlib.import_module(f"pgcdc.types.{module}")
     except ImportError:
         return None
-
-
-def _compiled() -> Any:
-    return None if os.environ.get("PGCDC_PURE_PYTHON") == "1" else _load_compiled()
 
 
 class _Malformed(Exception):
