@@ -32,6 +32,7 @@ def one(number: int, name: str) -> dict[str, Any]:
 HISTORY = [
     change("INSERT", 10, one(1, "a")),
     change("INSERT", 10, one(2, "b"), ordinal=2),
+    change("INSERT", 10, one(3, "gone"), ordinal=3),
     change("TRUNCATE", 20),
     change("INSERT", 30, one(1, "c")),
     change("INSERT", 30, one(2, "d"), ordinal=2),
@@ -69,20 +70,20 @@ def test_sequence_of_a_z_set_puts_the_old_row_first(spark: SparkSession) -> None
 
 def test_only_inserts(spark: SparkSession) -> None:
     assert contents(C.only_inserts(to_frame(spark, HISTORY)), "id", "name") == [
-        (1, "a"), (1, "c"), (2, "b"), (2, "d"), (6, "g"),
+        (1, "a"), (1, "c"), (2, "b"), (2, "d"), (3, "gone"), (6, "g"),
     ]  # fmt: skip
 
 
 def test_as_of_includes_the_position_and_nothing_after_it(spark: SparkSession) -> None:
     df = to_frame(spark, HISTORY).cache()
     cases: list[tuple[Position | str, int]] = [
-        ("0/A", 2),  # the transaction that ends there, whole
+        ("0/A", 3),  # the transaction that ends there, whole
         ("0/9", 0),
-        ("0/B", 2),
+        ("0/B", 3),
         (Position(10, 1), 1),
         (Position(10, 1, 5), 1),  # a message after the first change
-        (str(Position(40, 1)), 6),
-        (Position.end(40), 7),
+        (str(Position(40, 1)), 7),
+        (Position.end(40), 8),
         ("FFFFFFFF/FFFFFFFF", len(HISTORY)),
     ]
     assert [C.as_of(df, position).count() for position, _ in cases] == [count for _, count in cases]
@@ -122,9 +123,12 @@ def test_updates_that_only_look_like_key_updates_stay(spark: SparkSession) -> No
 
 def test_one_changed_column_of_a_key_is_enough(spark: SparkSession) -> None:
     columns = {"a": pa.int32(), "b": pa.int32()}
-    df = to_frame(spark, [change("UPDATE", 10, {"a": 1, "b": 3}, before={"a": 1, "b": 2})], columns)
-    expected = [("DELETE", 1, 2), ("INSERT", 1, 3)]
-    assert contents(C.split_key_updates(df, ["a", "b"]), "_op", "a", "b") == expected
+    old = {"a": 1, "b": 2}
+    updates = [change("UPDATE", 10, {"a": 1, "b": 3}, before=old), change("UPDATE", 20, {"a": 3, "b": 2}, before=old)]
+    split = C.split_key_updates(to_frame(spark, updates, columns), ["a", "b"])
+    assert contents(split, "_lsn", "_op", "a", "b") == [
+        (10, "DELETE", 1, 2), (10, "INSERT", 1, 3), (20, "DELETE", 1, 2), (20, "INSERT", 3, 2),
+    ]  # fmt: skip
 
 
 def test_names_with_dots_and_backticks_are_columns_like_others(spark: SparkSession) -> None:
@@ -269,7 +273,7 @@ def test_any_history_folds_to_the_table(spark: SparkSession, seed: int) -> None:
 def test_stream_of_key_updates(spark: SparkSession, tmp_path: Path) -> None:
     stream = to_stream(spark, tmp_path, [HISTORY[:6], HISTORY[6:]])
     rows = run_stream(C.with_sequence(C.split_key_updates(C.as_of(stream, "0/32"), "id")), "key_updates")
-    assert len(rows) == 9
+    assert len(rows) == 10
     assert [(row["_op"], row["id"]) for row in rows[-2:]] == [("DELETE", 1), ("INSERT", 5)]
 
 
