@@ -16,8 +16,9 @@ from pgcdc.errors import ConfigError
 from pgcdc.stream.frame import INVALID_TEXT, EventOptions
 from pgcdc.stream.typed import RowOptions
 from pgcdc.types.column import TypeOptions
+from pgcdc.types.mapping import CHOICES
 
-__all__ = ["TYPE_CHOICES", "StreamOptions", "parse_bytes", "parse_options", "type_options"]
+__all__ = ["StreamOptions", "parse_bytes", "parse_options"]
 
 DEFAULT_MAX_BATCH_ROWS = 100_000
 DEFAULT_HEARTBEAT_S = 10.0
@@ -122,15 +123,10 @@ def _typed(plain: StreamOptions, options: Mapping[str, str]) -> StreamOptions:
             other_shapes=_choice(options, "schema_change", ("stop", "ignore")) == "ignore",
             events=plain.events,
         ),
-        types=type_options(options),
+        types=TypeOptions(**{name: _choice(options, name, choices) for name, choices in CHOICES.items()}),
         heartbeat_s=interval if _flag(options, "heartbeats") else 0.0,
         start=options.get("_start", ""),
     )
-
-
-def type_options(options: Mapping[str, str]) -> TypeOptions:
-    """What the user chose of what types become."""
-    return TypeOptions(**{name: _choice(options, name, choices) for name, choices in TYPE_CHOICES.items()})
 
 
 def _choice(options: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
@@ -149,14 +145,7 @@ def _event_options(options: Mapping[str, str]) -> EventOptions:
     return EventOptions(markers or _flag(options, "tx_metadata"), markers, invalid, _flag(options, "schema_events"))
 
 
-TYPE_CHOICES = {
-    "json": ("string", "variant"),
-    "numeric": ("decimal", "string", "double"),
-    "out_of_range": ("error", "clamp", "string"),
-    "arrays": ("array", "string"),
-}
-"""The options of types, each with its values; the first is the default."""
-_TYPED = {"changelog", "truncate", "schema_change", "heartbeats", "heartbeat_interval", "_start", *TYPE_CHOICES}
+_TYPED = {"changelog", "truncate", "schema_change", "heartbeats", "heartbeat_interval", "_start", *CHOICES}
 _KNOWN = {
     *_TYPED, "table",
     "url", "slot", "publication", "tables", "all_tables", "schemas", "row_filters", "columns",
