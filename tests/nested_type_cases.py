@@ -14,6 +14,7 @@ __all__ = ["CASES"]
 
 NAN, INFINITY = float("nan"), float("inf")
 _TEXT = TypeOptions(arrays="string")
+_ROW_TEXT = TypeOptions(composites="string")
 _CLAMP, _TIME_TEXT = TypeOptions(out_of_range="clamp"), TypeOptions(out_of_range="string")
 
 # Not the names of type_cases.py: one database has them all.
@@ -254,6 +255,8 @@ _OPTIONS = [
         options=_TEXT),
     *_group("arrays=string", "text[]", "string", {'{"a b"}': '{"a b"}'}, options=_TEXT),
     *_group("arrays=string", "int2vector", "string", {"1 2": "1 2"}, options=_TEXT),
+    *_group("composites=struct", '"Odd Pair"', _PAIR, {"(a,1,)": _pair("a", "1.00"), "(a,NaN,)": Rejected}, _TYPES),
+    *_group("composites=string", '"Odd Pair"', "string", {"(a,1,)": "(a,1.00,)"}, _TYPES, options=_ROW_TEXT),
     *_group("out_of_range=string", "interval", "string", {"infinity": "infinity", "1 day 00:00:01": "P1DT1S"},
         options=_TIME_TEXT),
     *_group("out_of_range=clamp", "date[]", "array<date>", {"{infinity,NULL}": [date.max, None]}, options=_CLAMP),

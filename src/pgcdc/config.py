@@ -43,6 +43,7 @@ class Config(BaseModel):
     numeric: Literal["decimal", "string", "double"] = "decimal"
     out_of_range: Literal["error", "clamp", "string"] = "error"
     arrays: Literal["array", "string"] = "array"
+    composites: Literal["struct", "string"] = "struct"
     row_filters: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     generated_columns: bool = False
@@ -124,7 +125,7 @@ class Config(BaseModel):
                         f"Leave --table or --{flag} out; rows have _xid and _ts",
                     )
             return
-        for name in ("changelog", "truncate", "numeric", "out_of_range", "arrays"):
+        for name in ("changelog", "truncate", "numeric", "out_of_range", "arrays", "composites"):
             if getattr(self, name) != Config.model_fields[name].default:
                 raise ConfigError(f"--{_flag_name(name)} is for typed rows", "Add --table, or leave it out")
 

@@ -60,7 +60,7 @@ _PASSED_ON = (
     "two_phase", "origin", "binary", "messages", "tx_metadata", "tx_markers", "schema_events", "invalid_utf8",
 )  # fmt: skip
 """Options of the Spark source that have the same name in the configuration."""
-_TYPED = ("table", "changelog", "truncate", "numeric", "out_of_range", "arrays")
+_TYPED = ("table", "changelog", "truncate", "numeric", "out_of_range", "arrays", "composites")
 """The same for typed rows."""
 POLL_S = 0.25
 STATUS_INTERVAL_S = 1.0

@@ -10,11 +10,11 @@ from psycopg import Connection
 
 __all__ = ["Clock"]
 
-_READ = """
-SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn, (extract(epoch FROM clock_timestamp()) * 1000000)::int8,
-       current_setting('wal_block_size')::int8
-"""
+_TIME = "SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::int8"
+_PLACE = "SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn, current_setting('wal_block_size')::int8"
 _PAGE_HEADERS = (24, 40)
+MARGIN_US = 1_000_000
+"""A commit takes its time a moment before its place in the WAL (some milliseconds were seen): that much earlier is told."""
 
 
 class Clock:
@@ -29,9 +29,9 @@ class Clock:
         """Take a new reading, unless one is on its way; the LSN to be reached for it."""
         if self._asked is not None:
             return None
-        row = sql.execute(_READ).fetchone()
-        assert row is not None
-        lsn, time_us, page = map(int, row)
+        moment, place = sql.execute(_TIME).fetchone(), sql.execute(_PLACE).fetchone()  # in this order
+        assert moment is not None and place is not None
+        time_us, lsn, page = int(moment[0]) - MARGIN_US, int(place[0]), int(place[1])
         if lsn % page in _PAGE_HEADERS:  # the next record would stand behind the header of a page that has none yet
             lsn -= lsn % page
         self._asked = (lsn, time_us)

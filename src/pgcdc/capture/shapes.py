@@ -128,7 +128,7 @@ def describe_shapes(sql: Connection, shapes: Iterable[Relation]) -> dict[Relatio
 
     `columns` in their order, each with name, attnum, type (as SQL writes it, with its schema if it is not PostgreSQL's own),
     ndims and not_null; `primary_key` with its columns in order; `types`: what types that are not PostgreSQL's own are made
-    of, as TypeCatalog.to_json() writes it (None if there are none); `parents`: [schema, name] of what it is a partition of.
+    of, as TypeCatalog.to_json() writes it (None if there are none).
     """
     wanted = list(shapes)
     if not wanted:
@@ -137,15 +137,13 @@ def describe_shapes(sql: Connection, shapes: Iterable[Relation]) -> dict[Relatio
         with sql.transaction():
             sql.execute("SET LOCAL search_path = ''")
             live = sql.execute(_COLUMNS, [[shape.oid for shape in wanted]]).fetchall()
-            above = sql.execute(_PARENTS, [[shape.oid for shape in wanted]]).fetchall()
     except Error as error:
         raise connection_ended(error) from error
     found = {}
     for shape in wanted:
         columns = {row[1]: row for row in live if row[0] == shape.oid}
         if _is_live(shape, columns):
-            parents = [[schema, name] for oid, schema, name in above if oid == shape.oid]
-            found[shape] = {**_details(shape, columns), "parents": parents}
+            found[shape] = _details(shape, columns)
     own = {shape: {one.type_oid for one in shape.columns if one.type_oid not in BUILT_IN.types} for shape in found}
     if any(own.values()):
         types = TypeCatalog.load(sql)
@@ -173,13 +171,6 @@ def _details(shape: Relation, columns: dict[str, Any]) -> dict[str, Any]:
     in_key = sorted((row[8], name) for name, row in columns.items() if row[8] is not None)
     return {"columns": described, "primary_key": [name for _, name in in_key], "types": None}
 
-
-_PARENTS = """
-SELECT o.oid::int8, n.nspname::text, c.relname::text
-FROM unnest(%s::int8[]::oid[]) AS o(oid) CROSS JOIN LATERAL pg_partition_ancestors(o.oid) a
-JOIN pg_class c ON c.oid = a.relid JOIN pg_namespace n ON n.oid = c.relnamespace
-WHERE a.relid <> o.oid
-"""
 
 # Two primary keys cannot be. One that is deferrable is no replica identity.
 _COLUMNS = """

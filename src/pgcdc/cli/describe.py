@@ -25,6 +25,7 @@ def describe(
         str, typer.Option(help="Dates and timestamps that Spark does not have: error, clamp or string.")
     ] = "error",
     arrays: Annotated[str, typer.Option(help="Arrays: array or string.")] = "array",
+    composites: Annotated[str, typer.Option(help="Composite types: struct or string.")] = "struct",
 ) -> None:
     """Every column of a table: its type in PostgreSQL and in Spark, whether it is a key, and how exact it is."""
     with exit_on_error():
@@ -39,7 +40,8 @@ def describe(
             raise ConfigError("no table is named", "Use --table NAME")
         if output not in ("table", "json"):
             raise ConfigError(f"--format {output} is not a format", "Use table or json")
-        found = describe_table(db, table, json=json_as, numeric=numeric, out_of_range=out_of_range, arrays=arrays)
+        chosen = {"numeric": numeric, "out_of_range": out_of_range, "arrays": arrays, "composites": composites}
+        found = describe_table(db, table, json=json_as, **chosen)
         raw = [dataclasses.asdict(column) for column in found]
         if output == "json":
             typer.echo(json.dumps(raw, indent=2, ensure_ascii=False))

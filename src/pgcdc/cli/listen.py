@@ -57,6 +57,7 @@ def listen(
         Text, typer.Option(help="With --table: infinity, BC: error, clamp, or dates as string. (default: error)")
     ] = None,
     arrays: Annotated[Text, typer.Option(help="With --table: array or string. (default: array)")] = None,
+    composites: Annotated[Text, typer.Option(help="With --table: struct or string. (default: struct)")] = None,
     row_filter: Annotated[
         list[str] | None, typer.Option(help="Only these rows: 'orders=total > 100'. Repeatable. PostgreSQL 15.")
     ] = None,
@@ -129,7 +130,7 @@ def listen(
             "db": db, "detector": detector, "slot_name": slot_name, "persistent_slot": persistent_slot,
             "temporary_slot": temporary_slot, "publication": publication, "tables": tables, "all_tables": all_tables,
             "table": table, "changelog": changelog, "truncate": truncate, "numeric": numeric,
-            "out_of_range": out_of_range, "arrays": arrays,
+            "out_of_range": out_of_range, "arrays": arrays, "composites": composites,
             "schemas": schemas, "row_filters": tuple(row_filter) if row_filter else None,
             "columns": tuple(columns) if columns else None, "generated_columns": generated_columns,
             "streaming": streaming, "two_phase": two_phase, "origin": origin, "binary": binary, "messages": messages,

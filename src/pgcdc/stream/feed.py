@@ -71,7 +71,7 @@ class CaptureFeed:
                 _check_same(source, identity)
             spec = source.spec((item["name"] for item in identity.publications), watch_pid)
         if options.table is not None:
-            check_captured(source.url, spec.publications, options.table, source.slot)
+            check_captured(source.url, spec.publications, options.table, source.slot, zset=options.rows.zset)
         self._link = CaptureLink(spec, is_restart=began, on_restart=self._claim)
         self.spool = state.spool
         self.shapes = state.shapes_file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -112,17 +113,23 @@ def _typed(plain: StreamOptions, options: Mapping[str, str]) -> StreamOptions:
         if _flag(options, name):
             raise ConfigError(f"option {name} is for events", "Typed rows have the columns _xid, _ts and _ordinal")
     interval = _number(options, "heartbeat_interval", DEFAULT_HEARTBEAT_S, float)
-    if interval <= 0:
+    if not 0 < interval < math.inf:
         raise ConfigError(f"option heartbeat_interval is {interval}", "Give a number of seconds above 0")
+    rows = RowOptions(
+        zset=_choice(options, "changelog", ("changes", "zset")) == "zset",
+        truncate=_choice(options, "truncate", ("error", "mark")),
+        other_shapes=_choice(options, "schema_change", ("stop", "ignore")) == "ignore",
+        events=plain.events,
+    )
+    if rows.zset and rows.other_shapes:
+        raise ConfigError(
+            "a Z-set cannot go on with other columns: old rows would not be taken back as they were added",
+            "Leave option schema_change out",
+        )
     return replace(
         plain,
         table=table,
-        rows=RowOptions(
-            zset=_choice(options, "changelog", ("changes", "zset")) == "zset",
-            truncate=_choice(options, "truncate", ("error", "mark")),
-            other_shapes=_choice(options, "schema_change", ("stop", "ignore")) == "ignore",
-            events=plain.events,
-        ),
+        rows=rows,
         types=TypeOptions(**{name: _choice(options, name, choices) for name, choices in CHOICES.items()}),
         heartbeat_s=interval if _flag(options, "heartbeats") else 0.0,
         start=options.get("_start", ""),

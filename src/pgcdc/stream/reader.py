@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,13 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._shapes: ShapeHistory | None = None
         self._feed: Feed | None = None
         self._target: Position | None = None
+        self._acked = Position(0, 0)
+        """What the consumer had acknowledged when the query began."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to the executors in Spark's plan: never the database's URL, which may have a password."""
+        options = replace(self._options, source=replace(self._options.source, url=""))
+        return {**self.__dict__, "_options": options}
 
     def initialOffset(self) -> dict[str, Any]:
         initial, ack = self._open().join()
@@ -160,7 +167,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._feed = StaticFeed(Path(options.spool)) if options.spool else CaptureFeed(options)
             self._spool = SpoolReader(self._feed.spool)
             self._shapes = ShapeHistory(self._feed.shapes)
-            self._feed.join()
+            self._acked = self._feed.join()[1]
         return self._feed
 
     def _schema_changes(self, begin: Position, stop: Position) -> list[ShapeChange]:

@@ -9,7 +9,7 @@ from pgcdc.errors import ConfigError
 from pgcdc.stream.events import EVENT_COLUMNS, EVENT_SCHEMA, TEXT_COLUMNS
 from pgcdc.stream.options import parse_options
 from pgcdc.stream.reader import ChangeReader
-from pgcdc.stream.table import BEFORE, TypedTable, load_table
+from pgcdc.stream.table import BEFORE, TypedTable, check_names, load_table
 from pgcdc.stream.typed_reader import TypedReader
 
 __all__ = ["ChangeSource"]
@@ -29,6 +29,7 @@ class ChangeSource(DataSource):
         if options.table is None:
             return EVENT_SCHEMA
         self._table = load_table(options)  # the reader gets the same: Spark hands this object on
+        check_names(self._table)
         return self._table.schema(zset=options.rows.zset)
 
     def streamReader(self, schema: StructType) -> ChangeReader:
@@ -41,6 +42,7 @@ class ChangeSource(DataSource):
             table = load_table(options)
             _check_typed(schema, table, zset=options.rows.zset)
             table = table.narrowed_to(schema)
+            check_names(table)
         return TypedReader(options, schema, table)
 
 
@@ -64,6 +66,11 @@ def _check_typed(schema: StructType, table: TypedTable, *, zset: bool) -> None:
 
 def _compare(schema: StructType, known: dict[str, str], what: str) -> None:
     for field in schema.fields:
+        if not field.nullable:
+            raise ConfigError(
+                f"the schema has {field.name} NOT NULL, but a DELETE or TRUNCATE may leave it empty",
+                "Leave NOT NULL out, and filter the rows that you want",
+            )
         kind = field.dataType.simpleString()
         if known.get(field.name) != kind:
             raise ConfigError(

@@ -34,11 +34,13 @@ if TYPE_CHECKING:
 __all__ = [
     "BEFORE",
     "LOAD_AGAIN",
+    "RENAMED_ADVICE",
     "UNCHANGED",
     "WEIGHT",
     "TypedColumn",
     "TypedTable",
     "check_captured",
+    "check_names",
     "load_table",
     "remember_table",
 ]
@@ -48,6 +50,10 @@ UNCHANGED = "_unchanged_toast_columns"
 WEIGHT = "_weight"
 LOAD_AGAIN = "Load the table again"
 """How the advice begins that comes with SchemaChanged."""
+RENAMED_ADVICE = (
+    "Read it under its new name: the same consumer goes on there. For another table that has the old name now, use a new "
+    "consumer"
+)
 _FIRST = ("_op", "_lsn", "_ordinal", "_xid", "_ts")
 
 
@@ -68,8 +74,6 @@ class TypedTable:
     namespace: str
     name: str
     columns: tuple[TypedColumn, ...]
-    is_partitioned: bool = False
-    """Its changes come under the names of its partitions."""
     is_whole: bool = True
     """The query wants all columns there are; else columns that it does not ask for may come and go."""
     before: tuple[str, ...] = ()
@@ -120,6 +124,21 @@ class TypedTable:
         columns = tuple(column for column in self.columns if column.name in asked)
         return replace(self, columns=columns, is_whole=False, before=before)
 
+    def is_named(self, shape: Relation) -> bool:
+        """Whether changes of this shape are changes of this table."""
+        return (shape.namespace, shape.name) == (self.namespace, self.name)
+
+    def can_read(self, shape: Relation) -> bool:
+        """Whether its columns can be read of this shape, with NULL for those that are not there any more.
+
+        A column with another type only if its values come out exact, or are refused: text, integers and decimals.
+        """
+        theirs = {column.name: (column.type_oid, column.typmod) for column in shape.columns}
+        return all(
+            theirs.get(one.name, (one.type_oid, one.typmod)) == (one.type_oid, one.typmod) or _is_strict(one.type.arrow)
+            for one in self.columns
+        )
+
     def fits(self, shape: Relation) -> bool:
         """Whether changes of this shape have exactly the columns that the query was made for."""
         return not self._differences(shape)
@@ -136,6 +155,10 @@ class TypedTable:
         if self.is_whole:
             found += [f"column {name} is new" for name in theirs if name not in ours]
         return found
+
+
+def _is_strict(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_integer(kind) or pa.types.is_decimal(kind))
 
 
 def remember_table(state: StateDir, consumer: str, table: TypedTable) -> None:
@@ -163,15 +186,13 @@ def load_table(options: StreamOptions) -> TypedTable:
     if not options.source.url:
         raise ConfigError("no database is given", "Use option('url', ...) or the variable PGCDC_DB")
     with connect(options.source.url, may_retry=False) as sql:
-        partitions = _partitions(sql, namespace, name)
-        change = _shape_here(options, state, (namespace, name), partitions or [])
+        if not options.source.uses_existing:
+            _refuse_partitioned(sql, namespace, name)
+        change = _shape_here(options, state, namespace, name)
         columns = _described(sql, options, state, (namespace, name), change)
         if options.rows.zset:
             _check_identity(sql, namespace, name)
-    whole = tuple(column.name for column in columns)
-    table = TypedTable(namespace, name, columns, partitions is not None, before=whole)
-    _check_names(table)
-    return table
+    return TypedTable(namespace, name, columns, before=tuple(column.name for column in columns))
 
 
 def _described(
@@ -195,10 +216,10 @@ def _described(
         shape = [(column.name, column.type_oid, column.typmod) for column in sent]
     catalog = TypeCatalog.load(sql)
     ndims = {(column.name, column.type_oid): column.ndims for column in live}
-    if change is not None and change.details is not None:  # as it was then
-        if change.details["types"]:
+    if change is not None and change.details is not None:
+        if change.details["types"]:  # those that are gone by now
             then = TypeCatalog.from_json(change.details["types"])
-            catalog = replace(catalog, types={**catalog.types, **then.types})
+            catalog = replace(catalog, types={**then.types, **catalog.types})
         for column, (name, oid, _) in zip(change.details["columns"], shape, strict=True):
             ndims[name, oid] = column["ndims"]
     return tuple(
@@ -207,7 +228,8 @@ def _described(
     )
 
 
-def _check_names(table: TypedTable) -> None:
+def check_names(table: TypedTable) -> None:
+    """Raise ConfigError for columns that Spark could not tell apart from others."""
     taken = {*_FIRST, BEFORE, UNCHANGED, WEIGHT}
     for column in table.columns:
         if column.name.lower() in taken:
@@ -227,31 +249,18 @@ def _check_names(table: TypedTable) -> None:
 # --- the place of the query
 
 
-def _shape_here(
-    options: StreamOptions, state: StateDir, table: tuple[str, str], partitions: list[tuple[str, str]]
-) -> ShapeChange | None:
+def _shape_here(options: StreamOptions, state: StateDir, namespace: str, name: str) -> ShapeChange | None:
     """The shape in force where the query goes on; if the table was not seen before that place, the first one behind it."""
     history = ShapeHistory(state.shapes_file)
     history.refresh()
     place = Position.parse(options.start) if options.start else _acknowledged(state, options.consumer)
     if place is None:
         return None
-    names = [table, *partitions]
-    before = [change for name in names if (change := history.in_force(*name, place)) is not None]
-    behind = [change for name in names if (change := history.next(*name, place)) is not None]
-    if before:
-        found = max(before, key=lambda change: change.position)
-    elif behind:
-        found = min(behind, key=lambda change: change.position)
-    else:
-        return None
-    now = (found.after.namespace, found.after.name)
-    if now not in names:
-        raise SourceError(
-            f"table {name_table(*table)} was renamed to {name_table(*now)} at {found.position}",
-            "Read it under its new name: the same consumer goes on there",
-        )
-    return found
+    found = history.in_force(namespace, name, place) or history.next(namespace, name, place)
+    if found is None or (found.after.namespace, found.after.name) == (namespace, name):
+        return found
+    now = name_table(found.after.namespace, found.after.name)
+    raise SourceError(f"table {name_table(namespace, name)} was renamed to {now} at {found.position}", RENAMED_ADVICE)
 
 
 def _acknowledged(state: StateDir, consumer: str) -> Position | None:
@@ -313,38 +322,40 @@ def _published_names(sql: Connection, publications: list[str], namespace: str, n
 
 
 @explain_errors("read the published tables")
-def check_captured(url: str, publications: Sequence[str], table: str, slot: str) -> None:
+def check_captured(url: str, publications: Sequence[str], table: str, slot: str, *, zset: bool) -> None:
     """Raise ConfigError if the changes of the table do not come: a query for it would wait forever."""
     namespace, name = split_table(table)
     with connect(url) as sql:
-        row = sql.execute(
-            "SELECT count(*), bool_or((t.schemaname, t.tablename) = (%s, %s) OR to_regclass(%s) = ANY (ARRAY(SELECT relid "
-            "FROM pg_partition_ancestors(format('%%I.%%I', t.schemaname, t.tablename)::regclass)))) "
-            "FROM pg_publication_tables t WHERE t.pubname = ANY (%s)",
-            [namespace, name, quote_qualified(namespace, name), list(publications)],
-        ).fetchone()
-    if row is not None and row[0] and not row[1]:
+        rows = sql.execute(
+            "SELECT p.pubupdate AND p.pubdelete FROM pg_publication_tables t JOIN pg_publication p ON p.pubname = t.pubname "
+            "WHERE t.pubname = ANY (%s) AND t.schemaname = %s AND t.tablename = %s",
+            [list(publications), namespace, name],
+        ).fetchall()
+    if not rows:
         raise ConfigError(
             f"table {name_table(namespace, name)} is not captured by slot {slot!r}",
             "Stop its queries and start them with option('tables', ...) naming all tables of the slot; or give this query "
-            "its own slot and state_dir",
+            "its own slot and state_dir. A partitioned table needs a publication with publish_via_partition_root",
+        )
+    if zset and (True,) not in rows:
+        raise SourceError(
+            f"of table {name_table(namespace, name)} only inserts are captured by slot {slot!r}: a Z-set needs all changes",
+            "Give the table a primary key or REPLICA IDENTITY FULL, end all queries of the slot, and start again",
         )
 
 
-@explain_errors("read the partitions")
-def _partitions(sql: Connection, namespace: str, name: str) -> list[tuple[str, str]] | None:
-    """The partitions of a partitioned table, as far down as they go; None if it is an ordinary one."""
+@explain_errors("read the table")
+def _refuse_partitioned(sql: Connection, namespace: str, name: str) -> None:
+    """Our publications send the changes of partitions under the names of these."""
     row = sql.execute(
-        "SELECT oid FROM pg_class WHERE oid = to_regclass(%s) AND relkind = 'p'", [quote_qualified(namespace, name)]
+        "SELECT relkind = 'p' FROM pg_class WHERE oid = to_regclass(%s)", [quote_qualified(namespace, name)]
     ).fetchone()
-    if row is None:
-        return None
-    found = sql.execute(
-        "SELECT n.nspname::text, c.relname::text FROM pg_partition_tree(%s::oid) t JOIN pg_class c ON c.oid = t.relid "
-        "JOIN pg_namespace n ON n.oid = c.relnamespace WHERE t.isleaf",
-        [row[0]],
-    ).fetchall()
-    return [(schema, table) for schema, table in found]
+    if row is not None and row[0]:
+        raise SourceError(
+            f"table {name_table(namespace, name)} is partitioned, and its changes come under the names of its partitions",
+            f"Run: CREATE PUBLICATION p FOR TABLE {quote_qualified(namespace, name)} WITH (publish_via_partition_root); "
+            "and give option('publication', 'p'). Or read the partitions one by one",
+        )
 
 
 @explain_errors("read the replica identity")

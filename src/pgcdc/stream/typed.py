@@ -115,7 +115,7 @@ class _Group:
         self._shape = shape
         self._table = table
         self._options = options
-        if not options.other_shapes and not table.fits(shape):
+        if not (table.can_read(shape) if options.other_shapes else table.fits(shape)):
             raise SchemaChanged(
                 f"table {table.title} has other columns at {self._position(0)} than the query: {table.explain(shape)}",
                 f"{LOAD_AGAIN}: the query goes on where it stopped, with the columns of that place",

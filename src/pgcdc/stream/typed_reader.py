@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,18 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.datasource import ReadLimit
 from pyspark.sql.types import StructType
 
-from pgcdc.capture.database import connect, explain_errors
-from pgcdc.errors import GapError, SchemaChanged
+from pgcdc.capture.database import name_table
+from pgcdc.errors import SchemaChanged
 from pgcdc.position import SCHEMA_SUB, Position
 from pgcdc.relation import Relation
+from pgcdc.spool.diff import diff_shapes
 from pgcdc.spool.reader import SegmentSlice, read_slice
+from pgcdc.spool.shapes import ShapeChange
 from pgcdc.state import StateDir
 from pgcdc.stream.feed import Feed
 from pgcdc.stream.options import StreamOptions
 from pgcdc.stream.reader import RECORD_BATCH_BYTES, ChangePartition, ChangeReader, group_slices
-from pgcdc.stream.table import LOAD_AGAIN, TypedTable, remember_table
+from pgcdc.stream.table import LOAD_AGAIN, RENAMED_ADVICE, TypedTable, remember_table
 from pgcdc.stream.typed import heartbeat_batch, typed_batch
 
 __all__ = ["TypedPartition", "TypedReader"]
@@ -50,8 +52,6 @@ class TypedReader(ChangeReader):
         super().__init__(options, schema)
         self._table = table
         self._arrow = to_arrow_schema(schema, timezone="UTC")
-        self._members: dict[int, bool] = {}
-        """Of tables by oid: whether they are partitions of ours."""
         self._times: deque[tuple[Position, int]] = deque()
         self._clock_due = 0.0
 
@@ -91,77 +91,46 @@ class TypedReader(ChangeReader):
         return end
 
     def _other_versions(self, begin: Position) -> dict[int, Relation]:
-        """Shapes that the table has or gets after `begin`, and that are not the query's."""
+        """Shapes in which rows of the table come after `begin`, and that the query cannot read."""
         assert self._spool is not None and self._shapes is not None
         numbers = {shape: number for number, shape in enumerate(self._spool.relations())}
-        ours = self._mine(numbers)
-        oids = {shape.oid for shape in ours}
         others = {}
         for change in self._shapes.reachable(begin):
-            shape = change.after
-            is_ours, number = shape in ours, numbers.get(shape)
-            if number is None or (not is_ours and shape.oid not in oids):
+            number = numbers.get(change.after)
+            if number is None or not change.concerns(self._table.namespace, self._table.name):
                 continue
-            if not is_ours or not (self._options.rows.other_shapes or self._table.fits(shape)):
-                others[number] = shape
+            if not self._table.is_named(change.after) or not self._can_read(change):
+                others[number] = change.after
         return others
+
+    def _can_read(self, change: ShapeChange) -> bool:
+        if not self._options.rows.other_shapes:
+            return self._table.fits(change.after)
+        renamed = [one for one in diff_shapes(change) if one["type"] == "column_renamed"]
+        return self._table.can_read(change.after) and not any(one["from"] in self._table.by_name for one in renamed)
 
     def _explain(self, shape: Relation, place: Position) -> SchemaChanged:
         table = self._table
-        if shape not in self._mine([shape]):
+        if not table.is_named(shape):
+            now = name_table(shape.namespace, shape.name)
+            return SchemaChanged(f"table {table.title} is {now} from {place} on", RENAMED_ADVICE)
+        if self._acked > place:
             return SchemaChanged(
-                f"table {table.title} is {shape.namespace}.{shape.name} from {place} on",
-                "Read it under its new name: the same consumer goes on there",
+                f"table {table.title} has other columns at {place} than at {self._acked}, up to where consumer "
+                f"{self._options.consumer!r} has acknowledged: the query's checkpoint is older than that",
+                "Restore the checkpoint that belongs to this state directory, or start with a new consumer",
             )
-        return SchemaChanged(
-            f"table {table.title} has other columns from {place} on: {table.explain(shape)}",
-            f"{LOAD_AGAIN} and start the query with the same checkpoint: it goes on there, with the new columns. "
-            "To go on with the old columns instead, give option('schema_change', 'ignore')",
-        )
-
-    # --- whose changes
-
-    def _mine(self, shapes: Iterable[Relation]) -> set[Relation]:
-        """Those of the shapes that are the table's, or of one of its partitions."""
-        name = (self._table.namespace, self._table.name)
-        if not self._table.is_partitioned:
-            return {shape for shape in shapes if (shape.namespace, shape.name) == name}
-        every = list(shapes)
-        unknown = {shape.oid for shape in every if shape.oid not in self._members}
-        if unknown:
-            self._members |= self._ask_members(unknown, every)
-        return {shape for shape in every if self._members[shape.oid]}
-
-    def _ask_members(self, oids: set[int], shapes: list[Relation]) -> dict[int, bool]:
-        """Which of these tables are partitions: as the catalog said when they were first met, or says now."""
-        assert self._shapes is not None
-        self._shapes.refresh()
-        own = [self._table.namespace, self._table.name]
-        found = {
-            change.after.oid: own in change.details["parents"]
-            for change in self._shapes.changes
-            if change.after.oid in oids and change.details is not None
-        }
-        left = sorted(oids - set(found))
-        if left:
-            found |= _ask_catalog(self._options.source.url, self._table, left)
-        for shape in shapes:
-            if shape.oid in oids - set(found) and self._table.fits(shape):
-                raise GapError(
-                    f"table {shape.namespace}.{shape.name} does not exist any more: it may have been a partition of "
-                    f"{self._table.title}, and its changes are not delivered yet",
-                    "Read the partitions as events, or each of them by its own name",
-                )
-        return {oid: found.get(oid, False) for oid in oids}
+        advice = f"{LOAD_AGAIN} and start the query with the same checkpoint: it goes on there, with the new columns"
+        if not self._options.rows.other_shapes:
+            advice += ". To go on with the old columns instead, give option('schema_change', 'ignore')"
+        return SchemaChanged(f"table {table.title} has other columns from {place} on: {table.explain(shape)}", advice)
 
     # --- tasks
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         plain = super().partitions(start, end)
         assert self._spool is not None
-        relations = self._spool.relations()
-        mine = self._mine(relations)
-        versions = {number: shape for number, shape in enumerate(relations) if shape in mine}
+        versions = {n: shape for n, shape in enumerate(self._spool.relations()) if self._table.is_named(shape)}
         found = []
         for one in plain:
             assert isinstance(one, ChangePartition)
@@ -214,15 +183,3 @@ def _first_of(piece: SegmentSlice, versions: dict[int, Relation]) -> tuple[Posit
     row = int(rows[0])
     place = Position(owners.column("lsn")[row].as_py(), changes.column("ordinal")[row].as_py() - 1, SCHEMA_SUB)
     return place, versions[int(numbers[row])]
-
-
-@explain_errors("read the partitions")
-def _ask_catalog(url: str, table: TypedTable, oids: list[int]) -> dict[int, bool]:
-    """Which of these tables are partitions of the table, as far as they exist."""
-    with connect(url) as sql:
-        rows = sql.execute(
-            "SELECT c.oid::int8, to_regclass(%s) = ANY (ARRAY(SELECT relid FROM pg_partition_ancestors(c.oid))) "
-            "FROM pg_class c WHERE c.oid = ANY (%s::int8[]::oid[])",
-            [table.sql, oids],
-        ).fetchall()
-    return {oid: bool(is_one) for oid, is_one in rows}

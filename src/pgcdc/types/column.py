@@ -55,6 +55,8 @@ class TypeOptions:
     (all dates and times as text)."""
     arrays: str = "array"
     """Arrays: `array` or `string`."""
+    composites: str = "struct"
+    """Composite types: `struct` or `string`."""
 
 
 class ColumnType(Protocol):

@@ -60,9 +60,10 @@ def describe(
     numeric: str = "decimal",
     out_of_range: str = "error",
     arrays: str = "array",
+    composites: str = "struct",
 ) -> list[ColumnDescription]:
     """The columns of a table, and what they become in Spark with these options (docs/types.md)."""
-    options = check_options(TypeOptions(json, numeric, out_of_range, arrays))
+    options = check_options(TypeOptions(json, numeric, out_of_range, arrays, composites))
     with connect(url, application_name="pgcdc describe", may_retry=False) as conn:
         columns = read_table_columns(conn, table)
         catalog = TypeCatalog.load(conn)

@@ -26,6 +26,7 @@ CHOICES = {
     "numeric": ("decimal", "string", "double"),
     "out_of_range": ("error", "clamp", "string"),
     "arrays": ("array", "string"),
+    "composites": ("struct", "string"),
 }
 """What each of the TypeOptions can be."""
 

@@ -74,7 +74,7 @@ def nested_type(
         # Declared dimensions beyond what an array can have were accepted by older servers.
         depth = min(max(ndims, 1), MAX_DIMENSIONS)
         return ArrayColumn.make(inner(info.inner, typmod), depth, info.delimiter)
-    if info.kind == "composite" and info.attributes:
+    if info.kind == "composite" and info.attributes and options.composites == "struct":
         attributes = zip(info.attributes, info.attribute_typmods, info.attribute_ndims, strict=True)
         return RowColumn.make(info.attribute_names, tuple(inner(*attribute) for attribute in attributes))
     if info.kind == "range":

@@ -271,7 +271,7 @@ def _split_row(text: bytes, count: int, leaves: list[bytes | None]) -> None:
     if found != count:
         fail(
             f"a row of {found} attribute{'s' * (found != 1)}, but its type has {count}",
-            "the type was altered after this row was written",
+            "The type was altered. Load the table again, or read composite types as text: composites=string",
         )
 
 
