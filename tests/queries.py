@@ -31,7 +31,7 @@ class Query:
         """What Spark would have in its checkpoint."""
         self.schema: StructType = StructType()
         self.batches: list[list[dict[str, Any]]] = []
-        self._reader: Any = None
+        self.reader: Any = None
 
     def load(self, schema: StructType | None = None, **more: str) -> Query:
         """`spark.readStream....load()` and `start()`; goes on where it stopped."""
@@ -43,14 +43,14 @@ class Query:
             made = source.schema()
             assert isinstance(made, StructType)
             self.schema = made
-        self._reader = source.streamReader(self.schema)
+        self.reader = source.streamReader(self.schema)
         if self.offset is None:
-            self.offset = self._reader.initialOffset()
+            self.offset = self.reader.initialOffset()
         return self
 
     def run(self, limit: int = ROWS, *, until: int = 1) -> list[dict[str, Any]]:
         """The rows of the batches up to the database's present."""
-        self._reader.prepareForTriggerAvailableNow()
+        self.reader.prepareForTriggerAvailableNow()
         found: list[dict[str, Any]] = []
         while (rows := self.step(limit)) is not None:
             found += rows
@@ -58,26 +58,26 @@ class Query:
 
     def step(self, limit: int = ROWS) -> list[dict[str, Any]] | None:
         """One batch; None if there is none."""
-        end = self._reader.latestOffset(self.offset, ReadMaxRows(limit))
+        end = self.reader.latestOffset(self.offset, ReadMaxRows(limit))
         if end == self.offset:
             return None
         rows = self.replay(self.offset, end)
         self.offset = end
-        self._reader.commit(end)
+        self.reader.commit(end)
         self.batches.append(rows)
         return rows
 
     def replay(self, start: dict[str, Any] | None, end: dict[str, Any]) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
-        for partition in self._reader.partitions(start, end):
-            for batch in self._reader.read(partition):
+        for partition in self.reader.partitions(start, end):
+            for batch in self.reader.read(partition):
                 rows += batch.to_pylist()
         return rows
 
     def close(self) -> None:
-        if self._reader is not None:
-            self._reader.stop()
-            self._reader = None
+        if self.reader is not None:
+            self.reader.stop()
+            self.reader = None
 
     def end(self) -> None:
         """Also the capture."""

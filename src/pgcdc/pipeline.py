@@ -153,7 +153,7 @@ class Pipeline:
             self._is_locked = True
             self._sinks = self._check_sinks()
             self._say(f"checking the database and slot {self.config.slot_name}")
-            self._prepared = prepare(self.config.source_options(), on_wait=self._report_wait)
+            self._prepared = prepare(self.config.source_options(), consumer=LANE, on_wait=self._report_wait)
         for change in self._prepared.changed:
             self._say(f"{change}; this holds for what is written from now on")
         for table in self._prepared.left_out:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -268,22 +269,81 @@ def test_a_planned_batch_is_read_again_the_same_after_a_crash(database: Database
     assert query.replay(start, end) == once
 
 
-def test_partitions_are_rows_of_their_table_also_those_made_later(database: Database, ask: Ask) -> None:
+def test_a_partitioned_table_is_read_by_its_root_or_refused(database: Database, ask: Ask) -> None:
     database.execute("CREATE TABLE p (id int, v text, PRIMARY KEY (id)) PARTITION BY RANGE (id)")
     database.execute("CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (0) TO (10)")
     database.execute("CREATE TABLE p2 (v text, id int NOT NULL, PRIMARY KEY (id))")  # other order
     database.execute("ALTER TABLE p ATTACH PARTITION p2 FOR VALUES FROM (10) TO (20)")
-    database.execute("CREATE TABLE other (id int PRIMARY KEY, v text)")
-    query = ask("p", tables="p,other").load()
-    database.execute("INSERT INTO p VALUES (1, 'a'), (11, 'b'); INSERT INTO other VALUES (99, 'x')")
+    with pytest.raises(SourceError, match="publish_via_partition_root"):
+        ask("p").load()
+    database.execute("CREATE PUBLICATION leaves FOR TABLE p")
+    with pytest.raises(ConfigError, match="publish_via_partition_root"):
+        ask("p", publication="leaves").load()
+    database.execute("ALTER PUBLICATION leaves SET (publish_via_partition_root = true)")
+    query = ask("p", publication="leaves", accept_publication="true").load()
+    database.execute("INSERT INTO p VALUES (1, 'a'), (11, 'b')")
     assert short(query.run(), "id", "v") == [(1, "a"), (11, "b")]
     database.execute("CREATE TABLE p3 PARTITION OF p FOR VALUES FROM (20) TO (30); INSERT INTO p VALUES (21, 'c')")
-    assert short(query.run(), "id", "v") == [(21, "c")]
-    database.execute("ALTER TABLE p ADD w int; INSERT INTO p VALUES (2, 'd', 1)")
+    database.execute("ALTER TABLE p DETACH PARTITION p1; DROP TABLE p1")
+    database.execute("ALTER TABLE p ADD w int; INSERT INTO p VALUES (12, 'd', 1)")
     with pytest.raises(SchemaChanged, match="column w is new"):
         query.run()
-    database.execute("INSERT INTO p VALUES (12, 'e', 2)")
-    assert short(query.load().run(), "id", "v", "w") == [(2, "d", 1), (12, "e", 2)]
+    assert short(query.load().run(), "id", "v", "w") == [(12, "d", 1)]
+    assert [row["id"] for batch in query.batches for row in batch] == [1, 11, 21, 12]
+
+
+def test_tables_that_change_places_are_not_taken_for_renamed_ones(database: Database, ask: Ask) -> None:
+    database.execute("CREATE TABLE t (id int PRIMARY KEY); CREATE TABLE n (id int PRIMARY KEY)")
+    query = ask(publication="pair")
+    database.execute("CREATE PUBLICATION pair FOR TABLE t, n")
+    query.load()
+    database.execute("INSERT INTO t VALUES (1); INSERT INTO n VALUES (10); INSERT INTO t VALUES (2)")
+    database.execute("BEGIN; ALTER TABLE t RENAME TO o; ALTER TABLE n RENAME TO t; COMMIT; INSERT INTO o VALUES (3)")
+    with pytest.raises(SchemaChanged, match="t is o"):
+        query.run()
+    assert [row["id"] for batch in query.batches for row in batch] == [1, 2], "nothing of the other table"
+
+
+def test_a_renamed_column_stops_also_a_query_that_ignores_changes(database: Database, ask: Ask) -> None:
+    database.execute("CREATE TABLE t (id int PRIMARY KEY, v text, f real)")
+    query = ask(schema_change="ignore").load()
+    database.execute("INSERT INTO t VALUES (1, 'a', 1)")
+    assert len(query.run()) == 1
+    database.execute("ALTER TABLE t RENAME v TO w")
+    database.execute("INSERT INTO t VALUES (2, 'b', 1)")
+    with pytest.raises(SchemaChanged, match="column v is missing"):
+        query.run()
+    assert short(query.load().run(), "w") == [("b",)]
+    database.execute("ALTER TABLE t ALTER f TYPE double precision")
+    database.execute("INSERT INTO t VALUES (3, 'c', 1.23456789012345)")
+    with pytest.raises(SchemaChanged, match="column f has another type"):
+        query.run()
+
+
+def test_an_altered_composite_is_refused_and_read_after_a_load(database: Database, ask: Ask) -> None:
+    database.execute("CREATE TYPE c AS (x int, y int); CREATE TABLE t (id int PRIMARY KEY, p c)")
+    query = ask().load()
+    database.execute("INSERT INTO t VALUES (1, '(1,2)')")
+    assert short(query.run(), "p") == [({"x": 1, "y": 2},)]
+    database.execute("ALTER TYPE c ADD ATTRIBUTE z int")
+    database.execute("INSERT INTO t VALUES (2, '(1,2,3)')")
+    with pytest.raises(ConversionError, match="composites=string"):
+        query.run()
+    assert short(query.load().run(), "p") == [({"x": 1, "y": 2, "z": 3},)]
+
+
+def test_an_older_checkpoint_is_said_to_be_one(database: Database, ask: Ask) -> None:
+    database.execute("CREATE TABLE t (id int PRIMARY KEY)")
+    ask(consumer="keeps everything").load()
+    query = ask().load()
+    start = query.offset
+    database.execute("INSERT INTO t VALUES (1); ALTER TABLE t ADD v text; INSERT INTO t VALUES (2, 'a')")
+    with pytest.raises(SchemaChanged):
+        query.run()
+    query.load().run()
+    query.offset = start
+    with pytest.raises(SchemaChanged, match="the query's checkpoint is older"):
+        query.load().run()
 
 
 # --- what is refused
@@ -295,24 +355,61 @@ def test_tables_that_cannot_be_read_in_this_form(database: Database, ask: Ask) -
     )
     with pytest.raises(ConfigError, match="a column _op"):
         ask().load()
+    ask().load(StructType().add("id", IntegerType()))
+    with pytest.raises(ConfigError, match="NOT NULL"):
+        ask().load(StructType().add("id", IntegerType(), nullable=False))
+    with pytest.raises(ConfigError, match="Z-set cannot go on"):
+        ask(changelog="zset", schema_change="ignore").load()
     with pytest.raises(ConfigError, match="upper and lower case"):
         ask("u").load()
     with pytest.raises(SourceError, match="does not exist"):
         ask("nowhere").load()
-    for option, value in (("changelog", "x"), ("numeric", "x"), ("schema_change", "x"), ("heartbeat_interval", "-1")):
+    for option, value in (("changelog", "x"), ("numeric", "x"), ("schema_change", "x"), ("heartbeat_interval", "nan")):
         with pytest.raises(ConfigError, match=option):
             ask("u", **{option: value}).load()
 
 
 def test_a_query_that_joins_a_capture_gets_what_it_asks_for_or_is_refused(database: Database, ask: Ask) -> None:
     database.execute("CREATE TABLE t (id int PRIMARY KEY); CREATE TABLE u (id int PRIMARY KEY)")
-    ask(tables="t").load()
+    first = ask(tables="t").load()
     with pytest.raises(ConfigError, match="not captured by slot"):
         ask("u", consumer="second").load()
-    with pytest.raises(ConfigError, match="running for tables"):
-        ask("u", consumer="second", tables="t,u").load()
+    for options, part in (
+        ({"tables": "t,u"}, "running with tables"),
+        ({"tables": "t", "row_filters": "t=id > 5"}, "other tables, rows or columns"),
+        ({"publication": "somebody_s"}, "publication=somebody_s"),
+        ({"slot": "another"}, "slot=another"),
+        ({"two_phase": "true"}, "two_phase=True"),
+    ):
+        with pytest.raises(ConfigError, match=part):
+            ask("t", consumer="second", **options).load()
     ask("t", consumer="third", tables="public.t").load()
     ask("t", consumer="fourth").load()
+    first.end()
+    with pytest.raises(ConfigError, match="for default, fourth, third as well"):
+        ask("u", consumer="second", tables="u").load()
+    assert ask("u", consumer="second", tables="t,u").load().run() == []
+
+
+def test_a_z_set_of_a_table_of_which_only_inserts_are_published_is_refused(database: Database, ask: Ask) -> None:
+    database.execute("CREATE TABLE t (id int)")
+    ask(consumer="plain").load()
+    database.execute("ALTER TABLE t REPLICA IDENTITY FULL")
+    with pytest.raises(SourceError, match="only inserts are captured"):
+        ask(changelog="zset").load()
+
+
+def test_no_password_is_in_what_spark_sends_to_the_executors(database: Database, ask: Ask) -> None:
+    database.execute("CREATE TABLE t (id int PRIMARY KEY)")
+    query = ask()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PGCDC_DB", database.url.replace("postgres@", "postgres:s3cret@"))
+        del query.options["url"]
+        query.load()
+        reader = query.reader
+        reader.stop()
+        reader._feed = reader._spool = None
+        assert b"s3cret" not in pickle.dumps(reader)
 
 
 # --- time

@@ -86,7 +86,12 @@ class SourceOptions:
 
     def as_before(self, identity: Identity) -> SourceOptions:
         """The same with what the slot captures already: for whoever only joins it."""
-        asked = Selection.from_json(identity.asked or {})
+        if identity.asked is None:
+            raise ConfigError(
+                "the state directory was written by an older version, which did not note what is captured",
+                "Name the tables once: option('tables', ...)",
+            )
+        asked = Selection.from_json(identity.asked)
         if not (asked.tables or asked.schemas or asked.all_tables):
             return replace(self, publication=identity.publications[0]["name"])
         return replace(
@@ -163,9 +168,13 @@ def prepare(
     options: SourceOptions,
     *,
     watch_pid: int | None = None,
+    consumer: str = "",
     on_wait: Callable[[list[OpenTransaction]], None] | None = None,
 ) -> Prepared:
-    """Check server and state directory, create what is missing. Raises with advice, and then nothing new is left behind."""
+    """Check server and state directory, create what is missing. Raises with advice, and then nothing new is left behind.
+
+    `consumer` is who asks: it may leave out tables that it does not want any more, but not those of others.
+    """
     options.check()
     state = StateDir(Path(options.state_dir))
     lock = Lock(state.identity_lock)
@@ -173,9 +182,25 @@ def prepare(
         with state.claim(lock, LOCK_TIMEOUT_S) as taken:
             if not taken:
                 raise StateError(f"another process prepares {state.path}", "Wait for it, or use another --state-dir")
+            _check_others(options, state, consumer)
             return _prepare(options, state, watch_pid or os.getpid(), on_wait)
     finally:
         lock.release()
+
+
+def _check_others(options: SourceOptions, state: StateDir, consumer: str) -> None:
+    """Tables that other consumers were promised stay captured until these are forgotten."""
+    known = state.identity()
+    if known is None or known.asked is None or options.uses_existing:
+        return
+    others = [name for name in Consumers(state.consumers_file).names() if name != consumer]
+    asked = Selection.from_json(known.asked)
+    if others and not options.selection.covers(asked):
+        said = ", ".join(f"{name}={value}" for name, value in known.asked.items() if value)
+        raise ConfigError(
+            f"slot {known.slot!r} captures {said} for {', '.join(others)} as well: they would lose what is left out",
+            "Name all of it; or use another slot and state directory; or forget them first: pgcdc consumer forget NAME",
+        )
 
 
 def _prepare(

@@ -413,6 +413,7 @@ class CaptureProcess:
             "time": time.time(),
             "phase": self._phase,
             "slot": self._spec.slot,
+            "wire": asdict(self._spec.wire),
             "received_lsn": format_lsn(self._capture.last_lsn),
             "confirmed_lsn": format_lsn(self._confirmed_lsn()),
             "server_lsn": format_lsn(server_lsn),

@@ -19,6 +19,7 @@ from pgcdc.position import format_lsn
 __all__ = ["ReplicationStream"]
 
 _LOST_PUBLICATION = "skipped loading publication"
+_UNMAPPED = "could not map filenumber"
 _REFUSED_OPTION = {"0A000", "22023", "42601", "XX000"}
 """How the plugin says that it does not know an option (an internal error, to it), its value, or the protocol version."""
 
@@ -118,7 +119,12 @@ class ReplicationStream:
             )
         if state[:2] in {"08", "57", "53"} or not state:
             return self._lost(text or "the server ended the stream")
-        return SourceError(f"the server ended the stream: {text} (SQLSTATE {state})", "See the server's log")
+        advice = "See the server's log"
+        if _UNMAPPED in text:
+            advice = (
+                "A server error with streamed transactions that alter a table and roll that back: give --no-streaming"
+            )
+        return SourceError(f"the server ended the stream: {text} (SQLSTATE {state})", advice)
 
     def _lost(self, text: str) -> Exception:
         if self._fatal_notice:

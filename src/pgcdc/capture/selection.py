@@ -55,17 +55,15 @@ class Selection:
         values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in raw.items()}
         return cls(**values)
 
-    def is_same(self, asked: dict[str, Any]) -> bool:
-        """Whether this is what was asked for, whatever the order and the spelling; rules that are left out are no others."""
-        other = Selection.from_json(asked)
-        if {split_table(name) for name in self.tables} != {split_table(name) for name in other.tables}:
-            return False
-        if set(self.schema_names) != set(other.schema_names) or self.all_tables != other.all_tables:
-            return False
-        rules = other.rules()
-        return all(rules.get(table) == rule for table, rule in self.rules().items()) and (
-            other.generated_columns or not self.generated_columns
-        )
+    def covers(self, other: Selection) -> bool:
+        """Whether everything that the other one selects is selected here, in the same way."""
+        schemas = set(self.schema_names)
+        tables = {split_table(name) for name in self.tables}
+        if not self.all_tables:
+            named = {table for table in map(split_table, other.tables) if table[0] not in schemas}
+            if other.all_tables or not schemas.issuperset(other.schema_names) or not named <= tables:
+                return False
+        return self.rules() == other.rules() and (self.generated_columns or not other.generated_columns)
 
     def check(self) -> None:
         """Raise ConfigError for what cannot be read."""

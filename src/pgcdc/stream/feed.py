@@ -6,16 +6,17 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 
 from pgcdc.capture.control import CaptureLink, ControlClient
 from pgcdc.capture.prepare import SourceOptions, prepare
+from pgcdc.capture.selection import Selection
 from pgcdc.errors import ConfigError
 from pgcdc.position import Position
 from pgcdc.spool.reader import SpoolReader
-from pgcdc.state import Identity, Lock, StateDir
+from pgcdc.state import Identity, Lock, StateDir, read_json
 from pgcdc.stream.options import StreamOptions
 from pgcdc.stream.table import check_captured
 from pgcdc.stream.texts import IdSeed
@@ -63,12 +64,12 @@ class CaptureFeed:
         began = identity is not None and identity.created_lsn > 0
         source = _what_to_capture(options, identity if began else None)
         if not began or (Lock.holder(state.capture_lock) is None and not options.driver_acks):
-            prepared = prepare(source, watch_pid=watch_pid)
+            prepared = prepare(source, watch_pid=watch_pid, consumer=options.consumer)
             spec, identity = prepared.spec, prepared.identity
         else:
             assert identity is not None
             if not options.driver_acks:
-                _check_same(source, identity)
+                _check_same(source, identity, read_json(state.capture_status) or {}, is_typed=options.table is not None)
             spec = source.spec((item["name"] for item in identity.publications), watch_pid)
         if options.table is not None:
             check_captured(source.url, spec.publications, options.table, source.slot, zset=options.rows.zset)
@@ -144,18 +145,32 @@ def _what_to_capture(options: StreamOptions, identity: Identity | None) -> Sourc
     return replace(source, tables=(options.table,)) if identity is None else source.as_before(identity)
 
 
-def _check_same(source: SourceOptions, identity: Identity) -> None:
+def _check_same(source: SourceOptions, identity: Identity, status: dict[str, Any], *, is_typed: bool) -> None:
     """What a running capture reads is not changed by a query that joins it: one that asks for something else is refused."""
-    asked = identity.asked
-    if asked is None or not source.has_selection or source.uses_existing or source.selection.is_same(asked):
-        return
-    said = ", ".join(f"{name}={value}" for name, value in asked.items() if value)
-    raise ConfigError(
-        f"the capture of slot {identity.slot!r} is running for {said or 'a publication of yours'}, this query asks for more "
-        "or less",
-        "Give the same tables in every query of a slot, or none; or stop the other queries first, or use another slot and "
-        "state_dir",
-    )
+    running = identity.asked or {}
+    said = [f"{name}={value}" for name, value in running.items() if value]
+    names = [item["name"] for item in identity.publications]
+    different = []
+    if source.slot != identity.slot:
+        different.append(f"slot={source.slot}")
+    if source.uses_existing:
+        different += [f"publication={source.publication}"] if [source.publication] != names else []
+    elif source.has_selection and identity.asked is not None:
+        asked, wanted = Selection.from_json(running), source.selection
+        different += [] if asked.covers(wanted) and wanted.covers(asked) else ["other tables, rows or columns"]
+    wire = status.get("wire", {})
+    for name in ("two_phase", "origin") if is_typed else ("two_phase", "origin", "messages"):
+        mine = getattr(source.wire, name)
+        if wire.get(name, mine) != mine:
+            said.append(f"{name}={wire[name]}")
+            different.append(f"{name}={mine}")
+    if different:
+        raise ConfigError(
+            f"the capture of slot {identity.slot!r} is running with {', '.join(said) or names[0]}; this query asks for "
+            f"{', '.join(different)}",
+            "Give the same options in every query of a slot (a typed query may name nothing but its table), stop the other "
+            "queries first, or use another slot and state_dir",
+        )
 
 
 def _driver_pid() -> int:
