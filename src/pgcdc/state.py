@@ -10,6 +10,7 @@ consumers.json    where every consumer is, and what was confirmed
 spool/            segments and index
 acks/             one file per sink
 checkpoints/      Spark's, one folder per lane
+toast/            the cache of --toast cache
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class StateDir:
         self.checkpoints = self.path / "checkpoints"
         self.consumers_file = self.path / "consumers.json"
         self.shapes_file = self.path / "shapes.jsonl"
+        self.toast = self.path / "toast"
         self.capture_status = self.path / "capture.json"
         self.run_status = self.path / "run.json"
         self.capture_lock = self.path / "capture.lock"

@@ -29,6 +29,7 @@ from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.replication import SlotBusy
 from pgcdc.capture.server import ControlServer, remove_socket
 from pgcdc.capture.stream import STATUS_INTERVAL_S, Capture, reconnect_delay_s
+from pgcdc.capture.toast import ToastOptions, ToastStep
 from pgcdc.errors import ConnectionLost, GapError, PgcdcError, SourceError, StateError
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position, format_lsn
@@ -64,6 +65,7 @@ class CaptureSpec:
     """The pipeline was running: a server that is not there is waited for, not an error."""
     wire: WireOptions = WireOptions()  # noqa: RUF009 - frozen
     """What the server is asked for."""
+    toast: ToastOptions = ToastOptions()  # noqa: RUF009 - frozen
 
     def to_json(self) -> str:
         """For the standard input of the process."""
@@ -73,7 +75,8 @@ class CaptureSpec:
     def from_json(cls, text: str) -> CaptureSpec:
         """The specification behind `to_json()`."""
         raw = json.loads(text)
-        return cls(**{**raw, "publications": tuple(raw["publications"]), "wire": WireOptions(**raw["wire"])})
+        parsed = {"wire": WireOptions(**raw["wire"]), "toast": ToastOptions(**raw["toast"])}
+        return cls(**{**raw, "publications": tuple(raw["publications"]), **parsed})
 
 
 class CaptureProcess:
@@ -89,6 +92,9 @@ class CaptureProcess:
         self._consumers = Consumers(state.consumers_file)
         self._selector = selectors.DefaultSelector()
         self._spool = SpoolWriter(state.spool, Position.end(self._consumers.confirmed_lsn))
+        self._toast = ToastStep(
+            spec.toast, spec.publications, state, resume_lsn=self._spool.resume_lsn, instance=identity.instance
+        )
         self._server = ControlServer(self._selector, self._answer)
         self._guard = Guard(state, identity, self._consumers, temporary=spec.temporary)
         self._capture = Capture(
@@ -175,6 +181,7 @@ class CaptureProcess:
         self._capture.close()
         if self._sql is not None:
             self._sql.close()
+        self._toast.close()
         self._spool.close()
         self._selector.close()
 
@@ -203,6 +210,7 @@ class CaptureProcess:
             self._selector.register(self._sql.fileno(), selectors.EVENT_READ, self._watch_sql)
         if not self._spec.temporary:
             self._check_slot()
+        self._toast.look(self._sql)
         try:
             self._capture.connect()
         except SlotBusy as error:
@@ -283,7 +291,8 @@ class CaptureProcess:
             batch = self._capture.poll(drain=self._server.has_waiters)
             if batch is None:
                 return not self._capture.is_drained
-            self._spool.append(batch)
+            for piece in self._toast.resolve(batch, self._sql):
+                self._spool.append(piece)
             self._rows += batch.rows
             if batch.rows:
                 self._last_commit_us = batch.transactions.column("commit_time")[-1].as_py()
@@ -318,6 +327,7 @@ class CaptureProcess:
 
     def _confirm(self) -> None:
         """Confirm what every consumer has made durable, and let go of its segments."""
+        self._toast.make_durable()
         # An ack may be ahead of a spool that is read again from the slot: the rest follows when it has come.
         lsn = min(self._consumers.confirmable(), self._capture.handed_out_lsn)
         if lsn > self._capture.confirmed_lsn:
@@ -325,6 +335,7 @@ class CaptureProcess:
             self._capture.send_feedback(lsn)
             hit("capture.after_confirm")
             self._spool.release(lsn)
+            self._toast.release(lsn)
         self._server.confirmed(self._confirmed_lsn())
 
     def _confirmed_lsn(self) -> int:
@@ -392,6 +403,7 @@ class CaptureProcess:
             "lag_bytes": max(0, server_lsn - self._confirmed_lsn()),
             "spool_bytes": self._spool.bytes_held,
             "rows": self._rows,
+            **self._toast.status(),
             "last_commit_time": self._last_commit_us / 1e6,
             "consumers": self._consumers.to_json()["consumers"],
             "last_error": self._last_error,
