@@ -80,15 +80,14 @@ class ToastStep:
             )
         self._catalog = ToastCatalog(publications)
         self._facts: dict[int, TableFacts] = {}
-        self._seen_lsn: dict[int, int] = {}
-        """Since which LSN the catalog has said the same about a table."""
         self._rules: dict[int, TableRules | None] = {}
         self._shapes: dict[int, str] = {}
 
     def look(self, sql: Connection) -> None:
         """A connection begins: see what the tables are like before anything is read from the stream."""
         if self._cache is not None:
-            self._take_facts(*self._catalog.read_all(sql))
+            with self._cache.explaining():
+                self._take_facts(*self._catalog.read_all(sql), self._cache)
 
     def resolve(self, batch: CaptureBatch, sql: Connection | None) -> Iterator[CaptureBatch]:
         """The batch with what could be resolved; in pieces if it has grown much."""
@@ -149,12 +148,13 @@ class ToastStep:
 
     # --- whether the catalog still says what it said
 
-    def _take_facts(self, facts: dict[int, TableFacts], lsn: int) -> None:
-        for oid, fact in facts.items():
-            if self._facts.get(oid, _UNKNOWN).stamp != fact.stamp:
-                self._seen_lsn[oid] = lsn
-            self._facts[oid] = fact
+    def _take_facts(self, facts: dict[int, TableFacts], lsn: int, cache: ToastCache) -> None:
+        """Remember what the catalog says, and since when: if it says the same as before, since before."""
+        self._facts.update(facts)
         self._rules.clear()
+        seen = {oid: (fact.stamp, lsn) for oid, fact in facts.items() if cache.seen_stamp(oid)[0] != fact.stamp}
+        if seen:
+            cache.see_stamps(seen)
 
     def _check_told(self, batch: CaptureBatch, sql: Connection | None, cache: ToastCache) -> set[int]:
         """The server has described tables anew. Are they what we knew? Returns those of which nothing is to be kept now.
@@ -165,13 +165,13 @@ class ToastStep:
         if not batch.told:
             return set()
         fresh, lsn = self._catalog.read(sql, list(batch.told))
-        self._take_facts({oid: fresh.get(oid, _UNKNOWN) for oid in batch.told}, lsn)
+        self._take_facts({oid: fresh.get(oid, _UNKNOWN) for oid in batch.told}, lsn, cache)
         first_lsn = batch.transactions.column("lsn")[0].as_py()
         for oid in batch.told:
             if not _is_trusted(cache.generation(oid), self._facts[oid]):
                 cache.evict_table(oid, first_lsn)
         # What the catalog has said since before these changes was not done between them.
-        return {oid for oid, count in batch.told.items() if count > 1 and self._seen_lsn[oid] >= first_lsn}
+        return {oid for oid, count in batch.told.items() if count > 1 and cache.seen_stamp(oid)[1] >= first_lsn}
 
     def _prove(self, batch: CaptureBatch, oid: int, lsn: int, cache: ToastCache) -> None:
         """Rows behind the stamp came without a new description: nothing was done to the table before the stamp."""
@@ -260,7 +260,7 @@ class ToastStep:
             self.misses += len(marks)
             return
         if table is None:
-            table = cache.begin_table(oid, self._shapes[version], self._facts[oid].stamp, self._seen_lsn[oid], lsn)
+            table = cache.begin_table(oid, self._shapes[version], *cache.seen_stamp(oid), lsn)
         place, stored = cache.get(table.prefix, key)
         if op == Op.DELETE:
             if stored is not None:

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import logging
 import marshal
+import os
 import shutil
 import struct
 import zlib
@@ -100,6 +101,7 @@ class ToastCache:
         self._limit = limit
         self._instance = instance
         self._tables: dict[int, Generation] = {}
+        self._seen: dict[int, tuple[str, int]] = {}
         self._items: list[Item] = []
         self._item_bytes = 0
         self._uncommitted_items = self._uncommitted_bytes = 0
@@ -140,6 +142,16 @@ class ToastCache:
         """Whether there may be something to find for a table."""
         found = self._tables.get(oid)
         return found is not None and self._state.live.get(found.number, 0) > 0
+
+    def seen_stamp(self, oid: int) -> tuple[str, int]:
+        """What the catalog said last about a table, and an LSN since which it says so."""
+        return self._seen.get(oid, ("", 0))
+
+    def see_stamps(self, stamps: dict[int, tuple[str, int]]) -> None:
+        """The catalog says something new about tables. Between batches only; durable, because it is true at any position."""
+        self._seen |= stamps
+        self._txn.put(b"seen", marshal.dumps(self._seen), db=self._meta)
+        self._commit()
 
     def begin_table(self, oid: int, shape: str, stamp: str, stamp_lsn: int, lsn: int) -> Generation:
         """A new generation for a table that has none."""
@@ -310,6 +322,9 @@ class ToastCache:
         )  # fmt: skip
         self._txn.put(b"state", marshal.dumps((FORMAT, self._instance, fields)), db=self._meta)
         self._txn.commit()
+        # Pages that were freed at once are counted, but not written: with them, a shorter file is one that was cut off.
+        if (self._folder / "table").stat().st_size < self._used_bytes():
+            os.truncate(self._folder / "table", self._used_bytes())
         self._txn = self._env.begin(write=True)
         self._committed_records = state.records
         self._uncommitted_items = self._uncommitted_bytes = 0
@@ -320,13 +335,15 @@ class ToastCache:
     def _open_table(self) -> None:
         path = self._folder / "table"
         self._env = lmdb.open(str(path), map_size=MAP_BYTES, max_dbs=3, subdir=False, readahead=False, mode=0o600)
-        info, page = self._env.info(), self._env.stat()["psize"]
-        if (info["last_pgno"] + 1) * page > max(path.stat().st_size, 2 * page):
+        if path.stat().st_size < self._used_bytes():
             raise _Unusable("its file is cut off")  # reading behind the end would kill the process
         self._entry = self._env.open_db(b"entry")
         self._order = self._env.open_db(b"order")
         self._meta = self._env.open_db(b"meta")
         self._txn = self._env.begin(write=True)
+
+    def _used_bytes(self) -> int:
+        return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
 
     def _open(self, resume_lsn: int) -> None:
         if not (self._folder / "table").exists():
@@ -397,12 +414,13 @@ class ToastCache:
                 oid = _ID.unpack_from(cursor.key(), _ID.size)[0]
                 self._tables[oid] = Generation(*marshal.loads(cursor.value()))
                 found = cursor.next()
+        self._seen = marshal.loads(self._txn.get(b"seen", db=self._meta) or marshal.dumps({}))
         self._count = sum(self._state.live.get(one.number, 0) for one in self._tables.values())
 
     def _create(self, lsn: int) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._state = _State(position=lsn, floor_lsn=lsn)
-        self._tables, self._count = {}, 0
+        self._tables, self._seen, self._count = {}, {}, 0
         self._open_table()
         self._log = ToastLog(self._folder, 1)
         self._commit()
