@@ -13,8 +13,9 @@ __all__ = ["drop_toast", "prepare_toast", "run_toast"]
 
 SLOT = "bench_toast"
 ROWS_PER_TRANSACTION = 1000
-# A row is TOASTed when it is longer than 2 kB, or has out-of-line values already. So rows are made long before the slot, with
-# a column that compresses to nothing; behind it they stay out of line, and the values can be short: the cost for each row counts.
+# A row is TOASTed when it is longer than 2 kB, or has out-of-line values already. So rows are made long before the slot,
+# with a column that compresses to nothing; behind it their values stay out of line and can be short: it is the cost for each
+# row that counts.
 _TABLE = """
 CREATE TABLE toasted (id int PRIMARY KEY, n int, body text STORAGE EXTERNAL, pad text STORAGE MAIN)
     WITH (toast_tuple_target = 128, fillfactor = 50)
@@ -27,7 +28,8 @@ BEGIN
         COMMIT;
     END LOOP;
     FOR k IN 0..total - 1 BY step LOOP  -- 7919 is a prime number: every row once, scattered
-        UPDATE toasted SET n = n + 1 WHERE id IN (SELECT j::bigint * 7919 % total + 1 FROM generate_series(k, k + step - 1) j);
+        UPDATE toasted SET n = n + 1
+            WHERE id IN (SELECT j::bigint * 7919 % total + 1 FROM generate_series(k, k + step - 1) j);
         COMMIT;
     END LOOP;
 END $$

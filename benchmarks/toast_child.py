@@ -1,6 +1,6 @@
-"""The capture with its TOAST step and spool, in a process of its own: `SLOT CHANGES MODE ENTRIES FOLDER`. The URL is in PGCDC_DB.
+"""The capture with its TOAST step and spool, in a process of its own: `SLOT CHANGES MODE ENTRIES FOLDER`.
 
-Prints one line of JSON. It confirms once a second what it has written, as if every sink were as fast.
+The URL is in PGCDC_DB. Prints one line of JSON. It confirms once a second what it has written, as if every sink were as fast.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def drain(slot: str, changes: int, mode: str, entries: int, folder: Path) -> dic
     step.look(sql)
     capture.connect()
     rows = unresolved = 0
-    anonymous = peak_anonymous = 0
+    peak_anonymous = 0
     confirm_due = wall + CONFIRM_INTERVAL_S
     while rows < changes:
         batch = capture.poll(drain=False)
@@ -62,8 +62,7 @@ def drain(slot: str, changes: int, mode: str, entries: int, folder: Path) -> dic
             spool.release(batch.last_lsn)
             step.release(batch.last_lsn)
             confirm_due = time.perf_counter() + CONFIRM_INTERVAL_S
-            anonymous = _anonymous_bytes()
-            peak_anonymous = max(peak_anonymous, anonymous)
+            peak_anonymous = max(peak_anonymous, _anonymous_bytes())
     step.make_durable()
     took_s, used_s = time.perf_counter() - wall, cpu_s() - cpu
     found = {

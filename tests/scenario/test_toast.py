@@ -14,6 +14,7 @@ from streams import SETTINGS, Change
 from toasting import TABLE, Rig, text
 
 from pgcdc.capture import toast as toast_module
+from pgcdc.capture.batch import CaptureBatch
 from pgcdc.capture.prepare import SourceOptions, prepare
 from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.toast import ToastOptions
@@ -239,7 +240,7 @@ def test_mark_leaves_the_mark(docs: Database, tmp_path: Path) -> None:
     rig = Rig(docs, tmp_path, "mark")
     _, change = rig.read(insert(1), "UPDATE docs SET n = 1")
     assert marked(change) == ["body", "note"]
-    assert rig.counted == (None, None, None) and not rig.state.toast.exists()
+    assert set(rig.step.status().values()) == {None} and not rig.state.toast.exists()
     rig.close()
 
 
@@ -421,8 +422,7 @@ def test_eviction_is_the_same_on_replay(docs: Database, tmp_path: Path) -> None:
 def test_a_batch_that_grows_much_leaves_in_pieces(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toast_module, "PIECE_BYTES", 20_000)
     rig.read(insert(*range(1, 31)))
-    pieces = []
-    batch = None
+    pieces: list[CaptureBatch] = []
     rig.execute("BEGIN; UPDATE docs SET n = 1; UPDATE docs SET n = 2 WHERE id = 1; COMMIT", "UPDATE docs SET n = 3")
     while sum(piece.rows for piece in pieces) < 61:
         batch = rig.capture.receive_batch()

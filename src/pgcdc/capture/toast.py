@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 from psycopg import Connection
 
 from pgcdc.capture.batch import CaptureBatch
 from pgcdc.capture.database import name_table
-from pgcdc.capture.toast_rows import Step, ToastRows, pack_values, unpack_values
+from pgcdc.capture.toast_rows import Steps, ToastRows, pack_values, single_value, unpack_values
 from pgcdc.capture.toast_rules import TableFacts, TableRules, ToastCatalog, alter_to_full, shape_of
 from pgcdc.errors import ConfigError, SourceError
 from pgcdc.relation import Relations
@@ -31,6 +32,12 @@ TOAST_MODES = ("full", "cache", "mark")
 DEFAULT_CACHE_ENTRIES = 100_000
 PIECE_BYTES = 8 << 20
 """A piece leaves when so much was put in."""
+
+INSERT, DELETE, TRUNCATE = int(Op.INSERT), int(Op.DELETE), int(Op.TRUNCATE)
+MAX_KEY = 400
+"""Of the bytes of a key: LMDB takes 511, longer ones are shortened."""
+STORED_HEAD = 12
+"""Bytes before the values in what is stored."""
 
 _UNKNOWN = TableFacts("")
 _Found = list[tuple[int, bytes]]
@@ -201,95 +208,136 @@ class ToastStep:
         """
         with cache.explaining():
             doubtful = self._check_told(batch, sql, cache)
-            grown = 0
-            marks_of = _group_marks(rows)
-            for step in self._plan(batch, rows, cache, doubtful, marks_of):
-                before = len(found)
-                self._take(step, rows, cache, marks_of.get(step.row, ()), found)
-                grown += sum(len(value) for _, value in found[before:])
-                if grown > PIECE_BYTES:
-                    cache.advance(rows.complete_lsn(step.row + 1))
-                    yield step.row + 1
-                    grown = 0
+            marks = rows.open_marks
+            steps = rows.plan(self._tables_in(batch, rows, cache, doubtful), marks)
+            in_steps = sum(steps.end_mark) - sum(steps.first_mark)
+            self.misses += len(marks) - in_steps  # of tables that nothing is kept of
+            columns, at = rows.mark_column[marks].tolist(), marks.tolist()
+            begin = 0
+            while begin < len(steps):
+                begin = self._take(steps, begin, rows, columns, at, cache, found)
+                if begin < len(steps):
+                    cache.advance(rows.complete_lsn(steps.row[begin - 1] + 1))
+                    yield steps.row[begin - 1] + 1
             cache.advance(rows.complete_lsn(rows.data.num_rows))
         yield rows.data.num_rows
 
-    def _plan(
-        self,
-        batch: CaptureBatch,
-        rows: ToastRows,
-        cache: ToastCache,
-        doubtful: set[int],
-        marks_of: dict[int, list[int]],
-    ) -> list[Step]:
-        """What is to be done, in the order of the changes. Changes that cannot concern the cache are not among it."""
-        has_marks = np.zeros(rows.data.num_rows, bool)
-        has_marks[list(marks_of)] = True
-        steps: list[Step] = []
+    def _tables_in(
+        self, batch: CaptureBatch, rows: ToastRows, cache: ToastCache, doubtful: set[int]
+    ) -> list[tuple[int, npt.NDArray[np.int64], TableRules, bool]]:
+        """The tables of a batch that the cache is for: version, rows, rules, and whether it has entries."""
         versions = [version for version in np.unique(rows.relation).tolist() if version >= 0]
         oids = [rows.relations[version].oid for version in versions]
         first_lsn = int(rows.lsn[0])
+        found = []
         for version, oid in zip(versions, oids, strict=True):
-            mine = np.flatnonzero(rows.relation == version)
             rules = self._rules_of(version, rows.relations)
             if rules is None or oid in doubtful:
-                self.misses += sum(len(marks_of[row]) for row in mine[has_marks[mine]].tolist())
                 cache.evict_table(oid, first_lsn)
                 continue
             self._prove(batch, oid, first_lsn, cache)
             # Of two shapes in one batch, one may find what the other has stored.
             has_entries = cache.has_entries(oid) or oids.count(oid) > 1
-            steps += rows.plan(version, mine, rules, has_marks, has_entries=has_entries)
-        return sorted(steps) if len(versions) > 1 else steps
+            found.append((version, np.flatnonzero(rows.relation == version), rules, has_entries))
+        return found
 
     def _take(
-        self, step: Step, rows: ToastRows, cache: ToastCache, marks: list[int] | tuple[()], found: _Found
-    ) -> None:
-        """One change: look up, resolve, and store what is known now."""
-        row, version, key, old_key, values = step
-        oid, op, lsn = rows.relations[version].oid, int(rows.op[row]), int(rows.lsn[row])
+        self, steps: Steps, begin: int, rows: ToastRows, columns: list[int], marks: list[int], cache: ToastCache,
+        found: _Found,
+    ) -> int:  # fmt: skip
+        """For each change: look up, resolve, and store what is known now. Ends early when `found` has grown large.
+
+        Once per change: as few calls as possible.
+        """
+        grown = hits = misses = 0
+        prefixes: dict[int, bytes | None] = {}
+        get, put, remove = cache.get, cache.put, cache.remove
+        fields = (
+            steps.version,
+            steps.op,
+            steps.lsn,
+            steps.key,
+            steps.old_key,
+            steps.packed,
+            steps.first_mark,
+            steps.end_mark,
+        )
+        each = zip(*(field[begin:] for field in fields), strict=True) if begin else zip(*fields, strict=True)
+        number = begin - 1
+        for number, (version, op, lsn, key, old_key, sent, first, end) in enumerate(each, begin):  # noqa: B007
+            prefix = prefixes.get(version)
+            if prefix is None or op == TRUNCATE:
+                known_tables = cache.generations
+                prefix = self._prefix(version, op, lsn, sent, rows.relations, cache)
+                if cache.generations != known_tables:
+                    prefixes.clear()
+                prefixes[version] = prefix
+            if prefix is None or key is None:  # nothing is kept of the table, or rows cannot be told apart
+                misses += end - first
+                continue
+            full = prefix + key if len(key) <= MAX_KEY else cache.shorten(prefix, key)
+            stored = get(full)
+            if op == DELETE:
+                if stored is not None:
+                    remove(lsn, full, stored)
+                continue
+            source = stored
+            if old_key is not None:
+                old_full = prefix + old_key if len(old_key) <= MAX_KEY else cache.shorten(prefix, old_key)
+                source = get(old_full)
+                if source is not None:
+                    remove(lsn, old_full, source)
+            packed = sent
+            # An INSERT with unchanged values is an update of a row that was filtered out until now: they are not here.
+            before = b"" if source is None or op == INSERT else source[STORED_HEAD:]
+            if first + 1 == end and not sent and (value := single_value(before, columns[first])) is not None:
+                if cache.is_sound(source, before):
+                    found.append((marks[first], value))
+                    hits += 1
+                    grown += len(value)
+                    packed = before
+                else:
+                    misses += 1
+            elif first < end:
+                known = unpack_values(before) if cache.is_sound(source, before) else {}
+                values = unpack_values(sent) if sent else {}
+                for mark in range(first, end):
+                    value = known.get(columns[mark])
+                    if value is None:
+                        misses += 1
+                        continue
+                    found.append((marks[mark], value))
+                    values[columns[mark]] = value
+                    hits += 1
+                    grown += len(value)
+                packed = before if values == known else pack_values(values)
+            if not packed:
+                if stored is not None:
+                    remove(lsn, full, stored)
+            elif packed == before and old_key is None:
+                assert stored is not None
+                if cache.is_old(stored):
+                    cache.renew(lsn, full, stored)
+            else:
+                put(lsn, full, packed, stored)
+            if grown > PIECE_BYTES:
+                break
+        self.hits += hits
+        self.misses += misses
+        return number + 1
+
+    def _prefix(
+        self, version: int, op: int, lsn: int, sent: bytes, relations: Relations, cache: ToastCache
+    ) -> bytes | None:
+        """Where the entries of a table are, in the shape of this version; None if there are none and none is to be made."""
+        oid = relations[version].oid
         table = cache.generation(oid)
         if table is not None and (op == Op.TRUNCATE or table.shape != self._shapes[version]):
             cache.evict_table(oid, lsn)
             table = None
-        if op == Op.TRUNCATE:
-            return
-        if key is None or (
-            table is None and not values
-        ):  # a row without a key, or one of which there is nothing to keep
-            self.misses += len(marks)
-            return
-        if table is None:
+        if table is None and sent:
             table = cache.begin_table(oid, self._shapes[version], *cache.seen_stamp(oid), lsn)
-        place, stored = cache.get(table.prefix, key)
-        if op == Op.DELETE:
-            if stored is not None:
-                cache.remove(lsn, place, stored)
-            return
-        from_place, from_stored = cache.get(table.prefix, old_key) if old_key is not None else (place, stored)
-        # An INSERT with unchanged values is an update of a row that was filtered out until now: what is here is not its.
-        before = cache.values_of(from_place, from_stored) if op == Op.UPDATE else None
-        known = unpack_values(before) if marks and before is not None else {}
-        for mark in marks:
-            column = int(rows.mark_column[mark])
-            value = known.get(column)
-            if value is None:
-                self.misses += 1
-                continue
-            self.hits += 1
-            rows.mark_left[mark] = False
-            found.append((mark, value))
-            values[column] = value
-        packed = pack_values(values)
-        if from_place != place and from_stored is not None:
-            cache.remove(lsn, from_place, from_stored)
-        if not packed:
-            if stored is not None:
-                cache.remove(lsn, place, stored)
-        elif stored is not None and packed == before and from_place == place:
-            cache.keep_young(lsn, place, packed, stored)
-        else:
-            cache.put(lsn, place, packed, stored)
+        return table.prefix if table is not None else None
 
 
 def _is_trusted(table: Generation | None, facts: TableFacts) -> bool:
@@ -297,14 +345,6 @@ def _is_trusted(table: Generation | None, facts: TableFacts) -> bool:
     if table is None or table.stamp != facts.stamp:
         return False
     return table.is_proven or table.first_lsn > table.stamp_lsn
-
-
-def _group_marks(rows: ToastRows) -> dict[int, list[int]]:
-    marks = rows.open_marks
-    grouped: dict[int, list[int]] = {}
-    for mark, row in zip(marks.tolist(), rows.mark_row[marks].tolist(), strict=True):
-        grouped.setdefault(row, []).append(mark)
-    return grouped
 
 
 def _unresolved(rows: ToastRows) -> SourceError:

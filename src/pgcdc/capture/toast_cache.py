@@ -20,11 +20,11 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lmdb
 
-from pgcdc.capture.toast_log import Item, LogMissing, ToastLog
+from pgcdc.capture.toast_log import Columns, LogMissing, ToastLog
 from pgcdc.errors import StateError
 from pgcdc.ops.failpoint import hit
 from pgcdc.state import fsync_folder
@@ -43,8 +43,8 @@ PRUNE_ITEMS = 20_000
 FORMAT = 1
 
 _ID = struct.Struct(">Q")
-_HEAD = struct.Struct(">QI")  # number of the write, CRC-32 of key and values
-_MAX_KEY = 400  # LMDB takes 511 bytes
+_HEAD = struct.Struct(">QI")  # number of the write, CRC-32 of the values
+_NOT_PENDING = object()
 _TABLES = _ID.pack(0)  # the prefix of what is known about tables; entries have the number of their generation
 
 
@@ -86,9 +86,9 @@ class _State:
     """How many records of that epoch's log the table has taken in."""
     floor_lsn: int = 0
     """Before this nothing can be taken back any more."""
-    live: dict[int, int] = field(default_factory=dict)
-    """Entries of each generation."""
-    garbage: dict[int, int] = field(default_factory=dict)
+    live: dict[bytes, int] = field(default_factory=dict)
+    """Entries of each generation, by its prefix."""
+    garbage: dict[bytes, int] = field(default_factory=dict)
     """Generations that are gone, and since which lsn."""
 
 
@@ -99,10 +99,16 @@ class ToastCache:
         """Open the cache and bring it to `resume_lsn`, or begin with an empty one."""
         self._folder = folder
         self._limit = limit
+        self._old_after = limit - limit // 4
+        self._swept = b"\0"
         self._instance = instance
         self._tables: dict[int, Generation] = {}
+        self.generations = 0
+        """How often one has begun or ended, since the start."""
         self._seen: dict[int, tuple[str, int]] = {}
-        self._items: list[Item] = []
+        self._pending: dict[bytes, bytes | None] = {}
+        self._order_new: list[tuple[bytes, bytes]] = []
+        self._items: Columns = ([], [], [], [])
         self._item_bytes = 0
         self._uncommitted_items = self._uncommitted_bytes = 0
         self._committed_records = 0
@@ -141,7 +147,7 @@ class ToastCache:
     def has_entries(self, oid: int) -> bool:
         """Whether there may be something to find for a table."""
         found = self._tables.get(oid)
-        return found is not None and self._state.live.get(found.number, 0) > 0
+        return found is not None and self._state.live.get(found.prefix, 0) > 0
 
     def seen_stamp(self, oid: int) -> tuple[str, int]:
         """What the catalog said last about a table, and an LSN since which it says so."""
@@ -155,9 +161,11 @@ class ToastCache:
 
     def begin_table(self, oid: int, shape: str, stamp: str, stamp_lsn: int, lsn: int) -> Generation:
         """A new generation for a table that has none."""
-        made = Generation(self._take_id(), shape, stamp, stamp_lsn, lsn)
+        made = Generation(self._state.next_id, shape, stamp, stamp_lsn, lsn)
+        self._state.next_id += 1
         self._tables[oid] = made
-        self._state.live[made.number] = 0
+        self.generations += 1
+        self._state.live[made.prefix] = 0
         self._write(lsn, _TABLES + _ID.pack(oid), made.encode(), None)
         return made
 
@@ -166,92 +174,112 @@ class ToastCache:
         old = self._tables[oid]
         made = Generation(old.number, old.shape, old.stamp, old.stamp_lsn, old.first_lsn, True)
         self._tables[oid] = made
-        self._txn.put(_TABLES + _ID.pack(oid), made.encode(), db=self._entry)
+        self._pending[_TABLES + _ID.pack(oid)] = made.encode()
 
     def evict_table(self, oid: int, lsn: int) -> None:
         """Forget all entries of a table. They are deleted when this is confirmed."""
         gone = self._tables.pop(oid, None)
         if gone is not None:
+            self.generations += 1
             key = _TABLES + _ID.pack(oid)
-            self._write(lsn, key, None, self._txn.get(key, db=self._entry))
-            self._drop_generation(gone.number, lsn)
+            self._write(lsn, key, None, self.get(key))
+            self._drop_generation(gone.prefix, lsn)
 
-    def get(self, prefix: bytes, key: bytes) -> tuple[bytes, bytes | None]:
-        """The store's own key, and what is stored there: to be given to `values_of`, `put` and `remove`."""
-        full = prefix + (key if len(key) <= _MAX_KEY else _shorten(key))
-        return full, self._txn.get(full, db=self._entry)
+    def get(self, full: bytes) -> bytes | None:
+        """What is stored for a key: to be given to `values_of`, `put`, `keep_young` and `remove`."""
+        found = self._pending.get(full, _NOT_PENDING)
+        return self._txn.get(full, None, self._entry) if found is _NOT_PENDING else found  # type: ignore[return-value]
 
     @staticmethod
-    def values_of(full: bytes, stored: bytes | None) -> bytes | None:
-        """The values in what is stored; None if there is nothing, or if it is damaged."""
-        if stored is None or len(stored) < _HEAD.size:
-            return None
-        values = stored[_HEAD.size :]
-        return values if zlib.crc32(values, zlib.crc32(full)) == _HEAD.unpack_from(stored)[1] else None
+    def shorten(prefix: bytes, key: bytes) -> bytes:
+        """The place of an entry whose key is too long for the store."""
+        return prefix + b"\xff" + hashlib.sha256(key).digest()
+
+    @staticmethod
+    def is_sound(stored: bytes | None, values: bytes) -> bool:
+        """Whether these values are what was put there: a damaged entry is none."""
+        return stored is not None and zlib.crc32(values) == _HEAD.unpack_from(stored)[1]
 
     def put(self, lsn: int, full: bytes, values: bytes, stored: bytes | None) -> None:
         """Store values in the place of `stored`."""
-        number = self._take_id()
-        new = _HEAD.pack(number, zlib.crc32(values, zlib.crc32(full))) + values
+        state = self._state
+        number = state.next_id
+        state.next_id = number + 1
+        new = _HEAD.pack(number, zlib.crc32(values)) + values
         if stored is None:
-            self._state.live[_ID.unpack_from(full)[0]] += 1
+            state.live[full[: _ID.size]] += 1
             self._count += 1
-        else:
-            self._txn.delete(stored[: _ID.size], db=self._order)
-        self._txn.put(_ID.pack(number), full, append=True, db=self._order)
+        self._order_new.append((new[: _ID.size], full))
         self._write(lsn, full, new, stored)
         if self._count > self._limit:
             self._evict(lsn)
 
-    def keep_young(self, lsn: int, full: bytes, values: bytes, stored: bytes) -> None:
-        """The row was changed and its values were not: an entry that is near its eviction is written again."""
-        if self._count * 2 > self._limit and self._state.next_id - _ID.unpack_from(stored)[0] > self._limit // 2:
-            self.put(lsn, full, values, stored)
+    def is_old(self, stored: bytes) -> bool:
+        """Whether an entry is near its eviction: there is little room left, and much was written since."""
+        return self._count > self._limit // 2 and self._state.next_id - _ID.unpack_from(stored)[0] > self._old_after
+
+    def renew(self, lsn: int, full: bytes, stored: bytes) -> None:
+        """Count an entry as written now. The log needs no values for that."""
+        number = _ID.pack(self._state.next_id)
+        self._state.next_id += 1
+        self._order_new.append((number, full))
+        self._write(lsn, full, number, stored[: _ID.size])
+        self._pending[full] = number + stored[_ID.size :]
 
     def remove(self, lsn: int, full: bytes, stored: bytes) -> None:
         """Forget an entry."""
-        self._txn.delete(stored[: _ID.size], db=self._order)
-        self._state.live[_ID.unpack_from(full)[0]] -= 1
+        self._state.live[full[: _ID.size]] -= 1
         self._count -= 1
         self._write(lsn, full, None, stored)
 
-    def _take_id(self) -> int:
-        number = self._state.next_id
-        self._state.next_id += 1
-        return number
-
     def _write(self, lsn: int, key: bytes, new: bytes | None, old: bytes | None) -> None:
-        if new is None:
-            self._txn.delete(key, db=self._entry)
-        else:
-            self._txn.put(key, new, db=self._entry)
-        self._items.append((lsn, key, new, old))
-        self._item_bytes += (len(new) if new else 0) + (len(old) if old else 0)
+        self._pending[key] = new
+        lsns, keys, news, olds = self._items
+        lsns.append(lsn)
+        keys.append(key)
+        news.append(new)
+        olds.append(old)
+        self._item_bytes += 64 + (len(new) if new else 0) + (len(old) if old else 0)
         if self._item_bytes > RECORD_BYTES:
             self._write_record()
 
+    def _flush(self) -> None:
+        """Bring what is pending into the table."""
+        txn = self._txn
+        gone = [key for key, new in self._pending.items() if new is None]
+        with txn.cursor(self._entry) as cursor:  # in the order of the keys: neighbours share a page
+            cursor.putmulti(sorted((key, new) for key, new in self._pending.items() if new is not None))
+        for key in gone:
+            txn.delete(key, b"", self._entry)
+        with txn.cursor(self._order) as cursor:
+            cursor.putmulti(self._order_new, append=True)
+        self._pending, self._order_new = {}, []
+
     def _evict(self, lsn: int) -> None:
         """Make room: the entries that were written longest ago. Only the state decides, so a replay evicts the same."""
+        self._flush()
         target = self._limit - self._limit // 16
         current = {one.prefix for one in self._tables.values()}
-        with self._txn.cursor(db=self._order) as cursor:
-            while self._count > target and cursor.first():
-                full = cast(bytes, cursor.value())
-                stored = cast(bytes, self._txn.get(full, db=self._entry))
-                cursor.delete()
-                self._state.live[_ID.unpack_from(full)[0]] -= 1
-                self._count -= full[: _ID.size] in current
-                self._write(lsn, full, None, stored)
+        with self._txn.cursor(self._order) as cursor:
+            found = cursor.first()
+            while self._count > target and found:
+                number, full = cursor.item()
+                stored = self.get(full)
+                if stored is not None and stored.startswith(number):  # else it was written again since, or is gone
+                    self._state.live[full[: _ID.size]] -= 1
+                    self._count -= full[: _ID.size] in current
+                    self._write(lsn, full, None, stored)
+                found = cursor.delete()
 
-    def _drop_generation(self, number: int, lsn: int) -> None:
-        self._count -= self._state.live.get(number, 0)
-        self._state.garbage[number] = lsn
+    def _drop_generation(self, prefix: bytes, lsn: int) -> None:
+        self._count -= self._state.live.get(prefix, 0)
+        self._state.garbage[prefix] = lsn
 
     # --- durability
 
     def advance(self, lsn: int) -> None:
         """Everything up to `lsn`, the END of a transaction, is here. It survives a kill from now on."""
-        if lsn > self._state.position or self._items:
+        if lsn > self._state.position or self._items[0]:
             self._state.position = max(self._state.position, lsn)
             self._write_record()
         if self._uncommitted_items >= COMMIT_ITEMS or self._uncommitted_bytes >= COMMIT_BYTES:
@@ -268,13 +296,25 @@ class ToastCache:
         self._state.floor_lsn = max(self._state.floor_lsn, lsn)
         self._log.release(self._committed_records, lsn)
         left = PRUNE_ITEMS
-        for number, since in list(self._state.garbage.items()):
+        for prefix, since in list(self._state.garbage.items()):
             if since <= lsn and left > 0:
-                left = self._sweep(number, left)
+                left = self._sweep(prefix, left)
+        if self._txn.stat(self._order)["entries"] > 2 * sum(self._state.live.values()) + PRUNE_ITEMS:
+            self._sweep_order(left)
 
-    def _sweep(self, number: int, left: int) -> int:
+    def _sweep_order(self, left: int) -> None:
+        """Delete numbers of writes that others have followed; all are looked at in turn."""
+        with self._txn.cursor(db=self._order) as cursor:
+            found = cursor.set_range(self._swept) or cursor.first()
+            while found and left > 0:
+                number, full = cursor.item()
+                stored = self.get(full)
+                found = cursor.next() if stored is not None and stored.startswith(number) else cursor.delete()
+                left -= 1
+            self._swept = cursor.key()
+
+    def _sweep(self, prefix: bytes, left: int) -> int:
         """Delete at most `left` entries of a generation that is gone for good; how many more may be deleted now."""
-        prefix = _ID.pack(number)
         with self._txn.cursor(db=self._entry) as cursor:
             found = cursor.set_range(prefix)
             while found and left > 0 and cursor.key().startswith(prefix):
@@ -283,14 +323,14 @@ class ToastCache:
                 left -= 1
                 self._uncommitted_items += 1
         if left > 0:
-            del self._state.garbage[number]
-            self._state.live.pop(number, None)
+            del self._state.garbage[prefix]
+            self._state.live.pop(prefix, None)
         return left
 
     def close(self) -> None:
         """Commit, so that the next start has nothing to do."""
         try:
-            if self._items:
+            if self._items[0]:
                 self._write_record()
             self._commit()
         except (lmdb.Error, OSError) as error:
@@ -307,13 +347,15 @@ class ToastCache:
             raise self._explain(error) from error
 
     def _write_record(self) -> None:
-        """Append the changes so far to the log."""
-        self._uncommitted_items += len(self._items)
+        """Append the changes so far to the log, and bring them into the table."""
+        self._uncommitted_items += len(self._items[0])
         self._uncommitted_bytes += self._log.append(self._state.position, self._items)
-        self._items, self._item_bytes = [], 0
+        self._items, self._item_bytes = ([], [], [], []), 0
+        self._flush()
 
     def _commit(self) -> None:
         """Commit the table, durably, and begin a new file of the log."""
+        self._flush()
         self._log.sync()  # the table must not be ahead of the log by which it is taken back
         state = self._state
         state.epoch, state.records = self._log.epoch, self._log.records
@@ -386,26 +428,28 @@ class ToastCache:
             state.position = max(state.position, position)
 
     def _apply(self, key: bytes, old: bytes | None, new: bytes | None, lsn: int) -> None:
-        """Put `new` into the place of `old`."""
+        """Put `new` into the place of `old`. A number alone is an entry that was renewed."""
         txn, state = self._txn, self._state
         if new is None:
-            txn.delete(key, db=self._entry)
+            txn.delete(key, b"", self._entry)
+        elif len(new) == _ID.size:
+            txn.put(key, new + txn.get(key, b"", self._entry)[_ID.size :], db=self._entry)
         else:
             txn.put(key, new, db=self._entry)
         if key.startswith(_TABLES):
             if old is not None:
-                state.garbage[_number_of(key, old)] = lsn
+                state.garbage[_ID.pack(_number_of(key, old))] = lsn
             if new is not None:
-                number = _number_of(key, new)
-                state.garbage.pop(number, None)
-                state.live.setdefault(number, 0)
+                prefix = _ID.pack(_number_of(key, new))
+                state.garbage.pop(prefix, None)
+                state.live.setdefault(prefix, 0)
             return
-        generation = _ID.unpack_from(key)[0]
         if old is not None:
-            txn.delete(old[: _ID.size], db=self._order)
+            txn.delete(old[: _ID.size], b"", self._order)
         if new is not None:
             txn.put(new[: _ID.size], key, db=self._order)
-        state.live[generation] = state.live.get(generation, 0) + (new is not None) - (old is not None)
+        prefix = key[: _ID.size]
+        state.live[prefix] = state.live.get(prefix, 0) + (new is not None) - (old is not None)
 
     def _load_tables(self) -> None:
         with self._txn.cursor(db=self._entry) as cursor:
@@ -415,7 +459,7 @@ class ToastCache:
                 self._tables[oid] = Generation(*marshal.loads(cursor.value()))
                 found = cursor.next()
         self._seen = marshal.loads(self._txn.get(b"seen", db=self._meta) or marshal.dumps({}))
-        self._count = sum(self._state.live.get(one.number, 0) for one in self._tables.values())
+        self._count = sum(self._state.live.get(one.prefix, 0) for one in self._tables.values())
 
     def _create(self, lsn: int) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -448,10 +492,6 @@ class ToastCache:
 
 class _Unusable(Exception):
     """The cache cannot be brought to where the stream goes on. Without a text: there is none."""
-
-
-def _shorten(key: bytes) -> bytes:
-    return b"\xff" + hashlib.sha256(key).digest()
 
 
 def _number_of(key: bytes, value: bytes) -> int:

@@ -18,12 +18,14 @@ from pathlib import Path
 
 from pgcdc.state import fsync_folder, write_all
 
-__all__ = ["Item", "LogMissing", "Record", "ToastLog"]
+__all__ = ["Columns", "Item", "LogMissing", "Record", "ToastLog"]
 
 Item = tuple[int, bytes, bytes | None, bytes | None]
 """END lsn, key, new value, old value; None is absence."""
 Record = tuple[int, list[Item]]
 """The END lsn up to which everything is here, and what was done since the record before."""
+Columns = tuple[list[int], list[bytes], list[bytes | None], list[bytes | None]]
+"""Items by their fields: so many do not become objects one by one."""
 
 _HEAD = struct.Struct("<II")  # length and CRC-32
 
@@ -88,7 +90,8 @@ class ToastLog:
         for position, items in self.forwards(0):
             kept = [item for item in items if item[0] <= lsn]
             if kept or not items:
-                made.append(min(position, lsn), kept)
+                lsns, keys, new, old = zip(*kept, strict=True) if kept else ((), (), (), ())
+                made.append(min(position, lsn), (list(lsns), list(keys), list(new), list(old)))
         made.sync()
         return made
 
@@ -98,14 +101,14 @@ class ToastLog:
             if not path.name.startswith(f"log-{self.epoch:08d}-"):
                 path.unlink()
 
-    def append(self, position: int, items: list[Item]) -> int:
+    def append(self, position: int, items: Columns) -> int:
         """Add a record, which survives a kill of the process when this returns; its size."""
         data = marshal.dumps((position, items))
         write_all(self._descriptor, memoryview(_HEAD.pack(len(data), zlib.crc32(data)) + data))
         self.records += 1
         self._unsynced = True
-        if items:
-            self._files[-1].max_lsn = items[-1][0]
+        if items[0]:
+            self._files[-1].max_lsn = items[0][-1]
         return len(data)
 
     def sync(self) -> bool:
@@ -145,5 +148,6 @@ def _read(path: Path) -> Iterator[Record]:
         body = data[at + _HEAD.size : at + _HEAD.size + size]
         if len(body) != size or zlib.crc32(body) != crc:
             return
-        yield marshal.loads(body)
+        position, columns = marshal.loads(body)
+        yield position, list(zip(*columns, strict=True))
         at += _HEAD.size + size

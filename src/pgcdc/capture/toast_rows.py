@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pgcdc.capture.batch import CaptureBatch, Part
 from pgcdc.capture.toast_rules import TableRules
 from pgcdc.position import Position
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS, OldKind, Op
 
-__all__ = ["Step", "ToastRows", "pack_values", "unpack_values"]
+__all__ = ["Steps", "ToastRows", "pack_values", "single_value", "unpack_values"]
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 _VALUE = struct.Struct("<HI")  # column and length
+_HEAD_TYPE = np.dtype([("column", "<u2"), ("length", "<u4")])  # the same, for many
 _LENGTH = struct.Struct("<I")
 
 
-class Step(NamedTuple):
-    """What one change means to the cache."""
+@dataclass(slots=True)
+class Steps:
+    """What changes mean to the cache, in their order; one list element for each."""
 
-    row: int
-    version: int
-    key: bytes | None
-    old_key: bytes | None
-    """Only if it differs."""
-    values: dict[int, bytes]
-    """Values that were sent and may come as unchanged later, by column."""
+    row: list[int]
+    version: list[int]
+    op: list[int]
+    lsn: list[int]
+    key: list[bytes | None]
+    old_key: list[bytes | None]
+    """Only where it differs."""
+    packed: list[bytes]
+    """Values that were sent and may come as unchanged later."""
+    first_mark: list[int]
+    end_mark: list[int]
+    """Which of the open marks are its."""
+
+    def __len__(self) -> int:
+        return len(self.row)
 
 
 def pack_values(values: dict[int, bytes]) -> bytes:
@@ -50,6 +62,13 @@ def unpack_values(data: bytes) -> dict[int, bytes]:
         values[column] = data[at : at + size]
         at += size
     return values
+
+
+def single_value(packed: bytes, column: int) -> bytes | None:
+    """The value of a column, if it is the only one that was packed: the common case, without a dict."""
+    if len(packed) < _VALUE.size or _VALUE.unpack_from(packed) != (column, len(packed) - _VALUE.size):
+        return None
+    return packed[_VALUE.size :]
 
 
 class ToastRows:
@@ -112,37 +131,84 @@ class ToastRows:
 
     # --- what the cache needs
 
-    def plan(self, version: int, mine: Ints, rules: TableRules, has_marks: Flags, *, has_entries: bool) -> list[Step]:
-        """What the changes of one relation mean to the cache. Of short rows nothing, if the table has no entries."""
-        columns = len(rules.toastable)
+    def plan(self, tables: Sequence[tuple[int, Ints, TableRules, bool]], marks: Ints) -> Steps:
+        """What to do for rows of these tables: (version, rows, rules, whether it has entries). `marks` are the open ones.
+
+        Short rows of a table without entries mean nothing to the cache, and are not among it.
+        """
+        mark_row = self.mark_row[marks]
+        has_marks = np.zeros(self.data.num_rows, bool)
+        has_marks[mark_row] = True
+        plans = [plan for one in tables if (plan := self._plan_table(*one, has_marks)) is not None]
+        if not plans:
+            return Steps([], [], [], [], [], [], [], [], [])
+        row = np.concatenate([plan[0] for plan in plans])
+        order = np.argsort(row, kind="stable")
+        row = row[order]
+        keys, old_keys, packed = plans[0][1:]
+        if len(plans) > 1:
+            every = list(itertools.chain.from_iterable(zip(*plan[1:], strict=True) for plan in plans))
+            chosen = [every[at] for at in order.tolist()]
+            keys, old_keys, packed = ([one[part] for one in chosen] for part in (0, 1, 2))
+        return Steps(
+            row.tolist(), self.relation[row].tolist(), self.op[row].tolist(), self.lsn[row].tolist(), keys, old_keys,
+            packed, np.searchsorted(mark_row, row, "left").tolist(), np.searchsorted(mark_row, row, "right").tolist(),
+        )  # fmt: skip
+
+    def _plan_table(
+        self, version: int, mine: Ints, rules: TableRules, has_entries: bool, has_marks: Flags
+    ) -> tuple[Ints, list[bytes | None], list[bytes | None], list[bytes]] | None:
+        """Rows, keys, old keys that differ, and packed values."""
         op = self.op[mine]
         has_new = (op == Op.INSERT) | (op == Op.UPDATE)
         written = mine[has_new]
-        lengths = self._lengths_of(written, columns)
+        lengths = self._lengths_of(written, len(rules.toastable))
         is_long = rules.is_long(lengths, op[has_new] == Op.INSERT) | has_marks[written]
         if not has_entries:
             if not is_long.any():
-                return []
-            first = written[is_long][0]  # what comes before finds nothing
-            mine, later = mine[mine >= first], written >= first
+                return None
+            later = written >= written[is_long][0]  # what comes before finds nothing
+            mine = mine[mine >= written[is_long][0]]
             written, lengths, is_long = written[later], lengths[later], is_long[later]
-        values: list[dict[int, bytes]] = [{} for _ in range(len(written))]
-        keep = rules.worth_keeping(lengths, is_long)
-        for column in np.flatnonzero(keep.any(axis=0)).tolist():
-            which = np.flatnonzero(keep[:, column])
-            texts = self._new.values.take(pa.array(self._new_at[written[which]] + column)).to_pylist()
-            for number, text in zip(which.tolist(), texts, strict=True):
-                values[number][column] = text
-        new_keys = dict(zip(written.tolist(), self._keys(self._new, self._new_at, written, rules.keys), strict=True))
-        with_old = mine[self._has_old[mine]]
-        old_keys = dict(zip(with_old.tolist(), self._keys(self._old, self._old_at, with_old, rules.keys), strict=True))
-        of_row = dict(zip(written.tolist(), values, strict=True))
-        steps = []
-        for row in mine.tolist():
-            old_key = old_keys.get(row)
-            key = new_keys.get(row) or old_key  # a key that is itself unchanged and out of line stands in the old tuple
-            steps.append(Step(row, version, key, old_key if old_key != key else None, of_row.get(row, {})))
-        return steps
+        keys: list[bytes | None] = [None] * len(mine)
+        packed = [b""] * len(mine)
+        at = np.searchsorted(mine, written)
+        new_keys = self._keys(self._new, self._new_at, written, rules.keys)
+        new_packed = self._pack(written, lengths, rules.worth_keeping(lengths, is_long))
+        if len(written) == len(mine):
+            keys, packed = new_keys, new_packed
+        else:
+            for number, key, one in zip(at.tolist(), new_keys, new_packed, strict=True):
+                keys[number], packed[number] = key, one
+        old_keys: list[bytes | None] = [None] * len(mine)
+        which = np.flatnonzero(self._has_old[mine])
+        for number, key in zip(
+            which.tolist(), self._keys(self._old, self._old_at, mine[which], rules.keys), strict=True
+        ):
+            if keys[number] is None:  # a delete, or a key that is itself out of line and unchanged
+                keys[number] = key
+            elif key != keys[number]:
+                old_keys[number] = key
+        return mine, keys, old_keys, packed
+
+    def _pack(self, rows: Ints, lengths: Ints, keep: Flags) -> list[bytes]:
+        """The values to be kept, as `pack_values` packs them."""
+        columns = np.flatnonzero(keep.any(axis=0)).tolist()
+        if not columns:
+            return [b""] * len(rows)
+        parts = []
+        for column in columns:
+            heads = np.empty(len(rows), _HEAD_TYPE)
+            heads["column"], heads["length"] = column, lengths[:, column]
+            buffers = [None, pa.py_buffer(heads.tobytes())]
+            head = pa.Array.from_buffers(pa.binary(_HEAD_TYPE.itemsize), len(rows), buffers).cast(pa.binary())
+            values = self._new.values.take(pa.array(self._new_at[rows] + column))
+            if not keep[:, column].all():
+                is_kept = pa.array(keep[:, column])
+                head, values = (pc.if_else(is_kept, part, b"") for part in (head, values))
+            parts += [head, values]
+        found: list[bytes] = pc.binary_join_element_wise(*parts, b"").to_pylist()
+        return found
 
     def _lengths_of(self, rows: Ints, columns: int) -> Ints:
         """The lengths of the new values of rows that have so many columns."""
@@ -171,6 +237,7 @@ class ToastRows:
     def rebuild(self, begin: int, end: int, found: Sequence[tuple[int, bytes]]) -> CaptureBatch:
         """The changes of rows `begin` to `end`, with the old tuple's values and `found` (mark, value) put in."""
         size = end - begin
+        self.mark_left[[mark for mark, _ in found]] = False
         data = self.data.slice(begin, size)
         new, unchanged = self._rebuild_new(begin, end, found), self._rebuild_marks(begin, end)
         columns = dict(zip(CHANGES.names, data.columns, strict=True)) | {"new": new, "unchanged": unchanged}
