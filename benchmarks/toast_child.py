@@ -1,6 +1,7 @@
 """The capture with its TOAST step and spool, in a process of its own: `SLOT CHANGES MODE ENTRIES FOLDER`.
 
-The URL is in PGCDC_DB. Prints one line of JSON. It confirms once a second what it has written, as if every sink were as fast.
+The URL is in PGCDC_DB. Prints one line of JSON. It confirms
+once a second what it has written, as if every sink were as fast.
 """
 
 from __future__ import annotations

@@ -183,7 +183,8 @@ class ToastCache:
             self.generations += 1
             key = _TABLES + _ID.pack(oid)
             self._write(lsn, key, None, self.get(key))
-            self._drop_generation(gone.prefix, lsn)
+            self._count -= self._state.live.get(gone.prefix, 0)
+            self._state.garbage[gone.prefix] = lsn
 
     def get(self, full: bytes) -> bytes | None:
         """What is stored for a key: to be given to `values_of`, `put`, `keep_young` and `remove`."""
@@ -270,10 +271,6 @@ class ToastCache:
                     self._count -= full[: _ID.size] in current
                     self._write(lsn, full, None, stored)
                 found = cursor.delete()
-
-    def _drop_generation(self, prefix: bytes, lsn: int) -> None:
-        self._count -= self._state.live.get(prefix, 0)
-        self._state.garbage[prefix] = lsn
 
     # --- durability
 
@@ -437,8 +434,10 @@ class ToastCache:
         else:
             txn.put(key, new, db=self._entry)
         if key.startswith(_TABLES):
-            if old is not None:
-                state.garbage[_ID.pack(_number_of(key, old))] = lsn
+            if old is not None and not state.live.get(prefix := _ID.pack(_number_of(key, old))):
+                state.live.pop(prefix, None)  # its number is free again
+            elif old is not None:
+                state.garbage[prefix] = lsn
             if new is not None:
                 prefix = _ID.pack(_number_of(key, new))
                 state.garbage.pop(prefix, None)
