@@ -124,7 +124,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.at = self.confirmed = 0
         self.durable: dict[int, int] = {}
         self.fsync = os.fsync
-        os.fsync = self.trace
+        os.fsync = self.trace  # type: ignore[assignment]
         self.cache = self.open(0)
 
     def trace(self, descriptor: int) -> None:

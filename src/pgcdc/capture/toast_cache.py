@@ -35,7 +35,7 @@ logger = logging.getLogger("pgcdc.capture")
 
 MAP_BYTES = 1 << 38
 """Address space, not memory: the file grows as needed."""
-COMMIT_ITEMS = 16_384
+COMMIT_ITEMS = 32_768
 COMMIT_BYTES = 16 << 20
 """The table is committed after so much: an open transaction keeps what it changed in memory."""
 RECORD_BYTES = 8 << 20
@@ -111,7 +111,8 @@ class ToastCache:
         self._items: Columns = ([], [], [], [])
         self._item_bytes = 0
         self._uncommitted_items = self._uncommitted_bytes = 0
-        self._committed_records = 0
+        self._committed_records = self._sure_records = 0
+        """Records of the log that are in the table, after its last commit and after the one before."""
         self._count = 0
         self._env: Any = None
         self._txn: Any = None
@@ -207,11 +208,21 @@ class ToastCache:
         number = state.next_id
         state.next_id = number + 1
         new = _HEAD.pack(number, zlib.crc32(values)) + values
+        self._pending[full] = new
+        self._order_new.append((new[: _ID.size], full))
+        lsns, keys, news, olds = self._items  # as `_write` does it: once for each change, without a call
+        lsns.append(lsn)
+        keys.append(full)
+        news.append(new)
+        olds.append(stored)
         if stored is None:
             state.live[full[: _ID.size]] += 1
             self._count += 1
-        self._order_new.append((new[: _ID.size], full))
-        self._write(lsn, full, new, stored)
+            self._item_bytes += len(new)
+        else:
+            self._item_bytes += len(new) + len(stored)
+        if self._item_bytes > RECORD_BYTES:
+            self._write_record()
         if self._count > self._limit:
             self._evict(lsn)
 
@@ -240,7 +251,7 @@ class ToastCache:
         keys.append(key)
         news.append(new)
         olds.append(old)
-        self._item_bytes += 64 + (len(new) if new else 0) + (len(old) if old else 0)
+        self._item_bytes += (len(new) if new else 0) + (len(old) if old else 0)
         if self._item_bytes > RECORD_BYTES:
             self._write_record()
 
@@ -291,7 +302,7 @@ class ToastCache:
     def release(self, lsn: int) -> None:
         """Nobody comes back to a position before `lsn`: what was kept for that is deleted."""
         self._state.floor_lsn = max(self._state.floor_lsn, lsn)
-        self._log.release(self._committed_records, lsn)
+        self._log.release(self._sure_records, lsn)
         left = PRUNE_ITEMS
         for prefix, since in list(self._state.garbage.items()):
             if since <= lsn and left > 0:
@@ -365,7 +376,7 @@ class ToastCache:
         if (self._folder / "table").stat().st_size < self._used_bytes():
             os.truncate(self._folder / "table", self._used_bytes())
         self._txn = self._env.begin(write=True)
-        self._committed_records = state.records
+        self._sure_records, self._committed_records = self._committed_records, state.records
         self._uncommitted_items = self._uncommitted_bytes = 0
         self._log.start_file()
 
@@ -373,7 +384,10 @@ class ToastCache:
 
     def _open_table(self) -> None:
         path = self._folder / "table"
-        self._env = lmdb.open(str(path), map_size=MAP_BYTES, max_dbs=3, subdir=False, readahead=False, mode=0o600)
+        # Without `metasync` the newest commit may be lost with the machine, but none is ever half there.
+        self._env = lmdb.open(
+            str(path), map_size=MAP_BYTES, max_dbs=3, subdir=False, readahead=False, metasync=False, mode=0o600
+        )
         if path.stat().st_size < self._used_bytes():
             raise _Unusable("its file is cut off")  # reading behind the end would kill the process
         self._entry = self._env.open_db(b"entry")
@@ -405,6 +419,7 @@ class ToastCache:
         self._load_tables()
         self._log = self._log.begin_epoch(resume_lsn)
         self._commit()
+        self._env.sync(True)
         self._log.delete_others()
 
     def _go_to(self, resume_lsn: int) -> None:
