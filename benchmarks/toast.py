@@ -57,7 +57,7 @@ def run_toast(url: str, mode: str, keys: int, number: int) -> dict[str, Any]:
     folder = tempfile.mkdtemp(prefix="pgcdc-bench-")
     try:
         with copied_slot(url, SLOT, f"{SLOT}_{mode}_{number}") as slot:
-            return run_child("toast_child.py", slot, str(2 * keys), mode, str(keys), folder, url=url)
+            return run_child("toast_child.py", slot, str(2 * keys), mode, str(keys * 3 // 2), folder, url=url)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

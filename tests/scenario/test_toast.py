@@ -162,6 +162,22 @@ def test_a_rewrite_within_a_backlog_does_not_leave_old_values_behind(docs: Datab
     rig.close()
 
 
+def test_a_rewrite_is_noticed_by_who_was_behind_it_at_the_start(docs: Database, tmp_path: Path) -> None:
+    """The catalog has looked the same ever since we looked: the rewrite was before, but the entry is older still."""
+    rig = Rig(docs, tmp_path)
+    rig.close()
+    rig.execute(insert(1), "ALTER TABLE docs ALTER body TYPE text USING reverse(body)", "UPDATE docs SET n = 1")
+    rig.open(rig.start_lsn)
+    while (batch := rig.capture.receive_batch(limit=1)) is None or not batch.rows:
+        pass
+    assert sum(piece.rows for piece in rig.step.resolve(batch, rig.sql)) == 1
+    assert rig.counted[2] == 1
+    rig.restart(batch.last_lsn)
+    (change,) = rig.read()
+    assert "body" in marked(change)
+    rig.close()
+
+
 def test_a_table_that_was_not_published_for_a_while_begins_anew(rig: Rig) -> None:
     rig.read(insert(1))
     rig.execute(f"ALTER PUBLICATION {rig.spec.publications[0]} DROP TABLE docs")

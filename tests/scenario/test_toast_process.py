@@ -26,10 +26,8 @@ from pgcdc.spool.reader import SpoolReader, read_slice
 from pgcdc.state import StateDir
 
 Row = tuple[Position, dict[str, bytes | None], list[int] | None]
-POINTS = (
-    "toast.after_write", "spool.before_index", "spool.after_index",
-    "toast.after_sync", "capture.before_confirm", "capture.after_confirm",
-)  # fmt: skip
+WRITING = ("toast.after_write", "spool.before_index", "spool.after_index")
+CONFIRMING = ("toast.after_sync", "capture.before_confirm", "capture.after_confirm")
 
 
 class Consumer:
@@ -91,20 +89,21 @@ def hits(marks: Path) -> set[str]:
     return {path.stem for path in marks.iterdir()}
 
 
+@pytest.mark.parametrize("points", [WRITING, CONFIRMING], ids=["writing", "confirming"])
 def test_a_kill_at_every_step_between_cache_spool_and_confirmation(
-    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, points: tuple[str, ...]
 ) -> None:
     database.execute(TABLE)
     marks = tmp_path / "marks"
     marks.mkdir()
-    points = ",".join(f"{point}=kill@{4 + 3 * number if number < 3 else 2}" for number, point in enumerate(POINTS))
-    monkeypatch.setenv("PGCDC_FAILPOINTS", points)
+    named = ",".join(f"{point}=kill@{2 + number}" for number, point in enumerate(points))
+    monkeypatch.setenv("PGCDC_FAILPOINTS", named)
     monkeypatch.setenv("PGCDC_FAILPOINT_ONCE", str(marks))
     with closing(Consumer(source(database, tmp_path))) as consumer:
         seen: list[Row] = []
         expected: dict[int, str] = {}
         number = 0
-        while hits(marks) != set(POINTS):
+        while hits(marks) != set(points):
             number += 1
             assert number < 60, f"hit so far: {hits(marks)}"
             key = number % 7

@@ -228,7 +228,7 @@ class ToastCache:
 
     def is_old(self, stored: bytes) -> bool:
         """Whether an entry is near its eviction: there is little room left, and much was written since."""
-        return self._count > self._limit // 2 and self._state.next_id - _ID.unpack_from(stored)[0] > self._old_after
+        return self._count > self._old_after and self._state.next_id - _ID.unpack_from(stored)[0] > self._old_after
 
     def renew(self, lsn: int, full: bytes, stored: bytes) -> None:
         """Count an entry as written now. The log needs no values for that."""
