@@ -21,6 +21,7 @@ from latency import measure_idle, measure_latency, measure_start
 from peers import peer_contenders
 from report import Figure, at_least, at_most, skipped
 from tls import describe_tls, tls_enabled, with_tls
+from toast import drop_toast, prepare_toast, run_toast
 from workload import Backlog, Writer, connect, drop_slot, new_slot, prepare_backlog, start_server
 
 from pgcdc.errors import ConfigError
@@ -44,6 +45,7 @@ class Scale:
     rounds: int = 3
     decoded_rows: int = 200_000
     large_rows: tuple[int, int] = (1_000_000, 10_000_000)
+    toast_keys: int = 1_000_000
     warm_s: float = 15
     latency_s: float = 60
     starts: int = 3
@@ -239,6 +241,37 @@ def _run_large(
     return peaks, notes
 
 
+def measure_toast(bench: Bench) -> None:
+    """What `--toast cache` costs the capture."""
+    url, keys = bench.url(), bench.scale.toast_keys
+    bench.say(f"making {2 * keys:,} changes of {keys:,} rows with values out of line")
+    prepare_toast(url, keys)
+    runs: dict[str, list[dict[str, Any]]] = {"mark": [], "cache": []}
+    try:
+        for number in range(bench.scale.rounds):
+            for mode in ("mark", "cache") if number % 2 == 0 else ("cache", "mark"):
+                found = run_toast(url, mode, keys, number)
+                runs[mode].append(found)
+                rate = f"{found['rows'] / found['took_s'] / 1e3:,.0f}k changes/s"
+                used = f"{found['cpu_s'] * 1e6 / found['rows']:.1f} µs CPU a change"
+                bench.say(f"round {number + 1}, --toast {mode}: {found['took_s']:.1f} s, {rate}, {used}")
+    finally:
+        drop_toast(url)
+    took_s = {mode: float(np.median([one["took_s"] for one in found])) for mode, found in runs.items()}
+    last = runs["cache"][-1]
+    looked_up = last["toast_cache_hits"] + last["toast_cache_misses"]
+    own, own_mark = (max(one["peak_anonymous_bytes"] for one in runs[mode]) / MB for mode in ("cache", "mark"))
+    rates = f"{2 * keys / took_s['cache'] / 1e3:,.0f}k against {2 * keys / took_s['mark'] / 1e3:,.0f}k changes/s"
+    found = f"{last['toast_cache_hits'] / looked_up:.1%} of {looked_up:,} values found"
+    held = f"{own_mark:,.0f} MB with mark; {last['peak_rss_bytes'] / MB:,.0f} MB with the pages of its file; "
+    disk = f"{last['disk_bytes'] / MB:,.0f} MB on disk"
+    name = f"TOAST cache of {keys:,} keys"
+    bench.figures += [
+        at_most(f"{name}: memory of the capture", own, 300, "MB", f"{held}{disk}", 0),
+        at_least(f"{name}: rate, of that with mark", took_s["mark"] / took_s["cache"], 0.8, "x", f"{rates}; {found}"),
+    ]
+
+
 def measure_listen_latency(bench: Bench) -> None:
     """Commit to the line in the file."""
     scale = bench.scale
@@ -326,5 +359,6 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "peers": measure_peers,
     "large": measure_large,
     "large-spark": measure_large_spark,
+    "toast": measure_toast,
     "demo": measure_demo,
 }

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
 from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.selection import split_outside_quotes
+from pgcdc.capture.toast import DEFAULT_CACHE_ENTRIES, ToastOptions
 from pgcdc.errors import ConfigError
 from pgcdc.stream.options import DEFAULT_MAX_BATCH_ROWS, parse_bytes
 
@@ -51,6 +52,8 @@ class Config(BaseModel):
     two_phase: bool = False
     origin: Literal["any", "none"] = "any"
     binary: bool = False
+    toast: Literal["full", "cache", "mark"] = "mark"
+    toast_cache_max_entries: int = Field(DEFAULT_CACHE_ENTRIES, ge=1)
     messages: bool = False
     tx_metadata: bool = False
     tx_markers: bool = False
@@ -152,6 +155,7 @@ class Config(BaseModel):
             fail_fast=self.fail_fast,
             accept_publication=self.accept_publication,
             wire=WireOptions(self.streaming, self.messages, self.two_phase, self.origin, self.binary),
+            toast=ToastOptions(self.toast, self.toast_cache_max_entries),
         )
 
 

@@ -11,6 +11,7 @@ shapes.jsonl      which shape every table had from which position on
 spool/            segments and index
 acks/             one file per sink
 checkpoints/      Spark's, one folder per lane
+toast/            the cache of --toast cache
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class StateDir:
         self.checkpoints = self.path / "checkpoints"
         self.consumers_file = self.path / "consumers.json"
         self.shapes_file = self.path / "shapes.jsonl"
+        self.toast = self.path / "toast"
         self.capture_status = self.path / "capture.json"
         self.run_status = self.path / "run.json"
         self.capture_lock = self.path / "capture.lock"

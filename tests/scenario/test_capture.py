@@ -19,7 +19,7 @@ from listening import wait_until
 import pgcdc
 from pgcdc.capture.control import CaptureGone, ControlClient, ensure_capture
 from pgcdc.capture.prepare import Prepared, SourceOptions, prepare
-from pgcdc.capture.process import CaptureSpec
+from pgcdc.capture.spec import CaptureSpec
 from pgcdc.errors import ConfigError, ConnectionLost, GapError, PgcdcError, SourceError
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.position import Position, format_lsn

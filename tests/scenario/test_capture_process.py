@@ -25,7 +25,7 @@ from pgcdc.capture.control import CaptureLink, ControlClient, ensure_capture
 from pgcdc.capture.database import connect
 from pgcdc.capture.guard import Guard
 from pgcdc.capture.prepare import Prepared, SourceOptions, prepare
-from pgcdc.capture.process import CaptureSpec
+from pgcdc.capture.spec import CaptureSpec
 from pgcdc.cli.status import read_status
 from pgcdc.errors import ConnectionLost, SourceError
 from pgcdc.playground.postgres import EmbeddedPostgres

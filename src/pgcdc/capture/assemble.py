@@ -18,7 +18,7 @@ from pgcdc.capture import messages as wire
 from pgcdc.capture import undecided
 from pgcdc.capture.batch import CaptureBatch, Part
 from pgcdc.capture.confirmable import Confirmable
-from pgcdc.capture.outgoing import Outbox, Outgoing, TransactionRow
+from pgcdc.capture.outgoing import Outbox, Outgoing, TransactionRow, add_told
 from pgcdc.capture.pending import PendingPart, PendingStore, Table, Transaction
 from pgcdc.capture.rows import RowBuffer, new_row_buffer
 from pgcdc.errors import DecodeError, GapError
@@ -69,6 +69,7 @@ class Assembler:
         self._streams: dict[int, Transaction] = {}
         self._prepared: dict[tuple[int, str], Transaction] = {}
         self._tables: dict[int, Table] = {}
+        self._told: dict[int, int] = {}  # what the next batch says
         self._relation_count = 0
         self._buffered = 0
         self._resume_lsn = 0
@@ -177,6 +178,7 @@ class Assembler:
         self._streams.clear()
         self._prepared.clear()
         self._tables.clear()  # the new connection describes its relations again
+        self._told = {}
         self._buffered = 0
         self._rows = self._shared = self._new_rows()
 
@@ -194,19 +196,20 @@ class Assembler:
             raise DecodeError(f"Commit of the prepared transaction {transaction.xid} at {format_lsn(lsn)}", _ADVICE)
         is_old = self._is_old(commit.end_lsn, lsn)
         self._open = None
-        if is_old:
-            self._seal_shared(transaction)
-            self._store.drop(transaction.parts)
-            return
         rows = self._shared.rows - self._committed_rows
-        if transaction.parts:
+        if is_old or transaction.parts:
             self._seal_shared(transaction)
+        add_told(self._told, transaction.told)
+        if is_old:
+            self._store.drop(transaction.parts)
+        elif transaction.parts:
             self._publish(transaction, commit.end_lsn, commit.commit_time)
         elif rows:
             row = (commit.end_lsn, commit.commit_time, transaction.xid, rows, True, transaction.origin)
             self._committed.append(row)
             self._committed_rows += rows
-        self._move(commit.end_lsn)
+        if not is_old:
+            self._move(commit.end_lsn)
 
     def _take_truncate(self, message: _Bytes, lsn: int) -> None:
         xid, message = self._split(message, lsn)
@@ -248,6 +251,8 @@ class Assembler:
         self._relation_count += 1
         table = Table(self.relations.intern(relation), len(relation.columns), self._relation_count)
         self._rows.define(relation.oid, table.version, table.columns)
+        is_known = relation.oid in self._tables or relation.oid in self._tables_now
+        add_told(self._told if self._open is None else self._open.told, {relation.oid: 2 if is_known else 1})
         self._tables_now[relation.oid] = table
 
     def _take_type(self, message: _Bytes, lsn: int) -> None:
@@ -379,6 +384,7 @@ class Assembler:
         name = (rollback.xid, rollback.gid)
         transaction = self._prepared.pop(name, None)  # none: the slot stood behind its PREPARE, and nobody waits for it
         if transaction is not None:
+            add_told(self._told, transaction.told)  # the server takes them as known
             self._store.drop(transaction.parts)
         self._confirmable.roll_back(name)
         self._confirmable.see(rollback.end_lsn)
@@ -432,18 +438,20 @@ class Assembler:
 
     def _decide(self, transaction: Transaction, end_lsn: int, commit_time: int, is_old: bool) -> None:
         """A transaction that was set aside has committed."""
+        if self._committed and not is_old:
+            self._seal_shared(None)
+        add_told(self._told, transaction.told)
         if is_old:
             self._store.drop(transaction.parts)
             return
-        if self._committed:
-            self._seal_shared(None)
         self._publish(transaction, end_lsn, commit_time)
         self._move(end_lsn)
 
     def _publish(self, transaction: Transaction, end_lsn: int, commit_time: int) -> None:
         self._store.release(transaction.parts)
         row = (end_lsn, commit_time, transaction.xid, 0, True, transaction.origin)
-        self._outbox.put(Outgoing(transaction.parts, [row], transaction.aborted))
+        self._outbox.put(Outgoing(transaction.parts, [row], transaction.aborted, self._told))
+        self._told = {}
 
     def _new_rows(self, tables: Mapping[int, Table] = {}) -> RowBuffer:
         rows = new_row_buffer()
@@ -467,8 +475,8 @@ class Assembler:
         committed = rows.slice(0, self._committed_rows)
         if self._committed:
             part = Part(committed.num_rows, committed.nbytes, _NOT_ASKED, committed)
-            self._outbox.put(Outgoing([PendingPart(part)], self._committed))
-            self._committed = []
+            self._outbox.put(Outgoing([PendingPart(part)], self._committed, told=self._told))
+            self._committed, self._told = [], {}
             self._committed_rows = 0
         pending = rows.slice(committed.num_rows)
         if pending.num_rows:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -43,6 +44,9 @@ class CaptureBatch:
     end: Position
     last_lsn: int
     """What may be confirmed once this batch is durable: the END lsn of the last transaction that is complete in it."""
+    told: Mapping[int, int] = field(default_factory=dict)
+    """Tables (oid) that the server has described: 1 for the first time on its connection, before the table's changes here;
+    2 once more, somewhere between them. It does so after whatever was done to a table."""
 
     @property
     def rows(self) -> int:

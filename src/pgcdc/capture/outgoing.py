@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from pgcdc.position import Position
 from pgcdc.relation import Relations
 from pgcdc.spool.schema import TRANSACTIONS, Op
 
-__all__ = ["Outbox", "Outgoing", "TransactionRow", "number_changes"]
+__all__ = ["Outbox", "Outgoing", "TransactionRow", "add_told", "number_changes"]
 
 TransactionRow = tuple[int, int, int, int, bool, str | None]
 """One row of the schema TRANSACTIONS."""
@@ -47,6 +48,7 @@ class Outbox:
         """The next batch."""
         if not self._ready:
             return None
+        told = self._ready[0].told
         part, transactions = self._ready[0].take()
         if not self._ready[0]:
             self._ready.popleft()
@@ -59,7 +61,7 @@ class Outbox:
         if is_complete:
             self.last_lsn = lsn
         end = Position.end(lsn) if is_complete else Position(lsn, *part.last)
-        return CaptureBatch(part, table, self._relations, end, self.last_lsn)
+        return CaptureBatch(part, table, self._relations, end, self.last_lsn, told)
 
     def advance(self, lsn: int) -> CaptureBatch | None:
         """A batch that only moves the position, if that is a move and nothing is here."""
@@ -73,9 +75,15 @@ class Outgoing:
     """The rows of several small transactions, or one large transaction in parts."""
 
     def __init__(
-        self, parts: list[PendingPart], transactions: list[TransactionRow], aborted: array[int] | None = None
+        self,
+        parts: list[PendingPart],
+        transactions: list[TransactionRow],
+        aborted: array[int] | None = None,
+        told: Mapping[int, int] = {},
     ) -> None:
         """`transactions` says what the rows are of; if it is only one, `take` counts its rows."""
+        self.told = told
+        """As in CaptureBatch, of the next part."""
         self._transactions = transactions
         self._aborted = np.unique(np.frombuffer(aborted, np.uint32)) if aborted else np.empty(0, np.uint32)
         self._parts: deque[PendingPart] = deque()
@@ -97,6 +105,7 @@ class Outgoing:
     def take(self) -> tuple[Part, list[TransactionRow]]:
         """The next part, final, and the transactions in it."""
         one = self._parts.popleft()
+        self.told = {oid: count for oid, count in self.told.items() if count > 1}  # where, is not known
         if self._clean:
             self._clean -= 1
             part = one.part
@@ -144,3 +153,9 @@ def number_changes(
     messages = np.cumsum(~is_row)
     before = np.maximum.accumulate(np.where(is_row, messages, -sub))
     return ordinals, np.where(is_row, 0, messages - before)
+
+
+def add_told(told: dict[int, int], more: Mapping[int, int]) -> None:
+    """Tables that were described again are told twice."""
+    for oid, count in more.items():
+        told[oid] = 2 if oid in told else count

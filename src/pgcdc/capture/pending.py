@@ -73,6 +73,8 @@ class Transaction:
     buffered: int = 0
     tables: dict[int, Table] = field(default_factory=dict)
     aborted: array[int] = field(default_factory=lambda: array("I"))
+    told: dict[int, int] = field(default_factory=dict)
+    """As in CaptureBatch."""
 
     @property
     def last(self) -> tuple[int, int]:

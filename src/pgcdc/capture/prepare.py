@@ -20,11 +20,13 @@ from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.database import Connection, connect
 from pgcdc.capture.fingerprint import Fingerprint, Narrowed, check_unchanged, forget_dropped, read_fingerprint
 from pgcdc.capture.preflight import ServerInfo, check
-from pgcdc.capture.process import CaptureSpec
 from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.publications import PublicationInfo, drop_ours, ensure, pair_of, use_existing
 from pgcdc.capture.selection import Selection
 from pgcdc.capture.slots import OpenTransaction, check_not_ahead, create_slot, drop_slot, get_slot
+from pgcdc.capture.spec import CaptureSpec
+from pgcdc.capture.toast import ToastOptions
+from pgcdc.capture.toast_rules import check_cacheable, check_full
 from pgcdc.errors import ConfigError, GapError, SourceError, StateError
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import format_lsn
@@ -66,6 +68,7 @@ class SourceOptions:
     """Somebody narrowed the publication, and the user says that this was meant."""
     wire: WireOptions = WireOptions()  # noqa: RUF009 - frozen
     """What the server is asked for beside the rows of committed transactions."""
+    toast: ToastOptions = ToastOptions()  # noqa: RUF009 - frozen
 
     @property
     def uses_existing(self) -> bool:
@@ -116,6 +119,7 @@ class SourceOptions:
             temporary=self.temporary_slot,
             fail_fast=self.fail_fast,
             wire=self.wire,
+            toast=self.toast,
         )
 
     def check(self) -> None:
@@ -133,6 +137,7 @@ class SourceOptions:
                 "Put them into the publication, or use --tables, --schemas or --all-tables with --publication as our name",
             )
         self.selection.check()
+        self.toast.check(self.wire.origin)
         if self.start_from not in (None, "slot"):
             raise ConfigError(f"start_from {self.start_from!r} is not known", "The only value is: slot")
         if self.spool_limit_bytes < 1 << 20:
@@ -293,6 +298,10 @@ def _make_publications(
     def check() -> None:
         if options.wire.binary and review:
             check_columns(sql, names)
+        if options.toast.mode == "full" and review:
+            check_full(sql, names)
+        if options.toast.mode == "cache" and review:
+            check_cacheable(sql, names)
 
     if options.uses_existing:
         info = use_existing(sql, names[0], slot=options.slot)

@@ -15,7 +15,7 @@ import selectors
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,18 +27,19 @@ from pgcdc.capture.clock import Clock
 from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.database import connect
 from pgcdc.capture.guard import Guard, connection_ended
-from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.replication import SlotBusy
 from pgcdc.capture.server import ControlServer, remove_socket
 from pgcdc.capture.shapes import ShapeObserver
+from pgcdc.capture.spec import CaptureSpec
 from pgcdc.capture.stream import STATUS_INTERVAL_S, Capture, reconnect_delay_s
+from pgcdc.capture.toast import ToastStep
 from pgcdc.errors import ConnectionLost, GapError, PgcdcError, SourceError, StateError
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position, format_lsn
 from pgcdc.spool.writer import SpoolWriter
 from pgcdc.state import Lock, StateDir, write_json
 
-__all__ = ["CaptureSpec", "is_alive", "main"]
+__all__ = ["is_alive", "main"]
 
 logger = logging.getLogger("pgcdc.capture")
 
@@ -48,35 +49,6 @@ TARGET_POLL_S = 0.05
 ROUNDS_PER_TURN = 16
 LINGER_S = 60.0
 """How long a capture goes on after its last query has ended: long enough to start the next one."""
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureSpec:
-    """Everything a capture process needs to know."""
-
-    url: str
-    slot: str
-    publications: tuple[str, ...]
-    state_dir: str
-    spool_limit_bytes: int
-    watch_pid: int
-    """The driver: when this process is gone, so are we."""
-    temporary: bool = False
-    fail_fast: bool = False
-    is_restart: bool = False
-    """The pipeline was running: a server that is not there is waited for, not an error."""
-    wire: WireOptions = WireOptions()  # noqa: RUF009 - frozen
-    """What the server is asked for."""
-
-    def to_json(self) -> str:
-        """For the standard input of the process."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> CaptureSpec:
-        """The specification behind `to_json()`."""
-        raw = json.loads(text)
-        return cls(**{**raw, "publications": tuple(raw["publications"]), "wire": WireOptions(**raw["wire"])})
 
 
 class CaptureProcess:
@@ -95,6 +67,9 @@ class CaptureProcess:
         self._shapes = ShapeObserver(state.shapes_file, Position.end(self._spool.resume_lsn))
         self._unspooled: CaptureBatch | None = None
         """Read, but the connection was lost while the catalog was asked about its shapes."""
+        self._toast = ToastStep(
+            spec.toast, spec.publications, state, resume_lsn=self._spool.resume_lsn, instance=identity.instance
+        )
         self._server = ControlServer(self._selector, self._answer)
         self._guard = Guard(state, identity, self._consumers, temporary=spec.temporary)
         self._capture = Capture(
@@ -182,6 +157,7 @@ class CaptureProcess:
         self._capture.close()
         if self._sql is not None:
             self._sql.close()
+        self._toast.close()
         self._spool.close()
         self._selector.close()
 
@@ -210,6 +186,7 @@ class CaptureProcess:
             self._selector.register(self._sql.fileno(), selectors.EVENT_READ, self._watch_sql)
         if not self._spec.temporary:
             self._check_slot()
+        self._toast.look(self._sql)
         try:
             self._capture.connect()
         except SlotBusy as error:
@@ -293,8 +270,9 @@ class CaptureProcess:
             self._unspooled = batch
             assert self._sql is not None
             self._shapes.observe(batch, self._sql)
-            self._spool.append(batch)
             self._unspooled = None
+            for piece in self._toast.resolve(batch, self._sql):
+                self._spool.append(piece)
             self._rows += batch.rows
             if batch.rows:
                 self._last_commit_us = batch.transactions.column("commit_time")[-1].as_py()
@@ -329,6 +307,7 @@ class CaptureProcess:
 
     def _confirm(self) -> None:
         """Confirm what every consumer has made durable, and let go of its segments."""
+        self._toast.make_durable()
         # An ack may be ahead of a spool that is read again from the slot: the rest follows when it has come.
         lsn = min(self._consumers.confirmable(), self._capture.handed_out_lsn)
         if lsn > self._capture.confirmed_lsn:
@@ -336,6 +315,7 @@ class CaptureProcess:
             self._capture.send_feedback(lsn)
             hit("capture.after_confirm")
             self._spool.release(lsn)
+            self._toast.release(lsn)
         self._server.confirmed(self._confirmed_lsn())
 
     def _confirmed_lsn(self) -> int:
@@ -421,6 +401,7 @@ class CaptureProcess:
             "spool_bytes": self._spool.bytes_held,
             "rows": self._rows,
             "schema_changes": self._shapes.changes,
+            **self._toast.status(),
             "last_commit_time": self._last_commit_us / 1e6,
             "consumers": self._consumers.to_json()["consumers"],
             "last_error": self._last_error,

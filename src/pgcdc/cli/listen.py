@@ -80,6 +80,13 @@ def listen(
     binary: Annotated[
         Flag, typer.Option("--binary", help="Values travel in binary form; events are the same. PostgreSQL 14.")
     ] = None,
+    toast: Annotated[
+        Text,
+        typer.Option(help="Long values that an update left alone: full (old row), cache, or mark. (default: mark)"),
+    ] = None,
+    toast_cache_max_entries: Annotated[
+        int | None, typer.Option(help="Rows that --toast cache remembers. (default: 100000)")
+    ] = None,
     messages: Annotated[
         Flag, typer.Option("--messages", help="Also what pg_logical_emit_message writes. PostgreSQL 14.")
     ] = None,
@@ -134,6 +141,7 @@ def listen(
             "schemas": schemas, "row_filters": tuple(row_filter) if row_filter else None,
             "columns": tuple(columns) if columns else None, "generated_columns": generated_columns,
             "streaming": streaming, "two_phase": two_phase, "origin": origin, "binary": binary, "messages": messages,
+            "toast": toast, "toast_cache_max_entries": toast_cache_max_entries,
             "tx_metadata": tx_metadata, "tx_markers": tx_markers, "schema_events": schema_events,
             "invalid_utf8": invalid_utf8,
             "adapters": tuple(adapter) if adapter else None, "file_path": file_path, "state_dir": state_dir,

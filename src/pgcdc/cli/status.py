@@ -63,6 +63,9 @@ def read_status(state_dir: Path) -> dict[str, Any]:
         "lag_seconds": _lag_seconds(capture) if capturing else None,
         "spool_bytes": capture.get("spool_bytes"),
         "schema_changes": capture.get("schema_changes"),
+        "toast_cache_hits": capture.get("toast_cache_hits"),
+        "toast_cache_misses": capture.get("toast_cache_misses"),
+        "toast_cache_entries": capture.get("toast_cache_entries"),
         "last_error": f"{error['message']}. {error['advice']}" if error else None,
         "updated_seconds_ago": round(time.time() - capture["time"], 1) if "time" in capture else None,
     }

@@ -13,6 +13,7 @@ from pgcdc.capture.database import parse_url
 from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
 from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.selection import split_outside_quotes
+from pgcdc.capture.toast import DEFAULT_CACHE_ENTRIES, ToastOptions
 from pgcdc.errors import ConfigError
 from pgcdc.stream.frame import INVALID_TEXT, EventOptions
 from pgcdc.stream.typed import RowOptions
@@ -84,6 +85,9 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
             two_phase=_flag(options, "two_phase"),
             origin=options.get("origin", "any"),
             binary=_flag(options, "binary"),
+        ),
+        toast=ToastOptions(
+            options.get("toast", "mark"), _number(options, "toast_cache_max_entries", DEFAULT_CACHE_ENTRIES, int)
         ),
     )
     rows = _number(options, "max_batch_rows", DEFAULT_MAX_BATCH_ROWS, int)
@@ -159,7 +163,7 @@ _KNOWN = {
     "generated_columns", "state_dir", "spool_limit", "start_from", "fail_fast",
     "temporary_slot", "accept_publication", "consumer", "max_batch_rows", "tx_metadata", "tx_markers", "invalid_utf8",
     "schema_events",
-    "streaming", "messages", "two_phase", "origin", "binary",
+    "streaming", "messages", "two_phase", "origin", "binary", "toast", "toast_cache_max_entries",
     "_spool", "_driver_acks",
 }  # fmt: skip
 

@@ -1,0 +1,42 @@
+"""What a capture process is told, on its standard input."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from pgcdc.capture.protocol import WireOptions
+from pgcdc.capture.toast import ToastOptions
+
+__all__ = ["CaptureSpec"]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureSpec:
+    """Everything a capture process needs to know."""
+
+    url: str
+    slot: str
+    publications: tuple[str, ...]
+    state_dir: str
+    spool_limit_bytes: int
+    watch_pid: int
+    """The driver: when this process is gone, so are we."""
+    temporary: bool = False
+    fail_fast: bool = False
+    is_restart: bool = False
+    """The pipeline was running: a server that is not there is waited for, not an error."""
+    wire: WireOptions = WireOptions()  # noqa: RUF009 - frozen
+    """What the server is asked for."""
+    toast: ToastOptions = ToastOptions()  # noqa: RUF009 - frozen
+
+    def to_json(self) -> str:
+        """For the standard input of the process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> CaptureSpec:
+        """The specification behind `to_json()`."""
+        raw = json.loads(text)
+        parsed = {"wire": WireOptions(**raw["wire"]), "toast": ToastOptions(**raw["toast"])}
+        return cls(**{**raw, "publications": tuple(raw["publications"]), **parsed})
