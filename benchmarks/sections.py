@@ -262,13 +262,13 @@ def measure_toast(bench: Bench) -> None:
     looked_up = last["toast_cache_hits"] + last["toast_cache_misses"]
     own, own_mark = (max(one["peak_anonymous_bytes"] for one in runs[mode]) / MB for mode in ("cache", "mark"))
     rates = f"{2 * keys / took_s['cache'] / 1e3:,.0f}k against {2 * keys / took_s['mark'] / 1e3:,.0f}k changes/s"
-    found = f"{last['toast_cache_hits'] / looked_up:.1%} of {looked_up:,} values found"
+    hits = f"{last['toast_cache_hits'] / looked_up:.1%} of {looked_up:,} values found"
     held = f"{own_mark:,.0f} MB with mark; {last['peak_rss_bytes'] / MB:,.0f} MB with the pages of its file; "
     disk = f"{last['disk_bytes'] / MB:,.0f} MB on disk"
     name = f"TOAST cache of {keys:,} keys"
     bench.figures += [
         at_most(f"{name}: memory of the capture", own, 300, "MB", f"{held}{disk}", 0),
-        at_least(f"{name}: rate, of that with mark", took_s["mark"] / took_s["cache"], 0.8, "x", f"{rates}; {found}"),
+        at_least(f"{name}: rate, of that with mark", took_s["mark"] / took_s["cache"], 0.8, "x", f"{rates}; {hits}"),
     ]
 
 

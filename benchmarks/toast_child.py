@@ -1,7 +1,7 @@
 """The capture with its TOAST step and spool, in a process of its own: `SLOT CHANGES MODE ENTRIES FOLDER`.
 
-The URL is in PGCDC_DB. Prints one line of JSON. It confirms
-once a second what it has written, as if every sink were as fast.
+The URL is in PGCDC_DB. Prints one line of JSON. It does
+what the capture process does, and confirms once a second what it has written, as if every sink were as fast.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 from usage import cpu_s, peak_rss_bytes
 
+from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.database import connect
 from pgcdc.capture.stream import Capture
 from pgcdc.capture.toast import ToastOptions, ToastStep
@@ -36,6 +37,8 @@ def drain(slot: str, changes: int, mode: str, entries: int, folder: Path) -> dic
     spool = SpoolWriter(state.spool, Position.end(0))
     step = ToastStep(ToastOptions(mode, entries), PUBLICATIONS, state, resume_lsn=0, instance="bench")
     capture = Capture(url, slot=slot, publications=PUBLICATIONS, relations=spool.relations, spill_dir=state.spool)
+    consumers = Consumers(state.consumers_file)
+    consumers.join("bench", Position.end(0))
     sql = connect(url)
     wall, cpu = time.perf_counter(), cpu_s()
     step.look(sql)
@@ -59,6 +62,8 @@ def drain(slot: str, changes: int, mode: str, entries: int, folder: Path) -> dic
                 unresolved += len(marks) - marks.null_count
         if time.perf_counter() >= confirm_due:
             step.make_durable()
+            consumers.ack("bench", Position.end(batch.last_lsn))
+            consumers.confirmable()
             capture.send_feedback(batch.last_lsn)
             spool.release(batch.last_lsn)
             step.release(batch.last_lsn)

@@ -35,8 +35,8 @@ logger = logging.getLogger("pgcdc.capture")
 
 MAP_BYTES = 1 << 38
 """Address space, not memory: the file grows as needed."""
-COMMIT_ITEMS = 32_768
-COMMIT_BYTES = 16 << 20
+COMMIT_ITEMS = 65_536
+COMMIT_BYTES = 32 << 20
 """The table is committed after so much: an open transaction keeps what it changed in memory."""
 RECORD_BYTES = 8 << 20
 PRUNE_ITEMS = 20_000
