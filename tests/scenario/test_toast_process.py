@@ -123,7 +123,7 @@ def test_a_kill_at_every_step_between_cache_spool_and_confirmation(
                 consumer.confirm(Position.end(seen[len(seen) // 2][0].lsn))
 
 
-@pytest.mark.parametrize("lost", ["nothing", "spool"])
+@pytest.mark.parametrize("lost", ["spool", pytest.param("nothing", marks=pytest.mark.slow)])
 def test_a_replay_after_a_kill_gives_identical_rows(database: Database, tmp_path: Path, lost: str) -> None:
     """Without its spool (a crash of the machine) the capture begins at what is confirmed; the cache is ahead of that."""
     database.execute(TABLE)
