@@ -24,7 +24,8 @@ from pgcdc.spool.schema import Op
 from pgcdc.state import StateDir
 
 if TYPE_CHECKING:
-    from pgcdc.capture.toast_cache import Generation, ToastCache
+    from pgcdc.capture.toast_cache import ToastCache
+    from pgcdc.capture.toast_state import Generation
 
 __all__ = ["DEFAULT_CACHE_ENTRIES", "TOAST_MODES", "ToastOptions", "ToastStep"]
 

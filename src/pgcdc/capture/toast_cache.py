@@ -18,18 +18,18 @@ import shutil
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lmdb
 
 from pgcdc.capture.toast_log import Columns, LogMissing, ToastLog
+from pgcdc.capture.toast_state import Generation, State
 from pgcdc.errors import StateError
 from pgcdc.ops.failpoint import hit
 from pgcdc.state import fsync_folder
 
-__all__ = ["Generation", "ToastCache"]
+__all__ = ["ToastCache"]
 
 logger = logging.getLogger("pgcdc.capture")
 
@@ -46,50 +46,6 @@ _ID = struct.Struct(">Q")
 _HEAD = struct.Struct(">QI")  # number of the write, CRC-32 of the values
 _NOT_PENDING = object()
 _TABLES = _ID.pack(0)  # the prefix of what is known about tables; entries have the number of their generation
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """The entries of one table between two evictions of all of it."""
-
-    number: int
-    shape: str
-    """Of the relation: another shape is another generation."""
-    stamp: str
-    stamp_lsn: int
-    """What the catalog said about the table, and an LSN at which it did."""
-    first_lsn: int
-    """The first change that was stored."""
-    is_proven: bool = False
-    """The stream has shown that nothing happened between `first_lsn` and `stamp_lsn` that it does not tell."""
-
-    @property
-    def prefix(self) -> bytes:
-        """Of the keys of its entries."""
-        return _ID.pack(self.number)
-
-    def encode(self) -> bytes:
-        """For the store."""
-        fields = (self.number, self.shape, self.stamp, self.stamp_lsn, self.first_lsn, self.is_proven)
-        return marshal.dumps(fields)
-
-
-@dataclass(slots=True)
-class _State:
-    """What is known of the whole table; kept in it at each commit."""
-
-    position: int = 0
-    """END lsn of the last transaction that is in the table completely."""
-    next_id: int = 1
-    epoch: int = 1
-    records: int = 0
-    """How many records of that epoch's log the table has taken in."""
-    floor_lsn: int = 0
-    """Before this nothing can be taken back any more."""
-    live: dict[bytes, int] = field(default_factory=dict)
-    """Entries of each generation, by its prefix."""
-    garbage: dict[bytes, int] = field(default_factory=dict)
-    """Generations that are gone, and since which lsn."""
 
 
 class ToastCache:
@@ -117,7 +73,7 @@ class ToastCache:
         self._env: Any = None
         self._txn: Any = None
         self._log = ToastLog(folder, 1)
-        self._state = _State()
+        self._state = State()
         try:
             self._open(resume_lsn)
             return
@@ -405,7 +361,7 @@ class ToastCache:
         version, instance, fields = marshal.loads(self._txn.get(b"state", db=self._meta) or b"")
         if version != FORMAT or instance != self._instance:
             raise _Unusable("it belongs to another pipeline")
-        self._state = state = _State(*fields)
+        self._state = state = State(*fields)
         self._log = ToastLog(self._folder, state.epoch)
         self._log.load()
         if self._log.records < state.records:
@@ -477,7 +433,7 @@ class ToastCache:
 
     def _create(self, lsn: int) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        self._state = _State(position=lsn, floor_lsn=lsn)
+        self._state = State(position=lsn, floor_lsn=lsn)
         self._tables, self._seen, self._count = {}, {}, 0
         self._open_table()
         self._log = ToastLog(self._folder, 1)
