@@ -22,7 +22,7 @@ import pgcdc
 
 def show(batch: DataFrame, _: int) -> None:
     """What your own program would do with each batch."""
-    if not batch.isEmpty():
+    if batch.count():
         batch.drop("_before", "_unchanged_toast_columns").orderBy("_lsn", "_ordinal").show(truncate=False)
 
 

@@ -62,6 +62,8 @@ def database(postgres: EmbeddedPostgres) -> Iterator[Database]:
 
 def pytest_sessionstart() -> None:
     os.environ[_RUN_VARIABLE] = _RUN_ID
+    # Most tests with Spark are over before its second compiler has paid off.
+    os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1")
 
 
 @pytest.hookimpl(wrapper=True)

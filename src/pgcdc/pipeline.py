@@ -45,8 +45,9 @@ from pgcdc.spool.diff import describe_change
 from pgcdc.spool.shapes import ShapeHistory
 from pgcdc.state import Lock, StateDir, read_json, write_json
 from pgcdc.stream.lane import Lane
+from pgcdc.stream.options import parse_options
 from pgcdc.stream.session import check_java, session
-from pgcdc.stream.table import LOAD_AGAIN
+from pgcdc.stream.table import LOAD_AGAIN, load_table
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -153,6 +154,9 @@ class Pipeline:
             lock.write({"pid": os.getpid()})
             self._is_locked = True
             self._sinks = self._check_sinks()
+            if self.config.table:
+                # Refuses a table that cannot be read in this form, before anything is made for it.
+                load_table(replace(parse_options(self._options()), source=self.config.source_options()))
             self._say(f"checking the database and slot {self.config.slot_name}")
             self._prepared = prepare(self.config.source_options(), consumer=LANE, on_wait=self._report_wait)
         for change in self._prepared.changed:

@@ -18,7 +18,7 @@ from pgcdc.capture.batch import CaptureBatch
 from pgcdc.capture.prepare import SourceOptions, prepare
 from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.toast import ToastOptions
-from pgcdc.errors import ConfigError, SourceError, StateError
+from pgcdc.errors import ConfigError, ConversionError, SourceError, StateError
 from pgcdc.playground.postgres import EmbeddedPostgres
 
 SLOW = pytest.mark.slow
@@ -300,7 +300,7 @@ def test_full_stops_when_the_old_row_does_not_come_any_more(docs: Database, tmp_
     rig = Rig(docs, tmp_path, "full")
     rig.read(insert(1), "UPDATE docs SET n = 1")
     rig.execute("ALTER TABLE docs REPLICA IDENTITY DEFAULT")
-    with pytest.raises(SourceError, match=r"column body of table docs .* at [0-9A-F]{16}/0{11}1: ") as caught:
+    with pytest.raises(ConversionError, match=r"column body of table docs .* at [0-9A-F]{16}/0{11}1: ") as caught:
         rig.read("UPDATE docs SET n = 2")
     assert 'ALTER TABLE "public"."docs" REPLICA IDENTITY FULL;' in caught.value.advice
     rig.close()

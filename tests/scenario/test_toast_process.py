@@ -19,7 +19,7 @@ from pgcdc.capture.prepare import SourceOptions, prepare
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.capture.toast import ToastOptions
 from pgcdc.cli.status import read_status
-from pgcdc.errors import SourceError
+from pgcdc.errors import ConversionError
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.position import Position
 from pgcdc.spool.reader import SpoolReader, read_slice
@@ -173,7 +173,7 @@ def test_full_stops_the_capture_with_the_statement_that_helps(database: Database
     assert consumer.read(database, consumer.start)[-1][1]["body"] == text(1).encode()
     database.execute("ALTER TABLE docs REPLICA IDENTITY DEFAULT")
     database.execute("UPDATE docs SET n = 2")
-    with pytest.raises(SourceError, match=r"column body of table docs .*") as caught:
+    with pytest.raises(ConversionError, match=r"column body of table docs .*") as caught:
         consumer.read(database, consumer.start)
     assert 'ALTER TABLE "public"."docs" REPLICA IDENTITY FULL;' in caught.value.advice
     consumer.close()

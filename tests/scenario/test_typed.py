@@ -99,7 +99,7 @@ def test_a_query_may_ask_for_some_columns_only(database: Database, ask: Ask) -> 
     database.execute("ALTER TABLE t ADD w int; INSERT INTO t VALUES (5, 1, 'b', 7)")
     assert short(query.run(), "v") == [("b",)], "a column that was not asked for may come"
     before = StructType().add("v", number)
-    for name, kind, part in (("v", number, "v INT"), ("w", text, "w STRING"), ("_before", before, "v INT")):
+    for name, kind, part in (("v", number, "v int"), ("w", text, "w string"), ("_before", before, "v int")):
         with pytest.raises(ConfigError, match=part):
             query.load(StructType().add(name, kind))
 

@@ -83,6 +83,16 @@ def test_a_program_reads_a_table_through_a_change_of_its_columns(
     ]
 
 
+def test_a_refused_table_leaves_nothing_behind(database: Database, tmp_path: Path) -> None:
+    database.execute("CREATE TABLE t (id int PRIMARY KEY)")
+    listener = Listener(database.url, tmp_path, "--table", "t", "--changelog", "zset", slot=f"s_{database.name}")
+    listener.start(wait=False)
+    assert listener.wait_exit() == 2
+    assert "REPLICA IDENTITY FULL" in listener.said()
+    assert database.query("SELECT slot_name FROM pg_replication_slots WHERE database = current_database()") == []
+    assert database.query("SELECT pubname FROM pg_publication") == []
+
+
 def test_several_tables_come_from_one_slot(
     database: Database, spark: SparkSession, options: dict[str, str], tmp_path: Path
 ) -> None:

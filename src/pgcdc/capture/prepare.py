@@ -204,7 +204,8 @@ def _check_others(options: SourceOptions, state: StateDir, consumer: str) -> Non
         said = ", ".join(f"{name}={value}" for name, value in known.asked.items() if value)
         raise ConfigError(
             f"slot {known.slot!r} captures {said} for {', '.join(others)} as well: they would lose what is left out",
-            "Name all of it; or use another slot and state directory; or forget them first: pgcdc consumer forget NAME",
+            "Name all of it; or use another slot and state directory; or forget them first: "
+            f"pgcdc consumer forget NAME --state-dir {options.state_dir}",
         )
 
 

@@ -18,7 +18,7 @@ from pgcdc.capture.batch import CaptureBatch
 from pgcdc.capture.database import name_table
 from pgcdc.capture.toast_rows import Steps, ToastRows, pack_values, single_value, unpack_values
 from pgcdc.capture.toast_rules import TableFacts, TableRules, ToastCatalog, alter_to_full, shape_of
-from pgcdc.errors import ConfigError, SourceError
+from pgcdc.errors import ConfigError, ConversionError
 from pgcdc.relation import Relations
 from pgcdc.spool.schema import Op
 from pgcdc.state import StateDir
@@ -348,14 +348,14 @@ def _is_trusted(table: Generation | None, facts: TableFacts) -> bool:
     return table.is_proven or table.first_lsn > table.stamp_lsn
 
 
-def _unresolved(rows: ToastRows) -> SourceError:
+def _unresolved(rows: ToastRows) -> ConversionError:
     """`full` was asked for, and the old tuple is not there any more."""
     mark = int(rows.open_marks[0])
     row = int(rows.mark_row[mark])
     relation = rows.relations[int(rows.relation[row])]
     column = relation.columns[int(rows.mark_column[mark])].name
     table = name_table(relation.namespace, relation.name)
-    return SourceError(
+    return ConversionError(
         f"column {column} of table {table} was not sent with the change at {rows.position(row)}: "
         "its value is out of line and unchanged, and the table has no REPLICA IDENTITY FULL (any more)",
         f"Run {alter_to_full(relation.namespace, relation.name)} What was written before that can only be read with "

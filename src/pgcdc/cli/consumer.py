@@ -46,4 +46,4 @@ def forget_consumer(name: str, state_dir: State = Path(".pgcdc")) -> None:
         if not state.consumers_file.exists():
             raise StateError(f"{state.path} is not a state directory", "Give --state-dir")
         forget(state, name)
-        print(f"forgot consumer {name}")
+        print(f"forgot consumer {name} of {state.path}")

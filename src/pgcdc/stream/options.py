@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from pgcdc.capture.database import parse_url
+from pgcdc.capture.database import parse_url, split_table
 from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
 from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.selection import split_outside_quotes
@@ -55,7 +56,11 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
     options = {key.lower().replace("-", "_"): value for key, value in raw.items()}
     unknown = sorted(set(options) - _KNOWN)
     if unknown:
-        raise ConfigError(f"unknown option {unknown[0]!r}", f"Known options: {', '.join(sorted(_KNOWN))}")
+        close = difflib.get_close_matches(unknown[0], _KNOWN, n=1)
+        known = ", ".join(sorted(name for name in _KNOWN if not name.startswith("_")))
+        raise ConfigError(
+            f"unknown option {unknown[0]!r}", f"Did you mean {close[0]}?" if close else f"Known options: {known}"
+        )
     url = options.get("url", "") or os.environ.get("PGCDC_DB", "")
     if options.get("url") and any("password" in key and value for key, value in parse_url(options["url"]).items()):
         raise ConfigError(
@@ -90,6 +95,7 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
             options.get("toast", "mark"), _number(options, "toast_cache_max_entries", DEFAULT_CACHE_ENTRIES, int)
         ),
     )
+    source.toast.check(source.wire.origin)
     rows = _number(options, "max_batch_rows", DEFAULT_MAX_BATCH_ROWS, int)
     if rows < 1:
         raise ConfigError("max_batch_rows must be at least 1", "Leave it out for the default")
@@ -113,6 +119,11 @@ def _typed(plain: StreamOptions, options: Mapping[str, str]) -> StreamOptions:
         if given:
             raise ConfigError(f"option {given[0]} is for typed rows", "Name the table with option('table', ...)")
         return plain
+    named = {split_table(name) for name in plain.source.tables}
+    if named and split_table(table) not in named:
+        raise ConfigError(
+            f"table {table} is not among the tables to capture", "Add it to option tables, or leave that out"
+        )
     for name in ("tx_metadata", "tx_markers", "schema_events"):
         if _flag(options, name):
             raise ConfigError(f"option {name} is for events", "Typed rows have the columns _xid, _ts and _ordinal")

@@ -74,7 +74,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 f"the query has no checkpoint, but consumer {self._options.consumer!r} has acknowledged everything up to "
                 f"{format_lsn(ack.lsn)}",
                 "Restore the query's checkpoint. To begin with what the slot still has, forget the consumer first: "
-                f"pgcdc consumer forget {self._options.consumer}",
+                f"pgcdc consumer forget {self._options.consumer} --state-dir {self._options.source.state_dir}",
             )
         return initial.to_offset()
 

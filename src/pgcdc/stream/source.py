@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pyspark.sql.datasource import DataSource
+from pyspark.sql.datasource import DataSource, DataSourceReader
 from pyspark.sql.types import StructType
 
 from pgcdc.errors import ConfigError
@@ -31,6 +31,9 @@ class ChangeSource(DataSource):
         self._table = load_table(options)  # the reader gets the same: Spark hands this object on
         check_names(self._table)
         return self._table.schema(zset=options.rows.zset)
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        raise ConfigError("format('pgcdc') gives changes, not the rows that are there", "Use spark.readStream")
 
     def streamReader(self, schema: StructType) -> ChangeReader:
         options = parse_options(self.options)
@@ -72,8 +75,13 @@ def _compare(schema: StructType, known: dict[str, str], what: str) -> None:
                 "Leave NOT NULL out, and filter the rows that you want",
             )
         kind = field.dataType.simpleString()
-        if known.get(field.name) != kind:
+        if field.name in known and known[field.name] != kind:
+            actual = known[field.name]
             raise ConfigError(
-                f"the schema asks for a column {field.name} {kind.upper()}, which {what} does not have",
-                f"There are: {', '.join(f'{name} {text.upper()}' for name, text in known.items())}",
+                f"the schema asks for {field.name} {kind}, but it is {actual} of {what}", f"Write {actual}"
+            )
+        if field.name not in known:
+            raise ConfigError(
+                f"the schema asks for a column {field.name} {kind}, which {what} does not have",
+                f"There are: {', '.join(f'{name} {text}' for name, text in known.items())}",
             )

@@ -16,7 +16,10 @@ __all__ = ["read_table", "read_tables"]
 
 
 def read_table(spark: SparkSession, table: str, **options: str) -> DataFrame:
-    """A streaming DataFrame of one table: its own columns, in Spark's types. Options: see docs/spark.md."""
+    """A streaming DataFrame of one table: its own columns, in Spark's types.
+
+    `options` are those of `format("pgcdc")`, as in docs/tables.md; `slot`, `state_dir` and `consumer` say whose it is.
+    """
     register(spark)
     return spark.readStream.format("pgcdc").options(**options).option("table", table).load()
 
@@ -27,6 +30,8 @@ def read_tables(spark: SparkSession, tables: Iterable[str], **options: str) -> d
     The consumers are named after the tables (`shop.orders`), behind the option `consumer` if it is given
     (`report:shop.orders`).
     """
+    if isinstance(tables, str):
+        raise ConfigError("read_tables takes a list of tables, not a text", f"Write [{tables!r}], or use read_table")
     names = list(tables)
     titles = [name_table(*split_table(name)) for name in names]
     if not names or len(set(titles)) != len(titles):

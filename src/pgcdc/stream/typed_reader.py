@@ -121,8 +121,13 @@ class TypedReader(ChangeReader):
                 "Restore the checkpoint that belongs to this state directory, or start with a new consumer",
             )
         advice = f"{LOAD_AGAIN} and start the query with the same checkpoint: it goes on there, with the new columns"
-        if not self._options.rows.other_shapes:
-            advice += ". To go on with the old columns instead, give option('schema_change', 'ignore')"
+        if self._options.rows.other_shapes:
+            advice += ". A renamed column, or one whose new type does not fit, is not ignored"
+        else:
+            advice += (
+                ". To go on with the old columns instead (dropped ones are NULL then, renamed ones stop it all the same), "
+                "give option('schema_change', 'ignore')"
+            )
         return SchemaChanged(f"table {table.title} has other columns from {place} on: {table.explain(shape)}", advice)
 
     # --- tasks
