@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 import psutil
 import psycopg
 
-from pgcdc.capture.control import ControlClient
+from pgcdc.capture.control import CaptureGone, ControlClient
 from pgcdc.playground import contents, shop
 from pgcdc.position import Position
 from pgcdc.state import Lock, StateDir
@@ -150,9 +151,9 @@ class Listener:
         target = int(row[0])
         holder = Lock.holder(self.state.capture_lock)
         if holder and "address" in holder:
-            client = ControlClient(holder["address"])
-            client.target()  # hurry: do not wait for the next idle progress
-            client.close()
+            # Hurry: do not wait for the next idle progress. A capture that was killed just now is asked by its successor.
+            with contextlib.suppress(CaptureGone), contextlib.closing(ControlClient(holder["address"])) as client:
+                client.target()
         wait_until(
             lambda: self.delivered_lsn() >= target, timeout_s, f"delivery up to {target:X} ({self.said()[-500:]})"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -276,19 +277,15 @@ def test_a_start_that_is_refused_for_a_column_accepts_no_change(database: Databa
 
 
 CRASH = """
-import json, sys
-from pgcdc.capture.prepare import SourceOptions, prepare
-from pgcdc.capture.protocol import WireOptions
-raw = json.loads(sys.argv[1])
-prepare(SourceOptions(**{**raw, "tables": tuple(raw["tables"]), "wire": WireOptions(**raw["wire"])}))
+import pickle, sys
+from pgcdc.capture.prepare import prepare
+prepare(pickle.loads(bytes.fromhex(sys.argv[1])))
 """
 
 
 def crash(source: SourceOptions) -> None:
     """Kill -9 of a start that has altered the publications, and not yet written down what they are now."""
-    import json
-
-    command = [sys.executable, "-c", CRASH, json.dumps(asdict(source))]
+    command = [sys.executable, "-c", CRASH, pickle.dumps(source).hex()]
     run = subprocess.run(
         command, env={**os.environ, "PGCDC_FAILPOINTS": "prepare.altered=kill"}, timeout=60, check=False
     )
