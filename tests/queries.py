@@ -61,9 +61,10 @@ class Query:
         end = self.reader.latestOffset(self.offset, ReadMaxRows(limit))
         if end == self.offset:
             return None
+        if self.batches:
+            self.reader.commit(self.offset)  # only now, as Spark does: while the next batch is planned
         rows = self.replay(self.offset, end)
         self.offset = end
-        self.reader.commit(end)
         self.batches.append(rows)
         return rows
 

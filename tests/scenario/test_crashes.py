@@ -65,6 +65,7 @@ def hits(folder: Path) -> set[str]:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.timeout(900)
 def test_kill_9_of_the_driver_at_every_step_loses_and_repeats_nothing(listener: Listener, tmp_path: Path) -> None:
     listener.start(wait=False, env={"PGCDC_FAILPOINTS": "lane.planned=kill@2"})
     wait_until(listener.state.identity_file.exists, 60, "slot and state directory")
@@ -88,6 +89,7 @@ def test_kill_9_of_the_driver_at_every_step_loses_and_repeats_nothing(listener: 
     assert watch.moves > 3
 
 
+@pytest.mark.timeout(900)
 def test_an_exception_at_every_step_of_the_driver_restarts_the_query_without_loss(
     listener: Listener, tmp_path: Path
 ) -> None:

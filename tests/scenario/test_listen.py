@@ -90,6 +90,7 @@ def test_a_run_can_be_watched_is_locked_follows_new_tables_and_stops_in_order(
     assert slots == [(False, listener.delivered_lsn())]
 
 
+@pytest.mark.timeout(900)
 def test_signals_under_load_end_in_time_and_lose_nothing(listener: Listener, database: Database) -> None:
     with database.connect() as conn:
         shop.create_tables(conn)
@@ -124,6 +125,7 @@ def pgcdc_once(listener: Listener) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.timeout(900)
 def test_once_delivers_everything_confirms_and_exits_and_an_idle_restart_adds_nothing(
     listener: Listener, database: Database
 ) -> None:
