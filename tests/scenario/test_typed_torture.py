@@ -48,7 +48,9 @@ class Altering:
                     while not self._stop.wait(0.005):
                         columns = list(self._columns)
                         with conn.transaction():
-                            for _ in range(self._random.randint(1, 6)):
+                            for number in range(self._random.randint(1, 6)):
+                                if number == 1 and self.commits % 200 < 5 and self.commits // 200 >= self.alters:
+                                    self._alter(conn)
                                 self._step(conn)
                         self.commits += 1
             except psycopg.Error:  # the server was killed: what was not committed is not there
@@ -65,18 +67,20 @@ class Altering:
         except psycopg.Error:
             return None
 
+    def _alter(self, conn: psycopg.Connection[Any]) -> None:
+        """In the middle of a transaction, about every second: each one starts the query anew."""
+        self.alters += 1
+        if len(self._columns) > 2 and self._random.random() < 0.5:
+            conn.execute(f"ALTER TABLE t DROP {self._columns.pop(self._random.randrange(len(self._columns)))}".encode())
+            return
+        name = f"c{self.alters}_{self._random.randrange(1 << 20)}"
+        kind = self._random.choice(["int", "numeric(9,2)", "text[]"])
+        conn.execute(f"ALTER TABLE t ADD {name} {kind}".encode())
+        self._columns.append(name)
+
     def _step(self, conn: psycopg.Connection[Any]) -> None:
         choice = self._random.random()
-        if choice < 0.0005 and len(self._columns) < 8:
-            self.alters += 1
-            name = f"c{self.alters}_{self._random.randrange(1 << 20)}"
-            kind = self._random.choice(["int", "numeric(9,2)", "text[]"])
-            conn.execute(f"ALTER TABLE t ADD {name} {kind}".encode())
-            self._columns.append(name)
-        elif choice < 0.0008 and self._columns:
-            self.alters += 1
-            conn.execute(f"ALTER TABLE t DROP {self._columns.pop(self._random.randrange(len(self._columns)))}".encode())
-        elif choice < 0.6:
+        if choice < 0.6:
             self._next_id += 1
             conn.execute("INSERT INTO t (id, v) VALUES (%s, %s)", [self._next_id, self._random.randrange(1000)])
         elif choice < 0.85:
@@ -127,7 +131,7 @@ def run(folder: Path, targets: list[str], seed: int) -> None:
             lines = one.events()
             places = [(line["_lsn"], line["_ordinal"]) for line in lines]
             assert places == sorted(set(places))
-            assert traffic.alters > 3
+            assert traffic.alters >= len(targets)
             with psycopg.connect(server.url()) as conn:
                 cursor = conn.execute("SELECT * FROM t")
                 names = [column.name for column in cursor.description or ()]
