@@ -65,7 +65,6 @@ def hits(folder: Path) -> set[str]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.timeout(900)
 def test_kill_9_of_the_driver_at_every_step_loses_and_repeats_nothing(listener: Listener, tmp_path: Path) -> None:
     listener.start(wait=False, env={"PGCDC_FAILPOINTS": "lane.planned=kill@2"})
     wait_until(listener.state.identity_file.exists, 60, "slot and state directory")
