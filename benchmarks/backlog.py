@@ -137,22 +137,20 @@ def _run_arrow(url: str, slot: str, backlog: Backlog) -> dict[str, Any]:
 
 
 def _run_spark(url: str, slot: str, backlog: Backlog) -> dict[str, Any]:
-    folder = tempfile.mkdtemp(prefix="pgcdc-bench-")
-    try:
-        result = run_child("spark_child.py", slot, str(backlog.changes), folder, url=url, tree=True)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    _check_count(result["lines"], backlog)
-    return result
+    return _run_through_spark("spark_child.py", "lines", url, slot, backlog)
 
 
 def _run_typed(url: str, slot: str, backlog: Backlog) -> dict[str, Any]:
+    return _run_through_spark("typed_child.py", "rows", url, slot, backlog)
+
+
+def _run_through_spark(script: str, counted: str, url: str, slot: str, backlog: Backlog) -> dict[str, Any]:
     folder = tempfile.mkdtemp(prefix="pgcdc-bench-")
     try:
-        result = run_child("typed_child.py", slot, str(backlog.changes), folder, url=url, tree=True)
+        result = run_child(script, slot, str(backlog.changes), folder, url=url, tree=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    _check_count(result["rows"], backlog)
+    _check_count(result[counted], backlog)
     return result
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from psycopg.conninfo import conninfo_to_dict
 from usage import cpu_s, peak_rss_bytes
-from workload import PUBLICATION, connect
+from workload import PUBLICATION, wait_for_reader
 
 START_TIMEOUT_S = 120.0
 SILENCE_S = 120.0
@@ -128,22 +128,6 @@ def _properties(slot: str) -> dict[str, str]:
     }
 
 
-def _wait_active(slot: str) -> float:
-    """When the server accepted the connection that now reads the slot."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    with connect(os.environ["PGCDC_DB"]) as conn:
-        while time.monotonic() < deadline:
-            row = conn.execute(
-                "SELECT extract(epoch FROM a.backend_start)::float8 FROM pg_replication_slots s "
-                "JOIN pg_stat_activity a ON a.pid = s.active_pid WHERE s.slot_name = %s",
-                [slot],
-            ).fetchone()
-            if row is not None:
-                return float(row[0])
-            time.sleep(0.01)
-    raise RuntimeError(f"Debezium did not start to read within {START_TIMEOUT_S:g} s")
-
-
 def main() -> None:
     """Warm up, drain the slot, and say what it took."""
     slot, warm_slot, changes = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -160,7 +144,7 @@ def main() -> None:
         warm.close()
         engine = Engine(slot, changes, path)
         engine.start()
-        began, cpu = _wait_active(slot), cpu_s()
+        began, cpu = wait_for_reader(os.environ["PGCDC_DB"], slot, START_TIMEOUT_S), cpu_s()
         engine.wait()
         engine.close()
     finally:

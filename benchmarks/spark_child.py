@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 from usage import cpu_of_tree, cpu_since, peak_rss_bytes
-from workload import PUBLICATION, connect
+from workload import PUBLICATION, wait_for_reader
 
 from pgcdc.capture.control import CaptureLink
 from pgcdc.config import Config
@@ -52,7 +52,7 @@ class WarmPipeline(Pipeline):
         self._start_spark()
         self._warm_up()
         self._link = CaptureLink(self._prepared.spec, is_restart=False)
-        self.began = self._connected_at()
+        self.began = wait_for_reader(self.config.db, self.config.slot_name)
         self._cpu_before = cpu_of_tree(os.getpid())
         initial, _ = self._link.call(lambda client: client.join(LANE))
         self._lane = Lane(LANE, self.state.checkpoints / LANE, self._sinks)
@@ -64,17 +64,6 @@ class WarmPipeline(Pipeline):
     def _watch(self, query: Any) -> None:
         self._query = query
         super()._watch(query)
-
-    def _connected_at(self) -> float:
-        """When the server accepted the walsender's connection: a little before START_REPLICATION."""
-        with connect(self.config.db) as conn:
-            row = conn.execute(
-                "SELECT extract(epoch FROM a.backend_start)::float8 FROM pg_replication_slots s "
-                "JOIN pg_stat_activity a ON a.pid = s.active_pid WHERE s.slot_name = %s",
-                [self.config.slot_name],
-            ).fetchone()
-        assert row is not None
-        return float(row[0])
 
     def _count(self, batch: Batch) -> None:
         now = time.time()

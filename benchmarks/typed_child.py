@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from usage import cpu_of_tree, cpu_since
-from workload import PUBLICATION, connect
+from workload import PUBLICATION, wait_for_reader
 
 import pgcdc
 from pgcdc.stream.warm import warm_up
@@ -31,7 +31,7 @@ def main() -> None:
         spark, "backlog", slot=slot, publication=PUBLICATION, state_dir=str(folder / "state"), start_from="slot"
     )
     connected: list[float] = []
-    watcher = threading.Thread(target=lambda: connected.append(_connected_at(url, slot)))
+    watcher = threading.Thread(target=lambda: connected.append(wait_for_reader(url, slot)))
     watcher.start()
     before = cpu_of_tree(os.getpid())
     query = rows.writeStream.format("noop").option("checkpointLocation", str(folder / "checkpoint")).start()
@@ -51,20 +51,6 @@ def main() -> None:
 
 def _rows(progress: list[Any]) -> int:
     return sum(int(one.numInputRows) for one in progress)
-
-
-def _connected_at(url: str, slot: str) -> float:
-    """When the server accepted the walsender's connection: a little before START_REPLICATION."""
-    with connect(url) as conn:
-        while True:
-            row = conn.execute(
-                "SELECT extract(epoch FROM a.backend_start)::float8 FROM pg_replication_slots s "
-                "JOIN pg_stat_activity a ON a.pid = s.active_pid WHERE s.slot_name = %s",
-                [slot],
-            ).fetchone()
-            if row is not None:
-                return float(row[0])
-            time.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ __all__ = [
     "new_slot",
     "prepare_backlog",
     "start_server",
+    "wait_for_reader",
 ]
 
 PUBLICATION = "bench"
@@ -188,3 +189,19 @@ class Writer:
 def insert_row(conn: psycopg.Connection[Any], table: str, number: int) -> None:
     """One row, one commit."""
     conn.execute(f"INSERT INTO {table} {_VALUES.format(number, number)}".encode())
+
+
+def wait_for_reader(url: str, slot: str, timeout_s: float = 120.0) -> float:
+    """When the server accepted the connection that reads the slot: a little before START_REPLICATION."""
+    deadline = time.monotonic() + timeout_s
+    with connect(url) as conn:
+        while time.monotonic() < deadline:
+            row = conn.execute(
+                "SELECT extract(epoch FROM a.backend_start)::float8 FROM pg_replication_slots s "
+                "JOIN pg_stat_activity a ON a.pid = s.active_pid WHERE s.slot_name = %s",
+                [slot],
+            ).fetchone()
+            if row is not None:
+                return float(row[0])
+            time.sleep(0.01)
+    raise RuntimeError(f"nobody began to read slot {slot} within {timeout_s:g} s")

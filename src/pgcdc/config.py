@@ -6,6 +6,7 @@ Everything is checked here, before anything starts; an error names the place (fl
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +20,11 @@ from pgcdc.capture.toast import DEFAULT_CACHE_ENTRIES, ToastOptions
 from pgcdc.errors import ConfigError
 from pgcdc.stream.options import DEFAULT_MAX_BATCH_ROWS, parse_bytes
 
-__all__ = ["Config", "load_config"]
+__all__ = ["TYPED_KEYS", "Config", "load_config"]
 
 DEFAULT_FILE = "pgcdc.yaml"
+TYPED_KEYS = ("changelog", "truncate", "numeric", "out_of_range", "arrays", "composites")
+"""What only typed rows (`table`) have; the same names are options of the Spark source."""
 
 
 class Config(BaseModel):
@@ -128,21 +131,17 @@ class Config(BaseModel):
                         f"Leave --table or --{flag} out; rows have _xid and _ts",
                     )
             return
-        for name in ("changelog", "truncate", "numeric", "out_of_range", "arrays", "composites"):
+        for name in TYPED_KEYS:
             if getattr(self, name) != Config.model_fields[name].default:
                 raise ConfigError(f"--{_flag_name(name)} is for typed rows", "Add --table, or leave it out")
 
-    @property
-    def _has_selection(self) -> bool:
-        return bool(self.publication or self.tables or self.schemas or self.all_tables)
-
     def source_options(self) -> SourceOptions:
         """The part that concerns the source."""
-        return SourceOptions(
+        options = SourceOptions(
             url=self.db,
             slot=self.slot_name,
             publication=self.publication,
-            tables=(self.table,) if self.table and not self._has_selection else self.tables,
+            tables=self.tables,
             all_tables=self.all_tables,
             schemas=self.schemas,
             row_filters=self.row_filters,
@@ -157,6 +156,7 @@ class Config(BaseModel):
             wire=WireOptions(self.streaming, self.messages, self.two_phase, self.origin, self.binary),
             toast=ToastOptions(self.toast, self.toast_cache_max_entries),
         )
+        return replace(options, tables=(self.table,)) if self.table and not options.has_selection else options
 
 
 def load_config(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None) -> Config:

@@ -24,7 +24,7 @@ from pgcdc.capture.database import connect
 from pgcdc.capture.prepare import Prepared, drop_publications, follow_tables, prepare
 from pgcdc.capture.slots import OpenTransaction, get_slot
 from pgcdc.capture.stream import reconnect_delay_s
-from pgcdc.config import Config
+from pgcdc.config import TYPED_KEYS, Config
 from pgcdc.errors import (
     ConfigError,
     ConnectionLost,
@@ -62,8 +62,6 @@ _PASSED_ON = (
     "schema_events", "invalid_utf8",
 )  # fmt: skip
 """Options of the Spark source that have the same name in the configuration."""
-_TYPED = ("table", "changelog", "truncate", "numeric", "out_of_range", "arrays", "composites")
-"""The same for typed rows."""
 POLL_S = 0.25
 STATUS_INTERVAL_S = 1.0
 FOLLOW_INTERVAL_S = 10.0
@@ -281,7 +279,7 @@ class Pipeline:
         if config.schemas:
             options["schemas"] = ",".join(config.schemas)
         if config.table:
-            options |= {name: str(getattr(config, name)) for name in _TYPED}
+            options |= {name: str(getattr(config, name)) for name in ("table", *TYPED_KEYS)}
         return options
 
     def _watch(self, query: StreamingQuery) -> None:

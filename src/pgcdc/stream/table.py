@@ -242,7 +242,7 @@ def check_names(table: TypedTable) -> None:
         if lower.count(name) > 1:
             raise ConfigError(
                 f"table {table.title} has two columns named {name}, different only in upper and lower case",
-                "Set spark.sql.caseSensitive to true and ask for the columns with .schema(...), or read it as events",
+                "Ask for one of them with .schema(...), or read it as events (leave option `table` out)",
             )
 
 
