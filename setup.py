@@ -1,4 +1,4 @@
-"""Builds what is optionally compiled: decoder, JSON renderer, splitters. All else about the package stands in pyproject.toml.
+"""Builds what is optionally compiled: decoder, JSON renderer, splitters. All else about the package is in pyproject.toml.
 
 Without Cython or without a compiler the package is complete: `capture.rows`, `capture.copy`, `stream.lines` and
 `types.split` then work in Python.

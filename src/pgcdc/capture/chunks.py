@@ -4,7 +4,7 @@ By blocks of the heap (ctid ranges: a row does not move while a snapshot can see
 first chunk has no beginning and the last no end, so that rows outside what was planned are in one of them, too.
 
 By blocks a table must not be rewritten between plan and read (TRUNCATE, VACUUM FULL, ALTER TABLE), nor would a snapshot see
-its rows afterwards: a chunk knows the file that it was planned for, and `lock_chunk` compares.
+its rows afterwards: a chunk knows the file that it was planned for, and `lock_chunks` compares.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pgcdc.capture.database import (
 from pgcdc.capture.tables import Table
 from pgcdc.errors import SourceError
 
-__all__ = ["Chunk", "lock_chunk", "plan_chunks", "table_bytes"]
+__all__ = ["Chunk", "lock_chunks", "plan_chunks", "table_bytes", "table_files", "whole_table"]
 
 TID_RANGE_SCAN: Final = 140000
 """The first version that reads a ctid range without reading the whole table."""
@@ -40,7 +40,7 @@ class Chunk:
     schema: str
     table: str
     filenode: int = 0
-    """The file in which the rows are; 0: none of its own."""
+    """The file in which the rows are (of a root: the sum of those of its partitions); 0: whichever they are in."""
     is_root: bool = False
     """With the rows of all partitions."""
     first_block: int | None = None
@@ -80,7 +80,8 @@ class Chunk:
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Chunk:
         """The chunk behind `to_json()`."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()})
+        fields: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in raw.items()}
+        return cls(**fields)
 
 
 def _literals(values: Sequence[str]) -> str:
@@ -115,7 +116,7 @@ def plan_chunks(
     """
     parts = _read_parts(conn, table)
     if not all(part.is_readable for part in parts):  # it may still be that the rows can be read through the root
-        return [Chunk(table.schema, table.table, is_root=True)]
+        return [Chunk(table.schema, table.table, sum(part.filenode for part in parts), is_root=True)]
     by_key = by_key or conn.info.server_version < TID_RANGE_SCAN
     total = sum(part.nbytes for part in parts)
     chunks: list[Chunk] = []
@@ -128,6 +129,17 @@ def plan_chunks(
     return chunks
 
 
+def whole_table(table: Table) -> Chunk:
+    """Everything that is in the table when it is read."""
+    return Chunk(table.schema, table.table, is_root=table.kind == "p")
+
+
+@explain_errors("read the files of the table")
+def table_files(conn: Connection, table: Table) -> set[tuple[str, str, int]]:
+    """The table, or the partitions of it that there are now, with their files."""
+    return {(part.schema, part.table, part.filenode) for part in _read_parts(conn, table)}
+
+
 @explain_errors("read the size of the table")
 def table_bytes(conn: Connection, table: Table) -> int:
     """What the rows take on disk, with values that are stored apart."""
@@ -135,17 +147,28 @@ def table_bytes(conn: Connection, table: Table) -> int:
 
 
 @explain_errors("lock the table")
-def lock_chunk(conn: Connection, chunk: Chunk) -> None:
-    """Keep the chunk's rows where they are until the transaction ends. SourceError if they are there no more."""
-    conn.execute(f"LOCK TABLE {chunk.source} IN ACCESS SHARE MODE".encode())
-    if chunk.filenode:
-        # The function looks at what is now, a query of the catalog would look into our snapshot.
-        row = conn.execute("SELECT pg_relation_filenode(%s::regclass)::int8", [chunk.sql]).fetchone()
-        if row is None or row[0] != chunk.filenode:
+def lock_chunks(conn: Connection, chunks: Sequence[Chunk]) -> None:
+    """Keep the chunks' rows where they are until the transaction ends. SourceError if they are there no more.
+
+    Call it before any query of the transaction: without a snapshot of others its own begins with the first.
+    """
+    for chunk in chunks:
+        conn.execute(f"LOCK TABLE {chunk.source} IN ACCESS SHARE MODE".encode())
+    for chunk in chunks:
+        if chunk.filenode and _filenode(conn, chunk) != chunk.filenode:
             raise SourceError(
                 f"table {name_table(chunk.schema, chunk.table)} was truncated or rewritten while it was read",
                 "Load it again",
             )
+
+
+def _filenode(conn: Connection, chunk: Chunk) -> int:
+    # These functions look at what is now, a query of the catalog would look into our snapshot.
+    query = "SELECT pg_relation_filenode(%s::regclass)::int8"
+    if chunk.is_root:
+        query = "SELECT sum(pg_relation_filenode(relid)::int8)::int8 FROM pg_partition_tree(%s::regclass)"
+    row = conn.execute(query.encode(), [chunk.sql]).fetchone()
+    return row[0] if row and row[0] else 0
 
 
 def _by_blocks(part: _Part, count: int) -> list[Chunk]:
@@ -191,7 +214,7 @@ def _estimate_rows(conn: Connection, part: _Part) -> float:
 
 def _read_parts(conn: Connection, table: Table) -> list[_Part]:
     found = conn.execute(_PARTS, [table.oid] * 2).fetchall()
-    return [_Part(*fields, tuple(key)) for *fields, key in found]
+    return [_Part(*(*fields, tuple(key))) for *fields, key in found]
 
 
 # The rows estimated of a table without any are -1 since PostgreSQL 14, and were 0 before. What the estimate was made for
@@ -204,7 +227,8 @@ SELECT c.oid::int8, n.nspname::text, c.relname::text, coalesce(pg_relation_filen
             WHEN pg_relation_size(c.oid) = 0 THEN 0 ELSE -1 END,
        c.relkind = 'r' AND a.amname = 'heap',
        has_any_column_privilege(c.oid, 'SELECT'),
-       ARRAY(SELECT t.attname::text FROM pg_index i CROSS JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY k (number, place)
+       ARRAY(SELECT t.attname::text
+             FROM pg_index i CROSS JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY k (number, place)
              JOIN pg_attribute t ON t.attrelid = c.oid AND t.attnum = k.number
              WHERE i.indrelid = c.oid AND i.indisprimary AND k.place <= i.indnkeyatts ORDER BY k.place)
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace LEFT JOIN pg_am a ON a.oid = c.relam

@@ -4,7 +4,7 @@ An exported snapshot can be imported only while the transaction that exported it
 enough in Spark's driver: its Python planner is one of a pool of workers that end after a minute without work, and Spark
 tells nobody when the tasks of a batch read have ended. So `hold_snapshot` starts `python -m pgcdc.capture.snapshot`. That
 process ends with the driver, or when nobody has read in the snapshot for a while: it holds back VACUUM until then. It holds
-no lock, so that no ALTER TABLE waits for it; readers lock and compare (`chunks.lock_chunk`).
+no lock, so that no ALTER TABLE waits for it; readers lock and compare (`chunks.lock_chunks`).
 
 It learns who reads from the names of the server's sessions, so that readers on other hosts count, too.
 """
@@ -74,7 +74,7 @@ _STARTED: list[subprocess.Popen[bytes]] = []
 @contextmanager
 def read_in_snapshot(url: str, held: HeldSnapshot | None) -> Iterator[Connection]:
     """A connection in a transaction that only reads: in the snapshot, or without one in a snapshot of its own."""
-    with connect(url, **({"application_name": held.session} if held else {})) as conn:
+    with connect(url, application_name=held.session if held else "pgcdc") as conn:
         conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         if held is not None:
             try:

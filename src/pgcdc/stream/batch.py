@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
@@ -22,7 +22,7 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructField, StructType
 
-from pgcdc.capture.chunks import Chunk, lock_chunk, plan_chunks, table_bytes
+from pgcdc.capture.chunks import Chunk, lock_chunks, plan_chunks, table_bytes, table_files, whole_table
 from pgcdc.capture.copy import copy_rows, copy_statement
 from pgcdc.capture.database import Connection, connect, execute_one, explain_errors, quote_identifier
 from pgcdc.capture.snapshot import HeldSnapshot, hold_snapshot, read_in_snapshot
@@ -66,8 +66,10 @@ class LiveTable:
 
     @cached_property
     def whole_schema(self) -> StructType:
-        """With those of typed changes."""
-        return self.typed.schema(zset=False)
+        """With those of typed changes, as far as it has none of that name itself."""
+        own = self.typed.by_name
+        added = [one for one in self.typed.schema(zset=False) if one.name not in own]
+        return StructType([*self.own_schema, *added])
 
 
 def load_live_table(options: StreamOptions) -> LiveTable:
@@ -104,7 +106,7 @@ def load_live_table(options: StreamOptions) -> LiveTable:
 class ChunkPartition(InputPartition):
     """What one task reads."""
 
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[Chunk]
     held: HeldSnapshot | None = None
     """None: one task reads everything, so that its own snapshot is as good."""
 
@@ -134,14 +136,19 @@ class BatchReader(DataSourceReader):
             self._check_readable(conn)
             nbytes = table_bytes(conn, self._table)
             count = self._batch.partitions or choose_count(nbytes, os.cpu_count() or 1)
-            # The snapshot first: a chunk is of the file that the table has afterwards, which every reader compares.
-            held = hold_snapshot(url, watch_pid=driver_pid(), keep_s=self._batch.keep_s) if count > 1 else None
+            if count == 1:
+                return [ChunkPartition([whole_table(self._table)])]
+            # What is planned before the snapshot must be true in it: else it would lack rows without anybody noticing.
+            files = table_files(conn, self._table)
             chunks = plan_chunks(conn, self._table, count=count)
-        if not chunks:
-            return [ChunkPartition(None, [], None)]
+            held = hold_snapshot(url, watch_pid=driver_pid(), keep_s=self._batch.keep_s)
+            if files != table_files(conn, self._table):
+                raise SourceError(
+                    f"{self._title} was truncated or altered while its reading was planned", "Load it again"
+                )
         size = -(-len(chunks) // count)
-        groups = [chunks[first : first + size] for first in range(0, len(chunks), size)]
-        return [ChunkPartition(number, group, held) for number, group in enumerate(groups)]
+        groups = [chunks[first : first + size] for first in range(0, len(chunks), max(size, 1))]
+        return [ChunkPartition(group, held) for group in groups]
 
     def _check_readable(self, conn: Connection) -> None:
         """Ask for no row: what is wrong with rights, columns or the condition is said before anything starts."""
@@ -155,18 +162,18 @@ class BatchReader(DataSourceReader):
                     raise
                 text = " ".join((error.diag.message_primary or str(error)).split())
                 raise ConfigError(
-                    f"option where is no condition on {self._title}: {text}", "Write it as behind WHERE in SQL: total > 100"
+                    f"option where is no condition on {self._title}: {text}",
+                    "Write it as behind WHERE in SQL: total > 100",
                 ) from error
 
     # --- in the executors
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        assert isinstance(partition, ChunkPartition)
-        if not partition.chunks:
-            return
+        if not isinstance(partition, ChunkPartition):
+            return  # Spark's own, for a table of no partitions
         with self._explained(), read_in_snapshot(_find_url(self._url), partition.held) as conn:
+            lock_chunks(conn, partition.chunks)
             for chunk in partition.chunks:
-                lock_chunk(conn, chunk)
                 conditions = [*chunk.conditions, *([self._batch.where] if self._batch.where else [])]
                 statement = copy_statement(self._names, chunk.source, conditions)
                 for values in copy_rows(conn, statement, len(self._names)):
@@ -221,7 +228,8 @@ def _find_url(url: str) -> str:
     found = url or os.environ.get("PGCDC_DB", "")
     if not found:
         raise ConfigError(
-            "no database is given on this host", "Set the variable PGCDC_DB for the executors as well, or give option url"
+            "no database is given on this host",
+            "Set the variable PGCDC_DB for the executors as well, or give option url",
         )
     return found
 

@@ -29,6 +29,7 @@ __all__ = [
 
 DEFAULT_MAX_BATCH_ROWS = 100_000
 DEFAULT_HEARTBEAT_S = 10.0
+DEFAULT_SNAPSHOT_KEEP_S = 300.0
 
 _N = TypeVar("_N", int, float)
 
@@ -41,7 +42,7 @@ class BatchOptions:
     """How many tasks read; 0: by the size of the table."""
     where: str = ""
     """Only rows for which this is true, in SQL."""
-    keep_s: float = 300.0
+    keep_s: float = DEFAULT_SNAPSHOT_KEEP_S
     """How long the snapshot is held after the last read."""
     metadata: bool = True
     """With the columns of typed changes (`_op` and the others), so that both have the same schema."""
@@ -67,7 +68,7 @@ class StreamOptions:
     """How often a typed query hears how far time has come, at most; 0: never."""
     start: str = ""
     """Where the query goes on, if its driver knows better than the consumer's ack."""
-    batch: BatchOptions = BatchOptions()  # noqa: RUF009 - frozen
+    batch: BatchOptions = BatchOptions()
 
 
 def parse_options(raw: Mapping[str, str]) -> StreamOptions:
@@ -154,7 +155,7 @@ def _typed(plain: StreamOptions, options: Mapping[str, str]) -> StreamOptions:
 
 def _batch_options(options: Mapping[str, str]) -> BatchOptions:
     partitions = _number(options, "partitions", 0, int)
-    keep_s = _number(options, "snapshot_keep", BatchOptions.keep_s, float)
+    keep_s = _number(options, "snapshot_keep", DEFAULT_SNAPSHOT_KEEP_S, float)
     if ("partitions" in options and partitions < 1) or keep_s <= 0:
         name = "snapshot_keep" if keep_s <= 0 else "partitions"
         raise ConfigError(f"option {name} is {options[name]}", "Give a number above 0, or leave it out")
@@ -199,7 +200,16 @@ TYPE_CHOICES = {
 }
 """The options of types, each with its values; the first is the default."""
 _BATCH = {"partitions", "where", "snapshot_keep", "metadata"}
-_TYPED = {*_BATCH, "changelog", "truncate", "schema_change", "heartbeats", "heartbeat_interval", "_start", *TYPE_CHOICES}
+_TYPED = {
+    *_BATCH,
+    "changelog",
+    "truncate",
+    "schema_change",
+    "heartbeats",
+    "heartbeat_interval",
+    "_start",
+    *TYPE_CHOICES,
+}
 _KNOWN = {
     *_TYPED, "table",
     "url", "slot", "publication", "tables", "all_tables", "schemas", "row_filters", "columns",

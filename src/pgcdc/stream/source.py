@@ -1,4 +1,4 @@
-"""The Spark source: `spark.readStream.format("pgcdc")`, as events of all tables or as typed rows of one, and `spark.read`."""
+"""The Spark source `format("pgcdc")`: a stream of events of all tables, or typed rows of one, as a stream or as it is."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class ChangeSource(DataSource):
     def reader(self, schema: StructType) -> BatchReader:
         options = parse_options(self.options)
         if options.table is None:
-            raise ConfigError("spark.read needs one table", "Name it with option('table', ...), or use spark.readStream")
+            raise ConfigError(
+                "spark.read needs one table", "Name it with option('table', ...), or use spark.readStream"
+            )
         check_kind(self.options, is_batch=True)
         table = load_live_table(options)
         _compare(schema, {field.name: field.dataType.simpleString() for field in table.whole_schema}, table.title)
