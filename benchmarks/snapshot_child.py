@@ -1,7 +1,7 @@
 """Ways to read a table, taking turns in one warm Spark: `TABLE ROWS ROUNDS FOLDER`, the URL in PGCDC_DB. Prints JSON.
 
-`psql` is the yardstick. Ours and Spark's JDBC reader read the same two ctid ranges, to a no-op sink and to Parquet. A time is
-that of load and action: schema, planning, starting tasks, reading, and for Parquet its commit.
+`psql` is the yardstick. Ours and Spark's JDBC reader read the same two ctid ranges, to a no-op sink and to Parquet. A time
+is that of load and action: schema, planning, starting tasks, reading, and for Parquet its commit.
 """
 
 from __future__ import annotations
