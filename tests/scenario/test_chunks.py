@@ -141,3 +141,15 @@ def test_a_locked_chunk_cannot_be_truncated(database: Database) -> None:
         other.execute("SET lock_timeout = '100ms'")
         with pytest.raises(Exception, match="lock timeout"):
             other.execute("TRUNCATE many")
+
+
+def test_before_tid_range_scans_keys_are_used_and_a_table_without_one_is_one_chunk(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database.execute(TABLES["many"] + "; CREATE TABLE keyless AS SELECT * FROM many")
+    monkeypatch.setattr("pgcdc.capture.chunks.TID_RANGE_SCAN", 10**9)
+    with connect(database.url) as conn:
+        by_key = plan_chunks(conn, table_named(conn, "many"), count=3)
+        assert len(by_key) == 3 and all(chunk.key == ("id",) and chunk.first_block is None for chunk in by_key)
+        (whole,) = plan_chunks(conn, table_named(conn, "keyless"), count=3)
+        assert whole.conditions == []

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Final
 
+import psycopg
+
 from pgcdc.capture.database import (
     Connection,
     explain_errors,
@@ -153,7 +155,11 @@ def lock_chunks(conn: Connection, chunks: Sequence[Chunk]) -> None:
     Call it before any query of the transaction: without a snapshot of others its own begins with the first.
     """
     for chunk in chunks:
-        conn.execute(f"LOCK TABLE {chunk.source} IN ACCESS SHARE MODE".encode())
+        try:
+            with conn.transaction():
+                conn.execute(f"LOCK TABLE {chunk.source} IN ACCESS SHARE MODE".encode())
+        except psycopg.errors.InsufficientPrivilege:  # of some columns only: a query may do what LOCK may not
+            conn.execute(f"SELECT FROM {chunk.source} LIMIT 0".encode())
     for chunk in chunks:
         if chunk.filenode and _filenode(conn, chunk) != chunk.filenode:
             raise SourceError(
