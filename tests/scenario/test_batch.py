@@ -12,6 +12,7 @@ import pytest
 from databases import Database
 from pyspark.sql.types import StructType
 
+from pgcdc.capture.snapshot import hold_snapshot
 from pgcdc.errors import ConfigError, ConversionError, PgcdcError, SourceError
 from pgcdc.stream.batch import BatchReader, ChunkPartition, choose_count
 from pgcdc.stream.source import ChangeSource
@@ -28,7 +29,8 @@ def open_reader(database: Database | str, table: str, schema: str = "", **option
     """The reader, as Spark gets it in its driver."""
     url = {"url": database if isinstance(database, str) else database.url} if database else {}
     source = ChangeSource({**url, "table": table, "metadata": "false", **options})
-    asked = StructType().add(*schema.split()) if schema else source.schema()
+    name, _, kind = schema.partition(" ")
+    asked = StructType().add(name, kind) if schema else source.schema()
     assert isinstance(asked, StructType)
     return source.reader(asked)
 
@@ -89,10 +91,10 @@ def test_partitions_of_a_table_are_shared_out_among_the_tasks(database: Database
     for count in ("1", "3"):
         assert read(open_reader(database, "p", partitions=count)) == []
     database.execute("INSERT INTO p SELECT n, n % 7 FROM generate_series(1, 700) n")
-    for count in (1, 3, 50):
-        reader = open_reader(database, "p", partitions=str(count))
+    for tasks in (1, 3, 50):
+        reader = open_reader(database, "p", partitions=str(tasks))
         planned = reader.partitions()
-        assert len(planned) == min(count, 7) and sorted(row["id"] for row in read(reader, planned)) == list(
+        assert len(planned) == min(tasks, 7) and sorted(row["id"] for row in read(reader, planned)) == list(
             range(1, 701)
         )
     database.execute("CREATE TABLE bare (id int) PARTITION BY LIST (id)")
@@ -170,16 +172,13 @@ def test_a_table_that_is_truncated_while_it_is_planned_is_noticed(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     database.execute(ORDERS)
-    from pgcdc.stream import batch
-
-    hold = batch.hold_snapshot
 
     def truncate_and_hold(url: str, **more: Any) -> Any:
-        held = hold(url, **more)
+        held = hold_snapshot(url, **more)
         database.execute("TRUNCATE orders")
         return held
 
-    monkeypatch.setattr(batch, "hold_snapshot", truncate_and_hold)
+    monkeypatch.setattr("pgcdc.stream.batch.hold_snapshot", truncate_and_hold)
     with pytest.raises(SourceError, match="was truncated or altered while its reading was planned"):
         open_reader(database, "orders", partitions="2").partitions()
 

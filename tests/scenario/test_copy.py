@@ -10,6 +10,7 @@ import pytest
 from databases import Database
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from psycopg.types.json import Json
 from streams import Stream, drain, new_stream
 from type_cases import CASES
 
@@ -51,7 +52,7 @@ RANDOM = st.tuples(
     st.none() | st.booleans(),
     st.none() | st.datetimes().map(str),
     st.none() | st.lists(TEXTS | st.none(), max_size=3),
-    st.none() | st.dictionaries(TEXTS, st.integers() | TEXTS, max_size=2).map(psycopg.types.json.Json),
+    st.none() | st.dictionaries(TEXTS, st.integers() | TEXTS, max_size=2).map(Json),
 )
 
 

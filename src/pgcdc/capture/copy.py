@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -62,7 +62,7 @@ def copy_statement(columns: Sequence[str], source: str, conditions: Sequence[str
     return f"COPY (SELECT {', '.join(map(quote_identifier, columns))} FROM {source}{where}) TO STDOUT"
 
 
-def copy_rows(conn: Connection, statement: str, columns: int, *, batch_bytes: int = BATCH_BYTES) -> Iterator[pa.Array]:
+def copy_rows(conn: Connection, statement: str, columns: int, *, batch_bytes: int = BATCH_BYTES) -> Generator[pa.Array]:
     """The rows of a COPY statement in flat arrays of about `batch_bytes`, with `columns` values for each row.
 
     Raises what psycopg raises for the server's errors. If it is not read to its end the connection is closed, because the
