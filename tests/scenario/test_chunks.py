@@ -59,7 +59,8 @@ def test_every_row_is_in_exactly_one_chunk(database: Database, name: str) -> Non
         table = table_named(conn, name)
         columns = ["a", "b", "c", "d"] if name == "composite" else ["id"]
         all_rows = rows_of(conn, Chunk("public", name, is_root=name == "parts"), columns)
-        assert len(set(all_rows)) == len(all_rows)
+        only = "" if name == "parts" else "ONLY "  # what inherits is a table of its own
+        assert conn.execute(f"SELECT count(*) FROM {only}{name}".encode()).fetchone() == (len(set(all_rows)),)
         for analyzed in (False, True):
             if analyzed:
                 conn.execute("ANALYZE")
