@@ -55,11 +55,13 @@ format: install ## Rewrite the code as ruff wants it
 bench: install ## Measure against the bars; writes docs/benchmarks.md (ARGS=--list: sections)
 	@$(PY) benchmarks/run.py $(ARGS)
 
-test-servers: ## Optional: PostgreSQL 15 with wal2json for tests and benchmarks (Debian, root)
-	@if [ -x /usr/lib/postgresql/15/bin/postgres ] && [ -e /usr/lib/postgresql/15/lib/wal2json.so ]; then \
-		echo "PostgreSQL 15 is installed."; \
+test-servers: ## Optional: PostgreSQL 15 with wal2json, and its JDBC driver, for tests and benchmarks (Debian, root)
+	@if [ -x /usr/lib/postgresql/15/bin/postgres ] && [ -e /usr/lib/postgresql/15/lib/wal2json.so ] \
+			&& [ -e /usr/share/java/postgresql.jar ]; then \
+		echo "PostgreSQL 15 and its JDBC driver are installed."; \
 	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends postgresql-15 postgresql-15-wal2json; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends postgresql-15 postgresql-15-wal2json \
+			libpostgresql-jdbc-java; \
 	elif command -v apt-get >/dev/null; then echo "Needs root. Run: sudo make test-servers"; \
 	else echo "Install PostgreSQL 15 so that /usr/lib/postgresql/15/bin/postgres exists. Tests run without it, too."; fi
 

@@ -166,6 +166,10 @@ def _notes(scale: Scale, peer_server: str) -> list[str]:
         "last END. CPU is user and system time of that process in the same span, and of the whole `pg_recvlogical`.",
         "Through Spark: from the start of the replication connection, made when Spark is warm, until the last line is "
         "written and fsynced; the lines in the file are counted.",
+        f"Table: {scale.changes:,} rows of the same columns, read by ctid in two tasks, from `load` to the action's end; "
+        "the ways take turns in one warm Spark. `psql` is timed from the start of its process. The JDBC reader (Debian's "
+        "libpostgresql-jdbc-java) has the same two ranges as predicates and a fetchsize of 10,000; to Arrow means Spark's "
+        "no-op sink.",
         f"Decoder: {scale.decoded_rows:,} Insert messages of 10 texts of 16 characters, recorded from the server; `add` for "
         "each and `take` for every 65,536, the median of 5 rounds.",
         "TLS: the capture with `sslmode=require` against `pg_recvlogical` without TLS on the same server, whose certificate "

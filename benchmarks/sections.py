@@ -20,6 +20,7 @@ from large import drop_large, prepare_large, run_capture, run_pipeline
 from latency import measure_idle, measure_latency, measure_start
 from peers import peer_contenders
 from report import Figure, at_least, at_most, skipped
+from snapshot import measure_reading
 from tls import describe_tls, tls_enabled, with_tls
 from toast import drop_toast, prepare_toast, run_toast
 from workload import Backlog, Writer, connect, drop_slot, new_slot, prepare_backlog, start_server
@@ -129,6 +130,27 @@ def measure_typed(bench: Bench) -> None:
     ratio = found["recvlogical"].median("took_s") / found["typed"].median("took_s")
     name = "backlog: typed rows through Spark to a no-op sink"
     bench.figures.append(at_least(name, ratio, 0.6, "x", _describe(found["typed"])))
+
+
+def measure_snapshot(bench: Bench) -> None:
+    """Rows that are there already, through Spark."""
+    rows = bench.scale.changes
+    runs = measure_reading(bench.url(), rows, bench.scale.rounds)
+    note = f"{rows / runs.took_s('ours') / 1e3:,.0f}k rows/s, {runs.cpu_s('ours') * 1e6 / rows:.2f} µs CPU a row"
+    took = f"{runs.took_s('psql'):.2f} s"
+    bench.figures += [
+        Figure("table: psql COPY to /dev/null, the yardstick", "", took, None, f"{rows:,} rows, one connection"),
+        at_least("table: to Arrow in two tasks", runs.took_s("psql") / runs.took_s("ours"), 0.65, "x", note),
+    ]
+    for key, target, bar in (("", "Arrow", 1.1), ("_parquet", "Parquet", 1.2)):
+        name = f"table: to {target} in two tasks, of Spark's JDBC reader"
+        if f"jdbc{key}" not in runs.found:
+            bench.figures.append(skipped(name, f">= {bar:g}x", "no JDBC driver here (`make test-servers`)"))
+            continue
+        ours_s, jdbc_s = runs.took_s(f"ours{key}"), runs.took_s(f"jdbc{key}")
+        ours_us, jdbc_us = (runs.cpu_s(f"{way}{key}") * 1e6 / rows for way in ("ours", "jdbc"))
+        note = f"{ours_s:.2f} s against {jdbc_s:.2f} s, {ours_us:.2f} µs CPU a row against {jdbc_us:.2f} µs"
+        bench.figures.append(at_least(name, jdbc_s / ours_s, bar, "x", note))
 
 
 def measure_decoder(bench: Bench) -> None:
@@ -349,6 +371,7 @@ def cpu_us(one: Contender) -> float:
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "backlog": measure_backlog,
     "typed": measure_typed,
+    "snapshot": measure_snapshot,
     "decode": measure_decoder,
     "cast": measure_cast,
     "latency": measure_listen_latency,

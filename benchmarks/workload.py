@@ -16,6 +16,7 @@ from pgcdc.playground.postgres import EmbeddedPostgres
 
 __all__ = [
     "PUBLICATION",
+    "VALUES",
     "Backlog",
     "Writer",
     "connect",
@@ -45,7 +46,7 @@ CREATE TABLE {} (
 # Ten text columns, for the decoder alone; three columns without a key, for one huge transaction of inserts.
 _TEXTS = "CREATE TABLE texts (" + ", ".join(f"t{n} text" for n in range(10)) + ")"
 _LARGE = "CREATE TABLE large (id int, name text, at timestamptz)"
-_VALUES = """
+VALUES = """
 SELECT k, k * 1000003::bigint, (k % 9999999) / 100.0, 'item ' || k % 1000, left(md5(k::text) || md5((k + 1)::text), 60),
     timestamptz '2026-01-01' + k * interval '1.000037 second', k % 3 = 0, k / 7.0::float8, date '2020-01-01' + k % 2000,
     jsonb_build_object('k', k, 'tag', 'a' || k % 50)
@@ -107,8 +108,8 @@ def prepare_backlog(url: str, changes: int) -> Backlog:
     """Create the slot, then exactly `changes` changes behind it."""
     with connect(url) as conn:
         conn.execute("SET synchronous_commit = off")
-        conn.execute(sql.SQL("INSERT INTO backlog " + _VALUES).format(-1000, 0))
-        conn.execute(_FILL.replace("{values}", _VALUES.format("i + 1", "new_i")).encode())
+        conn.execute(sql.SQL("INSERT INTO backlog " + VALUES).format(-1000, 0))
+        conn.execute(_FILL.replace("{values}", VALUES.format("i + 1", "new_i")).encode())
         new_slot(conn, BACKLOG_SLOT)
         begin = _one(conn, "SELECT pg_current_wal_insert_lsn()::text")
         first = _one(conn, "SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint")
@@ -188,7 +189,7 @@ class Writer:
 
 def insert_row(conn: psycopg.Connection[Any], table: str, number: int) -> None:
     """One row, one commit."""
-    conn.execute(f"INSERT INTO {table} {_VALUES.format(number, number)}".encode())
+    conn.execute(f"INSERT INTO {table} {VALUES.format(number, number)}".encode())
 
 
 def wait_for_reader(url: str, slot: str, timeout_s: float = 120.0) -> float:

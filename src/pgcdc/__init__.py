@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pgcdc.capture.batch import CaptureBatch
     from pgcdc.capture.stream import Capture, open_capture
     from pgcdc.stream.session import register, session
-    from pgcdc.stream.tables import read_table, read_tables
+    from pgcdc.stream.tables import read_snapshot, read_table, read_tables
     from pgcdc.types.describe import describe
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "describe",
     "functions",
     "open_capture",
+    "read_snapshot",
     "read_table",
     "read_tables",
     "register",
@@ -61,6 +62,7 @@ _LAZY = {
     "CaptureBatch": "pgcdc.capture.batch",
     "describe": "pgcdc.types.describe",
     "open_capture": "pgcdc.capture.stream",
+    "read_snapshot": "pgcdc.stream.tables",
     "read_table": "pgcdc.stream.tables",
     "read_tables": "pgcdc.stream.tables",
     "register": "pgcdc.stream.session",

@@ -60,7 +60,8 @@ def test_listen_page_names_every_variable_and_key() -> None:
 
 def test_spark_page_names_the_options_of_the_source_and_no_others() -> None:
     known = {name for name in stream_options._KNOWN if not name.startswith("_")}
-    documented = _first_cells(_read("spark.md"), "## Options") + _first_cells(_read("tables.md"), "## Options")
+    pages = ("spark.md", "tables.md", "snapshots.md")
+    documented = [name for page in pages for name in _first_cells(_read(page), "## Options")]
     assert len(documented) == len(set(documented))
     assert set(documented) == known
 

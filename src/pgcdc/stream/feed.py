@@ -21,7 +21,7 @@ from pgcdc.stream.options import StreamOptions
 from pgcdc.stream.table import check_captured
 from pgcdc.stream.texts import IdSeed
 
-__all__ = ["CaptureFeed", "Feed", "StaticFeed"]
+__all__ = ["CaptureFeed", "Feed", "StaticFeed", "driver_pid"]
 
 JOIN_TIMEOUT_S = 5.0
 
@@ -60,7 +60,7 @@ class CaptureFeed:
         self._consumer = options.consumer
         state = StateDir(Path(options.source.state_dir))
         identity = state.identity()
-        watch_pid = int(os.environ.get("PGCDC_WATCH_PID", "0")) or _driver_pid()
+        watch_pid = driver_pid()
         began = identity is not None and identity.created_lsn > 0
         source = _what_to_capture(options, identity if began else None)
         if not began or (Lock.holder(state.capture_lock) is None and not options.driver_acks):
@@ -173,8 +173,11 @@ def _check_same(source: SourceOptions, identity: Identity, status: dict[str, Any
         )
 
 
-def _driver_pid() -> int:
-    """The Spark driver: the JVM that started this Python process. Its end is the end of the capture."""
+def driver_pid() -> int:
+    """The Spark driver: who says so, or the JVM that started this Python process. With its end what it started ends."""
+    said = int(os.environ.get("PGCDC_WATCH_PID", "0"))
+    if said:
+        return said
     process = psutil.Process()
     for ancestor in process.parents():
         if ancestor.name() == "java":

@@ -21,12 +21,27 @@ from pgcdc.stream.typed import RowOptions
 from pgcdc.types.column import TypeOptions
 from pgcdc.types.mapping import CHOICES
 
-__all__ = ["StreamOptions", "parse_bytes", "parse_options"]
+__all__ = ["BatchOptions", "StreamOptions", "check_kind", "parse_bytes", "parse_options"]
 
 DEFAULT_MAX_BATCH_ROWS = 100_000
 DEFAULT_HEARTBEAT_S = 10.0
+DEFAULT_SNAPSHOT_KEEP_S = 300.0
 
 _N = TypeVar("_N", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """What a batch read says about its source, besides the table and its types."""
+
+    partitions: int = 0
+    """How many tasks read; 0: by the size of the table."""
+    where: str = ""
+    """Only rows for which this is true, in SQL."""
+    keep_s: float = DEFAULT_SNAPSHOT_KEEP_S
+    """How long the snapshot is held after the last read."""
+    metadata: bool = True
+    """With the columns of typed changes (`_op` and the others), so that both have the same schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +64,7 @@ class StreamOptions:
     """How often a typed query hears how far time has come, at most; 0: never."""
     start: str = ""
     """Where the query goes on, if its driver knows better than the consumer's ack."""
+    batch: BatchOptions = BatchOptions()
 
 
 def parse_options(raw: Mapping[str, str]) -> StreamOptions:
@@ -148,7 +164,26 @@ def _typed(plain: StreamOptions, options: Mapping[str, str]) -> StreamOptions:
         types=TypeOptions(**{name: _choice(options, name, choices) for name, choices in CHOICES.items()}),
         heartbeat_s=interval if _flag(options, "heartbeats") else 0.0,
         start=options.get("_start", ""),
+        batch=_batch_options(options),
     )
+
+
+def _batch_options(options: Mapping[str, str]) -> BatchOptions:
+    partitions = _number(options, "partitions", 0, int)
+    keep_s = _number(options, "snapshot_keep", DEFAULT_SNAPSHOT_KEEP_S, float)
+    if ("partitions" in options and partitions < 1) or keep_s <= 0:
+        name = "snapshot_keep" if keep_s <= 0 else "partitions"
+        raise ConfigError(f"option {name} is {options[name]}", "Give a number above 0, or leave it out")
+    return BatchOptions(partitions, options.get("where", ""), keep_s, _flag(options, "metadata", default="true"))
+
+
+def check_kind(raw: Mapping[str, str], *, is_batch: bool) -> None:
+    """Raise ConfigError for an option of spark.read at a stream, or the other way round."""
+    given = {key.lower().replace("-", "_") for key in raw}
+    wrong = sorted(given - _BATCH - {"url", "table", *CHOICES} if is_batch else given & _BATCH)
+    if wrong:
+        kinds = ("spark.readStream", "spark.read") if is_batch else ("spark.read", "spark.readStream")
+        raise ConfigError(f"option {wrong[0]} is for {kinds[0]}, not for {kinds[1]}", "Leave it out")
 
 
 def _choice(options: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
@@ -167,7 +202,8 @@ def _event_options(options: Mapping[str, str]) -> EventOptions:
     return EventOptions(markers or _flag(options, "tx_metadata"), markers, invalid, _flag(options, "schema_events"))
 
 
-_TYPED = {"changelog", "truncate", "schema_change", "heartbeats", "heartbeat_interval", "_start", *CHOICES}
+_BATCH = {"partitions", "where", "snapshot_keep", "metadata"}
+_TYPED = {*_BATCH, "changelog", "truncate", "schema_change", "heartbeats", "heartbeat_interval", "_start", *CHOICES}
 _KNOWN = {
     *_TYPED, "table",
     "url", "slot", "publication", "tables", "all_tables", "schemas", "row_filters", "columns",

@@ -1,13 +1,14 @@
-"""The Spark source: `spark.readStream.format("pgcdc")`, as events of all tables or as typed rows of one."""
+"""The Spark source `format("pgcdc")`: a stream of events of all tables, or typed rows of one, as a stream or as it is."""
 
 from __future__ import annotations
 
-from pyspark.sql.datasource import DataSource, DataSourceReader
+from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
 from pgcdc.errors import ConfigError
+from pgcdc.stream.batch import BatchReader, load_live_table
 from pgcdc.stream.events import EVENT_COLUMNS, EVENT_SCHEMA, TEXT_COLUMNS
-from pgcdc.stream.options import parse_options
+from pgcdc.stream.options import check_kind, parse_options
 from pgcdc.stream.reader import ChangeReader
 from pgcdc.stream.table import BEFORE, TypedTable, check_names, load_table
 from pgcdc.stream.typed_reader import TypedReader
@@ -28,15 +29,27 @@ class ChangeSource(DataSource):
         options = parse_options(self.options)
         if options.table is None:
             return EVENT_SCHEMA
+        # Spark does not say for whom it asks: what a read and a stream of the same options get is the same.
+        if not options.batch.metadata:
+            return load_live_table(options).own_schema
         self._table = load_table(options)  # the reader gets the same: Spark hands this object on
         check_names(self._table)
         return self._table.schema(zset=options.rows.zset)
 
-    def reader(self, schema: StructType) -> DataSourceReader:
-        raise ConfigError("format('pgcdc') gives changes, not the rows that are there", "Use spark.readStream")
+    def reader(self, schema: StructType) -> BatchReader:
+        options = parse_options(self.options)
+        if options.table is None:
+            raise ConfigError(
+                "spark.read needs one table", "Name it with option('table', ...), or use spark.readStream"
+            )
+        check_kind(self.options, is_batch=True)
+        table = load_live_table(options)
+        _compare(schema, {field.name: field.dataType.simpleString() for field in table.whole_schema}, table.title)
+        return BatchReader(options, self.options.get("url", ""), schema, table)
 
     def streamReader(self, schema: StructType) -> ChangeReader:
         options = parse_options(self.options)
+        check_kind(self.options, is_batch=False)
         if options.table is None:
             _check_schema(schema)
             return ChangeReader(options, schema)

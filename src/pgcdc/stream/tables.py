@@ -1,4 +1,4 @@
-"""Typed tables for Spark users: `read_table` and `read_tables`."""
+"""Typed tables for Spark users: `read_table` and `read_tables` for their changes, `read_snapshot` for their rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pgcdc.stream.session import register
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["read_table", "read_tables"]
+__all__ = ["read_snapshot", "read_table", "read_tables"]
 
 
 def read_table(spark: SparkSession, table: str, **options: str) -> DataFrame:
@@ -22,6 +22,12 @@ def read_table(spark: SparkSession, table: str, **options: str) -> DataFrame:
     """
     register(spark)
     return spark.readStream.format("pgcdc").options(**options).option("table", table).load()
+
+
+def read_snapshot(spark: SparkSession, table: str, **options: str) -> DataFrame:
+    """A DataFrame of the rows that a table has, all of one moment. Options: see docs/snapshots.md."""
+    register(spark)
+    return spark.read.format("pgcdc").options(**{"metadata": "false", **options}).option("table", table).load()
 
 
 def read_tables(spark: SparkSession, tables: Iterable[str], **options: str) -> dict[str, DataFrame]:
