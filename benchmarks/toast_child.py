@@ -65,7 +65,7 @@ def drain(slot: str, changes: int, mode: str, entries: int, folder: Path) -> dic
             consumers.ack("bench", Position.end(batch.last_lsn))
             consumers.confirmable()
             capture.send_feedback(batch.last_lsn)
-            spool.release(batch.last_lsn)
+            spool.release(Position.end(batch.last_lsn))
             step.release(batch.last_lsn)
             confirm_due = time.perf_counter() + CONFIRM_INTERVAL_S
             peak_anonymous = max(peak_anonymous, _anonymous_bytes())

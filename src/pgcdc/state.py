@@ -81,6 +81,7 @@ class StateDir:
         self.consumers_file = self.path / "consumers.json"
         self.shapes_file = self.path / "shapes.jsonl"
         self.toast = self.path / "toast"
+        self.snapshot = self.path / "snapshot"
         self.capture_status = self.path / "capture.json"
         self.run_status = self.path / "run.json"
         self.capture_lock = self.path / "capture.lock"

@@ -357,7 +357,7 @@ def test_live_reader_sees_every_record_once_across_chunks_and_releases(steps: li
             if data.draw(st.booleans()):
                 reader.forget(position)
             if position.is_end and data.draw(st.booleans()):
-                writer.release(position.lsn)
+                writer.release(Position.end(position.lsn))
         reader.refresh()
         seen += read_rows(reader, position, reader.end)
         assert seen == rows_of(steps)
@@ -423,7 +423,7 @@ def test_release_deletes_what_everybody_is_past_of_and_keeps_the_rest(steps: lis
         send(writer, steps)
         lsn = data.draw(st.sampled_from([step.lsn for step in steps]))
         _, before = read_all(folder)
-        writer.release(lsn)
+        writer.release(Position.end(lsn))
         assert read_rows(before, Position.end(lsn), before.end) == up_to(rows_of(steps), before.end, Position.end(lsn))
         _, fresh = read_all_kept(folder, Position.end(lsn))
         assert fresh == up_to(rows_of(steps), before.end, Position.end(lsn))
@@ -449,7 +449,7 @@ def test_chunks_roll_and_go_when_everything_in_them_is_released(tmp_path: Path) 
     chunks = list_chunks(tmp_path)
     assert len(chunks) >= 3
     assert all(path.stat().st_size < 3000 for path in chunks)
-    writer.release(112)
+    writer.release(Position.end(112))
     assert list_chunks(tmp_path) == chunks[-1:]
     assert not list(tmp_path.glob("seg-*"))
     writer.append(capture_batch([([(120, 1, 0)], True)]))
@@ -460,7 +460,7 @@ def test_chunks_roll_and_go_when_everything_in_them_is_released(tmp_path: Path) 
 def test_release_inside_of_a_split_transaction_keeps_all_its_parts(tmp_path: Path) -> None:
     writer = SpoolWriter(tmp_path, START)
     send(writer, SPLIT)
-    writer.release(119)
+    writer.release(Position.end(119))
     assert read_all_kept(tmp_path, Position.end(110))[1] == up_to(rows_of(SPLIT), Position.end(130), Position.end(110))
     assert writer.oldest_commit_us == 120
     writer.close()
@@ -470,7 +470,7 @@ def test_segment_numbers_are_not_used_again_while_files_are_there(tmp_path: Path
     writer = SpoolWriter(tmp_path, START)
     writer.append(capture_batch([([(110, 1, 0)], True)]))
     writer.append(capture_batch([([(111, 1, 0)], True)]))
-    writer.release(110)
+    writer.release(Position.end(110))
     writer.close()
     again = SpoolWriter(tmp_path, Position.end(110))
     again.append(capture_batch([([(112, 1, 0)], True)]))
@@ -636,7 +636,7 @@ def test_damaged_spool_opens_with_a_sound_prefix_and_is_completed(
             base = Position.end(
                 data.draw(st.sampled_from([START.lsn, *(s.lsn for s in steps if s.lsn <= writer.resume_lsn)]))
             )
-            writer.release(base.lsn)
+            writer.release(base)
         writer.close()
         files = sorted(folder.glob(pattern))
         if files:

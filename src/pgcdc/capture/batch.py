@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from pgcdc.position import Position
@@ -13,7 +14,7 @@ from pgcdc.relation import Relations
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 from pgcdc.spool.segment import read_segment
 
-__all__ = ["CaptureBatch", "Part"]
+__all__ = ["CaptureBatch", "Part", "split_batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +66,26 @@ class CaptureBatch:
 
 
 _NO_TRANSACTIONS = pa.RecordBatch.from_pylist([], schema=TRANSACTIONS)
+
+
+def split_batch(batch: CaptureBatch, lsn: int) -> tuple[CaptureBatch | None, CaptureBatch]:
+    """The transactions that end before `lsn`, if there are any, and the others. Some do: the batch ends behind it."""
+    count = int(np.searchsorted(batch.transactions.column("lsn").to_numpy(), lsn))
+    if batch.part is None or count == 0:
+        return None, batch
+    rows = int(batch.transactions.column("rows").to_numpy()[:count].sum())
+    data = batch.part.load().combine_chunks().to_batches()[0]
+    pieces = []
+    for transactions, changes in (
+        (batch.transactions.slice(0, count), data.slice(0, rows)),
+        (batch.transactions.slice(count), data.slice(rows)),
+    ):
+        last = (changes.column("ordinal")[-1].as_py(), changes.column("sub")[-1].as_py())
+        part = Part(changes.num_rows, changes.nbytes, last, changes)
+        end_lsn = transactions.column("lsn")[-1].as_py()
+        pieces.append((part, transactions, end_lsn))
+    (first, earlier, before_lsn), (second, later, _) = pieces
+    return (
+        CaptureBatch(first, earlier, batch.relations, Position.end(before_lsn), before_lsn, batch.told),
+        CaptureBatch(second, later, batch.relations, batch.end, batch.last_lsn, batch.told),
+    )

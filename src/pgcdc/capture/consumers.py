@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pgcdc.errors import ConfigError
-from pgcdc.position import Position
+from pgcdc.position import Position, stream_lsn
 from pgcdc.state import read_json, write_json_durably
 
 __all__ = ["Consumer", "Consumers"]
@@ -89,6 +89,14 @@ class Consumers:
         if self._dirty:
             self._save()
         return self.confirmed_lsn
+
+    @property
+    def base(self) -> Position:
+        """What nobody needs again: what was confirmed, and of rows that were put behind it, what all have acknowledged."""
+        base = Position.end(self.confirmed_lsn)
+        acks = [consumer.ack for consumer in self._consumers.values()]
+        acked = min(acks, default=base)
+        return acked if acked > base and acked.is_snapshot and stream_lsn(acked.lsn) == self.confirmed_lsn else base
 
     def begin(self, lsn: int) -> None:
         """A new slot: it has confirmed `lsn`, and nobody reads yet."""

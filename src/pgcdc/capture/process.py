@@ -15,6 +15,7 @@ import selectors
 import signal
 import sys
 import time
+from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -22,11 +23,12 @@ from typing import Any
 
 from psycopg import Connection, Error
 
-from pgcdc.capture.batch import CaptureBatch
+from pgcdc.capture.batch import CaptureBatch, split_batch
 from pgcdc.capture.clock import Clock
 from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.database import connect
 from pgcdc.capture.guard import Guard, connection_ended
+from pgcdc.capture.releases import Release, Releases
 from pgcdc.capture.replication import SlotBusy
 from pgcdc.capture.server import ControlServer, remove_socket
 from pgcdc.capture.shapes import ShapeObserver
@@ -63,12 +65,16 @@ class CaptureProcess:
         self._identity = identity
         self._consumers = Consumers(state.consumers_file)
         self._selector = selectors.DefaultSelector()
-        self._spool = SpoolWriter(state.spool, Position.end(self._consumers.confirmed_lsn))
-        self._shapes = ShapeObserver(state.shapes_file, Position.end(self._spool.resume_lsn))
+        self._spool = SpoolWriter(state.spool, self._consumers.base)
+        self._releases = Releases(state.snapshot, self._consumers.base)
+        self._to_replay = deque(self._releases.after(self._spool.end))
+        self._shapes = ShapeObserver(
+            state.shapes_file, self._spool.end if self._spool.end.is_snapshot else Position.end(self._spool.resume_lsn)
+        )
         self._unspooled: CaptureBatch | None = None
         """Read, but the connection was lost while the catalog was asked about its shapes."""
         self._toast = ToastStep(
-            spec.toast, spec.publications, state, resume_lsn=self._spool.resume_lsn, instance=identity.instance
+            spec.toast, spec.publications, state, resume_lsn=self._spool.state_lsn, instance=identity.instance
         )
         self._server = ControlServer(self._selector, self._answer)
         self._guard = Guard(state, identity, self._consumers, temporary=spec.temporary)
@@ -86,6 +92,7 @@ class CaptureProcess:
             on_notice=lambda text: logger.warning("the server says: %s", text),
             check=self._guard.check_server,
         )
+        self._released = self._consumers.base
         self._clock = Clock()
         self._sql: Connection | None = None
         self._stream_registered = False
@@ -268,18 +275,38 @@ class CaptureProcess:
             if batch is None:
                 return not self._capture.is_drained
             self._unspooled = batch
-            assert self._sql is not None
-            self._shapes.observe(batch, self._sql)
+            self._take(batch)
             self._unspooled = None
-            for piece in self._toast.resolve(batch, self._sql):
-                self._spool.append(piece)
-            self._rows += batch.rows
-            if batch.rows:
-                self._last_commit_us = batch.transactions.column("commit_time")[-1].as_py()
-            self._server.wake()
             if self._is_full():
                 break
         return True
+
+    def _take(self, batch: CaptureBatch) -> None:
+        """One batch of the stream, with what was released between its transactions. ConnectionLost: it may come again."""
+        while self._to_replay and self._to_replay[0].lsn < batch.end.lsn:
+            release = self._to_replay[0]
+            before, batch = split_batch(batch, release.lsn)
+            if before is not None:
+                self._append(before)
+            self._publish(release)
+            self._to_replay.popleft()
+            self._unspooled = batch
+        self._append(batch)
+
+    def _publish(self, release: Release) -> None:
+        """Make rows of a snapshot visible in their place."""
+        for batch in self._releases.batches(release, self._spool.relations):
+            self._append(batch)
+
+    def _append(self, batch: CaptureBatch) -> None:
+        assert self._sql is not None
+        self._shapes.observe(batch, self._sql)
+        for piece in self._toast.resolve(batch, self._sql):
+            self._spool.append(piece)
+        self._rows += batch.rows
+        if batch.rows:
+            self._last_commit_us = batch.transactions.column("commit_time")[-1].as_py()
+        self._server.wake()
 
     def _is_full(self) -> bool:
         """At the limit; but a batch that was planned before a restart is read to its end: nothing is released without it."""
@@ -314,8 +341,12 @@ class CaptureProcess:
             hit("capture.before_confirm")
             self._capture.send_feedback(lsn)
             hit("capture.after_confirm")
-            self._spool.release(lsn)
             self._toast.release(lsn)
+        base = min(self._consumers.base, Position.end(lsn | 7))
+        if base > self._released:
+            self._spool.release(base)
+            self._releases.forget(base)
+            self._released = base
         self._server.confirmed(self._confirmed_lsn())
 
     def _confirmed_lsn(self) -> int:
@@ -337,8 +368,7 @@ class CaptureProcess:
         if what == "join":
             name = request["consumer"]
             known = name in self._consumers
-            start = Position.end(self._consumers.confirmed_lsn)
-            consumer = self._consumers.join(name, start)
+            consumer = self._consumers.join(name, self._consumers.base)
             return {"initial": str(consumer.initial), "ack": str(consumer.ack), "is_new": not known}
         if what == "ack":
             self._consumers.ack(request["consumer"], Position.parse(request["position"]))

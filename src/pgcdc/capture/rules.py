@@ -19,7 +19,7 @@ from pgcdc.capture.selection import Rule
 from pgcdc.capture.tables import Table
 from pgcdc.errors import SourceError
 
-__all__ = ["GENERATED_SINCE", "Meaning", "check_version", "read_meanings", "resolve"]
+__all__ = ["GENERATED_SINCE", "RULES_SINCE", "Meaning", "check_version", "read_meanings", "resolve"]
 
 RULES_SINCE = 150000
 GENERATED_SINCE = 180000

@@ -184,6 +184,8 @@ class ToastStep:
     def _prove(self, batch: CaptureBatch, oid: int, lsn: int, cache: ToastCache) -> None:
         """Rows behind the stamp came without a new description: nothing was done to the table before the stamp."""
         table = cache.generation(oid)
+        if batch.end.is_snapshot:  # these rows are not of the stream, and prove nothing
+            return
         if table is not None and not table.is_proven and oid not in batch.told and lsn > table.stamp_lsn:
             cache.prove(oid)
 

@@ -22,6 +22,12 @@ class Op(IntEnum):
     DELETE = ord("D")
     TRUNCATE = ord("T")
     MESSAGE = ord("M")
+    SNAPSHOT = ord("S")
+    """A row that was read from its table."""
+    SNAPSHOT_STARTED = ord("s")
+    """The reading of a table begins; not a row of it. Its values: see `stream.frame.SNAPSHOTS`."""
+    SNAPSHOT_COMPLETED = ord("c")
+    """The same, at its end."""
     BEGIN = ord("B")
     """Made for a reader who asked for it; never stored."""
     COMMIT = ord("C")

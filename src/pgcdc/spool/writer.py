@@ -16,7 +16,7 @@ import pyarrow as pa
 from pgcdc.capture.batch import CaptureBatch, Part
 from pgcdc.errors import SpoolError
 from pgcdc.ops.failpoint import hit
-from pgcdc.position import Position
+from pgcdc.position import Position, stream_lsn
 from pgcdc.relation import Relations
 from pgcdc.spool.index import (
     IndexRecord,
@@ -40,8 +40,8 @@ class SpoolWriter:
     """Owns the spool's folder. One writer at a time: the capture process holds the slot's lock."""
 
     def __init__(self, folder: Path, base: Position) -> None:
-        """Open the spool, keep what is sound, and cut off the rest. `base` is what the slot has confirmed: an empty spool
-        begins there, and segments up to there may be gone."""
+        """Open the spool, keep what is sound, and cut off the rest. `base` is what nobody needs again: an empty spool begins
+        there, and segments up to there may be gone."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._records: deque[tuple[int, IndexRecord]] = deque()  # (chunk, record with a file), not yet released
@@ -53,7 +53,7 @@ class SpoolWriter:
         self._relations_written = len(self.relations)
         self._relations_file = open(folder / "relations.jsonl", "ab", buffering=0)  # noqa: SIM115 - lives with the writer
         self.end = base
-        self.resume_lsn = base.lsn
+        self.resume_lsn = stream_lsn(base.lsn)
         """END lsn of the last transaction that is here completely: where the stream has to go on."""
         self._recover(base)
         self._index = open(chunk_path(folder, self._chunk), "ab", buffering=0)  # noqa: SIM115
@@ -100,11 +100,16 @@ class SpoolWriter:
     def _move_end(self, end: Position) -> None:
         self.end = end
         if end.is_end:
-            self.resume_lsn = end.lsn
+            self.resume_lsn = stream_lsn(end.lsn)
 
-    def release(self, lsn: int) -> None:
+    @property
+    def state_lsn(self) -> int:
+        """What has an effect on what comes next, such as a cache, is to be as it was after everything up to here."""
+        return self.end.lsn if self.end.is_snapshot else self.resume_lsn
+
+    def release(self, base: Position) -> None:
         """Delete the segments that everybody is past of."""
-        while self._records and self._records[0][1].end <= Position.end(lsn):
+        while self._records and self._records[0][1].end <= base:
             _, record = self._records.popleft()
             self._commit_times.popleft()
             assert record.file is not None

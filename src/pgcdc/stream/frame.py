@@ -38,11 +38,21 @@ SCHEMA_CHANGES = Relation(
     "n",
     tuple(Column(name, 25, -1, False) for name in ("schema", "table", "changes", "columns")),
 )
+SNAPSHOTS = Relation(
+    0,
+    "public",
+    "_snapshot",
+    "n",
+    tuple(Column(name, 25, -1, False) for name in ("snapshot", "kind", "schema", "table", "rows")),
+)
+"""When the reading of a table began and ended: the id of the snapshot, initial or incremental, the table, rows so far."""
 _MADE_UP = {
     Op.MESSAGE: MESSAGES,
     Op.BEGIN: TRANSACTION_MARKS,
     Op.COMMIT: TRANSACTION_MARKS,
     Op.SCHEMA_CHANGE: SCHEMA_CHANGES,
+    Op.SNAPSHOT_STARTED: SNAPSHOTS,
+    Op.SNAPSHOT_COMPLETED: SNAPSHOTS,
 }
 
 
@@ -103,6 +113,7 @@ def load_frame(
         return None
     shapes = [*relations, *_MADE_UP.values()]
     op = changes.column("op").to_numpy()
+    xid = owners.column("xid").to_numpy()
     is_message: Bools = op == Op.MESSAGE
     if is_message.any():
         changes = _with_prefixes(changes, is_message)
@@ -125,7 +136,7 @@ def load_frame(
         ordinal,
         changes.column("sub").to_numpy().astype(np.int64),
         owners.column("commit_time").to_numpy(),
-        owners.column("xid").to_numpy() == 0,
+        is_message & (xid == 0),
         first,
         pa.array([column.name for shape in shapes for column in shape.columns], pa.string()),
         np.array([column.is_key for shape in shapes for column in shape.columns], np.uint8),

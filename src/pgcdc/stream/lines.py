@@ -26,7 +26,7 @@ from pgcdc.stream.texts import time_texts
 __all__ = ["OPERATIONS", "OPERATION_OF", "SOURCE_NAME", "Keyed", "json_lines", "quote_json", "render_python"]
 
 SOURCE_NAME = "wal_replication"
-OPERATIONS = ("INSERT", "UPDATE", "DELETE", "TRUNCATE", "MESSAGE", "BEGIN", "COMMIT", "SCHEMA_CHANGE")
+OPERATIONS = tuple(op.name for op in Op)
 OPERATION_OF = np.zeros(256, np.int32)
 """From the byte of an operation to its index in OPERATIONS."""
 for _number, _name in enumerate(OPERATIONS):

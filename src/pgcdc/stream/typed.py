@@ -32,7 +32,7 @@ HEARTBEAT = "HEARTBEAT"
 Bools = npt.NDArray[np.bool_]
 I64 = npt.NDArray[np.int64]
 
-_NAMES = {Op.INSERT: "INSERT", Op.UPDATE: "UPDATE", Op.DELETE: "DELETE", Op.TRUNCATE: "TRUNCATE"}
+_NAMES = {op: op.name for op in (Op.INSERT, Op.UPDATE, Op.DELETE, Op.TRUNCATE, Op.SNAPSHOT)}
 
 
 @dataclass(frozen=True, slots=True)

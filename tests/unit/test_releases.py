@@ -1,0 +1,125 @@
+"""Rows of snapshots in the stream: their positions, their log, and what is left of both after a crash."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from pgcdc.capture.batch import CaptureBatch, Part, split_batch
+from pgcdc.capture.releases import Releases, stage_rows
+from pgcdc.errors import SpoolError, StateError
+from pgcdc.position import LAST_CHUNK, Position
+from pgcdc.relation import Column, Relation, Relations
+from pgcdc.spool.schema import CHANGES, TRANSACTIONS, OldKind, Op
+
+ORDERS = Relation(16384, "public", "orders", "d", (Column("id", 23, -1, True),))
+BASE = Position.end(0x100)
+
+
+def rows(*ids: int, op: Op = Op.SNAPSHOT) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pylist(
+        [
+            {"ordinal": 0, "sub": 0, "op": int(op), "relation": 0, "new": [str(one).encode()], "old_kind": OldKind.NONE}
+            for one in ids
+        ],
+        schema=CHANGES,
+    )
+
+
+def release(releases: Releases, after: Position, *batches: pa.RecordBatch) -> Position:
+    count, written = stage_rows(releases.folder / "staged", batches)
+    made = releases.add(
+        after, releases.folder / "staged", rows=count, written=written, relation=ORDERS, time_us=1_000_000
+    )
+    return made.end
+
+
+def ids(batches: list[CaptureBatch]) -> list[bytes]:
+    return [new[0] for batch in batches for new in batch.data.column("new").to_pylist()]
+
+
+def test_rows_of_a_snapshot_stand_between_two_transactions(tmp_path: Path) -> None:
+    releases = Releases(tmp_path, BASE)
+    first = release(releases, BASE, rows(1, 2), rows(3))
+    second = release(releases, first, rows(4))
+    assert BASE < first < second < Position(0x108, 1)
+    assert first.is_end and second.is_end and first.is_snapshot and not BASE.is_snapshot
+    assert {first.confirmable_lsn, second.confirmable_lsn} == {0x100}
+    assert Position.parse(str(second)) == second and Position.from_offset(second.to_offset()) == second
+
+
+def test_batches_have_final_positions_and_only_the_last_ends_the_chunk(tmp_path: Path) -> None:
+    releases, relations = Releases(tmp_path, BASE), Relations([Relation(1, "a", "b", "d", ())])
+    release(releases, release(releases, BASE, rows(0)), rows(1, 2), rows(3))
+    _, second = releases.after(BASE)
+    batches = list(releases.batches(second, relations))
+    assert [batch.end.is_end for batch in batches] == [False, True]
+    positions = [
+        Position(batch.transactions.column("lsn")[0].as_py(), ordinal)
+        for batch in batches
+        for ordinal in batch.data.column("ordinal").to_pylist()
+    ]
+    assert positions == sorted(positions) and positions[-1] < batches[-1].end and positions[1] == batches[0].end
+    assert ids(batches) == [b"1", b"2", b"3"]
+    assert {version for batch in batches for version in batch.data.column("relation").to_pylist()} == {1}
+    assert relations[1] == ORDERS and batches[-1].last_lsn == 0x100
+
+
+def test_what_was_released_is_there_again_after_a_crash(tmp_path: Path) -> None:
+    releases = Releases(tmp_path, BASE)
+    first = release(releases, BASE, rows(1))
+    second = release(releases, first, rows(2))
+    with open(tmp_path / "releases.jsonl", "ab") as log:
+        log.write(b"0000 half a li")
+    again = Releases(tmp_path, BASE)
+    assert [one.end for one in again.after(BASE)] == [first, second]
+    assert [one.end for one in again.after(first)] == [second]
+    third = release(again, second, rows(3))
+    assert [one.end for one in Releases(tmp_path, first).after(BASE)] == [second, third]
+
+
+def test_nobody_needs_what_is_released_everywhere(tmp_path: Path) -> None:
+    releases = Releases(tmp_path, BASE)
+    first = release(releases, BASE, rows(1))
+    second = release(releases, first, rows(2))
+    releases.forget(first)
+    assert [one.end for one in releases.after(BASE)] == [second]
+    assert len(list(tmp_path.glob("*.arrow"))) == 1
+    releases.forget(second)
+    assert not list(tmp_path.iterdir())
+
+
+def test_damage_is_said(tmp_path: Path) -> None:
+    releases = Releases(tmp_path, BASE)
+    release(releases, BASE, rows(1))
+    (known,) = releases.after(BASE)
+    (tmp_path / known.file).write_bytes(b"nonsense")
+    with pytest.raises(StateError, match="missing or damaged"):
+        list(releases.batches(known, Relations()))
+
+
+@pytest.mark.parametrize("after", [Position(0x100, 3), Position.chunk_end(0x101, LAST_CHUNK), Position.end(0x104)])
+def test_where_there_is_no_place_nothing_is_released(tmp_path: Path, after: Position) -> None:
+    releases = Releases(tmp_path, BASE)
+    with pytest.raises(SpoolError, match="no place"):
+        release(releases, after, rows(1))
+    assert not releases.after(BASE)
+
+
+def test_a_batch_is_split_between_its_transactions() -> None:
+    transactions = pa.RecordBatch.from_pylist(
+        [
+            {"lsn": lsn, "commit_time": 0, "xid": lsn, "rows": count, "complete": True, "origin": None}
+            for lsn, count in ((0x108, 2), (0x110, 1), (0x118, 2))
+        ],
+        schema=TRANSACTIONS,
+    )
+    data = rows(1, 2, 3, 4, 5, op=Op.INSERT)
+    batch = CaptureBatch(Part(5, data.nbytes, (2, 0), data), transactions, Relations(), Position.end(0x118), 0x118)
+    before, after = split_batch(batch, 0x111)
+    assert before is not None
+    assert (ids([before]), before.end, before.last_lsn) == ([b"1", b"2", b"3"], Position.end(0x110), 0x110)
+    assert (ids([after]), after.end, after.last_lsn) == ([b"4", b"5"], Position.end(0x118), 0x118)
+    assert split_batch(batch, 0x101) == (None, batch)
