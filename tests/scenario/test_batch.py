@@ -200,7 +200,7 @@ def test_a_value_without_a_place_is_named_with_its_key(database: Database) -> No
         (lambda url: ChangeSource({"url": url}).reader(StructType()), "spark.read needs one table"),
         (lambda url: open_reader(url, "nowhere"), "table nowhere does not exist. Check option table"),
         (lambda url: open_reader(url, "a_view"), "a_view is a view"),
-        (lambda url: open_reader(url, "t", "id string"), "asks for a column id STRING, which table t does not have"),
+        (lambda url: open_reader(url, "t", "id string"), "the schema asks for id string, but it is int of table t"),
         (lambda url: open_reader(url, "t", slot="s"), "option slot is for spark.readStream, not for spark.read"),
         (lambda url: open_reader(url, "t", partitions="0"), "option partitions is 0"),
         (lambda url: open_reader(url, "t", snapshot_keep="-1"), "option snapshot_keep is -1"),

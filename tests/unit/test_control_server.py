@@ -118,18 +118,18 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_requests_carry_what_they_say_and_answers_come_back(loop: Loop, client: ControlClient) -> None:
     loop.replies = {
-        "join": {"initial": str(Position.end(5)), "ack": str(Position(7, 3, 1)), "is_new": True},
+        "join": {"initial": str(Position.end(40)), "ack": str(Position(56, 3, 1)), "is_new": True},
         "target": {"lsn": 99},
         "status": {"phase": "streaming"},
     }
-    assert client.join("reports") == (Position.end(5), Position(7, 3, 1))
-    client.ack("reports", Position(7, 4))
+    assert client.join("reports") == (Position.end(40), Position(56, 3, 1))
+    client.ack("reports", Position(56, 4))
     assert client.target() == 99
     assert client.status() == {"phase": "streaming"}
     client.stop()
     assert [{key: value for key, value in request.items() if key != "exclusive"} for request in loop.requests] == [
         {"do": "join", "consumer": "reports"},
-        {"do": "ack", "consumer": "reports", "position": str(Position(7, 4))},
+        {"do": "ack", "consumer": "reports", "position": str(Position(56, 4))},
         {"do": "target"},
         {"do": "status"},
         {"do": "stop"},
@@ -228,7 +228,7 @@ def test_requests_may_come_in_pieces_and_several_at_once(loop: Loop) -> None:
 
 
 def test_consumer_has_one_exclusive_reader_until_that_one_leaves(loop: Loop, client: ControlClient) -> None:
-    loop.replies = {"join": {"initial": str(Position.end(5)), "ack": str(Position.end(5)), "is_new": True}}
+    loop.replies = {"join": {"initial": str(Position.end(40)), "ack": str(Position.end(40)), "is_new": True}}
     with contextlib.closing(ControlClient(loop.server.address)) as first:
         first.join("reports", exclusive=True)
         first.join("reports", exclusive=True)
@@ -261,7 +261,7 @@ def test_a_consumer_is_forgotten_by_the_capture_also_if_that_is_just_starting(lo
     """It has read the consumers already, and would write the forgotten one again."""
     state = StateDir(tmp_path / "state")
     state.create()
-    Consumers(state.consumers_file).join("one", Position.end(1))
+    Consumers(state.consumers_file).join("one", Position.end(8))
     lock = Lock(state.capture_lock)
     assert lock.acquire() is not None  # held, and no address yet
     asking = Asking(lambda: forget_consumer(state, "one"))

@@ -9,19 +9,49 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgcdc.position import LAST_ORDINAL, LAST_SUB, Position, format_lsn, parse_lsn
+from pgcdc.position import (
+    CHUNK_BITS,
+    CHUNK_ROWS,
+    LAST_CHUNK,
+    LAST_ORDINAL,
+    LAST_SUB,
+    Position,
+    format_lsn,
+    parse_lsn,
+    stream_lsn,
+)
 
 lsns = st.integers(0, 2**64 - 1)
-inside = st.builds(Position, lsns, st.integers(0, LAST_ORDINAL - 1), st.integers(0, LAST_SUB))
-positions = inside | st.builds(Position.end, lsns)
+ends = st.integers(0, 2**61 - 1).map(lambda number: 8 * number)
+"""Where transactions end: PostgreSQL aligns them."""
+chunks = st.integers(0, 3) | st.integers(0, LAST_CHUNK)
+inside = st.builds(Position, ends, st.integers(0, LAST_ORDINAL - 1), st.integers(0, LAST_SUB))
+
+
+def snapshot_row(lsn: int, chunk: int, row: int) -> Position:
+    """A row of a snapshot that stands behind the transaction that ends at `lsn`."""
+    return Position(lsn + 1, (chunk << CHUNK_BITS) | row)
+
+
+def snapshot_end(lsn: int, chunk: int) -> Position:
+    return Position.chunk_end(lsn + 1, chunk)
+
+
+snapshot_rows = st.builds(snapshot_row, ends, chunks, st.integers(0, CHUNK_ROWS - 1))
+snapshots = snapshot_rows | st.builds(snapshot_end, ends, chunks)
+positions = inside | snapshots | st.builds(Position.end, ends)
 # Few different numbers, so that neighbours and equals come up.
-near = st.builds(Position, st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)) | st.builds(
-    Position.end, st.integers(0, 2)
+few = st.integers(0, 2)
+near = (
+    st.builds(Position, few.map(lambda number: 8 * number), few, few)
+    | st.builds(Position.end, few.map(lambda number: 8 * number))
+    | st.builds(snapshot_row, few.map(lambda number: 8 * number), few, few)
+    | st.builds(snapshot_end, few.map(lambda number: 8 * number), few)
 )
 
 STREAM = [
     Position(0, 0),
-    Position.end(0xF),
+    Position.end(8),
     Position(0x10, 0, 1),  # a message before the first row change
     Position(0x10, 1),
     Position(0x10, 1, 1),
@@ -29,9 +59,16 @@ STREAM = [
     Position(0x10, 2),
     Position(0x10, 0x10),
     Position.end(0x10),
-    Position(0x11, 0, 1),
+    Position(0x11, 1),  # a row of a snapshot, behind the transaction
+    Position(0x11, 2),
+    Position.chunk_end(0x11, 0),
+    Position(0x11, (1 << CHUNK_BITS) | 1),
+    Position.chunk_end(0x11, 1),
+    Position(0x11, 0x10 << CHUNK_BITS),
+    Position.chunk_end(0x11, LAST_CHUNK),
+    Position(0x18, 0, 1),
     Position(1 << 32, 1),
-    Position.end(2**64 - 1),
+    Position.end(2**64 - 8),
 ]
 
 
@@ -65,6 +102,8 @@ def test_offset_round_trips_through_json(position: Position) -> None:
         (Position(0x16_B374D848, 7), "00000016B374D848/000000000007", {"lsn": "16/B374D848", "ordinal": 7}),
         (Position(0x10, 1, 2), "0000000000000010/000000000001.00000002", {"lsn": "0/10", "ordinal": 1, "sub": 2}),
         (Position.end(0x10), "0000000000000010/FFFFFFFFFFFF", {"lsn": "0/10"}),
+        (Position(0x11, 1), "0000000000000011/000000000001", {"lsn": "0/11", "ordinal": 1}),
+        (Position.chunk_end(0x11, 2), "0000000000000011/00002FFFFFFF", {"lsn": "0/11", "ordinal": 0x2FFFFFFF}),
     ],
 )
 def test_forms_that_stand_in_events_and_checkpoints_stay(
@@ -73,15 +112,40 @@ def test_forms_that_stand_in_events_and_checkpoints_stay(
     assert (str(position), position.to_offset()) == (text, offset)
 
 
-@given(lsns, st.integers(0, LAST_ORDINAL - 1), st.integers(0, LAST_SUB))
+@given(ends, st.integers(0, LAST_ORDINAL - 1), st.integers(0, LAST_SUB))
 def test_only_the_end_of_a_transaction_is_confirmable(lsn: int, ordinal: int, sub: int) -> None:
     assert Position.end(lsn).confirmable_lsn == lsn
     assert Position(lsn, ordinal, sub).confirmable_lsn == 0
 
 
+@given(ends, chunks, st.integers(0, CHUNK_ROWS - 1))
+def test_the_end_of_a_chunk_confirms_the_transaction_that_it_stands_behind(lsn: int, chunk: int, row: int) -> None:
+    assert snapshot_end(lsn, chunk).confirmable_lsn == lsn
+    assert snapshot_row(lsn, chunk, row).confirmable_lsn == 0
+
+
+@given(ends, st.integers(0, LAST_ORDINAL - 1), st.integers(0, LAST_SUB), chunks, st.integers(0, CHUNK_ROWS - 1))
+def test_what_is_of_a_snapshot_and_what_of_the_stream(lsn: int, ordinal: int, sub: int, chunk: int, row: int) -> None:
+    one, end = snapshot_row(lsn, chunk, row), snapshot_end(lsn, chunk)
+    assert one.is_snapshot and not one.is_end and end.is_snapshot and end.is_end
+    assert one.chunk == end.chunk == chunk
+    assert stream_lsn(one.lsn) == stream_lsn(end.lsn) == lsn == stream_lsn(lsn)
+    change = Position(lsn, ordinal, sub)
+    assert not change.is_snapshot and not change.is_end
+    assert Position.end(lsn).is_end and not Position.end(lsn).is_snapshot
+
+
 @given(inside)
 def test_end_is_after_everything_of_its_transaction_and_before_the_next(position: Position) -> None:
-    assert position < Position.end(position.lsn) < Position(position.lsn + 1, 0)
+    assert position < Position.end(position.lsn) < Position(position.lsn + 8, 0)
+
+
+@given(snapshot_rows)
+def test_rows_of_a_snapshot_stand_between_two_transactions_chunk_by_chunk(row: Position) -> None:
+    lsn = stream_lsn(row.lsn)
+    assert Position.end(lsn) < row < snapshot_end(lsn, row.chunk) < Position(lsn + 8, 0)
+    if row.chunk < LAST_CHUNK:
+        assert snapshot_end(lsn, row.chunk) < snapshot_row(lsn, row.chunk + 1, 0)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from pgcdc.spool.schema import CHANGES, TRANSACTIONS, Op
 from pgcdc.spool.segment import write_segment
 from pgcdc.spool.writer import SpoolWriter
 
-START = Position.end(100)
+START = Position.end(800)
 Row = tuple[int, int, int]
 """lsn, ordinal, sub."""
 
@@ -175,7 +175,7 @@ def streams(draw: st.DrawFn) -> list[Step]:
     steps: list[Step] = []
     lsn = START.lsn
     for _ in range(draw(st.integers(1, 7))):
-        lsn += draw(st.integers(1, 3))
+        lsn += 8 * draw(st.integers(1, 3))
         if draw(st.integers(0, 4)) == 0:
             steps.append(Idle(lsn))
             continue
@@ -202,10 +202,10 @@ def cut_otherwise(draw: Callable[[st.SearchStrategy[Any]], Any], steps: list[Ste
 
 
 SPLIT: list[Step] = [
-    Transaction(110, ((1, 0), (2, 0))),
-    Transaction(120, ((0, 1), (1, 0), (1, 1), (1, 2), (2, 0), (3, 0)), (2, 3, 5)),
-    Idle(125),
-    Transaction(130, ((1, 0),)),
+    Transaction(880, ((1, 0), (2, 0))),
+    Transaction(960, ((0, 1), (1, 0), (1, 1), (1, 2), (2, 0), (3, 0)), (2, 3, 5)),
+    Idle(1000),
+    Transaction(1040, ((1, 0),)),
 ]
 
 
@@ -246,16 +246,16 @@ def test_same_cut_read_twice_gives_the_same_slices(tmp_path: Path) -> None:
     writer = SpoolWriter(tmp_path, START)
     send(writer, SPLIT)
     _, reader = read_all(tmp_path)
-    assert reader.slices(Position(120, 1), Position.end(130)) == reader.slices(Position(120, 1), Position.end(130))
+    assert reader.slices(Position(960, 1), Position.end(1040)) == reader.slices(Position(960, 1), Position.end(1040))
     writer.close()
 
 
 def test_pending_file_becomes_the_segment(tmp_path: Path) -> None:
     writer = SpoolWriter(tmp_path, START)
     pending = tmp_path / "pending-00000001.arrow"
-    writer.append(capture_batch([([(110, 1, 0), (110, 2, 0)], True)], path=pending))
+    writer.append(capture_batch([([(880, 1, 0), (880, 2, 0)], True)], path=pending))
     assert not pending.exists()
-    assert read_all(tmp_path)[0] == [(110, 1, 0), (110, 2, 0)]
+    assert read_all(tmp_path)[0] == [(880, 1, 0), (880, 2, 0)]
     writer.close()
 
 
@@ -282,8 +282,8 @@ def test_start_before_what_is_kept_is_a_gap(tmp_path: Path) -> None:
     writer = SpoolWriter(tmp_path, START)
     send(writer, SPLIT)
     _, reader = read_all(tmp_path)
-    for ask in (lambda: reader.slices(Position.end(99), reader.end), lambda: reader.after(Position(100, 5))):
-        with pytest.raises(GapError, match="changes are kept only after 0/64"):
+    for ask in (lambda: reader.slices(Position.end(792), reader.end), lambda: reader.after(Position(800, 5))):
+        with pytest.raises(GapError, match="changes are kept only after 0/320"):
             ask()
     writer.close()
 
@@ -294,7 +294,7 @@ def test_relations_stand_on_disk_before_the_segment_that_names_them(tmp_path: Pa
     reader = SpoolReader(tmp_path)
     for number, shape in enumerate(shapes):
         assert writer.relations.intern(shape) == number
-        writer.append(capture_batch([([(110 + number, 1, 0)], True)], writer.relations))
+        writer.append(capture_batch([([(880 + 8 * number, 1, 0)], True)], writer.relations))
         reader.refresh()
         assert reader.records[-1].relations == number + 1
         assert reader.relations() == shapes[: number + 1]
@@ -311,15 +311,15 @@ def test_half_written_relation_is_cut_off_with_the_segments_that_need_it(tmp_pat
     writer = SpoolWriter(tmp_path, START)
     for number, shape in enumerate(shapes):
         writer.relations.intern(shape)
-        writer.append(capture_batch([([(110 + number, 1, 0)], True)], writer.relations))
+        writer.append(capture_batch([([(880 + 8 * number, 1, 0)], True)], writer.relations))
     writer.close()
     file = tmp_path / "relations.jsonl"
     file.write_bytes(file.read_bytes()[:-missing_bytes])
     again = SpoolWriter(tmp_path, START)
-    assert (again.relations.shapes, again.end) == (shapes[:1], Position.end(110))
+    assert (again.relations.shapes, again.end) == (shapes[:1], Position.end(880))
     again.relations.intern(shapes[1])
-    again.append(capture_batch([([(111, 1, 0)], True)], again.relations))
-    assert read_all(tmp_path)[0] == [(110, 1, 0), (111, 1, 0)]
+    again.append(capture_batch([([(888, 1, 0)], True)], again.relations))
+    assert read_all(tmp_path)[0] == [(880, 1, 0), (888, 1, 0)]
     assert SpoolReader(tmp_path).relations() == shapes
     again.close()
 
@@ -368,18 +368,18 @@ def test_reader_that_forgot_still_serves_what_comes_after(tmp_path: Path) -> Non
     writer = SpoolWriter(tmp_path, START)
     send(writer, SPLIT)
     _, reader = read_all(tmp_path)
-    reader.forget(Position(120, 1))
-    assert read_rows(reader, Position(120, 1), reader.end) == up_to(rows_of(SPLIT), reader.end, Position(120, 1))
-    reader.forget(Position.end(125))
+    reader.forget(Position(960, 1))
+    assert read_rows(reader, Position(960, 1), reader.end) == up_to(rows_of(SPLIT), reader.end, Position(960, 1))
+    reader.forget(Position.end(1000))
     with pytest.raises(GapError):
-        reader.slices(Position.end(110), reader.end)
-    assert read_rows(reader, Position.end(125), reader.end) == [(130, 1, 0)]
+        reader.slices(Position.end(880), reader.end)
+    assert read_rows(reader, Position.end(1000), reader.end) == [(1040, 1, 0)]
     writer.close()
 
 
 def test_reader_never_steps_over_records_that_an_older_chunk_lost(tmp_path: Path) -> None:
     writer = SpoolWriter(tmp_path, START)
-    send(writer, [Transaction(101 + n, ((1, 0),)) for n in range(9)])
+    send(writer, [Transaction(808 + 8 * n, ((1, 0),)) for n in range(9)])
     writer.close()
     first, second = list_chunks(tmp_path)[:2]
     kept = SpoolReader(tmp_path)
@@ -395,18 +395,18 @@ def test_reader_never_steps_over_records_that_an_older_chunk_lost(tmp_path: Path
 
 
 def test_live_reader_goes_on_when_the_spool_begins_anew(tmp_path: Path) -> None:
-    steps: list[Step] = [Transaction(101 + n, ((1, 0),)) for n in range(9)]
+    steps: list[Step] = [Transaction(808 + 8 * n, ((1, 0),)) for n in range(9)]
     writer, reader = SpoolWriter(tmp_path, START), SpoolReader(tmp_path)
     send(writer, steps[:6])
     writer.close()
     reader.refresh()
-    acked = Position.end(104)
+    acked = Position.end(832)
     flip(list_chunks(tmp_path)[0], 0)
     again = SpoolWriter(tmp_path, acked)
     assert again.end == acked
     send(again, steps)
     reader.refresh()
-    assert (reader.base, reader.end) == (acked, Position.end(109))
+    assert (reader.base, reader.end) == (acked, Position.end(872))
     assert read_rows(reader, acked, reader.end) == rows_of(steps[4:])
     again.close()
 
@@ -444,36 +444,36 @@ def read_all_kept(folder: Path, start: Position) -> tuple[SpoolReader, list[Row]
 
 def test_chunks_roll_and_go_when_everything_in_them_is_released(tmp_path: Path) -> None:
     writer = SpoolWriter(tmp_path, START)
-    steps: list[Step] = [Transaction(101 + n, ((1, 0),)) for n in range(12)]
+    steps: list[Step] = [Transaction(808 + 8 * n, ((1, 0),)) for n in range(12)]
     send(writer, steps)
     chunks = list_chunks(tmp_path)
     assert len(chunks) >= 3
     assert all(path.stat().st_size < 3000 for path in chunks)
-    writer.release(Position.end(112))
+    writer.release(Position.end(896))
     assert list_chunks(tmp_path) == chunks[-1:]
     assert not list(tmp_path.glob("seg-*"))
-    writer.append(capture_batch([([(120, 1, 0)], True)]))
-    assert read_all_kept(tmp_path, Position.end(112))[1] == [(120, 1, 0)]
+    writer.append(capture_batch([([(960, 1, 0)], True)]))
+    assert read_all_kept(tmp_path, Position.end(896))[1] == [(960, 1, 0)]
     writer.close()
 
 
 def test_release_inside_of_a_split_transaction_keeps_all_its_parts(tmp_path: Path) -> None:
     writer = SpoolWriter(tmp_path, START)
     send(writer, SPLIT)
-    writer.release(Position.end(119))
-    assert read_all_kept(tmp_path, Position.end(110))[1] == up_to(rows_of(SPLIT), Position.end(130), Position.end(110))
-    assert writer.oldest_commit_us == 120
+    writer.release(Position.end(952))
+    assert read_all_kept(tmp_path, Position.end(880))[1] == up_to(rows_of(SPLIT), Position.end(1040), Position.end(880))
+    assert writer.oldest_commit_us == 960
     writer.close()
 
 
 def test_segment_numbers_are_not_used_again_while_files_are_there(tmp_path: Path) -> None:
     writer = SpoolWriter(tmp_path, START)
-    writer.append(capture_batch([([(110, 1, 0)], True)]))
-    writer.append(capture_batch([([(111, 1, 0)], True)]))
-    writer.release(Position.end(110))
+    writer.append(capture_batch([([(880, 1, 0)], True)]))
+    writer.append(capture_batch([([(888, 1, 0)], True)]))
+    writer.release(Position.end(880))
     writer.close()
-    again = SpoolWriter(tmp_path, Position.end(110))
-    again.append(capture_batch([([(112, 1, 0)], True)]))
+    again = SpoolWriter(tmp_path, Position.end(880))
+    again.append(capture_batch([([(896, 1, 0)], True)]))
     assert sorted(path.name for path in tmp_path.glob("seg-*")) == ["seg-000000000002.arrow", "seg-000000000003.arrow"]
     again.close()
 
@@ -495,9 +495,9 @@ def test_strays_of_a_crash_are_removed(tmp_path: Path) -> None:
         (tmp_path / stray).write_bytes(b"half")
     again = SpoolWriter(tmp_path, START)
     assert not [stray for stray in strays if (tmp_path / stray).exists()]
-    assert (read_all(tmp_path)[0], again.end) == (rows_of(SPLIT), Position.end(130))
-    again.append(capture_batch([([(140, 1, 0)], True)]))
-    assert read_all(tmp_path)[0] == [*rows_of(SPLIT), (140, 1, 0)]
+    assert (read_all(tmp_path)[0], again.end) == (rows_of(SPLIT), Position.end(1040))
+    again.append(capture_batch([([(1120, 1, 0)], True)]))
+    assert read_all(tmp_path)[0] == [*rows_of(SPLIT), (1120, 1, 0)]
     again.close()
 
 
@@ -505,10 +505,10 @@ def test_spool_that_is_behind_what_was_confirmed_begins_anew_there(tmp_path: Pat
     writer = SpoolWriter(tmp_path, START)
     send(writer, SPLIT)
     writer.close()
-    again = SpoolWriter(tmp_path, Position.end(200))
-    assert (again.end, again.resume_lsn, again.bytes_held) == (Position.end(200), 200, 0)
+    again = SpoolWriter(tmp_path, Position.end(1600))
+    assert (again.end, again.resume_lsn, again.bytes_held) == (Position.end(1600), 1600, 0)
     rows, reader = read_all(tmp_path)
-    assert (rows, reader.base, list(tmp_path.glob("seg-*"))) == ([], Position.end(200), [])
+    assert (rows, reader.base, list(tmp_path.glob("seg-*"))) == ([], Position.end(1600), [])
     again.close()
 
 
@@ -517,8 +517,8 @@ def test_missing_segment_is_no_damage_if_it_was_confirmed(tmp_path: Path) -> Non
     send(writer, SPLIT)
     writer.close()
     sorted(tmp_path.glob("seg-*"))[0].unlink()
-    again = SpoolWriter(tmp_path, Position.end(110))
-    assert again.end == Position.end(130)
+    again = SpoolWriter(tmp_path, Position.end(880))
+    assert again.end == Position.end(1040)
     again.close()
 
 
@@ -549,17 +549,17 @@ def test_parts_are_completed_at_the_very_sub_ordinal(tmp_path: Path, crash_after
         writer.append(batch)
     writer.close()
     again = SpoolWriter(tmp_path, START)
-    assert again.resume_lsn == 110
-    changed = Transaction(120, SPLIT[1].changes, cuts) if isinstance(SPLIT[1], Transaction) else SPLIT[1]
+    assert again.resume_lsn == 880
+    changed = Transaction(960, SPLIT[1].changes, cuts) if isinstance(SPLIT[1], Transaction) else SPLIT[1]
     send(again, [SPLIT[0], changed, *SPLIT[2:]])
     assert read_all(tmp_path)[0] == rows_of(SPLIT)
-    assert again.end == Position.end(130)
+    assert again.end == Position.end(1040)
     again.close()
 
 
 def test_pending_file_of_what_is_already_here_is_removed(tmp_path: Path) -> None:
     writer = SpoolWriter(tmp_path, START)
-    rows: list[Row] = [(120, n, 0) for n in range(1, 6)]
+    rows: list[Row] = [(960, n, 0) for n in range(1, 6)]
     writer.append(capture_batch([(rows[:3], False)]))
     whole, half = tmp_path / "pending-00000001.arrow", tmp_path / "pending-00000002.arrow"
     writer.append(capture_batch([(rows[:2], False)], path=whole))
@@ -646,7 +646,7 @@ def test_damaged_spool_opens_with_a_sound_prefix_and_is_completed(
 
 
 def test_index_cut_between_any_two_records_of_any_chunk_is_recovered(tmp_path: Path) -> None:
-    steps: list[Step] = [Transaction(101 + n, ((1, 0), (2, 0)), (1,) if n % 3 == 0 else ()) for n in range(8)]
+    steps: list[Step] = [Transaction(808 + 8 * n, ((1, 0), (2, 0)), (1,) if n % 3 == 0 else ()) for n in range(8)]
     writer = SpoolWriter(tmp_path / "whole", START)
     send(writer, steps)
     writer.close()
@@ -689,7 +689,7 @@ def test_a_reader_keeps_a_few_words_of_each_segment_and_loads_transactions_when_
     tmp_path: Path,
 ) -> None:
     writer = SpoolWriter(tmp_path, START)
-    rows = [(START.lsn + number, 1, 0) for number in range(1, 20_001)]
+    rows = [(START.lsn + 8 * number, 1, 0) for number in range(1, 20_001)]
     for begin in range(0, len(rows), 5000):
         writer.append(capture_batch([([one], True) for one in rows[begin : begin + 5000]]))
     before = pa.total_allocated_bytes()
@@ -705,7 +705,7 @@ def test_a_reader_keeps_a_few_words_of_each_segment_and_loads_transactions_when_
 
 def test_an_index_that_was_cut_and_written_again_under_a_reader_is_refused(tmp_path: Path) -> None:
     writer = SpoolWriter(tmp_path, START)
-    writer.append(capture_batch([([(110, 1, 0)], True)]))
+    writer.append(capture_batch([([(880, 1, 0)], True)]))
     reader = SpoolReader(tmp_path)
     reader.refresh()
     chunk = list_chunks(tmp_path)[0]
