@@ -82,6 +82,7 @@ class StateDir:
         self.shapes_file = self.path / "shapes.jsonl"
         self.toast = self.path / "toast"
         self.snapshot = self.path / "snapshot"
+        self.requests_file = self.snapshot / "requests.json"
         self.capture_status = self.path / "capture.json"
         self.run_status = self.path / "run.json"
         self.capture_lock = self.path / "capture.lock"

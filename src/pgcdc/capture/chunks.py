@@ -9,6 +9,8 @@ its rows afterwards: a chunk knows the file that it was planned for, and `lock_c
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -27,7 +29,7 @@ from pgcdc.capture.database import (
 from pgcdc.capture.tables import Table
 from pgcdc.errors import SourceError
 
-__all__ = ["Chunk", "lock_chunks", "plan_chunks", "table_bytes", "table_files", "whole_table"]
+__all__ = ["Chunk", "files_text", "lock_chunks", "plan_chunks", "table_bytes", "whole_table"]
 
 TID_RANGE_SCAN: Final = 140000
 """The first version that reads a ctid range without reading the whole table."""
@@ -137,9 +139,10 @@ def whole_table(table: Table) -> Chunk:
 
 
 @explain_errors("read the files of the table")
-def table_files(conn: Connection, table: Table) -> set[tuple[str, str, int]]:
-    """The table, or the partitions of it that there are now, with their files."""
-    return {(part.schema, part.table, part.filenode) for part in _read_parts(conn, table)}
+def files_text(conn: Connection, table: Table) -> str:
+    """Which files the rows are in: the table's, or those of the partitions that there are now. To be compared."""
+    files = sorted((part.schema, part.table, part.filenode) for part in _read_parts(conn, table))
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:32]
 
 
 @explain_errors("read the size of the table")

@@ -26,7 +26,7 @@ from pgcdc.errors import ConnectionLost, PgcdcError, SourceError, StateError
 from pgcdc.position import Position
 from pgcdc.state import Lock, StateDir, open_log
 
-__all__ = ["CaptureGone", "CaptureLink", "ControlClient", "ensure_capture", "forget_consumer"]
+__all__ = ["CaptureGone", "CaptureLink", "ControlClient", "ask_or_do", "ensure_capture", "forget_consumer"]
 
 START_TIMEOUT_S = 120.0
 MAX_RESTARTS = 5
@@ -169,19 +169,29 @@ class CaptureLink:
 
 def forget_consumer(state: StateDir, name: str, timeout_s: float = 30.0) -> None:
     """Forget a consumer, by the capture if one runs. One that starts has read the consumers already: it is waited for."""
+
+    def forget() -> dict[str, Any]:
+        Consumers(state.consumers_file).forget(name)
+        return {}
+
+    ask_or_do(state, {"do": "forget", "consumer": name}, forget, timeout_s)
+
+
+def ask_or_do(
+    state: StateDir, request: dict[str, Any], do: Callable[[], dict[str, Any]], timeout_s: float = 30.0
+) -> dict[str, Any]:
+    """Let the capture do it if one runs (one that starts is waited for); else `do` it here, while none can start."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         holder = Lock.holder(state.capture_lock)
         if holder and "address" in holder:
             with contextlib.suppress(CaptureGone), contextlib.closing(ControlClient(holder["address"])) as client:
-                client.request({"do": "forget", "consumer": name})
-                return
+                return client.request(request)
         lock = Lock(state.capture_lock)
         if holder is None and (previous := lock.acquire()) is not None:
             try:
                 remove_socket(previous)
-                Consumers(state.consumers_file).forget(name)
-                return
+                return do()
             finally:
                 lock.release()
         time.sleep(0.02)

@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import psutil
 import psycopg
@@ -41,6 +41,15 @@ class HeldSnapshot:
     session: str
     """The application_name of its readers."""
     keep_s: float
+
+    def to_text(self) -> str:
+        """As an option of a source."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> HeldSnapshot:
+        """The snapshot behind `to_text()`."""
+        return cls(**json.loads(text))
 
 
 def hold_snapshot(url: str, *, watch_pid: int, keep_s: float) -> HeldSnapshot:

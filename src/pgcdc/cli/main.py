@@ -11,6 +11,7 @@ from pgcdc.cli.describe import describe
 from pgcdc.cli.listen import listen
 from pgcdc.cli.playground import playground
 from pgcdc.cli.slot import slot_app
+from pgcdc.cli.snapshot import snapshot
 from pgcdc.cli.status import status
 from pgcdc.cli.version import version
 
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(listen)
 app.command()(describe)
+app.command()(snapshot)
 app.command()(status)
 app.command()(playground)
 app.command()(version)

@@ -27,14 +27,21 @@ def status(
         from rich.console import Console
         from rich.table import Table
 
+        from pgcdc.cli.snapshot import print_snapshots
+
+        snapshots = _tables_of(report.pop("snapshot")) + report.pop("snapshots")
         table = Table(show_header=False, box=None, pad_edge=False)
         for name, value in report.items():
             table.add_row(f"[bold]{name.replace('_', ' ')}[/]", "-" if value is None else str(value))
         Console().print(table)
+        if snapshots:
+            print()
+            print_snapshots(snapshots)
 
 
 def read_status(state_dir: Path) -> dict[str, Any]:
     """One flat report from what driver and capture last wrote."""
+    from pgcdc.capture.asking import list_snapshots
     from pgcdc.errors import StateError
     from pgcdc.state import Lock, StateDir, read_json
 
@@ -66,6 +73,9 @@ def read_status(state_dir: Path) -> dict[str, Any]:
         "toast_cache_hits": capture.get("toast_cache_hits"),
         "toast_cache_misses": capture.get("toast_cache_misses"),
         "toast_cache_entries": capture.get("toast_cache_entries"),
+        "snapshot_held": _describe_held(capture.get("snapshot")) if capturing else None,
+        "snapshot": capture.get("snapshot"),
+        "snapshots": capture.get("snapshots", []) if capturing else list_snapshots(state),
         "last_error": f"{error['message']}. {error['advice']}" if error else None,
         "updated_seconds_ago": round(time.time() - capture["time"], 1) if "time" in capture else None,
     }
@@ -75,3 +85,20 @@ def _lag_seconds(capture: dict[str, Any]) -> float | None:
     """Age of the oldest change that is not confirmed; 0 if there is none, None if that is not known."""
     seconds = capture.get("lag_seconds")
     return None if seconds is None else round(float(seconds), 1)
+
+
+def _tables_of(snapshot: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The tables of an initial snapshot that is not complete yet, in the form of incremental ones."""
+    tables = (snapshot or {}).get("tables")
+    return [{"kind": "initial", **table} for table in tables] if isinstance(tables, list) else []
+
+
+def _describe_held(snapshot: dict[str, Any] | None) -> str | None:
+    """How long an initial snapshot is held, and what that costs the server."""
+    if not snapshot or "held_seconds" not in snapshot:
+        return None
+    from pgcdc.cli.progress import describe_seconds
+
+    held, limit = describe_seconds(snapshot["held_seconds"]), describe_seconds(snapshot.get("hold_limit_seconds"))
+    warning = f"; {snapshot['warning']}" if snapshot.get("warning") else ""
+    return f"for {held} of {limit}, with {(snapshot.get('wal_held_bytes') or 0) / (1 << 20):,.0f} MB of WAL{warning}"

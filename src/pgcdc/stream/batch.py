@@ -22,7 +22,7 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructField, StructType
 
-from pgcdc.capture.chunks import Chunk, lock_chunks, plan_chunks, table_bytes, table_files, whole_table
+from pgcdc.capture.chunks import Chunk, files_text, lock_chunks, plan_chunks, table_bytes, whole_table
 from pgcdc.capture.copy import copy_rows, copy_statement
 from pgcdc.capture.database import Connection, connect, execute_one, explain_errors, quote_identifier
 from pgcdc.capture.snapshot import HeldSnapshot, hold_snapshot, read_in_snapshot
@@ -136,13 +136,16 @@ class BatchReader(DataSourceReader):
             self._check_readable(conn)
             nbytes = table_bytes(conn, self._table)
             count = self._batch.partitions or choose_count(nbytes, os.cpu_count() or 1)
-            if count == 1:
+            if count == 1 and not self._batch.held:
                 return [ChunkPartition([whole_table(self._table)])]
             # What is planned before the snapshot must be true in it: else it would lack rows without anybody noticing.
-            files = table_files(conn, self._table)
+            files = self._batch.files or files_text(conn, self._table)
             chunks = plan_chunks(conn, self._table, count=count)
-            held = hold_snapshot(url, watch_pid=driver_pid(), keep_s=self._batch.keep_s)
-            if files != table_files(conn, self._table):
+            if self._batch.held:
+                held = HeldSnapshot.from_text(self._batch.held)
+            else:
+                held = hold_snapshot(url, watch_pid=driver_pid(), keep_s=self._batch.keep_s)
+            if files != files_text(conn, self._table):
                 raise SourceError(
                     f"{self._title} was truncated or altered while its reading was planned", "Load it again"
                 )

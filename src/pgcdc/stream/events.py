@@ -29,6 +29,7 @@ __all__ = [
     "PIECE_BYTES",
     "TEXT_COLUMNS",
     "event_batch",
+    "events_of",
     "pack_block",
     "unpack_blocks",
 ]
@@ -78,8 +79,11 @@ def event_batch(
 ) -> pa.RecordBatch | None:
     """The events of neighbouring slices as one record batch with exactly `schema`; None if they have none."""
     frame = load_frame(pieces, relations, options, schema_changes)
-    if frame is None:
-        return None
+    return None if frame is None else events_of(frame, seed, schema, options)
+
+
+def events_of(frame: Frame, seed: IdSeed, schema: pa.Schema, options: EventOptions) -> pa.RecordBatch:
+    """The events of a frame as one record batch with exactly `schema`."""
     events = _Events(frame, seed, options)
     arrays = [_as_type(events.column(field.name), field.type) for field in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)

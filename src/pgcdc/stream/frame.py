@@ -22,7 +22,7 @@ from pgcdc.spool.schema import CHANGES, Op
 from pgcdc.spool.shapes import ShapeChange
 from pgcdc.stream.texts import I64
 
-__all__ = ["INVALID_TEXT", "EventOptions", "Frame", "load_frame", "repair_text"]
+__all__ = ["INVALID_TEXT", "EventOptions", "Frame", "load_frame", "make_frame", "repair_text"]
 
 INVALID_TEXT = ("error", "replace", "base64")
 """What may be done with bytes that are not UTF-8."""
@@ -109,8 +109,13 @@ def load_frame(
     read = [read_slice(piece, markers=options.markers, shapes=schema_changes) for piece in pieces]
     changes = _one_batch([table for table, _ in read])
     owners = _one_batch([table for _, table in read])
-    if changes is None or owners is None:
-        return None
+    return None if changes is None or owners is None else make_frame(changes, owners, relations, options)
+
+
+def make_frame(
+    changes: pa.RecordBatch, owners: pa.RecordBatch, relations: list[Relation], options: EventOptions
+) -> Frame:
+    """These changes; `owners` are their transactions, row by row."""
     shapes = [*relations, *_MADE_UP.values()]
     op = changes.column("op").to_numpy()
     xid = owners.column("xid").to_numpy()

@@ -42,6 +42,10 @@ class BatchOptions:
     """How long the snapshot is held after the last read."""
     metadata: bool = True
     """With the columns of typed changes (`_op` and the others), so that both have the same schema."""
+    held: str = ""
+    """Read in this snapshot (`HeldSnapshot.to_text`), which who gives it holds (`pgcdc snapshot`)."""
+    files: str = ""
+    """With `held`: `chunks.files_text` of the table when the snapshot was taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +178,9 @@ def _batch_options(options: Mapping[str, str]) -> BatchOptions:
     if ("partitions" in options and partitions < 1) or keep_s <= 0:
         name = "snapshot_keep" if keep_s <= 0 else "partitions"
         raise ConfigError(f"option {name} is {options[name]}", "Give a number above 0, or leave it out")
-    return BatchOptions(partitions, options.get("where", ""), keep_s, _flag(options, "metadata", default="true"))
+    metadata = _flag(options, "metadata", default="true")
+    held, files = options.get("_held", ""), options.get("_files", "")
+    return BatchOptions(partitions, options.get("where", ""), keep_s, metadata, held, files)
 
 
 def check_kind(raw: Mapping[str, str], *, is_batch: bool) -> None:
@@ -202,7 +208,7 @@ def _event_options(options: Mapping[str, str]) -> EventOptions:
     return EventOptions(markers or _flag(options, "tx_metadata"), markers, invalid, _flag(options, "schema_events"))
 
 
-_BATCH = {"partitions", "where", "snapshot_keep", "metadata"}
+_BATCH = {"partitions", "where", "snapshot_keep", "metadata", "_held", "_files"}
 _TYPED = {*_BATCH, "changelog", "truncate", "schema_change", "heartbeats", "heartbeat_interval", "_start", *CHOICES}
 _KNOWN = {
     *_TYPED, "table",

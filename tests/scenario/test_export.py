@@ -1,0 +1,376 @@
+"""`pgcdc snapshot`: tables as they are now, whole and of one moment, or nothing at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from databases import Database
+from listening import wait_until
+from pyspark.sql import SparkSession
+
+from pgcdc.errors import ConfigError, PgcdcError, SinkError, SourceError
+from pgcdc.export import target as target_module
+from pgcdc.export.events import copy_to_adapters
+from pgcdc.export.parquet import MANIFEST, copy_to_parquet
+from pgcdc.export.tables import Progress, Wanted
+from pgcdc.export.target import PartialFile, PartialFolder
+from pgcdc.state import write_all
+
+Event = dict[str, Any]
+
+
+class At(Progress):
+    """Does something when the turn of a table comes, and counts."""
+
+    def __init__(self, table: str = "", do: Callable[[], object] = lambda: None) -> None:
+        self._table = table
+        self._do = do
+        self.ended: list[int] = []
+        self.estimated: list[int] = []
+
+    def begin(self, table: str, estimated_rows: int) -> None:
+        self.estimated.append(estimated_rows)
+        if table == self._table:
+            self._do()
+
+    def end(self, rows: int) -> None:
+        self.ended.append(rows)
+
+
+def copy(database: Database, path: Path, *tables: str, progress: Progress | None = None, **more: Any) -> list[Event]:
+    """The events of a copy to a file."""
+    wanted = Wanted(database.url, tables, **more)
+    copy_to_adapters(wanted, ["file"], path, progress=progress or At())
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def rows_of(events: list[Event], table: str) -> list[dict[str, str | None]]:
+    return [one["payload"]["row"] for one in events if one["channel"] == f"pgcdc:{table}"]
+
+
+def traces(database: Database) -> list[str]:
+    """What a copy could leave behind on the server."""
+    with database.connect() as conn:
+        return [
+            name
+            for (name,) in conn.execute(
+                "SELECT slot_name::text FROM pg_replication_slots WHERE database = current_database() "
+                "UNION ALL SELECT pubname::text FROM pg_publication "
+                "UNION ALL SELECT application_name FROM pg_stat_activity "
+                "WHERE datname = current_database() AND application_name LIKE 'pgcdc%'"
+            ).fetchall()
+        ]
+
+
+# --- events
+
+
+def test_rows_are_events_with_the_bytes_of_the_stream_between_marks(database: Database, tmp_path: Path) -> None:
+    database.execute(
+        "CREATE TABLE t (id int PRIMARY KEY, ok bool, code char(4), n numeric(8,2), note text, b bytea, at timestamptz, "
+        "doubled int GENERATED ALWAYS AS (id * 2) STORED); "
+        "INSERT INTO t VALUES (1, true, 'a', 1.5, E'tab\\t \"line\\n\\\\ \\u00e9', '\\xdeadbeef', "
+        "'2026-01-02 03:04:05+02'), (2, false, NULL, NULL, NULL, NULL, NULL)"
+    )
+    events = copy(database, tmp_path / "e.jsonl", "t")
+    assert [one["operation"] for one in events] == ["SNAPSHOT_STARTED", "SNAPSHOT", "SNAPSHOT", "SNAPSHOT_COMPLETED"]
+    first = events[1]
+    assert list(first) == ["id", "channel", "operation", "payload", "source", "created_at", "position"]
+    assert (first["channel"], first["source"]) == ("pgcdc:t", "wal_replication")
+    assert first["payload"] == {
+        "op": "SNAPSHOT",
+        "table": "t",
+        "row": {
+            "id": "1", "ok": "t", "code": "a   ", "n": "1.50", "note": 'tab\t "line\n\\ é', "b": "\\xdeadbeef",
+            "at": "2026-01-02 01:04:05+00",
+        },
+        "old": None,
+    }  # fmt: skip
+    assert rows_of(events, "t")[1]["note"] is None
+    mark = events[-1]["payload"]["row"]
+    assert {**mark, "snapshot": ""} == {
+        "snapshot": "",
+        "kind": "one-off",
+        "schema": "public",
+        "table": "t",
+        "rows": "2",
+    }
+    assert (events[0]["channel"], events[-1]["channel"]) == ("pgcdc:_snapshot", "pgcdc:_snapshot")
+    positions = [one["position"] for one in events]
+    assert positions == sorted(set(positions)) and len({one["id"] for one in events}) == 4
+    assert os.listdir(tmp_path) == ["e.jsonl"] and traces(database) == []
+
+
+def test_all_tables_are_of_one_moment(database: Database, tmp_path: Path) -> None:
+    database.execute(
+        "CREATE TABLE a (id int PRIMARY KEY, amount int); INSERT INTO a SELECT n, 100 FROM generate_series(1, 5000) n; "
+        "CREATE TABLE b (LIKE a INCLUDING ALL); INSERT INTO b SELECT * FROM a; ANALYZE a, b"
+    )
+    move = "UPDATE a SET amount = amount - 7; UPDATE b SET amount = amount + 7; INSERT INTO b VALUES (9999, 1); "
+    progress = At("b", lambda: database.execute(f"{move} DELETE FROM b WHERE id = 1; ALTER TABLE b ADD later int"))
+    events = copy(database, tmp_path / "e", all_tables=True, progress=progress)
+    assert len(rows_of(events, "b")) == 5000 and progress.ended == [5000, 5000] and progress.estimated == [5000, 5000]
+    assert {row["amount"] for row in [*rows_of(events, "a"), *rows_of(events, "b")]} == {"100"}
+
+
+def test_condition_partitions_empty_tables_and_names(database: Database, tmp_path: Path) -> None:
+    database.execute(
+        'CREATE TABLE p (id int, region text) PARTITION BY LIST (region); CREATE SCHEMA "S x"; '
+        "CREATE TABLE p_eu PARTITION OF p FOR VALUES IN ('eu'); CREATE TABLE p_us PARTITION OF p FOR VALUES IN ('us'); "
+        "INSERT INTO p SELECT n, CASE WHEN n % 2 = 0 THEN 'eu' ELSE 'us' END FROM generate_series(1, 100) n; "
+        'CREATE TABLE "S x"."We""ird" (id int); CREATE TABLE parent (id int); CREATE TABLE child () INHERITS (parent); '
+        "INSERT INTO child VALUES (5); CREATE TABLE nothing ()"
+    )
+    events = copy(database, tmp_path / "1", "p", where="id <= 10 -- and no more")
+    assert sorted(int(row["id"] or 0) for row in rows_of(events, "p")) == list(range(1, 11))
+    events = copy(database, tmp_path / "2", all_tables=True)
+    assert len(rows_of(events, "p")) == 100 and rows_of(events, "parent") == [] and rows_of(events, "child")
+    marks = [
+        (one["row"]["schema"], one["row"]["table"])
+        for one in (event["payload"] for event in events)
+        if not one["table"]
+    ]
+    assert (
+        marks.count(("S x", 'We"ird')) == 2 and ("public", "p_eu") not in marks and ("public", "nothing") not in marks
+    )
+    with pytest.raises(SourceError, match="nothing has no columns"):
+        copy(database, tmp_path / "3", "nothing")
+    assert len(copy(database, tmp_path / "4", schemas=('"S x"',))) == 2
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ({}, "no table is named"),
+        ({"tables": ("t", "nowhere")}, "table nowhere does not exist"),
+        ({"tables": ("a_view",)}, "a_view is a view"),
+        ({"tables": ("t",), "where": "total >"}, "--where is no condition on table t: syntax error"),
+        ({"tables": ("t",), "where": "true); DROP TABLE t; --"}, "--where is no condition on table t"),
+        ({"tables": ("t",), "where": "nothing = 1"}, 'column "nothing" does not exist'),
+        ({"tables": ("t", "u"), "where": "true"}, "--where is a condition on one table"),
+        ({"all_tables": True, "schemas": ("public",)}, "--schemas and --all-tables are given"),
+        ({"schemas": ("none",)}, "there are no tables to copy"),
+    ],
+)
+def test_what_cannot_be_is_said_and_nothing_is_made(
+    database: Database, tmp_path: Path, wanted: dict[str, Any], said: str
+) -> None:
+    database.execute("CREATE TABLE t (id int); CREATE TABLE u (id int); CREATE VIEW a_view AS SELECT 1 AS id")
+    with pytest.raises(PgcdcError) as error:
+        copy(database, tmp_path / "e", *wanted.pop("tables", ()), **wanted)
+    assert said in str(error.value) and os.listdir(tmp_path) == [] and traces(database) == []
+
+
+def test_every_table_without_the_right_to_read_is_named(database: Database, tmp_path: Path) -> None:
+    role = f"reader_{database.name}"
+    database.execute(f"CREATE TABLE a (id int); CREATE TABLE b (id int); CREATE TABLE c (id int); CREATE ROLE {role} LOGIN; GRANT SELECT ON b TO {role}")  # fmt: skip  # noqa: E501
+    try:
+        wanted = Wanted(database.url.replace("postgres@", f"{role}@"), all_tables=True)
+        with pytest.raises(SourceError, match=f'tables a, c.*GRANT SELECT ON "public"."a", "public"."c" TO "{role}"'):
+            copy_to_adapters(wanted, ["file"], tmp_path / "e", progress=At())
+    finally:
+        database.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("DROP TABLE b", "table b was dropped or altered before it was read"),
+        ("TRUNCATE b", "table b was truncated or rewritten"),
+        ("ALTER TABLE b ALTER id TYPE bigint", "table b was truncated or rewritten"),
+        ("ALTER TABLE b DROP id", "table b was dropped or altered before it was read"),
+    ],
+)
+def test_a_table_that_is_gone_before_its_turn_ends_the_copy_and_nothing_is_there(
+    database: Database, tmp_path: Path, capfd: pytest.CaptureFixture[str], change: str, said: str
+) -> None:
+    database.execute(
+        "CREATE TABLE a (id int); CREATE TABLE b (id int, c int); INSERT INTO a VALUES (1); INSERT INTO b VALUES (1)"
+    )
+    wanted = Wanted(database.url, ("a", "b"))
+    with pytest.raises(SourceError, match=said) as error:
+        copy_to_adapters(wanted, ["stdout", "file"], tmp_path / "e", progress=At("b", lambda: database.execute(change)))
+    assert "not complete: a is whole, b is not" in str(error.value)
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    completed = [one["payload"]["row"]["table"] for one in lines if one["operation"] == "SNAPSHOT_COMPLETED"]
+    assert completed == ["a"] and os.listdir(tmp_path) == [] and traces(database) == []
+
+
+def test_a_table_that_is_truncated_while_the_snapshot_is_taken_is_looked_at_again(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pgcdc.export import tables as tables_module
+
+    database.execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)")
+    export, again = tables_module._export, iter([True, False])
+
+    def truncate_first(*args: Any) -> Any:
+        if next(again):
+            database.execute("TRUNCATE t; INSERT INTO t VALUES (2)")
+        return export(*args)
+
+    monkeypatch.setattr(tables_module, "_export", truncate_first)
+    assert rows_of(copy(database, tmp_path / "e", "t"), "t") == [{"id": "2"}]
+
+
+def test_a_full_disk_leaves_nothing(database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    database.execute("CREATE TABLE t AS SELECT n, repeat('x', 1000) AS x FROM generate_series(1, 20000) n")
+    write, sizes = write_all, []
+
+    def fill(descriptor: int, lines: memoryview) -> int:
+        sizes.append(len(lines))
+        if len(sizes) == 4:
+            write(descriptor, lines[:100])
+            raise OSError(28, "No space left on device")
+        return write(descriptor, lines)
+
+    monkeypatch.setattr(target_module, "write_all", fill)
+    with pytest.raises(SinkError, match=r"No space left on device.*Nothing is left there"):
+        copy(database, tmp_path / "e", "t")
+    assert sizes[1] > 1 << 20 and os.listdir(tmp_path) == [] and traces(database) == []
+
+
+def test_a_target_that_is_there_is_not_touched(database: Database, tmp_path: Path) -> None:
+    database.execute("CREATE TABLE t (id int)")
+    file = tmp_path / "e"
+    file.write_text("mine")
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        copy(database, file, "t")
+    assert file.read_text() == "mine" and os.listdir(tmp_path) == ["e"]
+    with pytest.raises(ConfigError, match=r"the folder of --file-path .* does not exist"):
+        copy(database, tmp_path / "no" / "e", "t")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="is not a file"):
+        copy(database, tmp_path / "pipe", "t")
+    file.write_text("")
+    assert len(copy(database, file, "t")) == 2
+    appeared = At("t", lambda: (tmp_path / "late").write_text("theirs"))
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        copy(database, tmp_path / "late", "t", progress=appeared)
+    assert (tmp_path / "late").read_text() == "theirs"
+
+
+@pytest.mark.parametrize("kind", [PartialFile, PartialFolder])
+def test_two_runs_do_not_write_the_same_target(tmp_path: Path, kind: type[PartialFile | PartialFolder]) -> None:
+    one, other = kind(tmp_path / "x", "--to"), kind(tmp_path / "x", "--to")
+    one.open()
+    with pytest.raises(ConfigError, match="is being written by another run"):
+        other.open()
+    other.discard()
+    assert one.partial.exists()
+    one.finish()
+    assert os.listdir(tmp_path) == ["x"]
+
+
+# --- the command
+
+
+def start(database: Database, *flags: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "pgcdc", "snapshot", *flags],
+        env={**os.environ, "PGCDC_DB": database.url},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_run_that_is_ended_leaves_nothing_and_what_a_killed_one_leaves_is_cleared(
+    database: Database, tmp_path: Path
+) -> None:
+    database.execute("CREATE TABLE t AS SELECT n AS id FROM generate_series(1, 9) n")
+    target = tmp_path / "e.jsonl"
+    flags = ("--table", "t", "--adapter", "file", "--file-path", str(target))
+    for number, code, left in ((signal.SIGTERM, 130, []), (signal.SIGKILL, -9, ["e.jsonl.partial"])):
+        process = start(database, *flags, "--where", "id < 5 OR pg_sleep(600) IS NOT NULL")
+        wait_until(lambda: bool(os.listdir(tmp_path)), 20, "it writes")
+        process.send_signal(number)
+        _, said = process.communicate(timeout=20)
+        assert (process.returncode, os.listdir(tmp_path)) == (code, left), said
+        assert number == signal.SIGKILL or "stopped: nothing is left behind" in said
+        with database.connect() as conn:  # the server notices a client that is gone at its next word, here after 10 min
+            conn.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'pgcdc%'")
+    process = start(database, *flags)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 0 and "table t: 9 rows, complete in" in said and "complete: 9 rows" in said
+    assert os.listdir(tmp_path) == ["e.jsonl"] and len(target.read_text().splitlines()) == 11
+
+
+def test_a_reader_that_goes_away_is_an_error_that_says_what_is_missing(database: Database) -> None:
+    database.execute("CREATE TABLE t AS SELECT n AS id, repeat('x', 100) AS x FROM generate_series(1, 9000) n")
+    process = start(database, "--table", "t")
+    assert process.stdout is not None and process.stderr is not None
+    assert json.loads(process.stdout.readline())["operation"] == "SNAPSHOT_STARTED"
+    process.stdout.close()
+    said = process.stderr.read()
+    assert process.wait(20) == 1 and "standard output cannot be written: Broken pipe" in said
+    assert "not complete: no table is whole, t is not" in said
+
+
+# --- Parquet
+
+
+def test_parquet_has_typed_columns_of_all_tables_in_one_moment(
+    database: Database, tmp_path: Path, spark: SparkSession
+) -> None:
+    database.execute(
+        "CREATE TABLE a (id int PRIMARY KEY, amount numeric(12,2), at timestamptz, tags text[], twice int GENERATED ALWAYS "
+        "AS (id * 2) STORED); CREATE SCHEMA s; "
+        "INSERT INTO a SELECT n, n * 1.5, '2026-01-02 03:04:05+00', '{x,y}' FROM generate_series(1, 5000) n; "
+        'CREATE TABLE s."a/b %2F" (id int); INSERT INTO s."a/b %2F" VALUES (7); CREATE TABLE empty (id int)'
+    )
+    target = tmp_path / "a folder %20"
+    progress = At("empty", lambda: database.execute('UPDATE s."a/b %2F" SET id = 8; INSERT INTO empty VALUES (1)'))
+    rows = copy_to_parquet(
+        Wanted(database.url, all_tables=True), target, partitions=3, types={}, progress=progress, spark=spark
+    )
+    assert rows == 5001 and progress.ended == [5000, 0, 1]
+    manifest = json.loads((target / MANIFEST).read_text())
+    folders = {one["table"]: (target / one["folder"], one["rows"]) for one in manifest["tables"]}
+    assert {name: rows for name, (_, rows) in folders.items()} == {"a": 5000, "empty": 0, "a/b %2F": 1}
+    table = pq.read_table(folders["a"][0])
+    assert len(list(folders["a"][0].glob("*.parquet"))) == 3
+    assert table.num_rows == 5000 and sum(table.column("twice").to_pylist()) == 5000 * 5001
+    assert [str(field.type) for field in table.schema][:2] == ["int32", "decimal128(12, 2)"]
+    assert table.column("tags")[0].as_py() == ["x", "y"]
+    assert pq.read_table(folders["a/b %2F"][0]).to_pylist() == [{"id": 7}]
+    assert pq.read_table(folders["empty"][0]).column_names == ["id"]
+    assert os.listdir(tmp_path) == [target.name] and traces(database) == []
+    with pytest.raises(ConfigError, match="is not empty"):
+        copy_to_parquet(Wanted(database.url, ("a",)), target, types={}, progress=At(), spark=spark)
+
+
+@pytest.mark.parametrize("change", ["TRUNCATE b", "DROP TABLE b"])
+def test_parquet_of_a_table_that_is_gone_before_its_turn_is_not_there(
+    database: Database, tmp_path: Path, spark: SparkSession, change: str
+) -> None:
+    database.execute("CREATE TABLE a AS SELECT 1 AS id; CREATE TABLE b AS SELECT 1 AS id")
+    progress = At("b", lambda: database.execute(change))
+    with pytest.raises(SourceError, match=r"table b .*(truncated|does not exist)"):
+        copy_to_parquet(Wanted(database.url, ("a", "b")), tmp_path / "x", types={}, progress=progress, spark=spark)
+    assert progress.ended == [1] and os.listdir(tmp_path) == [] and traces(database) == []
+
+
+@pytest.mark.slow
+def test_the_command_makes_parquet_with_a_spark_of_its_own(database: Database, tmp_path: Path) -> None:
+    database.execute(
+        'CREATE TABLE t (id int, at timestamptz, "A" int, a int); '
+        "INSERT INTO t SELECT n, '9999-01-01 00:00:00+00', n, -n FROM generate_series(1, 1000) n"
+    )
+    process = start(
+        database, "--table", "t", "--where", "id <= 500", "--partitions", "2", "--to", f"parquet:{tmp_path / 'out'}"
+    )
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0 and "complete: 500 rows" in said, said
+    table = pq.read_table(tmp_path / "out" / "t")
+    assert table.num_rows == 500 and table.column("at")[0].as_py().year == 9999
+    assert os.listdir(tmp_path) == ["out"] and traces(database) == []

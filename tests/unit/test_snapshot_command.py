@@ -1,0 +1,194 @@
+"""`pgcdc snapshot`: what its flags mean, and how it asks for incremental snapshots, with and without a capture that runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_loop import Loop
+from typer.testing import CliRunner
+
+from pgcdc.capture.requests import RequestQueue
+from pgcdc.cli.main import app
+from pgcdc.cli.progress import PlainProgress, describe_rows, describe_seconds
+from pgcdc.cli.status import read_status
+from pgcdc.errors import ConfigError
+from pgcdc.state import Identity, Lock, StateDir, write_json
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateDir:
+    made = StateDir(tmp_path / "state")
+    made.create()
+    made.save_identity(Identity("7", 1, "shop", "s1", "i", [], 800))
+    return made
+
+
+@pytest.fixture
+def capture(state: StateDir) -> Iterator[Loop]:
+    """A capture that runs."""
+    loop, lock = Loop(), Lock(state.capture_lock)
+    assert lock.acquire() is not None
+    lock.write({"pid": 1, "address": loop.server.address})
+    yield loop
+    lock.release()
+    loop.stop()
+
+
+def run(*flags: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["snapshot", *flags], env={"PGCDC_DB": ""})
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "no table is named"),
+        (("--table", "t"), "no database is given"),
+        (("--table", "t", "--all-tables"), "--table and --all-tables are given"),
+        (("--all-tables", "--where", "true"), "--where is a condition on one table"),
+        (("--incremental", "--list"), "--incremental and --list are given"),
+        (("--pause", "a", "--stop", "a"), "--pause and --stop are given"),
+        (("--table", "t", "--chunk-size", "5"), "are for --incremental"),
+        (("--incremental", "--table", "t", "--to", "parquet:x"), "--to is not for --incremental"),
+        (("--list", "--all-tables"), "--all-tables is not for --list"),
+        (("--incremental",), "no table is named"),
+        (("--incremental", "--tables", "a,b", "--where", "true"), "--where is a condition on one table"),
+        (("--incremental", "--table", "t", "--chunk-delay", "soon"), "--chunk-delay soon is not a time"),
+        (("--db", "x", "--table", "t", "--partitions", "2"), "--partitions is for --to parquet:DIR"),
+        (("--db", "x", "--table", "t", "--out-of-range", "clamp"), "--out-of-range is for --to parquet:DIR"),
+        (("--db", "x", "--table", "t", "--file-path", "f"), "--file-path is given without --adapter file"),
+        (("--db", "x", "--table", "t", "--adapter", "file"), "--adapter file needs a path"),
+        (("--db", "x", "--table", "t", "--adapter", "kafka"), "--adapter kafka is not known"),
+        (("--db", "x", "--table", "t", "--to", "csv:x"), "--to csv:x is not known"),
+        (("--db", "x", "--table", "t", "--to", "parquet:s3://x/y"), "is not a folder of this host"),
+        (("--db", "x", "--table", "t", "--to", "parquet:x", "--adapter", "stdout"), "--to and --adapter are given"),
+        (("--db", "x", "--table", "t", "--to", "parquet:x", "--partitions", "0"), "--partitions 0 is not a number"),
+        (("--db", "x", "--table", "t", "--invalid-utf8", "drop"), "--invalid-utf8 drop is not known"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(flags: tuple[str, ...], said: str) -> None:
+    assert said in " ".join(run(*flags, code=2).split())
+
+
+def test_requests_wait_in_the_queue_while_no_capture_runs(state: StateDir) -> None:
+    flags = ("--state-dir", str(state.path))
+    output = run(
+        "--incremental", "--table", "Orders", "--tables", 'sales.items,"We ird"', "--chunk-size", "500", "--chunk-delay",
+        "100ms", *flags,
+    )  # fmt: skip
+    entries = RequestQueue(state.requests_file).entries()
+    assert [one.request.table for one in entries] == ["orders", "sales.items", '"We ird"']
+    assert {(one.request.chunk_size, one.request.chunk_delay_s, one.request.kind) for one in entries} == {
+        (500, 0.1, "incremental")
+    }
+    assert [line.split("\t")[0] for line in output.splitlines()] == [one.id for one in entries]
+    assert "begins when the pipeline runs" in output
+    name = entries[1].id
+    for action, status in (("pause", "paused"), ("resume", "queued"), ("stop", "stopped")):
+        run(f"--{action}", name, *flags)
+        assert RequestQueue(state.requests_file)[name].status == status
+    assert "there is no snapshot" in run("--pause", "unknown", *flags, code=2)
+    listed = json.loads(run("--list", "--json", *flags))
+    assert [(one["id"], one["status"]) for one in listed] == [
+        (entries[0].id, "queued"),
+        (name, "stopped"),
+        (entries[2].id, "queued"),
+    ]
+    assert f"{name}\tsales.items\tincremental\tstopped" in run("--list", *flags)
+    assert Lock.holder(state.capture_lock) is None
+    assert [one["id"] for one in read_status(state.path)["snapshots"]] == [one.id for one in entries]
+
+
+def test_a_capture_that_runs_is_asked(state: StateDir, capture: Loop) -> None:
+    described = {"id": "x1", "table": "t", "kind": "incremental", "status": "running", "rows": 1200, "rate": 50.4}
+    capture.replies["snapshot"] = {"id": "x1", "snapshots": [{**described, "percent": 12.3, "seconds_left": 200}]}
+    flags = ("--state-dir", str(state.path))
+    assert "queued" in run("--incremental", "--table", "t", "--where", "id > 5", *flags)
+    asked = capture.requests.pop()
+    assert {name: asked[name] for name in ("do", "action", "table", "where", "kind")} == {
+        "do": "snapshot", "action": "add", "table": "t", "where": "id > 5", "kind": "incremental",
+    }  # fmt: skip
+    run("--pause", "x1", *flags)
+    assert capture.requests.pop() == {"do": "snapshot", "action": "pause", "id": "x1"}
+    assert "x1\tt\tincremental\trunning\t1,200\t-\t12 %\t50\t3 min 20 s" in run("--list", *flags)
+    assert not state.requests_file.exists()
+
+
+def test_what_the_capture_refuses_takes_back_what_was_asked_with_it(
+    state: StateDir, capture: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = capture._answer
+
+    def refuse_second(request: dict[str, Any]) -> dict[str, Any] | None:
+        answer(request)
+        if request.get("table") == "b":
+            raise ConfigError("table b has no key", "Add a primary key")
+        return {"snapshots": []}
+
+    monkeypatch.setattr(capture.server, "_answer", refuse_second)
+    assert "table b has no key" in run("--incremental", "--tables", "a,b", "--state-dir", str(state.path), code=2)
+    asked = [(one["action"], one.get("id")) for one in capture.requests]
+    assert asked[0][0] == "add" and asked[-1] == ("stop", asked[0][1])
+
+
+def test_a_folder_that_is_no_state_directory_is_refused(tmp_path: Path) -> None:
+    for flags in (("--list",), ("--stop", "x"), ("--incremental", "--table", "t")):
+        assert "is not a state directory" in " ".join(run(*flags, "--state-dir", str(tmp_path), code=2).split())
+
+
+# --- what is shown
+
+
+def test_status_shows_initial_and_incremental_snapshots(state: StateDir, capture: Loop) -> None:
+    initial = {
+        "status": "reading",
+        "tables": [{"table": "orders", "status": "reading", "rows": 500, "estimated_rows": 1000, "percent": 50.0,
+                    "rows_per_s": 100, "seconds_left": 5}],
+        "held_seconds": 61.0, "hold_limit_seconds": 21600, "wal_held_bytes": 5 << 20, "warning": "held for long",
+    }  # fmt: skip
+    running = {"id": "x1", "table": "items", "kind": "incremental", "status": "failed", "rows": 7, "error": "dropped"}
+    write_json(state.capture_status, {"phase": "streaming", "snapshot": initial, "snapshots": [running]})
+    result = CliRunner().invoke(app, ["status", "--state-dir", str(state.path)])
+    assert "for 1 min 1 s of 6 h 0 min, with 5 MB of WAL; held for long" in " ".join(result.output.split())
+    assert "-\torders\tinitial\treading\t500\t1,000\t50 %\t100\t5 s" in result.output
+    assert "x1\titems\tincremental\tfailed\t7\t-\t-\t-\t-\tdropped" in result.output
+    write_json(state.capture_status, {"phase": "streaming", "snapshot": {"status": "complete", "tables": 3, "rows": 9}})
+    assert CliRunner().invoke(app, ["status", "--state-dir", str(state.path)]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "-"), (0, "0 s"), (59.4, "59 s"), (60, "1 min 0 s"), (3599, "59 min 59 s"), (7500, "2 h 5 min")],
+)
+def test_times_for_people(seconds: float | None, text: str) -> None:
+    assert describe_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("rows", "estimated", "seconds", "text"),
+    [
+        (120_000, 1_000_000, 2, "120,000 of about 1,000,000 rows (12 %), 60,000 rows/s, 15 s left"),
+        (0, 10, 2, "0 of about 10 rows (0 %), 0 rows/s, - left"),
+        (11, 10, 1, "11 rows, 11 rows/s"),
+        (5, 0, 0, "5 rows, 0 rows/s"),
+    ],
+)
+def test_rows_for_people(rows: int, estimated: int, seconds: float, text: str) -> None:
+    assert describe_rows(rows, estimated, seconds) == text
+
+
+def test_lines_come_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = PlainProgress(interval_s=3600)
+    progress.begin("t", 100)
+    progress.advance(5)
+    progress.end(100)
+    assert capsys.readouterr().err == "pgcdc: table t: 100 rows, complete in less than 1 s\n"
+    progress = PlainProgress(interval_s=0)
+    progress.begin("t", 100)
+    progress.advance(50)
+    assert capsys.readouterr().err.startswith("pgcdc: table t: 50 of about 100 rows (50 %), ")
