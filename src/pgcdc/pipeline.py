@@ -47,7 +47,6 @@ from pgcdc.state import Lock, StateDir, read_json, write_json
 from pgcdc.stream.lane import Lane
 from pgcdc.stream.options import parse_options
 from pgcdc.stream.session import check_java, session
-from pgcdc.stream.table import LOAD_AGAIN, load_table
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -153,6 +152,8 @@ class Pipeline:
             self._is_locked = True
             self._sinks = self._check_sinks()
             if self.config.table:
+                from pgcdc.stream.table import load_table  # with all that typed rows need
+
                 # Refuses a table that cannot be read in this form, before anything is made for it.
                 load_table(replace(parse_options(self._options()), source=self.config.source_options()))
             self._say(f"checking the database and slot {self.config.slot_name}")
@@ -328,6 +329,8 @@ class Pipeline:
 
     def _follow_schema(self, error: PgcdcError) -> bool:
         """A typed query that met other columns starts again there, with these; True if it may."""
+        from pgcdc.stream.table import LOAD_AGAIN
+
         assert self._lane is not None
         if not isinstance(error, SchemaChanged) or self._schema_place == self._lane.place:
             return False

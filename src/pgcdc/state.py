@@ -35,6 +35,7 @@ __all__ = [
     "StateDir",
     "check_identity",
     "fsync_folder",
+    "is_alive",
     "open_log",
     "read_json",
     "write_all",
@@ -262,6 +263,17 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def open_log(path: Path) -> IO[bytes]:

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pgcdc.capture.consumers import Consumers
-from pgcdc.capture.process import is_alive
 from pgcdc.capture.server import remove_socket
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.errors import ConnectionLost, PgcdcError, SourceError, StateError
 from pgcdc.position import Position
-from pgcdc.state import Lock, StateDir, open_log
+from pgcdc.state import Lock, StateDir, is_alive, open_log
 
 __all__ = ["CaptureGone", "CaptureLink", "ControlClient", "ask_or_do", "ensure_capture", "forget_consumer"]
 

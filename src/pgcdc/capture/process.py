@@ -39,9 +39,9 @@ from pgcdc.errors import ConnectionLost, GapError, PgcdcError, SourceError, Stat
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position, format_lsn
 from pgcdc.spool.writer import SpoolWriter
-from pgcdc.state import Lock, StateDir, write_json
+from pgcdc.state import Lock, StateDir, is_alive, write_json
 
-__all__ = ["is_alive", "main"]
+__all__ = ["main"]
 
 logger = logging.getLogger("pgcdc.capture")
 
@@ -447,17 +447,6 @@ class CaptureProcess:
 
     def _write_status(self) -> None:
         write_json(self._state.capture_status, self._status())  # StateError if the disk is full
-
-
-def is_alive(pid: int) -> bool:
-    """Whether there is such a process."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def main() -> int:

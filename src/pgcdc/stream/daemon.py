@@ -8,6 +8,7 @@ A worker collects garbage after every task. What was imported is frozen first: l
 from __future__ import annotations
 
 import gc
+import sys
 
 import pyarrow.compute
 import pyarrow.ipc
@@ -21,6 +22,9 @@ __all__ = ["manager"]
 _PRELOADED = (pyarrow.compute, pyarrow.ipc, pyspark.worker, pgcdc.stream.source)
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["pyspark.worker"]:  # the workers of tasks; each kind of worker has a daemon of its own
+        import pgcdc.stream.batch
+        import pgcdc.stream.typed_reader
     gc.collect()
     gc.freeze()
     manager()

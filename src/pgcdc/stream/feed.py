@@ -18,7 +18,6 @@ from pgcdc.position import Position
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.state import Identity, Lock, StateDir, read_json
 from pgcdc.stream.options import StreamOptions
-from pgcdc.stream.table import check_captured
 from pgcdc.stream.texts import IdSeed
 
 __all__ = ["CaptureFeed", "Feed", "StaticFeed", "driver_pid"]
@@ -72,6 +71,8 @@ class CaptureFeed:
                 _check_same(source, identity, read_json(state.capture_status) or {}, is_typed=options.table is not None)
             spec = source.spec((item["name"] for item in identity.publications), watch_pid)
         if options.table is not None:
+            from pgcdc.stream.table import check_captured  # with all that typed rows need
+
             check_captured(source.url, spec.publications, options.table, source.slot, zset=options.rows.zset)
         self._link = CaptureLink(spec, is_restart=began, on_restart=self._claim)
         self.spool = state.spool

@@ -17,17 +17,28 @@ from pgcdc.capture.selection import split_outside_quotes
 from pgcdc.capture.toast import DEFAULT_CACHE_ENTRIES, ToastOptions
 from pgcdc.errors import ConfigError
 from pgcdc.stream.frame import INVALID_TEXT, EventOptions
-from pgcdc.stream.typed import RowOptions
-from pgcdc.types.column import TypeOptions
-from pgcdc.types.mapping import CHOICES
+from pgcdc.types.column import CHOICES, TypeOptions
 
-__all__ = ["BatchOptions", "StreamOptions", "check_kind", "parse_bytes", "parse_options"]
+__all__ = ["BatchOptions", "RowOptions", "StreamOptions", "check_kind", "parse_bytes", "parse_options"]
 
 DEFAULT_MAX_BATCH_ROWS = 100_000
 DEFAULT_HEARTBEAT_S = 10.0
 DEFAULT_SNAPSHOT_KEEP_S = 300.0
 
 _N = TypeVar("_N", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class RowOptions:
+    """How changes become rows."""
+
+    zset: bool = False
+    """Rows with weights: an UPDATE takes the old row back (-1) and adds the new one (+1)."""
+    truncate: str = "error"
+    """What a TRUNCATE is for a Z-set, which was not told of the rows that are gone: `error`, or a row to `mark` it."""
+    other_shapes: bool = False
+    """Changes whose table has other columns by then are read as far as they go; else they are refused."""
+    events: EventOptions = EventOptions()  # noqa: RUF009 - frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +73,7 @@ class StreamOptions:
     """Read this spool and no other: no capture (used to warm up)."""
     table: str | None = None
     """Typed rows of this table; else events."""
-    rows: RowOptions = RowOptions()  # noqa: RUF009 - frozen
+    rows: RowOptions = RowOptions()
     types: TypeOptions = TypeOptions()  # noqa: RUF009 - frozen
     heartbeat_s: float = 0.0
     """How often a typed query hears how far time has come, at most; 0: never."""

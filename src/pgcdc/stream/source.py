@@ -1,17 +1,23 @@
-"""The Spark source `format("pgcdc")`: a stream of events of all tables, or typed rows of one, as a stream or as it is."""
+"""The Spark source `format("pgcdc")`: a stream of events of all tables, or typed rows of one, as a stream or as it is.
+
+Every query imports this in each of its processes, so that what only typed rows need is imported where they are asked for.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
 from pgcdc.errors import ConfigError
-from pgcdc.stream.batch import BatchReader, load_live_table
 from pgcdc.stream.events import EVENT_COLUMNS, EVENT_SCHEMA, TEXT_COLUMNS
 from pgcdc.stream.options import check_kind, parse_options
 from pgcdc.stream.reader import ChangeReader
-from pgcdc.stream.table import BEFORE, TypedTable, check_names, load_table
-from pgcdc.stream.typed_reader import TypedReader
+
+if TYPE_CHECKING:
+    from pgcdc.stream.batch import BatchReader
+    from pgcdc.stream.table import TypedTable
 
 __all__ = ["ChangeSource"]
 
@@ -31,7 +37,11 @@ class ChangeSource(DataSource):
             return EVENT_SCHEMA
         # Spark does not say for whom it asks: what a read and a stream of the same options get is the same.
         if not options.batch.metadata:
+            from pgcdc.stream.batch import load_live_table
+
             return load_live_table(options).own_schema
+        from pgcdc.stream.table import check_names, load_table
+
         self._table = load_table(options)  # the reader gets the same: Spark hands this object on
         check_names(self._table)
         return self._table.schema(zset=options.rows.zset)
@@ -43,6 +53,8 @@ class ChangeSource(DataSource):
                 "spark.read needs one table", "Name it with option('table', ...), or use spark.readStream"
             )
         check_kind(self.options, is_batch=True)
+        from pgcdc.stream.batch import BatchReader, load_live_table
+
         table = load_live_table(options)
         _compare(schema, {field.name: field.dataType.simpleString() for field in table.whole_schema}, table.title)
         return BatchReader(options, self.options.get("url", ""), schema, table)
@@ -53,6 +65,9 @@ class ChangeSource(DataSource):
         if options.table is None:
             _check_schema(schema)
             return ChangeReader(options, schema)
+        from pgcdc.stream.table import check_names, load_table
+        from pgcdc.stream.typed_reader import TypedReader
+
         table = self._table
         if table is None:  # the user gave the schema
             table = load_table(options)
@@ -72,6 +87,8 @@ def _check_schema(schema: StructType) -> None:
 
 def _check_typed(schema: StructType, table: TypedTable, *, zset: bool) -> None:
     """A user's schema may leave columns out; their types are the table's."""
+    from pgcdc.stream.table import BEFORE
+
     known = {field.name: field.dataType.simpleString() for field in table.schema(zset=zset)}
     before = next((field.dataType for field in schema if field.name == BEFORE), None)
     if isinstance(before, StructType) and not zset:

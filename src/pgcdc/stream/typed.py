@@ -7,7 +7,6 @@ it. So a DELETE (which shows its old values), `_before` and the retractions of a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,8 @@ from pgcdc.position import Position
 from pgcdc.relation import Relation
 from pgcdc.spool.reader import SegmentSlice, read_slice
 from pgcdc.spool.schema import OldKind, Op
-from pgcdc.stream.frame import EventOptions, repair_text
+from pgcdc.stream.frame import repair_text
+from pgcdc.stream.options import RowOptions
 from pgcdc.stream.table import BEFORE, LOAD_AGAIN, UNCHANGED, WEIGHT, TypedTable
 from pgcdc.types.column import Rejected
 from pgcdc.types.rows import take_column
@@ -33,19 +33,6 @@ Bools = npt.NDArray[np.bool_]
 I64 = npt.NDArray[np.int64]
 
 _NAMES = {op: op.name for op in (Op.INSERT, Op.UPDATE, Op.DELETE, Op.TRUNCATE, Op.SNAPSHOT)}
-
-
-@dataclass(frozen=True, slots=True)
-class RowOptions:
-    """How changes become rows."""
-
-    zset: bool = False
-    """Rows with weights: an UPDATE takes the old row back (-1) and adds the new one (+1)."""
-    truncate: str = "error"
-    """What a TRUNCATE is for a Z-set, which was not told of the rows that are gone: `error`, or a row to `mark` it."""
-    other_shapes: bool = False
-    """Changes whose table has other columns by then are read as far as they go; else they are refused."""
-    events: EventOptions = EventOptions()  # noqa: RUF009 - frozen
 
 
 def typed_batch(

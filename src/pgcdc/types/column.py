@@ -15,7 +15,16 @@ import pyarrow as pa
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType
 
-__all__ = ["ColumnType", "Exactness", "Rejected", "TypeOptions"]
+__all__ = ["CHOICES", "ColumnType", "Exactness", "Rejected", "TypeOptions"]
+
+CHOICES = {
+    "json": ("string", "variant"),
+    "numeric": ("decimal", "string", "double"),
+    "out_of_range": ("error", "clamp", "string"),
+    "arrays": ("array", "string"),
+    "composites": ("struct", "string"),
+}
+"""What each of the TypeOptions can be."""
 
 
 class Exactness(Enum):

@@ -14,21 +14,12 @@ from pyspark.sql import types as spark
 
 from pgcdc.errors import ConfigError
 from pgcdc.types.catalog import TypeCatalog
-from pgcdc.types.column import ColumnType, Exactness, TypeOptions
+from pgcdc.types.column import CHOICES, ColumnType, Exactness, TypeOptions
 from pgcdc.types.nested import nested_type
 from pgcdc.types.scalars import Bits, Bytes, Decimals, Moments, Nearest, Numbers, Text
 from pgcdc.types.variant import Variants
 
-__all__ = ["CHOICES", "check_options", "map_type"]
-
-CHOICES = {
-    "json": ("string", "variant"),
-    "numeric": ("decimal", "string", "double"),
-    "out_of_range": ("error", "clamp", "string"),
-    "arrays": ("array", "string"),
-    "composites": ("struct", "string"),
-}
-"""What each of the TypeOptions can be."""
+__all__ = ["check_options", "map_type"]
 
 _MAX_PRECISION = 38
 
