@@ -30,13 +30,13 @@ from report import (
     write_page,
 )
 from rich.console import Console
-from sections import ARROW_RATE_PER_S, RATE_PER_S, ROOT, SECTIONS, Bench, Scale, cpu_us, percentiles
+from sections import ARROW_RATE_PER_S, BESIDE_RATE_PER_S, RATE_PER_S, ROOT, SECTIONS, Bench, Scale, cpu_us, percentiles
 
 from pgcdc.capture.rows import decoder_name
 
 QUICK = Scale(
     changes=50_000, rounds=1, decoded_rows=50_000, large_rows=(100_000, 300_000), toast_keys=50_000, warm_s=5,
-    latency_s=10, starts=1, settle_s=5, idle_s=10,
+    latency_s=10, starts=1, settle_s=5, idle_s=10, existing_rows=(20_000, 100_000),
 )  # fmt: skip
 
 
@@ -170,6 +170,11 @@ def _notes(scale: Scale, peer_server: str) -> list[str]:
         "the ways take turns in one warm Spark. `psql` is timed from the start of its process. The JDBC reader (Debian's "
         "libpostgresql-jdbc-java) has the same two ranges as predicates and a fetchsize of 10,000; to Arrow means Spark's "
         "no-op sink.",
+        f"Incremental snapshot: {BESIDE_RATE_PER_S} single-row commits a second, for {scale.latency_s:g} s without and then "
+        "until a snapshot of the table is read and released; commits in these two spans, from the server's commit time to "
+        f"the line in the file. Memory: the same with tables of {scale.existing_rows[0]:,} and {scale.existing_rows[1]:,} "
+        "rows, the largest RSS of one process. Initial snapshot: `--snapshot-mode initial_only`, from the first line in the "
+        "file to the last.",
         f"Decoder: {scale.decoded_rows:,} Insert messages of 10 texts of 16 characters, recorded from the server; `add` for "
         "each and `take` for every 65,536, the median of 5 rounds.",
         "TLS: the capture with `sslmode=require` against `pg_recvlogical` without TLS on the same server, whose certificate "

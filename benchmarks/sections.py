@@ -16,6 +16,7 @@ import numpy as np
 from backlog import Contender, Unavailable, our_contenders, recvlogical, run_child, run_contenders, typed
 from cast import SMALL_ROWS, measure_casting
 from decode import measure_decoding
+from incremental import measure_beside, measure_initial
 from large import drop_large, prepare_large, run_capture, run_pipeline
 from latency import measure_idle, measure_latency, measure_start
 from peers import peer_contenders
@@ -28,11 +29,12 @@ from workload import Backlog, Writer, connect, drop_slot, new_slot, prepare_back
 from pgcdc.errors import ConfigError
 from pgcdc.playground.postgres import EmbeddedPostgres, find_binaries
 
-__all__ = ["ARROW_RATE_PER_S", "RATE_PER_S", "SECTIONS", "Bench", "Scale", "percentiles"]
+__all__ = ["ARROW_RATE_PER_S", "BESIDE_RATE_PER_S", "RATE_PER_S", "SECTIONS", "Bench", "Scale", "percentiles"]
 
 ROOT = Path(__file__).parent.parent
 RATE_PER_S = 50
 ARROW_RATE_PER_S = 100
+BESIDE_RATE_PER_S = 500
 PEER_VERSION = 15
 """Debian's (`make test-servers`) for what the embedded server lacks: TLS, test_decoding, wal2json."""
 MB = 1 << 20
@@ -52,6 +54,7 @@ class Scale:
     starts: int = 3
     settle_s: float = 15
     idle_s: float = 30
+    existing_rows: tuple[int, int] = (100_000, 1_000_000)
 
 
 @dataclass(slots=True)
@@ -151,6 +154,40 @@ def measure_snapshot(bench: Bench) -> None:
         ours_us, jdbc_us = (runs.cpu_s(f"{way}{key}") * 1e6 / rows for way in ("ours", "jdbc"))
         note = f"{ours_s:.2f} s against {jdbc_s:.2f} s, {ours_us:.2f} µs CPU a row against {jdbc_us:.2f} µs"
         bench.figures.append(at_least(name, jdbc_s / ours_s, bar, "x", note))
+
+
+def measure_incremental(bench: Bench) -> None:
+    """A snapshot of a table beside a stream that runs."""
+    scale, url = bench.scale, bench.url()
+    small, large = (
+        measure_beside(url, rows, warm_s=scale.warm_s, seconds=scale.latency_s, rate_per_s=BESIDE_RATE_PER_S)
+        for rows in sorted(scale.existing_rows)
+    )
+    before, during = percentiles(large.without_ms), percentiles(large.with_ms)
+    note = (
+        f"p50 {during[0]:.1f} ms against {before[0]:.1f} ms, p99 {during[2]:.0f} ms against {before[2]:.0f} ms at "
+        f"{large.commits_per_s:.0f} commits/s; {large.rows / large.took_s / 1e3:,.0f}k rows/s"
+    )
+    name = f"incremental snapshot of {large.rows:,} rows: commit to the file, p50, of that without"
+    bench.figures.append(at_most(name, during[0] / before[0], 2, "x", note, 2))
+    bench.figures += _flat("incremental snapshot", small.rows, small.peaks_bytes, large.rows, large.peaks_bytes)
+
+
+def measure_initial_snapshot(bench: Bench) -> None:
+    """A snapshot before the stream begins."""
+    small, large = (measure_initial(bench.url(), rows) for rows in sorted(bench.scale.existing_rows))
+    rate = f"{large.rows / large.took_s / 1e3:,.0f}k rows/s"
+    bench.figures.append(Figure("initial snapshot: through Spark to a file", "", rate, None, f"{large.rows:,} rows"))
+    bench.figures += _flat("initial snapshot", small.rows, small.peaks_bytes, large.rows, large.peaks_bytes)
+
+
+def _flat(what: str, few: int, small: dict[str, int], many: int, large: dict[str, int]) -> list[Figure]:
+    """That memory does not grow with the table."""
+    return [
+        at_most(f"{what} of {many:,} rows: peak RSS of {title}, of that with {few:,}", large[role] / small[role], 1.2, "x",
+            f"{large[role] / MB:,.0f} MB against {small[role] / MB:,.0f} MB", 2)
+        for role, title in (("capture", "the capture"), ("Spark's Python workers", "a Spark worker"))
+    ]  # fmt: skip
 
 
 def measure_decoder(bench: Bench) -> None:
@@ -372,6 +409,8 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "backlog": measure_backlog,
     "typed": measure_typed,
     "snapshot": measure_snapshot,
+    "initial": measure_initial_snapshot,
+    "incremental": measure_incremental,
     "decode": measure_decoder,
     "cast": measure_cast,
     "latency": measure_listen_latency,
