@@ -119,7 +119,7 @@ def _copy(
     types: dict[str, str],
     invalid_utf8: str,
 ) -> None:
-    from pgcdc.cli.progress import make_progress
+    from pgcdc.cli.copy_progress import make_progress
     from pgcdc.errors import ConfigError
     from pgcdc.stream.frame import INVALID_TEXT
 
@@ -236,7 +236,7 @@ def _list(state_dir: Path, as_json: bool) -> None:
 
 def print_snapshots(snapshots: list[dict[str, Any]]) -> None:
     """A table of what is read, for people; also for `pgcdc status`."""
-    from pgcdc.cli.progress import describe_seconds
+    from pgcdc.cli.copy_progress import describe_seconds
     from pgcdc.cli.report import print_table
 
     header = ["id", "table", "kind", "status", "rows", "of about", "percent", "rows/s", "left", "error"]

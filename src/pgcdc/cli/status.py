@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pgcdc.cli.report import exit_on_error
+
+if TYPE_CHECKING:
+    from pgcdc.state import StateDir
 
 __all__ = ["status"]
 
@@ -29,7 +32,7 @@ def status(
 
         from pgcdc.cli.snapshot import print_snapshots
 
-        snapshots = _tables_of(report.pop("snapshot")) + report.pop("snapshots")
+        snapshots = report.pop("snapshots")
         table = Table(show_header=False, box=None, pad_edge=False)
         for name, value in report.items():
             table.add_row(f"[bold]{name.replace('_', ' ')}[/]", "-" if value is None else str(value))
@@ -41,7 +44,6 @@ def status(
 
 def read_status(state_dir: Path) -> dict[str, Any]:
     """One flat report from what driver and capture last wrote."""
-    from pgcdc.capture.asking import list_snapshots
     from pgcdc.errors import StateError
     from pgcdc.state import Lock, StateDir, read_json
 
@@ -73,9 +75,7 @@ def read_status(state_dir: Path) -> dict[str, Any]:
         "toast_cache_hits": capture.get("toast_cache_hits"),
         "toast_cache_misses": capture.get("toast_cache_misses"),
         "toast_cache_entries": capture.get("toast_cache_entries"),
-        "snapshot_held": _describe_held(capture.get("snapshot")) if capturing else None,
-        "snapshot": capture.get("snapshot"),
-        "snapshots": capture.get("snapshots", []) if capturing else list_snapshots(state),
+        "snapshots": _tables_of(capture.get("initial_snapshot")) + _requests_of(state, capture, capturing),
         "last_error": f"{error['message']}. {error['advice']}" if error else None,
         "updated_seconds_ago": round(time.time() - capture["time"], 1) if "time" in capture else None,
     }
@@ -87,18 +87,16 @@ def _lag_seconds(capture: dict[str, Any]) -> float | None:
     return None if seconds is None else round(float(seconds), 1)
 
 
-def _tables_of(snapshot: dict[str, Any] | None) -> list[dict[str, Any]]:
+def _tables_of(initial: dict[str, Any] | None) -> list[dict[str, Any]]:
     """The tables of an initial snapshot that is not complete yet, in the form of incremental ones."""
-    tables = (snapshot or {}).get("tables")
-    return [{"kind": "initial", **table} for table in tables] if isinstance(tables, list) else []
+    if not initial or initial["status"] == "complete":
+        return []
+    return [{"kind": "initial", **table} for table in initial["tables"]]
 
 
-def _describe_held(snapshot: dict[str, Any] | None) -> str | None:
-    """How long an initial snapshot is held, and what that costs the server."""
-    if not snapshot or "held_seconds" not in snapshot:
-        return None
-    from pgcdc.cli.progress import describe_seconds
+def _requests_of(state: StateDir, capture: dict[str, Any], capturing: bool) -> list[dict[str, Any]]:
+    """Incremental snapshots: what the capture last said, or what waits for one."""
+    from pgcdc.capture.asking import list_snapshots
 
-    held, limit = describe_seconds(snapshot["held_seconds"]), describe_seconds(snapshot.get("hold_limit_seconds"))
-    warning = f"; {snapshot['warning']}" if snapshot.get("warning") else ""
-    return f"for {held} of {limit}, with {(snapshot.get('wal_held_bytes') or 0) / (1 << 20):,.0f} MB of WAL{warning}"
+    found: list[dict[str, Any]] = capture.get("snapshots", []) if capturing else list_snapshots(state)
+    return found
