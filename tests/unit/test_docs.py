@@ -58,10 +58,29 @@ def test_listen_page_names_every_variable_and_key() -> None:
     assert set(re.findall(r"`PGCDC_([A-Z0-9_]+)`", text)) == {key.upper() for key in Config.model_fields}
 
 
+def test_snapshots_page_names_every_flag_of_the_command() -> None:
+    environment = {"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1", "FORCE_COLOR": None, "GITHUB_ACTIONS": None}
+    shown = CliRunner().invoke(app, ["snapshot", "--help"], env=environment)
+    flags = set(_FLAG.findall(re.sub(r"\x1b\[[0-9;]*m", "", shown.output))) - {"--help", "--db", "--state-dir"}
+    assert len(flags) > 20
+    assert sorted(flags - set(_FLAG.findall(_read("snapshots.md")))) == []
+
+
+def test_walkthrough_names_every_file_once() -> None:
+    named = re.findall(r"\*\*`([\w/.]+)`\*\*", _read("walkthrough.md"))
+    package = ROOT / "src" / "pgcdc"
+    kinds = {".py", ".pyx", ".pyi", ".properties"}
+    files = {
+        str(path.relative_to(package)) for path in package.rglob("*") if path.suffix in kinds and path.stat().st_size
+    }
+    assert sorted(files - {"__init__.py"} ^ set(named)) == []
+    assert [name for name in named if named.count(name) > 1] == []
+
+
 def test_spark_page_names_the_options_of_the_source_and_no_others() -> None:
     known = {name for name in stream_options._KNOWN if not name.startswith("_")}
-    pages = ("spark.md", "tables.md", "snapshots.md")
-    documented = [name for page in pages for name in _first_cells(_read(page), "## Options")]
+    tables = {"spark.md": "## Options", "tables.md": "## Options", "snapshots.md": "### Options"}
+    documented = [name for page, heading in tables.items() for name in _first_cells(_read(page), heading)]
     assert len(documented) == len(set(documented))
     assert set(documented) == known
 
