@@ -102,6 +102,11 @@ class Pipeline:
         self.on_batch: Callable[[Batch], None] | None = None
         """Called with every batch after all sinks have it (the playground's live view)."""
         self.on_ready: Callable[[], None] | None = None
+        self.on_snapshot: Callable[[dict[str, Any]], None] | None = None
+        """Called with the status of the initial snapshot: every second while it is read, and once when it is complete."""
+        self._snapshot_due = 0.0
+        self._snapshot_said: str | None = None
+        self._snapshot_warned: str | None = None
 
     @property
     def phase(self) -> str:
@@ -272,6 +277,10 @@ class Pipeline:
         for name in _PASSED_ON:
             value = getattr(config, name)
             options[name] = str(value).lower() if isinstance(value, bool) else str(value)
+        options |= {
+            "snapshot_mode": config.effective_snapshot_mode,
+            "snapshot_hold_limit": str(config.snapshot_hold_limit),
+        }
         if config.publication:
             options["publication"] = config.publication
         if config.tables:
@@ -292,6 +301,7 @@ class Pipeline:
                 self._follow_tables()
                 self._write_status()
                 self._tell_schema_changes()
+                self._follow_snapshot()
                 if ended:
                     return
             self._enter("stopping")
@@ -325,6 +335,28 @@ class Pipeline:
         if added:
             self._prepared = replace(self._prepared, publications=infos)
             self._say(f"new tables are captured from now on: {', '.join(added)}")
+
+    def _follow_snapshot(self) -> None:
+        """Show how far the initial snapshot is; if only that is wanted, end when it is delivered."""
+        now = time.monotonic()
+        if now < self._snapshot_due:
+            return
+        self._snapshot_due = now + STATUS_INTERVAL_S
+        assert self._lane is not None
+        capture = self.capture_status()
+        status = capture.get("initial_snapshot")
+        if status is not None and (status["status"] == "reading" or self._snapshot_said == "reading"):
+            if self.on_snapshot is not None:
+                self.on_snapshot(status)
+            if status.get("warning") not in (None, self._snapshot_warned):
+                self._snapshot_warned = status["warning"]
+                self._say(status["warning"])
+        self._snapshot_said = status["status"] if status is not None else None
+        if self.config.effective_snapshot_mode != "initial_only" or "initial_snapshot" not in capture:
+            return
+        if status is None or (status["status"] == "complete" and self._lane.place >= Position.parse(status["end"])):
+            self._say("the snapshot is delivered. Slot and changes stay: start again without initial_only to go on")
+            self._stop.set()
 
     def _follow_schema(self, error: PgcdcError) -> bool:
         """A typed query that met other columns starts again there, with these; True if it may."""
