@@ -40,9 +40,13 @@ class Initial(Query):
         """Everything that came so far."""
         return [json.loads(row["json"]) for batch in self.batches for row in batch]
 
+    def capture_status(self) -> dict[str, Any]:
+        status: dict[str, Any] = self.reader._open()._link.call(lambda client: client.status())
+        return status
+
     def status(self) -> dict[str, Any]:
         """What the capture says about the snapshot."""
-        status: dict[str, Any] = self.reader._open()._link.call(lambda client: client.status())["initial_snapshot"]
+        status: dict[str, Any] = self.capture_status()["initial_snapshot"]
         return status
 
     def percent(self) -> float:
@@ -113,6 +117,7 @@ def writers(database: Database, table: str, seed: int, ids: int) -> Iterator[lis
                         conn.execute(statement.format(table).encode(), values)
                     conn.rollback() if choose.random() < 0.1 else conn.commit()
                     commits.append(number)
+                    ended.wait(0.02)
         except BaseException as error:
             errors.append(error)
 

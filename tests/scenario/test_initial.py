@@ -147,10 +147,11 @@ def test_a_start_that_was_killed_before_the_plan_is_begun_again(
 ) -> None:
     fill(database, "t", 500)
     query = begin()
-    code = f"import sys; sys.path[:0] = {sys.path!r}\nfrom pgcdc.stream.source import ChangeSource\nfrom initials import EVENTS\n"
+    code = f"import sys; sys.path[:0] = {sys.path!r}\n"
+    code += "from pgcdc.stream.source import ChangeSource\nfrom initials import EVENTS\n"
     code += f"ChangeSource({query.options!r}).streamReader(EVENTS).initialOffset()"
     killed = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PGCDC_FAILPOINTS": "prepare.created=kill"}
+        [sys.executable, "-c", code], check=False, env={**os.environ, "PGCDC_FAILPOINTS": "prepare.created=kill"}
     )
     assert killed.returncode == -9
     database.execute("INSERT INTO t VALUES (-1, 'between', ''); DELETE FROM t WHERE id = 5")
