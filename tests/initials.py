@@ -55,7 +55,7 @@ class Initial(Query):
         if status["status"] != "reading":
             return 100.0 if status["status"] == "complete" else 0.0
         total = sum(one["estimated_rows"] for one in status["tables"])
-        return 100.0 * sum(one["rows"] for one in status["tables"]) / max(total, 1)
+        return float(100.0 * sum(one["rows"] for one in status["tables"]) / max(total, 1))
 
     def step_until(self, percent: float) -> None:
         """Batches until so much of the snapshot is published."""
@@ -83,7 +83,8 @@ class Initial(Query):
         with self.database.connect() as conn:
             source = contents.read_tables(conn, keys)
         mine = [event for event in self.events if f"public.{event['channel'][6:]}" in keys]
-        assert contents.differences(source, contents.fold_events(mine, keys, strict=strict)) == []
+        found = contents.differences(source, contents.fold_events(mine, keys, strict=strict))
+        assert found == [], found[:5]
 
     def log(self) -> str:
         return (self.state.path / "capture.log").read_text()

@@ -14,9 +14,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from pgcdc.capture.holder import DEFAULT_HOLD_LIMIT_S
-from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions, choose_snapshot_mode
+from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
 from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.selection import split_outside_quotes
+from pgcdc.capture.snapshot_mode import choose_snapshot_mode
 from pgcdc.capture.toast import DEFAULT_CACHE_ENTRIES, ToastOptions
 from pgcdc.errors import ConfigError
 from pgcdc.stream.options import DEFAULT_MAX_BATCH_ROWS, parse_bytes, parse_seconds

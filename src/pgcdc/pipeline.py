@@ -46,6 +46,7 @@ from pgcdc.spool.shapes import ShapeHistory
 from pgcdc.state import Lock, StateDir, read_json, write_json
 from pgcdc.stream.lane import Lane
 from pgcdc.stream.options import parse_options
+from pgcdc.stream.progress import SnapshotWatch
 from pgcdc.stream.session import check_java, session
 from pgcdc.stream.table import LOAD_AGAIN, load_table
 
@@ -102,11 +103,7 @@ class Pipeline:
         self.on_batch: Callable[[Batch], None] | None = None
         """Called with every batch after all sinks have it (the playground's live view)."""
         self.on_ready: Callable[[], None] | None = None
-        self.on_snapshot: Callable[[dict[str, Any]], None] | None = None
-        """Called with the status of the initial snapshot: every second while it is read, and once when it is complete."""
-        self._snapshot_due = 0.0
-        self._snapshot_said: str | None = None
-        self._snapshot_warned: str | None = None
+        self.snapshot = SnapshotWatch(say, is_all=config.effective_snapshot_mode == "initial_only")
 
     @property
     def phase(self) -> str:
@@ -301,7 +298,8 @@ class Pipeline:
                 self._follow_tables()
                 self._write_status()
                 self._tell_schema_changes()
-                self._follow_snapshot()
+                if self.snapshot.follow(self.capture_status, self._lane):
+                    self._stop.set()
                 if ended:
                     return
             self._enter("stopping")
@@ -335,28 +333,6 @@ class Pipeline:
         if added:
             self._prepared = replace(self._prepared, publications=infos)
             self._say(f"new tables are captured from now on: {', '.join(added)}")
-
-    def _follow_snapshot(self) -> None:
-        """Show how far the initial snapshot is; if only that is wanted, end when it is delivered."""
-        now = time.monotonic()
-        if now < self._snapshot_due:
-            return
-        self._snapshot_due = now + STATUS_INTERVAL_S
-        assert self._lane is not None
-        capture = self.capture_status()
-        status = capture.get("initial_snapshot")
-        if status is not None and (status["status"] == "reading" or self._snapshot_said == "reading"):
-            if self.on_snapshot is not None:
-                self.on_snapshot(status)
-            if status.get("warning") not in (None, self._snapshot_warned):
-                self._snapshot_warned = status["warning"]
-                self._say(status["warning"])
-        self._snapshot_said = status["status"] if status is not None else None
-        if self.config.effective_snapshot_mode != "initial_only" or "initial_snapshot" not in capture:
-            return
-        if status is None or (status["status"] == "complete" and self._lane.place >= Position.parse(status["end"])):
-            self._say("the snapshot is delivered. Slot and changes stay: start again without initial_only to go on")
-            self._stop.set()
 
     def _follow_schema(self, error: PgcdcError) -> bool:
         """A typed query that met other columns starts again there, with these; True if it may."""

@@ -21,7 +21,7 @@ from pgcdc.capture.plan import Entry, Hold, PlannedTable, SkipRule, SnapshotPlan
 from pgcdc.capture.planning import CHUNK_BYTES, plan_tables, requests_for_rest
 from pgcdc.capture.published import PublishedTable
 from pgcdc.capture.releases import Release, stage_rows
-from pgcdc.capture.requests import SnapshotRequest
+from pgcdc.capture.requests import RequestQueue
 from pgcdc.capture.snapshot_rows import snapshot_mark
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.capture.staging import FAILED, ROWS, Answers, Staged, Work, unstage
@@ -57,12 +57,13 @@ class InitialSnapshot:
         spec: CaptureSpec,
         state: StateDir,
         released: Iterable[Release],
-        request: Callable[[list[SnapshotRequest]], None],
+        queue: RequestQueue | None = None,
     ) -> None:
-        """`released` is what the log of releases has: it may be one step ahead of the plan."""
+        """`released` is what the log of releases has: it may be one step ahead of the plan. `queue` has the requests for
+        incremental snapshots; without one they are left in their file."""
         self._spec = spec
         self._state = state
-        self._request = request
+        self._queue = queue
         self._plan = SnapshotPlan(state.snapshot)
         self._folder = state.snapshot / "staged"
         self._answers = Answers(self._folder)
@@ -294,7 +295,9 @@ class InitialSnapshot:
             return False
         for table in lost.values():
             if table.done:
-                self._request(requests_for_rest(table))
+                queue = self._queue or RequestQueue(self._state.snapshot / "requests.json")
+                known = {one.id for one in queue.entries()}  # by an attempt that was killed
+                queue.add(*(one for one in requests_for_rest(table) if one.id not in known))
                 self._plan.end_table(table.oid, "moved")
                 logger.warning("the snapshot of table %s was lost: its rest is read by key", table.published.title)
         self._begin_again({oid: table for oid, table in lost.items() if not table.done})

@@ -27,6 +27,7 @@ from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.publications import PublicationInfo, drop_ours, ensure, pair_of, use_existing
 from pgcdc.capture.selection import Selection
 from pgcdc.capture.slots import OpenTransaction, check_not_ahead, create_slot, drop_slot, get_slot
+from pgcdc.capture.snapshot_mode import SNAPSHOT_MODES
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.capture.toast import ToastOptions
 from pgcdc.capture.toast_rules import check_cacheable, check_full
@@ -37,10 +38,8 @@ from pgcdc.state import Identity, Lock, StateDir, check_identity
 
 __all__ = [
     "DEFAULT_SPOOL_LIMIT_BYTES",
-    "SNAPSHOT_MODES",
     "Prepared",
     "SourceOptions",
-    "choose_snapshot_mode",
     "drop_publications",
     "follow_tables",
     "prepare",
@@ -49,26 +48,6 @@ __all__ = [
 DEFAULT_SPOOL_LIMIT_BYTES = 1 << 30
 LOCK_TIMEOUT_S = 120.0
 """How long we wait for another process that prepares the same state directory."""
-
-
-SNAPSHOT_MODES = ("initial", "never", "always", "initial_only")
-
-
-def choose_snapshot_mode(given: str | None, *, temporary_slot: bool, start_from: str | None) -> str:
-    """What the user says, or the default: a new slot gets the rows that are there, if it can be known which they are."""
-    if given in (None, "never"):
-        return "never" if given or temporary_slot or start_from else "initial"
-    if temporary_slot:
-        raise ConfigError(
-            f"snapshot mode {given} needs a slot that stays: a temporary one loses its place with its connection",
-            "Leave --temporary-slot out, or use --snapshot-mode never",
-        )
-    if start_from:
-        raise ConfigError(
-            f"snapshot mode {given} is for a new slot: of an old one it is not known which rows it began with",
-            "Leave --start-from out with a new --slot-name, or use --snapshot-mode never",
-        )
-    return str(given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,6 @@ from pgcdc.capture.guard import Guard, connection_ended
 from pgcdc.capture.initial import InitialSnapshot
 from pgcdc.capture.releases import Release, Releases
 from pgcdc.capture.replication import SlotBusy
-from pgcdc.capture.requests import RequestQueue, SnapshotRequest
 from pgcdc.capture.server import ControlServer, remove_socket
 from pgcdc.capture.shapes import ShapeObserver
 from pgcdc.capture.skipped import leave_out
@@ -71,7 +70,7 @@ class CaptureProcess:
         self._spool = SpoolWriter(state.spool, self._consumers.base)
         self._releases = Releases(state.snapshot, self._consumers.base)
         self._to_replay = deque(self._releases.after(self._spool.end))
-        self._initial = InitialSnapshot(spec, state, self._releases.after(Position(0, 0)), self._request_snapshots)
+        self._initial = InitialSnapshot(spec, state, self._releases.after(Position(0, 0)))
         self._skip_rules = self._initial.rules
         self._shapes = ShapeObserver(
             state.shapes_file, self._spool.end if self._spool.end.is_snapshot else Position.end(self._spool.resume_lsn)
@@ -330,11 +329,6 @@ class CaptureProcess:
     def _release(self, file: Path, **what: Any) -> None:
         """Put rows behind everything that is here: durable when this returns, visible at the next turn."""
         self._to_replay.append(self._releases.add(self._spool.end, file, **what))
-
-    def _request_snapshots(self, requests: list[SnapshotRequest]) -> None:
-        queue = RequestQueue(self._state.snapshot / "requests.json")
-        known = {one.id for one in queue.entries()}
-        queue.add(*(one for one in requests if one.id not in known))
 
     def _publish(self, release: Release) -> None:
         """Make rows of a snapshot visible in their place."""

@@ -170,7 +170,7 @@ def listen(
         settings = load_config(flags, os.environ, config)
         pipeline = Pipeline(settings, say=_say)
         shares_terminal = "stdout" in settings.adapters and sys.stdout.isatty()
-        pipeline.on_snapshot = SnapshotProgress(_say, live=sys.stderr.isatty() and not shares_terminal).show
+        pipeline.snapshot.show = SnapshotProgress(_say, live=sys.stderr.isatty() and not shares_terminal).show
         _stop_on_signals(pipeline)
         pipeline.run()
 

@@ -12,9 +12,10 @@ from typing import TypeVar
 
 from pgcdc.capture.database import parse_url, split_table
 from pgcdc.capture.holder import DEFAULT_HOLD_LIMIT_S
-from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SNAPSHOT_MODES, SourceOptions, choose_snapshot_mode
+from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
 from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.selection import split_outside_quotes
+from pgcdc.capture.snapshot_mode import SNAPSHOT_MODES, choose_snapshot_mode
 from pgcdc.capture.toast import DEFAULT_CACHE_ENTRIES, ToastOptions
 from pgcdc.errors import ConfigError
 from pgcdc.stream.frame import INVALID_TEXT, EventOptions
