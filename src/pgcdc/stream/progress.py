@@ -1,4 +1,4 @@
-"""How far the initial snapshot is, as the driver sees it: what to show, what to warn of, and when it is all that was wanted."""
+"""How far the initial snapshot is, for the driver: what to show, what to warn of, and whether it was all that was wanted."""
 
 from __future__ import annotations
 
