@@ -25,7 +25,8 @@ class Query:
         self.database = database
         self.state = StateDir(folder / "state")
         self.options = {
-            "url": database.url, "slot": f"s_{database.name}", "state_dir": str(self.state.path), **options
+            "url": database.url, "slot": f"s_{database.name}", "state_dir": str(self.state.path),
+            "snapshot_mode": "never", **options
         }  # fmt: skip
         self.offset: dict[str, Any] | None = None
         """What Spark would have in its checkpoint."""

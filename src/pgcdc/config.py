@@ -13,12 +13,14 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from pgcdc.capture.holder import DEFAULT_HOLD_LIMIT_S
 from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
 from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.selection import split_outside_quotes
+from pgcdc.capture.snapshot_mode import choose_snapshot_mode
 from pgcdc.capture.toast import DEFAULT_CACHE_ENTRIES, ToastOptions
 from pgcdc.errors import ConfigError
-from pgcdc.stream.options import DEFAULT_MAX_BATCH_ROWS, parse_bytes
+from pgcdc.stream.options import DEFAULT_MAX_BATCH_ROWS, parse_bytes, parse_seconds
 
 __all__ = ["TYPED_KEYS", "Config", "load_config"]
 
@@ -65,7 +67,8 @@ class Config(BaseModel):
     adapters: tuple[Literal["stdout", "file"], ...] = ("stdout",)
     file_path: Path | None = None
     state_dir: Path = Path(".pgcdc")
-    snapshot_mode: Literal["never"] = "never"
+    snapshot_mode: Literal["initial", "never", "always", "initial_only"] | None = None
+    snapshot_hold_limit: float = Field(DEFAULT_HOLD_LIMIT_S, ge=1)
     spool_limit: int = Field(DEFAULT_SPOOL_LIMIT_BYTES, ge=1 << 20)
     max_batch_rows: int = Field(DEFAULT_MAX_BATCH_ROWS, ge=1)
     start_from: Literal["slot"] | None = None
@@ -101,6 +104,16 @@ class Config(BaseModel):
         except ValueError:
             raise ValueError("not a size like 512MB or 1GB") from None
 
+    @field_validator("snapshot_hold_limit", mode="before")
+    @classmethod
+    def _seconds(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse_seconds(value)
+        except ValueError:
+            raise ValueError("not a time like 30m or 6h") from None
+
     def check(self) -> None:
         """Raise ConfigError for what cannot go together."""
         if not self.adapters:
@@ -135,6 +148,11 @@ class Config(BaseModel):
             if getattr(self, name) != Config.model_fields[name].default:
                 raise ConfigError(f"--{_flag_name(name)} is for typed rows", "Add --table, or leave it out")
 
+    @property
+    def effective_snapshot_mode(self) -> str:
+        """What was said, or the default for such a slot."""
+        return choose_snapshot_mode(self.snapshot_mode, temporary_slot=self.temporary_slot, start_from=self.start_from)
+
     def source_options(self) -> SourceOptions:
         """The part that concerns the source."""
         options = SourceOptions(
@@ -155,6 +173,8 @@ class Config(BaseModel):
             accept_publication=self.accept_publication,
             wire=WireOptions(self.streaming, self.messages, self.two_phase, self.origin, self.binary),
             toast=ToastOptions(self.toast, self.toast_cache_max_entries),
+            snapshot_mode=self.effective_snapshot_mode,
+            snapshot_hold_limit_s=self.snapshot_hold_limit,
         )
         return replace(options, tables=(self.table,)) if self.table and not options.has_selection else options
 

@@ -46,6 +46,7 @@ from pgcdc.spool.shapes import ShapeHistory
 from pgcdc.state import Lock, StateDir, read_json, write_json
 from pgcdc.stream.lane import Lane
 from pgcdc.stream.options import parse_options
+from pgcdc.stream.progress import SnapshotWatch
 from pgcdc.stream.session import check_java, session
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class Pipeline:
         self.on_batch: Callable[[Batch], None] | None = None
         """Called with every batch after all sinks have it (the playground's live view)."""
         self.on_ready: Callable[[], None] | None = None
+        self.snapshot = SnapshotWatch(say, is_all=config.effective_snapshot_mode == "initial_only")
 
     @property
     def phase(self) -> str:
@@ -273,6 +275,10 @@ class Pipeline:
         for name in _PASSED_ON:
             value = getattr(config, name)
             options[name] = str(value).lower() if isinstance(value, bool) else str(value)
+        options |= {
+            "snapshot_mode": config.effective_snapshot_mode,
+            "snapshot_hold_limit": str(config.snapshot_hold_limit),
+        }
         if config.publication:
             options["publication"] = config.publication
         if config.tables:
@@ -293,6 +299,8 @@ class Pipeline:
                 self._follow_tables()
                 self._write_status()
                 self._tell_schema_changes()
+                if self.snapshot.follow(self.capture_status, self._lane):
+                    self._stop.set()
                 if ended:
                     return
             self._enter("stopping")

@@ -43,7 +43,8 @@ def start(spark: SparkSession, database: Database, tmp_path: Path, state: StateD
         **more: str,
     ) -> StreamingQuery:
         options = {
-            "url": database.url, "slot": f"s_{database.name}", "all_tables": "true", "state_dir": str(state.path), **more
+            "url": database.url, "slot": f"s_{database.name}", "all_tables": "true", "state_dir": str(state.path),
+            "snapshot_mode": "never", **more
         }  # fmt: skip
         reader = spark.readStream.format("pgcdc").options(**options)
         events = (reader.schema(schema) if schema else reader).load()

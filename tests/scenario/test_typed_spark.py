@@ -27,7 +27,8 @@ from pgcdc.state import Lock, StateDir
 def options(database: Database, tmp_path: Path) -> Iterator[dict[str, str]]:
     """What every query of the test says; the capture ends with the test."""
     state = StateDir(tmp_path / "state")
-    yield {"url": database.url, "slot": f"s_{database.name}", "state_dir": str(state.path)}
+    never = {"snapshot_mode": "never"}
+    yield {"url": database.url, "slot": f"s_{database.name}", "state_dir": str(state.path), **never}
     holder = Lock.holder(state.capture_lock)
     if holder:
         os.kill(holder["pid"], signal.SIGTERM)

@@ -29,7 +29,7 @@ from pgcdc.capture.database import (
 from pgcdc.capture.tables import Table
 from pgcdc.errors import SourceError
 
-__all__ = ["Chunk", "files_text", "lock_chunks", "plan_chunks", "table_bytes", "whole_table"]
+__all__ = ["Chunk", "estimate_rows", "files_text", "lock_chunks", "plan_chunks", "table_bytes", "whole_table"]
 
 TID_RANGE_SCAN: Final = 140000
 """The first version that reads a ctid range without reading the whole table."""
@@ -149,6 +149,12 @@ def files_text(conn: Connection, table: Table) -> str:
 def table_bytes(conn: Connection, table: Table) -> int:
     """What the rows take on disk, with values that are stored apart."""
     return sum(part.nbytes for part in _read_parts(conn, table))
+
+
+@explain_errors("read the size of the table")
+def estimate_rows(conn: Connection, table: Table) -> int:
+    """About how many rows there are."""
+    return round(sum(_estimate_rows(conn, part) for part in _read_parts(conn, table)))
 
 
 @explain_errors("lock the table")

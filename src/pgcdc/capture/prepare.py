@@ -19,11 +19,15 @@ from pgcdc.capture.binary.columns import check_columns
 from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.database import Connection, connect
 from pgcdc.capture.fingerprint import Fingerprint, Narrowed, check_unchanged, forget_dropped, read_fingerprint
+from pgcdc.capture.holder import DEFAULT_HOLD_LIMIT_S, hold_for_long, let_all_go
+from pgcdc.capture.plan import PLAN_FILE, Hold, begin_plan
+from pgcdc.capture.planning import check_readable, request_all
 from pgcdc.capture.preflight import ServerInfo, check
 from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.publications import PublicationInfo, drop_ours, ensure, pair_of, use_existing
 from pgcdc.capture.selection import Selection
 from pgcdc.capture.slots import OpenTransaction, check_not_ahead, create_slot, drop_slot, get_slot
+from pgcdc.capture.snapshot_mode import SNAPSHOT_MODES
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.capture.toast import ToastOptions
 from pgcdc.capture.toast_rules import check_cacheable, check_full
@@ -69,6 +73,9 @@ class SourceOptions:
     wire: WireOptions = WireOptions()  # noqa: RUF009 - frozen
     """What the server is asked for beside the rows of committed transactions."""
     toast: ToastOptions = ToastOptions()  # noqa: RUF009 - frozen
+    snapshot_mode: str = "never"
+    """One of SNAPSHOT_MODES: what becomes of the rows that are there. Who has no tasks to read them says never."""
+    snapshot_hold_limit_s: float = DEFAULT_HOLD_LIMIT_S
 
     @property
     def uses_existing(self) -> bool:
@@ -120,6 +127,8 @@ class SourceOptions:
             fail_fast=self.fail_fast,
             wire=self.wire,
             toast=self.toast,
+            snapshot_only=self.snapshot_mode == "initial_only",
+            snapshot_hold_limit_s=self.snapshot_hold_limit_s,
         )
 
     def check(self) -> None:
@@ -142,6 +151,10 @@ class SourceOptions:
             raise ConfigError(f"start_from {self.start_from!r} is not known", "The only value is: slot")
         if self.spool_limit_bytes < 1 << 20:
             raise ConfigError("the spool limit is too small", "Give at least 1 MB")
+        if self.snapshot_mode not in SNAPSHOT_MODES:
+            raise ConfigError(f"snapshot_mode is {self.snapshot_mode!r}", f"Give one of: {', '.join(SNAPSHOT_MODES)}")
+        if self.snapshot_hold_limit_s < 1:
+            raise ConfigError("the limit of --snapshot-hold-limit is too short", "Give at least 1s; the default is 6h")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +259,11 @@ def _prepare(
         if not began and created:
             undo.callback(drop_publications, options, created)
         if not began:
+            if options.snapshot_mode != "never":
+                check_readable(sql, names)
             identity = _begin(options, state, server, read_fingerprint(sql, names), undo, on_wait)
+        elif options.snapshot_mode == "always":
+            request_all(sql, state, names)
         undo.pop_all()
     spec = options.spec((publication.name for publication in publications), watch_pid)
     left = before - {table for publication in publications for table in publication.tables}
@@ -432,12 +449,18 @@ def _begin(
     if started is None:
         undo.callback(state.identity_file.unlink, missing_ok=True)
     state.save_identity(identity)
+    let_all_go(state.snapshot)  # of an attempt that was killed
+    (state.snapshot / PLAN_FILE).unlink(missing_ok=True)
+    hold: Hold | None = None
     if options.temporary_slot:
         lsn = 1  # the capture creates the slot on its own connection and begins there
     elif server.slot is not None:
         lsn = server.slot.confirmed_flush_lsn or 0
     else:
-        lsn = _create_slot(options, undo, on_wait)
+        lsn, hold = _create_slot(options, state, undo, on_wait)
+    hit("prepare.created")
+    if options.snapshot_mode != "never":
+        begin_plan(state.snapshot, lsn, hold)
     if not options.temporary_slot:
         Consumers(state.consumers_file).begin(lsn)
     identity = replace(identity, created_lsn=lsn)
@@ -447,19 +470,33 @@ def _begin(
 
 def _create_slot(
     options: SourceOptions,
+    state: StateDir,
     undo: contextlib.ExitStack,
     on_wait: Callable[[list[OpenTransaction]], None] | None,
-) -> int:
+) -> tuple[int, Hold | None]:
+    exported: list[str] | None = [] if options.snapshot_mode != "never" else None
     with (
         connect(options.url, replication=True, may_retry=False) as replication,
         connect(options.url, may_retry=False) as sql,
     ):
         # Cleans up after itself if it fails.
-        create_slot(replication, options.slot, two_phase=options.wire.two_phase, monitor=sql, on_wait=on_wait)
+        create_slot(
+            replication,
+            options.slot,
+            two_phase=options.wire.two_phase,
+            monitor=sql,
+            on_wait=on_wait,
+            exported=exported,
+        )
         undo.callback(_remove_slot, options.url, options.slot)
+        hold = None
+        if exported:  # while the connection of the slot is open
+            limit_s = options.snapshot_hold_limit_s
+            undo.callback(let_all_go, state.snapshot)
+            hold = hold_for_long(options.url, state, 1, limit_s=limit_s, exported=exported[0])
         slot = get_slot(sql, options.slot)
         assert slot is not None
-        return slot.confirmed_flush_lsn or 0
+        return slot.confirmed_flush_lsn or 0, hold
 
 
 def _remove_slot(url: str, name: str) -> None:

@@ -28,16 +28,18 @@ from pgcdc.capture.clock import Clock
 from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.database import connect
 from pgcdc.capture.guard import Guard, connection_ended
+from pgcdc.capture.initial import InitialSnapshot
 from pgcdc.capture.releases import Release, Releases
 from pgcdc.capture.replication import SlotBusy
 from pgcdc.capture.server import ControlServer, remove_socket
 from pgcdc.capture.shapes import ShapeObserver
+from pgcdc.capture.skipped import leave_out
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.capture.stream import STATUS_INTERVAL_S, Capture, reconnect_delay_s
 from pgcdc.capture.toast import ToastStep
 from pgcdc.errors import ConnectionLost, GapError, PgcdcError, SourceError, StateError
 from pgcdc.ops.failpoint import hit
-from pgcdc.position import Position, format_lsn
+from pgcdc.position import Position, format_lsn, stream_lsn
 from pgcdc.spool.writer import SpoolWriter
 from pgcdc.state import Lock, StateDir, is_alive, write_json
 
@@ -68,6 +70,8 @@ class CaptureProcess:
         self._spool = SpoolWriter(state.spool, self._consumers.base)
         self._releases = Releases(state.snapshot, self._consumers.base)
         self._to_replay = deque(self._releases.after(self._spool.end))
+        self._initial = InitialSnapshot(spec, state, self._releases.after(Position(0, 0)))
+        self._skip_rules = self._initial.rules
         self._shapes = ShapeObserver(
             state.shapes_file, self._spool.end if self._spool.end.is_snapshot else Position.end(self._spool.resume_lsn)
         )
@@ -136,12 +140,12 @@ class CaptureProcess:
                     if self._waiting_for_target() and now >= target_due:
                         self._capture.ask_for_progress()
                         target_due = now + TARGET_POLL_S
-                    if now >= check_due:
-                        self._check_slot()
-                        check_due = now + CHECK_INTERVAL_S
-                elif now >= self._reconnect_at:
+                elif now >= self._reconnect_at and not self._is_waiting_for_rows:
                     self._connect()
-                busy = self._read_stream()
+                if now >= check_due and (self._capture.is_connected or self._is_waiting_for_rows):
+                    self._check_slot()
+                    check_due = now + CHECK_INTERVAL_S
+                busy = self._publish_rows() or self._read_stream()
                 if now >= confirm_due or self._server.confirm_requested:
                     self._confirm()
                     confirm_due = now + CONFIRM_INTERVAL_S
@@ -150,7 +154,8 @@ class CaptureProcess:
             except ConnectionLost as error:
                 self._lose(error)
                 busy, status_due_s = False, 1.0
-            self._wait(0.0 if busy else min(status_due_s, 0.5, TARGET_POLL_S if self._waiting_for_target() else 0.5))
+            hurry = self._waiting_for_target() or self._initial.is_active
+            self._wait(0.0 if busy else min(status_due_s, TARGET_POLL_S if hurry else 0.5))
         self._phase = "stopped"
         self._confirm()
 
@@ -177,7 +182,7 @@ class CaptureProcess:
                 self._connect()
             except ConnectionLost as error:
                 raise SourceError(error.message, error.advice) from error
-            if self._capture.is_connected:
+            if self._capture.is_connected or self._is_waiting_for_rows:
                 return
             self._wait(0.1)
 
@@ -194,6 +199,9 @@ class CaptureProcess:
         if not self._spec.temporary:
             self._check_slot()
         self._toast.look(self._sql)
+        if self._initial.holds_stream:
+            self._failed_attempts, self._phase, self._last_error = 0, "initial snapshot", None
+            return
         try:
             self._capture.connect()
         except SlotBusy as error:
@@ -283,6 +291,8 @@ class CaptureProcess:
 
     def _take(self, batch: CaptureBatch) -> None:
         """One batch of the stream, with what was released between its transactions. ConnectionLost: it may come again."""
+        if self._skip_rules:
+            batch = self._unspooled = leave_out(batch, self._skip_rules)
         while self._to_replay and self._to_replay[0].lsn < batch.end.lsn:
             release = self._to_replay[0]
             before, batch = split_batch(batch, release.lsn)
@@ -292,6 +302,33 @@ class CaptureProcess:
             self._to_replay.popleft()
             self._unspooled = batch
         self._append(batch)
+
+    @property
+    def _is_waiting_for_rows(self) -> bool:
+        """Whether the initial snapshot comes first, and is under way."""
+        return self._initial.holds_stream and self._sql is not None
+
+    def _publish_rows(self) -> bool:
+        """Rows of the initial snapshot, which come before the stream; True if there may be more at once."""
+        self._publish_due()
+        if self._to_replay or not self._initial.is_active or not self._is_waiting_for_rows or self._is_full():
+            return False
+        more = self._initial.step(self._release, lambda: self._spool.end)
+        self._skip_rules = self._initial.rules
+        return more
+
+    def _publish_due(self) -> None:
+        """What was released behind the very end of the spool needs no batch of the stream to come first."""
+        while self._to_replay and self._sql is not None:
+            lsn, end = self._to_replay[0].lsn, self._spool.end
+            if end.lsn != lsn and not (end.is_end and end.lsn == stream_lsn(lsn)):
+                return
+            self._publish(self._to_replay[0])
+            self._to_replay.popleft()
+
+    def _release(self, file: Path, **what: Any) -> None:
+        """Put rows behind everything that is here: durable when this returns, visible at the next turn."""
+        self._to_replay.append(self._releases.add(self._spool.end, file, **what))
 
     def _publish(self, release: Release) -> None:
         """Make rows of a snapshot visible in their place."""
@@ -380,6 +417,13 @@ class CaptureProcess:
             return {"lsn": self._set_target()}
         if what == "clock":
             return self._read_clock()
+        if what == "stage":
+            return self._initial.offer(
+                request["consumer"],
+                take=request["take"],
+                is_full=self._is_full(),
+                is_connected=self._server.has_consumer,
+            )
         if what == "status":
             return self._status()
         if what == "stop":
@@ -434,6 +478,7 @@ class CaptureProcess:
             **self._toast.status(),
             "last_commit_time": self._last_commit_us / 1e6,
             "consumers": self._consumers.to_json()["consumers"],
+            "initial_snapshot": self._initial.status(server_lsn),
             "last_error": self._last_error,
         }
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -50,6 +51,8 @@ class Release:
     """When they were read, in microseconds since 1970."""
     relation: dict[str, Any] | None
     """The shape of the rows; None if none of them is a row of a table."""
+    note: dict[str, Any] | None = None
+    """What whoever released them has to know after a crash."""
 
     @property
     def end(self) -> Position:
@@ -95,18 +98,29 @@ class Releases:
         self.forget(base)
 
     def add(
-        self, after: Position, file: Path, *, rows: int, written: Written, relation: Relation | None, time_us: int
+        self,
+        after: Position,
+        file: Path,
+        *,
+        rows: int,
+        written: Written,
+        relation: Relation | None,
+        time_us: int,
+        note: dict[str, Any] | None = None,
     ) -> Release:
-        """Release a file of rows behind `after`, where the spool ends; it is moved here. Durable when this returns."""
+        """Release a file of rows behind `after`, where the spool ends; it is moved here. Durable when this returns.
+
+        A crash leaves the file at its old place, or the release.
+        """
         if rows >= CHUNK_ROWS:
             raise SpoolError(f"a chunk of {rows} rows is too large", "Choose smaller chunks")
         lsn, chunk = (after.lsn, after.chunk + 1) if after.is_snapshot else (after.lsn + 1, 0)
         if not after.is_end or chunk > LAST_CHUNK or (not after.is_snapshot and stream_lsn(after.lsn) != after.lsn):
             raise SpoolError(f"rows of a snapshot have no place behind {after}")
         name = f"{lsn:016X}-{chunk:05X}.arrow"
-        release = Release(lsn, chunk, name, written, rows, time_us, relation.to_json() if relation else None)
+        release = Release(lsn, chunk, name, written, rows, time_us, relation.to_json() if relation else None, note)
         try:
-            os.replace(file, self.folder / name)
+            _duplicate(file, self.folder / name)
             fsync_folder(self.folder)
             hit("releases.before_log")
             descriptor = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -119,6 +133,7 @@ class Releases:
         except OSError as error:
             raise StateError(f"{self._log} cannot be written: {error.strerror}", _DISK_FULL) from error
         hit("releases.after_log")
+        file.unlink(missing_ok=True)
         self._known.append(release)
         return release
 
@@ -187,6 +202,19 @@ def _number(
     return CaptureBatch(
         Part(rows.num_rows, data.nbytes, last, data), transactions, relations, end, stream_lsn(release.lsn)
     )
+
+
+def _duplicate(file: Path, target: Path) -> None:
+    """The same file under a second name; a copy where the file system has no such thing."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(file, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(file, target)
+        with open(target, "rb+") as copy:
+            os.fsync(copy.fileno())
 
 
 def _encode(release: Release) -> bytes:

@@ -76,6 +76,10 @@ class ControlServer:
         """Whether somebody waits for the spool to grow."""
         return any(client.waits_until is not None for client in self._clients.values())
 
+    def has_consumer(self, name: str) -> bool:
+        """Whether a query reads for this consumer."""
+        return any(client.consumer == name for client in self._clients.values())
+
     def wake(self) -> None:
         """The spool has grown: answer those who wait for it."""
         self._version += 1

@@ -195,9 +195,11 @@ def create_slot(
     two_phase: bool = False,
     monitor: Connection | None = None,
     on_wait: Callable[[list[OpenTransaction]], None] | None = None,
+    exported: list[str] | None = None,
 ) -> int:
     """Create our slot and return its consistent point: every transaction that commits after this LSN will be sent.
 
+    `exported`, if given, gets the name of a snapshot of that very moment. It is there until `replication` is used again.
     `replication` is a walsender (it owns the slot if `temporary`), `monitor` an ordinary connection: through it,
     `on_wait` hears every two seconds for which transactions the server waits. If `on_wait` raises, the creation is
     given up and `replication` closed.
@@ -209,7 +211,10 @@ def create_slot(
             f"two-phase decoding needs PostgreSQL 15, and this server is {replication.info.server_version // 10000}",
             "Leave two_phase out, or upgrade the server",
         )
-    options = f"(SNAPSHOT 'nothing'{', TWO_PHASE' if two_phase else ''})" if is_new else "NOEXPORT_SNAPSHOT"
+    options = "NOEXPORT_SNAPSHOT" if exported is None else "EXPORT_SNAPSHOT"
+    if is_new:
+        snapshot = "nothing" if exported is None else "export"
+        options = f"(SNAPSHOT '{snapshot}'{', TWO_PHASE' if two_phase else ''})"
     kind = "TEMPORARY LOGICAL" if temporary else "LOGICAL"
     replication.pgconn.send_query(
         f"CREATE_REPLICATION_SLOT {quote_identifier(name)} {kind} {PLUGIN} {options}".encode()
@@ -224,6 +229,8 @@ def create_slot(
     result = _last_result(replication.pgconn)
     if result is None or result.status != pq.ExecStatus.TUPLES_OK:
         raise _explain_creation(replication, result, name)
+    if exported is not None:
+        exported.append((result.get_value(0, 2) or b"").decode())
     return parse_lsn((result.get_value(0, 1) or b"").decode())
 
 

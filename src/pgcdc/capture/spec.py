@@ -29,6 +29,9 @@ class CaptureSpec:
     wire: WireOptions = WireOptions()  # noqa: RUF009 - frozen
     """What the server is asked for."""
     toast: ToastOptions = ToastOptions()  # noqa: RUF009 - frozen
+    snapshot_only: bool = False
+    """The stream is never read: only the rows of the initial snapshot are wanted."""
+    snapshot_hold_limit_s: float = 6 * 3600.0
 
     def to_json(self) -> str:
         """For the standard input of the process."""

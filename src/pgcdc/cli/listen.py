@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pgcdc.cli.progress import SnapshotProgress
 from pgcdc.cli.report import exit_on_error
 
 if TYPE_CHECKING:
@@ -107,7 +108,16 @@ def listen(
     ] = None,
     file_path: Annotated[Path | None, typer.Option(help="The file of --adapter file.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Spool, acks and checkpoints. (default: .pgcdc)")] = None,
-    snapshot_mode: Annotated[Text, typer.Option(help="never: only changes from now on.")] = None,
+    snapshot_mode: Annotated[
+        Text,
+        typer.Option(help="Rows that are there: initial, never, always or initial_only. (default: initial, new slots)"),
+    ] = None,
+    snapshot_first: Annotated[
+        Flag, typer.Option("--snapshot-first", help="The same as --snapshot-mode initial.")
+    ] = None,
+    snapshot_hold_limit: Annotated[
+        Text, typer.Option(help="Give the initial snapshot up after this time: 30m, 6h. (default: 6h)")
+    ] = None,
     spool_limit: Annotated[
         Text, typer.Option(help="Stop reading when this much is undelivered. (default: 1GB)")
     ] = None,
@@ -145,7 +155,8 @@ def listen(
             "tx_metadata": tx_metadata, "tx_markers": tx_markers, "schema_events": schema_events,
             "invalid_utf8": invalid_utf8,
             "adapters": tuple(adapter) if adapter else None, "file_path": file_path, "state_dir": state_dir,
-            "snapshot_mode": snapshot_mode, "spool_limit": spool_limit, "max_batch_rows": max_batch_rows,
+            "snapshot_mode": snapshot_mode or ("initial" if snapshot_first else None),
+            "snapshot_hold_limit": snapshot_hold_limit, "spool_limit": spool_limit, "max_batch_rows": max_batch_rows,
             "start_from": start_from, "once": once, "fail_fast": fail_fast,
             "accept_publication": accept_publication, "warm_up": warm_up,
         }.items()
@@ -156,7 +167,10 @@ def listen(
         from pgcdc.config import load_config
         from pgcdc.pipeline import Pipeline
 
-        pipeline = Pipeline(load_config(flags, os.environ, config), say=_say)
+        settings = load_config(flags, os.environ, config)
+        pipeline = Pipeline(settings, say=_say)
+        shares_terminal = "stdout" in settings.adapters and sys.stdout.isatty()
+        pipeline.snapshot.show = SnapshotProgress(_say, live=sys.stderr.isatty() and not shares_terminal).show
         _stop_on_signals(pipeline)
         pipeline.run()
 

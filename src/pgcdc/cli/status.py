@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pgcdc.cli.progress import describe_snapshot
 from pgcdc.cli.report import exit_on_error
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def read_status(state_dir: Path) -> dict[str, Any]:
     running = Lock.holder(state.run_lock) is not None
     capturing = Lock.holder(state.capture_lock) is not None
     phase = run.get("phase", "never started") if running else f"not running (last: {run.get('phase', 'never started')})"
+    initial = capture.get("initial_snapshot")
     error = run.get("last_error") or capture.get("last_error")
     return {
         "phase": phase,
@@ -71,6 +73,11 @@ def read_status(state_dir: Path) -> dict[str, Any]:
         "lag_bytes": capture.get("lag_bytes"),
         "lag_seconds": _lag_seconds(capture) if capturing else None,
         "spool_bytes": capture.get("spool_bytes"),
+        "snapshot": describe_snapshot(initial) if initial else None,
+        "snapshot_held_seconds": initial.get("held_seconds") if initial else None,
+        "snapshot_hold_limit_seconds": initial.get("hold_limit_seconds") if initial else None,
+        "snapshot_wal_held_bytes": initial.get("wal_held_bytes") if initial else None,
+        "snapshot_warning": initial.get("warning") if initial else None,
         "schema_changes": capture.get("schema_changes"),
         "toast_cache_hits": capture.get("toast_cache_hits"),
         "toast_cache_misses": capture.get("toast_cache_misses"),

@@ -221,6 +221,7 @@ class Playground:
                 "adapters": ("file",),
                 "file_path": path,
                 "state_dir": self._scratch / "state",
+                "snapshot_mode": "never",  # there are no rows yet
             }
         )
         config.check()

@@ -30,6 +30,7 @@ from pgcdc.capture.tables import Table, find_table, read_tables
 from pgcdc.errors import ConfigError, ConversionError, SourceError
 from pgcdc.stream.feed import driver_pid
 from pgcdc.stream.options import StreamOptions
+from pgcdc.stream.stage import find_url
 from pgcdc.stream.table import TypedColumn, TypedTable
 from pgcdc.types.catalog import TypeCatalog
 from pgcdc.types.column import Rejected
@@ -131,7 +132,7 @@ class BatchReader(DataSourceReader):
     # --- in the driver
 
     def partitions(self) -> list[ChunkPartition]:
-        url = _find_url(self._url)
+        url = find_url(self._url)
         with connect(url, may_retry=False) as conn:
             self._check_readable(conn)
             nbytes = table_bytes(conn, self._table)
@@ -174,7 +175,7 @@ class BatchReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if not isinstance(partition, ChunkPartition):
             return  # Spark's own, for a table of no partitions
-        with self._explained(), read_in_snapshot(_find_url(self._url), partition.held) as conn:
+        with self._explained(), read_in_snapshot(find_url(self._url), partition.held) as conn:
             lock_chunks(conn, partition.chunks)
             for chunk in partition.chunks:
                 conditions = [*chunk.conditions, *([self._batch.where] if self._batch.where else [])]
@@ -225,16 +226,6 @@ _ADVICE: dict[str, Callable[[Table], str]] = {
     "42P01": _GONE,
     "42703": _GONE,
 }
-
-
-def _find_url(url: str) -> str:
-    found = url or os.environ.get("PGCDC_DB", "")
-    if not found:
-        raise ConfigError(
-            "no database is given on this host",
-            "Set the variable PGCDC_DB for the executors as well, or give option url",
-        )
-    return found
 
 
 def _metadata(one: pa.Field, rows: int) -> pa.Array:

@@ -32,6 +32,8 @@ class Feed(Protocol):
     shapes: Path
     """The history of the tables' shapes."""
     seed: IdSeed
+    snapshot_lsn: int
+    """Where the rows of the initial snapshot stand."""
 
     def join(self) -> tuple[Position, Position]:
         """Where this consumer begins, and what it has acknowledged."""
@@ -41,6 +43,9 @@ class Feed(Protocol):
 
     def ack(self, position: Position) -> None:
         """Everything up to `position` is durable."""
+
+    def stage(self, *, take: bool) -> dict[str, Any]:
+        """Whether tasks have something to read for the initial snapshot; with `take`, what."""
 
     def target(self) -> int:
         """What "everything up to now" means: an LSN."""
@@ -78,6 +83,7 @@ class CaptureFeed:
         self.spool = state.spool
         self.shapes = state.shapes_file
         self.seed = IdSeed.of(identity.system_identifier, identity.slot)
+        self.snapshot_lsn = identity.created_lsn + 1
 
     def join(self) -> tuple[Position, Position]:
         deadline = time.monotonic() + JOIN_TIMEOUT_S
@@ -94,6 +100,9 @@ class CaptureFeed:
 
     def ack(self, position: Position) -> None:
         self._link.call(lambda client: client.ack(self._consumer, position))
+
+    def stage(self, *, take: bool) -> dict[str, Any]:
+        return self._link.call(lambda client: client.stage(self._consumer, take=take))
 
     def target(self) -> int:
         return self._link.call(lambda client: client.target())
@@ -115,6 +124,7 @@ class StaticFeed:
         self.spool = spool
         self.shapes = StateDir(spool.parent).shapes_file
         self.seed = IdSeed.of("static", "static")
+        self.snapshot_lsn = 0
         reader = SpoolReader(spool)
         reader.refresh()
         self._base, self._end = reader.base, reader.end
@@ -127,6 +137,9 @@ class StaticFeed:
 
     def ack(self, position: Position) -> None:
         pass
+
+    def stage(self, *, take: bool) -> dict[str, Any]:
+        return {"active": False}
 
     def target(self) -> int:
         return self._end.lsn

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pgcdc.errors import GapError, StateError
 from pgcdc.ops.failpoint import hit
@@ -81,6 +81,11 @@ class Lane:
         with _setting(spark, "spark.sql.execution.arrow.maxRecordsPerBatch", at_once):
             return trigger.foreachBatch(self._deliver).start()
 
+    def _stages(self, batch_id: int) -> bool:
+        """Whether tasks of the batch read rows of the initial snapshot, besides the changes of the batch."""
+        before = _raw_offset(self._checkpoint, batch_id - 1) if batch_id else {}
+        return bool(_raw_offset(self._checkpoint, batch_id).get("stage", 0) > before.get("stage", 0))
+
     @property
     def place(self) -> Position:
         """Where the query goes on: behind what Spark has committed."""
@@ -145,6 +150,8 @@ class Lane:
         end = read_offset(self._checkpoint, batch_id)
         start = read_offset(self._checkpoint, batch_id - 1) if batch_id else self._initial
         waiting = [sink for sink in self.sinks if sink.ack < end]
+        if not waiting and self._stages(batch_id):
+            blocks.toArrow()  # it has no rows, but its tasks have something to do
         if waiting:
             collected = blocks.toArrow()
             batch = Batch(start, end, collected.cast(LINES) if self._is_typed else unpack_blocks(collected))
@@ -160,12 +167,18 @@ class Lane:
 
 
 def read_offset(checkpoint: Path, batch_id: int) -> Position:
-    """The end of a batch, from Spark's offset log (one line of metadata, then one line per source)."""
+    """The end of a batch, from Spark's offset log."""
+    return Position.from_offset(_raw_offset(checkpoint, batch_id))
+
+
+def _raw_offset(checkpoint: Path, batch_id: int) -> dict[str, Any]:
+    """What the source said (one line of metadata, then one line per source)."""
     path = checkpoint / "offsets" / str(batch_id)
     try:
-        lines = path.read_text().splitlines()
-        return Position.from_offset(json.loads(lines[2]))
-    except (OSError, IndexError, ValueError, KeyError) as error:
+        offset: dict[str, Any] = json.loads(path.read_text().splitlines()[2])
+        Position.from_offset(offset)
+        return offset
+    except (OSError, IndexError, ValueError, KeyError, TypeError) as error:
         raise StateError(
             f"Spark's offset log {path} cannot be read: {error}",
             "Restore the checkpoint from a backup, or start with a new slot and a new --state-dir",

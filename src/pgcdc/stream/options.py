@@ -11,15 +11,25 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from pgcdc.capture.database import parse_url, split_table
+from pgcdc.capture.holder import DEFAULT_HOLD_LIMIT_S
 from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
 from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.selection import split_outside_quotes
+from pgcdc.capture.snapshot_mode import SNAPSHOT_MODES, choose_snapshot_mode
 from pgcdc.capture.toast import DEFAULT_CACHE_ENTRIES, ToastOptions
 from pgcdc.errors import ConfigError
 from pgcdc.stream.frame import INVALID_TEXT, EventOptions
 from pgcdc.types.column import CHOICES, TypeOptions
 
-__all__ = ["BatchOptions", "RowOptions", "StreamOptions", "check_kind", "parse_bytes", "parse_options"]
+__all__ = [
+    "BatchOptions",
+    "RowOptions",
+    "StreamOptions",
+    "check_kind",
+    "parse_bytes",
+    "parse_options",
+    "parse_seconds",
+]
 
 DEFAULT_MAX_BATCH_ROWS = 100_000
 DEFAULT_HEARTBEAT_S = 10.0
@@ -39,6 +49,8 @@ class RowOptions:
     other_shapes: bool = False
     """Changes whose table has other columns by then are read as far as they go; else they are refused."""
     events: EventOptions = EventOptions()  # noqa: RUF009 - frozen
+    snapshot_lsn: int = 0
+    """Where the rows of the initial snapshot stand: only these are new to a Z-set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +92,8 @@ class StreamOptions:
     start: str = ""
     """Where the query goes on, if its driver knows better than the consumer's ack."""
     batch: BatchOptions = BatchOptions()
+    url: str = ""
+    """What the option says: it has no password, and may travel to the executors."""
 
 
 def parse_options(raw: Mapping[str, str]) -> StreamOptions:
@@ -125,6 +139,8 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
         toast=ToastOptions(
             options.get("toast", "mark"), _number(options, "toast_cache_max_entries", DEFAULT_CACHE_ENTRIES, int)
         ),
+        snapshot_mode=_snapshot_mode(options),
+        snapshot_hold_limit_s=_number(options, "snapshot_hold_limit", DEFAULT_HOLD_LIMIT_S, parse_seconds),
     )
     source.toast.check(source.wire.origin)
     rows = _number(options, "max_batch_rows", DEFAULT_MAX_BATCH_ROWS, int)
@@ -138,8 +154,16 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
         _flag(options, "_driver_acks"),
         events,
         options.get("_spool", ""),
+        url=options.get("url", ""),
     )
     return _typed(plain, options)
+
+
+def _snapshot_mode(options: Mapping[str, str]) -> str:
+    given = _choice(options, "snapshot_mode", SNAPSHOT_MODES) if "snapshot_mode" in options else None
+    return choose_snapshot_mode(
+        given, temporary_slot=_flag(options, "temporary_slot"), start_from=options.get("start_from")
+    )
 
 
 def _typed(plain: StreamOptions, options: Mapping[str, str]) -> StreamOptions:
@@ -227,6 +251,7 @@ _KNOWN = {
     "generated_columns", "state_dir", "spool_limit", "start_from", "fail_fast",
     "temporary_slot", "accept_publication", "consumer", "max_batch_rows", "tx_metadata", "tx_markers", "invalid_utf8",
     "schema_events",
+    "snapshot_mode", "snapshot_hold_limit",
     "streaming", "messages", "two_phase", "origin", "binary", "toast", "toast_cache_max_entries",
     "_spool", "_driver_acks",
 }  # fmt: skip
@@ -256,4 +281,13 @@ def parse_bytes(text: str) -> int:
     return int(float(found[1]) * (1 << 10 * " kmgt".index(found[2] or " ")))
 
 
+def parse_seconds(text: str) -> float:
+    """`90s`, `30m`, `6h`, `1d`, or a number of seconds. Raises ValueError for anything else."""
+    found = _TIME.fullmatch(text.strip().lower())
+    if found is None:
+        raise ValueError(f"not a time: {text!r}")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2] or "s"]
+
+
+_TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([smhd]?)")
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)(?:i?b)?")

@@ -27,6 +27,7 @@ from pgcdc.spool.shapes import ShapeChange, ShapeHistory
 from pgcdc.stream.events import LINES, event_batch, pack_block
 from pgcdc.stream.feed import CaptureFeed, Feed, StaticFeed
 from pgcdc.stream.options import StreamOptions
+from pgcdc.stream.stage import StagePartition, Stager, read_stage
 from pgcdc.stream.texts import IdSeed
 
 __all__ = ["RECORD_BATCH_BYTES", "ChangePartition", "ChangeReader", "group_slices"]
@@ -59,6 +60,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._shapes: ShapeHistory | None = None
         self._feed: Feed | None = None
         self._target: Position | None = None
+        self._stager = Stager()
         self._acked = Position(0, 0)
         """What the consumer had acknowledged when the query began."""
 
@@ -85,15 +87,22 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         feed = self._open()
         begin = Position.from_offset(start)
         max_rows = limit.max_rows if isinstance(limit, ReadMaxRows) else 1 << 62
-        while self._target is None or begin < self._target:
-            end = self._look(feed, begin)
+        while True:
+            stage = self._stager.number(feed, start)
+            needed = self._stager.needed(self._target) if self._target is not None else None
+            if needed is not None and begin >= needed:
+                break
+            has_work = stage > start.get("stage", 0)
+            end = self._look(feed, begin, wait=not has_work)
             assert self._spool is not None
             planned = plan_end(self._spool.after(begin), end, max_rows, MAX_BATCH_BYTES) if end > begin else None
             if planned is not None:
-                return self._limit(feed, begin, planned).to_offset()
+                return {**self._limit(feed, begin, planned).to_offset(), **({"stage": stage} if stage else {})}
+            if has_work:
+                return {**begin.to_offset(), "stage": stage}
             if end > begin:  # the capture is just publishing a large transaction
                 feed.wait(LONG_POLL_S)
-            if self._target is None or end >= self._target:
+            if self._target is None or (needed is not None and end >= needed):
                 break
         return start
 
@@ -112,11 +121,17 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         relations = list(self._spool.relations())
         changes = self._schema_changes(begin, stop)
         return [
-            ChangePartition(group, relations, feed.seed, socket.gethostname(), changes)
-            for group in group_slices(slices, PARTITION_BYTES)
+            *(
+                ChangePartition(group, relations, feed.seed, socket.gethostname(), changes)
+                for group in group_slices(slices, PARTITION_BYTES)
+            ),
+            *self._stager.partitions(feed, start, end),
         ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        if isinstance(partition, StagePartition):
+            read_stage(partition, self._options.url)
+            return
         assert isinstance(partition, ChangePartition)
         yield from self._batches(partition)
 
@@ -178,11 +193,11 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._shapes.refresh()
         return [change for change in self._shapes.between(begin, stop) if change.before is not None]
 
-    def _look(self, feed: Feed, begin: Position) -> Position:
+    def _look(self, feed: Feed, begin: Position, *, wait: bool = True) -> Position:
         """How far the spool goes; waits a little if there is nothing new."""
         assert self._spool is not None
         self._spool.refresh()
-        if self._spool.end <= begin:
+        if self._spool.end <= begin and wait:
             feed.wait(LONG_POLL_S)
             self._spool.refresh()
         return self._spool.end

@@ -138,6 +138,13 @@ class _Group:
                 "Load the rows anew, or give option('truncate', 'mark') for a row with _op TRUNCATE and no _weight",
             )
         self._check_pairs()
+        again = (self._op == Op.SNAPSHOT) & (self._owners.column("lsn").to_numpy() != self._options.snapshot_lsn)
+        if again.any():
+            raise GapError(
+                f"table {self._table.title} was read again at {self._position(int(again.argmax()))}: a Z-set cannot add a "
+                "row again without taking back what it was",
+                "Load the rows anew: with a new slot and a new state directory",
+            )
         is_update = self._op == Op.UPDATE
         out = np.repeat(rows, 1 + is_update)
         first_of_pair = is_update[out] & np.append(out[1:] == out[:-1], False)

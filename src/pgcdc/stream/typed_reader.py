@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from pgcdc.state import StateDir
 from pgcdc.stream.feed import Feed
 from pgcdc.stream.options import StreamOptions
 from pgcdc.stream.reader import RECORD_BATCH_BYTES, ChangePartition, ChangeReader, group_slices
+from pgcdc.stream.stage import StagePartition
 from pgcdc.stream.table import LOAD_AGAIN, RENAMED_ADVICE, TypedTable, remember_table
 from pgcdc.stream.typed import heartbeat_batch, typed_batch
 
@@ -43,6 +44,8 @@ class TypedPartition(ChangePartition):
     """The shapes of the table, by version."""
     heartbeat: tuple[Position, int] | None = None
     """At the end of the batch: how far time has come, in microseconds since 1970."""
+    snapshot_lsn: int = 0
+    """Where the rows of the initial snapshot stand."""
 
 
 class TypedReader(ChangeReader):
@@ -137,21 +140,24 @@ class TypedReader(ChangeReader):
         assert self._spool is not None
         versions = {n: shape for n, shape in enumerate(self._spool.relations()) if self._table.is_named(shape)}
         found = []
-        for one in plain:
+        staging = [one for one in plain if isinstance(one, StagePartition)]
+        snapshot_lsn = self._open().snapshot_lsn
+        for one in plain[: len(plain) - len(staging)]:
             assert isinstance(one, ChangePartition)
-            found.append(TypedPartition(one.slices, [], one.seed, one.host, [], versions))
+            found.append(TypedPartition(one.slices, [], one.seed, one.host, [], versions, snapshot_lsn=snapshot_lsn))
         if end.get("time", 0) > start.get("time", 0):
             heartbeat = (Position.from_offset(end), int(end["time"]))
             if not found:
                 found.append(TypedPartition([], [], self._open().seed, "", [], versions))
             found[-1].heartbeat = heartbeat
-        return found
+        return [*found, *staging]
 
     def _batches(self, partition: ChangePartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, TypedPartition)
+        options = replace(self._options.rows, snapshot_lsn=partition.snapshot_lsn)
         for pieces in group_slices(partition.slices, RECORD_BATCH_BYTES):
             with self._readable(partition, pieces):
-                batch = typed_batch(pieces, partition.versions, self._table, self._arrow, self._options.rows)
+                batch = typed_batch(pieces, partition.versions, self._table, self._arrow, options)
             if batch is not None:
                 yield batch
         if partition.heartbeat is not None:

@@ -1,0 +1,288 @@
+"""The plan of an initial snapshot: which parts of which tables are read in which snapshot, and what is published of them.
+
+A log of JSON lines with checksums, durable line by line: a crash leaves what was done before it, and nothing by halves. What
+it says is folded into `SnapshotPlan`. When the snapshot is complete it becomes one line, which stays: the changes that the
+stream has to leave out (`skipped.py`) are known by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pgcdc.capture.chunks import Chunk
+from pgcdc.capture.published import PublishedTable
+from pgcdc.errors import StateError
+from pgcdc.ops.failpoint import hit
+from pgcdc.relation import Relation
+from pgcdc.state import fsync_folder, write_all
+
+__all__ = ["PLAN_FILE", "Entry", "Hold", "PlannedTable", "SkipRule", "SnapshotPlan", "begin_plan"]
+
+PLAN_FILE = "initial.jsonl"
+_DISK_FULL = "Make room on the disk of the state directory and start again: nothing is lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A snapshot on the server, held by a process of its own (`holder.py`)."""
+
+    number: int
+    name: str
+    """On the server."""
+    file: str
+    """The holder's, in the folder of the plan: it ends when this is gone."""
+    time: float
+    visible: str | None = None
+    """What it sees, as pg_snapshot; None for that of the slot itself, behind which the stream begins."""
+    lsn: int = 0
+    """Everything that it sees was written before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one task reads."""
+
+    id: str
+    chunk: Chunk
+    rows: int
+    """An estimate."""
+    nbytes: int
+    """Of the table, about."""
+
+
+@dataclass(slots=True)
+class PlannedTable:
+    """One table, and how far it is."""
+
+    published: PublishedTable
+    hold: int
+    """The number of its snapshot; 0: it has none, and needs one."""
+    entries: dict[str, Entry]
+    done: dict[str, int] = field(default_factory=dict)
+    """Rows of the entries that are published."""
+    is_started: bool = False
+    ended: str = ""
+    """complete, moved (the rest is read incrementally) or gone (it was dropped)."""
+
+    @property
+    def oid(self) -> int:
+        """The table's."""
+        return self.published.relation.oid
+
+    @property
+    def left(self) -> list[Entry]:
+        """What is not published."""
+        return [entry for entry in self.entries.values() if entry.id not in self.done]
+
+    @property
+    def estimated_rows(self) -> int:
+        """About how many rows there are."""
+        return sum(self.done.get(entry.id, entry.rows) for entry in self.entries.values())
+
+    @property
+    def rows(self) -> int:
+        """How many are published."""
+        return sum(self.done.values())
+
+
+@dataclass(frozen=True, slots=True)
+class SkipRule:
+    """A table was read in a younger snapshot than the slot's: what that one saw is not to come again from the stream."""
+
+    oid: int
+    visible: str
+    """A pg_snapshot."""
+    lsn: int
+    """What it sees ends before."""
+
+
+class SnapshotPlan:
+    """What the log says. The capture process owns it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._log = folder / PLAN_FILE
+        self.lsn = 0
+        """Where the slot began: rows of the snapshot stand behind it. 0: there is no initial snapshot."""
+        self.holds: dict[int, Hold] = {}
+        self.tables: dict[int, PlannedTable] = {}
+        self.is_planned = False
+        self.completed: dict[str, Any] | None = None
+        """What there was to say at the end: rows, seconds, tables."""
+        self._rules: list[SkipRule] = []
+        if self._log.exists():
+            found = list(_decode(self._log.read_bytes()))
+            os.truncate(self._log, sum(size for _, size in found))
+            for record, _ in found:
+                self._fold(record)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there is a snapshot to be finished."""
+        return self.lsn > 0 and self.completed is None
+
+    @property
+    def rules(self) -> list[SkipRule]:
+        """What the stream has to leave out."""
+        made = [
+            SkipRule(table.oid, hold.visible, hold.lsn)
+            for table in self.tables.values()
+            if (hold := self.holds.get(table.hold)) is not None and hold.visible is not None
+        ]
+        return self._rules + made
+
+    # --- what happens
+
+    def hold(self, hold: Hold) -> None:
+        """A snapshot is held."""
+        self._append({"do": "hold", **_plain(hold)})
+
+    def plan(
+        self, hold: int, tables: Iterable[tuple[PublishedTable, list[Entry]]], others: Iterable[PublishedTable]
+    ) -> None:
+        """Tables are read in that snapshot, others in one that is still to be taken: not as was planned before."""
+        planned = [{**_table_json(*one), "hold": hold} for one in tables]
+        planned += [{**_table_json(one, []), "hold": 0} for one in others]
+        self._append({"do": "plan", "tables": planned})
+
+    def start_table(self, oid: int) -> None:
+        """It was said that its rows begin."""
+        self._append({"do": "started", "oid": oid})
+
+    def publish(self, entry: str, rows: int) -> None:
+        """An entry is in the stream."""
+        self._append({"do": "done", "entry": entry, "rows": rows})
+
+    def end_table(self, oid: int, how: str) -> None:
+        """Nothing more is read of it here."""
+        self._append({"do": "ended", "oid": oid, "how": how})
+
+    def complete(self, end: str) -> None:
+        """All tables have ended; `end` is the position behind the last row. Only what is needed later is kept."""
+        begun = min((hold.time for hold in self.holds.values()), default=time.time())
+        record = {
+            "do": "complete",
+            "lsn": self.lsn,
+            "end": end,
+            "time": time.time(),
+            "seconds": round(time.time() - begun, 1),
+            "rows": sum(table.rows for table in self.tables.values()),
+            "tables": [
+                {"table": table.published.title, "rows": table.rows, "status": table.ended}
+                for table in self.tables.values()
+            ],
+            "rules": [_plain(rule) for rule in self.rules],
+        }
+        with _explain_writing(self._log):
+            _replace(self._log, _encode(record))
+        self.holds, self.tables = {}, {}
+        self._fold(record)
+
+    def _append(self, record: dict[str, Any]) -> None:
+        with _explain_writing(self._log):
+            descriptor = os.open(self._log, os.O_WRONLY | os.O_APPEND)
+            try:
+                write_all(descriptor, memoryview(_encode(record)))
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        hit(f"plan.{record['do']}")
+        self._fold(record)
+
+    def _fold(self, record: dict[str, Any]) -> None:
+        what = record["do"]
+        if what == "begin":
+            self.lsn = record["lsn"]
+        elif what == "hold":
+            made = Hold(**{key: value for key, value in record.items() if key != "do"})
+            self.holds[made.number] = made
+        elif what == "plan":
+            self.is_planned = True
+            for raw in record["tables"]:
+                table = _parse_table(raw)
+                before = self.tables.get(table.oid)
+                table.is_started = before is not None and before.is_started
+                self.tables[table.oid] = table
+        elif what == "started":
+            self.tables[record["oid"]].is_started = True
+        elif what == "done":
+            table = self.table_of(record["entry"])
+            table.done[record["entry"]] = record["rows"]
+        elif what == "ended":
+            self.tables[record["oid"]].ended = record["how"]
+        elif what == "complete":
+            self.lsn = record["lsn"]
+            self.completed = record
+            self._rules = [SkipRule(**rule) for rule in record["rules"]]
+
+    def table_of(self, entry: str) -> PlannedTable:
+        """The table of an entry."""
+        return self.tables[int(entry.partition("-")[0])]
+
+
+def begin_plan(folder: Path, lsn: int, hold: Hold | None) -> None:
+    """A slot that begins at `lsn` gets an initial snapshot; without a hold, in a younger snapshot than the slot's."""
+    records = [{"do": "begin", "lsn": lsn}, *([{"do": "hold", **_plain(hold)}] if hold else [])]
+    with _explain_writing(folder / PLAN_FILE):
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(folder / PLAN_FILE, b"".join(map(_encode, records)))
+
+
+def _table_json(published: PublishedTable, entries: list[Entry]) -> dict[str, Any]:
+    return {
+        "relation": published.relation.to_json(),
+        "kind": published.kind,
+        "key": list(published.key),
+        "row_filter": published.row_filter,
+        "entries": [
+            {"id": one.id, "chunk": one.chunk.to_json(), "rows": one.rows, "nbytes": one.nbytes} for one in entries
+        ],
+    }
+
+
+def _parse_table(raw: dict[str, Any]) -> PlannedTable:
+    published = PublishedTable(Relation.from_json(raw["relation"]), raw["kind"], tuple(raw["key"]), raw["row_filter"])
+    entries = [Entry(one["id"], Chunk.from_json(one["chunk"]), one["rows"], one["nbytes"]) for one in raw["entries"]]
+    return PlannedTable(published, raw["hold"], {entry.id: entry for entry in entries})
+
+
+def _plain(one: Hold | SkipRule) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in one.__slots__}
+
+
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    fsync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def _explain_writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StateError(f"{path} cannot be written: {error.strerror}", _DISK_FULL) from error
+
+
+def _encode(record: dict[str, Any]) -> bytes:
+    text = json.dumps(record, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _decode(data: bytes) -> Iterator[tuple[dict[str, Any], int]]:
+    for line in data.splitlines(keepends=True):
+        crc, _, text = line.rstrip(b"\n").partition(b" ")
+        if not line.endswith(b"\n") or crc != b"%08x" % zlib.crc32(text):
+            return
+        yield json.loads(text), len(line)

@@ -1,0 +1,208 @@
+"""An initial snapshot that is lost before all rows are read: nothing is missing all the same, and nothing comes twice."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from databases import Database
+from initials import Initial, fill, writers
+from listening import wait_until
+
+from pgcdc.capture.chunks import Chunk
+from pgcdc.capture.staging import Work, stage
+from pgcdc.errors import SourceError, SpoolError
+from pgcdc.playground.postgres import EmbeddedPostgres
+
+KEY = {"public.t": ["id"]}
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGCDC_SNAPSHOT_CHUNK_BYTES", "65536")
+
+
+@pytest.fixture
+def begin(database: Database, tmp_path: Path) -> Iterator[Callable[..., Initial]]:
+    made: list[Initial] = []
+
+    def make(**options: str) -> Initial:
+        made.append(Initial(database, tmp_path, **{"all_tables": "true", **options}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+def requests(query: Initial) -> list[dict[str, object]]:
+    path = query.state.snapshot / "requests.json"
+    return [one["request"] for one in json.loads(path.read_text())["requests"]] if path.exists() else []
+
+
+def test_tables_that_were_not_begun_are_read_in_a_new_snapshot(
+    database: Database, begin: Callable[..., Initial]
+) -> None:
+    fill(database, "t", 4000)
+    database.execute("CREATE TABLE keyless AS SELECT i AS id FROM generate_series(1, 2000) i")
+    query = begin()
+    with writers(database, "t", 3, 4000) as commits:
+        query.load()
+        wait_until(lambda: query.status()["status"] == "reading", 20, "the plan")
+        before = len(commits)
+        wait_until(lambda: len(commits) > before + 50, 20, "changes that the lost snapshot does not see")
+        query.lose_snapshot()
+        query.run()
+    database.execute("INSERT INTO keyless VALUES (0)")
+    query.run()
+    assert "is read in a new snapshot" in query.log() and requests(query) == []
+    query.check_equal(KEY)
+    keyless = [event["payload"]["row"]["id"] for event in query.events if event["channel"] == "pgcdc:keyless"]
+    assert sorted(map(int, keyless)) == list(range(2001))
+    # What is left out is left out again when the stream is read again.
+    query.kill_capture()
+    assert query.run() == []
+
+
+def test_the_rest_of_a_table_that_came_in_part_is_asked_for_by_key(
+    database: Database, begin: Callable[..., Initial]
+) -> None:
+    fill(database, "t", 8000)
+    query = begin().load()
+    query.step_until(20)
+    query.lose_snapshot()
+    database.execute("UPDATE t SET v = 'later' WHERE id = 7999")
+    query.run()
+    assert [one["status"] for one in query.status()["tables"]] == ["moved"]
+    came = sorted(int(event["payload"]["row"]["id"]) for event in query.events if event["operation"] == "SNAPSHOT")
+    asked = requests(query)
+    assert came and len(came) == len(set(came)) and {one["kind"] for one in asked} == {"initial"}
+    ranges = [(int((one["low"] or ["0"])[0]), int((one["high"] or ["8000"])[0])) for one in asked]  # type: ignore[index]
+    rest = sorted(number for low, high in ranges for number in range(low, high))
+    assert sorted(came + rest) == list(range(8000))
+    assert query.events[-1]["operation"] == "UPDATE", "the stream follows"
+
+
+def test_a_table_without_a_key_comes_whole_or_in_a_new_snapshot(
+    database: Database, begin: Callable[..., Initial]
+) -> None:
+    database.execute("CREATE TABLE keyless AS SELECT i AS id, repeat('x', 90) AS v FROM generate_series(1, 8000) i")
+    query = begin().load()
+    query.step()
+    query.step()
+    assert list((query.state.snapshot / "staged").glob("*.json")) and not any(query.batches), "not by halves"
+    database.execute("INSERT INTO keyless VALUES (0, 'between')")
+    query.lose_snapshot()
+    database.execute("INSERT INTO keyless VALUES (-1, 'later')")
+    query.run()
+    ids = [int(event["payload"]["row"]["id"]) for event in query.events if "keyless" in event["channel"]]
+    assert sorted(ids) == list(range(-1, 8001))
+
+
+def test_what_is_staged_is_published_though_its_snapshot_is_lost(
+    database: Database, begin: Callable[..., Initial]
+) -> None:
+    database.execute("CREATE TABLE keyless AS SELECT i AS id FROM generate_series(1, 500) i")
+    query = begin().load()
+    end = query.reader.latestOffset(query.offset, query.reader.getDefaultReadLimit())
+    assert query.offset is not None
+    partitions = query.reader.partitions(query.offset, end)
+    query.kill_capture()
+    for work in partitions:
+        assert list(query.reader.read(work)) == []
+    query.lose_snapshot()
+    database.execute("DELETE FROM keyless")
+    query.run()
+    assert "new snapshot" not in query.log()
+    ids = [int(event["payload"]["row"]["id"]) for event in query.events if event["operation"] == "SNAPSHOT"]
+    assert sorted(ids) == list(range(1, 501))
+
+
+@pytest.mark.parametrize(
+    "what", ["TRUNCATE t", "ALTER TABLE t ALTER id TYPE bigint", "ALTER TABLE t RENAME TO u", "DROP TABLE t"]
+)
+def test_a_table_that_is_changed_before_it_is_read(
+    database: Database, begin: Callable[..., Initial], what: str
+) -> None:
+    fill(database, "t", 300)
+    database.execute("CREATE TABLE other (id int PRIMARY KEY); INSERT INTO other VALUES (1)")
+    query = begin().load()
+    wait_until(lambda: query.status()["status"] == "reading", 20, "the plan")
+    database.execute("UPDATE t SET v = 'seen' WHERE id = 1")
+    database.execute(what)
+    if "DROP" not in what:
+        name = "u" if "RENAME" in what else "t"
+        database.execute(f"INSERT INTO {name} VALUES (1000, 'new', '')")
+        query.run()
+        query.check_equal({f"public.{name}": ["id"], "public.other": ["id"]})
+        assert "SNAPSHOT" in {event["operation"] for event in query.events if event["channel"] == f"pgcdc:{name}"}
+    else:
+        query.run()
+        query.check_equal({"public.other": ["id"]})
+        assert "table t is gone" in query.log()
+
+
+def test_the_time_limit_gives_the_snapshot_up(database: Database, begin: Callable[..., Initial]) -> None:
+    fill(database, "t", 300)
+    query = begin(snapshot_hold_limit="1s").load()
+    holders = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'pgcdc snapshot' AND datname = %s"
+    wait_until(lambda: query.status()["status"] == "reading", 20, "the plan")
+    log = query.state.path / "capture.log"
+    wait_until(lambda: "is read in a new snapshot" in log.read_text(), 20, "the first one is given up")
+    assert query.status()["hold_limit_seconds"] == 1
+    query.run()
+    query.check_equal(KEY)
+    wait_until(lambda: database.query(holders, [database.name])[0][0] == 0, 10, "nothing is held")
+
+
+def test_a_snapshot_that_is_lost_again_and_again_is_an_error(database: Database, begin: Callable[..., Initial]) -> None:
+    fill(database, "t", 300)
+    query = begin(snapshot_hold_limit="1s").load()
+    with pytest.raises(SourceError, match=r"3 snapshots were lost .* --snapshot-hold-limit"):
+        wait_until(lambda: query.status()["status"] == "complete", 30, "it gives up")
+    query.load()  # it can be tried again
+    query.run()
+    query.check_equal(KEY)
+
+
+def test_a_restart_of_the_server(tmp_path: Path) -> None:
+    with EmbeddedPostgres.temporary(settings={"fsync": "off"}) as server:
+        database = Database("postgres", server.url(), server)
+        for table in "tuvw":
+            fill(database, table, 4000)
+        query = Initial(database, tmp_path, all_tables="true").load()
+        try:
+            query.step_until(5)
+            server.kill()
+            server.restart()
+            wait_until(lambda: query.capture_status()["phase"] == "initial snapshot", 30, "the capture is back")
+            database.execute("UPDATE w SET v = 'new' WHERE id = 1")
+            query.run()
+            statuses = {one["table"]: one["status"] for one in query.status()["tables"]}
+            assert "moved" in statuses.values() and statuses["w"] == "complete" and requests(query)
+            query.check_equal({"public.w": ["id"]})
+        finally:
+            query.end()
+
+
+def test_a_full_disk_is_an_error_with_advice_and_staging_goes_on_afterwards(database: Database, tmp_path: Path) -> None:
+    fill(database, "t", 3000)
+    with database.connect() as conn:
+        conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
+        name = str(conn.execute("SELECT pg_export_snapshot()").fetchone()[0])  # type: ignore[index]
+        work = Work("1-1-0", name, ("id", "v"), "id >= 10", Chunk("public", "t"), str(tmp_path))
+        handler, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+            with pytest.raises(SpoolError, match=r"cannot be written.*Make room on the disk"):
+                stage(database.url, work)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert list(tmp_path.iterdir()) == []
+        stage(database.url, work)
+        assert json.loads((tmp_path / "1-1-0.json").read_text())["rows"] == 2990
