@@ -50,6 +50,8 @@ class Release:
     """When they were read, in microseconds since 1970."""
     relation: dict[str, Any] | None
     """The shape of the rows; None if none of them is a row of a table."""
+    note: dict[str, Any] | None = None
+    """What whoever released them has to know after a crash."""
 
     @property
     def end(self) -> Position:
@@ -95,16 +97,24 @@ class Releases:
         self.forget(base)
 
     def add(
-        self, after: Position, file: Path, *, rows: int, written: Written, relation: Relation | None, time_us: int
+        self,
+        after: Position,
+        file: Path,
+        *,
+        rows: int,
+        written: Written,
+        relation: Relation | None,
+        time_us: int,
+        note: dict[str, Any] | None = None,
     ) -> Release:
         """Release a file of rows behind `after`, where the spool ends; it is moved here. Durable when this returns."""
         if rows >= CHUNK_ROWS:
             raise SpoolError(f"a chunk of {rows} rows is too large", "Choose smaller chunks")
         lsn, chunk = (after.lsn, after.chunk + 1) if after.is_snapshot else (after.lsn + 1, 0)
-        if not after.is_end or chunk > LAST_CHUNK or (not after.is_snapshot and stream_lsn(after.lsn) != after.lsn):
+        if not self.has_place(after):
             raise SpoolError(f"rows of a snapshot have no place behind {after}")
         name = f"{lsn:016X}-{chunk:05X}.arrow"
-        release = Release(lsn, chunk, name, written, rows, time_us, relation.to_json() if relation else None)
+        release = Release(lsn, chunk, name, written, rows, time_us, relation.to_json() if relation else None, note)
         try:
             os.replace(file, self.folder / name)
             fsync_folder(self.folder)
@@ -121,6 +131,12 @@ class Releases:
         hit("releases.after_log")
         self._known.append(release)
         return release
+
+    @staticmethod
+    def has_place(after: Position) -> bool:
+        """Whether rows can be released behind a position: at the end of a transaction, or of other rows."""
+        is_aligned = after.is_snapshot or stream_lsn(after.lsn) == after.lsn
+        return after.is_end and is_aligned and not (after.is_snapshot and after.chunk >= LAST_CHUNK)
 
     def after(self, position: Position) -> list[Release]:
         """What stands behind `position`, in order."""

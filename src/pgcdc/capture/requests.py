@@ -73,7 +73,9 @@ class RequestState:
     oid: int = 0
     """The table that was found under the name; 0 before the first chunk."""
     last_key: tuple[str, ...] | None = None
-    """The last key that was read and released; of the kind vanished: the number of lines that are done, as text."""
+    """The last key that was read and released; of the kind vanished: how many bytes of its file are done, as text."""
+    moved_done: int = -1
+    """-1 while the table is read; then how many bytes of the file of moved keys are done (`capture.moved`)."""
     chunks: int = 0
     """How many releases there were for it."""
     rows: int = 0
@@ -102,7 +104,8 @@ class RequestState:
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> RequestState:
         """The state behind `to_json()`."""
-        request = {name: tuple(one) if isinstance(one, list) else one for name, one in raw["request"].items()}
+        request: dict[str, Any] = raw["request"]
+        request = {name: tuple(one) if isinstance(one, list) else one for name, one in request.items()}
         key = tuple(raw["last_key"]) if raw["last_key"] is not None else None
         return cls(**{**raw, "request": SnapshotRequest(**request), "last_key": key})
 
@@ -154,12 +157,19 @@ class RequestQueue:
         return self._change(state, status="running", oid=oid, estimated_rows=estimated_rows, started=started)
 
     def advance(
-        self, name: str, *, chunks: int, last_key: tuple[str, ...] | None, rows: int, is_last: bool
+        self,
+        name: str,
+        *,
+        chunks: int,
+        last_key: tuple[str, ...] | None,
+        rows: int,
+        moved_done: int = -1,
+        is_last: bool = False,
     ) -> RequestState:
         """A chunk was released. `chunks` and `rows` count from its beginning."""
         state = self._states[name]
         ended = {"status": "done", "finished": time.time()} if is_last else {}
-        state = self._change(state, chunks=chunks, last_key=last_key, rows=rows, **ended)
+        state = self._change(state, chunks=chunks, last_key=last_key, rows=rows, moved_done=moved_done, **ended)
         self._drop_old()
         return state
 
