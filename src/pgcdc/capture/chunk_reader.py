@@ -82,7 +82,9 @@ class ChunkOrder:
         if self.keys is not None:
             wanted = ", ".join(_literals(one) if one_key else f"({_literals(one)})" for one in self.keys)
             conditions.append(f"({key}) IN ({wanted})")
-        where = " WHERE " + " AND ".join(f"({one}\n)" for one in conditions) if conditions else ""  # a comment ends there
+        where = (
+            " WHERE " + " AND ".join(f"({one}\n)" for one in conditions) if conditions else ""
+        )  # a comment ends there
         columns = ", ".join(map(quote_identifier, self.columns))
         cut = "" if self.keys is not None else f" LIMIT {self.limit}"
         return f"COPY (SELECT {columns} FROM {table.source}{where} ORDER BY {key}{cut}) TO STDOUT"
@@ -213,7 +215,9 @@ class ChunkReader:
         except psycopg.errors.InsufficientPrivilege:  # of some columns only: a query may do what LOCK may not
             conn.execute("COMMIT")
             conn.execute("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY")
-            conn.execute(f"SELECT FROM {known.source} LIMIT 0".encode())  # and holds the lock; the COPY has a later snapshot
+            conn.execute(
+                f"SELECT FROM {known.source} LIMIT 0".encode()
+            )  # and holds the lock; the COPY has a later snapshot
         row = conn.execute(_MOMENT).fetchone()
         assert row is not None
         table = find_table(conn, self._publications, order.table, known.relation.oid)
@@ -223,6 +227,10 @@ class ChunkReader:
             return read
         columns = len(order.columns)
         is_whole = True
+        if order.keys == ():
+            conn.execute("COMMIT")
+            read.is_last = True
+            return read
         with contextlib.closing(
             copy_rows(conn, order.statement(), columns, batch_bytes=min(CHUNK_BYTES, _PLACE_BYTES))
         ) as arrays:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pgcdc.capture.window import Key
 from pgcdc.errors import StateError
+from pgcdc.state import fsync_folder
 
 __all__ = ["MovedKeys"]
 
@@ -24,6 +25,7 @@ class MovedKeys:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._pending: set[Key] | None = None
+        self._cut_tail()
 
     @property
     def nbytes(self) -> int:
@@ -47,12 +49,14 @@ class MovedKeys:
         if not wanted:
             return
         lines = [json.dumps(dict(zip(columns, map(_text, new), strict=True))) for _, new in wanted]
+        is_new = not self.path.exists()
         try:
-            self._cut_tail()
             with open(self.path, "ab") as file:
                 file.write("".join(f"{line}\n" for line in lines).encode())
                 file.flush()
                 os.fsync(file.fileno())
+            if is_new:
+                fsync_folder(self.path.parent)
         except OSError as error:
             raise StateError(f"{self.path} cannot be written: {error.strerror}", "Make room on its disk") from error
 
@@ -69,6 +73,10 @@ class MovedKeys:
                 if set(key) <= set(raw):
                     found[tuple(raw[name] for name in key)] = None
         return tuple(found), done
+
+    def move_on(self) -> None:
+        """Some of it was read: what was is not awaited any more."""
+        self._pending = None
 
     def forget(self) -> None:
         """The request has ended."""

@@ -23,21 +23,25 @@ from typing import Any
 
 from psycopg import Connection, Error
 
+from pgcdc.capture.added import note_tables
+from pgcdc.capture.asked import answer_snapshot
 from pgcdc.capture.batch import CaptureBatch, split_batch
 from pgcdc.capture.clock import Clock
 from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.database import connect
 from pgcdc.capture.guard import Guard, connection_ended
+from pgcdc.capture.incremental import IncrementalSnapshots
 from pgcdc.capture.releases import Release, Releases
 from pgcdc.capture.replication import SlotBusy
 from pgcdc.capture.server import ControlServer, remove_socket
 from pgcdc.capture.shapes import ShapeObserver
+from pgcdc.capture.signals import Signals
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.capture.stream import STATUS_INTERVAL_S, Capture, reconnect_delay_s
 from pgcdc.capture.toast import ToastStep
 from pgcdc.errors import ConnectionLost, GapError, PgcdcError, SourceError, StateError
 from pgcdc.ops.failpoint import hit
-from pgcdc.position import Position, format_lsn
+from pgcdc.position import Position, format_lsn, stream_lsn
 from pgcdc.spool.writer import SpoolWriter
 from pgcdc.state import Lock, StateDir, write_json
 
@@ -68,6 +72,11 @@ class CaptureProcess:
         self._spool = SpoolWriter(state.spool, self._consumers.base)
         self._releases = Releases(state.snapshot, self._consumers.base)
         self._to_replay = deque(self._releases.after(self._spool.end))
+        self._snapshots = IncrementalSnapshots(
+            spec.url, spec.publications, state, self._releases, f"pgcdc {identity.instance} chunks"
+        )
+        self._signals = Signals(self._snapshots.queue, spec.signal_table)
+        self._selector.register(self._snapshots.reader.fileno(), selectors.EVENT_READ, None)
         self._shapes = ShapeObserver(
             state.shapes_file, self._spool.end if self._spool.end.is_snapshot else Position.end(self._spool.resume_lsn)
         )
@@ -142,6 +151,7 @@ class CaptureProcess:
                 elif now >= self._reconnect_at:
                     self._connect()
                 busy = self._read_stream()
+                self._work_on_snapshots()
                 if now >= confirm_due or self._server.confirm_requested:
                     self._confirm()
                     confirm_due = now + CONFIRM_INTERVAL_S
@@ -150,7 +160,8 @@ class CaptureProcess:
             except ConnectionLost as error:
                 self._lose(error)
                 busy, status_due_s = False, 1.0
-            self._wait(0.0 if busy else min(status_due_s, 0.5, TARGET_POLL_S if self._waiting_for_target() else 0.5))
+            rest_s = TARGET_POLL_S if self._waiting_for_target() else 0.5
+            self._wait(0.0 if busy else min(status_due_s, rest_s, max(self._snapshots.due_s(), 0.01)))
         self._phase = "stopped"
         self._confirm()
 
@@ -161,6 +172,7 @@ class CaptureProcess:
         with contextlib.suppress(StateError):  # the disk may be full: that must not hide the reason
             self._write_status()
         self._server.close(error)
+        self._snapshots.close()
         self._capture.close()
         if self._sql is not None:
             self._sql.close()
@@ -222,6 +234,7 @@ class CaptureProcess:
             self._unregister_stream()
         if self._capture.is_connected:
             self._lost_at = time.time()
+        self._snapshots.lose()
         self._capture.disconnect()
         self._drop_sql()
         if self._spec.fail_fast or self._spec.temporary:
@@ -293,6 +306,25 @@ class CaptureProcess:
             self._unspooled = batch
         self._append(batch)
 
+    def _work_on_snapshots(self) -> None:
+        """Make visible what was released, and go on with tables that are read beside the stream."""
+        self._publish_due()
+        is_ready = self._capture.is_connected and self._unspooled is None and not self._to_replay
+        release = self._snapshots.step(self._spool.end, may_work=is_ready and not self._is_full())
+        if release is not None:
+            self._to_replay.append(release)
+            self._publish_due()
+        self._target_lsn = self._capture.target_lsn = max(self._target_lsn, self._snapshots.target_lsn)
+
+    def _publish_due(self) -> None:
+        """What was released behind the very end of the spool needs no batch of the stream to come first."""
+        while self._to_replay and self._sql is not None:
+            lsn, end = self._to_replay[0].lsn, self._spool.end
+            if end.lsn != lsn and not (end.is_end and end.lsn == stream_lsn(lsn)):
+                return
+            self._publish(self._to_replay[0])
+            self._to_replay.popleft()
+
     def _publish(self, release: Release) -> None:
         """Make rows of a snapshot visible in their place."""
         for batch in self._releases.batches(release, self._spool.relations):
@@ -302,6 +334,9 @@ class CaptureProcess:
         assert self._sql is not None
         self._shapes.observe(batch, self._sql)
         for piece in self._toast.resolve(batch, self._sql):
+            if not piece.end.is_snapshot:
+                self._signals.see(piece)
+                self._snapshots.see(piece)
             self._spool.append(piece)
         self._rows += batch.rows
         if batch.rows:
@@ -358,6 +393,7 @@ class CaptureProcess:
         """Stop if slot or publication are not as we left them."""
         assert self._sql is not None
         self._guard.check(self._sql)
+        note_tables(self._snapshots.queue, self._sql, self._spec.publications, is_wanted=self._spec.read_added)
         self._capture.status_interval_s = min(STATUS_INTERVAL_S, self._guard.wal_sender_timeout_s / 4)
 
     # --- the queries
@@ -380,6 +416,8 @@ class CaptureProcess:
             return {"lsn": self._set_target()}
         if what == "clock":
             return self._read_clock()
+        if what == "snapshot":
+            return answer_snapshot(self._snapshots, request, self._sql, self._spec.publications)
         if what == "status":
             return self._status()
         if what == "stop":
@@ -432,6 +470,8 @@ class CaptureProcess:
             "rows": self._rows,
             "schema_changes": self._shapes.changes,
             **self._toast.status(),
+            "snapshots": self._snapshots.status(),
+            "bad_signals": self._snapshots.queue.bad_signals,
             "last_commit_time": self._last_commit_us / 1e6,
             "consumers": self._consumers.to_json()["consumers"],
             "last_error": self._last_error,

@@ -120,6 +120,9 @@ class RequestQueue:
         self.heeded = Position.parse(raw["heeded"]) if "heeded" in raw else Position(0, 0)
         """The position of the last signal that was heeded: it is not heeded again when the stream is read again."""
         self.bad_signals: int = raw.get("bad_signals", 0)
+        known = raw.get("tables")
+        self.tables: frozenset[int] | None = frozenset(known) if known is not None else None
+        """The tables (oid) whose rows were read already or need not be; None if nobody has looked yet."""
 
     def __getitem__(self, name: str) -> RequestState:
         return self._states[name]
@@ -186,6 +189,12 @@ class RequestQueue:
         self.bad_signals += bad
         self._save()
 
+    def know(self, tables: Iterable[int], requests: Iterable[SnapshotRequest] = ()) -> None:
+        """These are the tables now, and of new ones the rows are asked for, in one step."""
+        self._add(requests)
+        self.tables = frozenset(tables)
+        self._save()
+
     def _add(self, requests: Iterable[SnapshotRequest]) -> None:
         wanted = list(requests)
         for request in wanted:
@@ -221,5 +230,6 @@ class RequestQueue:
             "requests": [one.to_json() for one in self._states.values()],
             "heeded": str(self.heeded),
             "bad_signals": self.bad_signals,
+            "tables": sorted(self.tables) if self.tables is not None else None,
         }
         write_json_durably(self._path, content)

@@ -29,6 +29,10 @@ class CaptureSpec:
     wire: WireOptions = WireOptions()  # noqa: RUF009 - frozen
     """What the server is asked for."""
     toast: ToastOptions = ToastOptions()  # noqa: RUF009 - frozen
+    signal_table: str = "pgcdc_signals"
+    """Rows that are inserted there ask for snapshots, if it is captured."""
+    read_added: bool = False
+    """Existing rows of tables that are new in the publications are read."""
 
     def to_json(self) -> str:
         """For the standard input of the process."""

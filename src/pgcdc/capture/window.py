@@ -55,13 +55,18 @@ class Chunk:
         picked = [one.take(pa.array(np.arange(self.key[place], len(one), self.columns))) for one in self.values]
         return pa.concat_arrays(picked) if picked else pa.array([], pa.binary())
 
+    @property
+    def key_columns(self) -> list[pa.Array]:
+        """The values of all columns of the key."""
+        return [self.key_column(place) for place in range(len(self.key))]
+
     def find(self, keys: Iterable[Key]) -> dict[Key, int]:
         """The numbers of the rows that have these keys; keys that the chunk does not have are left out."""
         wanted = set(keys)
-        columns = [self.key_column(place) for place in range(len(self.key))]
+        columns = self.key_columns
         candidates: npt.NDArray[np.bool_] | None = None
         for place, column in enumerate(columns):
-            known = pa.array({key[place] for key in wanted}, pa.binary())
+            known = pa.array([key[place] for key in wanted], pa.binary())
             fits = pc.is_in(column, value_set=known).to_numpy(zero_copy_only=False)
             candidates = fits if candidates is None else candidates & fits
         rows = np.flatnonzero(candidates) if candidates is not None else np.empty(0, np.int64)
@@ -104,9 +109,9 @@ class Window:
         if not self.is_full and set(self.key) <= {column.name for column in relation.columns}:
             self._keep(rows, relation)
 
-    def narrow(self, chunk: Chunk) -> None:
-        """The chunk is known: only changes of its keys matter, of those that came and of those to come."""
-        self._wanted = [chunk.key_column(place) for place in range(len(chunk.key))]
+    def narrow(self, keys: list[pa.Array]) -> None:
+        """Only changes of these keys (an array for each column) matter, of those that came and of those to come."""
+        self._wanted = keys
         parts, self._parts, self.nbytes = self._parts, [], 0
         for rows, relation in parts:
             if set(self.key) <= {column.name for column in relation.columns}:
@@ -178,14 +183,16 @@ class Window:
         touched = np.arange(count) if is_truncated else np.array([numbers[key] for key in rows], np.int64)
         return touched, [row for row in rows.values() if row is not None]
 
-    def touched_keys(self) -> set[Key] | None:
-        """The keys of all changes; None if a change has none (a TRUNCATE: then no key is as it was)."""
-        found: set[Key] = set()
+    def leave_untouched(self, keys: Iterable[Key]) -> list[Key] | None:
+        """Those of the keys that the stream has said nothing about; None if it did not say which rows it changed."""
+        touched: set[Key] = set()
         for change in self.changes():
+            if change.op == Op.TRUNCATE:
+                return []
             if change.key is None:
                 return None
-            found |= {change.key, change.old_key or change.key}
-        return found
+            touched |= {change.key, change.old_key or change.key}
+        return [key for key in keys if key not in touched]
 
 
 def rows_of(batch: CaptureBatch, oids: Iterable[int]) -> Iterator[tuple[pa.RecordBatch, Relation]]:
