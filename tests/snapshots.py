@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -18,7 +17,6 @@ from listening import wait_until
 from pyspark.sql.types import ArrayType, MapType, StringType, StructField, StructType
 from queries import Query
 
-from pgcdc.capture.control import CaptureGone, ControlClient
 from pgcdc.position import Position
 from pgcdc.state import Lock
 
@@ -48,18 +46,10 @@ class Backfill(Query):
         return self
 
     def ask(self, **content: Any) -> dict[str, Any]:
-        """One request at the control socket; a capture that was killed just now is waited for."""
-        deadline = time.monotonic() + 30
-        while True:
-            holder = Lock.holder(self.state.capture_lock)
-            try:
-                if holder and "address" in holder:
-                    with contextlib.closing(ControlClient(holder["address"])) as client:
-                        return client.request({"do": "snapshot", **content})
-            except CaptureGone:
-                pass
-            assert time.monotonic() < deadline, "no capture"
-            time.sleep(0.02)
+        """One request at the control socket; a capture that was killed is started again, as a query does."""
+        self.reader._open()
+        found: dict[str, Any] = self.reader._feed._link.call(lambda client: client.request({"do": "snapshot", **content}))
+        return found
 
     def add(self, table: str, **content: Any) -> str:
         return str(self.ask(action="add", table=table, **content)["id"])
@@ -68,22 +58,23 @@ class Backfill(Query):
         return {one["id"]: one for one in self.ask(action="list")["snapshots"]}
 
     def pull(self) -> None:
-        """What is there now, as a query does that goes on."""
+        """Everything that is committed by now."""
         target = self.reader._open().target()
-        while True:
-            rows = self.step()
-            self.events += rows or []
-            assert self.offset is not None
-            if rows is None and Position.from_offset(self.offset).lsn >= target:
-                return
+        while self.offset is None or Position.from_offset(self.offset).lsn < target:
+            self.events += self.step() or []
+
+    def drain(self) -> None:
+        """The same when nothing happens any more, and what was released since."""
+        self.pull()
+        while (rows := self.step()) is not None:
+            self.events += rows
 
     def pull_until(self, condition: Callable[[], bool], timeout_s: float = 60) -> None:
-        """Deliver until something is so, and then what is left."""
+        """Deliver until something is so."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, self.states()
             self.pull()
-        self.pull()
 
     def complete(self, *names: str, timeout_s: float = 60) -> None:
         """Deliver until these snapshots are done."""

@@ -218,6 +218,9 @@ class ChunkReader:
             conn.execute(
                 f"SELECT FROM {known.source} LIMIT 0".encode()
             )  # and holds the lock; the COPY has a later snapshot
+        except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):  # renamed, or dropped
+            conn.execute("ROLLBACK")
+            return ChunkRead(find_table(conn, self._publications, order.table, known.relation.oid))
         row = conn.execute(_MOMENT).fetchone()
         assert row is not None
         table = find_table(conn, self._publications, order.table, known.relation.oid)
