@@ -48,7 +48,9 @@ class Backfill(Query):
     def ask(self, **content: Any) -> dict[str, Any]:
         """One request at the control socket; a capture that was killed is started again, as a query does."""
         self.reader._open()
-        found: dict[str, Any] = self.reader._feed._link.call(lambda client: client.request({"do": "snapshot", **content}))
+        found: dict[str, Any] = self.reader._feed._link.call(
+            lambda client: client.request({"do": "snapshot", **content})
+        )
         return found
 
     def add(self, table: str, **content: Any) -> str:
@@ -65,6 +67,8 @@ class Backfill(Query):
 
     def drain(self) -> None:
         """The same when nothing happens any more, and what was released since."""
+        # Writers may not have waited for their flush: the next commit that does takes them with it.
+        self.database.execute("SELECT pg_logical_emit_message(true, 'flush', '')")
         self.pull()
         while (rows := self.step()) is not None:
             self.events += rows
@@ -102,9 +106,9 @@ class Backfill(Query):
         return [f"{event['operation']} {dict(event['row'])['table']}" for event in found]
 
 
-def fold(events: Sequence[dict[str, Any]], table: str, key: Sequence[str]) -> dict[tuple[str, ...], dict[str, Any]]:
+def fold(events: Sequence[dict[str, Any]], table: str, key: Sequence[str]) -> dict[tuple[Any, ...], dict[str, Any]]:
     """What a target has that takes every event as it comes. Positions must grow: nothing twice, nothing out of order."""
-    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     last = ""
     for event in events:
         assert event["position"] > last, (event["position"], last)
@@ -128,7 +132,7 @@ def fold(events: Sequence[dict[str, Any]], table: str, key: Sequence[str]) -> di
     return rows
 
 
-def contents(database: Database, table: str, key: Sequence[str], where: str = "true") -> dict[tuple[str, ...], Any]:
+def contents(database: Database, table: str, key: Sequence[str], where: str = "true") -> dict[tuple[Any, ...], Any]:
     """The table, in the texts of the stream."""
     with psycopg.connect(database.url, autocommit=True) as conn:
         conn.execute("SET extra_float_digits = 3; SET TimeZone = 'UTC'; SET IntervalStyle = 'iso_8601'")
@@ -138,7 +142,7 @@ def contents(database: Database, table: str, key: Sequence[str], where: str = "t
         texts = ", ".join(f"format('%s', \"{name}\")" for name in names)
         nulls = ", ".join(f'"{name}" IS NULL' for name in names)
         found = conn.execute(f"SELECT {texts}, {nulls} FROM {table} WHERE {where}".encode()).fetchall()
-    rows: dict[tuple[str, ...], Any] = {}
+    rows: dict[tuple[Any, ...], Any] = {}
     for one in found:
         row = {name: None if one[len(names) + at] else one[at] for at, name in enumerate(names)}
         rows[tuple(row[name] for name in key)] = row
@@ -148,7 +152,9 @@ def contents(database: Database, table: str, key: Sequence[str], where: str = "t
 class Writers:
     """Connections that insert, update, delete and move rows of `t (id, n, note, doc)` as fast as they may."""
 
-    def __init__(self, database: Database, seed: int, *, count: int = 8, rows: int = 400, pause_s: float = 0.004) -> None:
+    def __init__(
+        self, database: Database, seed: int, *, count: int = 8, rows: int = 400, pause_s: float = 0.004
+    ) -> None:
         self._database, self._rows, self._pause_s = database, rows, pause_s
         self._ended = threading.Event()
         self.commits = 0

@@ -66,6 +66,10 @@ class Config(BaseModel):
     file_path: Path | None = None
     state_dir: Path = Path(".pgcdc")
     snapshot_mode: Literal["never"] = "never"
+    incremental_snapshot: bool = False
+    signal_table: str = "pgcdc_signals"
+    snapshot_chunk_size: int = Field(0, ge=0)
+    snapshot_chunk_delay: float = Field(0.0, ge=0)
     spool_limit: int = Field(DEFAULT_SPOOL_LIMIT_BYTES, ge=1 << 20)
     max_batch_rows: int = Field(DEFAULT_MAX_BATCH_ROWS, ge=1)
     start_from: Literal["slot"] | None = None
@@ -155,6 +159,10 @@ class Config(BaseModel):
             accept_publication=self.accept_publication,
             wire=WireOptions(self.streaming, self.messages, self.two_phase, self.origin, self.binary),
             toast=ToastOptions(self.toast, self.toast_cache_max_entries),
+            incremental_snapshot=self.incremental_snapshot,
+            signal_table=self.signal_table,
+            snapshot_chunk_size=self.snapshot_chunk_size,
+            snapshot_chunk_delay_s=self.snapshot_chunk_delay,
         )
         return replace(options, tables=(self.table,)) if self.table and not options.has_selection else options
 

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psycopg
@@ -31,6 +32,14 @@ def keys_of_snapshots(query: Backfill) -> list[str]:
     return [dict(event["row"])["id"] for event in query.of("t") if event["operation"] == "SNAPSHOT"]
 
 
+def has_rows(query: Backfill, count: int) -> bool:
+    return len(keys_of_snapshots(query)) >= count
+
+
+def has_commits(writers: Writers, count: int) -> bool:
+    return writers.commits >= count
+
+
 def test_rows_that_were_there_come_between_the_changes(database: Database, query: Backfill) -> None:
     make_table(database, 2_500)
     query.load()
@@ -51,13 +60,15 @@ def test_an_empty_table_and_a_condition(database: Database, query: Backfill) -> 
     query.complete(*names)
     query.drain()
     assert sorted(map(int, keys_of_snapshots(query))) == list(range(0, 100, 10))
-    assert query.marks() == [f"SNAPSHOT_{what} {table}" for table in ("empty", "t") for what in ("STARTED", "COMPLETED")]
+    assert query.marks() == [
+        f"SNAPSHOT_{what} {table}" for table in ("empty", "t") for what in ("STARTED", "COMPLETED")
+    ]
 
 
 def test_eight_writers_while_a_table_is_read(database: Database, query: Backfill) -> None:
     make_table(database)
     query.load()
-    with Writers(database, seed=65 ) as writers:
+    with Writers(database, seed=65) as writers:
         names = [query.add("t", chunk_size=37) for _ in range(3)]
         query.complete(*names)
         assert writers.commits > 50
@@ -93,10 +104,10 @@ def test_kill_9_on_the_way_with_changes_in_flight(database: Database, query: Bac
     with Writers(database, seed=7, count=4) as writers:
         name = query.add("t", chunk_size=25)
         for percent in (10, 50, 90):
-            query.pull_until(lambda wanted=percent * 2: len(keys_of_snapshots(query)) >= wanted)
+            query.pull_until(partial(has_rows, query, percent * 2))
             before = writers.commits
             query.kill()
-            wait_until(lambda count=before: writers.commits > count, 10, "changes are in flight")
+            wait_until(partial(has_commits, writers, before + 1), 10, "changes are in flight")
         query.complete(name)
     query.drain()
     assert fold(query.events, "t", ["id"]) == contents(database, "t", ["id"])
@@ -117,7 +128,7 @@ def test_many_kills_of_capture_and_server_with_changes_in_flight(tmp_path: Path)
                 for victim in chance.sample(["capture", "capture", "server", "spool"], 4):
                     name = query.add("t", chunk_size=chance.choice((10, 25, 60)))
                     enough = len(keys_of_snapshots(query)) + chance.choice((20, 100, 180))
-                    query.pull_until(lambda wanted=enough: len(keys_of_snapshots(query)) >= wanted)
+                    query.pull_until(partial(has_rows, query, enough))
                     if victim == "server":
                         server.kill()
                         server.restart()

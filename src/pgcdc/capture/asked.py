@@ -8,10 +8,10 @@ from typing import Any
 from pgcdc.capture.chunk_reader import check_readable, find_table
 from pgcdc.capture.database import Connection, explain_errors
 from pgcdc.capture.incremental import IncrementalSnapshots
-from pgcdc.capture.requests import RequestState, SnapshotRequest, new_id
+from pgcdc.capture.requests import RequestQueue, RequestState, SnapshotRequest, describe, new_id
 from pgcdc.errors import ConfigError, ConnectionLost
 
-__all__ = ["answer_snapshot", "make_request"]
+__all__ = ["answer_snapshot", "change_queue", "describe", "make_request"]
 
 _FIELDS = ("kind", "where", "keys_file", "chunk_size", "chunk_delay_s", "low", "high")
 
@@ -27,19 +27,26 @@ def answer_snapshot(
     snapshots: IncrementalSnapshots, content: dict[str, Any], sql: Connection | None, publications: Sequence[str]
 ) -> dict[str, Any]:
     """Do what is asked: `action` is add, pause, resume, stop or list. All that is known comes back under `snapshots`."""
-    action, queue = content["action"], snapshots.queue
-    changed: RequestState | None = None
-    if action == "add":
+    if content["action"] == "add":
         request = make_request(content)
         request.check()
         if sql is None or sql.closed:
             raise ConnectionLost("the server is not connected")
         with explain_errors("look at the table"):
             check_readable(sql, find_table(sql, publications, request.table), request.where)
+    return change_queue(snapshots.queue, content) | {"snapshots": snapshots.status()}
+
+
+def change_queue(queue: RequestQueue, content: dict[str, Any]) -> dict[str, Any]:
+    """The same without looking at the table; the id of the request that was changed comes back."""
+    action = content["action"]
+    if action == "list":
+        return {"id": None}
+    if action == "add":
+        request = make_request(content)
         queue.add(request)
-        changed = queue[request.id]
-    elif action in ("pause", "resume", "stop"):
-        changed = getattr(queue, action)(content.get("id") or "")
-    elif action != "list":
+        return {"id": request.id}
+    if action not in ("pause", "resume", "stop"):
         raise ConfigError(f"{action!r} cannot be done to a snapshot", "Give add, pause, resume, stop or list")
-    return {"id": changed.id if changed else None, "snapshots": snapshots.status()}
+    changed: RequestState = getattr(queue, action)(content.get("id") or "")
+    return {"id": changed.id}

@@ -18,15 +18,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pgcdc.capture.asked import change_queue, describe
 from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.process import is_alive
+from pgcdc.capture.requests import RequestQueue
 from pgcdc.capture.server import remove_socket
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.errors import ConnectionLost, PgcdcError, SourceError, StateError
 from pgcdc.position import Position
 from pgcdc.state import Lock, StateDir, open_log
 
-__all__ = ["CaptureGone", "CaptureLink", "ControlClient", "ensure_capture", "forget_consumer"]
+__all__ = ["CaptureGone", "CaptureLink", "ControlClient", "ask_snapshots", "ensure_capture", "forget_consumer"]
 
 START_TIMEOUT_S = 120.0
 MAX_RESTARTS = 5
@@ -168,20 +170,41 @@ class CaptureLink:
 
 
 def forget_consumer(state: StateDir, name: str, timeout_s: float = 30.0) -> None:
-    """Forget a consumer, by the capture if one runs. One that starts has read the consumers already: it is waited for."""
+    """Forget a consumer, by the capture if one runs."""
+    _ask_or_do(
+        state,
+        {"do": "forget", "consumer": name},
+        lambda: Consumers(state.consumers_file).forget(name),
+        timeout_s,
+    )
+
+
+def ask_snapshots(state: StateDir, content: dict[str, Any], timeout_s: float = 30.0) -> dict[str, Any]:
+    """Add, pause, resume, stop or list incremental snapshots (`action`), by the capture if one runs.
+
+    Without one a new request is written down as it is: whether it can be done is seen when the pipeline runs.
+    """
+
+    def do() -> dict[str, Any]:
+        queue = RequestQueue(state.snapshot / "requests.json")
+        return change_queue(queue, content) | {"snapshots": [describe(one) for one in queue.entries()]}
+
+    return _ask_or_do(state, {"do": "snapshot", **content}, do, timeout_s) or {}
+
+
+def _ask_or_do(state: StateDir, content: dict[str, Any], do: Callable[[], _T], timeout_s: float) -> _T | dict[str, Any]:
+    """Ask the capture; if none runs, do it in its place. One that starts has read its files already: it is waited for."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         holder = Lock.holder(state.capture_lock)
         if holder and "address" in holder:
             with contextlib.suppress(CaptureGone), contextlib.closing(ControlClient(holder["address"])) as client:
-                client.request({"do": "forget", "consumer": name})
-                return
+                return client.request(content)
         lock = Lock(state.capture_lock)
         if holder is None and (previous := lock.acquire()) is not None:
             try:
                 remove_socket(previous)
-                Consumers(state.consumers_file).forget(name)
-                return
+                return do()
             finally:
                 lock.release()
         time.sleep(0.02)

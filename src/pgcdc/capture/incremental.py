@@ -28,7 +28,7 @@ from pgcdc.capture.copy import row_lists
 from pgcdc.capture.moved import MovedKeys
 from pgcdc.capture.published import PublishedTable
 from pgcdc.capture.releases import Release, Releases, stage_rows
-from pgcdc.capture.requests import RequestQueue, RequestState
+from pgcdc.capture.requests import RequestQueue, RequestState, describe
 from pgcdc.capture.snapshot_rows import deleted_rows, snapshot_mark, snapshot_rows
 from pgcdc.capture.stream import reconnect_delay_s
 from pgcdc.capture.vanished import read_candidates
@@ -71,8 +71,17 @@ class IncrementalSnapshots:
     """Works in the loop of the capture process: every method returns at once, what takes time is the thread's."""
 
     def __init__(
-        self, url: str, publications: Sequence[str], state: StateDir, releases: Releases, application_name: str
+        self,
+        url: str,
+        publications: Sequence[str],
+        state: StateDir,
+        releases: Releases,
+        application_name: str,
+        *,
+        chunk_size: int = 0,
+        chunk_delay_s: float = 0.0,
     ) -> None:
+        """`chunk_size` and `chunk_delay_s` are for requests that say nothing of it; 0 rows: what is read in a moment."""
         self.queue = RequestQueue(state.snapshot / "requests.json")
         self.reader = ChunkReader(url, publications, application_name)
         self._folder = state.snapshot
@@ -82,6 +91,7 @@ class IncrementalSnapshots:
         """What the table of a request is like; the stream has passed the moment in which it was found so."""
         self._xids = StreamedXids()
         self._moved: dict[str, MovedKeys] = {}
+        self._chunk_size, self._chunk_delay_s = chunk_size, chunk_delay_s
         self._size = FIRST_ROWS
         self._discards = self._failures = self._unseen = 0
         self._due = 0.0
@@ -162,7 +172,7 @@ class IncrementalSnapshots:
             after=state.last_key,
             low=request.low,
             high=request.high,
-            limit=request.chunk_size or self._size,
+            limit=request.chunk_size or self._chunk_size or self._size,
         )
         window, done = None, -1
         if known is not None:
@@ -309,7 +319,7 @@ class IncrementalSnapshots:
         self._advance(state.id, {"chunks": chunks, "rows": rows, **after})
         hit("incremental.advanced")
         self._adapt(attempt, read)
-        self._due = time.monotonic() + state.request.chunk_delay_s
+        self._due = time.monotonic() + (state.request.chunk_delay_s or self._chunk_delay_s)
         return release
 
     def _after(self, attempt: _Attempt, read: ChunkRead, state: RequestState) -> dict[str, Any]:
@@ -398,34 +408,12 @@ class IncrementalSnapshots:
 
     def status(self) -> list[dict[str, Any]]:
         """For `pgcdc status`: every request, and how long it may take."""
-        return [self._describe(one) for one in self.queue.entries()]
-
-    def _describe(self, state: RequestState) -> dict[str, Any]:
-        percent = rate = left = None
-        if state.status == "done":
-            percent = 100.0
-        elif state.estimated_rows:
-            percent = min(99.9, 100.0 * state.rows / state.estimated_rows)
-        if self._pace[0] == state.id and state.status == "running":
-            elapsed = time.monotonic() - self._pace[1]
-            rate = (state.rows - self._pace[2]) / max(elapsed, 0.001)
-            if rate and state.estimated_rows:
-                left = max(0.0, (state.estimated_rows - state.rows) / rate)
-        return {
-            "id": state.id,
-            "table": state.request.table,
-            "kind": state.request.kind,
-            "where": state.request.where,
-            "status": state.status,
-            "rows": state.rows,
-            "estimated_rows": state.estimated_rows,
-            "percent": percent,
-            "rate": rate,
-            "seconds_left": left,
-            "started": state.started,
-            "finished": state.finished,
-            "error": state.error,
-        }
+        name, begun, rows = self._pace
+        elapsed = time.monotonic() - begun
+        return [
+            describe(one, (one.rows - rows) / max(elapsed, 0.001) if one.id == name else None)
+            for one in self.queue.entries()
+        ]
 
 
 def _candidates(order: ChunkOrder) -> list[pa.Array]:

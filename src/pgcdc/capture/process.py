@@ -73,8 +73,9 @@ class CaptureProcess:
         self._releases = Releases(state.snapshot, self._consumers.base)
         self._to_replay = deque(self._releases.after(self._spool.end))
         self._snapshots = IncrementalSnapshots(
-            spec.url, spec.publications, state, self._releases, f"pgcdc {identity.instance} chunks"
-        )
+            spec.url, spec.publications, state, self._releases, f"pgcdc {identity.instance} chunks",
+            chunk_size=spec.chunk_size, chunk_delay_s=spec.chunk_delay_s,
+        )  # fmt: skip
         self._signals = Signals(self._snapshots.queue, spec.signal_table)
         self._selector.register(self._snapshots.reader.fileno(), selectors.EVENT_READ, None)
         self._shapes = ShapeObserver(

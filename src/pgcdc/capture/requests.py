@@ -17,7 +17,7 @@ from pgcdc.errors import ConfigError
 from pgcdc.position import Position
 from pgcdc.state import read_json, write_json_durably
 
-__all__ = ["KINDS", "RequestQueue", "RequestState", "SnapshotRequest", "new_id"]
+__all__ = ["KINDS", "RequestQueue", "RequestState", "SnapshotRequest", "describe", "new_id"]
 
 KINDS = ("incremental", "initial", "added", "always", "vanished")
 """Asked for by a user; the rest of an interrupted initial snapshot; a table that is new in the publication; at every start;
@@ -233,3 +233,30 @@ class RequestQueue:
             "tables": sorted(self.tables) if self.tables is not None else None,
         }
         write_json_durably(self._path, content)
+
+
+def describe(state: RequestState, rate: float | None = None) -> dict[str, Any]:
+    """A request for `pgcdc status`; `rate` is in rows per second, if it is known."""
+    percent = left = None
+    if state.status == "done":
+        percent = 100.0
+    elif state.estimated_rows:
+        percent = min(99.9, 100.0 * state.rows / state.estimated_rows)
+    is_running = state.status == "running"
+    if rate and is_running and state.estimated_rows:
+        left = max(0.0, (state.estimated_rows - state.rows) / rate)
+    return {
+        "id": state.id,
+        "table": state.request.table,
+        "kind": state.request.kind,
+        "where": state.request.where,
+        "status": state.status,
+        "rows": state.rows,
+        "estimated_rows": state.estimated_rows,
+        "percent": percent,
+        "rate": rate if is_running else None,
+        "seconds_left": left,
+        "started": state.started,
+        "finished": state.finished,
+        "error": state.error,
+    }

@@ -6,20 +6,22 @@ together with what it asked for, so that each is heeded once, however often the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from typing import Any
 
 import numpy as np
+import psycopg
 
 from pgcdc.capture.batch import CaptureBatch
-from pgcdc.capture.database import quote_qualified, split_table
+from pgcdc.capture.database import Connection, connect, name_table, quote_identifier, quote_qualified, split_table
 from pgcdc.capture.requests import RequestQueue, SnapshotRequest, new_id
-from pgcdc.errors import ConfigError
+from pgcdc.errors import ConfigError, SourceError
 from pgcdc.position import Position
 from pgcdc.spool.schema import Op
 
-__all__ = ["SIGNALS", "Signals", "parse_signal", "signal_table_ddl"]
+__all__ = ["SIGNALS", "Signals", "drop_signal_table", "ensure_signal_table", "parse_signal", "signal_table_ddl"]
 
 logger = logging.getLogger("pgcdc.capture")
 
@@ -32,6 +34,40 @@ def signal_table_ddl(name: str) -> str:
         f"CREATE TABLE IF NOT EXISTS {quote_qualified(*split_table(name))} "
         "(id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, signal text NOT NULL, payload jsonb)"
     )
+
+
+def ensure_signal_table(sql: Connection, name: str, publication: str = "") -> bool:
+    """Make the table if it is missing: True if it was. `publication` is one that is not ours, and must have it already."""
+    table = name_table(*split_table(name))
+    exists = sql.execute("SELECT to_regclass(%s) IS NOT NULL", [quote_qualified(*split_table(name))]).fetchone()
+    is_there = bool(exists and exists[0])
+    if publication:
+        row = sql.execute(
+            "SELECT count(*) FROM pg_publication_tables WHERE pubname = %s AND schemaname = %s AND tablename = %s",
+            [publication, *split_table(name)],
+        ).fetchone()
+        if not row or not row[0]:
+            add = f"ALTER PUBLICATION {quote_identifier(publication)} ADD TABLE {quote_qualified(*split_table(name))}"
+            raise SourceError(
+                f"publication {publication} is yours and does not have the table of signals, {table}",
+                f"Run: {'' if is_there else signal_table_ddl(name) + '; '}{add}",
+            )
+    if is_there:
+        return False
+    try:
+        sql.execute(signal_table_ddl(name).encode())
+    except psycopg.errors.InsufficientPrivilege:
+        advice = f"Run as the database's owner: {signal_table_ddl(name)}"
+        raise SourceError(f"no right to create the table of signals, {table}", advice) from None
+    except psycopg.Error as error:
+        raise SourceError(f"the table of signals cannot be created: {error.diag.message_primary}") from error
+    return True
+
+
+def drop_signal_table(url: str, name: str) -> None:
+    """Undo what `ensure_signal_table` did."""
+    with contextlib.suppress(SourceError), connect(url, may_retry=False) as sql:
+        sql.execute(f"DROP TABLE IF EXISTS {quote_qualified(*split_table(name))}".encode())
 
 
 def parse_signal(signal: str, payload: str | None) -> tuple[list[SnapshotRequest], str]:

@@ -31,6 +31,9 @@ class CaptureSpec:
     toast: ToastOptions = ToastOptions()  # noqa: RUF009 - frozen
     signal_table: str = "pgcdc_signals"
     """Rows that are inserted there ask for snapshots, if it is captured."""
+    chunk_size: int = 0
+    """Rows that incremental snapshots read at a time, unless a request says otherwise; 0: what is read in a moment."""
+    chunk_delay_s: float = 0.0
     read_added: bool = False
     """Existing rows of tables that are new in the publications are read."""
 

@@ -108,6 +108,18 @@ def listen(
     file_path: Annotated[Path | None, typer.Option(help="The file of --adapter file.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Spool, acks and checkpoints. (default: .pgcdc)")] = None,
     snapshot_mode: Annotated[Text, typer.Option(help="never: only changes from now on.")] = None,
+    incremental_snapshot: Annotated[
+        Flag, typer.Option("--incremental-snapshot", help="Capture the table of signals; created if it is missing.")
+    ] = None,
+    signal_table: Annotated[
+        Text, typer.Option(help="Rows inserted there ask for snapshots. (default: pgcdc_signals)")
+    ] = None,
+    snapshot_chunk_size: Annotated[
+        int | None, typer.Option(help="Rows that incremental snapshots read at a time. (default: 0, by time and size)")
+    ] = None,
+    snapshot_chunk_delay: Annotated[
+        float | None, typer.Option(help="Seconds that they rest between chunks. (default: 0)")
+    ] = None,
     spool_limit: Annotated[
         Text, typer.Option(help="Stop reading when this much is undelivered. (default: 1GB)")
     ] = None,
@@ -145,6 +157,8 @@ def listen(
             "tx_metadata": tx_metadata, "tx_markers": tx_markers, "schema_events": schema_events,
             "invalid_utf8": invalid_utf8,
             "adapters": tuple(adapter) if adapter else None, "file_path": file_path, "state_dir": state_dir,
+            "incremental_snapshot": incremental_snapshot, "signal_table": signal_table,
+            "snapshot_chunk_size": snapshot_chunk_size, "snapshot_chunk_delay": snapshot_chunk_delay,
             "snapshot_mode": snapshot_mode, "spool_limit": spool_limit, "max_batch_rows": max_batch_rows,
             "start_from": start_from, "once": once, "fail_fast": fail_fast,
             "accept_publication": accept_publication, "warm_up": warm_up,

@@ -110,6 +110,10 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
         toast=ToastOptions(
             options.get("toast", "mark"), _number(options, "toast_cache_max_entries", DEFAULT_CACHE_ENTRIES, int)
         ),
+        incremental_snapshot=_flag(options, "incremental_snapshot"),
+        signal_table=options.get("signal_table", "pgcdc_signals"),
+        snapshot_chunk_size=_number(options, "snapshot_chunk_size", 0, int),
+        snapshot_chunk_delay_s=_number(options, "snapshot_chunk_delay", 0.0, float),
     )
     source.toast.check(source.wire.origin)
     rows = _number(options, "max_batch_rows", DEFAULT_MAX_BATCH_ROWS, int)
@@ -211,6 +215,7 @@ _KNOWN = {
     "temporary_slot", "accept_publication", "consumer", "max_batch_rows", "tx_metadata", "tx_markers", "invalid_utf8",
     "schema_events",
     "streaming", "messages", "two_phase", "origin", "binary", "toast", "toast_cache_max_entries",
+    "incremental_snapshot", "signal_table", "snapshot_chunk_size", "snapshot_chunk_delay",
     "_spool", "_driver_acks",
 }  # fmt: skip
 
