@@ -69,6 +69,10 @@ class Config(BaseModel):
     state_dir: Path = Path(".pgcdc")
     snapshot_mode: Literal["initial", "never", "always", "initial_only"] | None = None
     snapshot_hold_limit: float = Field(DEFAULT_HOLD_LIMIT_S, ge=1)
+    incremental_snapshot: bool = False
+    signal_table: str = "pgcdc_signals"
+    snapshot_chunk_size: int = Field(0, ge=0)
+    snapshot_chunk_delay: float = Field(0.0, ge=0)
     spool_limit: int = Field(DEFAULT_SPOOL_LIMIT_BYTES, ge=1 << 20)
     max_batch_rows: int = Field(DEFAULT_MAX_BATCH_ROWS, ge=1)
     start_from: Literal["slot"] | None = None
@@ -175,6 +179,10 @@ class Config(BaseModel):
             toast=ToastOptions(self.toast, self.toast_cache_max_entries),
             snapshot_mode=self.effective_snapshot_mode,
             snapshot_hold_limit_s=self.snapshot_hold_limit,
+            incremental_snapshot=self.incremental_snapshot,
+            signal_table=self.signal_table,
+            snapshot_chunk_size=self.snapshot_chunk_size,
+            snapshot_chunk_delay_s=self.snapshot_chunk_delay,
         )
         return replace(options, tables=(self.table,)) if self.table and not options.has_selection else options
 

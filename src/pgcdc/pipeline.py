@@ -58,7 +58,8 @@ __all__ = ["Pipeline", "StopNow"]
 LANE = "main"
 _PASSED_ON = (
     "spool_limit", "max_batch_rows", "fail_fast", "temporary_slot", "all_tables", "generated_columns", "streaming",
-    "two_phase", "origin", "binary", "toast", "toast_cache_max_entries", "messages", "tx_metadata", "tx_markers",
+    "two_phase", "origin", "binary", "toast", "toast_cache_max_entries", "messages", "incremental_snapshot",
+    "signal_table", "snapshot_chunk_size", "snapshot_chunk_delay", "tx_metadata", "tx_markers",
     "schema_events", "invalid_utf8",
 )  # fmt: skip
 """Options of the Spark source that have the same name in the configuration."""

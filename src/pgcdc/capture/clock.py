@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from psycopg import Connection
 
-__all__ = ["Clock"]
+__all__ = ["Clock", "wal_place"]
 
 _TIME = "SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::int8"
 _PLACE = "SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn, current_setting('wal_block_size')::int8"
@@ -29,15 +29,22 @@ class Clock:
         """Take a new reading, unless one is on its way; the LSN to be reached for it."""
         if self._asked is not None:
             return None
-        moment, place = sql.execute(_TIME).fetchone(), sql.execute(_PLACE).fetchone()  # in this order
-        assert moment is not None and place is not None
-        time_us, lsn, page = int(moment[0]) - MARGIN_US, int(place[0]), int(place[1])
-        if lsn % page in _PAGE_HEADERS:  # the next record would stand behind the header of a page that has none yet
-            lsn -= lsn % page
-        self._asked = (lsn, time_us)
+        moment = sql.execute(_TIME).fetchone()  # before the place
+        assert moment is not None
+        lsn = wal_place(sql)
+        self._asked = (lsn, int(moment[0]) - MARGIN_US)
         return lsn
 
     def see(self, lsn: int) -> None:
         """Everything up to `lsn` has been read."""
         if self._asked is not None and lsn >= self._asked[0]:
             self.reached, self._asked = self._asked, None
+
+
+def wal_place(sql: Connection) -> int:
+    """How far the WAL has been written, to disk or not: everything that can be seen by now has its commit before."""
+    row = sql.execute(_PLACE).fetchone()
+    assert row is not None
+    lsn, page = int(row[0]), int(row[1])
+    # The next record would stand behind the header of a page that has none yet: no record ends there.
+    return lsn - lsn % page if lsn % page in _PAGE_HEADERS else lsn

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pgcdc.capture.binary.columns import check_columns
 from pgcdc.capture.consumers import Consumers
-from pgcdc.capture.database import Connection, connect
+from pgcdc.capture.database import Connection, connect, split_table
 from pgcdc.capture.fingerprint import Fingerprint, Narrowed, check_unchanged, forget_dropped, read_fingerprint
 from pgcdc.capture.holder import DEFAULT_HOLD_LIMIT_S, hold_for_long, let_all_go
 from pgcdc.capture.plan import PLAN_FILE, Hold, begin_plan
@@ -26,6 +26,7 @@ from pgcdc.capture.preflight import ServerInfo, check
 from pgcdc.capture.protocol import WireOptions
 from pgcdc.capture.publications import PublicationInfo, drop_ours, ensure, pair_of, use_existing
 from pgcdc.capture.selection import Selection
+from pgcdc.capture.signals import drop_signal_table, ensure_signal_table
 from pgcdc.capture.slots import OpenTransaction, check_not_ahead, create_slot, drop_slot, get_slot
 from pgcdc.capture.snapshot_mode import SNAPSHOT_MODES
 from pgcdc.capture.spec import CaptureSpec
@@ -76,6 +77,11 @@ class SourceOptions:
     snapshot_mode: str = "never"
     """One of SNAPSHOT_MODES: what becomes of the rows that are there. Who has no tasks to read them says never."""
     snapshot_hold_limit_s: float = DEFAULT_HOLD_LIMIT_S
+    incremental_snapshot: bool = False
+    """There is to be a table for signals, and it is captured."""
+    signal_table: str = "pgcdc_signals"
+    snapshot_chunk_size: int = 0
+    snapshot_chunk_delay_s: float = 0.0
 
     @property
     def uses_existing(self) -> bool:
@@ -86,8 +92,9 @@ class SourceOptions:
     def selection(self) -> Selection:
         """What is to be captured, if the publication is ours."""
         return Selection(
-            self.tables, self.schemas, self.all_tables, self.row_filters, self.columns, self.generated_columns
-        )
+            self.tables, self.schemas, self.all_tables, self.row_filters, self.columns, self.generated_columns,
+            (self.signal_table,) if self.incremental_snapshot else (),
+        )  # fmt: skip
 
     @property
     def has_selection(self) -> bool:
@@ -112,6 +119,8 @@ class SourceOptions:
             row_filters=asked.row_filters,
             columns=asked.columns,
             generated_columns=asked.generated_columns,
+            incremental_snapshot=bool(asked.also),
+            signal_table=asked.also[0] if asked.also else self.signal_table,
         )
 
     def spec(self, publications: Iterable[str], watch_pid: int) -> CaptureSpec:
@@ -129,6 +138,9 @@ class SourceOptions:
             toast=self.toast,
             snapshot_only=self.snapshot_mode == "initial_only",
             snapshot_hold_limit_s=self.snapshot_hold_limit_s,
+            signal_table=self.signal_table,
+            chunk_size=self.snapshot_chunk_size,
+            chunk_delay_s=self.snapshot_chunk_delay_s,
         )
 
     def check(self) -> None:
@@ -146,6 +158,9 @@ class SourceOptions:
                 "Put them into the publication, or use --tables, --schemas or --all-tables with --publication as our name",
             )
         self.selection.check()
+        split_table(self.signal_table)
+        if self.snapshot_chunk_size < 0 or self.snapshot_chunk_delay_s < 0:
+            raise ConfigError("chunk size and chunk delay are not below 0", "0 is the default of both")
         self.toast.check(self.wire.origin)
         if self.start_from not in (None, "slot"):
             raise ConfigError(f"start_from {self.start_from!r} is not known", "The only value is: slot")
@@ -251,9 +266,11 @@ def _prepare(
         if known is not None and began:
             _check_rejoin(options, known, server)
             known = _check_publications(sql, options, known, names)
+            _prepare_signals(sql, options, names, undo)
             publications, identity = _bring_up_to_date(sql, options, state, known)
         else:
             _check_begin(options, state, server)
+            _prepare_signals(sql, options, names, undo)
             publications = _make_publications(sql, options, names)
         created = tuple(info.name for info in publications if info.name not in existing)
         if not began and created:
@@ -268,6 +285,15 @@ def _prepare(
     spec = options.spec((publication.name for publication in publications), watch_pid)
     left = before - {table for publication in publications for table in publication.tables}
     return Prepared(spec, identity, publications, tuple(sorted(left)), created, not began)
+
+
+def _prepare_signals(
+    sql: Connection, options: SourceOptions, names: tuple[str, ...], undo: contextlib.ExitStack
+) -> None:
+    if options.incremental_snapshot and ensure_signal_table(
+        sql, options.signal_table, names[0] if options.uses_existing else ""
+    ):
+        undo.callback(drop_signal_table, options.url, options.signal_table)
 
 
 def _check_not_taken(options: SourceOptions, state: StateDir, server: ServerInfo) -> None:

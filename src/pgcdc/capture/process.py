@@ -23,16 +23,20 @@ from typing import Any
 
 from psycopg import Connection, Error
 
+from pgcdc.capture.added import note_tables
+from pgcdc.capture.asked import answer_snapshot
 from pgcdc.capture.batch import CaptureBatch, split_batch
 from pgcdc.capture.clock import Clock
 from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.database import connect
 from pgcdc.capture.guard import Guard, connection_ended
+from pgcdc.capture.incremental import IncrementalSnapshots
 from pgcdc.capture.initial import InitialSnapshot
 from pgcdc.capture.releases import Release, Releases
 from pgcdc.capture.replication import SlotBusy
 from pgcdc.capture.server import ControlServer, remove_socket
 from pgcdc.capture.shapes import ShapeObserver
+from pgcdc.capture.signals import Signals
 from pgcdc.capture.skipped import leave_out
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.capture.stream import STATUS_INTERVAL_S, Capture, reconnect_delay_s
@@ -70,7 +74,13 @@ class CaptureProcess:
         self._spool = SpoolWriter(state.spool, self._consumers.base)
         self._releases = Releases(state.snapshot, self._consumers.base)
         self._to_replay = deque(self._releases.after(self._spool.end))
-        self._initial = InitialSnapshot(spec, state, self._releases.after(Position(0, 0)))
+        self._snapshots = IncrementalSnapshots(
+            spec.url, spec.publications, state, self._releases, f"pgcdc {identity.instance} chunks",
+            chunk_size=spec.chunk_size, chunk_delay_s=spec.chunk_delay_s,
+        )  # fmt: skip
+        self._signals = Signals(self._snapshots.queue, spec.signal_table)
+        self._selector.register(self._snapshots.reader.fileno(), selectors.EVENT_READ, None)
+        self._initial = InitialSnapshot(spec, state, self._releases.after(Position(0, 0)), self._snapshots.queue)
         self._skip_rules = self._initial.rules
         self._shapes = ShapeObserver(
             state.shapes_file, self._spool.end if self._spool.end.is_snapshot else Position.end(self._spool.resume_lsn)
@@ -146,6 +156,7 @@ class CaptureProcess:
                     self._check_slot()
                     check_due = now + CHECK_INTERVAL_S
                 busy = self._publish_rows() or self._read_stream()
+                self._work_on_snapshots()
                 if now >= confirm_due or self._server.confirm_requested:
                     self._confirm()
                     confirm_due = now + CONFIRM_INTERVAL_S
@@ -154,8 +165,8 @@ class CaptureProcess:
             except ConnectionLost as error:
                 self._lose(error)
                 busy, status_due_s = False, 1.0
-            hurry = self._waiting_for_target() or self._initial.is_active
-            self._wait(0.0 if busy else min(status_due_s, TARGET_POLL_S if hurry else 0.5))
+            rest_s = TARGET_POLL_S if self._waiting_for_target() or self._initial.is_active else 0.5
+            self._wait(0.0 if busy else min(status_due_s, rest_s, max(self._snapshots.due_s(), 0.01)))
         self._phase = "stopped"
         self._confirm()
 
@@ -166,6 +177,7 @@ class CaptureProcess:
         with contextlib.suppress(StateError):  # the disk may be full: that must not hide the reason
             self._write_status()
         self._server.close(error)
+        self._snapshots.close()
         self._capture.close()
         if self._sql is not None:
             self._sql.close()
@@ -230,6 +242,7 @@ class CaptureProcess:
             self._unregister_stream()
         if self._capture.is_connected:
             self._lost_at = time.time()
+        self._snapshots.lose()
         self._capture.disconnect()
         self._drop_sql()
         if self._spec.fail_fast or self._spec.temporary:
@@ -317,6 +330,16 @@ class CaptureProcess:
         self._skip_rules = self._initial.rules
         return more
 
+    def _work_on_snapshots(self) -> None:
+        """Make visible what was released, and go on with tables that are read beside the stream."""
+        self._publish_due()
+        is_ready = self._capture.is_connected and self._unspooled is None and not self._to_replay
+        release = self._snapshots.step(self._spool.end, may_work=is_ready and not self._is_full())
+        if release is not None:
+            self._to_replay.append(release)
+            self._publish_due()
+        self._target_lsn = self._capture.target_lsn = max(self._target_lsn, self._snapshots.target_lsn)
+
     def _publish_due(self) -> None:
         """What was released behind the very end of the spool needs no batch of the stream to come first."""
         while self._to_replay and self._sql is not None:
@@ -339,6 +362,9 @@ class CaptureProcess:
         assert self._sql is not None
         self._shapes.observe(batch, self._sql)
         for piece in self._toast.resolve(batch, self._sql):
+            if not piece.end.is_snapshot:
+                self._signals.see(piece)
+                self._snapshots.see(piece)
             self._spool.append(piece)
         self._rows += batch.rows
         if batch.rows:
@@ -395,6 +421,7 @@ class CaptureProcess:
         """Stop if slot or publication are not as we left them."""
         assert self._sql is not None
         self._guard.check(self._sql)
+        note_tables(self._snapshots.queue, self._sql, self._spec.publications, is_wanted=self._spec.read_added)
         self._capture.status_interval_s = min(STATUS_INTERVAL_S, self._guard.wal_sender_timeout_s / 4)
 
     # --- the queries
@@ -424,6 +451,8 @@ class CaptureProcess:
                 is_full=self._is_full(),
                 is_connected=self._server.has_consumer,
             )
+        if what == "snapshot":
+            return answer_snapshot(self._snapshots, request, self._sql, self._spec.publications)
         if what == "status":
             return self._status()
         if what == "stop":
@@ -476,6 +505,8 @@ class CaptureProcess:
             "rows": self._rows,
             "schema_changes": self._shapes.changes,
             **self._toast.status(),
+            "snapshots": self._snapshots.status(),
+            "bad_signals": self._snapshots.queue.bad_signals,
             "last_commit_time": self._last_commit_us / 1e6,
             "consumers": self._consumers.to_json()["consumers"],
             "initial_snapshot": self._initial.status(server_lsn),

@@ -115,7 +115,7 @@ class Releases:
         if rows >= CHUNK_ROWS:
             raise SpoolError(f"a chunk of {rows} rows is too large", "Choose smaller chunks")
         lsn, chunk = (after.lsn, after.chunk + 1) if after.is_snapshot else (after.lsn + 1, 0)
-        if not after.is_end or chunk > LAST_CHUNK or (not after.is_snapshot and stream_lsn(after.lsn) != after.lsn):
+        if not self.has_place(after):
             raise SpoolError(f"rows of a snapshot have no place behind {after}")
         name = f"{lsn:016X}-{chunk:05X}.arrow"
         release = Release(lsn, chunk, name, written, rows, time_us, relation.to_json() if relation else None, note)
@@ -136,6 +136,12 @@ class Releases:
         file.unlink(missing_ok=True)
         self._known.append(release)
         return release
+
+    @staticmethod
+    def has_place(after: Position) -> bool:
+        """Whether rows can be released behind a position: at the end of a transaction, or of other rows."""
+        is_aligned = after.is_snapshot or stream_lsn(after.lsn) == after.lsn
+        return after.is_end and is_aligned and not (after.is_snapshot and after.chunk >= LAST_CHUNK)
 
     def after(self, position: Position) -> list[Release]:
         """What stands behind `position`, in order."""

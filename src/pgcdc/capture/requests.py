@@ -17,7 +17,7 @@ from pgcdc.errors import ConfigError
 from pgcdc.position import Position
 from pgcdc.state import read_json, write_json_durably
 
-__all__ = ["KINDS", "RequestQueue", "RequestState", "SnapshotRequest", "new_id"]
+__all__ = ["KINDS", "RequestQueue", "RequestState", "SnapshotRequest", "describe", "new_id"]
 
 KINDS = ("incremental", "initial", "added", "always", "vanished")
 """Asked for by a user; the rest of an interrupted initial snapshot; a table that is new in the publication; at every start;
@@ -73,7 +73,9 @@ class RequestState:
     oid: int = 0
     """The table that was found under the name; 0 before the first chunk."""
     last_key: tuple[str, ...] | None = None
-    """The last key that was read and released; of the kind vanished: the number of lines that are done, as text."""
+    """The last key that was read and released; of the kind vanished: how many bytes of its file are done, as text."""
+    moved_done: int = -1
+    """-1 while the table is read; then how many bytes of the file of moved keys are done (`capture.moved`)."""
     chunks: int = 0
     """How many releases there were for it."""
     rows: int = 0
@@ -102,7 +104,8 @@ class RequestState:
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> RequestState:
         """The state behind `to_json()`."""
-        request = {name: tuple(one) if isinstance(one, list) else one for name, one in raw["request"].items()}
+        request: dict[str, Any] = raw["request"]
+        request = {name: tuple(one) if isinstance(one, list) else one for name, one in request.items()}
         key = tuple(raw["last_key"]) if raw["last_key"] is not None else None
         return cls(**{**raw, "request": SnapshotRequest(**request), "last_key": key})
 
@@ -117,6 +120,9 @@ class RequestQueue:
         self.heeded = Position.parse(raw["heeded"]) if "heeded" in raw else Position(0, 0)
         """The position of the last signal that was heeded: it is not heeded again when the stream is read again."""
         self.bad_signals: int = raw.get("bad_signals", 0)
+        known = raw.get("tables")
+        self.tables: frozenset[int] | None = frozenset(known) if known is not None else None
+        """The tables (oid) whose rows were read already or need not be; None if nobody has looked yet."""
 
     def __getitem__(self, name: str) -> RequestState:
         return self._states[name]
@@ -154,12 +160,19 @@ class RequestQueue:
         return self._change(state, status="running", oid=oid, estimated_rows=estimated_rows, started=started)
 
     def advance(
-        self, name: str, *, chunks: int, last_key: tuple[str, ...] | None, rows: int, is_last: bool
+        self,
+        name: str,
+        *,
+        chunks: int,
+        last_key: tuple[str, ...] | None,
+        rows: int,
+        moved_done: int = -1,
+        is_last: bool = False,
     ) -> RequestState:
         """A chunk was released. `chunks` and `rows` count from its beginning."""
         state = self._states[name]
         ended = {"status": "done", "finished": time.time()} if is_last else {}
-        state = self._change(state, chunks=chunks, last_key=last_key, rows=rows, **ended)
+        state = self._change(state, chunks=chunks, last_key=last_key, rows=rows, moved_done=moved_done, **ended)
         self._drop_old()
         return state
 
@@ -174,6 +187,12 @@ class RequestQueue:
         self._add(requests)
         self.heeded = max(self.heeded, position)
         self.bad_signals += bad
+        self._save()
+
+    def know(self, tables: Iterable[int], requests: Iterable[SnapshotRequest] = ()) -> None:
+        """These are the tables now, and of new ones the rows are asked for, in one step."""
+        self._add(requests)
+        self.tables = frozenset(tables)
         self._save()
 
     def _add(self, requests: Iterable[SnapshotRequest]) -> None:
@@ -211,5 +230,33 @@ class RequestQueue:
             "requests": [one.to_json() for one in self._states.values()],
             "heeded": str(self.heeded),
             "bad_signals": self.bad_signals,
+            "tables": sorted(self.tables) if self.tables is not None else None,
         }
         write_json_durably(self._path, content)
+
+
+def describe(state: RequestState, rate: float | None = None) -> dict[str, Any]:
+    """A request for `pgcdc status`; `rate` is in rows per second, if it is known."""
+    percent = left = None
+    if state.status == "done":
+        percent = 100.0
+    elif state.estimated_rows:
+        percent = min(99.9, 100.0 * state.rows / state.estimated_rows)
+    is_running = state.status == "running"
+    if rate and is_running and state.estimated_rows:
+        left = max(0.0, (state.estimated_rows - state.rows) / rate)
+    return {
+        "id": state.id,
+        "table": state.request.table,
+        "kind": state.request.kind,
+        "where": state.request.where,
+        "status": state.status,
+        "rows": state.rows,
+        "estimated_rows": state.estimated_rows,
+        "percent": percent,
+        "rate": rate if is_running else None,
+        "seconds_left": left,
+        "started": state.started,
+        "finished": state.finished,
+        "error": state.error,
+    }

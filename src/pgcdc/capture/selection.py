@@ -38,6 +38,8 @@ class Selection:
     row_filters: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     generated_columns: bool = False
+    also: tuple[str, ...] = ()
+    """Tables of ours that are captured with the others: the one for signals."""
 
     @property
     def is_open(self) -> bool:
@@ -46,7 +48,7 @@ class Selection:
 
     def to_json(self) -> dict[str, Any]:
         """As it is read back from JSON."""
-        found = {name: getattr(self, name) for name in self.__slots__}
+        found = {name: getattr(self, name) for name in self.__slots__ if name != "also" or self.also}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
     @classmethod
@@ -63,6 +65,8 @@ class Selection:
             named = {table for table in map(split_table, other.tables) if table[0] not in schemas}
             if other.all_tables or not schemas.issuperset(other.schema_names) or not named <= tables:
                 return False
+        if not set(other.also) <= {*self.also, *self.tables}:
+            return False
         return self.rules() == other.rules() and (self.generated_columns or not other.generated_columns)
 
     def check(self) -> None:

@@ -32,6 +32,13 @@ class CaptureSpec:
     snapshot_only: bool = False
     """The stream is never read: only the rows of the initial snapshot are wanted."""
     snapshot_hold_limit_s: float = 6 * 3600.0
+    signal_table: str = "pgcdc_signals"
+    """Rows that are inserted there ask for snapshots, if it is captured."""
+    chunk_size: int = 0
+    """Rows that incremental snapshots read at a time, unless a request says otherwise; 0: what is read in a moment."""
+    chunk_delay_s: float = 0.0
+    read_added: bool = False
+    """Existing rows of tables that are new in the publications are read."""
 
     def to_json(self) -> str:
         """For the standard input of the process."""

@@ -85,6 +85,7 @@ def choose_tables(everything: Sequence[Table], selection: Selection, *, roots: b
         chosen = [t for t in everything if _belongs_to_all(t) and (selection.all_tables or t.schema in schemas)]
     else:
         chosen = [find_table(everything, name) for name in selection.tables]
+    chosen += [find_table(everything, name, "--signal-table") for name in selection.also]
     oids = {table.oid for table in chosen}
     kinds = ("r", "p") if roots else ("r",)
 

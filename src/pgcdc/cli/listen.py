@@ -118,6 +118,18 @@ def listen(
     snapshot_hold_limit: Annotated[
         Text, typer.Option(help="Give the initial snapshot up after this time: 30m, 6h. (default: 6h)")
     ] = None,
+    incremental_snapshot: Annotated[
+        Flag, typer.Option("--incremental-snapshot", help="Capture the table of signals; created if it is missing.")
+    ] = None,
+    signal_table: Annotated[
+        Text, typer.Option(help="Rows inserted there ask for snapshots. (default: pgcdc_signals)")
+    ] = None,
+    snapshot_chunk_size: Annotated[
+        int | None, typer.Option(help="Rows that incremental snapshots read at a time. (default: 0, by time and size)")
+    ] = None,
+    snapshot_chunk_delay: Annotated[
+        float | None, typer.Option(help="Seconds that they rest between chunks. (default: 0)")
+    ] = None,
     spool_limit: Annotated[
         Text, typer.Option(help="Stop reading when this much is undelivered. (default: 1GB)")
     ] = None,
@@ -156,6 +168,8 @@ def listen(
             "invalid_utf8": invalid_utf8,
             "adapters": tuple(adapter) if adapter else None, "file_path": file_path, "state_dir": state_dir,
             "snapshot_mode": snapshot_mode or ("initial" if snapshot_first else None),
+            "incremental_snapshot": incremental_snapshot, "signal_table": signal_table,
+            "snapshot_chunk_size": snapshot_chunk_size, "snapshot_chunk_delay": snapshot_chunk_delay,
             "snapshot_hold_limit": snapshot_hold_limit, "spool_limit": spool_limit, "max_batch_rows": max_batch_rows,
             "start_from": start_from, "once": once, "fail_fast": fail_fast,
             "accept_publication": accept_publication, "warm_up": warm_up,

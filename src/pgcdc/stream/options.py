@@ -141,6 +141,10 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
         ),
         snapshot_mode=_snapshot_mode(options),
         snapshot_hold_limit_s=_number(options, "snapshot_hold_limit", DEFAULT_HOLD_LIMIT_S, parse_seconds),
+        incremental_snapshot=_flag(options, "incremental_snapshot"),
+        signal_table=options.get("signal_table", "pgcdc_signals"),
+        snapshot_chunk_size=_number(options, "snapshot_chunk_size", 0, int),
+        snapshot_chunk_delay_s=_number(options, "snapshot_chunk_delay", 0.0, float),
     )
     source.toast.check(source.wire.origin)
     rows = _number(options, "max_batch_rows", DEFAULT_MAX_BATCH_ROWS, int)
@@ -253,6 +257,7 @@ _KNOWN = {
     "schema_events",
     "snapshot_mode", "snapshot_hold_limit",
     "streaming", "messages", "two_phase", "origin", "binary", "toast", "toast_cache_max_entries",
+    "incremental_snapshot", "signal_table", "snapshot_chunk_size", "snapshot_chunk_delay",
     "_spool", "_driver_acks",
 }  # fmt: skip
 

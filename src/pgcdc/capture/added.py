@@ -1,0 +1,44 @@
+"""Tables that the publications gained since the slot began: the rows that they have already are read beside the stream."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from psycopg import Error
+
+from pgcdc.capture.database import Connection, name_table
+from pgcdc.capture.guard import connection_ended
+from pgcdc.capture.requests import RequestQueue, SnapshotRequest, new_id
+
+__all__ = ["note_tables"]
+
+logger = logging.getLogger("pgcdc.capture")
+
+
+def note_tables(queue: RequestQueue, sql: Connection, publications: Sequence[str], *, is_wanted: bool) -> list[str]:
+    """Note which tables there are; of those that are new, the rows are asked for if that `is_wanted`. Returns these.
+
+    What was noted is durable together with the requests, so that no crash forgets a table. At the first time nothing is
+    asked for: these tables are those of the slot's beginning.
+    """
+    try:
+        found = {oid: name_table(schema, name) for oid, schema, name in sql.execute(_TABLES, [list(publications)])}
+    except Error as error:
+        raise connection_ended(error) from error
+    known = queue.tables
+    if known == found.keys():
+        return []
+    added = [name for oid, name in sorted(found.items()) if known is not None and oid not in known] if is_wanted else []
+    queue.know(found, [SnapshotRequest(new_id(), name, "added") for name in added])
+    if added:
+        logger.info("new tables, whose existing rows are read: %s", ", ".join(added))
+    return added
+
+
+_TABLES = """
+SELECT c.oid::int8, n.nspname::text, c.relname::text
+FROM pg_publication_tables p JOIN pg_namespace n ON n.nspname = p.schemaname
+JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = p.tablename
+WHERE p.pubname = ANY (%s)
+"""
