@@ -137,6 +137,7 @@ class SourceOptions:
             wire=self.wire,
             toast=self.toast,
             snapshot_only=self.snapshot_mode == "initial_only",
+            read_added=self.snapshot_mode in ("initial", "always"),
             snapshot_hold_limit_s=self.snapshot_hold_limit_s,
             signal_table=self.signal_table,
             chunk_size=self.snapshot_chunk_size,
