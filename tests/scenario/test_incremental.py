@@ -124,7 +124,7 @@ def test_many_kills_of_capture_and_server_with_changes_in_flight(tmp_path: Path)
     with EmbeddedPostgres.temporary() as server:
         database = Database("postgres", server.url(), server)
         make_table(database)
-        query = Backfill(database, tmp_path).load()
+        query = Backfill(database, tmp_path, toast=chance.choice(("mark", "cache"))).load()
         try:
             with Writers(database, seed=seed % 1000):
                 for victim in chance.sample(["capture", "capture", "server", "spool"], 4):
