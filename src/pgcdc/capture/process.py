@@ -322,10 +322,7 @@ class CaptureProcess:
 
     def _publish_due(self) -> None:
         """What was released behind the very end of the spool needs no batch of the stream to come first."""
-        while self._to_replay and self._sql is not None:
-            lsn, end = self._to_replay[0].lsn, self._spool.end
-            if end.lsn != lsn and not (end.is_end and end.lsn == stream_lsn(lsn)):
-                return
+        while self._to_replay and self._sql is not None and self._to_replay[0].follows(self._spool.end):
             self._publish(self._to_replay[0])
             self._to_replay.popleft()
 
