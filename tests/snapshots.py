@@ -17,6 +17,7 @@ from listening import wait_until
 from pyspark.sql.types import ArrayType, MapType, StringType, StructField, StructType
 from queries import Query
 
+from pgcdc.errors import ConnectionLost
 from pgcdc.position import Position
 from pgcdc.state import Lock
 
@@ -34,6 +35,18 @@ def long_text(seed: int) -> str:
     return random.Random(seed).randbytes(LONG // 2).hex()
 
 
+def _patiently(ask: Callable[[], Any]) -> Any:
+    """Ask again while the server is being restarted."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return ask()
+        except ConnectionLost:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
 class Backfill(Query):
     """A query of events, with requests for snapshots, and what it has delivered so far."""
 
@@ -47,10 +60,9 @@ class Backfill(Query):
 
     def ask(self, **content: Any) -> dict[str, Any]:
         """One request at the control socket; a capture that was killed is started again, as a query does."""
-        self.reader._open()
-        found: dict[str, Any] = self.reader._feed._link.call(
-            lambda client: client.request({"do": "snapshot", **content})
-        )
+        feed = self.reader._open()
+        content = {"do": "snapshot", **content}
+        found: dict[str, Any] = _patiently(lambda: feed._link.call(lambda client: client.request(content)))
         return found
 
     def add(self, table: str, **content: Any) -> str:
@@ -61,7 +73,7 @@ class Backfill(Query):
 
     def pull(self) -> None:
         """Everything that is committed by now."""
-        target = self.reader._open().target()
+        target = _patiently(self.reader._open().target)
         while self.offset is None or Position.from_offset(self.offset).lsn < target:
             self.events += self.step() or []
 

@@ -9,6 +9,7 @@ run.json          the driver's status, once a second
 consumers.json    where every consumer is, and what was confirmed
 shapes.jsonl      which shape every table had from which position on
 spool/            segments and index
+snapshot/         rows of snapshots that were released, and what is asked of incremental ones (requests.json)
 acks/             one file per sink
 checkpoints/      Spark's, one folder per lane
 toast/            the cache of --toast cache

@@ -15,6 +15,7 @@ from databases import Database
 from listening import wait_until
 from snapshots import Backfill, Writers, contents, fold, make_table
 
+from pgcdc.capture.control import ask_snapshots
 from pgcdc.capture.requests import RequestQueue
 from pgcdc.errors import ConfigError, SourceError
 from pgcdc.playground.postgres import EmbeddedPostgres
@@ -98,6 +99,7 @@ def test_kill_9_at_every_step_releases_every_row_once(
     assert fold(query.events, "t", ["id"]) == contents(database, "t", ["id"])
 
 
+@pytest.mark.slow
 def test_kill_9_on_the_way_with_changes_in_flight(database: Database, query: Backfill) -> None:
     make_table(database)
     query.load()
@@ -122,7 +124,7 @@ def test_many_kills_of_capture_and_server_with_changes_in_flight(tmp_path: Path)
     with EmbeddedPostgres.temporary() as server:
         database = Database("postgres", server.url(), server)
         make_table(database)
-        query = Backfill(database, tmp_path).load()
+        query = Backfill(database, tmp_path, toast=chance.choice(("mark", "cache"))).load()
         try:
             with Writers(database, seed=seed % 1000):
                 for victim in chance.sample(["capture", "capture", "server", "spool"], 4):
@@ -267,3 +269,31 @@ def test_signals_ask_for_snapshots_and_bad_ones_stop_nothing(database: Database,
     query.drain()
     queue = RequestQueue(query.state.snapshot / "requests.json")
     assert len(queue.entries()) == 3 and queue.bad_signals == 3
+
+
+def test_the_table_of_signals_is_made_and_captured(database: Database, query: Backfill) -> None:
+    make_table(database, 10)
+    database.execute("CREATE SCHEMA ops")
+    query.options |= {"incremental_snapshot": "true", "signal_table": "ops.asked", "snapshot_chunk_size": "3"}
+    query.load()
+    database.execute("INSERT INTO ops.asked (signal, payload) VALUES ('execute-snapshot', '{\"table\": \"t\"}')")
+    query.pull_until(lambda: [one["status"] for one in query.states().values()] == ["done"])
+    query.drain()
+    assert len(keys_of_snapshots(query)) == 10 and len(query.of("asked")) == 1
+    (state,) = RequestQueue(query.state.snapshot / "requests.json").entries()
+    assert state.chunks == 4
+
+
+def test_without_a_capture_requests_are_written_down(database: Database, query: Backfill) -> None:
+    make_table(database, 10)
+    query.load()
+    query.end()
+    name = ask_snapshots(query.state, {"action": "add", "table": "t"})["id"]
+    missing = ask_snapshots(query.state, {"action": "add", "table": "missing"})["id"]
+    ask_snapshots(query.state, {"action": "pause", "id": name})
+    assert ask_snapshots(query.state, {"action": "resume"})["id"] == name
+    query.load()
+    query.complete(name)
+    query.drain()
+    assert len(keys_of_snapshots(query)) == 10
+    assert "is not captured" in query.states()[missing]["error"]

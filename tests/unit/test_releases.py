@@ -50,6 +50,23 @@ def test_rows_of_a_snapshot_stand_between_two_transactions(tmp_path: Path) -> No
     assert Position.parse(str(second)) == second and Position.from_offset(second.to_offset()) == second
 
 
+def test_a_release_follows_the_very_end_of_its_transaction(tmp_path: Path) -> None:
+    releases = Releases(tmp_path, BASE)
+    first = release(releases, BASE, rows(1, 2))
+    second = release(releases, first, rows(3))
+    one, two = releases.after(BASE)
+    assert one.follows(BASE) and two.follows(first) and two.follows(Position(0x101, second.ordinal - 1))
+    assert not any(one.follows(end) for end in (Position.end(0xF8), Position(0x100, 3), Position.end(0x108)))
+
+
+def test_a_note_is_there_again_after_a_crash(tmp_path: Path) -> None:
+    releases = Releases(tmp_path, BASE)
+    count, written = stage_rows(tmp_path / "staged", [rows(1)])
+    note = {"request": "a", "last_key": ["1"]}
+    releases.add(BASE, tmp_path / "staged", rows=count, written=written, relation=ORDERS, time_us=1_000_000, note=note)
+    assert [one.note for one in Releases(tmp_path, BASE).after(BASE)] == [note]
+
+
 def test_batches_have_final_positions_and_only_the_last_ends_the_chunk(tmp_path: Path) -> None:
     releases, relations = Releases(tmp_path, BASE), Relations([Relation(1, "a", "b", "d", ())])
     release(releases, release(releases, BASE, rows(0)), rows(1, 2), rows(3))

@@ -87,6 +87,8 @@ def test_a_window_that_is_full_says_so() -> None:
     window = Window(7, ("b", "a"), limit_bytes=100)
     window.see(pa.RecordBatch.from_pylist([change(Op.INSERT, [b"x" * 200, b"1", b"1"])], schema=CHANGES), T)
     assert window.is_full
+    window.narrow(chunk(*ROWS).key_columns)
+    assert window.is_full, "what was left out does not come back"
 
 
 def test_key_moves_are_those_with_values_that_were_not_sent() -> None:

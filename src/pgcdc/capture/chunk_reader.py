@@ -30,13 +30,15 @@ from pgcdc.capture.database import (
     split_table,
 )
 from pgcdc.capture.published import PublishedTable, read_published
-from pgcdc.errors import PgcdcError, SourceError
+from pgcdc.errors import ConnectionLost, PgcdcError, SourceError
 
 __all__ = ["ChunkOrder", "ChunkRead", "ChunkReader", "check_readable", "find_table"]
 
 CHUNK_BYTES = 8 << 20
 FLUSH_POLL_S = 0.02
-_PLACE_BYTES = 1 << 20
+_BATCH_BYTES = 1 << 20
+_PASSING = ("40", "55P03", "57014")
+"""Conflicts, deadlocks, locks and cancelled statements: the next attempt may do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,12 @@ class ChunkReader:
                 read = self._look(order) if order.known is None else self._copy(order, order.known)
                 self._await_flush(read)
                 return read
+        except SourceError as error:
+            self._drop()
+            cause = error.__cause__
+            if isinstance(cause, psycopg.Error) and (cause.sqlstate or "").startswith(_PASSING):
+                raise ConnectionLost(error.message, error.advice) from cause
+            raise
         except BaseException:
             self._drop()  # it may be in a transaction, or in the middle of a COPY
             raise
@@ -199,7 +207,7 @@ class ChunkReader:
     def _look(self, order: ChunkOrder) -> ChunkRead:
         conn = self._connection()
         table = find_table(conn, self._publications, order.table, order.oid)
-        check_readable(conn, table, order.where)
+        check_readable(conn, table, order.where, lock_timeout="0")
         row = conn.execute(_ESTIMATE, [table.relation.oid] * 2).fetchone()
         waiting = conn.execute(_WAITING).fetchall()
         estimated = int(row[0] or 0) if row else 0
@@ -235,7 +243,7 @@ class ChunkReader:
             read.is_last = True
             return read
         with contextlib.closing(
-            copy_rows(conn, order.statement(), columns, batch_bytes=min(CHUNK_BYTES, _PLACE_BYTES))
+            copy_rows(conn, order.statement(), columns, batch_bytes=min(CHUNK_BYTES, _BATCH_BYTES))
         ) as arrays:
             for values in arrays:
                 read.values.append(values)
@@ -291,14 +299,14 @@ def find_table(conn: Connection, publications: Sequence[str], name: str, oid: in
     return found
 
 
-def check_readable(conn: Connection, table: PublishedTable, where: str) -> None:
-    """Raise SourceError if its rows cannot be read: no right, or a condition that is none."""
+def check_readable(conn: Connection, table: PublishedTable, where: str, lock_timeout: str = "1s") -> None:
+    """Raise SourceError if its rows cannot be read: no right, or a condition that is none. Timeout 0: wait for locks."""
     columns = ", ".join(map(quote_identifier, table.columns))
     condition = f" WHERE ({where}\n)" if where else ""
     try:
         with conn.transaction():
             conn.execute("SET TRANSACTION READ ONLY")
-            conn.execute("SET LOCAL lock_timeout = '1s'")
+            conn.execute(f"SET LOCAL lock_timeout = {quote_literal(lock_timeout)}".encode())
             execute_one(conn, f"SELECT {columns} FROM {table.source}{condition} LIMIT 0")
     except psycopg.errors.InsufficientPrivilege:
         role = quote_identifier(conn.info.user)

@@ -338,14 +338,14 @@ class CaptureProcess:
         if release is not None:
             self._to_replay.append(release)
             self._publish_due()
-        self._target_lsn = self._capture.target_lsn = max(self._target_lsn, self._snapshots.target_lsn)
+        # What somebody waits for, or was put behind an idle position: do not wait for the next report of progress.
+        replayed = self._to_replay[-1].lsn if self._to_replay else 0
+        wanted = max(self._snapshots.target_lsn, stream_lsn(self._server.needed.lsn), stream_lsn(replayed))
+        self._target_lsn = self._capture.target_lsn = max(self._target_lsn, wanted)
 
     def _publish_due(self) -> None:
         """What was released behind the very end of the spool needs no batch of the stream to come first."""
-        while self._to_replay and self._sql is not None:
-            lsn, end = self._to_replay[0].lsn, self._spool.end
-            if end.lsn != lsn and not (end.is_end and end.lsn == stream_lsn(lsn)):
-                return
+        while self._to_replay and self._sql is not None and self._to_replay[0].follows(self._spool.end):
             self._publish(self._to_replay[0])
             self._to_replay.popleft()
 

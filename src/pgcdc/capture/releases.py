@@ -59,6 +59,10 @@ class Release:
         """The position behind the rows."""
         return Position.chunk_end(self.lsn, self.chunk)
 
+    def follows(self, end: Position) -> bool:
+        """Whether its place is right behind `end`, or `end` is inside of it: it can be made visible at once."""
+        return end.lsn == self.lsn or (end.is_end and end.lsn == stream_lsn(self.lsn))
+
 
 def stage_rows(path: Path, batches: Iterable[pa.RecordBatch]) -> tuple[int, Written]:
     """Write rows of a chunk, durably: `path` exists only when it is complete. Returns how many, and the file's checksum."""

@@ -95,13 +95,10 @@ class Window:
     relations: set[Relation] = field(default_factory=set)
     """The shapes that the changes had."""
     nbytes: int = 0
+    is_full: bool = False
+    """It grew too large, and changes were left out: it is of no use any more."""
     _parts: list[tuple[pa.RecordBatch, Relation]] = field(default_factory=list)
     _wanted: list[pa.Array] | None = None
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it has grown too large to be of use."""
-        return self.nbytes > self.limit_bytes
 
     def see(self, rows: pa.RecordBatch, relation: Relation) -> None:
         """Changes of the table, all of one shape."""
@@ -128,6 +125,8 @@ class Window:
         if rows.num_rows:
             self._parts.append((rows, relation))
             self.nbytes += rows.nbytes
+        if self.nbytes > self.limit_bytes:
+            self.is_full, self._parts = True, []
 
     def _touches(self, rows: pa.RecordBatch, relation: Relation) -> pa.Array:
         """Changes that may be of wanted keys: column by column, which is enough to leave nearly all others out."""
