@@ -52,6 +52,7 @@ def copy_to_parquet(
     check_java()
     target = PartialFolder(folder, "--to")
     logs = Path(tempfile.mkdtemp(prefix="pgcdc-snapshot-"))
+    is_told = False
     try:
         with open_copy(wanted, say) as copy:
             target.open()
@@ -66,14 +67,20 @@ def copy_to_parquet(
                     spark = stack.enter_context(_Spark(wanted.url, logs / "spark.log"))
                 else:
                     options["url"] = wanted.url
-                counts = [_Writing(spark, copy, table, target.partial).run(options, progress) for table in copy.tables]
+                counts = [
+                    _Writing(spark, copy, table, target.partial, logs).run(options, progress) for table in copy.tables
+                ]
         with explain_writing(target.path):
             (target.partial / MANIFEST).write_text(json.dumps(_describe(copy, counts), indent=2))
         target.finish()
-        shutil.rmtree(logs, ignore_errors=True)
         return sum(counts)
+    except PgcdcError as error:
+        is_told = str(logs) in str(error)
+        raise
     finally:
         target.discard()
+        if not is_told:
+            shutil.rmtree(logs, ignore_errors=True)
 
 
 def folder_name(table: CopiedTable) -> str:
@@ -122,10 +129,11 @@ class _Spark:
 class _Writing:
     """Spark writes one table in a thread of its own, while this one looks how far it is."""
 
-    def __init__(self, spark: SparkSession, copy: Copy, table: CopiedTable, folder: Path) -> None:
+    def __init__(self, spark: SparkSession, copy: Copy, table: CopiedTable, folder: Path, logs: Path) -> None:
         self._spark = spark
         self._copy = copy
         self._table = table
+        self._logs = logs
         self._folder = folder / folder_name(table)
         self._error: BaseException | None = None
         self._finished = 0
@@ -190,4 +198,4 @@ class _Writing:
             message = ours.group(2).replace("Load it again", "Run it again")
             return PgcdcError.from_json({"kind": ours.group(1), "message": message})
         lines = [line for line in text.splitlines() if line.strip()] or [type(error).__name__]
-        return SourceError(f"Spark cannot copy table {self._table.name}: {lines[0][:300]}", "Nothing is left behind")
+        return SourceError(f"Spark cannot copy table {self._table.name}: {lines[0][:300]}", f"See {self._logs}")
