@@ -15,7 +15,7 @@ from databases import Database
 from listening import wait_until
 from snapshots import Backfill, Writers, contents, fold, make_table
 
-from pgcdc.capture.control import ask_snapshots
+from pgcdc.capture.asking import ask_snapshots
 from pgcdc.capture.requests import RequestQueue
 from pgcdc.errors import ConfigError, SourceError
 from pgcdc.playground.postgres import EmbeddedPostgres

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from pgcdc.capture.control import ask_or_do
-from pgcdc.capture.requests import RequestQueue, RequestState, SnapshotRequest
+from pgcdc.capture.requests import RequestQueue, SnapshotRequest, change_queue, describe
 from pgcdc.errors import PgcdcError, StateError
 from pgcdc.state import Lock, StateDir
 
-__all__ = ["add_snapshots", "change_snapshot", "list_snapshots"]
+__all__ = ["add_snapshots", "ask_snapshots", "change_snapshot", "list_snapshots"]
 
 
 def add_snapshots(state: StateDir, requests: Sequence[SnapshotRequest]) -> None:
@@ -23,7 +22,7 @@ def add_snapshots(state: StateDir, requests: Sequence[SnapshotRequest]) -> None:
     added: list[SnapshotRequest] = []
     try:
         for request in requests:
-            _ask(state, {"action": "add", **asdict(request)}, partial(_add, request))
+            ask_snapshots(state, {"action": "add", **asdict(request)})
             added.append(request)
     except PgcdcError:
         for request in added:
@@ -32,59 +31,34 @@ def add_snapshots(state: StateDir, requests: Sequence[SnapshotRequest]) -> None:
         raise
 
 
-def _add(request: SnapshotRequest, queue: RequestQueue) -> None:
-    queue.add(request)
-
-
 def change_snapshot(state: StateDir, action: str, name: str) -> None:
     """Pause, resume or stop a request. ConfigError if it is not one that can be."""
-    changes: dict[str, Callable[[RequestQueue], object]] = {
-        "pause": lambda queue: queue.pause(name),
-        "resume": lambda queue: queue.resume(name),
-        "stop": lambda queue: queue.stop(name),
-    }
-    _ask(state, {"action": action, "id": name}, changes[action])
+    ask_snapshots(state, {"action": action, "id": name})
 
 
 def list_snapshots(state: StateDir) -> list[dict[str, Any]]:
     """All requests that are known, with how far they are."""
     _check(state)
     if Lock.holder(state.capture_lock) is None:  # nothing is changed: no lock is needed
-        return [_describe(one) for one in RequestQueue(state.requests_file).entries()]
-    found: list[dict[str, Any]] = _ask(state, {"action": "list"}, lambda queue: queue.entries())["snapshots"]
+        return [describe(one) for one in RequestQueue(state.requests_file).entries()]
+    found: list[dict[str, Any]] = ask_snapshots(state, {"action": "list"})["snapshots"]
     return found
 
 
-def _ask(state: StateDir, request: dict[str, Any], otherwise: Callable[[RequestQueue], object]) -> dict[str, Any]:
+def ask_snapshots(state: StateDir, content: dict[str, Any], timeout_s: float = 30.0) -> dict[str, Any]:
+    """Add, pause, resume, stop or list incremental snapshots (`action`), by the capture if one runs.
+
+    Without one a new request is written down as it is: whether it can be done is seen when the pipeline runs.
+    """
     _check(state)
 
     def change() -> dict[str, Any]:
         queue = RequestQueue(state.requests_file)
-        otherwise(queue)
-        return {"snapshots": [_describe(one) for one in queue.entries()]}
+        return change_queue(queue, content) | {"snapshots": [describe(one) for one in queue.entries()]}
 
-    return ask_or_do(state, {"do": "snapshot", **request}, change)
+    return ask_or_do(state, {"do": "snapshot", **content}, change, timeout_s)
 
 
 def _check(state: StateDir) -> None:
     if state.identity() is None:
         raise StateError(f"{state.path} is not a state directory of pgcdc", "Give --state-dir of a pipeline")
-
-
-def _describe(one: RequestState) -> dict[str, Any]:
-    """As the capture describes it in its status; nothing moves while none runs."""
-    percent = 100.0 if one.status == "done" else None
-    if percent is None and one.estimated_rows:
-        percent = min(99.0, 100 * one.rows / one.estimated_rows)
-    return {
-        "id": one.id,
-        "table": one.request.table,
-        "kind": one.request.kind,
-        "status": one.status,
-        "rows": one.rows,
-        "estimated_rows": one.estimated_rows,
-        "percent": percent,
-        "rate": None,
-        "seconds_left": None,
-        "error": one.error,
-    }

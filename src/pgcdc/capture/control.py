@@ -18,9 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pgcdc.capture.asked import change_queue, describe
 from pgcdc.capture.consumers import Consumers
-from pgcdc.capture.requests import RequestQueue
 from pgcdc.capture.server import remove_socket
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.errors import ConnectionLost, PgcdcError, SourceError, StateError
@@ -32,7 +30,6 @@ __all__ = [
     "CaptureLink",
     "ControlClient",
     "ask_or_do",
-    "ask_snapshots",
     "ensure_capture",
     "forget_consumer",
 ]
@@ -188,19 +185,6 @@ def forget_consumer(state: StateDir, name: str, timeout_s: float = 30.0) -> None
         return {}
 
     ask_or_do(state, {"do": "forget", "consumer": name}, forget, timeout_s)
-
-
-def ask_snapshots(state: StateDir, content: dict[str, Any], timeout_s: float = 30.0) -> dict[str, Any]:
-    """Add, pause, resume, stop or list incremental snapshots (`action`), by the capture if one runs.
-
-    Without one a new request is written down as it is: whether it can be done is seen when the pipeline runs.
-    """
-
-    def do() -> dict[str, Any]:
-        queue = RequestQueue(state.snapshot / "requests.json")
-        return change_queue(queue, content) | {"snapshots": [describe(one) for one in queue.entries()]}
-
-    return ask_or_do(state, {"do": "snapshot", **content}, do, timeout_s)
 
 
 def ask_or_do(

@@ -82,7 +82,7 @@ class IncrementalSnapshots:
         chunk_delay_s: float = 0.0,
     ) -> None:
         """`chunk_size` and `chunk_delay_s` are for requests that say nothing of it; 0 rows: what is read in a moment."""
-        self.queue = RequestQueue(state.snapshot / "requests.json")
+        self.queue = RequestQueue(state.requests_file)
         self.reader = ChunkReader(url, publications, application_name)
         self._folder = state.snapshot
         self._releases = releases

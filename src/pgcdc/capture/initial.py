@@ -295,7 +295,7 @@ class InitialSnapshot:
             return False
         for table in lost.values():
             if table.done:
-                queue = self._queue or RequestQueue(self._state.snapshot / "requests.json")
+                queue = self._queue or RequestQueue(self._state.requests_file)
                 known = {one.id for one in queue.entries()}  # by an attempt that was killed
                 queue.add(*(one for one in requests_for_rest(table) if one.id not in known))
                 self._plan.end_table(table.oid, "moved")

@@ -151,7 +151,7 @@ def request_all(sql: Connection, state: StateDir, publications: Sequence[str]) -
     if lock.acquire() is None:
         return  # the capture runs: this is no start
     try:
-        queue = RequestQueue(state.snapshot / "requests.json")
+        queue = RequestQueue(state.requests_file)
         going = {one.request.table for one in queue.entries() if one.request.kind == "always" and not one.is_ended}
         tables = [one.title for one in read_published(sql, publications) if one.key and one.title not in going]
         queue.add(*(SnapshotRequest(new_id(), name, "always") for name in tables))

@@ -17,7 +17,16 @@ from pgcdc.errors import ConfigError
 from pgcdc.position import Position
 from pgcdc.state import read_json, write_json_durably
 
-__all__ = ["KINDS", "RequestQueue", "RequestState", "SnapshotRequest", "describe", "new_id"]
+__all__ = [
+    "KINDS",
+    "RequestQueue",
+    "RequestState",
+    "SnapshotRequest",
+    "change_queue",
+    "describe",
+    "make_request",
+    "new_id",
+]
 
 KINDS = ("incremental", "initial", "added", "always", "vanished")
 """Asked for by a user; the rest of an interrupted initial snapshot; a table that is new in the publication; at every start;
@@ -260,3 +269,28 @@ def describe(state: RequestState, rate: float | None = None) -> dict[str, Any]:
         "finished": state.finished,
         "error": state.error,
     }
+
+
+_FIELDS = ("kind", "where", "keys_file", "chunk_size", "chunk_delay_s", "low", "high")
+
+
+def make_request(content: dict[str, Any]) -> SnapshotRequest:
+    """The request in a message: `table`, and what else a SnapshotRequest has."""
+    given = {name: content[name] for name in _FIELDS if content.get(name) is not None}
+    given |= {name: tuple(given[name]) for name in ("low", "high") if name in given}
+    return SnapshotRequest(content.get("id") or new_id(), content["table"], **given)
+
+
+def change_queue(queue: RequestQueue, content: dict[str, Any]) -> dict[str, Any]:
+    """The same without looking at the table; the id of the request that was changed comes back."""
+    action = content["action"]
+    if action == "list":
+        return {"id": None}
+    if action == "add":
+        request = make_request(content)
+        queue.add(request)
+        return {"id": request.id}
+    if action not in ("pause", "resume", "stop"):
+        raise ConfigError(f"{action!r} cannot be done to a snapshot", "Give add, pause, resume, stop or list")
+    changed: RequestState = getattr(queue, action)(content.get("id") or "")
+    return {"id": changed.id}
