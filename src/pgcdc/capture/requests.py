@@ -1,0 +1,215 @@
+"""What is asked of incremental snapshots: which tables to read again, how far each one is, and which signals were heeded.
+
+The file is durable, so that a request survives any crash; a request is added by the capture process (`{"do": "snapshot"}` on
+its control socket), or by whoever holds the capture's lock while none runs.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pgcdc.errors import ConfigError
+from pgcdc.position import Position
+from pgcdc.state import read_json, write_json_durably
+
+__all__ = ["KINDS", "RequestQueue", "RequestState", "SnapshotRequest", "new_id"]
+
+KINDS = ("incremental", "initial", "added", "always", "vanished")
+"""Asked for by a user; the rest of an interrupted initial snapshot; a table that is new in the publication; at every start;
+keys of a sink that the table may not have any more."""
+KEPT_FINISHED = 20
+_ENDED = ("done", "stopped", "failed")
+
+
+def new_id() -> str:
+    """A name for a request."""
+    return secrets.token_hex(4)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRequest:
+    """One table to be read while the stream goes on."""
+
+    id: str
+    table: str
+    """As users write it: `orders`, `sales.orders`."""
+    kind: str = "incremental"
+    """One of KINDS."""
+    where: str = ""
+    """Which rows, in SQL; "" for all."""
+    low: tuple[str, ...] | None = None
+    """The smallest key, as text, in the order of PublishedTable.key; None: from the first."""
+    high: tuple[str, ...] | None = None
+    """The first key that is not wanted; None: to the last."""
+    keys_file: str = ""
+    """Of the kind vanished: a file with one key in each line, a JSON array of texts in the order of PublishedTable.key."""
+    chunk_size: int = 0
+    """Rows at a time; 0: as many as are read in a moment."""
+    chunk_delay_s: float = 0.0
+    """How long to rest between chunks."""
+
+    def check(self) -> None:
+        """Raise ConfigError for what cannot be."""
+        if self.kind not in KINDS:
+            raise ConfigError(f"{self.kind!r} is not a kind of snapshot", f"Give one of: {', '.join(KINDS)}")
+        if (self.kind == "vanished") != bool(self.keys_file):
+            raise ConfigError("a file of keys belongs to the kind vanished, and only to it")
+        if self.chunk_size < 0 or self.chunk_delay_s < 0:
+            raise ConfigError("chunk size and chunk delay are not below 0", "0 is the default of both")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestState:
+    """A request, and how far it is."""
+
+    request: SnapshotRequest
+    status: str = "queued"
+    """queued, running, paused, done, stopped or failed."""
+    oid: int = 0
+    """The table that was found under the name; 0 before the first chunk."""
+    last_key: tuple[str, ...] | None = None
+    """The last key that was read and released; of the kind vanished: the number of lines that are done, as text."""
+    chunks: int = 0
+    """How many releases there were for it."""
+    rows: int = 0
+    """How many rows were released."""
+    estimated_rows: int = 0
+    """How many there are to read, about."""
+    error: str = ""
+    added: float = field(default_factory=time.time)
+    started: float = 0.0
+    finished: float = 0.0
+
+    @property
+    def id(self) -> str:
+        """The request's."""
+        return self.request.id
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.status in _ENDED
+
+    def to_json(self) -> dict[str, Any]:
+        """For the file."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> RequestState:
+        """The state behind `to_json()`."""
+        request = {name: tuple(one) if isinstance(one, list) else one for name, one in raw["request"].items()}
+        key = tuple(raw["last_key"]) if raw["last_key"] is not None else None
+        return cls(**{**raw, "request": SnapshotRequest(**request), "last_key": key})
+
+
+class RequestQueue:
+    """The requests of one state directory, in their order. Everything is durable when a method returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        raw: dict[str, Any] = read_json(path) or {}
+        self._states = {one["request"]["id"]: RequestState.from_json(one) for one in raw.get("requests", [])}
+        self.heeded = Position.parse(raw["heeded"]) if "heeded" in raw else Position(0, 0)
+        """The position of the last signal that was heeded: it is not heeded again when the stream is read again."""
+        self.bad_signals: int = raw.get("bad_signals", 0)
+
+    def __getitem__(self, name: str) -> RequestState:
+        return self._states[name]
+
+    def entries(self) -> list[RequestState]:
+        """All that are known: those that go on, in their order, and the last ones that have ended."""
+        return list(self._states.values())
+
+    def next(self) -> RequestState | None:
+        """What to work on now; None if nothing is asked."""
+        going = [one for one in self._states.values() if one.status in ("queued", "running")]
+        return next((one for one in going if one.status == "running"), going[0] if going else None)
+
+    def add(self, *requests: SnapshotRequest) -> None:
+        """Queue requests, all of them or none."""
+        self._add(requests)
+        self._save()
+
+    def pause(self, name: str = "") -> RequestState:
+        """Leave a request where it is; without a name, the one that runs."""
+        return self._change(self._find(name, "queued", "running"), status="paused")
+
+    def resume(self, name: str = "") -> RequestState:
+        """Go on with a paused request; without a name, with the first one."""
+        return self._change(self._find(name, "paused"), status="queued")
+
+    def stop(self, name: str = "") -> RequestState:
+        """End a request where it is; without a name, the one that runs."""
+        return self.end(self._find(name, "queued", "running", "paused").id, "stopped")
+
+    def begin(self, name: str, *, oid: int, estimated_rows: int) -> RequestState:
+        """Its first chunk is about to be read."""
+        state = self._states[name]
+        started = state.started or time.time()
+        return self._change(state, status="running", oid=oid, estimated_rows=estimated_rows, started=started)
+
+    def advance(
+        self, name: str, *, chunks: int, last_key: tuple[str, ...] | None, rows: int, is_last: bool
+    ) -> RequestState:
+        """A chunk was released. `chunks` and `rows` count from its beginning."""
+        state = self._states[name]
+        ended = {"status": "done", "finished": time.time()} if is_last else {}
+        state = self._change(state, chunks=chunks, last_key=last_key, rows=rows, **ended)
+        self._drop_old()
+        return state
+
+    def end(self, name: str, status: str, error: str = "") -> RequestState:
+        """Nothing more will happen to it."""
+        state = self._change(self._states[name], status=status, error=error, finished=time.time())
+        self._drop_old()
+        return state
+
+    def heed(self, position: Position, requests: Iterable[SnapshotRequest] = (), *, bad: int = 0) -> None:
+        """Everything that a signal asks for, and that it was heeded, in one step."""
+        self._add(requests)
+        self.heeded = max(self.heeded, position)
+        self.bad_signals += bad
+        self._save()
+
+    def _add(self, requests: Iterable[SnapshotRequest]) -> None:
+        wanted = list(requests)
+        for request in wanted:
+            request.check()
+            if request.id in self._states:
+                raise ConfigError(f"there is a snapshot {request.id!r} already", "Choose another id")
+        self._states |= {request.id: RequestState(request) for request in wanted}
+
+    def _find(self, name: str, *statuses: str) -> RequestState:
+        fitting = [one for one in self._states.values() if one.status in statuses]
+        fitting.sort(key=lambda one: one.status != "running")
+        found = next((one for one in fitting if name in ("", one.id)), None)
+        if found is None:
+            known = ", ".join(f"{one.id} ({one.status})" for one in self._states.values()) or "none"
+            what = f"no snapshot {name!r}" if name else "no snapshot"
+            raise ConfigError(f"there is {what} that is {' or '.join(statuses)}", f"Known snapshots: {known}")
+        return found
+
+    def _change(self, state: RequestState, **changes: Any) -> RequestState:
+        changed = replace(state, **changes)
+        self._states[state.id] = changed
+        self._save()
+        return changed
+
+    def _drop_old(self) -> None:
+        ended = sorted((one for one in self._states.values() if one.is_ended), key=lambda one: one.finished)
+        for one in ended[:-KEPT_FINISHED]:
+            del self._states[one.id]
+
+    def _save(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            "requests": [one.to_json() for one in self._states.values()],
+            "heeded": str(self.heeded),
+            "bad_signals": self.bad_signals,
+        }
+        write_json_durably(self._path, content)
