@@ -12,6 +12,8 @@ spool/            segments and index
 acks/             one file per sink
 checkpoints/      Spark's, one folder per lane
 toast/            the cache of --toast cache
+snapshot/         rows of snapshots that were released, and what is asked of snapshots
+resync.json       a `pgcdc resync` that is not finished; resync/ has its keys
 """
 
 from __future__ import annotations
@@ -82,6 +84,9 @@ class StateDir:
         self.shapes_file = self.path / "shapes.jsonl"
         self.toast = self.path / "toast"
         self.snapshot = self.path / "snapshot"
+        self.snapshot_keys = self.snapshot / "keys"
+        self.resync = self.path / "resync"
+        self.resync_note = self.path / "resync.json"
         self.capture_status = self.path / "capture.json"
         self.run_status = self.path / "run.json"
         self.capture_lock = self.path / "capture.lock"
@@ -146,6 +151,14 @@ class StateDir:
             raise StateError(
                 f"{self.identity_file} is not readable by this version of pgcdc", "Use the version that wrote it"
             ) from error
+
+    def check_whole(self) -> None:
+        """Raise StateError if a `pgcdc resync` was interrupted: half of what is here belongs to a slot that is gone."""
+        if self.resync_note.exists():
+            raise StateError(
+                f"a resync of {self.path} was begun and is not finished",
+                f"Run it again, it goes on where it was: pgcdc resync --state-dir {self.path}",
+            )
 
     def save_identity(self, identity: Identity) -> None:
         """Record who the directory belongs to, durably."""

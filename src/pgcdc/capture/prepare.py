@@ -175,10 +175,12 @@ def prepare(
     watch_pid: int | None = None,
     consumer: str = "",
     on_wait: Callable[[list[OpenTransaction]], None] | None = None,
+    is_resync: bool = False,
 ) -> Prepared:
     """Check server and state directory, create what is missing. Raises with advice, and then nothing new is left behind.
 
-    `consumer` is who asks: it may leave out tables that it does not want any more, but not those of others.
+    `consumer` is who asks: it may leave out tables that it does not want any more, but not those of others. Only
+    `pgcdc resync` itself (`is_resync`) may begin in a directory that it has not finished with.
     """
     options.check()
     state = StateDir(Path(options.state_dir))
@@ -187,6 +189,8 @@ def prepare(
         with state.claim(lock, LOCK_TIMEOUT_S) as taken:
             if not taken:
                 raise StateError(f"another process prepares {state.path}", "Wait for it, or use another --state-dir")
+            if not is_resync:
+                state.check_whole()
             _check_others(options, state, consumer)
             return _prepare(options, state, watch_pid or os.getpid(), on_wait)
     finally:

@@ -10,6 +10,7 @@ from pgcdc.cli.consumer import consumer_app
 from pgcdc.cli.describe import describe
 from pgcdc.cli.listen import listen
 from pgcdc.cli.playground import playground
+from pgcdc.cli.resync import resync
 from pgcdc.cli.slot import slot_app
 from pgcdc.cli.status import status
 from pgcdc.cli.version import version
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command()(listen)
 app.command()(describe)
 app.command()(status)
+app.command()(resync)
 app.command()(playground)
 app.command()(version)
 app.add_typer(slot_app, name="slot")
