@@ -25,6 +25,7 @@ from pyspark.sql.types import StringType, StructField, StructType
 from queries import Query
 
 from pgcdc.capture.control import CaptureGone, ControlClient
+from pgcdc.capture.prepare import SourceOptions, prepare
 from pgcdc.playground import contents
 from pgcdc.playground.contents import Tables
 from pgcdc.position import Position
@@ -241,8 +242,15 @@ class Delivery(Query):
     """`pgcdc listen --adapter file` in one process and without a JVM: the source's batches go to the file, with its ack."""
 
     def __init__(self, database: Database, folder: Path, **options: str) -> None:
-        super().__init__(database, folder, **{"consumer": "main", "all_tables": "true", **options})
+        wanted = {} if "tables" in options else {"all_tables": "true"}
+        super().__init__(database, folder, **{"consumer": "main", **wanted, **options})
         self.output = folder / "events.jsonl"
+
+    def begin(self) -> None:
+        """Make the slot, as the first start does, and read nothing."""
+        tables = tuple(filter(None, self.options.get("tables", "").split(",")))
+        url, slot, state_dir = (self.options[name] for name in ("url", "slot", "state_dir"))
+        prepare(SourceOptions(url, slot, tables=tables, all_tables=not tables, state_dir=state_dir))
 
     def deliver(self, *, steps: int | None = None) -> None:
         """Everything that is committed by now, or so many batches; then nobody reads, as after `pgcdc listen --once`."""

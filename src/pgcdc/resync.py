@@ -251,11 +251,13 @@ class Resync:
     def _chosen(self) -> list[PublishedTable]:
         published = {(one.relation.namespace, one.relation.name): one for one in self._published()}
         chosen = []
-        for name in dict.fromkeys(self.options.read_again):
-            table = published.get(split_table(name))
+        for name in dict.fromkeys(map(split_table, self.options.read_again)):
+            table = published.get(name)
             if table is None:
                 known = ", ".join(one.title for one in published.values()) or "none"
-                raise ConfigError(f"table {name} is not captured through slot {self._identity.slot}", f"Known: {known}")
+                raise ConfigError(
+                    f"table {name_table(*name)} is not captured through slot {self._identity.slot}", f"Known: {known}"
+                )
             if not table.key:
                 raise ConfigError(
                     f"table {table.title} has no key: its rows cannot be read while it changes",
@@ -440,7 +442,7 @@ class Resync:
         options = SourceOptions(url=self.options.url, slot=known.slot, state_dir=str(self.state.path), wire=wire)
         tables = tuple(note.get("tables", self.options.tables))
         options = replace(options, tables=tables) if tables else options.as_before(known)
-        return replace(options, publication=known.publications[0]["name"])
+        return replace(options, publication=known.publications[0]["name"], **_WITH_ROWS)
 
     def _published(self) -> list[PublishedTable]:
         names = [item["name"] for item in self._identity.publications]
@@ -455,6 +457,7 @@ class Resync:
         return [one for one in self._sinks() if one.path.exists() and content_kind(one.path) in ("events", "")]
 
 
+_WITH_ROWS: dict[str, Any] = {"snapshot_mode": "initial"} if "snapshot_mode" in SourceOptions.__slots__ else {}
 _NOT_DELETED = "deletes of rows that vanished are not sent (with --truncate, a TRUNCATE comes before the rows)"
 
 
