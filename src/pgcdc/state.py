@@ -186,13 +186,13 @@ def check_identity(known: Identity, *, system_identifier: str, timeline: int, da
         raise GapError(
             f"the server is another one: its system identifier is {system_identifier}, "
             f"this state directory belongs to {known.system_identifier}",
-            "Check --db. If the database was restored or moved on purpose, start with a new slot and a new --state-dir",
+            "Check --db. If the database was restored or moved on purpose, the sinks can follow it: pgcdc resync --new-slot",
         )
     if known.timeline != timeline:
         raise GapError(
             f"the server is on timeline {timeline}, this state directory was written on timeline {known.timeline}: "
             "there was a failover or a point-in-time recovery, and changes may be missing",
-            "Compare source and target, then start with a new slot and a new --state-dir",
+            "Bring the sinks to what this server has: pgcdc resync --new-slot",
         )
     if known.database != database:
         raise GapError(

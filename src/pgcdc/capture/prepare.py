@@ -396,7 +396,7 @@ def _check_rejoin(options: SourceOptions, known: Identity, server: ServerInfo) -
     if server.slot is None:
         raise GapError(
             f"slot {options.slot!r} does not exist any more: somebody dropped it",
-            "Changes since then are gone. Start with a new --state-dir (and copy the existing rows)",
+            "Changes since then are gone. Bring the sinks back to the source: pgcdc resync",
         )
     consumers = Consumers(StateDir(Path(options.state_dir)).consumers_file)
     check_not_ahead(server.slot, consumers.confirmed_lsn)

@@ -168,7 +168,7 @@ def read_offset(checkpoint: Path, batch_id: int) -> Position:
     except (OSError, IndexError, ValueError, KeyError) as error:
         raise StateError(
             f"Spark's offset log {path} cannot be read: {error}",
-            "Restore the checkpoint from a backup, or start with a new slot and a new --state-dir",
+            "Restore the checkpoint from a backup, or begin with a new slot: pgcdc resync --new-slot",
         ) from error
 
 
