@@ -287,32 +287,45 @@ class Delivery(Query):
 # --- how far a snapshot is
 
 
-def snapshots(one: Listener) -> list[dict[str, Any]]:
-    """What the capture says about snapshots now; what it said last, if it does not answer."""
+def capture_status(one: Listener) -> dict[str, Any]:
+    """What the capture says now; what it said last, if it does not answer."""
     holder = Lock.holder(one.state.capture_lock)
     if holder and "address" in holder:
         with contextlib.suppress(CaptureGone), contextlib.closing(ControlClient(holder["address"])) as client:
-            return list(client.status().get("snapshots") or [])
-    return list((read_json(one.state.capture_status) or {}).get("snapshots") or [])
+            return client.status()
+    return read_json(one.state.capture_status) or {}
 
 
-def progress(one: Listener, kinds: tuple[str, ...]) -> float | None:
-    """Percent of all rows that the snapshots of these kinds have to read; None if there is none."""
-    found = [snapshot for snapshot in snapshots(one) if snapshot["kind"] in kinds]
-    if not found:
+def progress(one: Listener, kind: str) -> float | None:
+    """Percent of the rows that the snapshots of a kind have to read; None if there is none. 100 only if all are done."""
+    status = capture_status(one)
+    found = [snapshot for snapshot in status.get("snapshots") or [] if snapshot["kind"] == kind]
+    is_done = all(snapshot["status"] == "done" for snapshot in found)
+    initial = status.get("initial_snapshot") if kind == "initial" else None
+    if initial:
+        found += [] if initial["status"] == "complete" else initial["tables"]
+        is_done = is_done and initial["status"] == "complete"
+    if not found and not initial:
         return None
-    if all(snapshot["status"] == "done" for snapshot in found):
+    if is_done:
         return 100.0
-    rows = sum(snapshot["rows"] for snapshot in found)
-    return min(99.9, 100 * rows / max(1, sum(max(one["estimated_rows"], one["rows"]) for one in found)))
+    rows = sum(part["rows"] for part in found)
+    return min(99.9, 100 * rows / max(1, sum(max(part["estimated_rows"], part["rows"]) for part in found)))
+
+
+def ask(one: Listener, **request: Any) -> dict[str, Any]:
+    """A request about snapshots, to the capture that runs."""
+    wait_until(lambda: "address" in (Lock.holder(one.state.capture_lock) or {}), 30, "a capture process")
+    with contextlib.closing(ControlClient((Lock.holder(one.state.capture_lock) or {})["address"])) as client:
+        return client.request({"do": "snapshot", **request})
 
 
 class SnapshotKiller(Killer):
     """Kills parts of a pipeline when its snapshot is so far, while the tables are written to."""
 
-    def __init__(self, one: Listener, server: Any, hammer: Hammer, seed: int, *kinds: str) -> None:
+    def __init__(self, one: Listener, server: Any, hammer: Hammer, seed: int, kind: str) -> None:
         super().__init__(one, server, hammer, seed)
-        self._kinds = kinds
+        self._kind = kind
 
     def kill_at(self, percent: float, target: str) -> None:
         """Wait for the progress, kill, and see that both sides go on."""
@@ -338,7 +351,7 @@ class SnapshotKiller(Killer):
             nonlocal seen
             assert self.one.process is not None
             assert self.one.process.poll() is None, self.one.said()
-            now = progress(self.one, self._kinds)
+            now = progress(self.one, self._kind)
             seen = seen if now is None else now
             return now is not None and is_reached(now)
 

@@ -423,14 +423,18 @@ class Resync:
         self._say("reading what the sinks have")
         keys = self._collect(chosen)
         hit("resync.keys")
-        run = new_id()
+        run, queue = new_id(), RequestQueue(self.state.snapshot / "requests.json")
+        needed = {one.request.keys_file for one in queue.entries() if not one.is_ended}
+        for path in self.state.snapshot_keys.glob("*"):
+            if str(path) not in needed:
+                path.unlink()
         requests = [SnapshotRequest(new_id(), table.title) for table in chosen]
         for one in keys:
             if one["count"]:
                 file = self._keep(one["file"], f"{run}-")
                 requests.append(SnapshotRequest(new_id(), name_table(*one["table"]), "vanished", keys_file=str(file)))
         hit("resync.kept")
-        RequestQueue(self.state.snapshot / "requests.json").add(*requests)
+        queue.add(*requests)
         shutil.rmtree(self.state.resync, ignore_errors=True)
 
     # --- what it works with

@@ -100,15 +100,15 @@ class _Rules:
         self._complete = complete
         self._resynced = resynced
         self._kinds: dict[str, str] = {}
-        self._read: dict[str, set[Key]] = {}
-        """Of each table: what has come in the snapshot that was begun last."""
+        self._read: dict[str, dict[Key, str]] = {}
+        """Of each table: what has come in the snapshot that was begun last, and behind which transaction."""
         self._old: dict[str, set[Key]] = {}
         """Of each table: rows of before a resync, that nobody has told anything about yet."""
 
     def begin(self, mark: Mapping[str, str]) -> None:
         name = f"{mark['schema']}.{mark['table']}"
         self._kinds[name] = mark["kind"]
-        self._read[name] = set()
+        self._read[name] = {}
         if self._resynced and mark["kind"] == "initial":
             self._old[name] = set(self._tables.get(name, {}))
 
@@ -118,7 +118,7 @@ class _Rules:
         is_old = key in old
         old.discard(key)
         if operation == "SNAPSHOT":
-            return self._snapshot_fault(event["payload"]["row"], name, key, None if is_old else previous, is_old)
+            return self._snapshot_fault(event, name, key, None if is_old else previous, is_old)
         if operation == "INSERT":
             return "exists" if previous is not None and not is_old else None
         if operation == "UPDATE" and key in self._tables[name] and not is_old:  # the row itself is taken out already
@@ -127,11 +127,14 @@ class _Rules:
         is_check = operation == "DELETE" and int(str(event.get("position", "0/0")).partition("/")[0], 16) & 7 != 0
         return "does not exist" if previous is None and self._complete and not is_check else None
 
-    def _snapshot_fault(self, row: Row, name: str, key: Key, previous: Row | None, is_old: bool) -> str | None:
-        read = self._read.setdefault(name, set())
-        if key in read:
+    def _snapshot_fault(
+        self, event: Mapping[str, Any], name: str, key: Key, previous: Row | None, is_old: bool
+    ) -> str | None:
+        row, place = event["payload"]["row"], str(event.get("position")).partition("/")[0]
+        read = self._read.setdefault(name, {})
+        if read.get(key) == place:  # behind another transaction it may come again: keys that were moved are looked up
             return "came twice in one snapshot"
-        read.add(key)
+        read[key] = place
         if previous is None:
             is_again = self._kinds.get(name) in ("incremental", "always")
             return "is gone, and comes back" if is_again and self._complete and not is_old else None
