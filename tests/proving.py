@@ -12,6 +12,7 @@ import contextlib
 import json
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -252,26 +253,32 @@ class Delivery(Query):
         url, slot, state_dir = (self.options[name] for name in ("url", "slot", "state_dir"))
         prepare(SourceOptions(url, slot, tables=tables, all_tables=not tables, state_dir=state_dir))
 
-    def deliver(self, *, steps: int | None = None) -> None:
-        """Everything that is committed by now, or so many batches; then nobody reads, as after `pgcdc listen --once`."""
+    def deliver(self, until: Callable[[], bool] = lambda: True) -> None:
+        """Everything that is committed by now, after `until` has come true; then nobody reads any more."""
         self.load(LINES)
         sink = FileSink(self.output, self.state.acks)
         assert self.offset is not None
         sink.open(Position.from_offset(self.offset))
+        deadline = time.monotonic() + 120
+        while not until():
+            assert time.monotonic() < deadline
+            self._deliver_batch(sink)
         self.reader.prepareForTriggerAvailableNow()
-        while steps is None or steps > 0:
-            start = Position.from_offset(self.offset)
-            rows = self.step()
-            if rows is None:
-                break
-            lines = pa.table(
-                {name: pa.array([row[name] for row in rows], pa.string()) for name in ("position", "line")}
-            )
-            sink.write(Batch(start, Position.from_offset(self.offset), lines))
-            steps = None if steps is None else steps - 1
+        while self._deliver_batch(sink):
+            pass
         self.reader.commit(self.offset)
         sink.close()
         self.end()
+
+    def _deliver_batch(self, sink: FileSink) -> bool:
+        assert self.offset is not None
+        start = Position.from_offset(self.offset)
+        rows = self.step()
+        if rows is None:
+            return False
+        columns = {name: pa.array([row[name] for row in rows], pa.string()) for name in ("position", "line")}
+        sink.write(Batch(start, Position.from_offset(self.offset), pa.table(columns)))
+        return True
 
     def forget(self) -> None:
         """Spark's checkpoint is gone, as a resync deletes it."""

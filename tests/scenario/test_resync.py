@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from databases import Database
-from proving import LINES, Delivery, fold
+from listening import wait_until
+from proving import LINES, Delivery, Hammer, assert_equal, create_tables, fold
 
 from pgcdc.capture.releases import Releases
-from pgcdc.capture.requests import RequestQueue, SnapshotRequest
+from pgcdc.capture.requests import RequestQueue, RequestState, SnapshotRequest
 from pgcdc.errors import ConfigError, GapError, SinkError, StateError
 from pgcdc.position import Position
 from pgcdc.resync import Resync, ResyncOptions
@@ -134,6 +135,38 @@ def test_a_lost_slot_is_begun_anew_with_the_same_file(delivery: Delivery, databa
     positions = [event["position"] for event in delivery.events()]
     assert positions == sorted(set(positions))
     assert ("2",) in fold(delivery.events(), KEYS, complete=False, resynced=True)["public.t"]
+
+
+def test_the_file_is_brought_back_to_the_source_while_writers_are_at_work(database: Database, tmp_path: Path) -> None:
+    with database.connect() as conn:
+        create_tables(conn, rows=0, wide=0)
+    one = Delivery(database, tmp_path)
+    one.begin()
+    with Hammer(database.url, 11, rows=400, wide=20, pause_s=0.005) as hammer:
+        wait_until(lambda: hammer.commits > 500, 60, "rows")
+        one.deliver()
+        database.execute("SELECT pg_drop_replication_slot(%s)", [f"s_{database.name}"])
+        database.execute("DELETE FROM one")
+        database.execute("DELETE FROM pair WHERE number % 2 = 0")
+        commits = hammer.commits
+        wait_until(lambda: hammer.commits > commits + 100, 60, "changes that nobody will ever see")
+        resync(one)
+        one.forget()
+        one.deliver(lambda: all(state.is_ended for state in requests(one)))
+    assert {state.status for state in requests(one)} == {"done"} and hammer.rollbacks > 0
+    one.deliver()
+    assert_equal(database.url, one.events(), resynced=True)
+    with pytest.raises(AssertionError, match="only in the output"):  # the deletes of what vanished are needed
+        kept = [event for event in one.events() if event["operation"] != "DELETE" or not is_snapshot(event)]
+        assert_equal(database.url, kept, resynced=True)
+
+
+def requests(one: Delivery) -> list[RequestState]:
+    return RequestQueue(one.state.snapshot / "requests.json").entries()
+
+
+def is_snapshot(event: dict[str, Any]) -> bool:
+    return Position.parse(event["position"]).is_snapshot
 
 
 @pytest.mark.slow
