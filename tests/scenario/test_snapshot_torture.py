@@ -19,8 +19,10 @@ from pgcdc.playground.postgres import EmbeddedPostgres
 
 TARGETS = ["driver", "capture", "worker", "postgres"]
 PERCENT = [10, 50, 90]
-ROWS, WIDE = 200_000, 3_000
+ROWS, WIDE = 120_000, 3_000
 FEWER_ROWS, FEWER_WIDE = 30_000, 1_000
+SMALL = ("--spool-limit", "2MB", "--max-batch-rows", "20000")
+"""Rows are published only as fast as they are delivered: then there is a time for each percent of the snapshot."""
 CHUNK = {"chunk_size": 2_000, "chunk_delay_s": 0.1}
 
 
@@ -32,7 +34,7 @@ def pipeline(folder: Path, rows: int, wide: int) -> Iterator[tuple[Listener, Emb
     with EmbeddedPostgres.temporary(settings={"synchronous_commit": "on", "max_wal_size": "4GB"}) as server:
         with psycopg.connect(server.url(), autocommit=True) as conn:
             create_tables(conn, rows, wide)
-        one = Listener(server.url(), folder, "--all-tables", "--snapshot-mode", "initial")
+        one = Listener(server.url(), folder, "--all-tables", "--snapshot-mode", "initial", *SMALL)
         try:
             yield one, server, seed
         finally:
