@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,18 @@ def test_a_file_that_is_gone_or_shorter_is_refused(tmp_path: Path) -> None:
         (tmp_path / "events.jsonl").unlink()
         with pytest.raises(SinkError, match="is gone"):
             sink.read_back(store)
+
+
+def test_memory_is_that_of_the_buffer_whatever_the_number_of_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "BUFFERED_KEYS", 10_000)
+    with KeyStore(tmp_path / "k", TABLES) as store:
+        tracemalloc.start()
+        try:
+            for number in range(50_000):
+                store.apply(event("INSERT", {"id": str(number)}))
+            assert tracemalloc.get_traced_memory()[1] < 6 << 20
+        finally:
+            tracemalloc.stop()
+        assert store.write_keys(T, tmp_path / "keys") == 50_000

@@ -51,7 +51,7 @@ class KeyStore:
             (f"pgcdc:{name}" if schema == "public" else f"pgcdc:{schema}.{name}", name): number
             for number, (schema, name) in enumerate(tables)
         }
-        self._buffer: dict[tuple[int, bytes], bool] = {}
+        self._buffer: dict[tuple[int, str], bool] = {}
         """Keys that are there (True) or gone since the file was last written to."""
         self.unread: dict[TableName, int] = {}
         """How many rows have no key that could be looked for: the table had another key then, or it is not UTF-8."""
@@ -63,7 +63,7 @@ class KeyStore:
             for setting in ("journal_mode = OFF", "synchronous = OFF", "locking_mode = EXCLUSIVE"):
                 self._db.execute(f"PRAGMA {setting}")
             self._db.execute(f"PRAGMA cache_size = -{CACHE_KB}")
-            self._db.execute("CREATE TABLE k (t INTEGER, key BLOB, PRIMARY KEY (t, key)) WITHOUT ROWID")
+            self._db.execute("CREATE TABLE k (t INTEGER, key TEXT, PRIMARY KEY (t, key)) WITHOUT ROWID")
 
     def __enter__(self) -> KeyStore:
         return self
@@ -99,7 +99,7 @@ class KeyStore:
         """Whether this is a key by which the source can be asked."""
         if None in key or any(value and (value.startswith("base64:") or _FFFD in value) for value in key):
             return False
-        self._buffer[number, orjson.dumps(key)] = is_there
+        self._buffer[number, orjson.dumps(key).decode()] = is_there  # decoded: orjson's bytes are kilobytes apiece
         if len(self._buffer) >= BUFFERED_KEYS:
             self._flush()
         return True
@@ -129,7 +129,7 @@ class KeyStore:
                 for (key,) in self._db.execute(
                     "SELECT key FROM k WHERE t = ? ORDER BY key", [self._names.index(table)]
                 ):
-                    file.write(key + b"\n")
+                    file.write(f"{key}\n".encode())
                     count += 1
                 file.flush()
                 os.fsync(file.fileno())
