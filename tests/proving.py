@@ -316,8 +316,9 @@ def progress(one: Listener, kind: str) -> float | None:
         return None
     if is_done:
         return 100.0
-    rows = sum(part["rows"] for part in found)
-    return min(99.9, 100 * rows / max(1, sum(max(part["estimated_rows"], part["rows"]) for part in found)))
+    rows: int = sum(part["rows"] for part in found)
+    total: int = sum(max(part["estimated_rows"], part["rows"]) for part in found)
+    return min(99.9, 100 * rows / max(1, total))
 
 
 def ask(one: Listener, **request: Any) -> dict[str, Any]:

@@ -403,6 +403,7 @@ class Resync:
             if one["count"] and name not in known:
                 file = self._keep(one["file"])
                 wanted.append(SnapshotRequest(name, name_table(*one["table"]), "vanished", keys_file=str(file)))
+        hit("resync.kept")
         if wanted:
             queue.add(*wanted)
 

@@ -23,7 +23,7 @@ from pgcdc.resync import Resync, ResyncOptions
 from pgcdc.state import Lock, read_json, write_json
 
 KEYS = {"public.t": ("id",), "public.pair": ("b", "a"), "public.log": ()}
-POINTS = ["keys", "noted", "dropped", "emptied", "prepared", "truncated", "queued", "acked"]
+POINTS = ["keys", "noted", "dropped", "emptied", "prepared", "truncated", "kept", "queued", "acked"]
 FOLDERS_OF_THE_SLOT = ["typed", "toast"]
 
 

@@ -105,7 +105,8 @@ def mark(kind: str) -> dict[str, Any]:
     return {"channel": "pgcdc:_snapshot", "operation": "SNAPSHOT_STARTED", "payload": {"row": row}}
 
 
-ROW, NEWER = {"id": "1", "v": "a"}, {"id": "1", "v": "b"}
+ROW: dict[str, str | None] = {"id": "1", "v": "a"}
+NEWER: dict[str, str | None] = {"id": "1", "v": "b"}
 GONE = event("DELETE", {"id": "1"})
 
 

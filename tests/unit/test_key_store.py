@@ -73,6 +73,8 @@ def test_tables_whose_channels_are_the_same_are_told_apart(tmp_path: Path) -> No
     events = [event("INSERT", {"id": "1"}, channel="pgcdc:x.y", table="x.y")]
     assert keys(tmp_path, events, ("x", "y")) == []
     assert keys(tmp_path, events, ("public", "x.y")) == [["1"]]
+    other = [event("INSERT", {"id": "2"}, channel="pgcdc:x.y", table="y")]
+    assert keys(tmp_path, other, ("public", "x.y")) == [] and keys(tmp_path, other, ("x", "y")) == [["2"]]
 
 
 def test_rows_without_a_key_that_can_be_looked_for_are_counted(tmp_path: Path) -> None:
