@@ -443,9 +443,9 @@ class Resync:
     def _source_options(self) -> SourceOptions:
         """What was captured before, through a slot of the same name."""
         note, known = self._note, self._identity
-        wire = WireOptions(two_phase=note.get("two_phase", self._two_phase))
+        wire = WireOptions(two_phase=self._two_phase or note.get("two_phase", False))
         options = SourceOptions(url=self.options.url, slot=known.slot, state_dir=str(self.state.path), wire=wire)
-        tables = tuple(note.get("tables", self.options.tables))
+        tables = self.options.tables or tuple(note.get("tables", ()))
         options = replace(options, tables=tables) if tables else options.as_before(known)
         return replace(options, publication=known.publications[0]["name"], **_WITH_ROWS)
 

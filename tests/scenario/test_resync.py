@@ -17,7 +17,8 @@ from proving import LINES, Delivery, Hammer, assert_equal, create_tables, fold
 
 from pgcdc.capture.releases import Releases
 from pgcdc.capture.requests import RequestQueue, RequestState, SnapshotRequest
-from pgcdc.errors import ConfigError, GapError, SinkError, StateError
+from pgcdc.cli.status import read_status
+from pgcdc.errors import ConfigError, GapError, SinkError, SourceError, StateError
 from pgcdc.position import Position
 from pgcdc.resync import Resync, ResyncOptions
 from pgcdc.state import Lock, read_json, write_json
@@ -296,6 +297,14 @@ def test_a_table_that_is_gone_must_be_left_out_by_name(database: Database, tmp_p
     database.execute("DROP TABLE b")
     with pytest.raises(ConfigError, match="table b does not exist any more"):
         resync(one)
+    database.execute("CREATE TABLE b (id int PRIMARY KEY)")
+    killed = run_command(one, "--yes", PGCDC_FAILPOINTS="resync.dropped=kill")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    database.execute("DROP TABLE b")
+    with pytest.raises(SourceError, match="table b does not exist"):
+        resync(one)
+    with pytest.raises(StateError, match=r"resync .* was begun and is not finished"):
+        read_status(one.state.path)
     resync(one, tables=("a",))
     identity = one.state.identity()
     assert identity is not None and identity.asked is not None and identity.asked["tables"] == ["a"]
