@@ -310,18 +310,19 @@ class Resync:
                     file = f"keys-{sink.name}-{number}.jsonl"
                     count = store.write_keys(table, self.state.resync / file)
                     found.append({"table": list(table), "key": list(key), "file": file, "count": count})
-                self._tell_unread(sink, store)
+                self._tell_unread(sink, store, {table.relation.channel for table in tables})
         fsync_folder(self.state.path)
         return found
 
-    def _tell_unread(self, sink: FileSink, store: KeyStore) -> None:
+    def _tell_unread(self, sink: FileSink, store: KeyStore, captured: set[str]) -> None:
         for table, count in store.unread.items():
             self._say(
                 f"{count} rows of table {name_table(*table)} in {sink.path} have no key to look for in the source "
                 "(the table had another key, or it is not UTF-8): if they vanished, they stay there"
             )
-        if store.others:
-            names = ", ".join(sorted(store.others)[:20])
+        others = sorted(store.others - captured)
+        if others and not self.options.read_again:
+            names = ", ".join(others[:20])
             self._say(f"what {sink.path} has of {names} stays as it is: these tables are not captured any more")
 
     def _reset(self) -> None:

@@ -124,6 +124,7 @@ def test_a_lost_slot_is_begun_anew_with_the_same_file(delivery: Delivery, databa
         file.write('{"half a batch that was never acknowledged')
     said = "\n".join(resync(delivery))
     assert "does not exist any more" in said and "table log has no key: a TRUNCATE" in said
+    assert "not captured any more" not in said
     check_begun_anew(delivery, size)
     database.execute("INSERT INTO t VALUES (8, 'streamed')")
     database.execute("INSERT INTO log VALUES ('3')")
