@@ -13,6 +13,8 @@ snapshot/         rows of snapshots that were released, and what is asked of inc
 acks/             one file per sink
 checkpoints/      Spark's, one folder per lane
 toast/            the cache of --toast cache
+snapshot/         rows of snapshots that were released, and what is asked of snapshots
+resync.json       a `pgcdc resync` that is not finished; resync/ has its keys
 """
 
 from __future__ import annotations
@@ -85,6 +87,9 @@ class StateDir:
         self.toast = self.path / "toast"
         self.snapshot = self.path / "snapshot"
         self.requests_file = self.snapshot / "requests.json"
+        self.snapshot_keys = self.snapshot / "keys"
+        self.resync = self.path / "resync"
+        self.resync_note = self.path / "resync.json"
         self.capture_status = self.path / "capture.json"
         self.run_status = self.path / "run.json"
         self.capture_lock = self.path / "capture.lock"
@@ -150,6 +155,14 @@ class StateDir:
                 f"{self.identity_file} is not readable by this version of pgcdc", "Use the version that wrote it"
             ) from error
 
+    def check_whole(self) -> None:
+        """Raise StateError if a `pgcdc resync` was interrupted: half of what is here belongs to a slot that is gone."""
+        if self.resync_note.exists():
+            raise StateError(
+                f"a resync of {self.path} was begun and is not finished",
+                f"Run it again, it goes on where it was: pgcdc resync --state-dir {self.path}",
+            )
+
     def save_identity(self, identity: Identity) -> None:
         """Record who the directory belongs to, durably."""
         write_json_durably(self.identity_file, asdict(identity))
@@ -176,13 +189,13 @@ def check_identity(known: Identity, *, system_identifier: str, timeline: int, da
         raise GapError(
             f"the server is another one: its system identifier is {system_identifier}, "
             f"this state directory belongs to {known.system_identifier}",
-            "Check --db. If the database was restored or moved on purpose, start with a new slot and a new --state-dir",
+            "Check --db. If the database was restored or moved on purpose, the sinks can follow it: pgcdc resync --new-slot",
         )
     if known.timeline != timeline:
         raise GapError(
             f"the server is on timeline {timeline}, this state directory was written on timeline {known.timeline}: "
             "there was a failover or a point-in-time recovery, and changes may be missing",
-            "Compare source and target, then start with a new slot and a new --state-dir",
+            "Bring the sinks to what this server has: pgcdc resync --new-slot",
         )
     if known.database != database:
         raise GapError(

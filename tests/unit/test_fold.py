@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pgcdc.playground.contents import Tables, differences, fold_events
+from pgcdc.playground.contents import Tables, check_sequence, differences, fold_events
 from pgcdc.playground.shop import fold
 
 KEYS = {"public.t": ("id",), "public.pair": ("a", "b"), "billing.t": ("id",)}
@@ -98,6 +98,81 @@ def test_strict_finds_lost_and_repeated_changes(events: list[dict[str, Any]], me
     with pytest.raises(ValueError, match=message):
         fold_events(events, KEYS, strict=True)
     fold_events(events, KEYS)
+
+
+def mark(kind: str) -> dict[str, Any]:
+    row = {"snapshot": "s", "kind": kind, "schema": "public", "table": "t", "rows": "0"}
+    return {"channel": "pgcdc:_snapshot", "operation": "SNAPSHOT_STARTED", "payload": {"row": row}}
+
+
+ROW: dict[str, str | None] = {"id": "1", "v": "a"}
+NEWER: dict[str, str | None] = {"id": "1", "v": "b"}
+GONE = event("DELETE", {"id": "1"})
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        ([event("SNAPSHOT", ROW)] * 2, "came twice in one snapshot"),
+        ([mark("initial"), event("SNAPSHOT", ROW), event("SNAPSHOT", ROW)], "came twice in one snapshot"),
+        ([event("SNAPSHOT", ROW), event("INSERT", ROW)], "INSERT .* exists"),
+        ([event("INSERT", NEWER), mark("incremental"), event("SNAPSHOT", ROW)], "has 'a' in column v, but .* 'b'"),
+        ([event("INSERT", ROW), GONE, mark("incremental"), event("SNAPSHOT", ROW)], "is gone, and comes back"),
+        ([event("INSERT", ROW), event("INSERT", {"id": "2"}), event("UPDATE", {"id": "2"}, old={"id": "1"})],
+         "becomes .*'2'.*, which exists"),
+    ],
+)  # fmt: skip
+def test_strict_finds_rows_of_snapshots_that_are_repeated_old_or_gone(events: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fold_events(events, KEYS, strict=True)
+    fold_events(events, KEYS)
+
+
+def test_strict_takes_what_snapshots_may_do() -> None:
+    again = [
+        mark("initial"),
+        event("SNAPSHOT", ROW),
+        event("UPDATE", NEWER),
+        mark("incremental"),
+        event("SNAPSHOT", NEWER),
+    ]
+    vanished = {**event("DELETE", {"id": "7"}), "position": "0000000000000101/000000000001"}
+    assert fold_events([*again, vanished], KEYS, strict=True) == {"public.t": {("1",): NEWER}}
+    unknown = [event("UPDATE", NEWER), GONE, GONE, mark("incremental"), event("SNAPSHOT", ROW)]
+    assert fold_events(unknown, KEYS, strict=True, complete=False) == {"public.t": {("1",): ROW}}
+
+
+def test_after_a_resync_rows_of_before_may_be_anything_until_they_are_told_of() -> None:
+    before = [event("INSERT", {"id": number, "v": "a"}) for number in "1234"]
+    after = [
+        mark("initial"),
+        event("SNAPSHOT", NEWER),
+        event("INSERT", {"id": "2", "v": "b"}),
+        event("DELETE", {"id": "3"}),
+    ]
+    folded = fold_events([*before, *after], KEYS, strict=True, resynced=True)["public.t"]
+    assert {key: row["v"] for key, row in folded.items()} == {("1",): "b", ("2",): "b", ("4",): "a"}
+    with pytest.raises(ValueError, match="exists"):
+        fold_events([*before, *after, event("INSERT", NEWER)], KEYS, strict=True, resynced=True)
+    with pytest.raises(ValueError, match="but the stream had"):
+        fold_events([*before, *after], KEYS, strict=True)
+
+
+def test_rows_of_a_table_without_a_key_are_counted() -> None:
+    keys = {"public.t": ()}
+    twice = fold_events([event("INSERT", ROW), event("SNAPSHOT", ROW), event("INSERT", NEWER)], keys, strict=True)
+    once = fold_events([event("INSERT", ROW), event("INSERT", NEWER)], keys, strict=True)
+    assert len(twice["public.t"]) == 3
+    assert differences(twice, once) == ["public.t ('1', 'a', '1'): missing in the output"]
+    assert fold_events([event("INSERT", ROW), event("TRUNCATE", {})], keys) == {"public.t": {}}
+
+
+def test_sequence_finds_events_that_come_twice_or_out_of_order() -> None:
+    faults: list[str] = []
+    ids = ["00000000-0000-7000-8000-00000000000" + digit for digit in "121"]
+    events = [{"id": one, "position": place} for one, place in zip(ids, ["1", "3", "2"], strict=True)]
+    assert list(check_sequence(events, faults)) == events
+    assert faults == [f"event {ids[0]} at 2 came twice", f"event {ids[0]} at 2 came after 3"]
 
 
 def test_unknown_table_is_an_error() -> None:

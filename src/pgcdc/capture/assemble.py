@@ -372,8 +372,7 @@ class Assembler:
             raise GapError(
                 f"prepared transaction {commit.gid!r} was committed at {format_lsn(commit.end_lsn)}, but its changes were "
                 "never sent to us: the slot was moved past its PREPARE",
-                "Its changes are gone. Drop the slot and start again with a new state directory "
-                "(and copy the existing rows)",
+                "Its changes are gone. Begin with a new slot and bring the sinks back: pgcdc resync --new-slot",
             )
         self._confirmable.commit(name, commit.end_lsn)
         self._decide(transaction, commit.end_lsn, commit.commit_time, is_old)

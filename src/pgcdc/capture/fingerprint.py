@@ -30,8 +30,8 @@ class Narrowed(GapError):
 
 
 _ADVICE = (
-    "If that was meant, go on with --accept-publication: what was not sent meanwhile is not delivered. Otherwise start with "
-    "a new slot and a new --state-dir, and reload the targets"
+    "If that was meant, go on with --accept-publication: what was not sent meanwhile is not delivered. Otherwise begin with "
+    "a new slot and bring the sinks back: pgcdc resync --new-slot"
 )
 
 _READ = """
@@ -142,8 +142,8 @@ def _follow_names(conn: Connection, old: Fingerprint, now: Fingerprint) -> Narro
             f"another table has the name {name} now, and it is not in publication {publication}: its changes are not sent",
             "The table of before was dropped or renamed. To go on with the new one from now on, start with "
             "--accept-publication (put it into your own publication first; into ours the start puts it): what was "
-            "written to it until then is not delivered. Otherwise start with a new slot and a new --state-dir, and reload "
-            "the targets",
+            "written to it until then is not delivered. Otherwise begin with a new slot and bring the sinks "
+            "back: pgcdc resync --new-slot",
         )
     for (schema, table), (publication, oid) in moved.items():
         current[publication]["names"].setdefault(oid, [schema, table])

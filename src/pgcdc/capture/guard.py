@@ -67,7 +67,7 @@ class Guard:
         if slot is None:
             raise GapError(
                 f"slot {self._identity.slot!r} does not exist any more: somebody dropped it",
-                "Changes since then are gone. Start with a new --state-dir (and copy the existing rows)",
+                "Changes since then are gone. Bring the sinks back to the source: pgcdc resync",
             )
         check_usable(slot, self._identity.database)
         check_not_ahead(slot, self._consumers.confirmed_lsn)

@@ -204,10 +204,12 @@ def prepare(
     watch_pid: int | None = None,
     consumer: str = "",
     on_wait: Callable[[list[OpenTransaction]], None] | None = None,
+    is_resync: bool = False,
 ) -> Prepared:
     """Check server and state directory, create what is missing. Raises with advice, and then nothing new is left behind.
 
-    `consumer` is who asks: it may leave out tables that it does not want any more, but not those of others.
+    `consumer` is who asks: it may leave out tables that it does not want any more, but not those of others. Only
+    `pgcdc resync` itself (`is_resync`) may begin in a directory that it has not finished with.
     """
     options.check()
     state = StateDir(Path(options.state_dir))
@@ -216,6 +218,8 @@ def prepare(
         with state.claim(lock, LOCK_TIMEOUT_S) as taken:
             if not taken:
                 raise StateError(f"another process prepares {state.path}", "Wait for it, or use another --state-dir")
+            if not is_resync:
+                state.check_whole()
             _check_others(options, state, consumer)
             return _prepare(options, state, watch_pid or os.getpid(), on_wait)
     finally:
@@ -436,7 +440,7 @@ def _check_rejoin(options: SourceOptions, known: Identity, server: ServerInfo) -
     if server.slot is None:
         raise GapError(
             f"slot {options.slot!r} does not exist any more: somebody dropped it",
-            "Changes since then are gone. Start with a new --state-dir (and copy the existing rows)",
+            "Changes since then are gone. Bring the sinks back to the source: pgcdc resync",
         )
     consumers = Consumers(StateDir(Path(options.state_dir)).consumers_file)
     check_not_ahead(server.slot, consumers.confirmed_lsn)

@@ -169,7 +169,7 @@ class Releases:
         if not path.exists() or checksum_file(path) != release.written:
             raise StateError(
                 f"{path}, which has rows of a snapshot, is missing or damaged",
-                "Restore the state directory from a backup, or begin anew: pgcdc resync",
+                "Restore the state directory from a backup, or begin anew: pgcdc resync --new-slot",
             )
         version = relations.intern(Relation.from_json(release.relation)) if release.relation else -1
         with pa.memory_map(str(path)) as source:

@@ -97,8 +97,8 @@ class ReplicationStream:
         return GapError(
             f"the server leaves out rows: {self._fatal_notice}",
             "The publication did not exist when those changes were made, so their rows cannot be decoded. "
-            "Nothing after that point was confirmed. Drop the slot and start again with a new state directory "
-            "(and copy the existing rows), or start with a publication that is older than the slot",
+            "Nothing after that point was confirmed. Start with a publication that is older than the slot, or begin "
+            "with a new slot and bring the sinks back: pgcdc resync --new-slot",
         )
 
     def _ended(self) -> Exception:
@@ -115,7 +115,7 @@ class ReplicationStream:
             return GapError(
                 f"the server cannot decode the stream: {text}",
                 "The publication was dropped, or is younger than the slot. Changes made without it cannot be decoded: "
-                "drop the slot and start again with a new state directory (and copy the existing rows)",
+                "begin with a new slot and bring the sinks back: pgcdc resync --new-slot",
             )
         if state[:2] in {"08", "57", "53"} or not state:
             return self._lost(text or "the server ended the stream")
@@ -143,13 +143,13 @@ def _start_error(slot: str, result: pq.abc.PGresult) -> Exception:
     if state == "42704":
         return GapError(
             f"slot {slot!r} does not exist any more: {text}",
-            "Changes since our last position are gone. Start again with a new state directory (and copy the existing rows)",
+            "Changes since our last position are gone. Bring the sinks back to the source: pgcdc resync",
         )
     if state == "55000":
         return GapError(
             f"slot {slot!r} cannot be read any more: {text}",
             "The server discarded WAL that was not delivered yet (see max_slot_wal_keep_size). "
-            "Drop the slot and start again with a new state directory (and copy the existing rows)",
+            "Bring the sinks back to the source: pgcdc resync",
         )
     if state in _REFUSED_OPTION:
         return SourceError(

@@ -99,7 +99,7 @@ class ShapeObserver:
                 raise StateError(
                     f"table {shape.namespace}.{shape.name} has another shape at {position} than {self._path} says",
                     "The file is not of this slot, or the server decodes its WAL otherwise than before: please report "
-                    "it. To go on, start with a new slot and a new --state-dir",
+                    "it. To go on, begin with a new slot: pgcdc resync --new-slot",
                 )
             current[shape.oid] = known
         if records:

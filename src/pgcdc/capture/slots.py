@@ -133,8 +133,7 @@ def check_not_ahead(slot: SlotInfo, confirmed_lsn: int) -> None:
         raise GapError(
             f"slot {slot.name!r} stands at {format_lsn(slot.confirmed_flush_lsn or 0)}, but we confirmed only "
             f"{format_lsn(confirmed_lsn)}: it was recreated, or advanced by somebody else",
-            "The changes between are not delivered. Start with a new slot and a new --state-dir "
-            "(and copy the existing rows)",
+            "The changes between are not delivered. Bring the sinks back to the source: pgcdc resync",
         )
 
 
@@ -151,7 +150,8 @@ def check_usable(slot: SlotInfo, database: str) -> None:
         why = f" ({slot.invalidation_reason})" if slot.invalidation_reason else ""
         raise GapError(
             f"slot {slot.name} is lost{why}: the server has removed changes that were not delivered",
-            f"Drop it (pgcdc slot drop --slot-name {slot.name}), use a new state directory and reload the targets",
+            "Bring the sinks back to the source: pgcdc resync. A slot that no pipeline needs any more can be dropped: "
+            f"pgcdc slot drop --slot-name {slot.name}",
         )
 
 

@@ -9,7 +9,7 @@ from pgcdc.capture.copy import row_lists
 from pgcdc.relation import Relation
 from pgcdc.spool.schema import CHANGES, OldKind, Op
 
-__all__ = ["deleted_rows", "snapshot_mark", "snapshot_rows"]
+__all__ = ["deleted_rows", "snapshot_mark", "snapshot_rows", "truncated_rows"]
 
 
 def snapshot_rows(values: pa.Array, columns: int) -> pa.RecordBatch:
@@ -21,6 +21,11 @@ def snapshot_rows(values: pa.Array, columns: int) -> pa.RecordBatch:
 def deleted_rows(rows: pa.Array) -> pa.RecordBatch:
     """Rows that are gone, as DELETEs. `rows` are lists of values, one for each column; only those of the key count."""
     return _batch(Op.DELETE, {"old": rows}, len(rows), OldKind.KEY)
+
+
+def truncated_rows() -> pa.RecordBatch:
+    """A TRUNCATE: all rows of the table come again."""
+    return _batch(Op.TRUNCATE, {}, 1)
 
 
 def snapshot_mark(op: Op, snapshot: str, kind: str, table: Relation, rows: int) -> pa.RecordBatch:

@@ -10,6 +10,7 @@ from pgcdc.cli.consumer import consumer_app
 from pgcdc.cli.describe import describe
 from pgcdc.cli.listen import listen
 from pgcdc.cli.playground import playground
+from pgcdc.cli.resync import resync
 from pgcdc.cli.slot import slot_app
 from pgcdc.cli.snapshot import snapshot
 from pgcdc.cli.status import status
@@ -27,6 +28,7 @@ app.command()(listen)
 app.command()(describe)
 app.command()(snapshot)
 app.command()(status)
+app.command()(resync)
 app.command()(playground)
 app.command()(version)
 app.add_typer(slot_app, name="slot")

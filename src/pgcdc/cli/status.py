@@ -51,6 +51,7 @@ def read_status(state_dir: Path) -> dict[str, Any]:
     state = StateDir(state_dir)
     identity = state.identity()
     if identity is None:
+        state.check_whole()
         raise StateError(f"{state.path} is not a state directory of pgcdc", "Give --state-dir")
     run: dict[str, Any] = read_json(state.run_status) or {}
     capture: dict[str, Any] = read_json(state.capture_status) or {}

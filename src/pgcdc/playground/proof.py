@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import orjson
 
-from pgcdc.playground.contents import Tables, differences
+from pgcdc.playground.contents import Tables, check_sequence, differences
 from pgcdc.playground.shop import fold
 
 __all__ = ["Verdict", "compare", "read_events"]
@@ -72,17 +71,5 @@ def compare(path: Path, source: Tables) -> Verdict:
 
 def _check_sequence(path: Path) -> tuple[int, list[str]]:
     """How many events there are, and which of them came twice or out of order."""
-    ids: set[int] = set()
     faults: list[str] = []
-    last = ""
-    count = 0
-    for event in read_events(path):
-        count += 1
-        number, position = UUID(event["id"]).int, event["position"]
-        if number in ids:
-            faults.append(f"event {event['id']} at {position} came twice")
-        if position <= last:
-            faults.append(f"event {event['id']} at {position} came after {last}")
-        ids.add(number)
-        last = position
-    return count, faults
+    return sum(1 for _ in check_sequence(read_events(path), faults)), faults

@@ -17,6 +17,7 @@ from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Batch
+from pgcdc.sink.state import KeyStore, read_lines
 from pgcdc.state import fsync_folder, write_all
 
 __all__ = ["FileSink"]
@@ -31,6 +32,11 @@ class FileSink:
         self._ack = AckFile(acks, name)
         self._descriptor = -1
         self._size = 0
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
 
     @property
     def ack(self) -> Position:
@@ -50,12 +56,12 @@ class FileSink:
             self._open(start)
 
     @contextlib.contextmanager
-    def _explain(self) -> Iterator[None]:
+    def _explain(self, done: str = "written") -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise SinkError(
-                f"{self._path} cannot be written: {error.strerror}", "Check the folder and its permissions"
+                f"{self._path} cannot be {done}: {error.strerror}", "Check the folder and its permissions"
             ) from error
 
     def _look(self) -> bool:
@@ -116,6 +122,12 @@ class FileSink:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def read_back(self, store: KeyStore) -> None:
+        """Hand every event that the ack covers to `store`, in order."""
+        with self._explain("read"):
+            if self._look():
+                read_lines(self._path, self._ack.detail["size"], store)
 
     def _save(self, position: Position, size: int) -> None:
         try:

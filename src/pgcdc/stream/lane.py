@@ -181,7 +181,7 @@ def _raw_offset(checkpoint: Path, batch_id: int) -> dict[str, Any]:
     except (OSError, IndexError, ValueError, KeyError, TypeError) as error:
         raise StateError(
             f"Spark's offset log {path} cannot be read: {error}",
-            "Restore the checkpoint from a backup, or start with a new slot and a new --state-dir",
+            "Restore the checkpoint from a backup, or begin with a new slot: pgcdc resync --new-slot",
         ) from error
 
 

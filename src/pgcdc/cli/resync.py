@@ -1,0 +1,68 @@
+"""`pgcdc resync`: bring sinks back to the source after a lost slot, or read some tables again."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pgcdc.cli.report import exit_on_error
+
+if TYPE_CHECKING:
+    from pgcdc.capture.slots import OpenTransaction
+
+__all__ = ["resync"]
+
+
+def resync(
+    db: Annotated[str, typer.Option(envvar="PGCDC_DB", help="URL of the source database.")] = "",
+    state_dir: Annotated[Path, typer.Option(help="The state directory.", envvar="PGCDC_STATE_DIR")] = Path(".pgcdc"),
+    table: Annotated[
+        list[str] | None,
+        typer.Option(help="The slot works: read only this table again. Repeatable."),
+    ] = None,
+    new_slot: Annotated[
+        bool, typer.Option("--new-slot", help="Give up a slot that still works, or follow another server.")
+    ] = False,
+    tables: Annotated[
+        str, typer.Option(help="Capture these tables from now on: a,b,schema.c. (default: those of before)")
+    ] = "",
+    truncate: Annotated[
+        bool,
+        typer.Option("--truncate", help="Send a TRUNCATE of every table before its rows, instead of comparing keys."),
+    ] = False,
+    two_phase: Annotated[
+        bool, typer.Option("--two-phase", help="Make the new slot for pgcdc listen --two-phase.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """After a lost slot: a new one, every table again, and deletes of the rows that vanished meanwhile."""
+    with exit_on_error():
+        from pgcdc.capture.selection import split_outside_quotes
+        from pgcdc.errors import ConfigError
+        from pgcdc.resync import Resync, ResyncOptions
+
+        if not db:
+            raise ConfigError("no database is given", "Use --db or the variable PGCDC_DB")
+        chosen = tuple(name for name in split_outside_quotes(tables, ",") if name)
+        options = ResyncOptions(db, state_dir, tuple(table or ()), new_slot, chosen, truncate, two_phase)
+        with Resync(options, _say) as one:
+            for line in one.plan():
+                _say(line)
+            if not yes and not one.is_begun:
+                if not sys.stdin.isatty():
+                    raise ConfigError("a resync needs a confirmation", "Add --yes")
+                typer.confirm("Go on?", abort=True)
+            one.run(_report_wait)
+        _say("done. Start pgcdc listen as before: it brings the sinks back to the source")
+
+
+def _report_wait(transactions: list[OpenTransaction]) -> None:
+    pids = ", ".join(str(one.pid) for one in transactions) or "unknown"
+    _say(f"creating the slot waits for open transactions of server processes {pids}")
+
+
+def _say(text: str) -> None:
+    print(f"pgcdc: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,183 @@
+"""What a sink has: its events folded to the keys of the rows that they leave, in flat memory.
+
+For `pgcdc resync`: a key that the sink has and the source has not is a row that vanished while nobody looked. A key too many
+does no harm here, since deleting a row that the source does not have is always right; a key too few does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import orjson
+
+from pgcdc.errors import SinkError, StateError
+from pgcdc.state import fsync_folder
+
+__all__ = ["KeyStore", "ReadableSink", "TableName", "content_kind", "read_lines"]
+
+TableName = tuple[str, str]
+"""Schema and table."""
+
+BUFFERED_KEYS = 100_000
+CACHE_KB = 64 << 10
+_FFFD = "\ufffd"
+_PUTS = ("INSERT", "UPDATE", "SNAPSHOT")
+
+
+@runtime_checkable
+class ReadableSink(Protocol):
+    """A sink whose content can be read back."""
+
+    name: str
+
+    def read_back(self, store: KeyStore) -> None:
+        """Hand every event that is durable here to `store`, in order. SinkError: it cannot be read."""
+
+
+class KeyStore:
+    """The keys of some tables, in a file that lives as long as this. Use it as a context manager."""
+
+    def __init__(self, path: Path, tables: Mapping[TableName, Sequence[str]]) -> None:
+        """`tables` are those to be read, with the columns of their keys."""
+        self._path = path
+        self._names = list(tables)
+        self._columns = [tuple(columns) for columns in tables.values()]
+        self._number = {
+            (f"pgcdc:{name}" if schema == "public" else f"pgcdc:{schema}.{name}", name): number
+            for number, (schema, name) in enumerate(tables)
+        }
+        self._buffer: dict[tuple[int, str], bool] = {}
+        """Keys that are there (True) or gone since the file was last written to."""
+        self.unread: dict[TableName, int] = {}
+        """How many rows have no key that could be looked for: the table had another key then, or it is not UTF-8."""
+        self.others: set[str] = set()
+        """Channels of tables that were not asked for."""
+        path.unlink(missing_ok=True)
+        with self._explain():
+            self._db = sqlite3.connect(path, isolation_level=None)
+            for setting in ("journal_mode = OFF", "synchronous = OFF", "locking_mode = EXCLUSIVE"):
+                self._db.execute(f"PRAGMA {setting}")
+            self._db.execute(f"PRAGMA cache_size = -{CACHE_KB}")
+            self._db.execute("CREATE TABLE k (t INTEGER, key TEXT, PRIMARY KEY (t, key)) WITHOUT ROWID")
+
+    def __enter__(self) -> KeyStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._db.close()
+        self._path.unlink(missing_ok=True)
+
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Take the next event."""
+        operation, payload = event["operation"], event["payload"]
+        is_put = operation in _PUTS
+        if not is_put and operation not in ("DELETE", "TRUNCATE"):
+            return
+        number = self._number.get((event["channel"], payload["table"]))
+        if number is None:
+            self.others.add(event["channel"])
+            return
+        if operation == "TRUNCATE":
+            self._clear(number)
+            return
+        columns, row, old = self._columns[number], payload["row"], payload["old"]
+        if old is not None and is_put:
+            before = [old.get(column) for column in columns]
+            self._put(number, before, False)
+            row = {**old, **row}  # a value that was not sent again is the old one
+        key = [row.get(column) for column in columns]
+        if not self._put(number, key, is_put) and operation in ("INSERT", "SNAPSHOT"):
+            name = self._names[number]
+            self.unread[name] = self.unread.get(name, 0) + 1
+
+    def _put(self, number: int, key: list[str | None], is_there: bool) -> bool:
+        """Whether this is a key by which the source can be asked."""
+        if None in key or any(value and (value.startswith("base64:") or _FFFD in value) for value in key):
+            return False
+        self._buffer[number, orjson.dumps(key).decode()] = is_there  # decoded: orjson's bytes are kilobytes apiece
+        if len(self._buffer) >= BUFFERED_KEYS:
+            self._flush()
+        return True
+
+    def _clear(self, number: int) -> None:
+        self._flush()
+        with self._explain():
+            self._db.execute("DELETE FROM k WHERE t = ?", [number])
+
+    def _flush(self) -> None:
+        there = sorted(key for key, is_there in self._buffer.items() if is_there)  # in order: the file grows in places
+        gone = sorted(key for key, is_there in self._buffer.items() if not is_there)
+        with self._explain():
+            self._db.execute("BEGIN")
+            self._db.executemany("INSERT OR IGNORE INTO k VALUES (?, ?)", there)
+            self._db.executemany("DELETE FROM k WHERE t = ? AND key = ?", gone)
+            self._db.execute("COMMIT")
+        self._buffer.clear()
+
+    def write_keys(self, table: TableName, path: Path) -> int:
+        """Write the keys of a table, a JSON array of texts in each line; durable when this returns. How many there are."""
+        self._flush()
+        count = 0
+        partial = path.with_name(f"{path.name}.partial")
+        with self._explain():
+            with open(partial, "wb") as file:
+                for (key,) in self._db.execute(
+                    "SELECT key FROM k WHERE t = ? ORDER BY key", [self._names.index(table)]
+                ):
+                    file.write(f"{key}\n".encode())
+                    count += 1
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+            fsync_folder(path.parent)
+        return count
+
+    @contextlib.contextmanager
+    def _explain(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise StateError(
+                f"the keys of the sink cannot be kept in {self._path.parent}: {reason}",
+                "Make room on the disk of the state directory and start again: nothing was changed yet",
+            ) from error
+
+
+def read_lines(path: Path, size: int, store: KeyStore) -> None:
+    """Hand the events in the first `size` bytes of a file of JSON lines to `store`."""
+    left, number = size, 0
+    with open(path, "rb") as file:
+        for line in file:
+            if left <= 0:
+                return
+            number += 1
+            left -= len(line)
+            try:
+                if left < 0 or not line.endswith(b"\n"):
+                    raise ValueError("it does not end where it ended when it was written")
+                store.apply(orjson.loads(line))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise SinkError(
+                    f"{path}, line {number} is not an event as it was written: {error}",
+                    "Restore the file, or begin a new one: delete acks/file.json in the state directory and give another "
+                    "--file-path",
+                ) from error
+
+
+def content_kind(path: Path) -> str:
+    """What stands in a file of JSON lines, by its first one: events, rows (typed ones), zset; "" if there is none."""
+    with open(path, "rb") as file:
+        line = file.readline()
+    try:
+        first = orjson.loads(line)
+    except ValueError:
+        return ""
+    if not isinstance(first, dict) or "_op" not in first:
+        return "events"
+    return "zset" if "_weight" in first else "rows"
