@@ -15,7 +15,7 @@ from queries import Query
 from type_cases import CASES
 
 from pgcdc.capture.prepare import SourceOptions, prepare
-from pgcdc.errors import ConfigError, SourceError
+from pgcdc.errors import ConfigError, GapError, SourceError
 from pgcdc.state import StateDir
 
 PAIR = ["id", "region"]
@@ -181,6 +181,11 @@ def test_typed_rows_and_weights(database: Database, tmp_path: Path) -> None:
     try:
         query.load()
         database.execute("UPDATE t SET v = 0 WHERE id = 1; DELETE FROM t WHERE id = 2")
+        feed = query.reader._open()
+        place, feed.snapshot_lsn = feed.snapshot_lsn, 1  # as if the rows were of another snapshot
+        with pytest.raises(GapError, match="a Z-set cannot add a row again"):
+            query.run()
+        feed.snapshot_lsn = place
         found = query.run()
         weights: dict[tuple[int, Any], int] = {}
         for row in found:

@@ -128,11 +128,14 @@ def _by_key(conn: Connection, published: PublishedTable, nbytes: int) -> bool:
     return bool(row and row[0])
 
 
-def requests_for_rest(table: PlannedTable) -> list[SnapshotRequest]:
-    """What is left of a table whose snapshot was lost, to be read incrementally: by ranges of the key, if it was cut so."""
+def requests_for_rest(table: PlannedTable, title: str) -> list[SnapshotRequest]:
+    """What is left of a table whose snapshot was lost, to be read incrementally: by ranges of the key, if it was cut so.
+
+    `title` is what it is called now. Asked again after a crash, the requests have the same ids.
+    """
     published, left = table.published, table.left
     if any(entry.chunk.key != published.key or published.kind != "r" for entry in left):
-        return [SnapshotRequest(f"initial-{left[0].id}", published.title, "initial")]
+        return [SnapshotRequest(f"initial-{left[0].id}", title, "initial")]
     ranges: list[tuple[str, Chunk, Chunk]] = []
     for entry in left:
         if ranges and ranges[-1][2].high is not None and ranges[-1][2].high == entry.chunk.low:
@@ -140,7 +143,7 @@ def requests_for_rest(table: PlannedTable) -> list[SnapshotRequest]:
         else:
             ranges.append((entry.id, entry.chunk, entry.chunk))
     return [
-        SnapshotRequest(f"initial-{name}", published.title, "initial", low=first.low, high=last.high)
+        SnapshotRequest(f"initial-{name}", title, "initial", low=first.low, high=last.high)
         for name, first, last in ranges
     ]
 

@@ -23,6 +23,7 @@ class SnapshotWatch:
         """`is_all`: the rows are all that is wanted (`initial_only`)."""
         self._say = say
         self._is_all = is_all
+        self._began = time.time()
         self._due = 0.0
         self._seen = ""
         self._warned: str | None = None
@@ -39,7 +40,7 @@ class SnapshotWatch:
         if "initial_snapshot" not in capture:  # the capture has not said anything yet
             return False
         status: dict[str, Any] = capture["initial_snapshot"] or {"status": "complete", "end": None}
-        if status["status"] == "reading" or self._seen == "reading":
+        if status["status"] == "reading" or (self._seen != "complete" and status.get("time", 0) > self._began):
             self._tell(status)
         self._seen = status["status"]
         if not self._is_all or self._seen != "complete":
