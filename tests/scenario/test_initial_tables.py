@@ -148,6 +148,7 @@ def test_without_the_right_to_read_nothing_is_begun(database: Database, tmp_path
         database.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
 
 
+@pytest.mark.slow
 def test_always_asks_for_every_table_with_a_key_at_every_start(
     database: Database, begin: Callable[..., Initial]
 ) -> None:

@@ -30,10 +30,10 @@ class SnapshotWatch:
         self.show: Callable[[dict[str, Any]], None] | None = None
         """Gets the status every second while rows are read, and once when the snapshot is complete."""
 
-    def follow(self, read_status: Callable[[], dict[str, Any]], lane: Lane) -> bool:
-        """Look, if it is time to. True: all that was wanted is delivered."""
+    def follow(self, read_status: Callable[[], dict[str, Any]], lane: Lane, *, at_once: bool = False) -> bool:
+        """Look, if it is time to (or `at_once`). True: all that was wanted is delivered."""
         now = time.monotonic()
-        if now < self._due or (self._seen == "complete" and not self._is_all):
+        if (now < self._due and not at_once) or (self._seen == "complete" and not self._is_all):
             return False
         self._due = now + INTERVAL_S
         capture = read_status()
