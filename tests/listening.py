@@ -43,7 +43,9 @@ class Listener:
         self.url = url
         self.folder = folder
         self.flags = flags or ("--all-tables",)
-        if not any(flag in self.flags for flag in ("--snapshot-mode", "--start-from", "--temporary-slot")):
+        if not any(
+            flag in self.flags for flag in ("--snapshot-mode", "--snapshot-first", "--start-from", "--temporary-slot")
+        ):
             self.flags = (*self.flags, "--snapshot-mode", "never")
         self.slot = slot
         self.env = dict(env or {})

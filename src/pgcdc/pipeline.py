@@ -413,6 +413,8 @@ class Pipeline:
         self._acknowledge()
         assert self._link is not None
         lsn = self._link.call(lambda client: client.confirm())
+        if self._lane is not None and not self._stop.is_set():
+            self.snapshot.follow(self._link.call(lambda client: client.status), self._lane, at_once=True)
         if self.config.temporary_slot:
             return
         if self._server_has(lsn):

@@ -81,6 +81,7 @@ CONFIG_CASES = {
         {},
         "is for a new slot",
     ),
+    "two modes": (["--snapshot-first", "--snapshot-mode", "never"], {}, "--snapshot-first does not go with"),
     "hold limit": (["--snapshot-hold-limit", "soon"], {}, "--snapshot-hold-limit"),
     "spool limit": (["--spool-limit", "lots"], {}, "--spool-limit"),
     "variable": ([], {"PGCDC_MAX_BATCH_ROWS": "many"}, "PGCDC_MAX_BATCH_ROWS"),

@@ -38,7 +38,7 @@ def test_once_delivers_rows_and_changes_though_the_driver_is_killed(database: Da
     one.start(wait=False, env=environment)
     assert one.wait_exit(120) == 0, one.said()
     check(one)
-    assert "initial snapshot: " in one.said() and "is delivered and confirmed" in one.said()
+    assert "is delivered and confirmed" in one.said()
     command = [sys.executable, "-m", "pgcdc", "status", "--state-dir", str(one.state.path), "--json"]
     report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert report["snapshot"].startswith("initial snapshot: 3,000 rows of 1 tables")

@@ -71,15 +71,15 @@ def test_without_a_plan_there_is_no_snapshot(tmp_path: Path) -> None:
 
 def test_the_rest_is_asked_for_by_ranges_of_the_key() -> None:
     planned = PlannedTable(table(5), 1, {one.id: one for one in entries(5, 1, 6)}, done={"5-1-0": 9, "5-1-3": 9})
-    first, second = requests_for_rest(planned)
+    first, second = requests_for_rest(planned, "t5")
     assert (first.low, first.high, first.table, first.kind) == (("10",), ("30",), "t5", "initial")
     assert (second.low, second.high) == (("40",), None) and first.id != second.id
-    assert requests_for_rest(planned)[0].id == first.id, "the same after a crash"
+    assert requests_for_rest(planned, "t5")[0].id == first.id, "the same after a crash"
 
 
 def test_a_table_that_was_cut_otherwise_is_asked_for_whole() -> None:
     blocks = Entry("5-1-0", Chunk("public", "t5", 7, first_block=4), 10, 100)
-    (one,) = requests_for_rest(PlannedTable(table(5), 1, {blocks.id: blocks}))
+    (one,) = requests_for_rest(PlannedTable(table(5), 1, {blocks.id: blocks}), "t5")
     assert (one.low, one.high) == (None, None)
 
 

@@ -154,7 +154,8 @@ def table_bytes(conn: Connection, table: Table) -> int:
 @explain_errors("read the size of the table")
 def estimate_rows(conn: Connection, table: Table) -> int:
     """About how many rows there are."""
-    return round(sum(_estimate_rows(conn, part) for part in _read_parts(conn, table)))
+    parts = _read_parts(conn, table)
+    return round(sum(_estimate_rows(conn, part) if part.is_readable else max(part.rows, 0) for part in parts))
 
 
 @explain_errors("lock the table")

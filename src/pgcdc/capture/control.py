@@ -90,9 +90,9 @@ class ControlClient:
         reply = self.request({"do": "clock"})
         return (Position.end(reply["lsn"]), reply["time_us"]) if reply["time_us"] else None
 
-    def stage(self, consumer: str, *, take: bool) -> dict[str, Any]:
-        """Whether the initial snapshot has something to be read by tasks of this consumer; with `take`, what."""
-        return self.request({"do": "stage", "consumer": consumer, "take": take})
+    def stage(self, consumer: str, at: Position, *, take: bool) -> dict[str, Any]:
+        """Whether the initial snapshot has something to be read by tasks of this consumer, who is at `at`; or take it."""
+        return self.request({"do": "stage", "consumer": consumer, "at": str(at), "take": take})
 
     def status(self) -> dict[str, Any]:
         """What `pgcdc status` shows."""

@@ -16,16 +16,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from pgcdc.capture.database import connect
 from pgcdc.capture.holder import hold_for_long, is_held, let_all_go, let_go
 from pgcdc.capture.plan import Entry, Hold, PlannedTable, SkipRule, SnapshotPlan
 from pgcdc.capture.planning import CHUNK_BYTES, plan_tables, requests_for_rest
-from pgcdc.capture.published import PublishedTable
+from pgcdc.capture.published import PublishedTable, read_published
 from pgcdc.capture.releases import Release, stage_rows
 from pgcdc.capture.requests import RequestQueue
 from pgcdc.capture.snapshot_rows import snapshot_mark
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.capture.staging import FAILED, ROWS, Answers, Staged, Work, unstage
-from pgcdc.errors import SourceError
+from pgcdc.errors import SourceError, StateError
 from pgcdc.position import format_lsn
 from pgcdc.spool.schema import Op
 from pgcdc.state import StateDir
@@ -293,17 +294,36 @@ class InitialSnapshot:
         } | {table.oid: table for table in self._plan.tables.values() if not table.ended and not table.hold}
         if not lost:
             return False
-        for table in lost.values():
-            if table.done:
+        partly = [table for table in lost.values() if table.done]
+        names = self._names() if partly else {}
+        for table in partly:
+            if table.oid not in names:
+                logger.warning("table %s is gone: nothing is left to be read of it", table.published.title)
+                self._plan.end_table(table.oid, "gone")
+            else:
+                self._check_key(table)
                 queue = self._queue or RequestQueue(self._state.requests_file)
                 known = {one.id for one in queue.entries()}  # by an attempt that was killed
-                queue.add(*(one for one in requests_for_rest(table) if one.id not in known))
+                queue.add(*(one for one in requests_for_rest(table, names[table.oid]) if one.id not in known))
                 self._plan.end_table(table.oid, "moved")
                 logger.warning("the snapshot of table %s was lost: its rest is read by key", table.published.title)
         self._begin_again({oid: table for oid, table in lost.items() if not table.done})
         for oid in lost:
             self._lost.pop(oid, None)
         return True
+
+    def _names(self) -> dict[int, str]:
+        """The published tables, as they are called now."""
+        with connect(self._spec.url, application_name="pgcdc snapshot reader") as conn:
+            return {one.relation.oid: one.title for one in read_published(conn, self._spec.publications)}
+
+    def _check_key(self, table: PlannedTable) -> None:
+        """A table without a key is published when all of it is staged: what is missing then was deleted by somebody."""
+        if not table.published.key:
+            raise StateError(
+                f"rows of table {table.published.title} are missing in {self._folder}",
+                "Restore the state directory from a backup, or begin anew with a new slot and a new --state-dir",
+            )
 
     def _begin_again(self, tables: dict[int, PlannedTable]) -> None:
         if not tables:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -21,10 +22,12 @@ from pgcdc.capture.plan import Entry, Hold, PlannedTable
 from pgcdc.capture.published import PublishedTable, read_published
 from pgcdc.capture.requests import RequestQueue, SnapshotRequest, new_id
 from pgcdc.capture.tables import Table
-from pgcdc.errors import SourceError
+from pgcdc.errors import ConnectionLost, SourceError
 from pgcdc.state import Lock, StateDir
 
 __all__ = ["check_readable", "plan_tables", "request_all", "requests_for_rest"]
+
+logger = logging.getLogger("pgcdc.capture")
 
 CHUNK_BYTES = int(os.environ.get("PGCDC_SNAPSHOT_CHUNK_BYTES", "") or 16 << 20)
 """Of a table, for one task. (The variable is for tests.)"""
@@ -63,7 +66,7 @@ def plan_tables(
 ) -> tuple[list[tuple[PublishedTable, list[Entry]]], list[PublishedTable]] | None:
     """The entries of these tables (None: all) in a snapshot, and the tables that cannot be read in it.
 
-    None: the snapshot is not held any more. A table that was truncated, rewritten or renamed since cannot be read in it; one
+    None: the snapshot is not held any more. A table that was truncated or altered since cannot be read in it; one
     that is in neither list is gone.
     """
     with connect(url, application_name="pgcdc snapshot reader") as conn:
@@ -74,15 +77,31 @@ def plan_tables(
         except (psycopg.ProgrammingError, psycopg.DataError, psycopg.errors.ObjectNotInPrerequisiteState):
             return None
         then = {one.relation.oid: one for one in read_published(conn, publications)}
-        planned, others = [], []
+        planned: list[tuple[PublishedTable, list[Entry]]] = []
+        others: list[PublishedTable] = []
         for oid, table in now.items():
             if oids is not None and oid not in oids:
                 continue
-            if oid in then and not _is_rewritten(conn, oid):
-                planned.append((then[oid], _cut(conn, then[oid], hold)))
-            else:
+            entries = None
+            if oid in then and then[oid].relation == table.relation and not _is_rewritten(conn, oid):
+                entries = _try_to_cut(conn, table, hold)
+            if entries is None:
                 others.append(table)
+            else:
+                planned.append((table, entries))
     return planned, others
+
+
+def _try_to_cut(conn: Connection, table: PublishedTable, hold: Hold) -> list[Entry] | None:
+    """The entries; None if the table was changed just now."""
+    try:
+        with conn.transaction():
+            return _cut(conn, table, hold)
+    except ConnectionLost:
+        raise
+    except SourceError as error:
+        logger.warning("table %s: %s", table.title, error.message)
+        return None
 
 
 def _is_rewritten(conn: Connection, oid: int) -> bool:
@@ -128,11 +147,14 @@ def _by_key(conn: Connection, published: PublishedTable, nbytes: int) -> bool:
     return bool(row and row[0])
 
 
-def requests_for_rest(table: PlannedTable) -> list[SnapshotRequest]:
-    """What is left of a table whose snapshot was lost, to be read incrementally: by ranges of the key, if it was cut so."""
+def requests_for_rest(table: PlannedTable, title: str) -> list[SnapshotRequest]:
+    """What is left of a table whose snapshot was lost, to be read incrementally: by ranges of the key, if it was cut so.
+
+    `title` is what it is called now. Asked again after a crash, the requests have the same ids.
+    """
     published, left = table.published, table.left
     if any(entry.chunk.key != published.key or published.kind != "r" for entry in left):
-        return [SnapshotRequest(f"initial-{left[0].id}", published.title, "initial")]
+        return [SnapshotRequest(f"initial-{left[0].id}", title, "initial")]
     ranges: list[tuple[str, Chunk, Chunk]] = []
     for entry in left:
         if ranges and ranges[-1][2].high is not None and ranges[-1][2].high == entry.chunk.low:
@@ -140,7 +162,7 @@ def requests_for_rest(table: PlannedTable) -> list[SnapshotRequest]:
         else:
             ranges.append((entry.id, entry.chunk, entry.chunk))
     return [
-        SnapshotRequest(f"initial-{name}", published.title, "initial", low=first.low, high=last.high)
+        SnapshotRequest(f"initial-{name}", title, "initial", low=first.low, high=last.high)
         for name, first, last in ranges
     ]
 

@@ -448,7 +448,8 @@ class CaptureProcess:
             return self._initial.offer(
                 request["consumer"],
                 take=request["take"],
-                is_full=self._is_full(),
+                # Who has read everything is not held up: what he has is acknowledged only with his next batch.
+                is_full=self._is_full() and Position.parse(request["at"]) < self._spool.end,
                 is_connected=self._server.has_consumer,
             )
         if what == "snapshot":

@@ -179,8 +179,13 @@ def listen(
     logging.disable(logging.ERROR)  # libraries log what we report ourselves, in one line and with advice
     with exit_on_error():
         from pgcdc.config import load_config
+        from pgcdc.errors import ConfigError
         from pgcdc.pipeline import Pipeline
 
+        if snapshot_first and snapshot_mode not in (None, "initial"):
+            raise ConfigError(
+                f"--snapshot-first does not go with --snapshot-mode {snapshot_mode}", "Leave one of them out"
+            )
         settings = load_config(flags, os.environ, config)
         pipeline = Pipeline(settings, say=_say)
         shares_terminal = "stdout" in settings.adapters and sys.stdout.isatty()

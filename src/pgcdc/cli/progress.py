@@ -59,6 +59,8 @@ def describe_snapshot(status: dict[str, Any]) -> str:
         moved = [one["table"] for one in tables if one["status"] == "moved"]
         text = f"initial snapshot: {status['rows']:,} rows of {len(tables)} tables in {status['seconds']:.1f} s"
         return f"{text}; the rest of {', '.join(moved)} is read while changes come" if moved else text
+    if status["status"] == "planning":
+        return "initial snapshot: it is planned"
     ended = sum(one["status"] not in ("reading", "waiting") for one in tables)
     reading = [describe_table(one) for one in tables if one["status"] == "reading"]
     return "; ".join([f"initial snapshot: {ended} of {len(tables)} tables are complete", *reading])

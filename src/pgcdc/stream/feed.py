@@ -44,8 +44,8 @@ class Feed(Protocol):
     def ack(self, position: Position) -> None:
         """Everything up to `position` is durable."""
 
-    def stage(self, *, take: bool) -> dict[str, Any]:
-        """Whether tasks have something to read for the initial snapshot; with `take`, what."""
+    def stage(self, at: Position, *, take: bool) -> dict[str, Any]:
+        """Whether tasks of the batch behind `at` have something to read for the initial snapshot; with `take`, what."""
 
     def target(self) -> int:
         """What "everything up to now" means: an LSN."""
@@ -101,8 +101,8 @@ class CaptureFeed:
     def ack(self, position: Position) -> None:
         self._link.call(lambda client: client.ack(self._consumer, position))
 
-    def stage(self, *, take: bool) -> dict[str, Any]:
-        return self._link.call(lambda client: client.stage(self._consumer, take=take))
+    def stage(self, at: Position, *, take: bool) -> dict[str, Any]:
+        return self._link.call(lambda client: client.stage(self._consumer, at, take=take))
 
     def target(self) -> int:
         return self._link.call(lambda client: client.target())
@@ -138,7 +138,7 @@ class StaticFeed:
     def ack(self, position: Position) -> None:
         pass
 
-    def stage(self, *, take: bool) -> dict[str, Any]:
+    def stage(self, at: Position, *, take: bool) -> dict[str, Any]:
         return {"active": False}
 
     def target(self) -> int:

@@ -23,23 +23,24 @@ class SnapshotWatch:
         """`is_all`: the rows are all that is wanted (`initial_only`)."""
         self._say = say
         self._is_all = is_all
+        self._began = time.time()
         self._due = 0.0
         self._seen = ""
         self._warned: str | None = None
         self.show: Callable[[dict[str, Any]], None] | None = None
         """Gets the status every second while rows are read, and once when the snapshot is complete."""
 
-    def follow(self, read_status: Callable[[], dict[str, Any]], lane: Lane) -> bool:
-        """Look, if it is time to. True: all that was wanted is delivered."""
+    def follow(self, read_status: Callable[[], dict[str, Any]], lane: Lane, *, at_once: bool = False) -> bool:
+        """Look, if it is time to (or `at_once`). True: all that was wanted is delivered."""
         now = time.monotonic()
-        if now < self._due or (self._seen == "complete" and not self._is_all):
+        if (now < self._due and not at_once) or (self._seen == "complete" and not self._is_all):
             return False
         self._due = now + INTERVAL_S
         capture = read_status()
         if "initial_snapshot" not in capture:  # the capture has not said anything yet
             return False
         status: dict[str, Any] = capture["initial_snapshot"] or {"status": "complete", "end": None}
-        if status["status"] == "reading" or self._seen == "reading":
+        if status["status"] == "reading" or (self._seen != "complete" and status.get("time", 0) > self._began):
             self._tell(status)
         self._seen = status["status"]
         if not self._is_all or self._seen != "complete":

@@ -44,7 +44,7 @@ class Stager:
         before = int(start.get("stage", 0))
         if self._is_over:
             return before
-        reply = feed.stage(take=False)
+        reply = feed.stage(Position.from_offset(start), take=False)
         self._note(reply)
         return before + bool(reply.get("is_ready"))
 
@@ -52,7 +52,7 @@ class Stager:
         """The work of the batch, if it is to do some."""
         if end.get("stage", 0) <= start.get("stage", 0):
             return []
-        reply = feed.stage(take=True)
+        reply = feed.stage(Position.from_offset(start), take=True)
         self._note(reply)
         host = socket.gethostname()
         return [StagePartition(Work.from_json(raw), host) for raw in reply.get("work", [])]
