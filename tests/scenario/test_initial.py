@@ -118,7 +118,13 @@ CRASHES = {
 }
 
 
-@pytest.mark.parametrize("points", CRASHES.values(), ids=list(CRASHES))
+@pytest.mark.parametrize(
+    "points",
+    [
+        pytest.param(CRASHES["releases"], id="releases"),
+        pytest.param(CRASHES["plan"], id="plan", marks=pytest.mark.slow),
+    ],
+)
 def test_the_capture_may_die_anywhere(
     database: Database,
     begin: Callable[..., Initial],
