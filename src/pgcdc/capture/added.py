@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from psycopg import Error
+from psycopg.errors import LockNotAvailable
 
 from pgcdc.capture.database import Connection, name_table
 from pgcdc.capture.guard import connection_ended
@@ -23,17 +24,21 @@ def note_tables(queue: RequestQueue, sql: Connection, publications: Sequence[str
     asked for: these tables are those of the slot's beginning.
     """
     try:
-        found = {oid: name_table(schema, name) for oid, schema, name in sql.execute(_TABLES, [list(publications)])}
+        with sql.transaction():  # the view opens every table: the stream must not wait behind a VACUUM FULL
+            sql.execute("SET LOCAL lock_timeout = '100ms'")
+            found = {oid: name_table(schema, name) for oid, schema, name in sql.execute(_TABLES, [list(publications)])}
+    except LockNotAvailable:
+        return []  # we look again in a few seconds
     except Error as error:
         raise connection_ended(error) from error
     known = queue.tables
     if known == found.keys():
         return []
-    added = [name for oid, name in sorted(found.items()) if known is not None and oid not in known] if is_wanted else []
-    queue.know(found, [SnapshotRequest(new_id(), name, "added") for name in added])
+    added = [(oid, name) for oid, name in sorted(found.items()) if known is not None and oid not in known] if is_wanted else []
+    queue.know(found, [SnapshotRequest(new_id(), name, "added", oid=oid) for oid, name in added])
     if added:
-        logger.info("new tables, whose existing rows are read: %s", ", ".join(added))
-    return added
+        logger.info("new tables, whose existing rows are read: %s", ", ".join(name for _, name in added))
+    return [name for _, name in added]
 
 
 _TABLES = """

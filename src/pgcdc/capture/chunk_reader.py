@@ -217,6 +217,7 @@ class ChunkReader:
         conn = self._connection()
         begun = time.monotonic()
         conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        conn.execute("SET LOCAL row_security = off")
         try:
             with conn.transaction():
                 conn.execute(f"LOCK TABLE {known.source} IN ACCESS SHARE MODE".encode())
@@ -306,6 +307,7 @@ def check_readable(conn: Connection, table: PublishedTable, where: str, lock_tim
     try:
         with conn.transaction():
             conn.execute("SET TRANSACTION READ ONLY")
+            conn.execute("SET LOCAL row_security = off")
             conn.execute(f"SET LOCAL lock_timeout = {quote_literal(lock_timeout)}".encode())
             execute_one(conn, f"SELECT {columns} FROM {table.source}{condition} LIMIT 0")
     except psycopg.errors.InsufficientPrivilege:

@@ -154,7 +154,7 @@ def requests_for_rest(table: PlannedTable, title: str) -> list[SnapshotRequest]:
     """
     published, left = table.published, table.left
     if any(entry.chunk.key != published.key or published.kind != "r" for entry in left):
-        return [SnapshotRequest(f"initial-{left[0].id}", title, "initial")]
+        return [SnapshotRequest(f"initial-{left[0].id}", title, "initial", oid=table.oid)]
     ranges: list[tuple[str, Chunk, Chunk]] = []
     for entry in left:
         if ranges and ranges[-1][2].high is not None and ranges[-1][2].high == entry.chunk.low:
@@ -162,7 +162,7 @@ def requests_for_rest(table: PlannedTable, title: str) -> list[SnapshotRequest]:
         else:
             ranges.append((entry.id, entry.chunk, entry.chunk))
     return [
-        SnapshotRequest(f"initial-{name}", title, "initial", low=first.low, high=last.high)
+        SnapshotRequest(f"initial-{name}", title, "initial", low=first.low, high=last.high, oid=table.oid)
         for name, first, last in ranges
     ]
 

@@ -61,6 +61,8 @@ class SnapshotRequest:
     """Rows at a time; 0: as many as are read in a moment."""
     chunk_delay_s: float = 0.0
     """How long to rest between chunks."""
+    oid: int = 0
+    """Which table is meant, whatever it is called by then; 0: the one that has the name when it is looked for."""
 
     def check(self) -> None:
         """Raise ConfigError for what cannot be."""
@@ -210,7 +212,7 @@ class RequestQueue:
             request.check()
             if request.id in self._states:
                 raise ConfigError(f"there is a snapshot {request.id!r} already", "Choose another id")
-        self._states |= {request.id: RequestState(request) for request in wanted}
+        self._states |= {request.id: RequestState(request, oid=request.oid) for request in wanted}
 
     def _find(self, name: str, *statuses: str) -> RequestState:
         fitting = [one for one in self._states.values() if one.status in statuses]
