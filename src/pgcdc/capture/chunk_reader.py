@@ -217,13 +217,14 @@ class ChunkReader:
         conn = self._connection()
         begun = time.monotonic()
         conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        conn.execute("SET LOCAL row_security = off")
+        conn.execute("SET LOCAL row_security = off")  # rows that a policy hides are an error, not missing
         try:
             with conn.transaction():
                 conn.execute(f"LOCK TABLE {known.source} IN ACCESS SHARE MODE".encode())
         except psycopg.errors.InsufficientPrivilege:  # of some columns only: a query may do what LOCK may not
             conn.execute("COMMIT")
             conn.execute("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY")
+            conn.execute("SET LOCAL row_security = off")
             conn.execute(
                 f"SELECT FROM {known.source} LIMIT 0".encode()
             )  # and holds the lock; the COPY has a later snapshot
@@ -310,9 +311,11 @@ def check_readable(conn: Connection, table: PublishedTable, where: str, lock_tim
             conn.execute("SET LOCAL row_security = off")
             conn.execute(f"SET LOCAL lock_timeout = {quote_literal(lock_timeout)}".encode())
             execute_one(conn, f"SELECT {columns} FROM {table.source}{condition} LIMIT 0")
-    except psycopg.errors.InsufficientPrivilege:
+    except psycopg.errors.InsufficientPrivilege as error:
         role = quote_identifier(conn.info.user)
         advice = f"Run as its owner: GRANT SELECT ON {table.sql} TO {role}"
+        if "row-level security" in (error.diag.message_primary or ""):  # rows that are hidden would be missing
+            advice = f"Row-level security hides rows of it. Run as superuser: ALTER ROLE {role} BYPASSRLS"
         raise SourceError(f"no right to read table {table.title}", advice) from None
     except psycopg.errors.LockNotAvailable:
         raise SourceError(f"table {table.title} is locked", "Try again when nobody alters it") from None

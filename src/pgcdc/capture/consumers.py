@@ -35,6 +35,8 @@ class Consumers:
         self._path = path
         raw: dict[str, Any] = read_json(path) or {}
         self.confirmed_lsn: int = raw.get("confirmed_lsn", 0)
+        self._floor = Position.parse(raw["floor"]) if "floor" in raw else Position(0, 0)
+        """What was let go of while there were other consumers: nobody can begin before it."""
         self._dirty = False
         self._consumers = {
             name: Consumer(Position.parse(one["initial"]), Position.parse(one["ack"]), one["confirmable_lsn"])
@@ -63,6 +65,7 @@ class Consumers:
         if name not in self._consumers:
             known = ", ".join(self.names()) or "none"
             raise ConfigError(f"there is no consumer {name!r}", f"Known consumers: {known}")
+        self._floor = self.base
         del self._consumers[name]
         self._save()
 
@@ -93,7 +96,7 @@ class Consumers:
     @property
     def base(self) -> Position:
         """What nobody needs again: what was confirmed, and of rows that were put behind it, what all have acknowledged."""
-        base = Position.end(self.confirmed_lsn)
+        base = max(Position.end(self.confirmed_lsn), self._floor)
         acks = [consumer.ack for consumer in self._consumers.values()]
         acked = min(acks, default=base)
         return acked if acked > base and acked.is_snapshot and stream_lsn(acked.lsn) == self.confirmed_lsn else base
@@ -101,12 +104,14 @@ class Consumers:
     def begin(self, lsn: int) -> None:
         """A new slot: it has confirmed `lsn`, and nobody reads yet."""
         self.confirmed_lsn = lsn
+        self._floor = Position(0, 0)
         self._save()
 
     def to_json(self) -> dict[str, Any]:
         """For the file, and for `pgcdc status`."""
         return {
             "confirmed_lsn": self.confirmed_lsn,
+            "floor": str(self._floor),
             "consumers": {
                 name: {"initial": str(one.initial), "ack": str(one.ack), "confirmable_lsn": one.confirmable_lsn}
                 for name, one in self._consumers.items()

@@ -85,6 +85,11 @@ class ControlClient:
         """The server's WAL flush LSN of now; the capture hurries to report progress up to there."""
         return int(self.request({"do": "target"})["lsn"])
 
+    def settled(self) -> Position | None:
+        """Where everything that was asked of snapshots has been put; None while some of it is still to be read."""
+        end = self.request({"do": "settled"})["end"]
+        return Position.parse(end) if end else None
+
     def clock(self) -> tuple[Position, int] | None:
         """A moment, and the position up to which everything committed before it has been read; asks for the next one."""
         reply = self.request({"do": "clock"})

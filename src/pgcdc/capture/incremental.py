@@ -45,7 +45,7 @@ logger = logging.getLogger("pgcdc.capture")
 
 FIRST_ROWS, MIN_ROWS, MAX_ROWS = 1_000, 1_000, 50_000
 CHUNK_S = 0.2
-KEYS_PER_CHUNK = 500
+KEYS_PER_CHUNK = 5_000
 MAX_DISCARDS = 8
 RETRY_S, MAX_RETRY_S = 0.1, 5.0
 
@@ -103,6 +103,11 @@ class IncrementalSnapshots:
         """How far the stream has to come; 0 if that does not matter."""
         attempt = self._attempt
         return attempt.read.lsn if attempt is not None and attempt.read is not None else 0
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether something that was asked for is still to be read; what waits for another attempt is not waited for."""
+        return any(one.status in ("queued", "running") and not one.error for one in self.queue.entries())
 
     def due_s(self) -> float:
         """How long until `step` may have something to do of itself."""

@@ -94,7 +94,13 @@ class InitialSnapshot:
     @property
     def holds_stream(self) -> bool:
         """Whether the stream is not to be read, now or at all."""
-        return self._plan.is_active or self._spec.snapshot_only
+        return self._plan.is_active or (self._spec.snapshot_only and not self._has_rest)
+
+    @property
+    def _has_rest(self) -> bool:
+        """Whether rows of it are still to be read beside the stream."""
+        states = self._queue.entries() if self._queue is not None else []
+        return any(one.request.kind == "initial" and one.status in ("queued", "running") for one in states)
 
     @property
     def rules(self) -> list[SkipRule]:

@@ -444,6 +444,8 @@ class CaptureProcess:
             return {"lsn": self._set_target()}
         if what == "clock":
             return self._read_clock()
+        if what == "settled":
+            return {"end": self._settled()}
         if what == "stage":
             return self._initial.offer(
                 request["consumer"],
@@ -474,6 +476,11 @@ class CaptureProcess:
         assert row is not None
         self._target_lsn = self._capture.target_lsn = max(self._target_lsn, int(row[0]))
         return self._target_lsn
+
+    def _settled(self) -> str | None:
+        """Where the spool ends, if nothing that was asked of snapshots is still to come."""
+        is_open = self._initial.is_active or self._to_replay or self._unspooled or self._snapshots.is_pending
+        return None if is_open or not self._spool.end.is_end else str(self._spool.end)
 
     def _read_clock(self) -> dict[str, Any]:
         """The last reading that is reached; the next one is on its way."""
@@ -507,6 +514,7 @@ class CaptureProcess:
             "schema_changes": self._shapes.changes,
             **self._toast.status(),
             "snapshots": self._snapshots.status(),
+            "settled": self._settled(),
             "bad_signals": self._snapshots.queue.bad_signals,
             "last_commit_time": self._last_commit_us / 1e6,
             "consumers": self._consumers.to_json()["consumers"],

@@ -50,6 +50,9 @@ class Feed(Protocol):
     def target(self) -> int:
         """What "everything up to now" means: an LSN."""
 
+    def settled(self) -> Position | None:
+        """Where the rows of all snapshots that were asked for end; None while some are still to be read."""
+
     def clock(self) -> tuple[Position, int] | None:
         """A moment in microseconds since 1970, and where everything committed before it has been read."""
 
@@ -107,6 +110,9 @@ class CaptureFeed:
     def target(self) -> int:
         return self._link.call(lambda client: client.target())
 
+    def settled(self) -> Position | None:
+        return self._link.call(lambda client: client.settled())
+
     def clock(self) -> tuple[Position, int] | None:
         return self._link.call(lambda client: client.clock())
 
@@ -143,6 +149,9 @@ class StaticFeed:
 
     def target(self) -> int:
         return self._end.lsn
+
+    def settled(self) -> Position | None:
+        return self._end
 
     def clock(self) -> tuple[Position, int] | None:
         return None

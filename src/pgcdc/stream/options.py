@@ -18,6 +18,7 @@ from pgcdc.capture.selection import split_outside_quotes
 from pgcdc.capture.snapshot_mode import SNAPSHOT_MODES, choose_snapshot_mode
 from pgcdc.capture.toast import DEFAULT_CACHE_ENTRIES, ToastOptions
 from pgcdc.errors import ConfigError
+from pgcdc.position import Position
 from pgcdc.stream.frame import INVALID_TEXT, EventOptions
 from pgcdc.types.column import CHOICES, TypeOptions
 
@@ -49,8 +50,8 @@ class RowOptions:
     other_shapes: bool = False
     """Changes whose table has other columns by then are read as far as they go; else they are refused."""
     events: EventOptions = EventOptions()  # noqa: RUF009 - frozen
-    snapshot_lsn: int = 0
-    """Where the rows of the initial snapshot stand: only these are new to a Z-set."""
+    snapshot_end: Position = Position(0, 0)  # noqa: RUF009 - frozen
+    """Up to where rows of snapshots are those of the initial one: only these are new to a Z-set."""
 
 
 @dataclass(frozen=True, slots=True)

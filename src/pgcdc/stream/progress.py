@@ -26,6 +26,8 @@ class SnapshotWatch:
         self._began = time.time()
         self._due = 0.0
         self._seen = ""
+        self._settled: Position | None = None
+        """Where the last of the rows stands, also of those that were read beside the stream."""
         self._warned: str | None = None
         self.show: Callable[[dict[str, Any]], None] | None = None
         """Gets the status every second while rows are read, and once when the snapshot is complete."""
@@ -45,7 +47,9 @@ class SnapshotWatch:
         self._seen = status["status"]
         if not self._is_all or self._seen != "complete":
             return False
-        if status["end"] and lane.place < Position.parse(status["end"]):
+        if self._settled is None and capture.get("settled"):
+            self._settled = Position.parse(capture["settled"])
+        if self._settled is None or lane.place < self._settled:
             return False
         self._say("the rows are delivered. The slot stays: start again without initial_only to go on with the changes")
         return True

@@ -76,7 +76,8 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 f"the query has no checkpoint, but consumer {self._options.consumer!r} has acknowledged everything up to "
                 f"{format_lsn(ack.lsn)}",
                 "Restore the query's checkpoint. To begin with what the slot still has, forget the consumer first: "
-                f"pgcdc consumer forget {self._options.consumer} --state-dir {self._options.source.state_dir}",
+                f"pgcdc consumer forget {self._options.consumer} --state-dir {self._options.source.state_dir} (rows that "
+                "were delivered do not come again then; with all rows: pgcdc resync --new-slot)",
             )
         return initial.to_offset()
 
@@ -89,7 +90,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         max_rows = limit.max_rows if isinstance(limit, ReadMaxRows) else 1 << 62
         while True:
             stage = self._stager.number(feed, start)
-            needed = self._stager.needed(self._target) if self._target is not None else None
+            needed = self._stager.needed(feed, self._target) if self._target is not None else None
             if needed is not None and begin >= needed:
                 break
             has_work = stage > start.get("stage", 0)
@@ -111,6 +112,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def prepareForTriggerAvailableNow(self) -> None:
         self._target = Position.end(self._open().target())
+        self._stager.begin_run()
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         feed = self._open()

@@ -38,6 +38,7 @@ class Stager:
         self._is_over = False
         self._end = Position(0, 0)
         self._only = False
+        self._settled: Position | None = None
 
     def number(self, feed: Feed, start: dict[str, Any]) -> int:
         """What stands in the offset under `stage`: one more than in `start` if tasks have something to do."""
@@ -57,11 +58,23 @@ class Stager:
         host = socket.gethostname()
         return [StagePartition(Work.from_json(raw), host) for raw in reply.get("work", [])]
 
-    def needed(self, target: Position) -> Position | None:
-        """Where a run that delivers everything up to `target` ends; None: behind rows that are still to be read."""
+    def end(self, feed: Feed, start: dict[str, Any]) -> Position:
+        """Up to where rows of snapshots are those of the initial one."""
         if not self._is_over:
+            self.number(feed, start)
+        return self._end if self._is_over else Position.end(feed.snapshot_lsn)
+
+    def begin_run(self) -> None:
+        """A run begins that ends behind everything that is asked for by now."""
+        self._settled = None
+
+    def needed(self, feed: Feed, target: Position) -> Position | None:
+        """Where a run that delivers everything up to `target` ends; None: behind rows that are still to be read."""
+        if self._is_over and self._settled is None:
+            self._settled = feed.settled()
+        if not self._is_over or self._settled is None:
             return None
-        return self._end if self._only else max(self._end, target)
+        return max(self._end, self._settled) if self._only else max(self._end, self._settled, target)
 
     def _note(self, reply: dict[str, Any]) -> None:
         self._is_over = not reply["active"]

@@ -138,7 +138,12 @@ class _Group:
                 "Load the rows anew, or give option('truncate', 'mark') for a row with _op TRUNCATE and no _weight",
             )
         self._check_pairs()
-        again = (self._op == Op.SNAPSHOT) & (self._owners.column("lsn").to_numpy() != self._options.snapshot_lsn)
+        lsn, ordinal, end = (
+            self._owners.column("lsn").to_numpy(),
+            self._changes.column("ordinal").to_numpy(),
+            self._options.snapshot_end,
+        )
+        again = (self._op == Op.SNAPSHOT) & ((lsn > end.lsn) | ((lsn == end.lsn) & (ordinal > end.ordinal)))
         if again.any():
             raise GapError(
                 f"table {self._table.title} was read again at {self._position(int(again.argmax()))}: a Z-set cannot add a "

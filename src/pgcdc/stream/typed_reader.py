@@ -44,8 +44,8 @@ class TypedPartition(ChangePartition):
     """The shapes of the table, by version."""
     heartbeat: tuple[Position, int] | None = None
     """At the end of the batch: how far time has come, in microseconds since 1970."""
-    snapshot_lsn: int = 0
-    """Where the rows of the initial snapshot stand."""
+    snapshot_end: Position = Position(0, 0)  # noqa: RUF009 - frozen
+    """Up to where rows of snapshots are those of the initial one."""
 
 
 class TypedReader(ChangeReader):
@@ -141,10 +141,10 @@ class TypedReader(ChangeReader):
         versions = {n: shape for n, shape in enumerate(self._spool.relations()) if self._table.is_named(shape)}
         found = []
         staging = [one for one in plain if isinstance(one, StagePartition)]
-        snapshot_lsn = self._open().snapshot_lsn
+        snapshot_end = self._stager.end(self._open(), start)
         for one in plain[: len(plain) - len(staging)]:
             assert isinstance(one, ChangePartition)
-            found.append(TypedPartition(one.slices, [], one.seed, one.host, [], versions, snapshot_lsn=snapshot_lsn))
+            found.append(TypedPartition(one.slices, [], one.seed, one.host, [], versions, snapshot_end=snapshot_end))
         if end.get("time", 0) > start.get("time", 0):
             heartbeat = (Position.from_offset(end), int(end["time"]))
             if not found:
@@ -154,7 +154,7 @@ class TypedReader(ChangeReader):
 
     def _batches(self, partition: ChangePartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, TypedPartition)
-        options = replace(self._options.rows, snapshot_lsn=partition.snapshot_lsn)
+        options = replace(self._options.rows, snapshot_end=partition.snapshot_end)
         for pieces in group_slices(partition.slices, RECORD_BATCH_BYTES):
             with self._readable(partition, pieces):
                 batch = typed_batch(pieces, partition.versions, self._table, self._arrow, options)
