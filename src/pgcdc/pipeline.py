@@ -46,7 +46,7 @@ from pgcdc.spool.shapes import ShapeHistory
 from pgcdc.state import Lock, StateDir, read_json, write_json
 from pgcdc.stream.lane import Lane
 from pgcdc.stream.options import parse_options
-from pgcdc.stream.progress import SnapshotWatch
+from pgcdc.stream.progress import RequestWatch, SnapshotWatch, describe_stop
 from pgcdc.stream.session import check_java, session
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ class Pipeline:
         """Called with every batch after all sinks have it (the playground's live view)."""
         self.on_ready: Callable[[], None] | None = None
         self.snapshot = SnapshotWatch(say, is_all=config.effective_snapshot_mode == "initial_only")
+        self._requests = RequestWatch(say)
 
     @property
     def phase(self) -> str:
@@ -300,6 +301,7 @@ class Pipeline:
                 self._follow_tables()
                 self._write_status()
                 self._tell_schema_changes()
+                self._requests.follow(self.capture_status)
                 if self.snapshot.follow(self.capture_status, self._lane):
                     self._stop.set()
                 if ended:
@@ -413,19 +415,22 @@ class Pipeline:
         self._acknowledge()
         assert self._link is not None
         lsn = self._link.call(lambda client: client.confirm())
+        status = self._link.call(lambda client: client.status())
         if self._lane is not None and not self._stop.is_set():
-            self.snapshot.follow(self._link.call(lambda client: client.status), self._lane, at_once=True)
+            self.snapshot.follow(lambda: status, self._lane, at_once=True)
+        self._requests.follow(lambda: status, at_once=True)
         if self.config.temporary_slot:
             return
         if self._server_has(lsn):
-            self._say(f"stopped: everything up to {format_lsn(lsn)} is delivered and confirmed")
+            self._say(describe_stop(status, f"everything up to {format_lsn(lsn)} is delivered and confirmed"))
         elif self.config.once:
             raise ConnectionLost(
                 f"everything is delivered, but the server has not taken the confirmation of {format_lsn(lsn)}",
                 "Run it again: what is delivered is not delivered twice",
             )
         else:
-            self._say("stopped: everything is delivered; the server was not reached, it is confirmed at the next start")
+            later = "everything is delivered; the server was not reached, it is confirmed at the next start"
+            self._say(describe_stop(status, later))
 
     def _server_has(self, lsn: int) -> bool:
         """Whether the server has taken the confirmation; it may need a moment."""

@@ -238,9 +238,9 @@ class Resync:
         lines = []
         for table in self._chosen():
             lines.append(f"table {table.title} is read again while pgcdc listen runs, each row as a SNAPSHOT")
-        readable = self._readable()
+        readable = {sink.path for sink in self._readable()}
         for sink in self._sinks():
-            if sink not in readable:
+            if sink.path not in readable:
                 lines.append(
                     f"typed rows in {sink.path} cannot be read back: deletes of rows that vanished are not sent"
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,11 +152,16 @@ def test_status_shows_initial_and_incremental_snapshots(state: StateDir, capture
                     "rows_per_s": 100, "seconds_left": 5}],
     }  # fmt: skip
     running = {"id": "x1", "table": "items", "kind": "incremental", "status": "failed", "rows": 7, "error": "dropped"}
-    write_json(state.capture_status, {"phase": "streaming", "initial_snapshot": initial, "snapshots": [running]})
+    write_json(
+        state.capture_status,
+        {"phase": "streaming", "initial_snapshot": initial, "snapshots": [running], "bad_signals": 3},
+    )
     result = CliRunner().invoke(app, ["status", "--state-dir", str(state.path)])
     assert "-\torders\tinitial\treading\t500\t1,000\t50 %\t100\t5 s" in result.output
     assert "x1\titems\tincremental\tfailed\t7\t-\t-\t-\t-\tdropped" in result.output
+    assert re.search(r"bad signals +3 *\n", result.output)
     assert [one["table"] for one in read_status(state.path)["snapshots"]] == ["orders", "items"]
+    assert read_status(state.path)["bad_signals"] == 3
     write_json(state.capture_status, {"initial_snapshot": {**initial, "status": "complete"}, "snapshots": []})
     assert "orders" not in CliRunner().invoke(app, ["status", "--state-dir", str(state.path)]).output
 

@@ -296,7 +296,7 @@ def find_table(conn: Connection, publications: Sequence[str], name: str, oid: in
         raise SourceError(
             f"table {found.title} has no primary key or replica identity index: its existing rows cannot be read while the "
             "stream goes on",
-            "Add a primary key; or begin anew, with an initial snapshot: pgcdc resync",
+            "Add a primary key; or begin anew with all tables: pgcdc resync --new-slot",
         )
     return found
 

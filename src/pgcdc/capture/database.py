@@ -212,7 +212,10 @@ def explain_errors(action: str) -> Iterator[None]:
         text = " ".join((exc.diag.message_primary or str(exc)).split())
         if isinstance(exc, psycopg.InterfaceError) or (exc.sqlstate or "08").startswith(("08", "53", "57P")):
             raise ConnectionLost(f"cannot {action}: {text}", "Check that the server runs and is reachable") from exc
-        raise SourceError(f"cannot {action}: {text}", exc.diag.message_hint or "") from exc
+        advice = exc.diag.message_hint or ""
+        if schema := re.fullmatch(r"permission denied for schema (.+)", text):
+            advice = f"Run: GRANT USAGE ON SCHEMA {quote_identifier(schema[1])} TO this role"
+        raise SourceError(f"cannot {action}: {text}", advice) from exc
 
 
 def execute_one(conn: Connection, statement: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from pgcdc.export.tables import Progress, Wanted
 
 __all__ = ["print_snapshots", "snapshot"]
+
+NOBODY_READS = 128 + signal.SIGPIPE
+"""The exit code of every command of Unix whose reader has gone."""
 
 Text = str
 Type = str | None
@@ -143,6 +147,9 @@ def _copy(
 
             chosen = list(dict.fromkeys(adapters or ["stdout"]))
             rows = copy_to_adapters(wanted, chosen, file_path, invalid_text=invalid_utf8, progress=progress, say=_say)
+    except BrokenPipeError:  # `| head`: it has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(NOBODY_READS) from None
     except KeyboardInterrupt:
         is_gone = to or adapters == ["file"]
         _say(f"stopped: {'nothing is left behind' if is_gone else 'what was written is not complete'}")

@@ -45,7 +45,7 @@ def status(
 
 def read_status(state_dir: Path) -> dict[str, Any]:
     """One flat report from what driver and capture last wrote."""
-    from pgcdc.errors import StateError
+    from pgcdc.errors import PgcdcError, StateError
     from pgcdc.state import Lock, StateDir, read_json
 
     state = StateDir(state_dir)
@@ -83,8 +83,9 @@ def read_status(state_dir: Path) -> dict[str, Any]:
         "toast_cache_hits": capture.get("toast_cache_hits"),
         "toast_cache_misses": capture.get("toast_cache_misses"),
         "toast_cache_entries": capture.get("toast_cache_entries"),
+        "bad_signals": capture.get("bad_signals"),
         "snapshots": _tables_of(capture.get("initial_snapshot")) + _requests_of(state, capture, capturing),
-        "last_error": f"{error['message']}. {error['advice']}" if error else None,
+        "last_error": str(PgcdcError.from_json(error)) if error else None,
         "updated_seconds_ago": round(time.time() - capture["time"], 1) if "time" in capture else None,
     }
 

@@ -51,8 +51,11 @@ def copy_to_adapters(
     progress: Progress,
     say: Say = lambda text: None,
 ) -> int:
-    """Copy the tables; the number of rows. A file has all of them or is not there; standard output cannot be taken back."""
-    targets = [_make_target(adapter, file_path) for adapter in adapters]
+    """Copy the tables; the number of rows. A file has all of them or is not there; standard output cannot be taken back.
+
+    BrokenPipeError if standard output is all there is, and its reader has gone.
+    """
+    targets = [_make_target(adapter, file_path, is_alone=len(adapters) == 1) for adapter in adapters]
     try:
         with open_copy(wanted, say) as copy:
             for target in targets:
@@ -66,9 +69,9 @@ def copy_to_adapters(
             target.discard()
 
 
-def _make_target(adapter: str, file_path: Path | None) -> _Target:
+def _make_target(adapter: str, file_path: Path | None, *, is_alone: bool) -> _Target:
     if adapter == "stdout":
-        return _Stdout()
+        return _Stdout(is_alone=is_alone)
     if adapter != "file":
         raise ConfigError(f"--adapter {adapter} is not known", "Use stdout or file, or --to parquet:DIR")
     if file_path is None:
@@ -79,8 +82,10 @@ def _make_target(adapter: str, file_path: Path | None) -> _Target:
 class _Stdout:
     """Standard output: what is written is written."""
 
-    def __init__(self, descriptor: int = 1) -> None:
+    def __init__(self, descriptor: int = 1, *, is_alone: bool = True) -> None:
+        """`is_alone`: there is no other target, so that all is said when nobody reads on."""
         self._descriptor = descriptor
+        self._is_alone = is_alone
 
     def open(self) -> None:
         try:
@@ -91,6 +96,10 @@ class _Stdout:
     def write(self, lines: memoryview, /) -> None:
         try:
             write_all(self._descriptor, lines)
+        except BrokenPipeError:
+            if self._is_alone:
+                raise
+            raise SinkError("nobody reads standard output any more", "Check who reads it") from None
         except OSError as error:
             raise SinkError(f"standard output cannot be written: {error.strerror}", "Check who reads it") from error
 

@@ -195,7 +195,9 @@ class _Writing:
             )
         ours = re.search(r"pgcdc\.errors\.(\w+): ([^\n]*)", text)
         if ours:
-            message = ours.group(2).replace("Load it again", "Run it again")
+            message = re.sub(
+                r"\b([Ll])oad it again", lambda word: f"{'R' if word[1] == 'L' else 'r'}un it again", ours.group(2)
+            )
             return PgcdcError.from_json({"kind": ours.group(1), "message": message})
         lines = [line for line in text.splitlines() if line.strip()] or [type(error).__name__]
         return SourceError(f"Spark cannot copy table {self._table.name}: {lines[0][:300]}", f"See {self._logs}")

@@ -169,7 +169,17 @@ def _check_rights(conn: Connection, tables: Sequence[Table]) -> None:
         "SELECT oid::int8 FROM unnest(%s::oid[]) oid WHERE NOT has_table_privilege(oid, 'SELECT')",
         [[table.oid for table in tables]],
     ).fetchall()
+    schemas = conn.execute(
+        "SELECT nspname::text FROM pg_namespace WHERE nspname = ANY (%s) AND NOT has_schema_privilege(oid, 'USAGE')",
+        [sorted({table.schema for table in tables})],
+    ).fetchall()
     refused = {oid for (oid,) in rows}
+    if schemas:
+        names = ", ".join(quote_identifier(name) for (name,) in schemas)
+        raise SourceError(
+            f"role {conn.info.user} may not use schema {names}",
+            f"Run: GRANT USAGE ON SCHEMA {names} TO {quote_identifier(conn.info.user)}",
+        )
     if refused:
         named = [table for table in tables if table.oid in refused]
         some = ", ".join(table.name for table in named[:5]) + (" and others" if len(named) > 5 else "")
@@ -220,9 +230,11 @@ def explain_reading(table: str) -> Iterator[None]:
         with explain_errors(f"read table {table}"):
             yield
     except ConnectionLost as error:
-        raise SourceError(error.message, "Run it again when the server is there") from error
+        raise SourceError(error.message.rstrip("."), "Run it again when the server is there") from error
     except SourceError as error:
         state = getattr(error.__cause__, "sqlstate", None)
         if state in ("42P01", "42703"):
             raise SourceError(f"table {table} was dropped or altered before it was read", "Run it again") from error
+        if error.advice == "Load it again":  # said to who reads a DataFrame
+            raise SourceError(error.message, "Run it again") from error
         raise

@@ -1,4 +1,4 @@
-"""How far the initial snapshot is, for the driver: what to show, what to warn of, and whether it was all that was wanted."""
+"""How far snapshots are, for the driver: what to show, what to warn of, what to say at the end, and whether that was all."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pgcdc.capture.holder import ALONE_S
 from pgcdc.position import Position
 
 if TYPE_CHECKING:
     from pgcdc.stream.lane import Lane
 
-__all__ = ["SnapshotWatch"]
+__all__ = ["RequestWatch", "SnapshotWatch", "describe_stop"]
 
 INTERVAL_S = 1.0
 
@@ -61,3 +62,55 @@ class SnapshotWatch:
         if warning and warning != self._warned:
             self._warned = warning
             self._say(warning)
+
+
+class RequestWatch:
+    """Says what became of requests for rows: one line for each that failed or is complete."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._began = time.time()
+        self._due = 0.0
+        self._told: set[str] = set()
+
+    def follow(self, read_status: Callable[[], dict[str, Any]], *, at_once: bool = False) -> None:
+        """Look, if it is time to (or `at_once`)."""
+        now = time.monotonic()
+        if now < self._due and not at_once:
+            return
+        self._due = now + INTERVAL_S
+        for one in read_status().get("snapshots", []):
+            # What ended before us was told by the run that it ended in.
+            if one["status"] in ("done", "failed") and one["id"] not in self._told and one["finished"] >= self._began:
+                self._told.add(one["id"])
+                self._say(_describe_end(one))
+
+
+def _describe_end(one: dict[str, Any]) -> str:
+    if one["status"] == "failed":
+        return f"snapshot {one['id']} of table {one['table']} failed: {one['error']}"
+    if one["kind"] == "vanished":
+        return (
+            f"snapshot {one['id']} of table {one['table']} is complete: {one['rows']:,} rows that vanished are deleted"
+        )
+    return f"snapshot {one['id']} of table {one['table']} is complete: {one['rows']:,} rows"
+
+
+def describe_stop(status: dict[str, Any], confirmed: str) -> str:
+    """The last line of a run: what is delivered, and which snapshots are not at their end."""
+    initial = status.get("initial_snapshot")
+    if initial and initial["status"] != "complete":
+        text = "stopped in the initial snapshot"
+        if tables := initial["tables"]:
+            rows, total = (sum(one[name] for one in tables) for name in ("rows", "estimated_rows"))
+            text += f": {rows:,} of about {total:,} rows are read"
+        if initial["held_seconds"]:
+            text += f"; the snapshot is held for {ALONE_S / 60:.0f} minutes, and a later start goes on as well"
+        else:
+            text += "; the next start goes on"
+    else:
+        text = f"stopped: {confirmed}"
+    left = sum(one["status"] in ("queued", "running") for one in status.get("snapshots", []))
+    if left:
+        text += f"; {left} incremental snapshot{'s go' if left > 1 else ' goes'} on at the next start"
+    return text

@@ -6,6 +6,7 @@ it needs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -15,6 +16,8 @@ import tempfile
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from pgcdc.errors import ConfigError, PgcdcError
 from pgcdc.state import open_log
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["check_java", "register", "session", "settings"]
 
 MINIMUM_JAVA = 17
+END_TIMEOUT_S = 3.0
 
 
 def settings() -> dict[str, str]:
@@ -103,11 +107,36 @@ def session(app_name: str = "pgcdc", *, log_file: Path | None = None, **extra: s
     warehouse = Path(tempfile.gettempdir()) / f"pgcdc-warehouse-{os.getpid()}"
     conf = SparkConf().setAppName(app_name).setMaster("local[2,3]").set("spark.sql.warehouse.dir", str(warehouse))
     conf.setAll([*settings().items(), *((key.replace("__", "."), value) for key, value in extra.items())])
-    if log_file is not None:
-        _launch_quietly(conf, log_file)
-    spark = SparkSession.builder.config(conf=conf).getOrCreate()
-    register(spark)
+    before = {process.pid for process in _children()}
+    try:
+        if log_file is not None:
+            _launch_quietly(conf, log_file)
+        spark = SparkSession.builder.config(conf=conf).getOrCreate()
+        register(spark)
+    except BaseException:  # also a signal: nobody else knows of a JVM that is not up yet
+        _end_launched(before)
+        raise
     return spark
+
+
+def _children() -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process().children(recursive=True)
+    return []
+
+
+def _end_launched(before: set[int]) -> None:
+    """End the scripts and the JVM that were started since; Spark's name is in their command lines."""
+    launched = []
+    for process in _children():
+        with contextlib.suppress(psutil.Error):
+            if process.pid not in before and any("spark" in word for word in process.cmdline()):
+                launched.append(process)
+                process.terminate()
+    _, alive = psutil.wait_procs(launched, END_TIMEOUT_S)
+    for process in alive:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 def _unzipped_home() -> Path:
