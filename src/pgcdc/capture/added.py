@@ -34,7 +34,11 @@ def note_tables(queue: RequestQueue, sql: Connection, publications: Sequence[str
     known = queue.tables
     if known == found.keys():
         return []
-    added = [(oid, name) for oid, name in sorted(found.items()) if known is not None and oid not in known] if is_wanted else []
+    added = (
+        [(oid, name) for oid, name in sorted(found.items()) if known is not None and oid not in known]
+        if is_wanted
+        else []
+    )
     queue.know(found, [SnapshotRequest(new_id(), name, "added", oid=oid) for oid, name in added])
     if added:
         logger.info("new tables, whose existing rows are read: %s", ", ".join(name for _, name in added))
