@@ -29,16 +29,20 @@ from pgcdc.capture.database import (
     quote_literal,
     split_table,
 )
-from pgcdc.capture.published import PublishedTable, read_published
+from pgcdc.capture.published import PublishedTable, find_published, read_published
 from pgcdc.errors import ConnectionLost, PgcdcError, SourceError
 
-__all__ = ["ChunkOrder", "ChunkRead", "ChunkReader", "check_readable", "find_table"]
+__all__ = ["ChunkOrder", "ChunkRead", "ChunkReader", "NeverReadable", "check_readable", "find_table"]
 
 CHUNK_BYTES = 8 << 20
 FLUSH_POLL_S = 0.02
 _BATCH_BYTES = 1 << 20
 _PASSING = ("40", "55P03", "57014")
 """Conflicts, deadlocks, locks and cancelled statements: the next attempt may do."""
+
+
+class NeverReadable(SourceError):
+    """The table is gone, is not published any more, or has no key: to try again is no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +219,6 @@ class ChunkReader:
 
     def _copy(self, order: ChunkOrder, known: PublishedTable) -> ChunkRead:
         conn = self._connection()
-        begun = time.monotonic()
         conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         conn.execute("SET LOCAL row_security = off")  # rows that a policy hides are an error, not missing
         try:
@@ -238,6 +241,7 @@ class ChunkReader:
         if table != known:  # to be looked at again, when the stream has come so far
             conn.execute("COMMIT")
             return read
+        begun = time.monotonic()  # behind what takes as long for any number of rows
         columns = len(order.columns)
         is_whole = True
         if order.keys == ():
@@ -283,17 +287,19 @@ class ChunkReader:
 def find_table(conn: Connection, publications: Sequence[str], name: str, oid: int = 0) -> PublishedTable:
     """The table that is meant, if it can be read while the stream goes on. SourceError with advice if not."""
     wanted = split_table(name)
-    known = read_published(conn, publications)
+    known: list[PublishedTable] = []
     if oid:
-        found = next((one for one in known if one.relation.oid == oid), None)
+        found = find_published(conn, publications, oid)
     else:
+        known = read_published(conn, publications)
         found = next((one for one in known if (one.relation.namespace, one.relation.name) == wanted), None)
     if found is None:
+        known = known or read_published(conn, publications)
         names = ", ".join(one.title for one in known[:10]) or "none"
         what = "is not captured any more" if oid else "is not captured"
-        raise SourceError(f"table {name} {what}", f"Name one of those that are: {names}")
+        raise NeverReadable(f"table {name} {what}", f"Name one of those that are: {names}")
     if not found.key:
-        raise SourceError(
+        raise NeverReadable(
             f"table {found.title} has no primary key or replica identity index: its existing rows cannot be read while the "
             "stream goes on",
             "Add a primary key; or begin anew with all tables: pgcdc resync --new-slot",

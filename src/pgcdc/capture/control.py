@@ -23,7 +23,7 @@ from pgcdc.capture.server import remove_socket
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.errors import ConnectionLost, PgcdcError, SourceError, StateError
 from pgcdc.position import Position
-from pgcdc.state import Lock, StateDir, is_alive, open_log
+from pgcdc.state import Lock, StateDir, is_alive, open_log, read_json
 
 __all__ = [
     "CaptureGone",
@@ -217,12 +217,14 @@ def ensure_capture(spec: CaptureSpec, *, is_restart: bool) -> ControlClient:
     """A connection to the capture of this state directory, which is started if none runs."""
     state = StateDir(Path(spec.state_dir))
     deadline = time.monotonic() + START_TIMEOUT_S
+    started = 0
     while time.monotonic() < deadline:
         holder = Lock.holder(state.capture_lock)
         if holder is None:
+            _raise_failure(state, started)
             if not is_alive(spec.watch_pid):  # it would end at once, again and again
                 raise SourceError(f"the driver (process {spec.watch_pid}) is gone: nothing is captured for it any more")
-            _start(replace(spec, is_restart=is_restart), state)
+            started = _start(replace(spec, is_restart=is_restart), state)
         elif "address" in holder:
             with contextlib.suppress(CaptureGone):
                 client = ControlClient(holder["address"])
@@ -232,8 +234,15 @@ def ensure_capture(spec: CaptureSpec, *, is_restart: bool) -> ControlClient:
     raise SourceError("the capture process did not start in time", f"See {state.path / 'capture.log'}")
 
 
-def _start(spec: CaptureSpec, state: StateDir) -> None:
-    """Start a capture process and wait for its one line."""
+def _raise_failure(state: StateDir, pid: int) -> None:
+    """A process that began its work and failed at once would do so again: raise what it has left to say."""
+    status: dict[str, Any] = read_json(state.capture_status) or {} if pid else {}
+    if status.get("pid") == pid and status.get("phase") == "failed" and status.get("last_error"):
+        raise PgcdcError.from_json(status["last_error"])
+
+
+def _start(spec: CaptureSpec, state: StateDir) -> int:
+    """Start a capture process and wait for its one line. Returns its pid."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with open_log(state.path / "capture.log") as log:
         process = subprocess.Popen(
@@ -257,6 +266,7 @@ def _start(spec: CaptureSpec, state: StateDir) -> None:
     if not line:
         code = process.wait()
         raise SourceError(f"the capture process ended at once with code {code}", f"See {state.path / 'capture.log'}")
+    return process.pid
 
 
 _REAP: list[subprocess.Popen[bytes]] = []

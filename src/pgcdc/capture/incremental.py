@@ -23,7 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pgcdc.capture.batch import CaptureBatch
-from pgcdc.capture.chunk_reader import CHUNK_BYTES, ChunkOrder, ChunkRead, ChunkReader
+from pgcdc.capture.chunk_reader import CHUNK_BYTES, ChunkOrder, ChunkRead, ChunkReader, NeverReadable
 from pgcdc.capture.copy import row_lists
 from pgcdc.capture.moved import MovedKeys
 from pgcdc.capture.published import PublishedTable
@@ -163,6 +163,8 @@ class IncrementalSnapshots:
         state = self.queue.next()
         if state is None:
             return
+        if state.is_retried:
+            state = self.queue.retry(state.id)
         if self._known is not None and self._known[0] != state.id:
             self._known = None
         if self._pace[0] != state.id:
@@ -257,7 +259,7 @@ class IncrementalSnapshots:
         logger.warning("snapshot %s: %s", name, error)
         self._discards = 0
         if not self.queue[name].is_ended:
-            self.queue.end(name, "failed", str(error))
+            self.queue.fail(name, str(error), for_good=isinstance(error, NeverReadable))
         self._forget_ended()
 
     # --- release
@@ -402,6 +404,7 @@ class IncrementalSnapshots:
             known = {one.id: one for one in self.queue.entries()}.get(note["request"])
             if known is not None and note["chunks"] > known.chunks:
                 self._advance(known.id, note)
+        self.queue.retry_all()
         self._forget_ended()
 
     def _forget_ended(self) -> None:

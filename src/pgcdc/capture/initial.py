@@ -12,20 +12,26 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from pgcdc.capture.database import connect
 from pgcdc.capture.holder import hold_for_long, is_held, let_all_go, let_go
 from pgcdc.capture.plan import Entry, Hold, PlannedTable, SkipRule, SnapshotPlan
-from pgcdc.capture.planning import CHUNK_BYTES, plan_tables, requests_for_rest
-from pgcdc.capture.published import PublishedTable, read_published
+from pgcdc.capture.planning import (
+    CHUNK_BYTES,
+    NOTHING_LOST,
+    TableLocked,
+    plan_tables,
+    published_names,
+    requests_for_rest,
+)
+from pgcdc.capture.published import PublishedTable
 from pgcdc.capture.releases import Release, stage_rows
 from pgcdc.capture.requests import RequestQueue
 from pgcdc.capture.snapshot_rows import snapshot_mark
 from pgcdc.capture.spec import CaptureSpec
-from pgcdc.capture.staging import FAILED, ROWS, Answers, Staged, Work, unstage
+from pgcdc.capture.staging import FAILED, NO_RIGHT, ROWS, Answers, Staged, Work
 from pgcdc.errors import SourceError, StateError
 from pgcdc.position import format_lsn
 from pgcdc.spool.schema import Op
@@ -36,8 +42,12 @@ __all__ = ["InitialSnapshot"]
 logger = logging.getLogger("pgcdc.capture")
 
 BATCH_BYTES = 4 * CHUNK_BYTES
-"""Of tables, for the tasks of one batch."""
+"""Of tables, for the tasks of one batch. So much may wait on disk for a spool that is full."""
 LOOK_INTERVAL_S = 0.05
+LOOK_SHARE = 10
+"""Looking for answers takes at most one part in so many of the time, however many there are."""
+LOCKED_S = 2.0
+"""How long to do other things when a table is locked."""
 HELD_INTERVAL_S = 0.5
 MAX_LOSSES = 3
 """A snapshot that is lost so often before one row of it is published will never be read."""
@@ -68,11 +78,20 @@ class InitialSnapshot:
         self._plan = SnapshotPlan(state.snapshot)
         self._folder = state.snapshot / "staged"
         self._answers = Answers(self._folder)
-        self._staged: dict[str, Staged] = {}
+        self._staged: dict[int, dict[str, Staged]] = {}
+        """What can be published, by table and entry."""
+        self._staged_bytes = 0
+        """Of tables with a key: one without is staged as a whole in any case."""
+        self._due: dict[int, None] = {}
+        """Tables of which there may be something to publish, in that order."""
         self._lost: dict[int, str] = {}
         """Tables that a task could not read, and why."""
         self._held: dict[int, bool] = {}
-        self._held_due = self._look_due = 0.0
+        self._held_due = self._look_due = self._plan_due = 0.0
+        self._is_unsure = True
+        """Whether a snapshot may have been lost since it was last asked."""
+        self._spare: Hold | None = None
+        """A snapshot that nothing is planned in yet."""
         self._losses = 0
         self._stager: str | None = None
         self._taken: set[str] = set()
@@ -83,6 +102,10 @@ class InitialSnapshot:
         if self._plan.is_active:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._catch_up(released)
+            self._due = dict.fromkeys(self._plan.unfinished)
+            for one in Answers(self._folder).find():
+                if one.answer == NO_RIGHT:  # of before: now it may be otherwise
+                    self._answers.drop(one)
         elif state.snapshot.exists():
             self._clean_up()
 
@@ -123,10 +146,21 @@ class InitialSnapshot:
 
     # --- work for tasks
 
-    def offer(self, consumer: str, *, take: bool, is_full: bool, is_connected: Callable[[str], bool]) -> dict[str, Any]:
+    def offer(
+        self,
+        consumer: str,
+        *,
+        take: bool,
+        is_full: bool,
+        is_behind: bool,
+        is_unacked: bool,
+        is_connected: Callable[[str], bool],
+    ) -> dict[str, Any]:
         """Is there something to read for this consumer's tasks; with `take`, what: it is theirs until the next question.
 
-        One consumer at a time: what one batch did not read, its next one or another consumer's does.
+        One consumer at a time: what one batch did not read, its next one or another consumer's does. `is_full` is the
+        spool, which the consumer has not read to its end if he `is_behind`. Who has is not held up while something that
+        he has read `is_unacked`: it is acknowledged only with his next batch, even if that has nothing to do.
         """
         if not self._plan.is_active:
             end = self._plan.completed["end"] if self._plan.completed else None
@@ -136,9 +170,11 @@ class InitialSnapshot:
         self._stager = consumer
         if not take:
             self._give_back()
-        waiting = self._waiting()
+        is_enough = is_full and self._staged_bytes > BATCH_BYTES
+        waiting = self._waiting(keyless_only=is_enough)
         if not take:
-            return {"active": True, "is_ready": bool(waiting) and not is_full}
+            is_ready = not (is_full and is_behind) and ((is_enough and is_unacked) or any(True for _ in waiting))
+            return {"active": True, "is_ready": is_ready}
         chosen: list[dict[str, Any]] = []
         nbytes = 0
         for table, entry in waiting:
@@ -157,15 +193,15 @@ class InitialSnapshot:
                 self._not_before[entry] = time.monotonic() + min(30.0, 0.1 * 2**tries)
                 self._taken.remove(entry)
 
-    def _waiting(self) -> list[tuple[PlannedTable, Entry]]:
+    def _waiting(self, *, keyless_only: bool) -> Iterator[tuple[PlannedTable, Entry]]:
         now = time.monotonic()
-        return [
-            (table, entry)
-            for table in self._plan.tables.values()
-            if not table.ended and table.oid not in self._lost and self._is_held(table)
-            for entry in table.left
-            if entry.id not in self._staged and entry.id not in self._taken and now >= self._not_before.get(entry.id, 0)
-        ]
+        for table in self._plan.unfinished.values():
+            if table.oid in self._lost or not self._is_held(table) or (keyless_only and table.published.key):
+                continue
+            staged = self._staged.get(table.oid, {})
+            for entry in table.unpublished.values():
+                if entry.id not in staged and entry.id not in self._taken and now >= self._not_before.get(entry.id, 0):
+                    yield table, entry
 
     def _work(self, table: PlannedTable, entry: Entry) -> Work:
         published = table.published
@@ -176,49 +212,79 @@ class InitialSnapshot:
 
     def step(self, release: ReleaseRows, end: Callable[[], object]) -> bool:
         """Do one thing, if there is one to do; True if there may be more at once."""
-        if not self._plan.is_planned:
-            self._plan_all()
-            return True
-        self._look()
-        for table in self._plan.tables.values():
-            if not table.ended and self._publish_of(table, release):
+        try:
+            if not self._plan.is_planned:
+                return self._plan_all()
+            self.look()
+            while self._due:
+                table = self._plan.unfinished.get(next(iter(self._due)))
+                if table is not None and self._publish_of(table, release):
+                    return True
+                self._due.pop(next(iter(self._due)))
+            if self._replace_lost():
                 return True
-        if self._replace_lost():
-            return True
-        if all(table.ended for table in self._plan.tables.values()):
+        except TableLocked as error:
+            self._plan_due = time.monotonic() + LOCKED_S
+            logger.info("%s; it is tried again", error.message)
+            return False
+        if not self._plan.unfinished:
             self._plan.complete(str(end()))
             done = self._plan.completed or {}
             logger.info("the initial snapshot is complete: %d rows in %.1f s", done["rows"], done["seconds"])
             self._clean_up()
         return False
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Take in what tasks have answered, and see which snapshots are still held."""
         now = time.monotonic()
         if now < self._look_due:
             return
-        self._look_due = now + LOOK_INTERVAL_S
-        self._staged.clear()
+        refused: list[Staged] = []
         for one in self._answers.find():
             self._taken.discard(one.id)
-            table = self._plan.tables.get(int(one.id.partition("-")[0]))
-            if table is None or table.ended or one.id not in table.entries or one.id in table.done:
-                unstage(self._folder, one.id)  # of a task that was late
-            elif one.answer == ROWS and (not one.rows or (self._folder / one.file).exists()):
-                self._staged[one.id] = one
+            table = self._plan.unfinished.get(int(one.id.partition("-")[0]))
+            if table is None or one.id not in table.unpublished:
+                self._answers.drop(one)  # of a task that was late
+            elif one.answer == ROWS and self._is_there(one):
+                self._staged.setdefault(table.oid, {})[one.id] = one
+                self._staged_bytes += self._counted(table, one)
+                self._due[table.oid] = None
             else:
-                unstage(self._folder, one.id)
-                if one.answer == FAILED:
+                self._answers.drop(one)
+                if one.answer == NO_RIGHT:
+                    refused.append(one)
+                elif one.answer == FAILED:
                     logger.warning("table %s: %s; it is tried again", table.published.title, one.message)
                     self._not_before[one.id] = now + 1.0
                 elif one.answer != ROWS:
                     self._lost.setdefault(table.oid, one.message or "its snapshot is not held any more")
+                    self._is_unsure = True
+        if refused:
+            raise SourceError(refused[0].message, f"{refused[0].advice} ({NOTHING_LOST})")
+        took_s = time.monotonic() - now
+        self._look_due = now + max(LOOK_INTERVAL_S, LOOK_SHARE * took_s)
         if now >= self._held_due:
             self._held_due = now + HELD_INTERVAL_S
+            self._is_unsure = True
             self._held = {number: is_held(self._state.snapshot, one) for number, one in self._plan.holds.items()}
-            needed = {table.hold for table in self._plan.tables.values() if table.left and not table.ended}
+            needed = {table.hold for table in self._plan.unfinished.values() if table.unpublished}
+            if self._spare is not None:
+                needed.add(self._spare.number)
             let_go(self._state.snapshot, *(self._plan.holds[one] for one in self._held if one not in needed))
             self._warn()
+
+    def _is_there(self, staged: Staged) -> bool:
+        return not staged.rows or (self._folder / staged.file).exists()
+
+    @staticmethod
+    def _counted(table: PlannedTable, staged: Staged) -> int:
+        return staged.written[0] if table.published.key else 0
+
+    def _unstage(self, table: PlannedTable, staged: Staged) -> None:
+        """It is not to be published, or is."""
+        if self._staged.get(table.oid, {}).pop(staged.id, None) is not None:
+            self._staged_bytes -= self._counted(table, staged)
+        self._answers.drop(staged)
 
     def _is_held(self, table: PlannedTable) -> bool:
         return self._held.get(table.hold, False)
@@ -226,8 +292,7 @@ class InitialSnapshot:
     def _publish_of(self, table: PlannedTable, release: ReleaseRows) -> bool:
         if not table.hold:
             return False
-        left = table.left
-        ready = [entry for entry in left if entry.id in self._staged]
+        left, ready = table.unpublished, self._staged.get(table.oid, {})
         if not table.published.key and len(ready) < len(left):
             return False  # rows without a key cannot be read in two snapshots: all or nothing
         if left and not ready:
@@ -236,7 +301,7 @@ class InitialSnapshot:
             self._mark(table, Op.SNAPSHOT_STARTED, "started", release)
             self._plan.start_table(table.oid)
         elif ready:
-            self._publish(table, self._staged[ready[0].id], release)
+            self._publish(table, next(iter(ready.values())), release)
         else:
             self._mark(table, Op.SNAPSHOT_COMPLETED, "completed", release)
             self._plan.end_table(table.oid, "complete")
@@ -244,6 +309,10 @@ class InitialSnapshot:
         return True
 
     def _publish(self, table: PlannedTable, staged: Staged, release: ReleaseRows) -> None:
+        if not self._is_there(staged):  # somebody has deleted it
+            self._unstage(table, staged)
+            self._is_unsure = True
+            return
         if staged.rows:
             release(
                 self._folder / staged.file,
@@ -253,10 +322,10 @@ class InitialSnapshot:
                 time_us=staged.time_us,
                 note={"entry": staged.id},
             )
-        self._plan.publish(staged.id, staged.rows)
+        self._plan.publish(staged.id, staged.rows, staged.time_us)
         self._losses = 0
-        self._staged.pop(staged.id)
-        unstage(self._folder, staged.id)
+        self._rates.setdefault(table.oid, (time.monotonic(), table.rows))
+        self._unstage(table, staged)
 
     def _mark(self, table: PlannedTable, op: Op, what: str, release: ReleaseRows) -> None:
         name = f"initial-{format_lsn(self._plan.lsn)}"
@@ -268,12 +337,15 @@ class InitialSnapshot:
 
     # --- snapshots
 
-    def _plan_all(self) -> None:
+    def _plan_all(self) -> bool:
+        if time.monotonic() < self._plan_due:
+            return False
         held = (hold for hold in self._plan.holds.values() if is_held(self._state.snapshot, hold))
         hold = next(held, None) or self._hold()
         planned = plan_tables(self._spec.url, self._spec.publications, hold)
         if planned is not None:
             self._record(hold, *planned)
+        return True
 
     def _hold(self) -> Hold:
         """A snapshot of now. What it sees is left out of the stream, for the tables that are planned in it."""
@@ -288,20 +360,27 @@ class InitialSnapshot:
     ) -> None:
         self._plan.plan(hold.number, planned, others)
         self._held[hold.number] = True
+        self._due |= dict.fromkeys(one.relation.oid for one, _ in planned)
+        self._is_unsure = True
 
     def _replace_lost(self) -> bool:
         """See that the rest of every table whose snapshot was lost is read otherwise. True if there was one."""
+        if not self._is_unsure or time.monotonic() < self._plan_due:
+            return False
         lost = {
             table.oid: table
-            for table in self._plan.tables.values()
-            if not table.ended
-            and any(entry.id not in self._staged for entry in table.left)
-            and (table.oid in self._lost or not self._is_held(table))
-        } | {table.oid: table for table in self._plan.tables.values() if not table.ended and not table.hold}
+            for table in self._plan.unfinished.values()
+            if not table.hold
+            or (
+                len(self._staged.get(table.oid, {})) < len(table.unpublished)
+                and (table.oid in self._lost or not self._is_held(table))
+            )
+        }
         if not lost:
+            self._is_unsure = False
             return False
         partly = [table for table in lost.values() if table.done]
-        names = self._names() if partly else {}
+        names = published_names(self._spec.url, self._spec.publications) if partly else {}
         for table in partly:
             if table.oid not in names:
                 logger.warning("table %s is gone: nothing is left to be read of it", table.published.title)
@@ -317,11 +396,6 @@ class InitialSnapshot:
         for oid in lost:
             self._lost.pop(oid, None)
         return True
-
-    def _names(self) -> dict[int, str]:
-        """The published tables, as they are called now."""
-        with connect(self._spec.url, application_name="pgcdc snapshot reader") as conn:
-            return {one.relation.oid: one.title for one in read_published(conn, self._spec.publications)}
 
     def _check_key(self, table: PlannedTable) -> None:
         """A table without a key is published when all of it is staged: what is missing then was deleted by somebody."""
@@ -343,16 +417,18 @@ class InitialSnapshot:
                 "Start again when the tables are left alone; a large table without a key needs more time: "
                 "--snapshot-hold-limit",
             )
-        self._losses += 1
-        logger.warning("%s: %s; what is not published yet is read in a new snapshot", names, why)
-        hold = self._hold()
+        if self._spare is None or not is_held(self._state.snapshot, self._spare):
+            logger.warning("%s: %s; what is not published yet is read in a new snapshot", names, why)
+            self._spare = self._hold()
+        hold = self._spare
         planned = plan_tables(self._spec.url, self._spec.publications, hold, set(tables))
+        self._losses += 1
+        self._spare = None
         if planned is None:
             return
         for oid, table in tables.items():
-            for entry in table.entries:
-                unstage(self._folder, entry)
-                self._staged.pop(entry, None)
+            for staged in list(self._staged.get(oid, {}).values()):
+                self._unstage(table, staged)
             if not any(one.relation.oid == oid for one in [*(one for one, _ in planned[0]), *planned[1]]):
                 logger.warning("table %s is gone: nothing is left to be read of it", table.published.title)
                 self._plan.end_table(oid, "gone")
@@ -381,7 +457,7 @@ class InitialSnapshot:
         }
 
     def _table_status(self, table: PlannedTable) -> dict[str, Any]:
-        began, before = self._rates.setdefault(table.oid, (time.monotonic(), table.rows))
+        began, before = self._rates.get(table.oid, (time.monotonic(), table.rows))
         elapsed_s = time.monotonic() - began
         rate = (table.rows - before) / elapsed_s if elapsed_s > 1 else 0.0
         total = max(table.estimated_rows, table.rows)

@@ -71,6 +71,14 @@ class PlannedTable:
     is_started: bool = False
     ended: str = ""
     """complete, moved (the rest is read incrementally) or gone (it was dropped)."""
+    unpublished: dict[str, Entry] = field(default_factory=dict)
+    """What is left of the entries."""
+    rows: int = 0
+    """How many are published."""
+
+    def __post_init__(self) -> None:
+        self.unpublished = {name: entry for name, entry in self.entries.items() if name not in self.done}
+        self.rows = sum(self.done.values())
 
     @property
     def oid(self) -> int:
@@ -80,17 +88,19 @@ class PlannedTable:
     @property
     def left(self) -> list[Entry]:
         """What is not published."""
-        return [entry for entry in self.entries.values() if entry.id not in self.done]
+        return list(self.unpublished.values())
 
     @property
     def estimated_rows(self) -> int:
         """About how many rows there are."""
-        return sum(self.done.get(entry.id, entry.rows) for entry in self.entries.values())
+        return self.rows + sum(entry.rows for entry in self.unpublished.values())
 
-    @property
-    def rows(self) -> int:
-        """How many are published."""
-        return sum(self.done.values())
+    def publish(self, entry: str, rows: int) -> None:
+        """An entry is in the stream."""
+        if entry not in self.done:
+            self.done[entry] = rows
+            self.rows += rows
+            self.unpublished.pop(entry, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +123,15 @@ class SnapshotPlan:
         """Where the slot began: rows of the snapshot stand behind it. 0: there is no initial snapshot."""
         self.holds: dict[int, Hold] = {}
         self.tables: dict[int, PlannedTable] = {}
+        self.unfinished: dict[int, PlannedTable] = {}
+        """Those that have not ended."""
+        self.begun_us = 0
+        """When the first of the rows that are published were read; 0: nobody knows."""
         self.is_planned = False
         self.completed: dict[str, Any] | None = None
         """What there was to say at the end: rows, seconds, tables."""
         self._rules: list[SkipRule] = []
+        self._made: list[SkipRule] | None = None
         if self._log.exists():
             found = list(_decode(self._log.read_bytes()))
             os.truncate(self._log, sum(size for _, size in found))
@@ -131,12 +146,13 @@ class SnapshotPlan:
     @property
     def rules(self) -> list[SkipRule]:
         """What the stream has to leave out."""
-        made = [
-            SkipRule(table.oid, hold.visible, hold.lsn)
-            for table in self.tables.values()
-            if (hold := self.holds.get(table.hold)) is not None and hold.visible is not None
-        ]
-        return self._rules + made
+        if self._made is None:
+            self._made = self._rules + [
+                SkipRule(table.oid, hold.visible, hold.lsn)
+                for table in self.tables.values()
+                if (hold := self.holds.get(table.hold)) is not None and hold.visible is not None
+            ]
+        return self._made
 
     # --- what happens
 
@@ -156,9 +172,9 @@ class SnapshotPlan:
         """It was said that its rows begin."""
         self._append({"do": "started", "oid": oid})
 
-    def publish(self, entry: str, rows: int) -> None:
-        """An entry is in the stream."""
-        self._append({"do": "done", "entry": entry, "rows": rows})
+    def publish(self, entry: str, rows: int, time_us: int = 0) -> None:
+        """An entry is in the stream; it was read at that time, if that is known."""
+        self._append({"do": "done", "entry": entry, "rows": rows, "time_us": time_us})
 
     def end_table(self, oid: int, how: str) -> None:
         """Nothing more is read of it here."""
@@ -166,13 +182,13 @@ class SnapshotPlan:
 
     def complete(self, end: str) -> None:
         """All tables have ended; `end` is the position behind the last row. Only what is needed later is kept."""
-        begun = min((hold.time for hold in self.holds.values()), default=time.time())
+        begun = self.begun_us / 1e6 or min((hold.time for hold in self.holds.values()), default=time.time())
         record = {
             "do": "complete",
             "lsn": self.lsn,
             "end": end,
             "time": time.time(),
-            "seconds": round(time.time() - begun, 1),
+            "seconds": round(max(0.0, time.time() - begun), 1),
             "rows": sum(table.rows for table in self.tables.values()),
             "tables": [
                 {"table": table.published.title, "rows": table.rows, "status": table.ended}
@@ -182,7 +198,7 @@ class SnapshotPlan:
         }
         with _explain_writing(self._log):
             _replace(self._log, _encode(record))
-        self.holds, self.tables = {}, {}
+        self.holds, self.tables, self.unfinished = {}, {}, {}
         self._fold(record)
 
     def _append(self, record: dict[str, Any]) -> None:
@@ -198,6 +214,8 @@ class SnapshotPlan:
 
     def _fold(self, record: dict[str, Any]) -> None:
         what = record["do"]
+        if what in ("hold", "plan", "complete"):
+            self._made = None
         if what == "begin":
             self.lsn = record["lsn"]
         elif what == "hold":
@@ -209,14 +227,16 @@ class SnapshotPlan:
                 table = _parse_table(raw)
                 before = self.tables.get(table.oid)
                 table.is_started = before is not None and before.is_started
-                self.tables[table.oid] = table
+                self.tables[table.oid] = self.unfinished[table.oid] = table
         elif what == "started":
             self.tables[record["oid"]].is_started = True
         elif what == "done":
-            table = self.table_of(record["entry"])
-            table.done[record["entry"]] = record["rows"]
+            self.table_of(record["entry"]).publish(record["entry"], record["rows"])
+            times = (self.begun_us, record.get("time_us", 0))
+            self.begun_us = min(filter(None, times), default=0)
         elif what == "ended":
             self.tables[record["oid"]].ended = record["how"]
+            self.unfinished.pop(record["oid"], None)
         elif what == "complete":
             self.lsn = record["lsn"]
             self.completed = record

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import psycopg
 
@@ -25,13 +26,24 @@ from pgcdc.capture.tables import Table
 from pgcdc.errors import ConnectionLost, SourceError
 from pgcdc.state import Lock, StateDir
 
-__all__ = ["check_readable", "plan_tables", "request_all", "requests_for_rest"]
+__all__ = [
+    "NOTHING_LOST",
+    "TableLocked",
+    "check_readable",
+    "explain_right",
+    "plan_tables",
+    "published_names",
+    "request_all",
+    "requests_for_rest",
+]
 
 logger = logging.getLogger("pgcdc.capture")
 
 CHUNK_BYTES = int(os.environ.get("PGCDC_SNAPSHOT_CHUNK_BYTES", "") or 16 << 20)
 """Of a table, for one task. (The variable is for tests.)"""
 MAX_CHUNKS = 10_000
+LOCK_TIMEOUT = "2s"
+NOTHING_LOST = "nothing is lost: start again after that"
 SMALL_BYTES = 256 << 20
 """A table that is smaller is read by its key in any case: what a crash leaves of it can be read by key as well."""
 CORRELATED = 0.5
@@ -49,17 +61,52 @@ def check_readable(sql: Connection, publications: Sequence[str]) -> None:
                 sql.execute("SET LOCAL row_security = off")
                 execute_one(sql, f"SELECT {columns} FROM {table.source} {where}LIMIT 0")
         except psycopg.errors.InsufficientPrivilege as error:
-            role = quote_identifier(sql.info.user)
-            text = " ".join((error.diag.message_primary or str(error)).split())
-            advice = f"Run: GRANT SELECT ON {table.sql} TO {role}"
-            if "row-level security" in text:
-                advice = f"Run as superuser: ALTER ROLE {role} BYPASSRLS"
+            refused = explain_right(table.title, table.sql, sql.info.user, error)
             raise SourceError(
-                f"the rows of table {table.title} cannot be read: {text}",
-                f"{advice}; or deliver only changes: --snapshot-mode never",
+                refused.message, f"{refused.advice}; or deliver only changes: --snapshot-mode never"
             ) from None
 
 
+def explain_right(title: str, table: str, role: str, error: psycopg.Error) -> SourceError:
+    """What to do about rows that this role may not read; `table` is as SQL takes it."""
+    role = quote_identifier(role)
+    text = " ".join((error.diag.message_primary or str(error)).split())
+    advice = f"Run: GRANT SELECT ON {table} TO {role}"
+    if "row-level security" in text:
+        advice = f"Run as superuser: ALTER ROLE {role} BYPASSRLS"
+    return SourceError(f"the rows of table {title} cannot be read: {text}", advice)
+
+
+class TableLocked(SourceError):
+    """Somebody has locked a table: what was asked for can be done later."""
+
+
+@contextmanager
+def _not_waiting_for_locks() -> Iterator[None]:
+    try:
+        yield
+    except SourceError as error:
+        if isinstance(error.__cause__, psycopg.errors.LockNotAvailable):
+            raise TableLocked(error.message, error.advice) from error.__cause__
+        raise
+
+
+def _connect(url: str) -> Connection:
+    """Who plans is the capture's loop, which has more to do: it must not wait for locks."""
+    conn = connect(url, application_name="pgcdc snapshot reader")
+    conn.execute(f"SET lock_timeout = {quote_literal(LOCK_TIMEOUT)}".encode())
+    return conn
+
+
+@_not_waiting_for_locks()
+@explain_errors("look at the published tables")
+def published_names(url: str, publications: Sequence[str]) -> dict[int, str]:
+    """The published tables, as they are called now. TableLocked: try again."""
+    with _connect(url) as conn:
+        return {one.relation.oid: one.title for one in read_published(conn, publications)}
+
+
+@_not_waiting_for_locks()
 @explain_errors("plan the initial snapshot")
 def plan_tables(
     url: str, publications: Sequence[str], hold: Hold, oids: set[int] | None = None
@@ -67,9 +114,9 @@ def plan_tables(
     """The entries of these tables (None: all) in a snapshot, and the tables that cannot be read in it.
 
     None: the snapshot is not held any more. A table that was truncated or altered since cannot be read in it; one
-    that is in neither list is gone.
+    that is in neither list is gone. TableLocked: try again.
     """
-    with connect(url, application_name="pgcdc snapshot reader") as conn:
+    with _connect(url) as conn:
         now = {one.relation.oid: one for one in read_published(conn, publications)}
         conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         try:
@@ -100,6 +147,11 @@ def _try_to_cut(conn: Connection, table: PublishedTable, hold: Hold) -> list[Ent
     except ConnectionLost:
         raise
     except SourceError as error:
+        if isinstance(error.__cause__, psycopg.errors.LockNotAvailable):
+            raise
+        if isinstance(error.__cause__, psycopg.errors.InsufficientPrivilege):
+            refused = explain_right(table.title, table.sql, conn.info.user, error.__cause__)
+            raise SourceError(refused.message, f"{refused.advice} ({NOTHING_LOST})") from error.__cause__
         logger.warning("table %s: %s", table.title, error.message)
         return None
 

@@ -324,7 +324,10 @@ class CaptureProcess:
     def _publish_rows(self) -> bool:
         """Rows of the initial snapshot, which come before the stream; True if there may be more at once."""
         self._publish_due()
-        if self._to_replay or not self._initial.is_active or not self._is_waiting_for_rows or self._is_full():
+        if self._to_replay or not self._initial.is_active or not self._is_waiting_for_rows:
+            return False
+        if self._is_full():
+            self._initial.look()
             return False
         more = self._initial.step(self._release, lambda: self._spool.end)
         self._skip_rules = self._initial.rules
@@ -447,11 +450,13 @@ class CaptureProcess:
         if what == "settled":
             return {"end": self._settled()}
         if what == "stage":
+            name, at = request["consumer"], Position.parse(request["at"])
             return self._initial.offer(
-                request["consumer"],
+                name,
                 take=request["take"],
-                # Who has read everything is not held up: what he has is acknowledged only with his next batch.
-                is_full=self._is_full() and Position.parse(request["at"]) < self._spool.end,
+                is_full=self._is_full(),
+                is_behind=at < self._spool.end,
+                is_unacked=name in self._consumers and self._consumers[name].ack < at,
                 is_connected=self._server.has_consumer,
             )
         if what == "snapshot":

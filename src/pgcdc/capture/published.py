@@ -51,16 +51,18 @@ class PublishedTable:
 
 
 @explain_errors("read the published tables")
-def read_published(conn: Connection, publications: Sequence[str]) -> list[PublishedTable]:
-    """Every table that these publications have, by name."""
+def read_published(conn: Connection, publications: Sequence[str], only: int = 0) -> list[PublishedTable]:
+    """Every table that these publications have, by name; or only the one with this oid."""
     version = conn.info.server_version
     query = _TABLES.format(
         rules="p.attnames::text[], p.rowfilter" if version >= RULES_SINCE else "NULL::text[], NULL::text",
         generated="true" if version >= GENERATED_SINCE else "a.attgenerated = ''",
     )
+    if only:
+        query += _ONLY
     found: dict[int, PublishedTable] = {}
     for oid, schema, name, kind, identity, listed, row_filter, columns, key, keys in conn.execute(
-        query.encode(), [list(publications)]
+        query.encode(), [list(publications), *([only, only] if only else [])]
     ).fetchall():
         names = set(listed) if listed is not None else None
         relation = Relation(
@@ -84,7 +86,7 @@ def read_published(conn: Connection, publications: Sequence[str]) -> list[Publis
 
 def find_published(conn: Connection, publications: Sequence[str], oid: int) -> PublishedTable | None:
     """One of them, by its oid."""
-    return next((one for one in read_published(conn, publications) if one.relation.oid == oid), None)
+    return next(iter(read_published(conn, publications, oid)), None)
 
 
 # The identity's columns come in every old row. Without one that is an index (full), those of the primary key do.
@@ -104,3 +106,5 @@ LEFT JOIN pg_index i ON i.indrelid = c.oid AND i.indisvalid AND CASE c.relreplid
     WHEN 'd' THEN i.indisprimary AND i.indimmediate WHEN 'f' THEN i.indisprimary WHEN 'i' THEN i.indisreplident END
 WHERE p.pubname = ANY (%s)
 """
+# By name, too: else the server makes the columns of all the other tables first.
+_ONLY = """AND c.oid = %s AND p.tablename = (SELECT relname FROM pg_class WHERE oid = %s)"""

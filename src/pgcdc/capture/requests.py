@@ -31,6 +31,9 @@ __all__ = [
 KINDS = ("incremental", "initial", "added", "always", "vanished")
 """Asked for by a user; the rest of an interrupted initial snapshot; a table that is new in the publication; at every start;
 keys of a sink that the table may not have any more."""
+RETRIED = ("initial", "added")
+"""Kinds that nobody asks for again: their rows would be missing for ever, so that one that failed is tried again."""
+RETRY_S, MAX_RETRY_S = 1.0, 300.0
 KEPT_FINISHED = 20
 _ENDED = ("done", "stopped", "failed")
 
@@ -97,6 +100,10 @@ class RequestState:
     added: float = field(default_factory=time.time)
     started: float = 0.0
     finished: float = 0.0
+    failures: int = 0
+    """How often in a row it has failed."""
+    retry_at: float = 0.0
+    """When a failed one is tried again; 0: never."""
 
     @property
     def id(self) -> str:
@@ -106,7 +113,12 @@ class RequestState:
     @property
     def is_ended(self) -> bool:
         """Whether nothing more will happen."""
-        return self.status in _ENDED
+        return self.status in _ENDED and not self.is_retried
+
+    @property
+    def is_retried(self) -> bool:
+        """Whether it has failed, but not for good."""
+        return self.status == "failed" and self.retry_at > 0
 
     def to_json(self) -> dict[str, Any]:
         """For the file."""
@@ -143,8 +155,11 @@ class RequestQueue:
         return list(self._states.values())
 
     def next(self) -> RequestState | None:
-        """What to work on now; None if nothing is asked."""
+        """What to work on now; None if nothing is asked. A failed one comes last, when it is its time."""
         going = [one for one in self._states.values() if one.status in ("queued", "running")]
+        if not going:
+            now = time.time()
+            going = [one for one in self._states.values() if one.is_retried and one.retry_at <= now]
         return next((one for one in going if one.status == "running"), going[0] if going else None)
 
     def add(self, *requests: SnapshotRequest) -> None:
@@ -162,13 +177,13 @@ class RequestQueue:
 
     def stop(self, name: str = "") -> RequestState:
         """End a request where it is; without a name, the one that runs."""
-        return self.end(self._find(name, "queued", "running", "paused").id, "stopped")
+        return self.end(self._find(name, "queued", "running", "paused", "failed").id, "stopped")
 
     def begin(self, name: str, *, oid: int, estimated_rows: int) -> RequestState:
         """Its first chunk is about to be read."""
         state = self._states[name]
         started = state.started or time.time()
-        return self._change(state, status="running", oid=oid, estimated_rows=estimated_rows, started=started)
+        return self._change(state, status="running", oid=oid, estimated_rows=estimated_rows, started=started, error="")
 
     def advance(
         self,
@@ -183,15 +198,36 @@ class RequestQueue:
         """A chunk was released. `chunks` and `rows` count from its beginning."""
         state = self._states[name]
         ended = {"status": "done", "finished": time.time()} if is_last else {}
-        state = self._change(state, chunks=chunks, last_key=last_key, rows=rows, moved_done=moved_done, **ended)
+        state = self._change(
+            state, chunks=chunks, last_key=last_key, rows=rows, moved_done=moved_done, failures=0, retry_at=0.0, **ended
+        )
         self._drop_old()
         return state
 
     def end(self, name: str, status: str, error: str = "") -> RequestState:
         """Nothing more will happen to it."""
-        state = self._change(self._states[name], status=status, error=error, finished=time.time())
+        state = self._change(self._states[name], status=status, error=error, finished=time.time(), retry_at=0.0)
         self._drop_old()
         return state
+
+    def fail(self, name: str, error: str, *, for_good: bool) -> RequestState:
+        """It cannot be done now. One of a kind that must not be missing is tried again, unless it failed for good."""
+        state = self._states[name]
+        if for_good or state.request.kind not in RETRIED:
+            return self.end(name, "failed", error)
+        now = time.time()
+        retry_at = now + min(MAX_RETRY_S, RETRY_S * 2.0 ** min(state.failures, 20))
+        failures = state.failures + 1
+        return self._change(state, status="failed", error=error, finished=now, failures=failures, retry_at=retry_at)
+
+    def retry(self, name: str) -> RequestState:
+        """Try a failed one again. What was said of it stays until it goes on."""
+        return self._change(self._states[name], status="queued", finished=0.0)
+
+    def retry_all(self) -> None:
+        """Try those that have not failed for good at once: at a start things may be otherwise."""
+        for state in [one for one in self._states.values() if one.is_retried]:
+            self._change(state, status="queued", finished=0.0, failures=0)
 
     def heed(self, position: Position, requests: Iterable[SnapshotRequest] = (), *, bad: int = 0) -> None:
         """Everything that a signal asks for, and that it was heeded, in one step."""
@@ -215,7 +251,7 @@ class RequestQueue:
         self._states |= {request.id: RequestState(request, oid=request.oid) for request in wanted}
 
     def _find(self, name: str, *statuses: str) -> RequestState:
-        fitting = [one for one in self._states.values() if one.status in statuses]
+        fitting = [one for one in self._states.values() if one.status in statuses and not one.is_ended]
         fitting.sort(key=lambda one: one.status != "running")
         found = next((one for one in fitting if name in ("", one.id)), None)
         if found is None:
@@ -231,7 +267,9 @@ class RequestQueue:
         return changed
 
     def _drop_old(self) -> None:
-        ended = sorted((one for one in self._states.values() if one.is_ended), key=lambda one: one.finished)
+        missing = [one.id for one in self._states.values() if one.status == "failed" and one.request.kind in RETRIED]
+        ended = [one for one in self._states.values() if one.is_ended and one.id not in missing]
+        ended.sort(key=lambda one: one.finished)
         for one in ended[:-KEPT_FINISHED]:
             del self._states[one.id]
 

@@ -23,7 +23,14 @@ import pyarrow as pa
 
 from pgcdc.capture.chunks import Chunk, lock_chunks
 from pgcdc.capture.copy import copy_rows, copy_statement
-from pgcdc.capture.database import Connection, connect, explain_errors, quote_literal
+from pgcdc.capture.database import (
+    Connection,
+    connect,
+    explain_errors,
+    name_table,
+    quote_literal,
+)
+from pgcdc.capture.planning import explain_right
 from pgcdc.capture.releases import stage_rows
 from pgcdc.capture.snapshot_rows import snapshot_rows
 from pgcdc.errors import ConnectionLost, SourceError, SpoolError, StateError
@@ -31,10 +38,11 @@ from pgcdc.ops.failpoint import hit
 from pgcdc.spool.segment import Written
 from pgcdc.state import write_json_durably
 
-__all__ = ["Answers", "Staged", "Work", "copy_in_snapshot", "stage", "unstage"]
+__all__ = ["Answers", "Staged", "Work", "copy_in_snapshot", "stage"]
 
-ROWS, LOST_SNAPSHOT, LOST_TABLE, FAILED = "rows", "lost snapshot", "lost table", "failed"
-"""What a task can answer: the rows; the snapshot is not held any more; the table is not as it was planned; try again."""
+ROWS, LOST_SNAPSHOT, LOST_TABLE, NO_RIGHT, FAILED = "rows", "lost snapshot", "lost table", "no right", "failed"
+"""What a task can answer: the rows; the snapshot is not held any more; the table is not as it was planned; it may not be
+read; try again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,7 @@ class Staged:
     rows: int = 0
     written: Written = (0, 0)
     time_us: int = 0
+    advice: str = ""
 
 
 def stage(url: str, work: Work) -> None:
@@ -91,6 +100,11 @@ def stage(url: str, work: Work) -> None:
             answer = Staged(work.id, FAILED, str(error))
         except SourceError as error:
             answer = Staged(work.id, LOST_TABLE, error.message)
+            if isinstance(error.__cause__, psycopg.errors.InsufficientPrivilege):
+                chunk = work.chunk
+                title, role = name_table(chunk.schema, chunk.table), conn.info.user
+                refused = explain_right(title, chunk.sql, role, error.__cause__)
+                answer = Staged(work.id, NO_RIGHT, refused.message, advice=refused.advice)
         hit("staging.staged")
         write_json_durably(_answer_file(folder, work.id), asdict(answer))
     except (SpoolError, StateError):
@@ -129,35 +143,35 @@ def copy_in_snapshot(
 
 
 class Answers:
-    """What tasks have answered. A file is read once, however often it is looked for."""
+    """What tasks have answered. Each answer is read and told once; another one for the same entry does no harm."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._known: dict[str, tuple[int, Staged]] = {}
+        self._known: set[str] = set()
 
     def find(self) -> list[Staged]:
-        """The answers that are here, by entry."""
-        found: dict[str, tuple[int, Staged]] = {}
-        with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
-            for one in entries:
-                if one.name.endswith(".json"):
-                    with contextlib.suppress(FileNotFoundError):
-                        found[one.name] = self._read(one)
-        self._known = found
-        return [staged for _, (_, staged) in sorted(found.items())]
+        """The answers that are new, by entry."""
+        found: list[Staged] = []
+        try:
+            new = sorted(
+                name for name in os.listdir(self._folder) if name.endswith(".json") and name not in self._known
+            )
+        except FileNotFoundError:
+            return []
+        for name in new:
+            with contextlib.suppress(FileNotFoundError):
+                raw = json.loads((self._folder / name).read_text())
+                found.append(Staged(**{**raw, "written": tuple(raw["written"])}))
+                self._known.add(name)
+        return found
 
-    def _read(self, one: os.DirEntry[str]) -> tuple[int, Staged]:
-        stamp = one.stat().st_mtime_ns
-        if one.name in self._known and self._known[one.name][0] == stamp:
-            return self._known[one.name]
-        raw = json.loads(Path(one.path).read_text())
-        return stamp, Staged(**{**raw, "written": tuple(raw["written"])})
-
-
-def unstage(folder: Path, entry: str) -> None:
-    """Forget what was answered for an entry, and all rows that were staged for it."""
-    for path in [_answer_file(folder, entry), *folder.glob(f"{entry}.*.arrow")]:
-        path.unlink(missing_ok=True)
+    def drop(self, staged: Staged) -> None:
+        """Forget an answer and its rows: the next one for its entry is new. (Rows of one that it has replaced go last.)"""
+        file = _answer_file(self._folder, staged.id)
+        file.unlink(missing_ok=True)
+        if staged.file:
+            (self._folder / staged.file).unlink(missing_ok=True)
+        self._known.discard(file.name)
 
 
 def _answer_file(folder: Path, entry: str) -> Path:
