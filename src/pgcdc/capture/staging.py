@@ -92,6 +92,7 @@ def stage(url: str, work: Work) -> None:
     try:
         try:
             with connect(url, application_name="pgcdc snapshot reader") as conn:
+                role = conn.info.user
                 rows, written = stage_rows(folder / name, _batches(conn, work))
             answer = Staged(work.id, ROWS, file=name, rows=rows, written=written, time_us=time_us)
         except _SnapshotLost:
@@ -102,7 +103,7 @@ def stage(url: str, work: Work) -> None:
             answer = Staged(work.id, LOST_TABLE, error.message)
             if isinstance(error.__cause__, psycopg.errors.InsufficientPrivilege):
                 chunk = work.chunk
-                title, role = name_table(chunk.schema, chunk.table), conn.info.user
+                title = name_table(chunk.schema, chunk.table)
                 refused = explain_right(title, chunk.sql, role, error.__cause__)
                 answer = Staged(work.id, NO_RIGHT, refused.message, advice=refused.advice)
         hit("staging.staged")
