@@ -105,7 +105,11 @@ def check_begun_anew(one: Delivery, size: int) -> None:
         "position": str(Position.end(identity.created_lsn)),
         "detail": {"path": str(one.output), "size": size},
     }
-    assert read_json(one.state.consumers_file) == {"confirmed_lsn": identity.created_lsn, "consumers": {}}
+    assert read_json(one.state.consumers_file) == {
+        "confirmed_lsn": identity.created_lsn,
+        "floor": str(Position(0, 0)),
+        "consumers": {},
+    }
     assert vanished(one) == {"t": [["1"], ["2"], ["3"], ["4"], ["5"]], "pair": [["a", "1"], ["b", "2"]]}
     assert [
         state.id for state in RequestQueue(one.state.snapshot / "requests.json").entries() if state.id == "old"
@@ -186,6 +190,7 @@ def test_a_crash_at_any_step_is_finished_by_another_resync(delivery: Delivery, d
     check_begun_anew(delivery, size)
 
 
+@pytest.mark.slow
 def test_kills_at_one_step_after_the_other_end_well(delivery: Delivery, database: Database) -> None:
     lose_slot(database)
     size = delivery.output.stat().st_size

@@ -114,7 +114,7 @@ def test_a_z_set_does_not_count_rows_twice_on_an_idle_database(database: Databas
 def test_a_consumer_that_comes_when_the_last_is_forgotten_begins_where_rows_are_kept(
     database: Database, tmp_path: Path
 ) -> None:
-    fill(database, "t", 6000)
+    fill(database, "t", 24_000)
     query = Initial(database, tmp_path, all_tables="true")
     query.load()
     query.step_until(40)
@@ -133,6 +133,6 @@ def test_a_consumer_that_comes_when_the_last_is_forgotten_begins_where_rows_are_
         other.load()
         other.run()
         rows = {event["payload"]["row"]["id"] for event in other.events if event["operation"] == "SNAPSHOT"}
-        assert 0 < len(rows) < 6000
+        assert 0 < len(rows) < 24_000
     finally:
         other.end()
