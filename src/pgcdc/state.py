@@ -310,17 +310,22 @@ def read_json(path: Path) -> Any:
 def write_json(path: Path, content: Any) -> None:
     """Replace a JSON file in one step; it may be lost by a crash of the machine."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with _explain_writing(path):
+    with explain_writing(path):
         temporary.write_text(json.dumps(content))
         os.replace(temporary, path)
 
 
 def write_json_durably(path: Path, content: Any) -> None:
     """Replace a JSON file in one step; when this returns, it survives a crash of the machine."""
+    write_durably(path, json.dumps(content).encode())
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Replace a file in one step; when this returns, it survives a crash of the machine."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with _explain_writing(path):
-        with open(temporary, "w") as file:
-            file.write(json.dumps(content))
+    with explain_writing(path):
+        with open(temporary, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -328,7 +333,8 @@ def write_json_durably(path: Path, content: Any) -> None:
 
 
 @contextlib.contextmanager
-def _explain_writing(path: Path) -> Iterator[None]:
+def explain_writing(path: Path) -> Iterator[None]:
+    """What the system says about a file that cannot be written, as StateError."""
     try:
         yield
     except OSError as error:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ import psycopg
 
 from pgcdc.capture.database import Connection, connect, explain_errors, quote_literal
 from pgcdc.capture.plan import Hold
+from pgcdc.capture.snapshot import start_holder
 from pgcdc.errors import PgcdcError, SourceError
 from pgcdc.state import Lock, StateDir
 
@@ -32,8 +32,6 @@ DEFAULT_HOLD_LIMIT_S = 6 * 3600.0
 ALONE_S = 300.0
 """How long the snapshot is held while no capture runs: for the next start."""
 POLL_S = 1.0
-_STARTED: list[subprocess.Popen[bytes]] = []
-"""Processes that we started: kept, so that `poll` collects them when they end."""
 
 
 def hold_for_long(url: str, state: StateDir, number: int, *, limit_s: float, exported: str | None = None) -> Hold:
@@ -44,26 +42,7 @@ def hold_for_long(url: str, state: StateDir, number: int, *, limit_s: float, exp
         "url": url, "number": number, "path": str(state.snapshot / file), "capture_lock": str(state.capture_lock),
         "limit_s": limit_s, "alone_s": float(os.environ.get("PGCDC_SNAPSHOT_ALONE_S", ALONE_S)), "exported": exported,
     }  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pgcdc.capture.holder"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        start_new_session=True,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(json.dumps(spec).encode())
-    process.stdin.close()
-    line = process.stdout.readline()
-    process.stdout.close()
-    _STARTED[:] = [one for one in [*_STARTED, process] if one.poll() is None]
-    if not line:
-        raise SourceError(f"the process that holds the snapshot ended at once with code {process.wait()}")
-    reply = json.loads(line)
-    if "error" in reply:
-        raise PgcdcError.from_json(reply["error"])
-    return Hold(**reply)
+    return Hold(**start_holder("pgcdc.capture.holder", spec))
 
 
 def is_held(folder: Path, hold: Hold) -> bool:

@@ -7,27 +7,22 @@ stream has to leave out (`skipped.py`) are known by it.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import time
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pgcdc.capture.chunks import Chunk
 from pgcdc.capture.published import PublishedTable
-from pgcdc.errors import StateError
+from pgcdc.journal import append_lines, encode_line, read_lines
 from pgcdc.ops.failpoint import hit
 from pgcdc.relation import Relation
-from pgcdc.state import fsync_folder, write_all
+from pgcdc.state import explain_writing, write_durably
 
 __all__ = ["PLAN_FILE", "Entry", "Hold", "PlannedTable", "SkipRule", "SnapshotPlan", "begin_plan"]
 
 PLAN_FILE = "initial.jsonl"
-_DISK_FULL = "Make room on the disk of the state directory and start again: nothing is lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +127,8 @@ class SnapshotPlan:
         """What there was to say at the end: rows, seconds, tables."""
         self._rules: list[SkipRule] = []
         self._made: list[SkipRule] | None = None
-        if self._log.exists():
-            found = list(_decode(self._log.read_bytes()))
-            os.truncate(self._log, sum(size for _, size in found))
-            for record, _ in found:
-                self._fold(record)
+        for record in read_lines(self._log):
+            self._fold(record)
 
     @property
     def is_active(self) -> bool:
@@ -196,19 +188,12 @@ class SnapshotPlan:
             ],
             "rules": [_plain(rule) for rule in self.rules],
         }
-        with _explain_writing(self._log):
-            _replace(self._log, _encode(record))
+        write_durably(self._log, encode_line(record))
         self.holds, self.tables, self.unfinished = {}, {}, {}
         self._fold(record)
 
     def _append(self, record: dict[str, Any]) -> None:
-        with _explain_writing(self._log):
-            descriptor = os.open(self._log, os.O_WRONLY | os.O_APPEND)
-            try:
-                write_all(descriptor, memoryview(_encode(record)))
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        append_lines(self._log, [record])
         hit(f"plan.{record['do']}")
         self._fold(record)
 
@@ -250,9 +235,9 @@ class SnapshotPlan:
 def begin_plan(folder: Path, lsn: int, hold: Hold | None) -> None:
     """A slot that begins at `lsn` gets an initial snapshot; without a hold, in a younger snapshot than the slot's."""
     records = [{"do": "begin", "lsn": lsn}, *([{"do": "hold", **_plain(hold)}] if hold else [])]
-    with _explain_writing(folder / PLAN_FILE):
+    with explain_writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / PLAN_FILE, b"".join(map(_encode, records)))
+    write_durably(folder / PLAN_FILE, b"".join(map(encode_line, records)))
 
 
 def _table_json(published: PublishedTable, entries: list[Entry]) -> dict[str, Any]:
@@ -275,34 +260,3 @@ def _parse_table(raw: dict[str, Any]) -> PlannedTable:
 
 def _plain(one: Hold | SkipRule) -> dict[str, Any]:
     return {name: getattr(one, name) for name in one.__slots__}
-
-
-def _replace(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    fsync_folder(path.parent)
-
-
-@contextlib.contextmanager
-def _explain_writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StateError(f"{path} cannot be written: {error.strerror}", _DISK_FULL) from error
-
-
-def _encode(record: dict[str, Any]) -> bytes:
-    text = json.dumps(record, separators=(",", ":")).encode()
-    return b"%08x %s\n" % (zlib.crc32(text), text)
-
-
-def _decode(data: bytes) -> Iterator[tuple[dict[str, Any], int]]:
-    for line in data.splitlines(keepends=True):
-        crc, _, text = line.rstrip(b"\n").partition(b" ")
-        if not line.endswith(b"\n") or crc != b"%08x" % zlib.crc32(text):
-            return
-        yield json.loads(text), len(line)

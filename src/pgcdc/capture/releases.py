@@ -10,10 +10,8 @@ A file of rows has the schema CHANGES in any number of record batches, as `stage
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,12 +22,13 @@ import pyarrow as pa
 
 from pgcdc.capture.batch import CaptureBatch, Part
 from pgcdc.errors import SpoolError, StateError
+from pgcdc.journal import append_lines, read_lines
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import CHUNK_BITS, CHUNK_ROWS, LAST_CHUNK, Position, stream_lsn
 from pgcdc.relation import Relation, Relations
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 from pgcdc.spool.segment import Written, checksum_file
-from pgcdc.state import fsync_folder, write_all
+from pgcdc.state import fsync_folder
 
 __all__ = ["Release", "Releases", "stage_rows"]
 
@@ -94,11 +93,8 @@ class Releases:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._log = folder / "releases.jsonl"
-        self._known: list[Release] = []
-        if self._log.exists():
-            found = list(_decode(self._log.read_bytes()))
-            os.truncate(self._log, sum(size for _, size in found))  # a half-written line: it was not released
-            self._known = [release for release, _ in found if release.end > base]
+        found = (Release(**{**raw, "written": tuple(raw["written"])}) for raw in read_lines(self._log))
+        self._known = [release for release in found if release.end > base]
         self.forget(base)
 
     def add(
@@ -126,16 +122,10 @@ class Releases:
         try:
             _duplicate(file, self.folder / name)
             fsync_folder(self.folder)
-            hit("releases.before_log")
-            descriptor = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            try:
-                write_all(descriptor, memoryview(_encode(release)))
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            fsync_folder(self.folder)
         except OSError as error:
-            raise StateError(f"{self._log} cannot be written: {error.strerror}", _DISK_FULL) from error
+            raise StateError(f"{self.folder / name} cannot be written: {error.strerror}", _DISK_FULL) from error
+        hit("releases.before_log")
+        append_lines(self._log, [asdict(release)])
         hit("releases.after_log")
         file.unlink(missing_ok=True)
         self._known.append(release)
@@ -225,17 +215,3 @@ def _duplicate(file: Path, target: Path) -> None:
         shutil.copyfile(file, target)
         with open(target, "rb+") as copy:
             os.fsync(copy.fileno())
-
-
-def _encode(release: Release) -> bytes:
-    text = json.dumps(asdict(release), separators=(",", ":")).encode()
-    return b"%08x %s\n" % (zlib.crc32(text), text)
-
-
-def _decode(data: bytes) -> Iterator[tuple[Release, int]]:
-    for line in data.splitlines(keepends=True):
-        crc, _, text = line.rstrip(b"\n").partition(b" ")
-        if not line.endswith(b"\n") or crc != b"%08x" % zlib.crc32(text):
-            return
-        raw = json.loads(text)
-        yield Release(**{**raw, "written": tuple(raw["written"])}), len(line)

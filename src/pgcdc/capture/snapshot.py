@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import psutil
 import psycopg
@@ -27,7 +28,7 @@ import psycopg
 from pgcdc.capture.database import Connection, connect, explain_errors, quote_literal
 from pgcdc.errors import PgcdcError, SourceError
 
-__all__ = ["HeldSnapshot", "hold_snapshot", "main", "read_in_snapshot"]
+__all__ = ["HeldSnapshot", "hold_snapshot", "main", "read_in_snapshot", "start_holder"]
 
 POLL_S = 0.5
 
@@ -54,8 +55,17 @@ class HeldSnapshot:
 
 def hold_snapshot(url: str, *, watch_pid: int, keep_s: float) -> HeldSnapshot:
     """Export a snapshot of now. It is held until `watch_pid` ends, or nobody has read in it for `keep_s`."""
+    spec = {"url": url, "watch_pid": watch_pid, "keep_s": keep_s}
+    return HeldSnapshot(**start_holder("pgcdc.capture.snapshot", spec))
+
+
+def start_holder(module: str, spec: dict[str, Any]) -> dict[str, Any]:
+    """Start a process that holds a snapshot and tell it what (on its standard input: no secret is among its arguments).
+
+    Returns its one line, in which it says that it does; raises what it failed with.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-m", "pgcdc.capture.snapshot"],
+        [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -63,17 +73,17 @@ def hold_snapshot(url: str, *, watch_pid: int, keep_s: float) -> HeldSnapshot:
         start_new_session=True,
     )
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(json.dumps({"url": url, "watch_pid": watch_pid, "keep_s": keep_s}).encode())
+    process.stdin.write(json.dumps(spec).encode())
     process.stdin.close()
     line = process.stdout.readline()
     process.stdout.close()
     _STARTED[:] = [one for one in [*_STARTED, process] if one.poll() is None]
     if not line:
         raise SourceError(f"the process that holds the snapshot ended at once with code {process.wait()}")
-    reply = json.loads(line)
+    reply: dict[str, Any] = json.loads(line)
     if "error" in reply:
         raise PgcdcError.from_json(reply["error"])
-    return HeldSnapshot(**reply)
+    return reply
 
 
 _STARTED: list[subprocess.Popen[bytes]] = []

@@ -17,6 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from pgcdc.errors import SpoolError
+from pgcdc.journal import decode_lines, encode_line
 from pgcdc.position import Position
 from pgcdc.relation import Relation
 from pgcdc.spool.schema import TRANSACTIONS
@@ -139,19 +140,15 @@ def _decode(header: dict[str, str]) -> IndexRecord:
 
 def encode_relation(relation: Relation) -> bytes:
     """One line of `relations.jsonl`: a checksum and the descriptor."""
-    text = json.dumps(relation.to_json()).encode()
-    return b"%08x %s\n" % (zlib.crc32(text), text)
+    return encode_line(relation.to_json())
 
 
 def parse_relations(data: bytes) -> list[tuple[Relation, int]]:
     """The sound lines at the beginning of `relations.jsonl`, each with the offset behind it."""
     found, offset = [], 0
-    for line in data.splitlines(keepends=True):
-        crc, _, text = line.rstrip(b"\n").partition(b" ")
-        if not line.endswith(b"\n") or crc != b"%08x" % zlib.crc32(text):
-            break
-        offset += len(line)
-        found.append((Relation.from_json(json.loads(text)), offset))
+    for record, size in decode_lines(data):
+        offset += size
+        found.append((Relation.from_json(record), offset))
     return found
 
 

@@ -7,18 +7,14 @@ is in force at its position, after a restart as well.
 from __future__ import annotations
 
 import bisect
-import json
-import os
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pgcdc.errors import StateError
+from pgcdc.journal import append_lines, decode_lines, read_lines
 from pgcdc.position import Position
 from pgcdc.relation import Relation
-from pgcdc.state import fsync_folder, write_all
 
 __all__ = ["ShapeChange", "ShapeHistory", "append_shapes", "cut_tail"]
 
@@ -61,18 +57,7 @@ class ShapeChange:
 
 def append_shapes(path: Path, changes: Iterable[ShapeChange]) -> None:
     """Add to the history, durably: when this returns, it survives a crash of the machine."""
-    lines = b"".join(_encode(change) for change in changes)
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        write_all(descriptor, memoryview(lines))
-        os.fsync(descriptor)
-    except OSError as error:
-        raise StateError(
-            f"{path} cannot be written: {error.strerror}", "Make room on its disk and start again: nothing is lost"
-        ) from error
-    finally:
-        os.close(descriptor)
-    fsync_folder(path.parent)
+    append_lines(path, (change.to_json() for change in changes))
 
 
 class ShapeHistory:
@@ -93,7 +78,8 @@ class ShapeHistory:
                 data = file.read()
         except FileNotFoundError:
             return fresh
-        for change, size in _decode(data):
+        for record, size in decode_lines(data):
+            change = ShapeChange.from_json(record)
             self._offset += size
             fresh.append(change)
             # A spool that is read again may show what an older version of pgcdc did not write down.
@@ -141,23 +127,8 @@ class ShapeHistory:
 
 def cut_tail(path: Path) -> None:
     """A half-written last line is cut off: what it was about was not visible yet. The writer does this at its start."""
-    if path.exists():
-        data = path.read_bytes()
-        os.truncate(path, sum(size for _, size in _decode(data)))
+    read_lines(path)
 
 
 def _position(change: ShapeChange) -> Position:
     return change.position
-
-
-def _encode(change: ShapeChange) -> bytes:
-    text = json.dumps(change.to_json(), separators=(",", ":")).encode()
-    return b"%08x %s\n" % (zlib.crc32(text), text)
-
-
-def _decode(data: bytes) -> Iterator[tuple[ShapeChange, int]]:
-    for line in data.splitlines(keepends=True):
-        crc, _, text = line.rstrip(b"\n").partition(b" ")
-        if not line.endswith(b"\n") or crc != b"%08x" % zlib.crc32(text):
-            return
-        yield ShapeChange.from_json(json.loads(text)), len(line)
