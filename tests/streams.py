@@ -154,7 +154,7 @@ class Stream:
     def read(self, slot: str, *, limit: int = 65_536, feedback: bool = False, **options: Any) -> Read:
         """Everything that was committed up to now."""
         read = Read()
-        with self.open(slot, messages=True, **options) as capture:
+        with self.open(slot, **{"messages": True, "streaming": True, **options}) as capture:
             record(capture, read.messages)
             read.changes = drain(capture, self.wal_end(), limit=limit, feedback=feedback)
         return read

@@ -53,7 +53,7 @@ class Config(BaseModel):
     row_filters: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     generated_columns: bool = False
-    streaming: bool = True
+    streaming: bool | None = None
     two_phase: bool = False
     origin: Literal["any", "none"] = "any"
     binary: bool = False

@@ -276,6 +276,8 @@ class Pipeline:
         }
         for name in _PASSED_ON:
             value = getattr(config, name)
+            if value is None:
+                continue
             options[name] = str(value).lower() if isinstance(value, bool) else str(value)
         options |= {
             "snapshot_mode": config.effective_snapshot_mode,

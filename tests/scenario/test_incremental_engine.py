@@ -13,6 +13,8 @@ from engine import Engine
 from listening import wait_until
 from snapshots import long_text
 
+from pgcdc.capture import chunk_reader
+from pgcdc.capture.chunk_reader import ChunkOrder, ChunkRead, ChunkReader, find_table
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.spool.schema import Op
 
@@ -331,3 +333,27 @@ def test_partitions_through_their_root_and_an_identity_index(database: Database,
     assert {engine.status(first), engine.status(second)} == {"done"}
     assert ["4", "eu", "1"] in rows and ["2", "c2", "1"] in rows and ["3", "eu", "0"] not in rows
     assert [row for row in rows if row[0] == "10" and row[1].startswith("c")] == []
+
+
+@pytest.mark.parametrize("rows", [999, 1000, 1001, 4000])
+def test_every_chunk_is_read_in_a_snapshot_of_its_own(
+    database: Database, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """Also if the limit of bytes is met by the very last piece of what was asked for."""
+    monkeypatch.setattr(chunk_reader, "CHUNK_BYTES", 10_000)
+    database.execute("CREATE TABLE t (id int PRIMARY KEY, n int)")
+    database.execute("INSERT INTO t SELECT n, 1 FROM generate_series(1, %s) AS n", [rows])
+    database.execute("CREATE PUBLICATION p FOR TABLE t")
+    reader = ChunkReader(database.url, ["p"], "test")
+    try:
+        with database.connect() as conn:
+            known = find_table(conn, ["p"], "t")
+        reads = []
+        for _ in range(3):
+            reader.start(ChunkOrder("t", known=known, limit=1000))
+            wait_until(lambda: (found := reader.take()) is not None and not reads.append(found), 30, "a chunk")
+            database.execute("INSERT INTO t VALUES ((SELECT max(id) + 1 FROM t), 2)")
+        assert all(isinstance(one, ChunkRead) and one.nbytes >= 10_000 for one in reads)
+        assert len({one.snapshot for one in reads}) == 3
+    finally:
+        reader.close()

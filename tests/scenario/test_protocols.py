@@ -294,6 +294,22 @@ def test_messages_outside_of_transactions_stand_between_streams(stream: Stream) 
     ]  # fmt: skip
 
 
+MESSAGE_ROLLED_BACK = [
+    rows(900), "SAVEPOINT a", "SELECT pg_logical_emit_message(true, 'p', 'gone')", rows(1500, 2001), "ROLLBACK TO a",
+    rows(900, 4001), "SELECT pg_logical_emit_message(true, 'p', 'kept')",
+]  # fmt: skip
+
+
+def test_message_that_was_rolled_back_to_a_savepoint_is_not_delivered(stream: Stream) -> None:
+    """The server names the outer transaction for a message in a stream: with messages, nothing is streamed by default."""
+    slot = prepare(stream)
+    stream.execute("BEGIN", *MESSAGE_ROLLED_BACK, "COMMIT")
+    forced = stream.read(stream.copy(slot))
+    assert forced.tags["S"] and len([one for one in forced.changes if one.op == "M"]) == 2
+    found = stream.read(slot, streaming=None)
+    assert not found.tags["S"] and [one.new for one in found.changes if one.op == "M"] == [[b"kept"]]
+
+
 def test_more_than_32767_messages_follow_one_row(stream18: Stream) -> None:
     slot = prepare(stream18)
     stream18.execute(
@@ -477,8 +493,9 @@ def work(stream: Stream, seed: int, number: int, errors: list[BaseException]) ->
                         conn.execute("UPDATE t SET v = v || 'u' WHERE id / 1000000 = %s AND id %% 7 = 0", [number])
                     elif what == "delete":
                         conn.execute("DELETE FROM t WHERE id / 1000000 = %s AND id %% 11 = 0", [number])
-                    else:
-                        conn.execute("SELECT pg_logical_emit_message(%s, 'p', 'm')", [bool(chance.getrandbits(1))])
+                    else:  # never within a savepoint: see the test of a message that is rolled back
+                        within = not depth and bool(chance.getrandbits(1))
+                        conn.execute("SELECT pg_logical_emit_message(%s, 'p', 'm')", [within])
                 if chance.random() < 0.25:
                     conn.rollback()
                 else:

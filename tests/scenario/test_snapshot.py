@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 import sys
 import time
 from collections.abc import Iterator
@@ -31,11 +32,18 @@ def count(url: str, held: HeldSnapshot | None) -> int:
     return int(row[0])
 
 
+@pytest.fixture(params=["forked", "started"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to get a process that holds it."""
+    monkeypatch.setattr(threading, "active_count", lambda: 1 if request.param == "forked" else 2)
+
+
 def holders(database: Database) -> int:
     query = "SELECT count(*) FROM pg_stat_activity WHERE datname = %s AND application_name = 'pgcdc snapshot'"
     return int(database.query(query, [database.name])[0][0])
 
 
+@pytest.mark.usefixtures("way")
 def test_everybody_reads_the_same_moment_until_the_driver_ends(
     database: Database, driver: subprocess.Popen[bytes]
 ) -> None:
@@ -50,6 +58,7 @@ def test_everybody_reads_the_same_moment_until_the_driver_ends(
         count(database.url, held)
 
 
+@pytest.mark.usefixtures("way")
 def test_a_snapshot_that_nobody_reads_is_released_and_one_that_is_read_is_not(
     database: Database, driver: subprocess.Popen[bytes]
 ) -> None:
@@ -68,6 +77,7 @@ def test_readers_cannot_write(database: Database) -> None:
         conn.execute("INSERT INTO t VALUES (1)")
 
 
+@pytest.mark.usefixtures("way")
 def test_what_is_wrong_is_said_by_who_asked(database: Database, driver: subprocess.Popen[bytes]) -> None:
     with pytest.raises(SourceError, match="cannot connect to"):
         hold_snapshot(database.url + "_not", watch_pid=driver.pid, keep_s=60)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import psycopg
 import pyarrow as pa
+from psycopg import pq
 
 from pgcdc.capture.clock import wal_place
 from pgcdc.capture.copy import copy_rows
@@ -202,6 +203,8 @@ class ChunkReader:
             raise
 
     def _connection(self) -> Connection:
+        if self._conn is not None and self._conn.pgconn.transaction_status != pq.TransactionStatus.IDLE:
+            self._drop()  # an open transaction would read in its old snapshot, for ever
         if self._conn is None or self._conn.closed:
             self._conn = connect(self._url, application_name=self._application_name)
             if self._conn.info.parameter_status("server_encoding") == "SQL_ASCII":
@@ -243,7 +246,6 @@ class ChunkReader:
             return read
         begun = time.monotonic()  # behind what takes as long for any number of rows
         columns = len(order.columns)
-        is_whole = True
         if order.keys == ():
             conn.execute("COMMIT")
             read.is_last = True
@@ -256,8 +258,8 @@ class ChunkReader:
                 read.rows += len(values) // columns
                 read.nbytes += values.nbytes
                 if read.nbytes >= CHUNK_BYTES and order.keys is None:
-                    is_whole = False  # closing it closes the connection: the rest is read as the next chunk
-                    break
+                    break  # if there is more, this closes the connection: it is read as the next chunk
+        is_whole = not conn.closed
         if is_whole:
             conn.execute("COMMIT")
         read.is_last = is_whole and (order.keys is not None or read.rows < order.limit)

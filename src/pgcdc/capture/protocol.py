@@ -25,8 +25,12 @@ _ORIGINS = ("any", "none")
 class WireOptions:
     """What the server is asked for beside the rows of committed transactions."""
 
-    streaming: bool = True
-    """Large transactions come while they run, where the server can do that; they are handed out at their commit."""
+    streaming: bool | None = None
+    """Large transactions come while they run, where the server can do that; they are handed out at their commit.
+
+    None: yes, unless `messages` are wanted. The server does not say to which subtransaction a message in such a
+    transaction belongs: one that was rolled back to a savepoint cannot be told from one that was committed.
+    """
     messages: bool = False
     """Also logical messages (`pg_logical_emit_message`)."""
     two_phase: bool = False
@@ -35,6 +39,11 @@ class WireOptions:
     """`none`: leave out what was replicated to the server from elsewhere."""
     binary: bool = False
     """Values travel in binary form where their type has one; they are handed out as text all the same."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether large transactions are asked for while they run."""
+        return not self.messages if self.streaming is None else self.streaming
 
     def check(self, server_version: int) -> None:
         """Raise unless a server of this version (as `server_version_num`) can do that."""
@@ -67,14 +76,14 @@ class WireOptions:
 
 def protocol_version(server_version: int, options: WireOptions) -> int:
     """The highest version that the server has, but 1 where nothing of the others is asked for."""
-    if not options.streaming and not options.two_phase:
+    if not options.streams and not options.two_phase:
         return 1
     return {14: 2, 15: 3}.get(server_version // 10000, 4 if server_version >= 160000 else 1)
 
 
 def streaming_mode(server_version: int, options: WireOptions) -> str:
     """`off`, `on`, or `parallel`: then an abort says where and when it was."""
-    if not options.streaming or server_version < 140000:
+    if not options.streams or server_version < 140000:
         return "off"
     return "parallel" if server_version >= 160000 else "on"
 

@@ -2,7 +2,8 @@
 
 An exported snapshot can be imported only while the transaction that exported it is open, and nothing of ours lives long
 enough in Spark's driver: its Python planner is one of a pool of workers that end after a minute without work, and Spark
-tells nobody when the tasks of a batch read have ended. So `hold_snapshot` starts `python -m pgcdc.capture.snapshot`. That
+tells nobody when the tasks of a batch read have ended. So `hold_snapshot` forks a process for it (or where it must not
+fork, because there are threads, starts `python -m pgcdc.capture.snapshot`, which takes a quarter of a second longer). That
 process ends with the driver, or when nobody has read in the snapshot for a while: it holds back VACUUM until then. It holds
 no lock, so that no ALTER TABLE waits for it; readers lock and compare (`chunks.lock_chunks`).
 
@@ -15,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -56,6 +58,8 @@ class HeldSnapshot:
 def hold_snapshot(url: str, *, watch_pid: int, keep_s: float) -> HeldSnapshot:
     """Export a snapshot of now. It is held until `watch_pid` ends, or nobody has read in it for `keep_s`."""
     spec = {"url": url, "watch_pid": watch_pid, "keep_s": keep_s}
+    if threading.active_count() == 1:
+        return HeldSnapshot(**_fork_holder(spec))
     return HeldSnapshot(**start_holder("pgcdc.capture.snapshot", spec))
 
 
@@ -75,11 +79,41 @@ def start_holder(module: str, spec: dict[str, Any]) -> dict[str, Any]:
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps(spec).encode())
     process.stdin.close()
-    line = process.stdout.readline()
-    process.stdout.close()
+    with process.stdout as answers:
+        line = answers.readline()
     _STARTED[:] = [one for one in [*_STARTED, process] if one.poll() is None]
+    return _understand(line)
+
+
+def _fork_holder(spec: dict[str, Any]) -> dict[str, Any]:
+    """The same by a fork: everything is imported already. Only for a process with one thread."""
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            if os.fork() == 0:  # of a child that ends at once: nobody has to wait for it
+                os.setsid()
+                _leave_all_files_but(writable)
+                _hold_and_say(spec, writable)
+        finally:
+            os._exit(0)  # what the objects of this process hold belongs to the other one: nothing is cleaned up
+    os.close(writable)
+    os.waitpid(child, 0)
+    with open(readable, "rb") as answers:
+        return _understand(answers.readline())
+
+
+def _leave_all_files_but(keep: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(null, standard)
+    os.closerange(3, keep)
+    os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
+
+
+def _understand(line: bytes) -> dict[str, Any]:
     if not line:
-        raise SourceError(f"the process that holds the snapshot ended at once with code {process.wait()}")
+        raise SourceError("the process that holds the snapshot ended at once", "Try again")
     reply: dict[str, Any] = json.loads(line)
     if "error" in reply:
         raise PgcdcError.from_json(reply["error"])
@@ -108,8 +142,11 @@ def read_in_snapshot(url: str, held: HeldSnapshot | None) -> Iterator[Connection
 
 
 def main() -> int:
-    """Export a snapshot, say so in one line, and hold it."""
-    spec = json.loads(sys.stdin.read())
+    """Export a snapshot, say so in one line on standard output, and hold it."""
+    return _hold_and_say(json.loads(sys.stdin.read()), 1)
+
+
+def _hold_and_say(spec: dict[str, Any], output: int) -> int:
     session = f"pgcdc read {uuid.uuid4().hex[:12]}"
     try:
         with (
@@ -119,10 +156,11 @@ def main() -> int:
             conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
             row = conn.execute("SELECT pg_export_snapshot()").fetchone()
             assert row is not None
-            _say({"snapshot": row[0], "session": session, "keep_s": spec["keep_s"]})
+            _say(output, {"snapshot": row[0], "session": session, "keep_s": spec["keep_s"]})
+            output = -1  # nobody listens any more
             _hold(conn, session, spec["watch_pid"], spec["keep_s"])
     except PgcdcError as error:
-        _say({"error": error.to_json()})
+        _say(output, {"error": error.to_json()})
         return error.exit_code
     return 0
 
@@ -137,11 +175,11 @@ def _hold(conn: Connection, session: str, watch_pid: int, keep_s: float) -> None
             used = time.monotonic()
 
 
-def _say(reply: dict[str, object]) -> None:
-    """The one line; once it is said nobody listens any more."""
-    if not sys.stdout.closed:
-        print(json.dumps(reply), flush=True)
-        sys.stdout.close()
+def _say(output: int, reply: dict[str, object]) -> None:
+    """The one line."""
+    if output >= 0:
+        os.write(output, json.dumps(reply).encode() + b"\n")
+        os.close(output)
 
 
 if __name__ == "__main__":

@@ -330,7 +330,7 @@ def open_capture(
     slot: str,
     publication: str | Sequence[str],
     temporary: bool = False,
-    streaming: bool = True,
+    streaming: bool | None = None,
     messages: bool = False,
     two_phase: bool = False,
     origin: str = "any",

@@ -70,7 +70,10 @@ def listen(
     ] = None,
     streaming: Annotated[
         Flag,
-        typer.Option("--streaming/--no-streaming", help="Read large transactions while they run. (default: yes)"),
+        typer.Option(
+            "--streaming/--no-streaming",
+            help="Read large transactions while they run. (default: yes, but not with --messages)",
+        ),
     ] = None,
     two_phase: Annotated[
         Flag, typer.Option("--two-phase", help="Decode prepared transactions at PREPARE. PostgreSQL 15, new slots.")

@@ -131,7 +131,7 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
         temporary_slot=_flag(options, "temporary_slot"),
         accept_publication=_flag(options, "accept_publication"),
         wire=WireOptions(
-            streaming=_flag(options, "streaming", default="true"),
+            streaming=_flag(options, "streaming") if "streaming" in options else None,
             messages=_flag(options, "messages"),
             two_phase=_flag(options, "two_phase"),
             origin=options.get("origin", "any"),
