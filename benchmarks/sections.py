@@ -54,7 +54,7 @@ class Scale:
     starts: int = 3
     settle_s: float = 15
     idle_s: float = 30
-    existing_rows: tuple[int, int] = (100_000, 1_000_000)
+    existing_rows: tuple[int, int] = (250_000, 1_000_000)
 
 
 @dataclass(slots=True)
