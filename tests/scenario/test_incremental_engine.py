@@ -15,6 +15,7 @@ from snapshots import long_text
 
 from pgcdc.capture import chunk_reader
 from pgcdc.capture.chunk_reader import ChunkOrder, ChunkRead, ChunkReader, find_table
+from pgcdc.errors import PgcdcError
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.spool.schema import Op
 
@@ -348,12 +349,17 @@ def test_every_chunk_is_read_in_a_snapshot_of_its_own(
     try:
         with database.connect() as conn:
             known = find_table(conn, ["p"], "t")
-        reads = []
-        for _ in range(3):
+        reads: list[ChunkRead | PgcdcError] = []
+        for number in range(3):
             reader.start(ChunkOrder("t", known=known, limit=1000))
-            wait_until(lambda: (found := reader.take()) is not None and not reads.append(found), 30, "a chunk")
+
+            def is_read(count: int = number + 1) -> bool:
+                reads.extend(filter(None, [reader.take()]))
+                return len(reads) == count
+
+            wait_until(is_read, 30, "a chunk")
             database.execute("INSERT INTO t VALUES ((SELECT max(id) + 1 FROM t), 2)")
-        assert all(isinstance(one, ChunkRead) and one.nbytes >= 10_000 for one in reads)
-        assert len({one.snapshot for one in reads}) == 3
+        found = [one for one in reads if isinstance(one, ChunkRead) and one.nbytes >= 10_000]
+        assert len({one.snapshot for one in found}) == 3
     finally:
         reader.close()

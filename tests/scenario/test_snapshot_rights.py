@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from databases import Database
 from initials import Initial
 from listening import wait_until
 from snapshots import Backfill
 
+from pgcdc.capture.planning import check_readable
 from pgcdc.capture.requests import KEPT_FINISHED, RequestQueue, SnapshotRequest
 from pgcdc.errors import SourceError
 
@@ -103,3 +105,12 @@ def test_a_right_that_is_taken_away_meanwhile_is_said_and_costs_nothing(
         assert len(query.events) >= 10
     finally:
         query.end()
+
+
+def test_the_right_on_the_schema_is_named(database: Database, role: str) -> None:
+    database.execute(f"REVOKE USAGE ON SCHEMA public FROM PUBLIC; REVOKE USAGE ON SCHEMA public FROM {role}")
+    with (
+        psycopg.connect(options(database, role)["url"], autocommit=True) as conn,
+        pytest.raises(SourceError, match=f'GRANT USAGE ON SCHEMA "public" TO "{role}"'),
+    ):
+        check_readable(conn, ["mine"])

@@ -26,6 +26,7 @@ from pgcdc.capture.database import (
     connect,
     execute_one,
     explain_errors,
+    explain_right,
     quote_identifier,
     quote_literal,
     split_table,
@@ -320,11 +321,7 @@ def check_readable(conn: Connection, table: PublishedTable, where: str, lock_tim
             conn.execute(f"SET LOCAL lock_timeout = {quote_literal(lock_timeout)}".encode())
             execute_one(conn, f"SELECT {columns} FROM {table.source}{condition} LIMIT 0")
     except psycopg.errors.InsufficientPrivilege as error:
-        role = quote_identifier(conn.info.user)
-        advice = f"Run as its owner: GRANT SELECT ON {table.sql} TO {role}"
-        if "row-level security" in (error.diag.message_primary or ""):  # rows that are hidden would be missing
-            advice = f"Row-level security hides rows of it. Run as superuser: ALTER ROLE {role} BYPASSRLS"
-        raise SourceError(f"no right to read table {table.title}", advice) from None
+        raise explain_right(table.title, table.sql, conn.info.user, error) from None
     except psycopg.errors.LockNotAvailable:
         raise SourceError(f"table {table.title} is locked", "Try again when nobody alters it") from None
     except (psycopg.ProgrammingError, psycopg.DataError, psycopg.errors.FeatureNotSupported) as error:

@@ -27,6 +27,7 @@ __all__ = [
     "connect",
     "execute_one",
     "explain_errors",
+    "explain_right",
     "name_table",
     "parse_identifier",
     "parse_url",
@@ -213,9 +214,24 @@ def explain_errors(action: str) -> Iterator[None]:
         if isinstance(exc, psycopg.InterfaceError) or (exc.sqlstate or "08").startswith(("08", "53", "57P")):
             raise ConnectionLost(f"cannot {action}: {text}", "Check that the server runs and is reachable") from exc
         advice = exc.diag.message_hint or ""
-        if schema := re.fullmatch(r"permission denied for schema (.+)", text):
+        if schema := _SCHEMA_DENIED.fullmatch(text):
             advice = f"Run: GRANT USAGE ON SCHEMA {quote_identifier(schema[1])} TO this role"
         raise SourceError(f"cannot {action}: {text}", advice) from exc
+
+
+_SCHEMA_DENIED = re.compile(r"permission denied for schema (.+)")
+
+
+def explain_right(title: str, table: str, role: str, error: psycopg.Error) -> SourceError:
+    """What to do about rows that this role may not read; `table` is as SQL takes it."""
+    role = quote_identifier(role)
+    text = " ".join((error.diag.message_primary or str(error)).split())
+    advice = f"Run: GRANT SELECT ON {table} TO {role}"
+    if "row-level security" in text:  # rows that are hidden would be missing
+        advice = f"Run as superuser: ALTER ROLE {role} BYPASSRLS"
+    elif schema := _SCHEMA_DENIED.fullmatch(text):
+        advice = f"Run: GRANT USAGE ON SCHEMA {quote_identifier(schema[1])} TO {role}"
+    return SourceError(f"the rows of table {title} cannot be read: {text}", advice)
 
 
 def execute_one(conn: Connection, statement: str) -> None:

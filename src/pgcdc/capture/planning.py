@@ -16,6 +16,7 @@ from pgcdc.capture.database import (
     connect,
     execute_one,
     explain_errors,
+    explain_right,
     quote_identifier,
     quote_literal,
 )
@@ -30,7 +31,6 @@ __all__ = [
     "NOTHING_LOST",
     "TableLocked",
     "check_readable",
-    "explain_right",
     "plan_tables",
     "published_names",
     "request_all",
@@ -65,16 +65,6 @@ def check_readable(sql: Connection, publications: Sequence[str]) -> None:
             raise SourceError(
                 refused.message, f"{refused.advice}; or deliver only changes: --snapshot-mode never"
             ) from None
-
-
-def explain_right(title: str, table: str, role: str, error: psycopg.Error) -> SourceError:
-    """What to do about rows that this role may not read; `table` is as SQL takes it."""
-    role = quote_identifier(role)
-    text = " ".join((error.diag.message_primary or str(error)).split())
-    advice = f"Run: GRANT SELECT ON {table} TO {role}"
-    if "row-level security" in text:
-        advice = f"Run as superuser: ALTER ROLE {role} BYPASSRLS"
-    return SourceError(f"the rows of table {title} cannot be read: {text}", advice)
 
 
 class TableLocked(SourceError):

@@ -27,10 +27,10 @@ from pgcdc.capture.database import (
     Connection,
     connect,
     explain_errors,
+    explain_right,
     name_table,
     quote_literal,
 )
-from pgcdc.capture.planning import explain_right
 from pgcdc.capture.releases import stage_rows
 from pgcdc.capture.snapshot_rows import snapshot_rows
 from pgcdc.errors import ConnectionLost, SourceError, SpoolError, StateError
