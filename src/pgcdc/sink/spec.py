@@ -1,0 +1,57 @@
+"""What a pipeline is told of one adapter, whoever says it: flags, YAML or Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["AdapterSpec", "DeliveryOptions", "FileOptions", "NoopOptions", "StdoutOptions"]
+
+Priority = Literal["critical", "normal", "best-effort"]
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StdoutOptions(_Options):
+    """`stdout` has none."""
+
+
+class FileOptions(_Options):
+    """JSON lines in a file."""
+
+    path: Path
+
+
+class NoopOptions(_Options):
+    """Takes everything and keeps nothing: for measurements, and for a look at what a pipeline costs."""
+
+
+class DeliveryOptions(_Options):
+    """How a sink is called, the same for all: `<adapter>_<field>` in the configuration."""
+
+    max_retries: int = Field(5, ge=0, description="tries after the first, before the adapter counts as failed")
+    backoff_base: float = Field(0.1, gt=0, description="seconds; each pause is random between 0 and base * 2^tries")
+    backoff_cap: float = Field(30.0, gt=0, description="seconds")
+    timeout: float = Field(30.0, gt=0, description="seconds for one write; then it has failed")
+    cb_max_failures: int = Field(5, ge=0, description="failures in a row that open the circuit breaker; 0: none")
+    cb_reset: float = Field(60.0, gt=0, description="seconds until an open circuit breaker lets one try through")
+    rate_limit: float = Field(0.0, ge=0, description="events per second; 0: no limit")
+    rate_limit_burst: int = Field(0, ge=0, description="events at once; 0: as many as in one second")
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """One adapter of a pipeline. `transforms` are its own ones, behind the global ones; empty `routes` mean everything."""
+
+    name: str
+    type: str
+    options: BaseModel
+    delivery: DeliveryOptions = field(default_factory=DeliveryOptions)
+    transforms: tuple[Any, ...] = ()
+    routes: tuple[str, ...] = ()
+    priority: Priority = "normal"
