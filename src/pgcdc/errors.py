@@ -7,6 +7,7 @@
     │   └── ConnectionLost      retry          the connection ended; the slot keeps our place
     ├── DecodeError             stop, exit 1   a message we cannot read: names type, field and LSN
     ├── ConversionError         stop, exit 1   a value without a place in its Spark type: names table, key, column, position
+    ├── TransformError          stop, exit 1   a transform cannot do what it is told with an event: names transform, position
     ├── SchemaChanged           stop, exit 1   a table has other columns than its typed query: load it again
     ├── GapError                stop, exit 1   going on would skip changes
     ├── SpoolError              stop, exit 1   a segment or the index is damaged
@@ -37,6 +38,7 @@ __all__ = [
     "SourceError",
     "SpoolError",
     "StateError",
+    "TransformError",
 ]
 
 
@@ -107,6 +109,10 @@ class ConversionError(PgcdcError):
     """A value that has no place in its Spark type. Never NULL instead."""
 
 
+class TransformError(PgcdcError):
+    """A transform cannot do with an event what it is told to. The event is never left out instead."""
+
+
 class SchemaChanged(PgcdcError):
     """A table has other columns than the typed query that reads it. The query goes on there when it is loaded again."""
 
@@ -139,6 +145,6 @@ _KINDS: dict[str, type[PgcdcError]] = {
     kind.__name__: kind
     for kind in (
         PgcdcError, ConfigError, StateError, SourceError, ConnectionLost, DecodeError,
-        ConversionError, SchemaChanged, GapError, SpoolError, SinkError, SinkUnavailable, SinkRejected,
+        ConversionError, TransformError, SchemaChanged, GapError, SpoolError, SinkError, SinkUnavailable, SinkRejected,
     )
 }  # fmt: skip

@@ -5,6 +5,7 @@ from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uintptr_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy, memset
 
+import numpy as np
 import pyarrow as pa
 
 from pgcdc.errors import DecodeError
@@ -141,13 +142,23 @@ cdef inline bint is_unchanged(Unchanged* unchanged, int16_t column) noexcept:
     return False
 
 
+cdef struct Side:
+    # One of the two columns of tuples.
+    Lists lists
+    Texts items
+    const int32_t* where  # NULL: nothing is replaced; else for each item the index of its text in `texts`, or -1
+    Texts texts
+
+
 cdef int put_values(
-    Output* out, Lists* lists, Texts* items, int64_t row, Texts* names, int64_t first, const uint8_t* keys,
+    Output* out, Side* side, int64_t row, Texts* names, int64_t first, const uint8_t* keys, const uint8_t* dropped,
     Unchanged* unchanged, bint is_old
 ) except -1:
-    """One tuple as a JSON object; `keys` not NULL: only these columns were sent."""
+    """One tuple as a JSON object; `keys` not NULL: only these columns were sent; `dropped` not NULL: without these."""
     cdef int32_t begin, end, index, column
     cdef int64_t item
+    cdef Lists* lists = &side.lists
+    cdef Texts* items
     cdef bint is_first = True
     row += lists.offset
     if not is_valid(lists.valid, row):
@@ -158,19 +169,43 @@ cdef int put_values(
         column = index - begin
         if keys != NULL and not keys[first + column]:
             continue
+        if dropped != NULL and dropped[first + column]:
+            continue
         if unchanged.count and is_unchanged(unchanged, <int16_t>(-1 - column if is_old else column)):
             continue
         if not is_first:
             put(out, <const char*>b",", 1)
         is_first = False
         put_item(out, names, first + column)
-        item = index + items.offset
+        if side.where != NULL and side.where[index] >= 0:
+            items = &side.texts
+            item = side.where[index] + items.offset
+        else:
+            items = &side.items
+            item = index + items.offset
         if is_valid(items.valid, item):
             put_text(out, items.data + items.ends[item], items.ends[item + 1] - items.ends[item])
         else:
             put(out, <const char*>b"null", 4)
     put(out, <const char*>b"}", 1)
     return 0
+
+
+cdef Side side_of(lists, replaced):
+    cdef Side side
+    cdef const int32_t[::1] where
+    side.lists = lists_of(lists)
+    side.items = texts_of(lists.values)
+    side.where = NULL
+    if replaced is not None:
+        where = replaced.where
+        side.where = &where[0] if where.shape[0] else NULL
+        side.texts = texts_of(replaced.texts)
+    return side
+
+
+cdef const uint8_t* bytes_of(const uint8_t[::1] array):
+    return NULL if array is None or not array.shape[0] else &array[0]
 
 
 def render(frame, changes, ids, heads, const int32_t[::1] head_of, tails):
@@ -181,13 +216,13 @@ def render(frame, changes, ids, heads, const int32_t[::1] head_of, tails):
     cdef Texts names = texts_of(frame.keys)
     cdef const int64_t[::1] first = frame.first
     cdef const uint8_t[::1] is_key = frame.is_key
-    new, old, marks = changes.column("new"), changes.column("old"), changes.column("unchanged")
-    cdef Lists news = lists_of(new)
-    cdef Lists olds = lists_of(old)
+    new, old, marks, edit = changes.column("new"), changes.column("old"), changes.column("unchanged"), frame.edit
+    new_values, old_values, mark_values = new.values, old.values, marks.values  # alive while their buffers are read
+    cdef Side news = side_of(new, edit.new)
+    cdef Side olds = side_of(old, edit.old)
+    cdef const uint8_t* dropped = bytes_of(edit.dropped)
+    cdef const uint8_t* keep = bytes_of(edit.keep)
     cdef Lists mark_lists = lists_of(marks)
-    new_values, old_values, mark_values = new.values, old.values, marks.values
-    cdef Texts new_items = texts_of(new_values)
-    cdef Texts old_items = texts_of(old_values)
     cdef const int16_t* mark_items = <const int16_t*>address(mark_values.buffers()[1]) + <int64_t>mark_values.offset
     cdef const int32_t[::1] version = frame.version
     cdef const uint8_t[::1] op = frame.op
@@ -206,6 +241,9 @@ def render(frame, changes, ids, heads, const int32_t[::1] head_of, tails):
         grow(&out, 4096 + count * 256)
         ends[0] = 0
         for row in range(count):
+            if keep != NULL and not keep[row]:
+                ends[row + 1] = <int32_t>out.size
+                continue
             unchanged.count = 0
             mark = row + mark_lists.offset
             if is_valid(mark_lists.valid, mark):
@@ -216,14 +254,14 @@ def render(frame, changes, ids, heads, const int32_t[::1] head_of, tails):
             put_item(&out, &id_texts, row)
             put_item(&out, &head_texts, head_of[row])
             if op[row] == c"D":
-                put_values(&out, &olds, &old_items, row, &names, first[version[row]], keys, &unchanged, True)
+                put_values(&out, &olds, row, &names, first[version[row]], keys, dropped, &unchanged, True)
                 put(&out, <const char*>b',"old":null', 11)
             else:
-                put_values(&out, &news, &new_items, row, &names, first[version[row]], NULL, &unchanged, False)
+                put_values(&out, &news, row, &names, first[version[row]], NULL, dropped, &unchanged, False)
                 put(&out, <const char*>b',"old":', 7)
-                put_values(&out, &olds, &old_items, row, &names, first[version[row]], keys, &unchanged, True)
+                put_values(&out, &olds, row, &names, first[version[row]], keys, dropped, &unchanged, True)
             if unchanged.count:
-                put_unchanged(&out, &unchanged, &names, first[version[row]])
+                put_unchanged(&out, &unchanged, &names, first[version[row]], dropped)
             put_item(&out, &tail_texts, row)
             if out.size > MAX_OFFSET:
                 raise too_large(out.size)
@@ -232,16 +270,21 @@ def render(frame, changes, ids, heads, const int32_t[::1] head_of, tails):
         memcpy(<void*><uintptr_t>data.address, out.at, out.size)
     finally:
         free(out.at)
-    return pa.StringArray.from_buffers(count, offsets, data)
+    if keep == NULL:
+        return pa.StringArray.from_buffers(count, offsets, data)
+    valid = np.packbits(np.asarray(edit.keep), bitorder="little")
+    return pa.StringArray.from_buffers(count, offsets, data, pa.py_buffer(valid))
 
 
-cdef int put_unchanged(Output* out, Unchanged* unchanged, Texts* names, int64_t first) except -1:
+cdef int put_unchanged(
+    Output* out, Unchanged* unchanged, Texts* names, int64_t first, const uint8_t* dropped
+) except -1:
     """The names of the new row's unchanged columns, if there are any; a key ends with a colon, which is left out."""
     cdef int32_t index
     cdef int64_t name
     cdef bint is_first = True
     for index in range(unchanged.count):
-        if unchanged.at[index] < 0:
+        if unchanged.at[index] < 0 or (dropped != NULL and dropped[first + unchanged.at[index]]):
             continue
         if is_first:
             put(out, <const char*>b',"_unchanged_toast_columns":[', 29)

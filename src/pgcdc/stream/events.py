@@ -17,8 +17,9 @@ from pgcdc.relation import Relation
 from pgcdc.spool.reader import SegmentSlice
 from pgcdc.spool.schema import OldKind, Op
 from pgcdc.spool.shapes import ShapeChange
+from pgcdc.stream.edits import SimpleChain
 from pgcdc.stream.frame import EventOptions, Frame, load_frame
-from pgcdc.stream.lines import OPERATION_OF, OPERATIONS, SOURCE_NAME, json_lines
+from pgcdc.stream.lines import OPERATION_OF, OPERATIONS, SOURCE_NAME, LineMaker
 from pgcdc.stream.texts import I64, IdSeed, event_ids, position_texts
 
 __all__ = [
@@ -28,6 +29,9 @@ __all__ = [
     "LINES",
     "PIECE_BYTES",
     "TEXT_COLUMNS",
+    "chain_column",
+    "chain_lines",
+    "drop_unwanted",
     "event_batch",
     "events_of",
     "pack_block",
@@ -63,6 +67,7 @@ Spark moves a block nearly as cheaply as a single event (docs/decisions/0009).
 """
 LINES = pa.schema([("position", pa.string()), ("line", pa.string())])
 """What is in a block, and what sinks of lines take."""
+_CHAIN_PREFIX = "line_"
 EVENT_SCHEMA = ", ".join(f"{name} {kind.upper()}" for name, kind in EVENT_COLUMNS.items())
 """The columns of an event, as Spark DDL."""
 
@@ -76,21 +81,47 @@ def event_batch(
     schema: pa.Schema,
     options: EventOptions = EventOptions(),  # noqa: B008 - frozen
     schema_changes: Sequence[ShapeChange] = (),
+    chains: Sequence[SimpleChain] = (),
 ) -> pa.RecordBatch | None:
     """The events of neighbouring slices as one record batch with exactly `schema`; None if they have none."""
     frame = load_frame(pieces, relations, options, schema_changes)
-    return None if frame is None else events_of(frame, seed, schema, options)
+    return None if frame is None else events_of(frame, seed, schema, options, chains)
 
 
-def events_of(frame: Frame, seed: IdSeed, schema: pa.Schema, options: EventOptions) -> pa.RecordBatch:
+def events_of(
+    frame: Frame, seed: IdSeed, schema: pa.Schema, options: EventOptions, chains: Sequence[SimpleChain] = ()
+) -> pa.RecordBatch:
     """The events of a frame as one record batch with exactly `schema`."""
-    events = _Events(frame, seed, options)
+    events = _Events(frame, seed, options, chains)
     arrays = [_as_type(events.column(field.name), field.type) for field in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
+def chain_column(number: int) -> str:
+    """The column with the lines of a chain of simple transforms; null: the chain does not have the event."""
+    return f"{_CHAIN_PREFIX}{number}"
+
+
+def chain_lines(count: int) -> pa.Schema:
+    """What is in a block for so many chains: LINES if there is none."""
+    if not count:
+        return LINES
+    return pa.schema([("position", pa.string()), *((chain_column(one), pa.string()) for one in range(count))])
+
+
+def drop_unwanted(events: pa.RecordBatch) -> pa.RecordBatch:
+    """`events`, in the schema `chain_lines`, without those that no chain has."""
+    lines = events.columns[1:]
+    if any(not column.null_count for column in lines):
+        return events
+    wanted = lines[0].is_valid()
+    for column in lines[1:]:
+        wanted = pc.or_(wanted, column.is_valid())
+    return events.filter(wanted)
+
+
 def pack_block(events: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """`events`, in the schema LINES, as an Arrow stream: one row, or several if it is large (a row of 200 MB, say).
+    """`events`, in the schema `chain_lines`, as an Arrow stream: one row, or several if it is large (a row of 200 MB, say).
 
     Compressed if it pays: the JVM copies it about ten times, and collecting that garbage cost more than all else.
     """
@@ -106,8 +137,8 @@ def pack_block(events: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         yield pa.RecordBatch.from_arrays([block, pa.array([begin + piece.size == data.size])], ["block", "is_last"])
 
 
-def unpack_blocks(blocks: pa.Table) -> pa.Table:
-    """The events of collected blocks, in order."""
+def unpack_blocks(blocks: pa.Table, chains: int = 0) -> pa.Table:
+    """The events of collected blocks, in order, in the schema `chain_lines`."""
     pieces: list[pa.Buffer] = []
     batches: list[pa.RecordBatch] = []
     for block, is_last in zip(blocks.column("block"), blocks.column("is_last"), strict=True):
@@ -115,7 +146,7 @@ def unpack_blocks(blocks: pa.Table) -> pa.Table:
         if is_last.as_py():
             batches += pa.ipc.open_stream(pieces[0] if len(pieces) == 1 else pa.py_buffer(b"".join(pieces)))
             pieces = []
-    return pa.Table.from_batches(batches, LINES)
+    return pa.Table.from_batches(batches, chain_lines(chains))
 
 
 def _as_type(array: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -125,16 +156,32 @@ def _as_type(array: pa.Array, kind: pa.DataType) -> pa.Array:
 class _Events:
     """The columns of the events of a frame, each made when it is asked for, and once."""
 
-    def __init__(self, frame: Frame, seed: IdSeed, options: EventOptions) -> None:
+    def __init__(self, frame: Frame, seed: IdSeed, options: EventOptions, chains: Sequence[SimpleChain]) -> None:
         self._frame = frame
         self._seed = seed
         self._options = options
+        self._chains = chains
         self._made: dict[str, pa.Array] = {}
+        self._makers: dict[str, LineMaker] = {}
 
     def column(self, name: str) -> pa.Array:
         if name not in self._made:
-            _MAKERS[name](self)
+            if name.startswith(_CHAIN_PREFIX):
+                self._chain(name)
+            else:
+                _MAKERS[name](self)
         return self._made[name]
+
+    def _chain(self, name: str) -> None:
+        chain = self._chains[int(name.removeprefix(_CHAIN_PREFIX))]
+        self._made[name] = self._line_maker("\n").lines(chain.edit(self._frame))
+
+    def _line_maker(self, end: str) -> LineMaker:
+        if end not in self._makers:
+            ids, positions = self.column("id"), self.column("position")
+            maker = LineMaker(self._frame, ids, positions, transaction=self._options.transaction, end=end)
+            self._makers[end] = maker
+        return self._makers[end]
 
     def _ids(self) -> None:
         frame = self._frame
@@ -177,10 +224,7 @@ class _Events:
         self._made["xid"], self._made["origin"] = self._frame.owners.column("xid"), self._frame.owners.column("origin")
 
     def _text(self, name: str) -> None:
-        end = "\n" if name == "line" else ""
-        self._made[name] = json_lines(
-            self._frame, self.column("id"), self.column("position"), transaction=self._options.transaction, end=end
-        )
+        self._made[name] = self._line_maker("\n" if name == "line" else "").lines()
 
     def _pick(self, names: list[str | None]) -> pa.Array:
         return pa.array(names, pa.string()).take(pa.array(self._frame.version))

@@ -20,10 +20,11 @@ import pyarrow.compute as pc
 
 from pgcdc.relation import Relation
 from pgcdc.spool.schema import OldKind, Op
+from pgcdc.stream.edits import Edit, Replaced
 from pgcdc.stream.frame import Frame
 from pgcdc.stream.texts import time_texts
 
-__all__ = ["OPERATIONS", "OPERATION_OF", "SOURCE_NAME", "Keyed", "json_lines", "quote_json", "render_python"]
+__all__ = ["OPERATIONS", "OPERATION_OF", "SOURCE_NAME", "Keyed", "LineMaker", "quote_json", "render_python"]
 
 SOURCE_NAME = "wal_replication"
 OPERATIONS = tuple(op.name for op in Op)
@@ -32,6 +33,7 @@ OPERATION_OF = np.zeros(256, np.int32)
 for _number, _name in enumerate(OPERATIONS):
     OPERATION_OF[Op[_name]] = _number
 
+NO_EDIT = Edit()
 _ESCAPES = {
     **{byte: f"\\u{byte:04X}" for byte in range(32)},
     **{ord(raw): f"\\{letter}" for raw, letter in zip('\b\t\n\f\r"\\', 'btnfr"\\', strict=True)},
@@ -43,21 +45,31 @@ def quote_json(text: str | None) -> str:
     return "null" if text is None else f'"{text.translate(_ESCAPES)}"'
 
 
-def json_lines(frame: Frame, ids: pa.Array, positions: pa.Array, *, transaction: bool, end: str) -> pa.Array:
-    """The JSON of every event of the frame, each followed by `end`."""
-    heads = pa.array([text for shape in frame.shapes for text in _heads(shape)], pa.string())
-    head_of = (frame.version * len(OPERATIONS) + OPERATION_OF[frame.op]).astype(np.int32)
-    tails = _tails(frame, positions, transaction, end)
-    return _renderer()(Keyed(frame), frame.changes, ids, heads, head_of, tails)
+class LineMaker:
+    """Makes JSON of the events of a frame, each followed by `end`: once, or once for each chain of transforms."""
+
+    def __init__(self, frame: Frame, ids: pa.Array, positions: pa.Array, *, transaction: bool, end: str) -> None:
+        self._frame = frame
+        self._ids = ids
+        self._heads = pa.array([text for shape in frame.shapes for text in _heads(shape)], pa.string())
+        self._head_of = (frame.version * len(OPERATIONS) + OPERATION_OF[frame.op]).astype(np.int32)
+        self._tails = _tails(frame, positions, transaction, end)
+
+    def lines(self, edit: Edit = NO_EDIT) -> pa.Array:
+        """The JSON of every event; null where the chain behind `edit` does not have it."""
+        keyed = Keyed(self._frame, edit)
+        return _renderer()(keyed, self._frame.changes, self._ids, self._heads, self._head_of, self._tails)
 
 
 class Keyed:
-    """What the renderers need of a frame, with the columns' names as JSON keys."""
+    """What the renderers need of a frame, with the columns' names as JSON keys, and of what a chain does to it."""
 
-    def __init__(self, frame: Frame) -> None:
-        self.keys = pa.array(
-            [f"{quote_json(column.name)}:" for shape in frame.shapes for column in shape.columns], pa.string()
-        )
+    def __init__(self, frame: Frame, edit: Edit = NO_EDIT) -> None:
+        names = edit.names
+        if names is None:
+            names = [column.name for shape in frame.shapes for column in shape.columns]
+        self.keys = pa.array([f"{quote_json(name)}:" for name in names], pa.string())
+        self.edit = edit
         self.first = frame.first
         self.is_key = frame.is_key
         self.version = frame.version
@@ -101,19 +113,25 @@ def render_python(
     tails: pa.Array,
 ) -> pa.Array:
     """The events of `changes`, one JSON text for each."""
-    keys, head_texts = frame.keys.to_pylist(), heads.to_pylist()
-    lines = []
-    columns = (ids, changes.column("new"), changes.column("old"), changes.column("unchanged"), tails)
-    for row, (event_id, new, old, unchanged, tail) in enumerate(zip(*map(_values, columns), strict=True)):
+    keys, head_texts, edit = frame.keys.to_pylist(), heads.to_pylist(), frame.edit
+    lines: list[str | None] = []
+    news, olds = (_replaced_values(changes.column(side), getattr(edit, side)) for side in ("new", "old"))
+    dropped = set() if edit.dropped is None else set(np.flatnonzero(edit.dropped).tolist())
+    columns = (_values(ids), news, olds, _values(changes.column("unchanged")), _values(tails))
+    for row, (event_id, new, old, unchanged, tail) in enumerate(zip(*columns, strict=True)):
+        if edit.keep is not None and not edit.keep[row]:
+            lines.append(None)
+            continue
         first, marks = int(frame.first[frame.version[row]]), unchanged or []
         key_only = frame.old_kind[row] == OldKind.KEY
-        left_out = {-1 - mark for mark in marks if mark < 0}
+        gone = {index for index in range(len(new or old or ())) if first + index in dropped} if dropped else set()
+        left_out = gone | {-1 - mark for mark in marks if mark < 0}
         if key_only and old is not None:
             left_out |= {index for index in range(len(old)) if not frame.is_key[first + index]}
         before = _object(old, keys, first, left_out)
         is_delete = frame.op[row] == Op.DELETE
-        after = before if is_delete else _object(new, keys, first, {mark for mark in marks if mark >= 0})
-        names = ",".join(keys[first + mark][:-1] for mark in marks if mark >= 0)
+        after = before if is_delete else _object(new, keys, first, gone | {mark for mark in marks if mark >= 0})
+        names = ",".join(keys[first + mark][:-1] for mark in marks if mark >= 0 and mark not in gone)
         toast = f',"_unchanged_toast_columns":[{names}]' if names else ""
         shown = "null" if is_delete else before
         lines.append(f'{{"id":"{event_id}{head_texts[head_of[row]]}{after},"old":{shown}{toast}{tail}')
@@ -123,6 +141,18 @@ def render_python(
 def _values(column: pa.Array) -> list[Any]:
     values: list[Any] = column.to_pylist()
     return values
+
+
+def _replaced_values(lists: pa.Array, replaced: Replaced | None) -> list[Any]:
+    """Lists of values, with the texts that a mask made of them."""
+    if replaced is None:
+        return _values(lists)
+    values = lists.values.to_pylist()
+    for item in np.flatnonzero(replaced.where >= 0).tolist():
+        text = replaced.texts[int(replaced.where[item])].as_py()
+        values[item] = None if text is None else text.encode()
+    ends = lists.offsets.to_pylist()
+    return [values[ends[row] : ends[row + 1]] if lists[row].is_valid else None for row in range(len(lists))]
 
 
 def _object(values: list[bytes | None] | None, keys: list[str], first: int, left_out: set[int]) -> str:

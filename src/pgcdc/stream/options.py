@@ -93,6 +93,8 @@ class StreamOptions:
     start: str = ""
     """Where the query goes on, if its driver knows better than the consumer's ack."""
     batch: BatchOptions = BatchOptions()
+    chains: str = ""
+    """Chains of simple transforms that the source does itself (`stream.edits`)."""
     url: str = ""
     """What the option says: it has no password, and may travel to the executors."""
 
@@ -159,6 +161,7 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
         _flag(options, "_driver_acks"),
         events,
         options.get("_spool", ""),
+        chains=options.get("_chains", ""),
         url=options.get("url", ""),
     )
     return _typed(plain, options)
@@ -259,7 +262,7 @@ _KNOWN = {
     "snapshot_mode", "snapshot_hold_limit",
     "streaming", "messages", "two_phase", "origin", "binary", "toast", "toast_cache_max_entries",
     "incremental_snapshot", "signal_table", "snapshot_chunk_size", "snapshot_chunk_delay",
-    "_spool", "_driver_acks",
+    "_spool", "_driver_acks", "_chains",
 }  # fmt: skip
 
 

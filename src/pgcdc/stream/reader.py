@@ -24,7 +24,8 @@ from pgcdc.position import Position, format_lsn
 from pgcdc.relation import Relation
 from pgcdc.spool.reader import SegmentSlice, SpoolReader, plan_end
 from pgcdc.spool.shapes import ShapeChange, ShapeHistory
-from pgcdc.stream.events import LINES, event_batch, pack_block
+from pgcdc.stream.edits import parse_chains
+from pgcdc.stream.events import chain_lines, drop_unwanted, event_batch, pack_block
 from pgcdc.stream.feed import CaptureFeed, Feed, StaticFeed
 from pgcdc.stream.options import StreamOptions
 from pgcdc.stream.stage import StagePartition, Stager, read_stage
@@ -139,13 +140,22 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _batches(self, partition: ChangePartition) -> Iterator[pa.RecordBatch]:
         in_blocks = self._schema.fieldNames()[0] == "block"
-        schema = LINES if in_blocks else to_arrow_schema(self._schema, timezone="UTC")
+        chains = parse_chains(self._options.chains)
+        schema = chain_lines(len(chains)) if in_blocks else to_arrow_schema(self._schema, timezone="UTC")
         for pieces in group_slices(partition.slices, RECORD_BATCH_BYTES):
             with self._readable(partition, pieces):
                 batch = event_batch(
-                    pieces, partition.relations, partition.seed, schema, self._options.events, partition.schema_changes
+                    pieces,
+                    partition.relations,
+                    partition.seed,
+                    schema,
+                    self._options.events,
+                    partition.schema_changes,
+                    chains,
                 )
-            if batch is not None:
+            if batch is not None and in_blocks:
+                batch = drop_unwanted(batch)
+            if batch is not None and batch.num_rows:
                 yield from pack_block(batch) if in_blocks else [batch]
 
     def _limit(self, feed: Feed, begin: Position, end: Position) -> Position:

@@ -11,7 +11,8 @@ from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
 from pgcdc.errors import ConfigError
-from pgcdc.stream.events import EVENT_COLUMNS, EVENT_SCHEMA, TEXT_COLUMNS
+from pgcdc.stream.edits import parse_chains
+from pgcdc.stream.events import EVENT_COLUMNS, EVENT_SCHEMA, TEXT_COLUMNS, chain_column
 from pgcdc.stream.options import check_kind, parse_options
 from pgcdc.stream.reader import ChangeReader
 
@@ -63,7 +64,7 @@ class ChangeSource(DataSource):
         options = parse_options(self.options)
         check_kind(self.options, is_batch=False)
         if options.table is None:
-            _check_schema(schema)
+            _check_schema(schema, len(parse_chains(options.chains)))
             return ChangeReader(options, schema)
         from pgcdc.stream.table import check_names, load_table
         from pgcdc.stream.typed_reader import TypedReader
@@ -77,9 +78,9 @@ class ChangeSource(DataSource):
         return TypedReader(options, schema, table)
 
 
-def _check_schema(schema: StructType) -> None:
+def _check_schema(schema: StructType, chains: int) -> None:
     """A user's schema may leave columns out and ask for JSON; names and types are ours."""
-    known = {**EVENT_COLUMNS, **TEXT_COLUMNS}
+    known = {**EVENT_COLUMNS, **TEXT_COLUMNS, **{chain_column(number): "string" for number in range(chains)}}
     if schema.simpleString() == "struct<block:binary,is_last:boolean>":
         return
     _compare(schema, known, "events")

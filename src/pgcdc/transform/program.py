@@ -1,17 +1,29 @@
-"""What a lane asks of Spark for its sinks: every batch is read once and collected once, whatever its sinks want of it."""
+"""What a lane asks of Spark for its sinks: every batch is read once and collected once, whatever its sinks want of it.
+
+`compile_chains` chooses the cheapest form. Where all transforms are simple, the source does them itself and events travel in
+blocks (`BlockProgram`). Else Spark has the columns of the events (`ColumnProgram`); chains whose text the source can
+render still get it from there.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 
+from pgcdc.errors import ConfigError
+from pgcdc.stream.edits import dump_chains, full_pattern
+from pgcdc.stream.events import BLOCKS, LINES, chain_column, unpack_blocks
+
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-__all__ = ["Chain", "Program"]
+    from pgcdc.transform.transforms import Transform
+
+__all__ = ["BlockProgram", "Chain", "Program", "Steps", "compile_chains", "split_lines"]
 
 
 @dataclass(frozen=True)
@@ -33,5 +45,121 @@ class Program(Protocol):
     def source_schema(self) -> str:
         """The columns to read, as Spark DDL."""
 
+    def records_per_batch(self) -> int:
+        """What the query needs as `spark.sql.execution.arrow.maxRecordsPerBatch`."""
+
+    def project(self, events: DataFrame) -> DataFrame:
+        """What the source gives, as it is collected. Meant for the streaming DataFrame: planned once, not for every batch."""
+
     def collect(self, batch: DataFrame) -> list[pa.Table]:
-        """For each chain its events in stream order (`stream.events.LINES`). Runs one Spark job."""
+        """For each chain its events in stream order (`stream.events.LINES`), of a batch before or behind `project`.
+
+        Runs one Spark job. TransformError: a transform cannot do what it is told with an event.
+        """
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A chain with its transforms made, and what can be done where."""
+
+    routes: tuple[str, ...]
+    transforms: tuple[Transform, ...]
+
+    @property
+    def is_simple(self) -> bool:
+        """The source can do all of it."""
+        return all(one.is_simple for one in self.transforms)
+
+    @property
+    def is_rendered(self) -> bool:
+        """The source can make the text; only which events there are needs Spark."""
+        return all(one.is_simple or one.name == "filter" for one in self.transforms)
+
+    @property
+    def simple(self) -> list[dict[str, Any]]:
+        """What the source does, as JSON."""
+        return [one.spec.model_dump(mode="json") for one in self.transforms if one.is_simple]
+
+    def check(self) -> None:
+        """Raise ConfigError if something follows an envelope that does not fit there."""
+        closed = ""
+        for one in self.transforms:
+            if closed and one.name != "filter":
+                raise ConfigError(
+                    f"transform {one.name} stands behind {closed}, which has made text of the event",
+                    f"Put {closed} last, or give it to the adapters that want it; only filters may follow",
+                )
+            closed = one.name if one.is_envelope else closed
+
+
+def compile_chains(chains: Sequence[Chain], *, transaction: bool = False) -> Program:
+    """The cheapest way to all these chains. `transaction`: events say which transaction they belong to (`--tx-metadata`).
+
+    Raises ConfigError for a transform that cannot be made; `check_chains` also looks at its SQL.
+    """
+    made = [_steps(chain) for chain in chains]
+    distinct: list[Steps] = []
+    for one in made:
+        if one not in distinct:
+            distinct.append(one)
+    of_chain = [distinct.index(one) for one in made]
+    if all(one.is_simple for one in distinct):
+        return BlockProgram(tuple(chains), tuple(distinct), tuple(of_chain))
+    from pgcdc.transform.columns import ColumnProgram
+
+    return ColumnProgram(tuple(chains), tuple(distinct), tuple(of_chain), transaction)
+
+
+@dataclass(frozen=True)
+class BlockProgram:
+    """The source does everything: Spark moves blocks of finished lines."""
+
+    chains: tuple[Chain, ...]
+    distinct: tuple[Steps, ...]
+    of_chain: tuple[int, ...]
+    """Which of the distinct ones each chain is."""
+
+    @property
+    def _is_plain(self) -> bool:
+        return all(not one.routes and not one.transforms for one in self.distinct)
+
+    def source_options(self) -> dict[str, str]:
+        return {} if self._is_plain else {"_chains": dump_chains((one.routes, one.simple) for one in self.distinct)}
+
+    def source_schema(self) -> str:
+        return BLOCKS
+
+    def records_per_batch(self) -> int:
+        return 1  # one block at a time through the JVM
+
+    def project(self, events: DataFrame) -> DataFrame:
+        return events
+
+    def collect(self, batch: DataFrame) -> list[pa.Table]:
+        blocks = batch.toArrow()
+        if self._is_plain:
+            return [unpack_blocks(blocks)] * len(self.chains)
+        tables = split_lines(unpack_blocks(blocks, len(self.distinct)))
+        return [tables[number] for number in self.of_chain]
+
+
+def split_lines(events: pa.Table) -> list[pa.Table]:
+    """For each column of lines the events that it has, in the schema LINES."""
+    positions = events.column("position")
+    tables = []
+    for number in range(events.num_columns - 1):
+        lines = events.column(chain_column(number))
+        table = pa.Table.from_arrays([positions, lines], schema=LINES)
+        tables.append(table.filter(lines.is_valid()) if lines.null_count else table)
+    return tables
+
+
+def _steps(chain: Chain) -> Steps:
+    from pgcdc.transform.transforms import from_spec
+
+    for pattern in chain.routes:
+        if not pattern or re.search(r"\s", pattern):
+            raise ConfigError(f"route {pattern!r} is no channel pattern", "Write names such as orders, sales.* or pgcdc:_txn")
+    steps = Steps(tuple(map(full_pattern, chain.routes)), tuple(map(from_spec, chain.transforms)))
+    steps.check()
+    return steps

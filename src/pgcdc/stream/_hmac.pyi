@@ -1,0 +1,3 @@
+import pyarrow as pa
+
+def hmac_texts(values: pa.Array, key: bytes) -> pa.Array: ...

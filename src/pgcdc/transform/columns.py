@@ -1,0 +1,169 @@
+"""The program of a lane with transforms that only Spark can do: events as columns, chains as projections."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from pgcdc.errors import PgcdcError, TransformError
+from pgcdc.stream.edits import dump_chains
+from pgcdc.stream.events import EVENT_COLUMNS, chain_column, chain_lines
+from pgcdc.transform.event_json import event_json
+from pgcdc.transform.expressions import KEEP, is_routed
+from pgcdc.transform.program import Chain, Steps, split_lines
+from pgcdc.transform.transforms import TEXT
+
+if TYPE_CHECKING:
+    from pyspark.errors import PySparkException
+    from pyspark.sql import Column, DataFrame
+
+__all__ = ["ColumnProgram"]
+
+_BASE = "_base"
+_ROWS = 10_000
+_ALWAYS = ("position", "channel", "operation", "table", "row")
+"""What conditions are asked of."""
+
+
+@dataclass(frozen=True)
+class ColumnProgram:
+    """Each distinct chain is a column of lines, NULL where the chain does not have the event."""
+
+    chains: tuple[Chain, ...]
+    distinct: tuple[Steps, ...]
+    of_chain: tuple[int, ...]
+    transaction: bool
+
+    @property
+    def _rendered(self) -> list[Steps]:
+        return [one for one in self.distinct if one.is_rendered]
+
+    def source_options(self) -> dict[str, str]:
+        return {"_chains": dump_chains((one.routes, one.simple) for one in self._rendered)} if self._rendered else {}
+
+    def source_schema(self) -> str:
+        columns = {name: kind for name, kind in EVENT_COLUMNS.items() if name in self._wanted()}
+        for chain in self.distinct:
+            for one in chain.transforms:
+                columns |= getattr(one.envelope_module, "COLUMNS", {}) if one.is_envelope else {}
+        columns |= {chain_column(number): "string" for number in range(len(self._rendered))}
+        return ", ".join(f"`{name}` {kind.upper()}" for name, kind in columns.items())
+
+    def _wanted(self) -> set[str]:
+        """The columns of events that are read: all, or those of the conditions if these are all that Spark has to do."""
+        if len(self._rendered) < len(self.distinct):
+            return set(EVENT_COLUMNS)
+        texts = " ".join(text for chain in self.distinct for one in chain.transforms for text in one.sql)
+        words = set(re.findall(r"\w+", texts.lower()))
+        return {*_ALWAYS, *(name for name in EVENT_COLUMNS if name in words)}
+
+    def records_per_batch(self) -> int:
+        return _ROWS
+
+    def project(self, events: DataFrame) -> DataFrame:
+        from pyspark.sql import functions as F
+
+        lines = [chain_column(number) for number in range(len(self._rendered))]
+        base = F.struct(*(F.col(name) for name in events.columns if name not in lines))
+        frame = events.select(base.alias(_BASE), *(F.col(name).alias(f"_{name}") for name in lines))
+        made: list[str] = []
+        rendered = 0
+        for number, chain in enumerate(self.distinct):
+            given = f"_{chain_column(rendered)}" if chain.is_rendered else None
+            rendered += chain.is_rendered
+            if given is not None and chain.is_simple:
+                made.append(given)
+                continue
+            name = f"_made_{number}"
+            frame = self._run(frame, chain, given, name)
+            made.append(name)
+        columns = [F.col(name).alias(chain_column(number)) for number, name in enumerate(made)]
+        return frame.select(F.col(f"{_BASE}.position").alias("position"), *columns)
+
+    def _run(self, frame: DataFrame, chain: Steps, given: str | None, name: str) -> DataFrame:
+        """`frame` with one column more: the lines of this chain."""
+        from pyspark.sql import functions as F
+
+        others = [column for column in frame.columns if column != _BASE]
+        keep = is_routed(chain.routes) if chain.routes else F.lit(True)
+        events = frame.select(f"{_BASE}.*", _BASE, *others).withColumn(KEEP, keep)
+        for one in chain.transforms:
+            events = one(events)
+        line = F.col(given) if given is not None else F.concat(self._text(events), F.lit("\n"))
+        return events.select(_BASE, *others, F.when(F.col(KEEP), line).alias(name))
+
+    def _text(self, events: DataFrame) -> Column:
+        from pyspark.sql import functions as F
+
+        if TEXT not in events.columns:
+            return event_json(transaction=self.transaction)
+        message = F.concat(F.lit("pgcdc.errors.TransformError: an envelope has no text for "), F.col("position"))
+        return F.coalesce(F.col(TEXT), F.raise_error(message).cast("string"))
+
+    def collect(self, batch: DataFrame) -> list[pa.Table]:
+        from pyspark.errors import PySparkException
+
+        schema = chain_lines(len(self.distinct))
+        projected = batch if batch.columns == schema.names else self.project(batch)
+        try:
+            collected = projected.toArrow()
+        except PySparkException as error:
+            raise self._explained(projected, error) from error
+        tables = split_lines(collected.select(schema.names).cast(schema))
+        return [tables[number] for number in self.of_chain]
+
+    def _explained(self, projected: DataFrame, error: PySparkException) -> Exception:
+        """The error as a person wants it, if it is one of a transform."""
+        text = str(error)
+        ours = re.search(r"pgcdc\.errors\.(\w+): ([^\n]*)", text)
+        if ours is not None:
+            return PgcdcError.from_json({"kind": ours[1], "message": ours[2].rstrip(" ;"), "advice": ""})
+        for chain in self.distinct:
+            for number, one in enumerate(chain.transforms, 1):
+                written = next((sql for sql in one.sql if " ".join(sql.split()) in " ".join(text.split())), None)
+                if written is not None:
+                    place = _find_failing(projected)
+                    where = f" at position {place}" if place else ""
+                    return TransformError(
+                        f"transform {number} ({one.name}) failed{where}: {written}: {_reason(text)}",
+                        "Correct the expression: try_cast gives NULL for what cannot be cast",
+                    )
+        return error
+
+
+def _reason(text: str) -> str:
+    """Spark's first sentence without its advice."""
+    first = next((line for line in text.splitlines() if line.strip()), "").strip()
+    return re.split(r" (?:Use|If necessary) ", first)[0].rstrip(". ")
+
+
+def _find_failing(projected: DataFrame) -> str | None:
+    """The position of the first event that fails, by halves: Spark's errors do not say."""
+    from pyspark.errors import PySparkException
+    from pyspark.sql import functions as F
+
+    def fails(low: str, high: str) -> bool:
+        chosen = projected.where((F.col("position") >= low) & (F.col("position") <= high))
+        try:
+            chosen.write.format("noop").mode("overwrite").save()
+        except PySparkException:
+            return True
+        return False
+
+    try:
+        places = [row.position for row in projected.select("position").collect()]
+        if not places:
+            return None
+        low, high = 0, len(places) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if fails(places[low], places[middle]):
+                high = middle
+            else:
+                low = middle + 1
+        return str(places[low]) if fails(places[low], places[low]) else None
+    except PySparkException:
+        return None

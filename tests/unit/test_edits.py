@@ -1,0 +1,217 @@
+"""Simple transforms on column buffers: the same as an obvious implementation makes of the events one by one."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import hmac
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from event_streams import ORDERS, SEED, START, Change, Transaction, expected_events, spooled, streams
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transform_cases import KEY, KEY_VARIABLE, simple_chains, transformed
+from wire import UNCHANGED, encode_message, encode_truncate
+
+from pgcdc.capture.assemble import Assembler
+from pgcdc.errors import ConfigError, TransformError
+from pgcdc.spool.reader import SpoolReader
+from pgcdc.spool.writer import SpoolWriter
+from pgcdc.stream import lines, masks
+from pgcdc.stream.edits import SimpleChain, dump_chains, full_pattern, parse_chains
+from pgcdc.stream.events import chain_column, chain_lines, drop_unwanted, event_batch
+from pgcdc.stream.frame import EventOptions
+from pgcdc.transform.program import Chain, compile_chains
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+
+
+def lines_of(reader: SpoolReader, chains: list[Chain], options: EventOptions = EventOptions()) -> list[list[Any]]:  # noqa: B008
+    """For each chain the line of each event, or None."""
+    program = compile_chains(chains)
+    pushed = parse_chains(program.source_options().get("_chains", ""))
+    slices = reader.slices(START, reader.end)
+    schema = chain_lines(len(pushed))
+    batch = event_batch(slices, reader.relations(), SEED, schema, options, (), pushed) if slices else None
+    if batch is None:
+        return [[] for _ in chains]
+    batch.validate(full=True)
+    return [list(column.to_pylist()) for column in batch.columns[1:]]
+
+
+@settings(max_examples=150)
+@given(streams(), st.lists(simple_chains(), min_size=1, max_size=3, unique_by=repr), st.integers(1, 7))
+def test_lines_are_those_of_the_obvious_implementation(
+    transactions: list[Transaction], chains: list[Chain], seal_rows: int
+) -> None:
+    events = expected_events(transactions)
+    with spooled(transactions, seal_rows, 2) as reader, pytest.MonkeyPatch.context() as patch:
+        if any(transformed(event, chain) is TransformError for chain in chains for event in events):
+            with pytest.raises(TransformError, match="the name"):
+                lines_of(reader, chains)
+            return
+        try:
+            compiled = lines_of(reader, chains)
+        except TransformError:  # an event of the table does not have the other column, but the table has
+            return
+        patch.setattr(lines, "_renderer", lambda: lines.render_python)
+        patch.setattr(masks, "_hasher", lambda: masks.hmac_python)
+        assert lines_of(reader, chains) == compiled
+    found = [[line and json.loads(line) for line in column] for column in compiled]
+    if all(not one.routes and not one.transforms for one in chains):
+        found *= len(chains)
+    assert found == [[transformed(event, chain) for event in events] for chain in chains]
+    order = [[line and list(line["payload"]["row"] or ()) for line in column] for column in found]
+    assert order == [
+        [line and list(line["payload"]["row"] or ()) for line in (transformed(event, chain) for event in events)]
+        for chain in chains
+    ]
+
+
+CHANGES = (
+    Change(ORDERS, "INSERT", ("1", "a@b.c", "2.50")),
+    Change(ORDERS, "UPDATE", ("1", UNCHANGED, None), ("1", "old", "9"), "O"),
+    Change(ORDERS, "TRUNCATE"),
+    Change(ORDERS, "DELETE", None, ("1", None, None), "K"),
+)
+
+
+def payloads(*specs: dict[str, Any], routes: tuple[str, ...] = ()) -> list[dict[str, Any] | None]:
+    with spooled([Transaction(110, CHANGES)]) as reader:
+        (found,) = lines_of(reader, [Chain(specs, routes)])
+    return [line and json.loads(line)["payload"] for line in found]
+
+
+def test_drop_leaves_columns_out_of_row_old_and_unchanged() -> None:
+    insert, update, truncate, delete = payloads({"type": "drop_columns", "columns": ["note"]})
+    assert insert is not None and insert["row"] == {"id": "1", "total": "2.50"}
+    assert update == {"op": "UPDATE", "table": "orders", "row": {"id": "1", "total": None}, "old": {"id": "1", "total": "9"}}
+    assert truncate is not None and truncate["row"] is None
+    assert delete is not None and delete["row"] == {"id": "1"}
+
+
+def test_rename_follows_into_old_and_unchanged_and_may_swap() -> None:
+    insert, update, *_ = payloads({"type": "rename_fields", "fields": {"note": "total", "total": "note"}})
+    assert insert is not None and insert["row"] == {"id": "1", "total": "a@b.c", "note": "2.50"}
+    assert update is not None and update["_unchanged_toast_columns"] == ["total"]
+    assert update["old"] == {"id": "1", "total": "old", "note": "9"}
+
+
+def test_rename_onto_a_column_that_the_table_has_is_an_error() -> None:
+    with pytest.raises(TransformError, match="two columns of table public.orders the name total"):
+        payloads({"type": "rename_fields", "fields": {"note": "total"}})
+    dropped = payloads({"type": "drop_columns", "columns": ["total"]}, {"type": "rename_fields", "fields": {"note": "total"}})
+    assert dropped[0] is not None and dropped[0]["row"] == {"id": "1", "total": "a@b.c"}
+    elsewhere = payloads({"type": "rename_fields", "fields": {"note": "total"}}, routes=("items",))
+    assert elsewhere == [None] * 4, "a table that the chain does not have cannot fail"
+
+
+def test_masked_null_stays_null_and_masks_follow_each_other() -> None:
+    steps = [{"type": "mask", "columns": ["total"], "mode": mode} for mode in ("zero", "hash")]
+    insert, update, *_ = payloads(*steps)
+    assert insert is not None and insert["row"]["total"] == hmac.new(KEY.encode(), b"0", hashlib.sha256).hexdigest()
+    assert update is not None and update["row"]["total"] is None and update["old"]["total"] == insert["row"]["total"]
+
+
+@given(st.lists(st.none() | st.binary(max_size=300)), st.binary(max_size=100), st.integers(0, 5))
+@example([b"x" * size for size in (0, 54, 55, 56, 63, 64, 65, 119, 120)], b"k" * 64, 0)
+def test_compiled_hmac_is_that_of_the_standard_library(values: list[bytes | None], key: bytes, skipped: int) -> None:
+    compiled = pytest.importorskip("pgcdc.stream._hmac").hmac_texts
+    column = pa.array(values, pa.binary()).slice(skipped)
+    assert compiled(column, key) == masks.hmac_python(column, key)
+
+
+ZEROS = {
+    "0": ["17", "-2.50", "1e-7", "NaN", "Infinity", ".5", "7."],
+    "f": ["t", "f"],
+    "1970-01-01": ["2026-11-16", "0044-03-15 BC", "infinity"],
+    "1970-01-01 00:00:00": ["2026-11-16 00:46:06", "2026-11-16 00:46:06.25 BC"],
+    "1970-01-01 00:00:00+00": ["2026-11-16 00:46:06.159421+00", "2026-11-16 00:46:06+05:30"],
+    "00:00:00": ["12:00:01.5"],
+    "00:00:00+00": ["12:00:01-08"],
+    "00000000-0000-0000-0000-000000000000": ["7f8a9d1e-1111-4222-8333-9abcdef01234"],
+    "PT0S": ["P1DT2H", "P-1Y2M", "PT-0.5S"],
+    r"\x": [r"\xdeadbeef"],
+    "{}": ["{1,2}", '{"a":\n1}'],
+    "[]": ["[1]"],
+    "": ["", "someone", "17\n", "true", "P", "[1,5)", "2026-11-16T00:46:06"],
+}
+
+
+def test_zero_is_of_the_look_of_the_value() -> None:
+    for zero, values in ZEROS.items():
+        assert masks.zero(pa.array([*values, None])).to_pylist() == [zero] * len(values) + [None], values
+
+
+def test_looks_have_only_what_both_regex_engines_read_alike() -> None:
+    for look, _ in masks.LOOKS:
+        assert look.startswith(r"\A(?:") and look.endswith(r")\z")
+        assert not re.search(r"\\[bBdDwWZ]|\(\?[^:]|\$|\^", look.replace(r"\A", "").replace(r"\z", ""))
+
+
+def test_what_is_not_a_row_of_a_table_passes_column_transforms_unharmed(tmp_path: Path) -> None:
+    steps: tuple[dict[str, Any], ...] = (
+        {"type": "drop_columns", "columns": ["prefix"]},
+        {"type": "rename_fields", "fields": {"content": "note"}},
+        {"type": "mask", "columns": ["note", "content"]},
+    )
+    writer = SpoolWriter(tmp_path, START)
+    assembler = Assembler(writer.relations, start_lsn=START.lsn)
+    begin, relation, insert, *_, commit = Transaction(110, CHANGES[:1]).encode()
+    for message in (begin, relation, insert, encode_message("audit", b"checked", 109), encode_truncate([1]), commit):
+        assembler.feed(message, 110)
+    while batch := assembler.pop(drain=True):
+        writer.append(batch)
+    reader = SpoolReader(tmp_path)
+    reader.refresh()
+    plain, changed = lines_of(reader, [Chain(), Chain(steps)], EventOptions(transaction=True, markers=True))
+    writer.close()
+    operations = [json.loads(line)["operation"] for line in plain]
+    assert operations == ["BEGIN", "INSERT", "MESSAGE", "TRUNCATE", "COMMIT"]
+    assert [one == other for one, other in zip(plain, changed, strict=True)] == [True, False, True, True, True]
+
+
+def test_routes_are_shell_patterns_with_regard_to_case() -> None:
+    for pattern, matches in (("orders", True), ("Orders", False), ("pgcdc:ord*", True), ("sales.*", False), ("ord?rs", True)):
+        found = payloads(routes=(pattern,))
+        assert (found[0] is not None) == matches, pattern
+        assert fnmatch.fnmatchcase("pgcdc:orders", full_pattern(pattern)) == matches
+
+
+def test_events_that_no_chain_has_are_not_carried() -> None:
+    schema = chain_lines(2)
+    batch = pa.RecordBatch.from_pydict({"position": ["1", "2", "3"], "line_0": ["a", None, None], "line_1": [None, None, "c"]})
+    assert drop_unwanted(batch.cast(schema)).column("position").to_pylist() == ["1", "3"]
+    assert chain_column(1) == schema.names[2]
+
+
+def test_a_key_that_is_missing_short_or_unreadable_is_said_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spec = {"type": "mask", "columns": ["a"], "mode": "hash"}
+    monkeypatch.delenv(KEY_VARIABLE)
+    for part, more in (("PGCDC_MASK_KEY is not set", {}), ("MY_KEY is not set", {"key_env": "MY_KEY"})):
+        with pytest.raises(ConfigError, match=part):
+            compile_chains([Chain(({**spec, **more},))])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        compile_chains([Chain(({**spec, "key_file": str(tmp_path / "none")},))])
+    (tmp_path / "key").write_text("short\n")
+    with pytest.raises(ConfigError, match="has 5 bytes"):
+        compile_chains([Chain(({**spec, "key_file": str(tmp_path / "key")},))])
+    (tmp_path / "key").write_text(KEY + "\n")
+    program = compile_chains([Chain(({**spec, "key_file": str(tmp_path / "key")},))])
+    assert KEY not in repr(program) + str(program.source_options())
+
+
+def test_chains_travel_as_text() -> None:
+    steps = [{"type": "drop_columns", "columns": ["ä"]}]
+    (chain,) = parse_chains(dump_chains([(("pgcdc:a",), steps)]))
+    assert isinstance(chain, SimpleChain) and (chain.routes, list(chain.steps)) == (("pgcdc:a",), steps)
