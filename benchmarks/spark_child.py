@@ -18,11 +18,9 @@ import psutil
 from usage import cpu_of_tree, cpu_since, peak_rss_bytes
 from workload import PUBLICATION, wait_for_reader
 
-from pgcdc.capture.control import CaptureLink
 from pgcdc.config import Config
-from pgcdc.pipeline import LANE, Pipeline
+from pgcdc.pipeline import Pipeline
 from pgcdc.sink.base import Batch
-from pgcdc.stream.lane import Lane
 
 
 class WarmPipeline(Pipeline):
@@ -43,7 +41,6 @@ class WarmPipeline(Pipeline):
         """The largest RSS of each role; of several workers, their sum."""
         self._cpu_before: dict[psutil.Process, tuple[str, float]] = {}
         self._left = changes
-        self._query: Any = None
 
     def _run(self) -> None:
         assert self._prepared is not None
@@ -51,19 +48,11 @@ class WarmPipeline(Pipeline):
         os.environ["PGCDC_WATCH_PID"] = str(os.getpid())
         self._start_spark()
         self._warm_up()
-        self._link = CaptureLink(self._prepared.spec, is_restart=False)
+        self._open_lanes()
         self.began = wait_for_reader(self.config.db, self.config.slot_name)
         self._cpu_before = cpu_of_tree(os.getpid())
-        initial, _ = self._link.call(lambda client: client.join(LANE))
-        self._lane = Lane(LANE, self.state.checkpoints / LANE, self._sinks)
-        self._lane.open(initial)
-        self._lane.on_batch = self.on_batch
         self._stream()
         self._finish()
-
-    def _watch(self, query: Any) -> None:
-        self._query = query
-        super()._watch(query)
 
     def _count(self, batch: Batch) -> None:
         now = time.time()
@@ -80,8 +69,10 @@ class WarmPipeline(Pipeline):
         self.capture_rss = (process.memory_info().rss, peak_rss_bytes(process.pid))
         for one, (role, _) in after.items():
             self.peaks[role] = self.peaks.get(role, 0) + peak_rss_bytes(one.pid)
+        assert self._lanes is not None and self._lanes.main.query is not None
+        query = self._lanes.main.query
         time.sleep(0.5)  # the last batch's progress is reported after its commit
-        self.progress = [json.loads(one.json) for one in self._query.recentProgress if one.numInputRows]
+        self.progress = [json.loads(one.json) for one in query.recentProgress if one.numInputRows]
         self.stop()
 
 

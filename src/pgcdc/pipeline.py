@@ -1,4 +1,4 @@
-"""The driver: prepares the source, starts capture and Spark, runs the lane, and ends in order.
+"""The driver: prepares the source, starts capture and Spark, runs the lanes, and ends in order.
 
 read batch → transform → sinks durable, acks → Spark commits → confirm to PostgreSQL
 """
@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
-import subprocess
 import tempfile
 import threading
 import time
@@ -19,43 +17,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pgcdc.capture.consumers import MAIN
 from pgcdc.capture.control import CaptureLink
 from pgcdc.capture.database import connect
 from pgcdc.capture.prepare import Prepared, drop_publications, follow_tables, prepare
 from pgcdc.capture.slots import OpenTransaction, get_slot
-from pgcdc.capture.stream import reconnect_delay_s
 from pgcdc.config import TYPED_KEYS, Config
-from pgcdc.errors import (
-    ConfigError,
-    ConnectionLost,
-    GapError,
-    PgcdcError,
-    Policy,
-    SchemaChanged,
-    SinkError,
-    SinkUnavailable,
-    StateError,
-)
-from pgcdc.ops.failpoint import hit
-from pgcdc.position import Position, format_lsn
+from pgcdc.errors import ConfigError, ConnectionLost, GapError, PgcdcError, SinkError, StateError
+from pgcdc.position import format_lsn
 from pgcdc.sink.base import Batch, Sink
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.stdout import StdoutSink
 from pgcdc.spool.diff import describe_change
 from pgcdc.spool.shapes import ShapeHistory
 from pgcdc.state import Lock, StateDir, read_json, write_json
-from pgcdc.stream.lane import Lane
+from pgcdc.stream.lanes import STOP_TIMEOUT_S, Lanes
+from pgcdc.stream.member import Adapter
 from pgcdc.stream.options import parse_options
 from pgcdc.stream.progress import RequestWatch, SnapshotWatch, describe_stop
 from pgcdc.stream.session import check_java, session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-    from pyspark.sql.streaming.query import StreamingQuery
 
 __all__ = ["Pipeline", "StopNow"]
 
-LANE = "main"
 _PASSED_ON = (
     "spool_limit", "max_batch_rows", "fail_fast", "temporary_slot", "all_tables", "generated_columns", "streaming",
     "two_phase", "origin", "binary", "toast", "toast_cache_max_entries", "messages", "incremental_snapshot",
@@ -63,12 +49,9 @@ _PASSED_ON = (
     "schema_events", "invalid_utf8",
 )  # fmt: skip
 """Options of the Spark source that have the same name in the configuration."""
-POLL_S = 0.25
 STATUS_INTERVAL_S = 1.0
+SPARK_STOP_S = 10.0
 FOLLOW_INTERVAL_S = 10.0
-READING_TIMEOUT_S = 30.0
-STOP_TIMEOUT_S = 8.0
-MAX_QUERY_FAILURES = 5
 
 Say = Callable[[str], None]
 
@@ -92,13 +75,10 @@ class Pipeline:
         self._phase = "starting"
         self._last_error: dict[str, str] | None = None
         self._status_due = 0.0
-        self._sinks: list[Sink] = []
+        self._adapters: list[Adapter] = []
         self._is_locked = False
-        self._lane: Lane | None = None
-        self._position: Position | None = None
-        self._failures = 0
-        self._schema_place: Position | None = None
-        """Where the typed query was last started again for other columns: once for each place."""
+        self._lanes: Lanes | None = None
+        self._is_open = False
         self._follow_due = time.monotonic() + FOLLOW_INTERVAL_S
         self.on_batch: Callable[[Batch], None] | None = None
         """Called with every batch after all sinks have it (the playground's live view)."""
@@ -154,14 +134,14 @@ class Pipeline:
                 )
             lock.write({"pid": os.getpid()})
             self._is_locked = True
-            self._sinks = self._check_sinks()
+            self._adapters = self._check_sinks()
             if self.config.table:
                 from pgcdc.stream.table import load_table  # with all that typed rows need
 
                 # Refuses a table that cannot be read in this form, before anything is made for it.
                 load_table(replace(parse_options(self._options()), source=self.config.source_options()))
             self._say(f"checking the database and slot {self.config.slot_name}")
-            self._prepared = prepare(self.config.source_options(), consumer=LANE, on_wait=self._report_wait)
+            self._prepared = prepare(self.config.source_options(), consumer=MAIN, on_wait=self._report_wait)
         for change in self._prepared.changed:
             self._say(f"{change}; this holds for what is written from now on")
         for table in self._prepared.left_out:
@@ -183,11 +163,7 @@ class Pipeline:
         os.environ["PGCDC_DB"] = self.config.db
         os.environ["PGCDC_WATCH_PID"] = str(os.getpid())
         self._shapes.refresh()  # what was told by an earlier run
-        self._link = CaptureLink(self._prepared.spec, is_restart=False)
-        initial, _ = self._link.call(lambda client: client.join(LANE))
-        self._lane = Lane(LANE, self.state.checkpoints / LANE, self._sinks)
-        self._lane.open(initial)
-        self._lane.on_batch = self.on_batch
+        self._open_lanes()
         self._enter("starting Spark")
         self._say("starting Spark")
         self._start_spark()
@@ -197,6 +173,30 @@ class Pipeline:
             self._stream()
             self._finish()
 
+    def _open_lanes(self) -> None:
+        """Start the capture, and open the sinks where they go on."""
+        assert self._prepared is not None
+        self._link = CaptureLink(self._prepared.spec, is_restart=False)
+        self._lanes = Lanes(
+            self.state, self._link, self._say,
+            options=self._options(), once=self.config.once, fail_fast=self.config.fail_fast,
+        )  # fmt: skip
+        self._lanes.open(self._adapters, self.on_batch)
+        self._is_open = True
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Deliver to one more sink, from now on. Durable when this returns; from any thread, while `run` streams."""
+        self._running_lanes().add_adapter(adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        """Deliver nothing more to a sink; its ack stays. Durable when this returns; from any thread."""
+        self._running_lanes().remove_adapter(name)
+
+    def _running_lanes(self) -> Lanes:
+        if self._lanes is None or not self._is_open:
+            raise PgcdcError("the pipeline does not run", "Start it first")
+        return self._lanes
+
     def _start_spark(self) -> None:
         in_main = threading.current_thread() is threading.main_thread()
         ours = signal.getsignal(signal.SIGINT)
@@ -204,8 +204,8 @@ class Pipeline:
         if in_main:  # Spark installs a handler of its own, which would cancel the running batch
             signal.signal(signal.SIGINT, ours)
 
-    def _check_sinks(self) -> list[Sink]:
-        """The sinks, after a look at their targets: a wrong one must not be found when slot and publication exist."""
+    def _check_sinks(self) -> list[Adapter]:
+        """The adapters, after a look at their targets: a wrong one must not be found when slot and publication exist."""
         sinks: list[Sink] = []
         for adapter in self.config.adapters:
             if adapter == "file":
@@ -220,7 +220,7 @@ class Pipeline:
                 if self.state.identity() is None:  # nothing was ever delivered: it is the configuration that is wrong
                     raise ConfigError(error.message, error.advice) from error
                 raise
-        return sinks
+        return [Adapter(sink.name, sink) for sink in sinks]
 
     def _warm_up(self) -> None:
         from pgcdc.stream.warm import warm_up
@@ -233,45 +233,40 @@ class Pipeline:
     # --- the stream
 
     def _stream(self) -> None:
-        assert self._spark is not None and self._lane is not None
-        options = self._options()
-        while True:
-            self._enter("starting the query")
-            try:
-                query = self._lane.start(self._spark, options, once=self.config.once)
-            except Exception as error:
-                raise self._explain(error) from error
-            self._await_reading(query)
-            self._enter("streaming")
-            if not self._failures and self._schema_place is None:
-                adapters = ", ".join(self.config.adapters)
-                self._say(f"ready: slot {self.config.slot_name} to {adapters}")
-                if self.on_ready is not None:
-                    self.on_ready()
-            try:
-                self._watch(query)
-                return
-            except PgcdcError as error:
-                with contextlib.suppress(Exception):
-                    query.stop()
-                if not self._follow_schema(error):
-                    self._recover(error)
-
-    def _await_reading(self, query: StreamingQuery) -> None:
-        """A started query is not a reading one: its source comes up first. Failures are for `_watch` to explain."""
-        deadline = time.monotonic() + READING_TIMEOUT_S
-        with contextlib.suppress(Exception):
-            while time.monotonic() < deadline and not self._stop.is_set():
-                if not query.isActive or not query.status["message"].startswith("Initializing"):
+        """Follow the lanes: pass on what Spark commits, until they end or we are told to stop."""
+        assert self._spark is not None and self._lanes is not None
+        self._enter("starting the query")
+        self._lanes.start(self._spark)
+        self._enter("streaming")
+        self._say(f"ready: slot {self.config.slot_name} to {', '.join(self.config.adapters)}")
+        if self.on_ready is not None:
+            self.on_ready()
+        try:
+            while not self._stop.is_set():
+                ended = self._lanes.step()
+                self._follow_tables()
+                self._write_status()
+                self._tell_schema_changes()
+                self._requests.follow(self.capture_status)
+                if self.snapshot.follow(self.capture_status, self._lanes):
+                    self._stop.set()
+                if ended:
                     return
-                time.sleep(0.05)
+            self._enter("stopping")
+            giving_up = _give_up_after(STOP_TIMEOUT_S + 1.5, self._say)
+            self._lanes.stop()
+            giving_up.cancel()
+        except PgcdcError:
+            raise
+        except Exception:
+            if not self._stop.is_set():
+                raise
 
     def _options(self) -> dict[str, str]:
         config = self.config
         options = {
             "state_dir": str(self.state.path),
             "slot": config.slot_name,
-            "consumer": LANE,
             "_driver_acks": "true",  # only after the checkpoint files are fsynced
         }
         for name in _PASSED_ON:
@@ -293,33 +288,6 @@ class Pipeline:
             options |= {name: str(getattr(config, name)) for name in ("table", *TYPED_KEYS)}
         return options
 
-    def _watch(self, query: StreamingQuery) -> None:
-        """Follow the query: pass on what Spark commits, until it ends or we are told to stop."""
-        assert self._lane is not None
-        try:
-            while not self._stop.is_set():
-                ended = query.awaitTermination(POLL_S)  # type: ignore[arg-type]  # seconds; a fraction is fine
-                self._acknowledge()
-                self._follow_tables()
-                self._write_status()
-                self._tell_schema_changes()
-                self._requests.follow(self.capture_status)
-                if self.snapshot.follow(self.capture_status, self._lane):
-                    self._stop.set()
-                if ended:
-                    return
-            self._enter("stopping")
-            giving_up = _give_up_after(STOP_TIMEOUT_S + 1.5, self._say)
-            self._lane.stop(query, STOP_TIMEOUT_S)
-            giving_up.cancel()
-            self._acknowledge()
-        except PgcdcError:
-            raise
-        except Exception as error:
-            if self._stop.is_set():
-                return
-            raise self._explain(error) from error
-
     def _follow_tables(self) -> None:
         """With --all-tables or --schemas: publish tables that were created meanwhile, and say so."""
         now = time.monotonic()
@@ -340,86 +308,21 @@ class Pipeline:
             self._prepared = replace(self._prepared, publications=infos)
             self._say(f"new tables are captured from now on: {', '.join(added)}")
 
-    def _follow_schema(self, error: PgcdcError) -> bool:
-        """A typed query that met other columns starts again there, with these; True if it may."""
-        from pgcdc.stream.table import LOAD_AGAIN
-
-        assert self._lane is not None
-        if not isinstance(error, SchemaChanged) or self._schema_place == self._lane.place:
-            return False
-        self._schema_place = self._lane.place
-        self._acknowledge()
-        what = error.message.partition(f". {LOAD_AGAIN}")[0]
-        self._say(f"{what}; the query starts again there, with these columns")
-        return True
-
     def _tell_schema_changes(self) -> None:
         for change in self._shapes.refresh():
             for line in describe_change(change):
                 self._say(line)
 
-    def _recover(self, error: PgcdcError) -> None:
-        """A query that failed for a reason that may pass starts again from its checkpoint; anything else ends the run."""
-        lasting = self._failures >= MAX_QUERY_FAILURES and not isinstance(error, SinkUnavailable)
-        if error.policy is not Policy.RETRY or self.config.fail_fast or lasting:
-            raise error
-        delay_s = reconnect_delay_s(self._failures)
-        self._failures += 1
-        self._last_error = error.to_json()
-        self._enter("restarting the query")
-        self._say(f"{error.message}; starting the query again in {delay_s:.1f} s")
-        self._stop.wait(delay_s)
-
-    def _explain(self, error: Exception) -> PgcdcError:
-        """Which of our errors is behind a failed query."""
-        assert self._lane is not None
-        if isinstance(self._lane.error, PgcdcError):
-            return self._lane.error
-        failed = self.capture_status()
-        if failed.get("phase") == "failed":
-            return PgcdcError.from_json(failed["last_error"])
-        if self._jvm_is_gone(error):  # before anything is asked of the error: its text may come from the JVM
-            return PgcdcError("the Spark JVM ended unexpectedly", "Start pgcdc again: nothing is lost")
-        ours = re.search(r"pgcdc\.errors\.(\w+): ([^\n]*)", str(error))
-        if ours:
-            return PgcdcError.from_json({"kind": ours.group(1), "message": ours.group(2)})
-        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        return QueryFailed(f"the Spark query failed: {lines[0][:300]}", "Start pgcdc again: nothing is lost")
-
-    def _jvm_is_gone(self, error: Exception) -> bool:
-        from py4j.protocol import Py4JNetworkError
-
-        assert self._spark is not None
-        process = getattr(self._spark.sparkContext._gateway, "proc", None)
-        if process is None:
-            return False
-        if isinstance(error, (ConnectionError, Py4JNetworkError)):  # its sockets close some time before it is gone
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-        return process.poll() is not None
-
     # --- acknowledge, confirm, end
-
-    def _acknowledge(self) -> None:
-        """What Spark has committed is durable at every sink: the capture may confirm it."""
-        assert self._lane is not None and self._link is not None
-        hit("driver.before_ack")
-        position = self._lane.committed()
-        if position is None:
-            return
-        self._position = position
-        self._failures = 0
-        self._link.call(lambda client: client.ack(LANE, position))
-        hit("driver.after_ack")
 
     def _finish(self) -> None:
         """The last ack is confirmed before we go, and the server has seen it."""
-        self._acknowledge()
-        assert self._link is not None
+        assert self._link is not None and self._lanes is not None
+        self._lanes.acknowledge()
         lsn = self._link.call(lambda client: client.confirm())
         status = self._link.call(lambda client: client.status())
-        if self._lane is not None and not self._stop.is_set():
-            self.snapshot.follow(lambda: status, self._lane, at_once=True)
+        if not self._stop.is_set():
+            self.snapshot.follow(lambda: status, self._lanes, at_once=True)
         self._requests.follow(lambda: status, at_once=True)
         if self.config.temporary_slot:
             return
@@ -452,11 +355,10 @@ class Pipeline:
             deadline = time.monotonic() + 3
             while Lock.holder(self.state.capture_lock) is not None and time.monotonic() < deadline:
                 time.sleep(0.02)
-        if self._lane is not None:
-            self._lane.close()
+        if self._lanes is not None:
+            self._lanes.close()
         if self._spark is not None:
-            with contextlib.suppress(Exception):
-                self._spark.stop()
+            _stop_spark(self._spark)
         if self._phase != "failed":
             self._enter("stopped")
         if self._temporary is not None:
@@ -477,7 +379,8 @@ class Pipeline:
         if now < self._status_due:
             return
         self._status_due = now + STATUS_INTERVAL_S
-        lane = self._lane
+        lanes = self._lanes
+        main = lanes.main if lanes is not None and self._is_open else None
         write_json(
             self.state.run_status,
             {
@@ -485,10 +388,11 @@ class Pipeline:
                 "time": time.time(),
                 "phase": self._phase,
                 "adapters": list(self.config.adapters),
-                "events": lane.events if lane else 0,
-                "batches": lane.batches if lane else 0,
-                "position": str(self._position) if self._position else None,
-                "last_error": self._last_error,
+                "events": main.events if main else 0,
+                "batches": main.batches if main else 0,
+                "position": str(lanes.position) if lanes and lanes.position else None,
+                "lanes": lanes.status() if lanes and main else [],
+                "last_error": self._last_error or (lanes.last_error if lanes else None),
             },
         )
 
@@ -506,11 +410,17 @@ def _give_up_after(timeout_s: float, say: Say) -> threading.Timer:
     return timer
 
 
+def _stop_spark(spark: SparkSession) -> None:
+    """End Spark; a sink that hangs in a batch must not keep us from ending."""
+
+    def stop() -> None:
+        with contextlib.suppress(Exception):
+            spark.stop()
+
+    thread = threading.Thread(target=stop, name="stop-spark", daemon=True)
+    thread.start()
+    thread.join(SPARK_STOP_S)
+
+
 class StopNow(BaseException):
     """Raised by a signal handler while nothing is in flight: ends the start at once."""
-
-
-class QueryFailed(PgcdcError):
-    """The Spark query failed for a reason outside of pgcdc (a worker was killed, say): start it again."""
-
-    policy = Policy.RETRY

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pgcdc.capture.consumers import Consumers
+from pgcdc.capture.consumers import MAIN, Consumers, is_side_lane
 from pgcdc.capture.database import connect, name_table, quote_qualified, split_table
 from pgcdc.capture.preflight import check, identify
 from pgcdc.capture.prepare import SourceOptions, prepare
@@ -39,10 +39,9 @@ from pgcdc.state import Identity, Lock, StateDir, check_identity, fsync_folder, 
 
 __all__ = ["Resync", "ResyncOptions"]
 
-LANE = "main"
 RELEASE_TIMEOUT_S = 10.0
 _OF_THE_SLOT = ("spool", "checkpoints", "consumers.json", "shapes.jsonl", "toast", "typed", "snapshot", "capture.json",
-                "run.json")  # fmt: skip
+                "run.json", "lanes.json")  # fmt: skip
 """What is begun anew with the slot. Locks, logs and acks stay."""
 
 Say = Callable[[str], None]
@@ -148,7 +147,7 @@ class Resync:
             lines.append("positions of events are those of this server: they can be smaller than those before")
         lines += self._plan_sinks()
         for name in Consumers(self.state.consumers_file).names():
-            if name != LANE:
+            if name != MAIN and not is_side_lane(name):
                 lines.append(
                     f"the query of consumer {name} cannot go on: begin it anew, with a new checkpoint and target"
                 )
@@ -284,7 +283,7 @@ class Resync:
         hit("resync.noted")
         if self._note["phase"] == "reset":
             self._reset()
-            prepared = prepare(self._source_options(), consumer=LANE, on_wait=on_wait, is_resync=True)
+            prepared = prepare(self._source_options(), consumer=MAIN, on_wait=on_wait, is_resync=True)
             hit("resync.prepared")
             self._save(**{**self._note, "phase": "begin", "lsn": prepared.identity.created_lsn})
             self._say(f"slot {self._identity.slot} begins at {format_lsn(prepared.identity.created_lsn)}")

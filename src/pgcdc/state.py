@@ -7,6 +7,7 @@ capture.lock      held by the capture process; tells its pid and control socket
 capture.json      the capture's status, once a second
 run.json          the driver's status, once a second
 consumers.json    where every consumer is, and what was confirmed
+lanes.json        which adapter is in which lane
 shapes.jsonl      which shape every table had from which position on
 spool/            segments and index
 snapshot/         rows of snapshots that were released, and what is asked of incremental ones (requests.json)
@@ -83,6 +84,7 @@ class StateDir:
         self.acks = self.path / "acks"
         self.checkpoints = self.path / "checkpoints"
         self.consumers_file = self.path / "consumers.json"
+        self.lanes_file = self.path / "lanes.json"
         self.shapes_file = self.path / "shapes.jsonl"
         self.toast = self.path / "toast"
         self.snapshot = self.path / "snapshot"

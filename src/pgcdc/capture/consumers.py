@@ -6,15 +6,25 @@ a slot which is ahead of this file was moved by somebody else.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pgcdc.errors import ConfigError
-from pgcdc.position import Position, stream_lsn
+from pgcdc.errors import ConfigError, GapError
+from pgcdc.position import Position, format_lsn, stream_lsn
 from pgcdc.state import read_json, write_json_durably
 
-__all__ = ["Consumer", "Consumers"]
+__all__ = ["MAIN", "Consumer", "Consumers", "is_side_lane"]
+
+MAIN = "main"
+"""The consumer of `pgcdc listen`."""
+_SIDE_LANE = re.compile(rf"{MAIN}~.+~[0-9]+")
+
+
+def is_side_lane(name: str) -> bool:
+    """Whether a consumer is one of `pgcdc listen` for a single adapter (`stream/membership.py`)."""
+    return _SIDE_LANE.fullmatch(name) is not None
 
 
 @dataclass(slots=True)
@@ -53,9 +63,16 @@ class Consumers:
         """All known consumers."""
         return sorted(self._consumers)
 
-    def join(self, name: str, start: Position) -> Consumer:
-        """The consumer of that name; a new one begins at `start`. Durable when this returns."""
+    def join(self, name: str, start: Position | None = None) -> Consumer:
+        """The consumer of that name; a new one begins at `start`, or with all there is. Durable when this returns."""
         if name not in self._consumers:
+            start = start or self.base
+            if start < self.base:
+                raise GapError(
+                    f"consumer {name!r} cannot begin at {format_lsn(start.lsn)}: changes are kept only after "
+                    f"{format_lsn(self.base.lsn)}",
+                    "Let it begin with what is there, with a new target",
+                )
             self._consumers[name] = Consumer(start, start, start.confirmable_lsn)
             self._save()
         return self._consumers[name]

@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,13 +58,21 @@ class ControlClient:
             raise CaptureGone("the capture process does not answer") from error
         self._file = self._socket.makefile("rb")
 
-    def join(self, consumer: str, *, exclusive: bool = False) -> tuple[Position, Position]:
+    def join(
+        self, consumer: str, *, exclusive: bool = False, start: Position | None = None
+    ) -> tuple[Position, Position]:
         """Register a consumer; where it begins and what it has acked. Both are durable.
 
-        `exclusive`: this connection reads for it, and no other may until it is closed.
+        `exclusive`: this connection reads for it, and no other may until it is closed. `start`: where a new one begins,
+        if not with everything that is kept; GapError if that is gone.
         """
-        reply = self.request({"do": "join", "consumer": consumer, "exclusive": exclusive})
+        where = {"at": str(start)} if start is not None else {}
+        reply = self.request({"do": "join", "consumer": consumer, "exclusive": exclusive, **where})
         return Position.parse(reply["initial"]), Position.parse(reply["ack"])
+
+    def forget(self, consumer: str) -> None:
+        """Drop a consumer, if it is there. Durable when this returns."""
+        self.request({"do": "forget", "consumer": consumer, "missing_ok": True})
 
     def ack(self, consumer: str, position: Position) -> None:
         """Everything up to `position` is durable at this consumer."""
@@ -132,7 +141,7 @@ class ControlClient:
 
 
 class CaptureLink:
-    """The capture of a state directory, whichever process that is: started again when it has died. Not thread-safe."""
+    """The capture of a state directory, whichever process that is: started again when it has died. `call` is thread-safe."""
 
     def __init__(
         self,
@@ -146,18 +155,20 @@ class CaptureLink:
         self._on_restart = on_restart
         self._is_told = True
         self._restarts: list[float] = []
+        self._lock = threading.RLock()
         self._client = ensure_capture(spec, is_restart=is_restart)
 
     def call(self, request: Callable[[ControlClient], _T]) -> _T:
         """Ask the capture; if it has died, start it again and ask again."""
-        while True:
-            try:
-                if not self._is_told:
-                    self._on_restart(self._client)
-                    self._is_told = True
-                return request(self._client)
-            except CaptureGone:
-                self._restart()
+        with self._lock:
+            while True:
+                try:
+                    if not self._is_told:
+                        self._on_restart(self._client)
+                        self._is_told = True
+                    return request(self._client)
+                except CaptureGone:
+                    self._restart()
 
     def stop(self) -> None:
         """Ask the process to end, if there is one."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pgcdc.capture.binary.columns import check_columns
-from pgcdc.capture.consumers import Consumers
+from pgcdc.capture.consumers import Consumers, is_side_lane
 from pgcdc.capture.database import Connection, connect, split_table
 from pgcdc.capture.fingerprint import Fingerprint, Narrowed, check_unchanged, forget_dropped, read_fingerprint
 from pgcdc.capture.holder import DEFAULT_HOLD_LIMIT_S, hold_for_long, let_all_go
@@ -231,7 +231,8 @@ def _check_others(options: SourceOptions, state: StateDir, consumer: str) -> Non
     known = state.identity()
     if known is None or known.asked is None or options.uses_existing:
         return
-    others = [name for name in Consumers(state.consumers_file).names() if name != consumer]
+    names = Consumers(state.consumers_file).names()
+    others = [name for name in names if name != consumer and not is_side_lane(name)]
     asked = Selection.from_json(known.asked)
     if others and not options.selection.covers(asked):
         said = ", ".join(f"{name}={value}" for name, value in known.asked.items() if value)

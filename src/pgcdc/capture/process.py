@@ -435,13 +435,14 @@ class CaptureProcess:
         if what == "join":
             name = request["consumer"]
             known = name in self._consumers
-            consumer = self._consumers.join(name, self._consumers.base)
+            consumer = self._consumers.join(name, Position.parse(request["at"]) if request.get("at") else None)
             return {"initial": str(consumer.initial), "ack": str(consumer.ack), "is_new": not known}
         if what == "ack":
             self._consumers.ack(request["consumer"], Position.parse(request["position"]))
             return {"end": str(self._spool.end)}
         if what == "forget":
-            self._consumers.forget(request["consumer"])
+            if request["consumer"] in self._consumers or not request.get("missing_ok"):
+                self._consumers.forget(request["consumer"])
             return {}
         if what == "target":
             return {"lsn": self._set_target()}

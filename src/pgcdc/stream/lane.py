@@ -1,30 +1,37 @@
-"""A lane: one streaming query that collects each batch once and hands it to its sinks, side by side."""
+"""A lane: one streaming query that collects each batch once and hands it to its members, side by side."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pgcdc.errors import GapError, StateError
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position
-from pgcdc.sink.base import Batch, Sink
+from pgcdc.sink.base import Batch
 from pgcdc.state import fsync_folder
-from pgcdc.stream.events import BLOCKS, LINES, unpack_blocks
+from pgcdc.stream.events import BLOCKS
+from pgcdc.stream.member import Member, WriteFuture, may_pass
+from pgcdc.stream.membership import Write, WriteState, judge
+from pgcdc.transform.program import Program
 from pgcdc.transform.row_json import row_lines
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
-__all__ = ["Lane", "read_offset"]
+__all__ = ["Lane", "LaneStopped", "read_offset", "stop_query"]
+
+FATAL_WAIT_S = 1.0
+"""How long the others may finish their writes when one failed for good."""
 
 
 class LaneStopped(Exception):
@@ -32,54 +39,55 @@ class LaneStopped(Exception):
 
 
 class Lane:
-    """One query and its sinks. `committed` tells what Spark has committed and what is durable at every sink."""
+    """One query and its members. `committed` tells what Spark has committed and what is durable at every member."""
 
-    def __init__(self, name: str, checkpoint: Path, sinks: Sequence[Sink]) -> None:
+    def __init__(self, name: str, checkpoint: Path, initial: Position, members: Callable[[], list[Member]]) -> None:
+        """`initial`: where the capture says that its consumer began. `members` is asked at the beginning of each batch."""
         self.name = name
-        self.sinks = list(sinks)
+        self.members = members
+        self.query: StreamingQuery | None = None
+        self.program: Program | None = None
         self.error: BaseException | None = None
-        """What a sink failed with, if one did."""
+        """What a batch failed with, if one did."""
         self.batches = 0
         self.events = 0
+        self.boundary = threading.Lock()
+        """Held while a batch runs: who holds it is between two batches, and may move members."""
+        self.moved = threading.Event()
+        """Set when a batch has ended, however."""
+        self.on_begin: Callable[[Position], None] = lambda start: None
+        """Called with the start of each batch, before its members are asked for."""
+        self.on_leave: Callable[[Member, Position, BaseException | None], None] | None = None
+        """Gives a member a lane of its own, durably; None: nobody leaves this lane."""
+        self.on_batch: Callable[[Batch], None] | None = None
         self._checkpoint = checkpoint
-        self._pool = ThreadPoolExecutor(max(1, len(self.sinks)), thread_name_prefix=f"lane-{name}")
-        self._last_batch = -1
+        self._initial = initial
+        self._last_batch = max(self._committed_batches(), default=-1)  # by an earlier run, maybe not yet confirmed
         self._acked_batch = -1
         self._lock = threading.Lock()
         self._stopping = False
-        self._running = False
-        self._initial = Position(0, 0)
-        self._is_typed = False
-        self.on_batch: Callable[[Batch], None] | None = None
+        self._abandoned = False
+        self.next_start = self.place
+        """Where the next batch begins, or an earlier place of one that comes again and that every member has."""
+        self.last_start = self.next_start
+        """Where the last batch began."""
 
-    def open(self, initial: Position) -> None:
-        """Open the sinks where the query will go on. One that was left out of earlier runs would miss what came between."""
-        self._initial = initial
-        self._last_batch = max(self._committed_batches(), default=-1)  # by an earlier run, maybe not yet confirmed
-        start = self.place
-        for sink in self.sinks:
-            sink.open(start)
-            if sink.ack < start:
-                raise GapError(
-                    f"adapter {sink.name} stands at {sink.ack}, but the others were served up to {start} without it",
-                    f"What came between cannot be delivered any more. To let it begin at {start}, delete its ack in "
-                    "the state directory (acks/) and give it a new target",
-                )
-
-    def start(self, spark: SparkSession, options: dict[str, str], *, once: bool = False) -> StreamingQuery:
+    def start(self, spark: SparkSession, options: dict[str, str], program: Program, *, once: bool = False) -> None:
         """Start the query from its checkpoint. With an option `table` it delivers typed rows."""
         self.error = None
-        reader = spark.readStream.format("pgcdc").options(**options)
-        self._is_typed = "table" in options
-        if self._is_typed:
+        self._stopping = False
+        self.program = program
+        reader = spark.readStream.format("pgcdc").options(**options, **program.source_options())
+        schema = program.source_schema()
+        if "table" in options:
             frame = row_lines(reader.option("_start", str(self.place)).load())
-        else:  # no transform wants the columns: the executors render the JSON, and rows travel in blocks
-            frame = reader.schema(BLOCKS).load()
+        else:
+            frame = reader.schema(schema).load()
         writer = frame.writeStream.queryName(self.name).option("checkpointLocation", str(self._checkpoint))
         trigger = writer.trigger(availableNow=True) if once else writer.trigger(processingTime="0 seconds")
-        at_once = "10000" if self._is_typed else "1"  # one block at a time through the JVM
+        at_once = "1" if schema == BLOCKS else "10000"  # one block at a time through the JVM
         with _setting(spark, "spark.sql.execution.arrow.maxRecordsPerBatch", at_once):
-            return trigger.foreachBatch(self._deliver).start()
+            self.query = trigger.foreachBatch(self._deliver).start()
 
     def _stages(self, batch_id: int) -> bool:
         """Whether tasks of the batch read rows of the initial snapshot, besides the changes of the batch."""
@@ -112,58 +120,122 @@ class Lane:
         self._acked_batch = batch
         return position
 
-    def stop(self, query: StreamingQuery, timeout_s: float) -> None:
-        """End the query between two batches: the one that runs is finished and committed first."""
+    def begin_stop(self) -> None:
+        """The batch that runs is the last one."""
         self._stopping = True
-        deadline = time.monotonic() + timeout_s
-        while query.isActive and time.monotonic() < deadline:
-            with self._lock:
-                batch, running = self._last_batch, self._running
-            if not running and (batch < 0 or (self._checkpoint / "commits" / str(batch)).exists()):
-                break
-            time.sleep(0.01)
-        query.stop()
 
-    def close(self) -> None:
-        """Close the sinks."""
-        self._pool.shutdown()
-        for sink in self.sinks:
-            sink.close()
+    def abandon(self) -> None:
+        """No batch any more, whatever comes: its member is elsewhere. For who holds the boundary."""
+        self._abandoned = True
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether it is only left to be stopped and forgotten."""
+        return self._abandoned
+
+    def await_boundary(self, timeout_s: float) -> bool:
+        """After `begin_stop`: wait until the last batch is committed; False if it does not end in time."""
+        query, deadline = self.query, time.monotonic() + timeout_s
+        while query is not None and query.isActive:
+            is_free = not self.boundary.locked()  # before the number is read: no other batch begins
+            with self._lock:
+                batch = self._last_batch
+            if is_free and (batch < 0 or (self._checkpoint / "commits" / str(batch)).exists()):
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
 
     def _deliver(self, blocks: DataFrame, batch_id: int) -> None:
         """Spark's callback: runs once per batch, and again for the same batch after a crash."""
-        if self._stopping:
-            raise LaneStopped("this batch comes again after the restart")
-        with self._lock:
-            self._running = True
-        try:
-            self._write(blocks, batch_id)
-        except BaseException as error:
-            self.error = error
-            raise
-        finally:
-            with self._lock:
-                self._running = False
+        with self.boundary:
+            try:
+                if self._stopping or self._abandoned:
+                    raise LaneStopped("this batch comes again after the restart")
+                self._write(blocks, batch_id)
+            except BaseException as error:
+                self.error = error
+                raise
+            finally:
+                self.moved.set()
 
     def _write(self, blocks: DataFrame, batch_id: int) -> None:
         hit("lane.planned")
+        assert self.program is not None
         end = read_offset(self._checkpoint, batch_id)
         start = read_offset(self._checkpoint, batch_id - 1) if batch_id else self._initial
-        waiting = [sink for sink in self.sinks if sink.ack < end]
-        if not waiting and self._stages(batch_id):
-            blocks.toArrow()  # it has no rows, but its tasks have something to do
+        self.on_begin(start)
+        self.last_start = start
+        members = self.members()
+        for member in members:
+            if member.reached < start:
+                raise GapError(f"adapter {member.name} stands at {member.sink.ack}, and lane {self.name} at {start}")
+        waiting = [member for member in members if member.reached < end]
         if waiting:
-            collected = blocks.toArrow()
-            batch = Batch(start, end, collected.cast(LINES) if self._is_typed else unpack_blocks(collected))
+            tables = self.program.collect(blocks)
+            batches = [Batch(start, end, table) for table in tables]
             hit("lane.collected")
-            list(self._pool.map(lambda sink: sink.write(batch), waiting))
+            self._hand_out(start, batches, members, waiting)
             self.batches += 1
-            self.events += batch.events.num_rows
+            self.events += tables[0].num_rows
             if self.on_batch is not None:
-                self.on_batch(batch)
+                self.on_batch(batches[0])
+        elif self._stages(batch_id):
+            self.program.collect(blocks)  # it has no rows, but its tasks have something to do
         hit("lane.written")
         with self._lock:
             self._last_batch = batch_id
+            self.next_start = end
+
+    def _hand_out(self, start: Position, batches: list[Batch], members: list[Member], waiting: list[Member]) -> None:
+        """Have the batch written to all who wait for it. Who does not manage to leaves, if another member has it.
+
+        `batches` is the same batch, once for each chain of the program.
+        """
+        assert self.program is not None
+        began = time.monotonic()
+        chains = list(self.program.chains)
+        futures = {one.name: one.submit(self.name, batches[chains.index(one.chain)]) for one in waiting}
+        while True:
+            writes = {one.name: _look_at(one, futures.get(one.name), began) for one in members}
+            failed = {name: futures[name].exception() for name, one in writes.items() if one.state is WriteState.FAILED}
+            fatal = next((error for error in failed.values() if not may_pass(error)), None)
+            running = [future for future in futures.values() if not future.done()]
+            if fatal is not None:
+                wait(running, FATAL_WAIT_S)
+                raise fatal
+            verdict = judge(writes, time.monotonic())
+            if verdict.wait_s <= 0:
+                break
+            wait(running, None if math.isinf(verdict.wait_s) else verdict.wait_s, FIRST_COMPLETED)
+        if self.on_leave is not None:
+            for name in verdict.leave:
+                self.on_leave(next(one for one in waiting if one.name == name), start, failed.pop(name, None))
+        for error in failed.values():
+            assert error is not None
+            raise error
+
+
+def _look_at(member: Member, future: WriteFuture | None, began: float) -> Write:
+    if future is None:
+        return Write(WriteState.DONE, member.adapter.priority, began)  # it has the batch from before
+    if not future.done():
+        return Write(WriteState.RUNNING, member.adapter.priority)
+    return Write(WriteState.FAILED if future.exception() else WriteState.DONE, member.adapter.priority, future.ended)
+
+
+def stop_query(query: StreamingQuery, timeout_s: float) -> bool:
+    """End a query; False if it does not in time: a sink that hangs in a batch must not hang us."""
+
+    def stop() -> None:
+        with contextlib.suppress(Exception):  # it has ended by itself, or Spark has
+            query.stop()
+
+    thread = threading.Thread(target=stop, name="stop-query", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
 
 
 def read_offset(checkpoint: Path, batch_id: int) -> Position:

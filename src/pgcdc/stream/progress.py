@@ -10,7 +10,7 @@ from pgcdc.capture.holder import ALONE_S
 from pgcdc.position import Position
 
 if TYPE_CHECKING:
-    from pgcdc.stream.lane import Lane
+    from pgcdc.stream.lanes import Lanes
 
 __all__ = ["RequestWatch", "SnapshotWatch", "describe_stop"]
 
@@ -33,7 +33,7 @@ class SnapshotWatch:
         self.show: Callable[[dict[str, Any]], None] | None = None
         """Gets the status every second while rows are read, and once when the snapshot is complete."""
 
-    def follow(self, read_status: Callable[[], dict[str, Any]], lane: Lane, *, at_once: bool = False) -> bool:
+    def follow(self, read_status: Callable[[], dict[str, Any]], lanes: Lanes, *, at_once: bool = False) -> bool:
         """Look, if it is time to (or `at_once`). True: all that was wanted is delivered."""
         now = time.monotonic()
         if (now < self._due and not at_once) or (self._seen == "complete" and not self._is_all):
@@ -50,7 +50,7 @@ class SnapshotWatch:
             return False
         if self._settled is None and capture.get("settled"):
             self._settled = Position.parse(capture["settled"])
-        if self._settled is None or lane.place < self._settled:
+        if self._settled is None or lanes.place < self._settled:
             return False
         self._say("the rows are delivered. The slot stays: start again without initial_only to go on with the changes")
         return True

@@ -1,0 +1,44 @@
+"""Counters of what a pipeline has done, by the names of its metrics: one place for whoever exports them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+__all__ = ["EVENTS_DELIVERED", "EVENTS_DROPPED", "LANE_MOVES", "Counters", "counters"]
+
+EVENTS_DELIVERED = "pgcdc_events_delivered_total"
+"""By adapter."""
+EVENTS_DROPPED = "pgcdc_events_dropped_total"
+"""By adapter: what it skipped in fast mode."""
+LANE_MOVES = "pgcdc_lane_moves_total"
+"""By adapter and move: leave, rejoin, skip."""
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class Counters:
+    """Numbers that only grow, by name and labels. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: Counter[tuple[str, Labels]] = Counter()
+
+    def add(self, name: str, amount: int = 1, **labels: str) -> None:
+        """Count."""
+        with self._lock:
+            self._values[name, tuple(sorted(labels.items()))] += amount
+
+    def get(self, name: str, **labels: str) -> int:
+        """How far one has counted."""
+        with self._lock:
+            return self._values[name, tuple(sorted(labels.items()))]
+
+    def read(self) -> dict[tuple[str, Labels], int]:
+        """All of them."""
+        with self._lock:
+            return dict(self._values)
+
+
+counters = Counters()
+"""Those of this process."""

@@ -1,0 +1,222 @@
+"""Pipelines with several sinks that a test can block and fail, in this process or in one that can be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from listening import wait_until
+
+from pgcdc.config import Config
+from pgcdc.errors import SinkUnavailable
+from pgcdc.pipeline import Pipeline
+from pgcdc.position import Position
+from pgcdc.sink.base import Batch
+from pgcdc.sink.file import FileSink
+from pgcdc.state import read_json
+from pgcdc.stream.member import Adapter
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+class TestSink(FileSink):
+    """A file whose writing is controlled by another one beside it: `block`, `fail`, or nothing."""
+
+    __test__ = False
+
+    def __init__(self, folder: Path, acks: Path, name: str) -> None:
+        super().__init__(folder / f"{name}.jsonl", acks, name)
+        self._control = folder / f"{name}.do"
+        self._writers = 0
+        self.most_writers = 0
+        self.writes = 0
+
+    def write(self, batch: Batch) -> None:
+        self._writers += 1
+        self.most_writers = max(self.most_writers, self._writers)
+        self.writes += 1
+        try:
+            while (what := self._told()) == "block":
+                time.sleep(0.01)
+            if what == "fail":
+                raise SinkUnavailable(f"{self.name} was told to fail")
+            super().write(batch)
+        finally:
+            self._writers -= 1
+
+    def _told(self) -> str:
+        return self._control.read_text() if self._control.exists() else ""
+
+
+class Sinks:
+    """What several sinks in one folder have, seen from outside."""
+
+    def __init__(self, folder: Path, state: Path) -> None:
+        self.folder = folder
+        self.state = state
+
+    def tell(self, name: str, what: str) -> None:
+        temporary = self.folder / f"{name}.tmp"
+        temporary.write_text(what)
+        os.replace(temporary, self.folder / f"{name}.do")
+
+    def ack(self, name: str) -> Position | None:
+        raw = read_json(self.state / "acks" / f"{name}.json")
+        return Position.parse(raw["position"]) if raw else None
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """What the ack covers."""
+        raw = read_json(self.state / "acks" / f"{name}.json")
+        data = (self.folder / f"{name}.jsonl").read_bytes()[: raw["detail"]["size"]] if raw else b""
+        return [json.loads(line) for line in data.splitlines()]
+
+    def keys(self, name: str) -> list[int]:
+        """The keys of the rows that were inserted, in the order of delivery."""
+        return [int(event["payload"]["row"]["id"]) for event in self.events(name) if event["operation"] == "INSERT"]
+
+    def wait_for(self, name: str, last: int, timeout_s: float = 30.0) -> None:
+        wait_until(lambda: self.keys(name)[-1:] == [last], timeout_s, f"{name} has {last}: {self.keys(name)[-3:]}")
+
+    def lanes(self) -> dict[str, str]:
+        raw = read_json(self.state / "lanes.json") or {"adapters": {}}
+        return {name: one["lane"] for name, one in raw["adapters"].items()}
+
+    def is_out(self, name: str) -> bool:
+        return self.lanes()[name] != "main"
+
+    def consumers(self) -> set[str]:
+        return set((read_json(self.state / "consumers.json") or {"consumers": {}})["consumers"])
+
+
+class Run(Pipeline):
+    """A pipeline in a thread of this process, with the Spark of all tests."""
+
+    def __init__(self, spark: SparkSession, url: str, folder: Path, names: Sequence[str], **more: Any) -> None:
+        self.lines: list[str] = []
+        raw = {"db": url, "slot_name": f"lanes_{folder.name[-20:]}".lower().replace("-", "_"), "all_tables": True,
+               "state_dir": folder / "state", "snapshot_mode": "never", "warm_up": False}  # fmt: skip
+        priorities = more.pop("priorities", {})
+        super().__init__(Config.model_validate(raw | more), say=self.lines.append)
+        self.sinks = {name: TestSink(folder, self.state.acks, name) for name in names}
+        self._priorities = priorities
+        self._shared = spark
+        self.folder = folder
+        self.seen = Sinks(folder, self.state.path)
+        self.failure: BaseException | None = None
+        self.on_ready = threading.Event().set
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def begin(self) -> Run:
+        is_ready = threading.Event()
+        self.on_ready = is_ready.set
+        self._thread.start()
+        wait_until(lambda: is_ready.is_set() or not self._thread.is_alive(), 60, f"ready: {self.lines}")
+        assert is_ready.is_set(), (self.failure, self.lines)
+        return self
+
+    def end(self, timeout_s: float = 40.0) -> None:
+        self.stop()
+        self.wait(timeout_s)
+
+    def wait(self, timeout_s: float = 60.0) -> None:
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive(), self.lines
+        if self.failure is not None:
+            raise self.failure
+
+    def said(self, text: str) -> bool:
+        return any(text in line for line in self.lines)
+
+    def _work(self) -> None:
+        try:
+            self.run()
+        except BaseException as error:
+            self.failure = error
+
+    def adapter(self, name: str) -> Adapter:
+        return Adapter(name, self.sinks[name], priority=self._priorities.get(name, "normal"))
+
+    def _check_sinks(self) -> list[Adapter]:
+        return [self.adapter(name) for name in self.sinks]
+
+    def _options(self) -> dict[str, str]:
+        return super()._options() | {"url": self.config.db}  # the JVM is older than our variables
+
+    def _start_spark(self) -> None:
+        self._spark = self._shared
+
+    def _close(self) -> None:
+        if self._lanes is not None and self._is_open:
+            for lane in list(self._lanes._moves.lanes.values()):
+                if lane.query is not None and not lane.boundary.locked():
+                    lane.query.stop()
+        self._spark = None
+        super()._close()
+
+
+class Child:
+    """The same in a process of its own, which can be killed at a failpoint."""
+
+    def __init__(self, url: str, folder: Path, names: Sequence[str]) -> None:
+        self.url, self.folder, self.names = url, folder, names
+        self.seen = Sinks(folder, folder / "state")
+        self.process: subprocess.Popen[bytes] | None = None
+        self.log = folder / "child.log"
+
+    def start(self, failpoints: str = "", *, wait: bool = True) -> None:
+        before = self.log.stat().st_size if self.log.exists() else 0
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, self.url, str(self.folder), *self.names],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PGCDC_FAILPOINTS": failpoints},
+            )
+        if wait:
+            wait_until(lambda: b"ready:" in self.log.read_bytes()[before:], 90, "the child is ready")
+
+    def wait_exit(self, timeout_s: float = 60.0) -> int:
+        assert self.process is not None
+        return self.process.wait(timeout_s)
+
+    def stop(self) -> int:
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(40)
+
+    def kill(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+class _ChildPipeline(Pipeline):
+    def __init__(self, config: Config, say: Callable[[str], None], folder: Path, names: Sequence[str]) -> None:
+        super().__init__(config, say)
+        self._folder, self._names = folder, names
+
+    def _check_sinks(self) -> list[Adapter]:
+        return [Adapter(name, TestSink(self._folder, self.state.acks, name)) for name in self._names]
+
+
+def main() -> None:
+    from pgcdc.cli.listen import _stop_on_signals
+
+    url, folder, names = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    raw = {"db": url, "slot_name": "child", "all_tables": True, "state_dir": folder / "state", "snapshot_mode": "never",
+           "warm_up": False}  # fmt: skip
+    pipeline = _ChildPipeline(Config.model_validate(raw), lambda text: print(text, flush=True), folder, names)
+    _stop_on_signals(pipeline)
+    pipeline.run()
+
+
+if __name__ == "__main__":
+    main()

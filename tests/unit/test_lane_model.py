@@ -1,0 +1,435 @@
+"""The model of lanes: whatever fails, moves and crashes, every sink has every event once, in order, or counted as skipped.
+
+The machine plays Spark (a planned batch is the same after any restart), the capture (what all consumers have acknowledged is
+gone) and the sinks. What it tests is `stream/membership.py`: the decisions and the order of the durable steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pgcdc.capture.consumers import MAIN, is_side_lane
+from pgcdc.position import Position
+from pgcdc.stream.membership import Membership, Roster, Write, WriteState, judge
+
+NAMES = ("a", "b", "c")
+LATE = 1e9
+
+
+def at(number: int) -> Position:
+    """Behind event `number`."""
+    return Position.end(8 * number)
+
+
+def number_of(position: Position) -> int:
+    return position.lsn // 8
+
+
+class Crash(Exception):
+    """Kill -9 of the driver."""
+
+
+class StepFailed(Exception):
+    """A durable step did not happen (the disk is full, the capture does not answer), and the driver goes on."""
+
+
+@dataclass
+class Sink:
+    """A target and its ack: both survive a crash."""
+
+    ack: int | None = None
+    events: list[int] = field(default_factory=list)
+    began: int = 0
+    writers: int = 0
+
+
+@dataclass
+class Checkpoint:
+    """Of one query: what Spark has planned and committed. Survives a crash."""
+
+    initial: int
+    planned: int | None = None
+    committed: int | None = None
+
+    @property
+    def place(self) -> int:
+        return self.initial if self.committed is None else self.committed
+
+
+@dataclass
+class Running:
+    """A query, gone after a crash."""
+
+    next_start: int
+    returned: int | None = None
+    """The end of a batch that every member has, which Spark has not committed yet."""
+
+
+@dataclass
+class Consumer:
+    initial: int
+    ack: int
+
+
+class World:
+    """What is durable, and `Outside` for the core. A crash comes before or after the effect of a step."""
+
+    def __init__(self) -> None:
+        self.roster = Roster().to_json()
+        self.consumers = {MAIN: Consumer(0, 0)}
+        self.checkpoints = {MAIN: Checkpoint(0)}
+        self.sinks = {name: Sink() for name in NAMES}
+        self.base = 0
+        self.crash_in: int | None = None
+        self.crash_late = False
+        self.is_crash = True
+
+    def save(self, roster: Roster) -> None:
+        def apply() -> None:
+            self.roster = roster.to_json()
+
+        self._step(apply)
+
+    def join(self, lane: str, position: Position) -> None:
+        def apply() -> None:
+            start = number_of(position)
+            if lane not in self.consumers:
+                assert start >= self.base, f"{lane} wants what is behind {start}, but {self.base} is confirmed"
+                self.consumers[lane] = Consumer(start, start)
+
+        self._step(apply)
+
+    def forget(self, lane: str) -> None:
+        def apply() -> None:
+            self.consumers.pop(lane, None)
+            self.checkpoints.pop(lane, None)
+
+        self._step(apply)
+
+    def _step(self, apply: Callable[[], None]) -> None:
+        if self.crash_in is not None:
+            self.crash_in -= 1
+        is_due = self.crash_in == 0
+        if is_due:
+            self.crash_in = None
+        if not is_due or (self.crash_late and self.is_crash):
+            apply()
+        if is_due:
+            raise Crash if self.is_crash else StepFailed
+
+
+OUTCOMES = st.sampled_from(["ok", "ok", "ok", "failed", "slow"])
+
+
+class LaneModel(RuleBasedStateMachine):
+    @initialize(names=st.sets(st.sampled_from(NAMES), min_size=1))
+    def begin(self, names: set[str]) -> None:
+        self.world = World()
+        self.newest = 0
+        self.wanted = sorted(names)
+        self.skipped: dict[str, set[int]] = {name: set() for name in NAMES}
+        self.counted = dict.fromkeys(NAMES, 0)
+        self.adding: str | None = None
+        self.start_again()
+
+    # --- start and crash
+
+    def start_again(self) -> None:
+        """Everything that is not durable is gone, also the writes that ran."""
+        world = self.world
+        if self.adding in world.roster["adapters"]:  # else nobody was told that it is there
+            self.wanted = sorted({*self.wanted, str(self.adding)})
+        self.adding = None
+        while True:
+            self.writes: dict[str, tuple[int, int]] = {}
+            self.left_over: list[str] = []
+            self.half_made: set[str] = set()
+            for sink in world.sinks.values():
+                sink.writers = 0
+            self.core = Membership(Roster.from_json(world.roster), world)
+            try:
+                self.core.recover(self.wanted, list(world.consumers))
+                break
+            except (Crash, StepFailed):
+                continue
+        for lane in [lane for lane in world.checkpoints if lane not in world.consumers]:
+            del world.checkpoints[lane]
+        self.queries: dict[str, Running] = {}
+        for name in self.wanted:
+            self.open_query(self.core[name].lane)
+            self.open_sink(name)
+        self.open_query(MAIN)
+
+    def open_query(self, lane: str) -> None:
+        consumer = self.world.consumers[lane]
+        checkpoint = self.world.checkpoints.setdefault(lane, Checkpoint(consumer.initial))
+        self.queries[lane] = Running(checkpoint.place)
+
+    def open_sink(self, name: str) -> None:
+        """A sink joins a lane only where it stands; a new one begins there."""
+        sink, start = self.world.sinks[name], self.queries[self.core[name].lane].next_start
+        if sink.ack is None:
+            sink.ack = sink.began = start
+        assert number_of(self.core.reached(name, at(sink.ack))) >= start, f"{name} has a gap before {start}"
+
+    @contextmanager
+    def crashing(self) -> Iterator[None]:
+        try:
+            yield
+        except Crash:
+            self.start_again()
+        except StepFailed:
+            self.adding = None
+            self.half_made |= {one for one in self.world.consumers if is_side_lane(one) and not self.core.members(one)}
+
+    @rule(steps=st.integers(1, 3), late=st.booleans(), is_crash=st.booleans())
+    def arm(self, steps: int, late: bool, is_crash: bool) -> None:
+        """The driver dies at one of the next durable steps, or the step fails."""
+        self.world.crash_in, self.world.crash_late, self.world.is_crash = steps, late, is_crash
+
+    @rule()
+    def crash(self) -> None:
+        self.start_again()
+
+    # --- the stream
+
+    @rule(count=st.integers(1, 5))
+    def produce(self, count: int) -> None:
+        self.newest += count
+
+    @rule(data=st.data(), size=st.integers(1, 4), fails=st.booleans())
+    def deliver(self, data: st.DataObject, size: int, fails: bool) -> None:
+        """One batch: planned anew, or the one that was planned before. `fails`: for another reason, after all moves."""
+        lane = data.draw(st.sampled_from(sorted(self.queries)))
+        query, checkpoint = self.queries[lane], self.world.checkpoints[lane]
+        if query.returned is not None:
+            return
+        if checkpoint.planned in (None, checkpoint.committed):
+            if checkpoint.place >= self.newest:
+                return
+            checkpoint.planned = min(self.newest, checkpoint.place + size)
+        assert checkpoint.planned is not None
+        start, end = checkpoint.place, checkpoint.planned
+        assert start >= self.world.base, f"{lane} reads what is gone"
+        with self.crashing():
+            members = self.core.members(lane)
+            states = {name: self.write(name, lane, start, end, data.draw(OUTCOMES)) for name in members}
+            verdict = judge({name: Write(state) for name, state in states.items()}, LATE)
+            if verdict.wait_s:
+                return  # nobody has it: the batch waits
+            for name in verdict.leave:
+                self.open_query(self.core.leave(name, at(start)))
+            if fails or any(states[name] is not WriteState.DONE for name in members if name not in verdict.leave):
+                query.next_start = checkpoint.place  # the query starts again from its checkpoint
+                return
+            query.returned = query.next_start = end
+
+    def write(self, name: str, lane: str, start: int, end: int, outcome: str) -> WriteState:
+        sink = self.world.sinks[name]
+        assert sink.ack is not None
+        reached = number_of(self.core.reached(name, at(sink.ack)))
+        assert reached >= start, f"{name} is at {reached} and gets what is behind {start}"
+        if reached >= end:
+            return WriteState.DONE
+        if not self.core.begin_write(name, lane):
+            return WriteState.RUNNING
+        assert sink.writers == 0, f"{name} has two writers"
+        if outcome == "slow":
+            sink.writers += 1
+            self.writes[name] = (reached, end)
+            return WriteState.RUNNING
+        if outcome == "ok":
+            self.apply(sink, reached, end)
+        self.core.end_write(name)
+        return WriteState.DONE if outcome == "ok" else WriteState.FAILED
+
+    @staticmethod
+    def apply(sink: Sink, reached: int, end: int) -> None:
+        sink.events += range(reached + 1, end + 1)
+        sink.ack = end
+
+    @precondition(lambda self: self.writes)
+    @rule(data=st.data(), is_ok=st.booleans())
+    def finish_write(self, data: st.DataObject, is_ok: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.writes)))
+        reached, end = self.writes.pop(name)
+        sink = self.world.sinks[name]
+        if is_ok:
+            self.apply(sink, reached, end)
+        sink.writers -= 1
+        self.core.end_write(name)
+
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        lane = data.draw(st.sampled_from(sorted(self.queries)))
+        query = self.queries[lane]
+        if query.returned is not None:
+            self.world.checkpoints[lane].committed = query.returned
+            query.returned = None
+
+    @rule(data=st.data())
+    def restart_query(self, data: st.DataObject) -> None:
+        """It failed, or is started with another program: what was not committed comes again."""
+        lane = data.draw(st.sampled_from(sorted(self.queries)))
+        self.open_query(lane)
+
+    @rule(data=st.data())
+    def acknowledge(self, data: st.DataObject) -> None:
+        lane = data.draw(st.sampled_from(sorted(self.queries)))
+        self.world.consumers[lane].ack = self.world.checkpoints[lane].place
+
+    @rule()
+    def confirm(self) -> None:
+        self.world.base = max(self.world.base, min(one.ack for one in self.world.consumers.values()))
+
+    # --- moves
+
+    def apart(self) -> list[str]:
+        return [name for name in self.wanted if self.core[name].lane != MAIN]
+
+    @precondition(lambda self: self.apart())
+    @rule(data=st.data())
+    def rejoin(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.apart()))
+        ack, start = self.world.sinks[name].ack, self.queries[MAIN].next_start
+        assert ack is not None
+        if not self.core.may_rejoin(name, at(ack), at(start)):
+            return
+        with self.crashing():
+            self.abandon(self.core.rejoin(name, at(ack), at(start)))
+
+    @precondition(lambda self: self.apart())
+    @rule(data=st.data())
+    def skip(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.apart()))
+        ack = self.world.sinks[name].ack
+        assert ack is not None
+        reached = number_of(self.core.reached(name, at(ack)))
+        if name in self.writes or reached >= self.newest:
+            return
+        missing = range(reached + 1, self.newest + 1)
+        with self.crashing():
+            old, new = self.core.skip(name, at(self.newest), len(missing))
+            self.abandon(old)
+            self.open_query(new)
+        if self.core[name].floor == at(self.newest):  # whatever crashed: it is counted if it holds
+            self.skipped[name] |= set(missing)
+            self.counted[name] += len(missing)
+
+    def abandon(self, lane: str) -> None:
+        """Its query takes no batch any more; it is forgotten later."""
+        if lane != MAIN:
+            del self.queries[lane]
+            self.left_over.append(lane)
+
+    @precondition(lambda self: self.left_over)
+    @rule(data=st.data())
+    def write_late(self, data: st.DataObject) -> None:
+        """A lane that was left still has a batch in hand, and is refused."""
+        for name in self.wanted:
+            assert not self.core.begin_write(name, data.draw(st.sampled_from(self.left_over))), f"{name} was elsewhere"
+
+    @precondition(lambda self: self.left_over)
+    @rule()
+    def let_go(self) -> None:
+        with self.crashing():
+            self.core.let_go(self.left_over[0])
+            self.left_over.pop(0)
+
+    @precondition(lambda self: len(self.wanted) < len(NAMES))
+    @rule(data=st.data())
+    def add(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(set(NAMES) - set(self.wanted))))
+        if name in self.writes:
+            return
+        sink = self.world.sinks[name]
+        start = self.queries[MAIN].next_start
+        if sink.ack is not None and sink.ack < start:
+            return  # refused: it was left out, and would miss something
+        self.adding = name
+        with self.crashing():
+            self.open_query(self.core.add(name, at(start)))
+            self.open_sink(name)
+            self.wanted, self.adding = sorted([*self.wanted, name]), None
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.wanted))
+        if self.core[name].floor > at(self.world.sinks[name].ack or 0) or name in self.writes:
+            return
+        before = self.wanted
+        self.wanted = [one for one in self.wanted if one != name]
+        with self.crashing():
+            self.abandon(self.core.remove(name))
+        if name in self.core:  # it could not be written down: it stays
+            self.wanted = before
+        else:
+            self.counted[name] = 0
+
+    # --- what must hold
+
+    @invariant()
+    def every_sink_has_every_event_once_in_order(self) -> None:
+        for name, sink in self.world.sinks.items():
+            if sink.ack is not None:
+                expected = [one for one in range(sink.began + 1, sink.ack + 1) if one not in self.skipped[name]]
+                assert sink.events == expected, name
+
+    @invariant()
+    def nothing_is_confirmed_that_somebody_needs(self) -> None:
+        for lane in self.queries:
+            assert self.world.base <= self.world.checkpoints[lane].place
+        for name in self.wanted:
+            ack = self.world.sinks[name].ack
+            assert ack is not None
+            assert at(self.world.base) <= self.core.reached(name, at(ack)), name
+
+    @invariant()
+    def what_is_dropped_is_counted(self) -> None:
+        for name in self.wanted:
+            assert self.core[name].dropped == self.counted[name]
+
+    @invariant()
+    def every_lane_has_its_consumer_and_every_consumer_a_lane(self) -> None:
+        for name in self.wanted:
+            assert self.core[name].lane in self.world.consumers
+        unknown = {one for one in self.world.consumers if is_side_lane(one) and not self.core.members(one)}
+        assert unknown <= {*self.left_over, *self.half_made}
+
+    def teardown(self) -> None:
+        """When nothing fails any more, everything arrives, everybody is in main, and everything is confirmed."""
+        if not hasattr(self, "core"):
+            return
+        self.world.crash_in = None
+        self.start_again()
+        for lane in [*self.queries]:
+            query, checkpoint = self.queries[lane], self.world.checkpoints[lane]
+            while checkpoint.place < self.newest:
+                end = self.newest if checkpoint.planned in (None, checkpoint.committed) else checkpoint.planned
+                assert end is not None
+                for name in self.core.members(lane):
+                    assert self.write(name, lane, checkpoint.place, end, "ok") is WriteState.DONE
+                checkpoint.planned = checkpoint.committed = query.next_start = end
+            self.world.consumers[lane].ack = checkpoint.place
+        for name in self.apart():
+            ack = self.world.sinks[name].ack
+            assert ack is not None
+            self.abandon(self.core.rejoin(name, at(ack), at(self.newest)))
+        for lane in [*self.world.consumers]:
+            self.core.let_go(lane)
+        self.confirm()
+        assert self.world.base == self.newest
+        assert set(self.world.consumers) == {MAIN}
+        for name in self.wanted:
+            assert self.core.reached(name, at(self.world.sinks[name].ack or 0)) >= at(self.newest)
+
+
+TestLaneModel = LaneModel.TestCase
+TestLaneModel.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
