@@ -39,6 +39,7 @@ __all__ = [
     "SpoolError",
     "StateError",
     "TransformError",
+    "policy_of",
 ]
 
 
@@ -48,6 +49,17 @@ class Policy(Enum):
     RETRY = "retry"
     DEAD_LETTER = "dead_letter"
     STOP = "stop"
+
+
+def policy_of(error: BaseException) -> Policy:
+    """What becomes of an error: the one place that is asked, by everybody who catches one.
+
+    There is no dead-letter queue yet, and nothing is dropped: what would go there stops the pipeline.
+    """
+    if isinstance(error, PgcdcError):
+        return Policy.STOP if error.policy is Policy.DEAD_LETTER else error.policy
+    # What a client library lets through: a connection may come back; anything else is a defect, and trying again hides it.
+    return Policy.RETRY if isinstance(error, (ConnectionError, TimeoutError)) else Policy.STOP
 
 
 class PgcdcError(Exception):

@@ -94,6 +94,8 @@ def test_public_names_are_sorted_and_complete() -> None:
     defined = {
         name
         for name, value in vars(errors).items()
-        if inspect.isclass(value) and value.__module__ == errors.__name__ and not name.startswith("_")
+        if (inspect.isclass(value) or inspect.isfunction(value))
+        and value.__module__ == errors.__name__
+        and not name.startswith("_")
     }
     assert errors.__all__ == sorted(defined)

@@ -12,7 +12,6 @@ The capture process of a pipeline is a loop around the same object.
 from __future__ import annotations
 
 import contextlib
-import random
 import select
 import tempfile
 import time
@@ -32,6 +31,7 @@ from pgcdc.capture.protocol import WireOptions, plugin_options, streaming_mode
 from pgcdc.capture.replication import ReplicationStream
 from pgcdc.capture.slots import create_slot, is_two_phase
 from pgcdc.errors import ConnectionLost
+from pgcdc.ops.backoff import full_jitter_s
 from pgcdc.position import format_lsn
 from pgcdc.relation import Relations
 
@@ -48,7 +48,7 @@ PUMP_BYTES = 8 << 20
 
 def reconnect_delay_s(attempt: int) -> float:
     """Full jitter: anything up to 100 ms · 2^attempt, at most 30 s, at least 100 ms."""
-    return max(0.1, random.uniform(0.0, min(30.0, 0.1 * 2.0 ** min(attempt, 20))))
+    return max(0.1, full_jitter_s(attempt, 0.1, 30.0))
 
 
 class Capture:

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from pgcdc.position import Position
 
-__all__ = ["Batch", "Sink"]
+__all__ = ["Batch", "Sink", "takes_parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,16 @@ class Batch:
         if ack <= self.start:
             return self
         return Batch(ack, self.end, self.events.filter(pc.greater(self.events.column("position"), str(ack))))
+
+    def first(self, count: int) -> Batch:
+        """The part with the first `count` events: a few more if they share a position, which is never cut."""
+        positions, total = self.events.column("position"), self.events.num_rows
+        while 0 < count < total and positions[count] == positions[count - 1]:
+            count += 1
+        if count >= total:
+            return self
+        end = Position.parse(positions[count - 1].as_py()) if count else self.start
+        return Batch(self.start, end, self.events.slice(0, count))
 
     def lines(self) -> Iterator[memoryview]:
         """The lines one after the other, as few buffers as there are chunks: nothing is copied."""
@@ -66,3 +76,8 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Release what is held; nothing is lost if this is never called."""
+
+
+def takes_parts(sink: Sink) -> bool:
+    """Whether a batch may be given to the sink in parts. One that needs it whole says `whole_batches = True`."""
+    return not getattr(sink, "whole_batches", False)

@@ -34,14 +34,20 @@ class NoopOptions(_Options):
 class DeliveryOptions(_Options):
     """How a sink is called, the same for all: `<adapter>_<field>` in the configuration."""
 
-    max_retries: int = Field(5, ge=0, description="tries after the first, before the adapter counts as failed")
-    backoff_base: float = Field(0.1, gt=0, description="seconds; each pause is random between 0 and base * 2^tries")
-    backoff_cap: float = Field(30.0, gt=0, description="seconds")
-    timeout: float = Field(30.0, gt=0, description="seconds for one write; then it has failed")
-    cb_max_failures: int = Field(5, ge=0, description="failures in a row that open the circuit breaker; 0: none")
-    cb_reset: float = Field(60.0, gt=0, description="seconds until an open circuit breaker lets one try through")
-    rate_limit: float = Field(0.0, ge=0, description="events per second; 0: no limit")
-    rate_limit_burst: int = Field(0, ge=0, description="events at once; 0: as many as in one second")
+    max_retries: int = Field(default=5, ge=0, description="tries after the first, before the adapter counts as failed")
+    backoff_base: float = Field(
+        default=0.1, gt=0, description="seconds; each pause is random between 0 and base * 2^tries"
+    )
+    backoff_cap: float = Field(default=30.0, gt=0, description="seconds")
+    timeout: float = Field(default=30.0, gt=0, description="seconds for one write; then it has failed")
+    cb_max_failures: int = Field(
+        default=5, ge=0, description="failures in a row that open the circuit breaker; 0: none"
+    )
+    cb_reset: float = Field(
+        default=60.0, gt=0, description="seconds until an open circuit breaker lets one try through"
+    )
+    rate_limit: float = Field(default=0.0, ge=0, description="events per second; 0: no limit")
+    rate_limit_burst: int = Field(default=0, ge=0, description="events at once; 0: as many as in one second")
 
 
 @dataclass(frozen=True)

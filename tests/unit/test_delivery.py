@@ -1,0 +1,548 @@
+"""The wrapper of all sinks: when it tries again, when it gives up, and that a sink never has two writers.
+
+Time is made up: what would be waited for has passed, unless a write really runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pgcdc import errors
+from pgcdc.errors import PgcdcError, Policy, SinkError, SinkRejected, SinkUnavailable, policy_of
+from pgcdc.ops.backoff import full_jitter_s
+from pgcdc.position import Position
+from pgcdc.sink.base import Batch
+from pgcdc.sink.delivery import CircuitOpen, Delivery, DeliveryStopped, SinkTimeout
+from pgcdc.sink.pace import BreakerState, CircuitBreaker, TokenBucket
+from pgcdc.sink.spec import DeliveryOptions
+
+START = Position.end(100)
+END = Position.end(110)
+REAL_TIMEOUT_S = 10.0
+
+
+class FakeClock:
+    """Moves on by itself. While the sink works, it waits for it; a sink that hangs is not waited for."""
+
+    def __init__(self) -> None:
+        self.time = 1000.0
+        self.is_working: Callable[[], bool] = lambda: False
+        self.at: list[tuple[float, Callable[[], None]]] = []
+        """What happens when, while somebody waits."""
+
+    def now(self) -> float:
+        return self.time
+
+    def wait(self, condition: threading.Condition, done: Callable[[], bool], timeout_s: float) -> bool:
+        end = self.time + timeout_s
+        while True:
+            while not done() and self.is_working():
+                condition.wait(0.001)
+            if done() or self.time >= end:
+                return done()
+            if self.at and self.at[0][0] <= end:
+                self.time, action = self.at.pop(0)
+                action()
+            else:
+                self.time = end
+
+
+class ScriptedSink:
+    """Does in each write what the script says: an error to raise, "hang", or None to succeed. At its end it succeeds."""
+
+    name = "scripted"
+
+    def __init__(self, *script: Exception | str | None) -> None:
+        self.script = list(script)
+        self.ack = START
+        self.written: list[str] = []
+        self.sizes: list[int] = []
+        self.writers = 0
+        self.most_writers = 0
+        self.is_hanging = False
+        self.is_closed = False
+        self._gate = threading.Event()
+        self.fails_late: Exception | None = None
+
+    def let_go(self) -> None:
+        """A write that hangs goes on."""
+        self.is_hanging = False
+        self._gate.set()
+
+    def check(self) -> None:
+        pass
+
+    def open(self, start: Position) -> None:
+        pass
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def write(self, batch: Batch) -> None:
+        self.writers += 1
+        self.most_writers = max(self.most_writers, self.writers)
+        try:
+            self._write(batch)
+        finally:
+            self.writers -= 1
+
+    def _write(self, batch: Batch) -> None:
+        self.sizes.append(batch.events.num_rows)
+        step = self.script.pop(0) if self.script else None
+        if isinstance(step, Exception):
+            raise step
+        if step == "hang":
+            self.is_hanging = True
+            assert self._gate.wait(REAL_TIMEOUT_S)
+            if self.fails_late:
+                raise self.fails_late
+        self.written += batch.after(self.ack).events.column("line").to_pylist()
+        self.ack = max(self.ack, batch.end)
+
+
+class Diary:
+    """Hooks that write down what they are told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def on_write(self, events: int, seconds: float) -> None:
+        self.told.append(("write", events, seconds))
+
+    def on_retry(self, attempt: int, delay_s: float, error: BaseException) -> None:
+        self.told.append(("retry", attempt, delay_s))
+
+    def on_failure(self, error: BaseException) -> None:
+        self.told.append(("failure", type(error)))
+
+    def on_breaker(self, state: BreakerState) -> None:
+        self.told.append(("breaker", state))
+
+
+class Setup:
+    """A scripted sink in a delivery with made-up time; every random number is the largest."""
+
+    def __init__(self, *script: Exception | str | None, **options: float) -> None:
+        self.clock, self.sink, self.diary = FakeClock(), ScriptedSink(*script), Diary()
+        self.delivery = Delivery(
+            self.sink,
+            DeliveryOptions(**options),  # type: ignore[arg-type]
+            self.diary,
+            clock=self.clock,
+            uniform=lambda low, high: high,
+        )
+        self.clock.is_working = lambda: self.delivery._is_writing and not self.sink.is_hanging
+
+    def release(self) -> None:
+        """Let a hanging write go on, and wait until it has ended."""
+        self.sink.let_go()
+        with self.delivery._condition:
+            assert self.delivery._condition.wait_for(lambda: not self.delivery._is_writing, REAL_TIMEOUT_S)
+
+
+def down() -> SinkUnavailable:
+    return SinkUnavailable("it is down", "start it")
+
+
+def batch(count: int = 3, start: Position = START, end: Position = END) -> Batch:
+    positions = [str(Position(start.lsn + 1, number)) for number in range(1, count + 1)]
+    return Batch(start, end, pa.table({"position": positions, "line": [f"{one}\n" for one in positions]}))
+
+
+# --- which errors
+
+
+@pytest.mark.parametrize(
+    ("error", "policy"),
+    [
+        (down(), Policy.RETRY),
+        (errors.ConnectionLost("x"), Policy.RETRY),
+        (SinkError("x"), Policy.STOP),
+        (SinkRejected("x"), Policy.STOP),
+        (errors.StateError("x"), Policy.STOP),
+        (errors.GapError("x"), Policy.STOP),
+        (ConnectionRefusedError(111, "refused"), Policy.RETRY),
+        (TimeoutError("slow"), Policy.RETRY),
+        (OSError(28, "disk full"), Policy.STOP),
+        (ValueError("a defect"), Policy.STOP),
+        (KeyboardInterrupt(), Policy.STOP),
+    ],
+    ids=repr,
+)
+def test_every_error_has_one_policy_and_there_are_no_dead_letters_yet(error: BaseException, policy: Policy) -> None:
+    assert policy_of(error) is policy
+
+
+@pytest.mark.parametrize("error", [SinkError("touched"), SinkRejected("never"), ValueError("a defect")], ids=repr)
+def test_error_that_does_not_pass_is_not_tried_again_and_not_changed(error: Exception) -> None:
+    setup = Setup(error)
+    with pytest.raises(type(error)) as caught:
+        setup.delivery.write(batch())
+    assert caught.value is error
+    assert setup.sink.sizes == [3]
+    assert setup.diary.told == [("failure", type(error))]
+    assert setup.delivery.breaker is BreakerState.CLOSED
+
+
+# --- retry
+
+
+def test_write_that_fails_is_tried_again_after_pauses_that_double() -> None:
+    setup = Setup(down(), ConnectionResetError(), down(), backoff_base=0.5, backoff_cap=1.5)
+    setup.delivery.write(batch())
+    assert setup.sink.written == batch().events.column("line").to_pylist()
+    assert setup.clock.time == 1000.0 + 0.5 + 1.0 + 1.5
+    assert setup.diary.told == [("retry", 1, 0.5), ("retry", 2, 1.0), ("retry", 3, 1.5), ("write", 3, 0.0)]
+
+
+def test_after_the_last_try_the_error_comes_out() -> None:
+    setup = Setup(*[down() for _ in range(9)], max_retries=2)
+    with pytest.raises(SinkUnavailable, match="it is down"):
+        setup.delivery.write(batch())
+    assert len(setup.sink.sizes) == 3
+    assert setup.diary.told[-1] == ("failure", SinkUnavailable)
+
+
+def test_error_of_a_library_comes_out_as_one_of_ours() -> None:
+    setup = Setup(ConnectionRefusedError(111, "Connection refused"), max_retries=0)
+    with pytest.raises(SinkUnavailable, match=r"adapter scripted: .*Connection refused") as caught:
+        setup.delivery.write(batch())
+    assert caught.value.advice
+
+
+@given(st.integers(0, 200), st.floats(0.001, 10), st.floats(0.001, 100), st.floats(0, 1))
+def test_full_jitter_is_anything_up_to_the_doubled_base(attempt: int, base: float, cap: float, share: float) -> None:
+    delay = full_jitter_s(attempt, base, cap, lambda low, high: low + share * (high - low))
+    assert 0 <= delay <= cap
+    assert delay == pytest.approx(share * min(cap, base * 2.0 ** min(attempt, 64)))
+
+
+def test_what_the_ack_covers_is_not_written_at_all() -> None:
+    setup = Setup()
+    setup.sink.ack = END
+    setup.delivery.write(batch())
+    assert setup.sink.sizes == []
+    assert setup.diary.told == []
+
+
+def test_try_that_failed_after_its_ack_is_a_success() -> None:
+    setup = Setup(down(), max_retries=0)
+    setup.sink.script = [SinkUnavailable("the answer got lost")]
+    inner = setup.sink._write
+
+    def write(batch: Batch) -> None:
+        setup.sink.ack = batch.end
+        inner(batch)
+
+    setup.sink._write = write  # type: ignore[method-assign]
+    setup.delivery.write(batch())
+    assert setup.diary.told == [("write", 3, 0.0)]
+
+
+def test_sink_that_does_not_acknowledge_what_it_wrote_stops_everything() -> None:
+    setup = Setup()
+    setup.sink._write = lambda batch: None  # type: ignore[method-assign]
+    with pytest.raises(SinkError, match="acknowledges only") as caught:
+        setup.delivery.write(batch())
+    assert policy_of(caught.value) is Policy.STOP
+
+
+# --- circuit breaker
+
+
+def test_breaker_opens_after_failures_in_a_row_and_says_when_the_next_try_is() -> None:
+    setup = Setup(*[down() for _ in range(9)], max_retries=0, cb_max_failures=2, cb_reset=60)
+    for _ in range(2):
+        with pytest.raises(SinkUnavailable, match="it is down"):
+            setup.delivery.write(batch())
+    assert setup.delivery.breaker is BreakerState.OPEN
+    setup.clock.time += 18.5
+    with pytest.raises(CircuitOpen, match="failed 2 times in a row: the next try is in 42 s") as caught:
+        setup.delivery.write(batch())
+    assert caught.value.retry_in_s == pytest.approx(41.5)
+    assert policy_of(caught.value) is Policy.RETRY
+    assert PgcdcError.from_json(caught.value.to_json()).policy is Policy.RETRY
+    assert len(setup.sink.sizes) == 2
+
+
+def test_half_open_lets_one_try_through_and_success_closes_it() -> None:
+    setup = Setup(down(), max_retries=0, cb_max_failures=1, cb_reset=60)
+    with pytest.raises(SinkUnavailable):
+        setup.delivery.write(batch())
+    setup.clock.time += 60
+    setup.delivery.write(batch())
+    states = [one[1] for one in setup.diary.told if one[0] == "breaker"]
+    assert states == [BreakerState.OPEN, BreakerState.HALF_OPEN, BreakerState.CLOSED]
+
+
+@pytest.mark.parametrize("error", [down(), SinkError("touched")], ids=repr)
+def test_half_open_and_failing_again_is_open_again_without_another_try(error: Exception) -> None:
+    setup = Setup(down(), error, max_retries=0, cb_max_failures=1, cb_reset=60)
+    with pytest.raises(SinkUnavailable):
+        setup.delivery.write(batch())
+    setup.delivery.options = DeliveryOptions(max_retries=5)
+    setup.clock.time += 60
+    with pytest.raises(type(error)):
+        setup.delivery.write(batch())
+    assert len(setup.sink.sizes) == 2
+    with pytest.raises(CircuitOpen, match="60 s"):
+        setup.delivery.write(batch())
+
+
+def test_breaker_can_be_switched_off() -> None:
+    setup = Setup(*[down() for _ in range(30)], max_retries=0, cb_max_failures=0)
+    for _ in range(30):
+        with pytest.raises(SinkUnavailable, match="it is down"):
+            setup.delivery.write(batch())
+    setup.delivery.write(batch())
+
+
+@given(
+    st.integers(1, 4), st.floats(1, 100), st.lists(st.tuples(st.booleans(), st.floats(0, 50, width=16)), max_size=40)
+)
+def test_breaker_lets_through_only_when_it_may(limit: int, reset: float, story: list[tuple[bool, float]]) -> None:
+    breaker, now, row, opened = CircuitBreaker(limit, reset), 0.0, 0, float("-inf")
+    is_open = False
+    for is_good, pause in story:
+        now += pause
+        wait = breaker.wait_s(now)
+        assert (wait > 0) == (is_open and now < opened + reset)
+        if wait:
+            assert now + wait == pytest.approx(opened + reset)
+            continue
+        if is_good:
+            breaker.succeed()
+            row, is_open = 0, False
+        else:
+            breaker.fail(now)
+            row += 1
+            if is_open or row >= limit:
+                is_open, opened = True, now
+        assert (breaker.state is BreakerState.OPEN) == is_open
+
+
+# --- rate limit
+
+
+def test_batch_larger_than_the_burst_is_cut_and_paced() -> None:
+    setup = Setup(rate_limit=10, rate_limit_burst=4)
+    setup.delivery.write(batch(10))
+    assert setup.sink.sizes == [4, 4, 2]
+    assert setup.sink.written == batch(10).events.column("line").to_pylist()
+    assert setup.sink.ack == END
+    assert setup.clock.time == pytest.approx(1000.6)  # four at once, six more at ten in a second
+
+
+def test_sink_that_needs_whole_batches_waits_before() -> None:
+    setup = Setup(rate_limit=10, rate_limit_burst=4)
+    setup.sink.whole_batches = True  # type: ignore[attr-defined]
+    setup.delivery.write(batch(10))
+    assert setup.sink.sizes == [10]
+    assert setup.clock.time == pytest.approx(1000.6)
+
+
+def test_without_a_burst_it_is_what_comes_in_a_second() -> None:
+    setup = Setup(rate_limit=2.5)
+    setup.delivery.write(batch(5))
+    assert setup.sink.sizes == [2, 2, 1]
+
+
+def test_tries_count_too() -> None:
+    setup = Setup(down(), rate_limit=10, rate_limit_burst=4, backoff_base=0.0001)
+    setup.delivery.write(batch(4))
+    assert setup.clock.time == pytest.approx(1000.4)
+
+
+def test_part_that_was_written_is_not_written_again_when_the_next_fails() -> None:
+    setup = Setup(None, down(), rate_limit=10, rate_limit_burst=4, max_retries=0)
+    with pytest.raises(SinkUnavailable):
+        setup.delivery.write(batch(6))
+    assert setup.sink.ack == Position(101, 4)
+    setup.delivery.write(batch(6))
+    assert setup.sink.sizes == [4, 2, 2]
+    assert setup.sink.written == batch(6).events.column("line").to_pylist()
+
+
+def test_events_that_share_a_position_are_not_cut_apart() -> None:
+    positions = [str(Position(101, number)) for number in (1, 2, 2, 3)]
+    table = pa.table({"position": positions, "line": ["a\n", "b\n", "c\n", "d\n"]})
+    setup = Setup(rate_limit=1000, rate_limit_burst=2)
+    setup.delivery.write(Batch(START, END, table))
+    assert setup.sink.sizes == [3, 1]
+    assert setup.sink.written == ["a\n", "b\n", "c\n", "d\n"]
+
+
+@given(
+    st.floats(0.5, 1000), st.integers(1, 100), st.lists(st.tuples(st.integers(0, 100), st.floats(0, 5)), max_size=40)
+)
+def test_never_more_than_rate_and_burst_allow(rate: float, burst: int, story: list[tuple[int, float]]) -> None:
+    bucket, now, sent = TokenBucket(rate, burst, 0.0), 0.0, 0
+    for events, pause in story:
+        now += pause
+        wait = bucket.take(events, now)
+        now += wait
+        sent += events
+        assert sent <= burst + rate * now + 1e-6
+        assert wait == 0 or sent >= events
+
+
+# --- timeout
+
+
+def test_write_that_hangs_has_failed_after_its_timeout_and_no_other_starts_before_it_ended() -> None:
+    setup = Setup("hang", timeout=30)
+    with pytest.raises(SinkTimeout, match="has not ended within 30 s") as caught:
+        setup.delivery.write(batch())
+    assert policy_of(caught.value) is Policy.RETRY
+    assert "scripted_timeout" in caught.value.advice
+    assert setup.clock.time == 1030
+    with pytest.raises(SinkTimeout, match=r"an earlier write .* has not ended"):
+        setup.delivery.write(batch())
+    busy = [setup.delivery.is_busy]
+    assert setup.sink.sizes == [3]
+    setup.release()
+    assert [*busy, setup.delivery.is_busy] == [True, False]
+    setup.delivery.write(batch())  # what the hung one did is known by the ack
+    assert setup.sink.sizes == [3]
+    assert setup.sink.written == batch().events.column("line").to_pylist()
+    assert setup.sink.most_writers == 1
+
+
+def test_hung_write_that_failed_in_the_end_is_written_again() -> None:
+    setup = Setup("hang", timeout=30)
+    setup.sink.fails_late = down()
+    with pytest.raises(SinkTimeout):
+        setup.delivery.write(batch())
+    setup.release()
+    setup.sink.fails_late = None
+    setup.delivery.write(batch())
+    assert setup.sink.sizes == [3, 3]
+    assert setup.sink.most_writers == 1
+
+
+def test_next_delivery_waits_for_the_hung_one_and_goes_on_when_it_ends() -> None:
+    setup = Setup("hang", timeout=30)
+    with pytest.raises(SinkTimeout):
+        setup.delivery.write(batch())
+    setup.clock.at = [(1040.0, setup.sink.let_go)]
+    setup.delivery.write(batch(2, END, Position.end(120)))
+    assert setup.sink.sizes == [3, 2]
+    assert setup.sink.most_writers == 1
+
+
+def test_open_and_close_leave_a_hung_write_alone() -> None:
+    setup = Setup("hang", timeout=30)
+    with pytest.raises(SinkTimeout):
+        setup.delivery.write(batch())
+    with pytest.raises(SinkTimeout):
+        setup.delivery.open(START)
+    setup.delivery.close()
+    assert not setup.sink.is_closed
+    setup.release()
+    setup.delivery.close()
+    assert setup.sink.is_closed
+
+
+def test_timeouts_count_for_the_breaker() -> None:
+    setup = Setup("hang", timeout=30, cb_max_failures=1)
+    with pytest.raises(SinkTimeout):
+        setup.delivery.write(batch())
+    setup.release()
+    setup.sink.ack = START
+    with pytest.raises(CircuitOpen):
+        setup.delivery.write(batch())
+
+
+def test_two_callers_are_served_one_after_the_other() -> None:
+    delivery = Delivery(sink := ScriptedSink("hang"))
+    callers = [threading.Thread(target=delivery.write, args=[batch()]) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    sink.let_go()
+    for caller in callers:
+        caller.join(REAL_TIMEOUT_S)
+    assert sink.most_writers == 1
+    assert sink.sizes == [3]
+
+
+def test_a_write_of_another_kind_is_delivered_the_same_way() -> None:
+    setup = Setup()
+    tries: Iterator[Exception | None] = iter([down(), None])
+
+    def write() -> None:
+        if error := next(tries):
+            raise error
+        setup.sink.ack = END
+
+    setup.delivery.deliver(END, 7, write)
+    setup.delivery.deliver(END, 7, write)
+    assert [one[0] for one in setup.diary.told] == ["retry", "write"]
+
+
+# --- stop
+
+
+def test_stop_ends_the_pause_between_tries_at_once() -> None:
+    setup = Setup(down(), backoff_base=20)
+    setup.clock.at = [(1005.0, setup.delivery.stop)]
+    with pytest.raises(DeliveryStopped) as caught:
+        setup.delivery.write(batch())
+    assert setup.clock.time == 1005
+    assert isinstance(caught.value.__cause__, SinkUnavailable)
+    assert setup.sink.sizes == [3]
+
+
+def test_stop_ends_the_wait_for_tokens() -> None:
+    setup = Setup(rate_limit=1, rate_limit_burst=2)
+    setup.clock.at = [(1000.5, setup.delivery.stop)]
+    with pytest.raises(DeliveryStopped):
+        setup.delivery.write(batch(6))
+    assert setup.clock.time == 1000.5
+    assert setup.sink.ack == Position(101, 2)
+
+
+def test_stop_ends_the_wait_for_a_hung_write() -> None:
+    setup = Setup("hang", timeout=30)
+    with pytest.raises(SinkTimeout):
+        setup.delivery.write(batch())
+    setup.clock.at = [(1031.0, setup.delivery.stop)]
+    with pytest.raises(DeliveryStopped, match="has not ended"):
+        setup.delivery.write(batch())
+    assert setup.clock.time == 1031
+    setup.release()
+
+
+def test_batch_that_is_on_its_way_when_all_stops_is_still_written() -> None:
+    setup = Setup()
+    setup.delivery.stop()
+    setup.delivery.write(batch())
+    assert setup.sink.ack == END
+
+
+def test_stop_really_wakes_a_thread_that_waits() -> None:
+    delivery = Delivery(
+        ScriptedSink(down()), DeliveryOptions(backoff_base=600, backoff_cap=600), uniform=lambda _, high: high
+    )
+    raised: list[BaseException] = []
+    retried = threading.Event()
+    delivery._hooks.on_retry = lambda *_: retried.set()  # type: ignore[method-assign]
+
+    def write() -> None:
+        try:
+            delivery.write(batch())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert retried.wait(REAL_TIMEOUT_S)
+    delivery.stop()
+    thread.join(REAL_TIMEOUT_S)
+    assert isinstance(raised[0], DeliveryStopped)
