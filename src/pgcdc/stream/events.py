@@ -20,6 +20,7 @@ from pgcdc.spool.shapes import ShapeChange
 from pgcdc.stream.edits import SimpleChain
 from pgcdc.stream.frame import EventOptions, Frame, load_frame
 from pgcdc.stream.lines import OPERATION_OF, OPERATIONS, SOURCE_NAME, LineMaker
+from pgcdc.stream.shape import SHAPE, shape_array
 from pgcdc.stream.texts import I64, IdSeed, event_ids, position_texts
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "EVENT_SCHEMA",
     "LINES",
     "PIECE_BYTES",
+    "SHAPE_COLUMNS",
     "TEXT_COLUMNS",
     "chain_column",
     "chain_lines",
@@ -58,6 +60,9 @@ EVENT_COLUMNS = {
 """The columns of an event and their types, as Spark writes them."""
 TEXT_COLUMNS = {"json": "string", "line": "string"}
 """The whole event as JSON text, without and with a newline: only for those who ask for it."""
+SHAPE_COLUMNS = {"shape": SHAPE, "table_ordinal": "bigint"}
+"""What envelopes need besides: the table's columns with their types, and which of its transaction's changes of this table a
+change is, from 1. Only for those who ask for it."""
 COMPRESS_BYTES = 64 << 10
 PIECE_BYTES = 4 << 20
 BLOCKS = "block BINARY, is_last BOOLEAN"
@@ -226,6 +231,13 @@ class _Events:
     def _text(self, name: str) -> None:
         self._made[name] = self._line_maker("\n" if name == "line" else "").lines()
 
+    def _shapes(self) -> None:
+        frame = self._frame
+        self._made["shape"] = shape_array(frame.shapes, self._options.described).take(pa.array(frame.version))
+
+    def _table_ordinals(self) -> None:
+        self._made["table_ordinal"] = _numbered_by_table(self._frame)
+
     def _pick(self, names: list[str | None]) -> pa.Array:
         return pa.array(names, pa.string()).take(pa.array(self._frame.version))
 
@@ -248,6 +260,8 @@ _MAKERS: dict[str, Callable[[_Events], None]] = {
     "origin": _Events._owners,
     "json": lambda events: events._text("json"),
     "line": lambda events: events._text("line"),
+    "shape": _Events._shapes,
+    "table_ordinal": _Events._table_ordinals,
 }
 
 
@@ -326,3 +340,22 @@ def _unchanged_names(frame: Frame) -> pa.Array:
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     names = frame.names.take(pa.array(frame.first[frame.version[rows]] + columns))
     return pa.ListArray.from_arrays(pa.array(offsets, mask=np.append(counts == 0, False)), names)
+
+
+# --- numbers
+
+
+def _numbered_by_table(frame: Frame) -> pa.Array:
+    """Row changes by transaction and table, from 1; NULL in a transaction whose beginning is not in this frame."""
+    tables = np.array([shape.oid for shape in frame.shapes], np.int64)[frame.version]
+    is_row = (frame.sub == 0) & (tables != 0)
+    rows = np.flatnonzero(is_row)
+    order = rows[np.lexsort((frame.ordinal[rows], tables[rows], frame.lsn[rows]))]
+    lsn, table = frame.lsn[order], tables[order]
+    is_first = np.ones(len(order), np.bool_)
+    is_first[1:] = (lsn[1:] != lsn[:-1]) | (table[1:] != table[:-1])
+    places = np.arange(len(order))
+    numbers = np.zeros(len(frame), np.int64)
+    numbers[order] = places - np.maximum.accumulate(np.where(is_first, places, 0)) + 1
+    begun = np.unique(frame.lsn[is_row & (frame.ordinal == 1)])
+    return pa.array(numbers, mask=~(is_row & np.isin(frame.lsn, begun)))

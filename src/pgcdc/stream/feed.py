@@ -31,6 +31,8 @@ class Feed(Protocol):
     spool: Path
     shapes: Path
     """The history of the tables' shapes."""
+    database: str
+    """Its name."""
     seed: IdSeed
     snapshot_lsn: int
     """Where the rows of the initial snapshot stand."""
@@ -85,6 +87,7 @@ class CaptureFeed:
         self._link = CaptureLink(spec, is_restart=began, on_restart=self._claim)
         self.spool = state.spool
         self.shapes = state.shapes_file
+        self.database = identity.database
         self.seed = IdSeed.of(identity.system_identifier, identity.slot)
         self.snapshot_lsn = identity.created_lsn + 1
 
@@ -129,6 +132,7 @@ class StaticFeed:
     def __init__(self, spool: Path) -> None:
         self.spool = spool
         self.shapes = StateDir(spool.parent).shapes_file
+        self.database = ""
         self.seed = IdSeed.of("static", "static")
         self.snapshot_lsn = 0
         reader = SpoolReader(spool)

@@ -20,6 +20,7 @@ from pgcdc.relation import Column, Relation
 from pgcdc.spool.reader import SegmentSlice, read_slice
 from pgcdc.spool.schema import CHANGES, Op
 from pgcdc.spool.shapes import ShapeChange
+from pgcdc.stream.shape import Described
 from pgcdc.stream.texts import I64
 
 __all__ = ["INVALID_TEXT", "EventOptions", "Frame", "load_frame", "make_frame", "repair_text"]
@@ -68,6 +69,8 @@ class EventOptions:
     """One of INVALID_TEXT."""
     schema_events: bool = False
     """A SCHEMA_CHANGE event before the first change of a table that has another shape than the one before."""
+    described: Described = Described()  # noqa: RUF009 - frozen
+    """What the column `shape` says beside what is in the stream."""
 
 
 @dataclass(frozen=True, slots=True)

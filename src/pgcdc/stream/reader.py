@@ -28,6 +28,7 @@ from pgcdc.stream.edits import parse_chains
 from pgcdc.stream.events import chain_lines, drop_unwanted, event_batch, pack_block
 from pgcdc.stream.feed import CaptureFeed, Feed, StaticFeed
 from pgcdc.stream.options import StreamOptions
+from pgcdc.stream.shape import Described
 from pgcdc.stream.stage import StagePartition, Stager, read_stage
 from pgcdc.stream.texts import IdSeed
 
@@ -49,6 +50,7 @@ class ChangePartition(InputPartition):
     host: str
     schema_changes: list[ShapeChange]
     """Those that become events."""
+    described: Described = Described()  # noqa: RUF009 - frozen
 
 
 class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -123,9 +125,10 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         slices = self._spool.slices(begin, stop)
         relations = list(self._spool.relations())
         changes = self._schema_changes(begin, stop)
+        described = self._describe(feed, relations)
         return [
             *(
-                ChangePartition(group, relations, feed.seed, socket.gethostname(), changes)
+                ChangePartition(group, relations, feed.seed, socket.gethostname(), changes, described)
                 for group in group_slices(slices, PARTITION_BYTES)
             ),
             *self._stager.partitions(feed, start, end),
@@ -142,6 +145,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         in_blocks = self._schema.fieldNames()[0] == "block"
         chains = parse_chains(self._options.chains)
         schema = chain_lines(len(chains)) if in_blocks else to_arrow_schema(self._schema, timezone="UTC")
+        options = replace(self._options.events, described=partition.described)
         for pieces in group_slices(partition.slices, RECORD_BATCH_BYTES):
             with self._readable(partition, pieces):
                 batch = event_batch(
@@ -149,7 +153,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     partition.relations,
                     partition.seed,
                     schema,
-                    self._options.events,
+                    options,
                     partition.schema_changes,
                     chains,
                 )
@@ -204,6 +208,15 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         assert self._shapes is not None
         self._shapes.refresh()
         return [change for change in self._shapes.between(begin, stop) if change.before is not None]
+
+    def _describe(self, feed: Feed, relations: list[Relation]) -> Described:
+        """What the column `shape` is made of, if the query asks for it."""
+        if "shape" not in self._schema.fieldNames():
+            return Described()
+        assert self._shapes is not None
+        self._shapes.refresh()
+        wanted = set(relations)
+        return Described(feed.database, tuple(change for change in self._shapes.changes if change.after in wanted))
 
     def _look(self, feed: Feed, begin: Position, *, wait: bool = True) -> Position:
         """How far the spool goes; waits a little if there is nothing new."""

@@ -12,7 +12,7 @@ from pyspark.sql.types import StructType
 
 from pgcdc.errors import ConfigError
 from pgcdc.stream.edits import parse_chains
-from pgcdc.stream.events import EVENT_COLUMNS, EVENT_SCHEMA, TEXT_COLUMNS, chain_column
+from pgcdc.stream.events import EVENT_COLUMNS, EVENT_SCHEMA, SHAPE_COLUMNS, TEXT_COLUMNS, chain_column
 from pgcdc.stream.options import check_kind, parse_options
 from pgcdc.stream.reader import ChangeReader
 
@@ -79,8 +79,9 @@ class ChangeSource(DataSource):
 
 
 def _check_schema(schema: StructType, chains: int) -> None:
-    """A user's schema may leave columns out and ask for JSON; names and types are ours."""
-    known = {**EVENT_COLUMNS, **TEXT_COLUMNS, **{chain_column(number): "string" for number in range(chains)}}
+    """A user's schema may leave columns out, and ask for JSON and shapes; names and types are ours."""
+    chain_columns = {chain_column(number): "string" for number in range(chains)}
+    known = {**EVENT_COLUMNS, **SHAPE_COLUMNS, **TEXT_COLUMNS, **chain_columns}
     if schema.simpleString() == "struct<block:binary,is_last:boolean>":
         return
     _compare(schema, known, "events")
