@@ -25,8 +25,7 @@ from pgcdc.stream.failure import explain_failure
 from pgcdc.stream.lane import Lane, LaneStopped, stop_query
 from pgcdc.stream.member import Adapter, Member
 from pgcdc.stream.moves import Moves
-from pgcdc.stream.plain import TypedProgram, plain_program
-from pgcdc.transform.program import Chain, Program
+from pgcdc.transform.program import Chain, Program, TypedProgram, compile_chains
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -69,7 +68,6 @@ class Lanes:
         fail_fast: bool = False,
         bus_mode: str = "reliable",
         bus_buffer: int = 100_000,
-        compile_chains: Callable[[Sequence[Chain]], Program] = plain_program,
     ) -> None:
         """`options` are those of the Spark source, without the consumer."""
         self._state = state
@@ -80,7 +78,6 @@ class Lanes:
         self._fail_fast = fail_fast
         self._bus_mode = bus_mode
         self._bus_buffer = bus_buffer
-        self._compile = compile_chains
         self._spark: SparkSession | None = None
         self._moves = Moves(state, link, say)
         self._watched: dict[str, Watched] = {}
@@ -160,7 +157,13 @@ class Lanes:
         for member in members:
             if member.chain not in chains:
                 chains.append(member.chain)
-        return self._compile(chains or [Chain()])
+        return self._compile(chains)
+
+    def _compile(self, chains: Sequence[Chain]) -> Program:
+        """Events say which transaction they belong to if the source's options do."""
+        names = ("tx_metadata", "tx_markers")
+        transaction = any(self._options.get(name) == "true" for name in names)
+        return compile_chains(chains or [Chain()], transaction=transaction)
 
     def _await_reading(self) -> None:
         """A started query is not a reading one: its source comes up first. Failures are found by `step`."""

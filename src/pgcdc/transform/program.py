@@ -17,13 +17,14 @@ import pyarrow as pa
 from pgcdc.errors import ConfigError
 from pgcdc.stream.edits import dump_chains, full_pattern
 from pgcdc.stream.events import BLOCKS, LINES, chain_column, unpack_blocks
+from pgcdc.transform.row_json import row_lines
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
     from pgcdc.transform.transforms import Transform
 
-__all__ = ["BlockProgram", "Chain", "Program", "Steps", "compile_chains", "split_lines"]
+__all__ = ["BlockProgram", "Chain", "Program", "Steps", "TypedProgram", "compile_chains", "split_lines"]
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,28 @@ class BlockProgram:
             return [unpack_blocks(blocks)] * len(self.chains)
         tables = split_lines(unpack_blocks(blocks, len(self.distinct)))
         return [tables[number] for number in self.of_chain]
+
+
+class TypedProgram:
+    """Rows of one table with their own columns, as lines. There is one chain: transforms are for events."""
+
+    chains: Sequence[Chain] = (Chain(),)
+
+    def source_options(self) -> dict[str, str]:
+        return {}
+
+    def source_schema(self) -> str:
+        """None: the table says which columns there are."""
+        return ""
+
+    def records_per_batch(self) -> int:
+        return 10_000
+
+    def project(self, events: DataFrame) -> DataFrame:
+        return row_lines(events)
+
+    def collect(self, batch: DataFrame) -> list[pa.Table]:
+        return [batch.toArrow().cast(LINES)]
 
 
 def split_lines(events: pa.Table) -> list[pa.Table]:
