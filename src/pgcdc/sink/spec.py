@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["AdapterSpec", "DeliveryOptions", "FileOptions", "NoopOptions", "StdoutOptions"]
+__all__ = ["AdapterSpec", "DeliveryOptions", "FileOptions", "NoopOptions", "Priority", "StdoutOptions"]
 
 Priority = Literal["critical", "normal", "best-effort"]
 

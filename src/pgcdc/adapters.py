@@ -1,0 +1,95 @@
+"""Adapters for pipelines in Python: each function says where events go, and what is done to them on the way.
+
+    from pgcdc import adapters
+    adapters.file("audit.jsonl", name="audit", routes=["orders"], priority="best-effort")
+
+What is the same for all: `name` (two adapters of a type need one), `transforms` of its own behind those of the pipeline,
+`routes` (channel patterns; none: everything), `priority`, and the settings of `DeliveryOptions` by their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from pgcdc.errors import ConfigError
+from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, FileOptions, NoopOptions, Priority, StdoutOptions
+
+__all__ = ["checked", "file", "noop", "stdout"]
+
+_M = TypeVar("_M", bound=BaseModel)
+
+
+def stdout(
+    *,
+    name: str = "stdout",
+    transforms: Sequence[Any] = (),
+    routes: Sequence[str] = (),
+    priority: Priority = "normal",
+    **delivery: Any,
+) -> AdapterSpec:
+    """JSON lines on standard output."""
+    return _spec("stdout", name, StdoutOptions, {}, transforms, routes, priority, delivery)
+
+
+def file(
+    path: str | PathLike[str],
+    *,
+    name: str = "file",
+    transforms: Sequence[Any] = (),
+    routes: Sequence[str] = (),
+    priority: Priority = "normal",
+    **delivery: Any,
+) -> AdapterSpec:
+    """JSON lines in a file, or in the files of a folder (`path` ends with a slash, or is one)."""
+    return _spec("file", name, FileOptions, {"path": path}, transforms, routes, priority, delivery)
+
+
+def noop(
+    *,
+    name: str = "noop",
+    transforms: Sequence[Any] = (),
+    routes: Sequence[str] = (),
+    priority: Priority = "normal",
+    **delivery: Any,
+) -> AdapterSpec:
+    """Takes everything and keeps nothing: to measure what the rest costs."""
+    return _spec("noop", name, NoopOptions, {}, transforms, routes, priority, delivery)
+
+
+def _spec(
+    kind: str,
+    name: str,
+    model: type[BaseModel],
+    options: Mapping[str, Any],
+    transforms: Sequence[Any],
+    routes: Sequence[str],
+    priority: Priority,
+    delivery: Mapping[str, Any],
+) -> AdapterSpec:
+    if priority not in ("critical", "normal", "best-effort"):
+        raise ConfigError(f"adapter {name}: priority {priority!r} is not known", "critical, normal or best-effort")
+    return AdapterSpec(
+        name,
+        kind,
+        checked(model, options, f"adapter {name}"),
+        checked(DeliveryOptions, delivery, f"adapter {name}"),
+        tuple(transforms),
+        (routes,) if isinstance(routes, str) else tuple(routes),
+        priority,
+    )
+
+
+def checked(model: type[_M], values: Mapping[str, Any], what: str) -> _M:
+    """The model with these values. ConfigError: one of them is unknown or does not fit."""
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(f"{what}: {key} is not known", f"Known: {', '.join(model.model_fields)}") from None
+        raise ConfigError(f"{what}: {key}: {first['msg']}", "See the documentation of the adapter") from None
