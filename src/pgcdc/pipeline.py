@@ -39,8 +39,7 @@ from pgcdc.errors import (
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position, format_lsn
 from pgcdc.sink.base import Batch, Sink
-from pgcdc.sink.file import FileSink
-from pgcdc.sink.stdout import StdoutSink
+from pgcdc.sink.registry import make_sink
 from pgcdc.spool.diff import describe_change
 from pgcdc.spool.shapes import ShapeHistory
 from pgcdc.state import Lock, StateDir, read_json, write_json
@@ -206,13 +205,7 @@ class Pipeline:
 
     def _check_sinks(self) -> list[Sink]:
         """The sinks, after a look at their targets: a wrong one must not be found when slot and publication exist."""
-        sinks: list[Sink] = []
-        for adapter in self.config.adapters:
-            if adapter == "file":
-                assert self.config.file_path is not None
-                sinks.append(FileSink(self.config.file_path, self.state.acks))
-            else:
-                sinks.append(StdoutSink(self.state.acks))
+        sinks = [make_sink(spec, self.state.acks) for spec in self.config.adapter_specs]
         for sink in sinks:
             try:
                 sink.check()
@@ -244,7 +237,7 @@ class Pipeline:
             self._await_reading(query)
             self._enter("streaming")
             if not self._failures and self._schema_place is None:
-                adapters = ", ".join(self.config.adapters)
+                adapters = ", ".join(self.config.adapter_names)
                 self._say(f"ready: slot {self.config.slot_name} to {adapters}")
                 if self.on_ready is not None:
                     self.on_ready()
@@ -278,6 +271,7 @@ class Pipeline:
             value = getattr(config, name)
             options[name] = str(value).lower() if isinstance(value, bool) else str(value)
         options |= {
+            "toast": config.effective_toast,
             "snapshot_mode": config.effective_snapshot_mode,
             "snapshot_hold_limit": str(config.snapshot_hold_limit),
         }
@@ -482,7 +476,7 @@ class Pipeline:
                 "pid": os.getpid(),
                 "time": time.time(),
                 "phase": self._phase,
-                "adapters": list(self.config.adapters),
+                "adapters": list(self.config.adapter_names),
                 "events": lane.events if lane else 0,
                 "batches": lane.batches if lane else 0,
                 "position": str(self._position) if self._position else None,
