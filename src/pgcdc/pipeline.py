@@ -26,8 +26,7 @@ from pgcdc.config import TYPED_KEYS, Config
 from pgcdc.errors import ConfigError, ConnectionLost, GapError, PgcdcError, SinkError, StateError
 from pgcdc.position import format_lsn
 from pgcdc.sink.base import Batch, Sink
-from pgcdc.sink.file import FileSink
-from pgcdc.sink.stdout import StdoutSink
+from pgcdc.sink.registry import make_sink
 from pgcdc.spool.diff import describe_change
 from pgcdc.spool.shapes import ShapeHistory
 from pgcdc.state import Lock, StateDir, read_json, write_json
@@ -206,13 +205,7 @@ class Pipeline:
 
     def _check_sinks(self) -> list[Adapter]:
         """The adapters, after a look at their targets: a wrong one must not be found when slot and publication exist."""
-        sinks: list[Sink] = []
-        for adapter in self.config.adapters:
-            if adapter == "file":
-                assert self.config.file_path is not None
-                sinks.append(FileSink(self.config.file_path, self.state.acks))
-            else:
-                sinks.append(StdoutSink(self.state.acks))
+        sinks = [make_sink(spec, self.state.acks) for spec in self.config.adapter_specs]
         for sink in sinks:
             try:
                 sink.check()
@@ -238,7 +231,7 @@ class Pipeline:
         self._enter("starting the query")
         self._lanes.start(self._spark)
         self._enter("streaming")
-        self._say(f"ready: slot {self.config.slot_name} to {', '.join(self.config.adapters)}")
+        self._say(f"ready: slot {self.config.slot_name} to {', '.join(self.config.adapter_names)}")
         if self.on_ready is not None:
             self.on_ready()
         try:
@@ -275,6 +268,7 @@ class Pipeline:
                 continue
             options[name] = str(value).lower() if isinstance(value, bool) else str(value)
         options |= {
+            "toast": config.effective_toast,
             "snapshot_mode": config.effective_snapshot_mode,
             "snapshot_hold_limit": str(config.snapshot_hold_limit),
         }
@@ -387,7 +381,7 @@ class Pipeline:
                 "pid": os.getpid(),
                 "time": time.time(),
                 "phase": self._phase,
-                "adapters": list(self.config.adapters),
+                "adapters": list(self.config.adapter_names),
                 "events": main.events if main else 0,
                 "batches": main.batches if main else 0,
                 "position": str(lanes.position) if lanes and lanes.position else None,

@@ -9,6 +9,7 @@ import pytest
 
 from pgcdc.config import Config, load_config
 from pgcdc.errors import ConfigError
+from pgcdc.sink.spec import FileOptions
 from pgcdc.stream.options import parse_bytes
 
 DB = "postgresql://app:s3cret@localhost/shop"
@@ -81,7 +82,8 @@ def test_everything_can_come_from_variables() -> None:
     }
     config = load_config({}, environ, None)
     assert (config.db, config.tables, config.adapters) == (DB, ("a", "b", "sales.c"), ("stdout", "file"))
-    assert (config.file_path, config.spool_limit, config.max_batch_rows) == (Path("out.jsonl"), 64 << 20, 7)
+    assert (config.spool_limit, config.max_batch_rows) == (64 << 20, 7)
+    assert config.adapter_specs[1].options == FileOptions(path=Path("out.jsonl"))
     assert config.fail_fast is True
 
 
@@ -96,7 +98,7 @@ def test_file_that_is_named_is_read_instead_of_the_usual_one(tmp_path: Path) -> 
 
 
 def test_keys_may_be_written_like_flags_and_lists_as_lists(tmp_path: Path) -> None:
-    write(tmp_path, f"db: {DB}\nslot-name: orders\ntables: [a, b]\nspool-limit: 2097152\n")
+    write(tmp_path, "db: postgresql://localhost/shop\nslot-name: orders\ntables: [a, b]\nspool-limit: 2097152\n")
     config = load_config({}, {}, None)
     assert (config.slot_name, config.tables, config.spool_limit) == ("orders", ("a", "b"), 2 << 20)
 
@@ -121,13 +123,13 @@ def test_source_options_carry_every_value() -> None:
 
 
 FILE_ERRORS = {
-    "unknown_key": ("db: x\n\nslot: orders\n", ["pgcdc.yaml, line 3: slot", "not known", "slot_name"]),
+    "unknown_key": ("all_tables: true\n\nslot: orders\n", ["pgcdc.yaml, line 3: slot", "not known", "slot_name"]),
     "unknown_key_with_dash": ("slott-name: x\n", ["line 1: slott_name", "not known"]),
     "bad_number": ("# c\nmax_batch_rows: many\n", ["pgcdc.yaml, line 2: max_batch_rows", "integer", "'many'"]),
     "too_small": ("max_batch_rows: 0\n", ["line 1: max_batch_rows", "greater than or equal to 1"]),
     "bad_bytes": ("spool_limit: lots\n", ["line 1: spool_limit", "'lots'"]),
     "spool_too_small": ("spool_limit: 1kB\n", ["line 1: spool_limit", "1048576"]),
-    "unknown_adapter": ("adapters: [stdout, kafka]\n", ["line 1: adapters", "'stdout' or 'file'"]),
+    "unknown_adapter": ("adapters: [stdout, kafka]\n", ["line 1: adapters[1]", "'kafka'", "stdout, file"]),
     "bad_flag": ("fail_fast: maybe\n", ["line 1: fail_fast", "'maybe'"]),
     "mode_that_does_not_exist": ("snapshot_mode: sometimes\n", ["line 1: snapshot_mode", "'never'"]),
     "bad_time": ("snapshot_hold_limit: soon\n", ["line 1: snapshot_hold_limit", "30m or 6h"]),

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 from pgcdc import errors
 from pgcdc.cli.main import app
 from pgcdc.config import Config
+from pgcdc.config.fields import setting_of
+from pgcdc.sink.spec import DeliveryOptions
 from pgcdc.stream import options as stream_options
 from pgcdc.stream.events import EVENT_SCHEMA
 
@@ -53,9 +55,20 @@ def test_listen_page_names_the_flags_of_the_command_and_no_others() -> None:
 
 def test_listen_page_names_every_variable_and_key() -> None:
     text = _read("listen.md")
-    for key in Config.model_fields:
+    settings = {key: setting_of(key, field) for key, field in Config.model_fields.items()}
+    shown = {key for key, setting in settings.items() if setting.flag and not setting.is_hidden}
+    for key in shown:
         assert f"`PGCDC_{key.upper()}` | `{key}`" in text, key
-    assert set(re.findall(r"`PGCDC_([A-Z0-9_]+)`", text)) == {key.upper() for key in Config.model_fields}
+    assert set(re.findall(r"`PGCDC_([A-Z0-9_]+)`", text)) == {key.upper() for key in shown}
+
+
+def test_configuration_page_names_how_every_adapter_is_called_with_its_default() -> None:
+    rows = _first_cells(_read("configuration.md"), "### Adapters")
+    assert [name for name in rows if name.startswith("file_")] == [
+        f"file_{name}" for name in DeliveryOptions.model_fields
+    ]
+    for name, field in DeliveryOptions.model_fields.items():
+        assert f"| `file_{name}` | {field.default:g} |" in _read("configuration.md")
 
 
 def test_snapshots_page_names_every_flag_of_the_command() -> None:
@@ -134,3 +147,25 @@ def test_example_configuration_is_valid(tmp_path: Path, monkeypatch: pytest.Monk
     config = load_config({}, {"PGCDC_DB": "postgresql://localhost/shop"}, ROOT / "examples" / "pgcdc.yaml")
     assert config.tables == ("orders",)
     assert config.adapters == ("file",)
+
+
+def test_example_of_a_pipeline_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pgcdc.config import load_config
+
+    monkeypatch.chdir(tmp_path)
+    config = load_config({}, {"PGCDC_DB": "postgresql://localhost/shop"}, ROOT / "examples" / "pipeline.yaml")
+    assert config.adapter_names == ("file", "audit", "nothing")
+    assert [spec.priority for spec in config.adapter_specs] == ["critical", "best-effort", "normal"]
+    assert [len(spec.transforms) for spec in config.adapter_specs] == [0, 2, 0]
+
+
+def test_example_in_the_configuration_page_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pgcdc.config import load_config
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AUDIT_KEY", "k")
+    text = _read("configuration.md").partition("```yaml\n")[2].partition("```")[0]
+    (tmp_path / "pgcdc.yaml").write_text(text)
+    config = load_config({}, {"PGCDC_DB": "postgresql://localhost/shop"}, None)
+    assert config.adapter_names == ("stdout", "file", "audit")
+    assert config.adapter_specs[1].delivery.max_retries == 10 and config.adapter_specs[2].delivery.timeout == 10

@@ -41,9 +41,16 @@ __all__ = [
     "DEFAULT_SPOOL_LIMIT_BYTES",
     "Prepared",
     "SourceOptions",
+    "check_begin",
+    "check_not_taken",
+    "check_others",
+    "check_publications",
+    "check_rejoin",
     "drop_publications",
     "follow_tables",
+    "make_publications",
     "prepare",
+    "publication_names",
 ]
 
 DEFAULT_SPOOL_LIMIT_BYTES = 1 << 30
@@ -220,13 +227,13 @@ def prepare(
                 raise StateError(f"another process prepares {state.path}", "Wait for it, or use another --state-dir")
             if not is_resync:
                 state.check_whole()
-            _check_others(options, state, consumer)
+            check_others(options, state, consumer)
             return _prepare(options, state, watch_pid or os.getpid(), on_wait)
     finally:
         lock.release()
 
 
-def _check_others(options: SourceOptions, state: StateDir, consumer: str) -> None:
+def check_others(options: SourceOptions, state: StateDir, consumer: str) -> None:
     """Tables that other consumers were promised stay captured until these are forgotten."""
     known = state.identity()
     if known is None or known.asked is None or options.uses_existing:
@@ -253,7 +260,7 @@ def _prepare(
     options.wire.check(server.version_num)
     if server.slot is not None and not options.temporary_slot:
         options.wire.check_slot(options.slot, server.slot.two_phase)
-    _check_not_taken(options, state, server)
+    check_not_taken(options, state, server)
     known = state.identity()
     if known is not None:
         check_identity(
@@ -266,18 +273,18 @@ def _prepare(
     # Every refusal comes before the first change: a refused start must not touch what a running pipeline uses.
     began = known is not None and known.created_lsn > 0
     with contextlib.ExitStack() as undo, connect(options.url, may_retry=False) as sql:
-        names = _names(options, known if began else None)
+        names = publication_names(options, known if began else None)
         existing = [item["name"] for item in read_fingerprint(sql, names)]
         before = {table for name in existing for table in use_existing(sql, name, slot=options.slot).tables}
         if known is not None and began:
-            _check_rejoin(options, known, server)
-            known = _check_publications(sql, options, known, names)
+            check_rejoin(options, known, server)
+            known = check_publications(sql, options, known, names)
             _prepare_signals(sql, options, names, undo)
             publications, identity = _bring_up_to_date(sql, options, state, known)
         else:
-            _check_begin(options, state, server)
+            check_begin(options, state, server)
             _prepare_signals(sql, options, names, undo)
-            publications = _make_publications(sql, options, names)
+            publications = make_publications(sql, options, names)
         created = tuple(info.name for info in publications if info.name not in existing)
         if not began and created:
             undo.callback(drop_publications, options, created)
@@ -302,7 +309,7 @@ def _prepare_signals(
         undo.callback(drop_signal_table, options.url, options.signal_table)
 
 
-def _check_not_taken(options: SourceOptions, state: StateDir, server: ServerInfo) -> None:
+def check_not_taken(options: SourceOptions, state: StateDir, server: ServerInfo) -> None:
     """Say at once if somebody else reads this slot; our own capture, or its dying walsender, is no reason."""
     if server.slot is None or not server.slot.active:
         return
@@ -320,7 +327,7 @@ def _check_not_taken(options: SourceOptions, state: StateDir, server: ServerInfo
         )
 
 
-def _names(options: SourceOptions, known: Identity | None) -> tuple[str, ...]:
+def publication_names(options: SourceOptions, known: Identity | None) -> tuple[str, ...]:
     """The publications to use: a pipeline that ran before stays with its own."""
     used = tuple(item["name"] for item in known.publications) if known else ()
     if options.uses_existing:
@@ -338,13 +345,15 @@ def _names(options: SourceOptions, known: Identity | None) -> tuple[str, ...]:
     return names
 
 
-def _make_publications(
+def make_publications(
     sql: Connection,
     options: SourceOptions,
     names: tuple[str, ...],
     before_commit: Callable[[Fingerprint], None] = lambda made: None,
     review: bool = True,
 ) -> tuple[PublicationInfo, ...]:
+    """Create our publications or bring them up to what is wanted, or read the user's; and check what they hold."""
+
     def check() -> None:
         if options.wire.binary and review:
             check_columns(sql, names)
@@ -368,7 +377,7 @@ def _make_publications(
     )
 
 
-def _check_publications(sql: Connection, options: SourceOptions, known: Identity, names: tuple[str, ...]) -> Identity:
+def check_publications(sql: Connection, options: SourceOptions, known: Identity, names: tuple[str, ...]) -> Identity:
     """Refuse publications that somebody narrowed since we looked last, unless the user says that this was meant.
 
     What was accepted is written down later, when nothing else is refused.
@@ -400,7 +409,7 @@ def _bring_up_to_date(
         expected = made
 
     names = tuple(item["name"] for item in known.publications)
-    infos = _make_publications(sql, options, names, plan, review)
+    infos = make_publications(sql, options, names, plan, review)
     hit("prepare.altered")
     now = check_unchanged(sql, expected, is_open=options.selection.is_open)
     updated = replace(known, publications=now, planned=None, asked=options.selection.to_json())
@@ -431,7 +440,7 @@ def drop_publications(options: SourceOptions, names: Sequence[str]) -> None:
         drop_ours(sql, names, slot=options.slot)
 
 
-def _check_rejoin(options: SourceOptions, known: Identity, server: ServerInfo) -> None:
+def check_rejoin(options: SourceOptions, known: Identity, server: ServerInfo) -> None:
     """The pipeline ran before: slot and publications must be as we left them."""
     if options.temporary_slot:
         raise ConfigError(
@@ -447,7 +456,7 @@ def _check_rejoin(options: SourceOptions, known: Identity, server: ServerInfo) -
     check_not_ahead(server.slot, consumers.confirmed_lsn)
 
 
-def _check_begin(options: SourceOptions, state: StateDir, server: ServerInfo) -> None:
+def check_begin(options: SourceOptions, state: StateDir, server: ServerInfo) -> None:
     """A slot that exists beside a state directory that is new: somebody has to say what that means."""
     if server.slot is not None and state.identity() is None and options.start_from != "slot":
         raise GapError(

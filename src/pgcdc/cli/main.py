@@ -6,14 +6,17 @@ import sys
 
 import typer
 
+from pgcdc.cli.config import config_app
 from pgcdc.cli.consumer import consumer_app
 from pgcdc.cli.describe import describe
+from pgcdc.cli.flags import SettingsCommand
 from pgcdc.cli.listen import listen
 from pgcdc.cli.playground import playground
 from pgcdc.cli.resync import resync
 from pgcdc.cli.slot import slot_app
 from pgcdc.cli.snapshot import snapshot
 from pgcdc.cli.status import status
+from pgcdc.cli.validate import validate
 from pgcdc.cli.version import version
 
 __all__ = ["app", "main"]
@@ -24,13 +27,15 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(listen)
+app.command(cls=SettingsCommand)(listen)
+app.command(cls=SettingsCommand)(validate)
 app.command()(describe)
 app.command()(snapshot)
 app.command()(status)
 app.command()(resync)
 app.command()(playground)
 app.command()(version)
+app.add_typer(config_app, name="config")
 app.add_typer(slot_app, name="slot")
 app.add_typer(consumer_app, name="consumer")
 

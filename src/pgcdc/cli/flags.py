@@ -1,0 +1,106 @@
+"""Flags made from the model of the configuration: a setting is written once, there.
+
+They are made when a command needs them, so that `pgcdc --help` and the small commands need not load the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from typer.core import TyperCommand
+
+__all__ = ["CONFIG_OPTION", "SettingsCommand", "given_flags"]
+
+CONFIG_OPTION = typer.Option(help="Configuration file. (default: pgcdc.yaml, if it exists)")
+EPILOG = (
+    "Every adapter also takes how it is called: --ADAPTER-timeout, -max-retries, -backoff-base, -backoff-cap, "
+    "-cb-max-failures, -cb-reset, -rate-limit and -rate-limit-burst. See docs/configuration.md."
+)
+
+
+class SettingsCommand(TyperCommand):
+    """A command that takes every setting as a flag, beside those of its function."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "epilog": EPILOG})
+        self._own: list[str] | None = None
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """With the settings first."""
+        if self._own is None:
+            self._own = [param.name or "" for param in self.params]
+            self.params = [*_make_params(), *self.params]
+        return super().get_params(ctx)
+
+    def invoke(self, ctx: Any) -> Any:
+        """The function gets its own flags; it asks for the settings with `given_flags`."""
+        assert self.callback is not None
+        return ctx.invoke(self.callback, **{name: ctx.params[name] for name in self._own or []})
+
+
+def given_flags(ctx: typer.Context) -> dict[str, Any]:
+    """The settings that were given as flags."""
+    from pgcdc.config import Config
+
+    nothing = (None, (), [])
+    return {name: value for name, value in ctx.params.items() if name in Config.model_fields and value not in nothing}
+
+
+@cache
+def _make_params() -> list[Any]:
+    from pgcdc.config.adapters import FLAT_KEYS
+    from pgcdc.config.fields import is_switch, setting_of
+    from pgcdc.config.model import GROUPS, Config
+
+    parameters = []
+    fields = [(name, field, setting_of(name, field)) for name, field in Config.model_fields.items()]
+    for name, field, setting in sorted(fields, key=lambda one: (GROUPS.index(one[2].group), one[0] in FLAT_KEYS)):
+        if setting.flag is None:
+            continue
+        switch = is_switch(field.annotation)
+        kind: Any = bool | None if switch else list[str] | None if setting.is_repeated else str | None
+        both = f"--{setting.flag}/--no-{setting.flag}" if field.default is True else f"--{setting.flag}"
+        option = typer.Option(
+            both if switch else f"--{setting.flag}",
+            help=_describe(field.description or "", field.default),
+            metavar=None if switch else setting.metavar or _choices(field.annotation),
+            rich_help_panel=setting.group,
+            hidden=setting.is_hidden,
+            show_default=False,
+        )
+        parameters.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
+        )
+
+    def settings(**given: Any) -> None:
+        pass
+
+    settings.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    settings.__annotations__ = {one.name: one.annotation for one in parameters}
+    app = typer.Typer(add_completion=False)
+    app.command()(settings)
+    return list(typer.main.get_command(app).params)
+
+
+def _describe(text: str, default: Any) -> str:
+    """The help with the default, if the text does not tell it."""
+    if (
+        default in (None, False, (), "", {})
+        or "(default" in text
+        or not isinstance(default, (str, int, float, Path, tuple))
+    ):
+        return text
+    shown = {True: "yes"}.get(default) if isinstance(default, bool) else default
+    shown = ", ".join(map(str, default)) if isinstance(default, tuple) else shown
+    return f"{text} (default: {f'{shown:g}' if isinstance(shown, float) else shown})"
+
+
+def _choices(annotation: Any) -> str:
+    """What stands for the value in the help: the choices, if there are some."""
+    literals = [one for part in (annotation, *get_args(annotation)) for one in get_args(part) if isinstance(one, str)]
+    plain = [one for one in get_args(annotation) if isinstance(one, str)]
+    return "|".join(plain or literals) or "TEXT"

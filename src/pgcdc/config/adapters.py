@@ -1,0 +1,211 @@
+"""What the configuration says of adapters, made from the registry: flat keys, entries of the list, and what both become.
+
+`adapters: [file]` with `file_path: events.jsonl` is the adapter `file` of the type `file`. A further one of a type is a
+mapping in the list, which stands for itself: `{name: audit, type: file, path: audit.jsonl}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+    create_model,
+    field_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from pgcdc.config.fields import UNKNOWN, AdapterName, Patterns, is_switch, setting
+from pgcdc.config.misfit import KeyPath, Misfit
+from pgcdc.sink.registry import ADAPTERS
+from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, Priority
+from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, TransformSpec
+
+if TYPE_CHECKING:
+    from pgcdc.config.model import Config
+
+__all__ = [
+    "ENTRIES",
+    "FLAT_KEYS",
+    "AdapterItem",
+    "AdapterKeys",
+    "Entry",
+    "StrictNumbers",
+    "adapter_specs",
+    "option_path",
+]
+
+
+class StrictNumbers(BaseModel):
+    """`true` is no number, and numbers have an end."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch(cls, value: Any, info: Any) -> Any:
+        if isinstance(value, bool) and not is_switch(cls.model_fields[info.field_name].annotation):
+            raise PydanticCustomError("not_a_switch", "this is not a switch: true and false are no values of it")
+        return value
+
+
+class Entry(StrictNumbers):
+    """One adapter as a mapping: what all types have."""
+
+    name: AdapterName = Field(description="its name: in routes, metrics and the state directory")
+    transforms: tuple[TransformSpec, ...] = Field(default=(), description="its own transforms, behind the global ones")
+    routes: Patterns | None = Field(default=None, description="only channels that match one of these patterns")
+    priority: Priority | None = Field(default=None, description="critical, normal (the default) or best-effort")
+
+
+def _type_of(field: FieldInfo) -> Any:
+    """The type of a field with its limits. A path stays as it is written: a slash at its end may mean something."""
+    plain: Any = str | Path if field.annotation is Path else field.annotation
+    return Annotated[(plain, *field.metadata)] if field.metadata else plain
+
+
+def _copy(field: FieldInfo) -> tuple[Any, Any]:
+    """The same field for another model."""
+    return _type_of(field), Field(... if field.is_required() else field.default, description=field.description)
+
+
+def _make_entries() -> dict[str, type[Entry]]:
+    entries: dict[str, type[Entry]] = {}
+    for kind in ADAPTERS.values():
+        own = {"type", *Entry.model_fields, *DeliveryOptions.model_fields}
+        assert not own.intersection(kind.options.model_fields), f"adapter {kind.name} has options of all adapters"
+        fields: dict[str, Any] = {"type": (Literal[kind.name], Field(description="the type of the adapter"))}
+        for name, field in {**kind.options.model_fields, **DeliveryOptions.model_fields}.items():
+            fields[name] = _copy(field)
+        title = kind.name.title().replace("_", "")
+        entries[kind.name] = create_model(f"{title}Adapter", __base__=Entry, __doc__=kind.options.__doc__, **fields)
+    return entries
+
+
+def _make_flat() -> tuple[type[StrictNumbers], dict[str, tuple[str, str]]]:
+    fields: dict[str, Any] = {}
+    keys: dict[str, tuple[str, str]] = {}
+    for kind in ADAPTERS.values():
+        for name, field in {**kind.options.model_fields, **DeliveryOptions.model_fields}.items():
+            shared = name in DeliveryOptions.model_fields
+            plain = f"{field.default:g}" if isinstance(field.default, float) else field.default
+            default = "" if field.is_required() or plain is None else f" (default: {plain})"
+            text = f"Adapter {kind.name}: {field.description or name}.{default}"
+            metavar = "N" if field.annotation is int else "NUMBER" if field.annotation is float else name.upper()
+            keys[f"{kind.name}_{name}"] = kind.name, name
+            fields[f"{kind.name}_{name}"] = (
+                _type_of(field) | None,
+                setting(None, text, "Adapters", metavar=metavar, is_hidden=shared),
+            )
+    return create_model("AdapterKeys", __base__=StrictNumbers, **fields), keys
+
+
+ENTRIES = _make_entries()
+"""The model of a mapping in `adapters`, by type."""
+_FLAT, FLAT_KEYS = _make_flat()
+"""Flat keys: the adapter's type and its field."""
+
+
+def _known_type(name: str) -> str:
+    if name not in ADAPTERS:
+        raise PydanticCustomError(UNKNOWN, "{name} is not known", {"name": repr(name), "known": list(ADAPTERS)})
+    return name
+
+
+def _kind_of_item(value: Any) -> str | None:
+    """Which of the forms below it is: a name, or a mapping of a type (which may be its name)."""
+    if isinstance(value, Entry):
+        return str(value.type)  # type: ignore[attr-defined]  # of the models made here
+    if not isinstance(value, Mapping):
+        return _PLAIN
+    name, found = value.get("name"), value.get("type")
+    if "type" not in value and isinstance(name, str) and name in ADAPTERS:
+        found = name
+    return found if isinstance(found, str) else None
+
+
+def _infer_type(value: Any) -> Any:
+    """`{name: file, path: ...}`: the name is that of a type."""
+    return {**value, "type": _kind_of_item(value)} if isinstance(value, Mapping) else value
+
+
+_PLAIN = "a name"
+if TYPE_CHECKING:
+    AdapterKeys: TypeAlias = StrictNumbers
+    AdapterItem: TypeAlias = str | Entry
+else:
+    AdapterKeys = _FLAT
+    _NAME = Annotated[
+        str, AfterValidator(_known_type), WithJsonSchema({"type": "string", "enum": [*ADAPTERS]}), Tag(_PLAIN)
+    ]
+    _MAPPINGS = [Annotated[entry, BeforeValidator(_infer_type), Tag(kind)] for kind, entry in ENTRIES.items()]
+    AdapterItem = Annotated[Union[(_NAME, *_MAPPINGS)], Discriminator(_kind_of_item)]
+
+
+# --- what the pipeline is told
+
+
+def adapter_specs(config: Config) -> tuple[AdapterSpec, ...]:
+    """The adapters with all that concerns them. Raises Misfit if one lacks what it needs."""
+    return tuple(_spec(config, number, item) for number, item in enumerate(config.adapters))
+
+
+def option_path(config: Config, number: int, name: str) -> KeyPath:
+    """Where an option of the adapter with this number in the list stands."""
+    item = config.adapters[number]
+    return (f"{item}_{name}",) if isinstance(item, str) else ("adapters", number, name)
+
+
+def _spec(config: Config, number: int, item: AdapterItem) -> AdapterSpec:
+    kind = ADAPTERS[item if isinstance(item, str) else item.type]  # type: ignore[attr-defined]  # of the models made here
+    name = item if isinstance(item, str) else item.name
+    given: dict[str, Any] = {}
+    for field in (*kind.options.model_fields, *DeliveryOptions.model_fields):
+        value = getattr(config, f"{item}_{field}") if isinstance(item, str) else getattr(item, field)
+        if value is not None:
+            given[field] = value
+    for field, info in kind.options.model_fields.items():
+        extra = info.json_schema_extra
+        if field not in given and isinstance(extra, dict) and extra.get("cascade") == "db":
+            given[field] = config.db  # the database URL cascade: what is not said otherwise is the source's
+        if field not in given and info.is_required():
+            flag = f"{kind.name}-{field}".replace("_", "-")
+            raise Misfit(("adapters", number), f"adapter {name} needs a {field}", f"Add --{flag} {field.upper()}")
+    options = {field: value for field, value in given.items() if field in kind.options.model_fields}
+    delivery = {field: value for field, value in given.items() if field in DeliveryOptions.model_fields}
+    try:
+        made = kind.options.model_validate(options)
+    except ValidationError as error:  # options that do not go together
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = option_path(config, number, str(first["loc"][0])) if first["loc"] else ("adapters", number)
+        raise Misfit(where, first["msg"].removeprefix("Value error, "), f"See the adapter {kind.name}") from None
+    own: tuple[Any, ...] = config.transforms.adapter.get(name, ())
+    routes, priority = config.routes.get(name), config.adapter_priority.get(name)
+    if isinstance(item, Entry):
+        own, routes, priority = own or item.transforms, routes or item.routes, priority or item.priority
+    return AdapterSpec(
+        name=name,
+        type=kind.name,
+        options=made,
+        delivery=DeliveryOptions.model_validate(delivery),
+        transforms=(*own, *_envelopes(config)),
+        routes=routes or (),
+        priority=priority or "normal",
+    )
+
+
+def _envelopes(config: Config) -> tuple[Any, ...]:
+    """What the flags say of the form of events: always last, since nothing can be behind it."""
+    wanted = {DebeziumSpec: config.debezium_envelope, CloudEventsSpec: config.cloudevents_envelope}
+    return tuple(spec.model_validate({}) for spec, is_wanted in wanted.items() if is_wanted)

@@ -1,0 +1,239 @@
+"""Flags, then `PGCDC_*` variables, then `pgcdc.yaml`, then defaults: merged, checked, and who said what.
+
+Everything is checked here, before anything starts; an error names the place (flag, variable, or file with line) and the key.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from psycopg.conninfo import make_conninfo
+from pydantic import ValidationError
+from pydantic_core import PydanticCustomError
+
+from pgcdc.capture.database import parse_url
+from pgcdc.config.explain import explain
+from pgcdc.config.fields import parse_priorities, parse_routes, setting_of
+from pgcdc.config.misfit import KeyPath, Misfit, name_key
+from pgcdc.config.model import Config
+from pgcdc.config.secrets import hide, literal_part, read_secret
+from pgcdc.config.yaml_file import YamlFile, read_yaml
+from pgcdc.errors import ConfigError, PgcdcError
+
+__all__ = ["Loaded", "load", "load_config"]
+
+DEFAULT_FILE = "pgcdc.yaml"
+PREFIX = "PGCDC_"
+_ALTERNATIVES = (("db", "db_file"), ("snapshot_mode", "snapshot_first"), ("toast", "toast_cache"))
+"""Two ways to say one thing: the one of the higher layer holds."""
+_MERGED: dict[str, Callable[[Any], Any]] = {"routes": parse_routes, "adapter_priority": parse_priorities}
+"""What is said by the names of adapters: a flag for one of them leaves the others as the file has them."""
+
+
+@dataclass
+class Loaded:
+    """The configuration, and where each value comes from."""
+
+    config: Config = field(default_factory=Config)
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[KeyPath, str] = field(default_factory=dict)
+    """`--slot-name`, `PGCDC_SLOT_NAME`, or `` for the file; a key that is not here has its default."""
+    file: YamlFile | None = None
+    secrets: set[str] = field(default_factory=set)
+
+    def origin(self, key: str) -> str:
+        """Who said it, for people."""
+        if (key,) not in self.origins:
+            return "default"
+        said = [self.origins[key,], *(text for path, text in self.origins.items() if path[0] == key and len(path) > 1)]
+        places = [text or self._line((key,)) for text in dict.fromkeys(said)]
+        return ", ".join(places)
+
+    def place(self, path: KeyPath) -> str:
+        """Where a value stands, and its key: the beginning of an error."""
+        said = self.origins.get(path[:2], self.origins.get(path[:1]))
+        if said == "" and self.file is not None:
+            return self.file.place(path)
+        if said:
+            return said if len(path) == 1 else f"{said}: {name_key(path)}"
+        return name_key(path)
+
+    def raw(self, path: KeyPath) -> Any:
+        """The value as it was written."""
+        said = self.origins.get(path[:2], self.origins.get(path[:1]))
+        value: Any = self.file.raw if said == "" and self.file is not None else self.values
+        for part in path:
+            try:
+                value = value[part]
+            except (KeyError, IndexError, TypeError):
+                return None
+        return value
+
+    def check(self) -> None:
+        """Raise ConfigError, with its place, for what cannot go together."""
+        try:
+            self.config.check()
+        except Misfit as error:
+            key = error.path[0]
+            where = f"{self.place(error.path)}: " if (key,) in self.origins else ""
+            raise self.safe(ConfigError(where + error.message, error.advice)) from None
+        except ConfigError as error:
+            raise self.safe(error) from None
+
+    def safe(self, error: PgcdcError) -> ConfigError:
+        """The same without any secret in it."""
+        return ConfigError(hide(error.message, self.secrets), hide(error.advice, self.secrets))
+
+    def _line(self, path: KeyPath) -> str:
+        return self.file.place(path).rpartition(":")[0] if self.file is not None else ""
+
+
+def load_config(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None) -> Config:
+    """Merge the layers and check every value. `flags` holds only what was given; `path` None means pgcdc.yaml, if there."""
+    loaded = load(flags, environ, path)
+    loaded.check()
+    return loaded.config
+
+
+def load(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None) -> Loaded:
+    """The same, with the origin of each value, and before it is checked what goes together."""
+    loaded = Loaded()
+    file = path or (Path(DEFAULT_FILE) if Path(DEFAULT_FILE).exists() else None)
+    if file is not None:
+        loaded.file = read_yaml(file, environ)
+        loaded.secrets |= loaded.file.secrets
+        _add(loaded, loaded.file.values, dict.fromkeys(loaded.file.values, ""))
+    variables = _read_variables(environ)
+    _add(loaded, variables, {key: PREFIX + key.upper() for key in variables})
+    _add(loaded, flags, {key: f"--{_flag(key)}" for key in flags})
+    try:
+        _take_database(loaded)
+        loaded.config = Config.model_validate(loaded.values)
+    except ValidationError as error:
+        raise loaded.safe(explain(error, loaded.place, loaded.raw)) from None
+    except Misfit as error:
+        raise loaded.safe(ConfigError(f"{loaded.place(error.path)}: {error.message}", error.advice)) from None
+    return loaded
+
+
+def _flag(key: str) -> str:
+    info = Config.model_fields.get(key)
+    return (setting_of(key, info).flag if info is not None else None) or key.replace("_", "-")
+
+
+def _read_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Our variables. Others may begin with PGCDC_ too (a cluster makes some), but one that is nearly ours is a slip."""
+    known = {PREFIX + key.upper(): key for key, info in Config.model_fields.items() if setting_of(key, info).flag}
+    found = {}
+    for name, value in environ.items():
+        if not name.startswith(PREFIX) or not value:
+            continue
+        if name in known:
+            found[known[name]] = value
+        elif name.removeprefix(PREFIX).lower() in Config.model_fields:
+            raise ConfigError(f"{name}: this stands in the YAML file only", "Remove the variable")
+        else:
+            keys = [one.removeprefix(PREFIX) for one in known]
+            close = difflib.get_close_matches(name.removeprefix(PREFIX), keys, n=1, cutoff=0.87)
+            if close:
+                raise ConfigError(f"{name}: this variable is not known", f"Did you mean {PREFIX}{close[0]}?")
+    return found
+
+
+def _add(loaded: Loaded, values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+    """Put a layer over those that are there."""
+    for group in _ALTERNATIVES:
+        if any(key in values for key in group):
+            for key in group:
+                loaded.values.pop(key, None)
+                loaded.origins.pop((key,), None)
+    for key, value in values.items():
+        merged = _merge(loaded, key, value, origins[key]) if key in _MERGED else None
+        if merged is None:
+            for path in [path for path in loaded.origins if path[0] == key]:
+                del loaded.origins[path]
+            loaded.origins[key,] = origins[key]
+        loaded.values[key] = value if merged is None else merged
+
+
+def _merge(loaded: Loaded, key: str, value: Any, origin: str) -> dict[str, Any] | None:
+    """What is there already with this on top, name by name; None if one of them is wrong (which is found later)."""
+    try:
+        below, above = (_MERGED[key](one) for one in (loaded.values.get(key), value))
+    except PydanticCustomError:
+        return None
+    if not isinstance(below, Mapping) or not isinstance(above, Mapping):
+        return None
+    for name in above:
+        loaded.origins[key, name] = origin
+    return {**below, **above}
+
+
+# --- the database
+
+
+def _take_database(loaded: Loaded) -> None:
+    """The URL, from where it is said to be, with its password: `db` is what connects."""
+    values = loaded.values
+    if values.get("db") and values.get("db_file"):
+        raise Misfit(("db_file",), "db and db_file are given", "Leave one of them out")
+    if isinstance(values.get("db_file"), (str, Path)) and values["db_file"]:
+        _check_not_in_file(loaded, "db_file")
+        values["db"] = _read(("db_file",), values["db_file"], "the database URL").strip()
+        loaded.secrets.add(values["db"])
+        loaded.origins["db",] = "db_file"
+    url = values.get("db")
+    if not isinstance(url, str) or not url:
+        return
+    try:
+        params = parse_url(url)
+    except PgcdcError as error:
+        key = "db_file" if loaded.origins.get(("db",)) == "db_file" else "db"
+        raise Misfit((key,), error.message, error.advice) from None
+    loaded.secrets.update(str(value) for key, value in params.items() if "password" in key and value)
+    _check_no_literal(loaded)
+    given = values.get("password_file")
+    if isinstance(given, (str, Path)) and given:
+        if params.get("password"):
+            raise Misfit(
+                ("password_file",), "the URL has a password, and password_file is given", "Leave one of them out"
+            )
+        password = _read(("password_file",), given, "the password")
+        loaded.secrets.add(password)
+        values["db"] = make_conninfo("", **{**params, "password": password})
+
+
+def _read(path: KeyPath, file: str | Path, what: str) -> str:
+    try:
+        return read_secret(Path(file), what)
+    except ConfigError as error:
+        raise Misfit(path, error.message, error.advice) from None
+
+
+def _check_not_in_file(loaded: Loaded, key: str) -> None:
+    """A URL where the name of a file belongs is a slip, and must not be shown as the name of a missing file."""
+    if "://" in str(loaded.values[key]):
+        raise Misfit(
+            (key,), "this is not the path of a file", "Give the file that holds the URL; the URL itself is `db`"
+        )
+
+
+def _check_no_literal(loaded: Loaded) -> None:
+    """A password may come from the environment or a file of its own, but not stand in a file that people share."""
+    raw = loaded.file.raw.get("db") if loaded.file is not None and loaded.origins.get(("db",)) == "" else None
+    if not isinstance(raw, str):
+        return
+    try:
+        params = parse_url(literal_part(raw))
+    except PgcdcError:
+        return  # it is made of variables
+    if any("password" in key and value for key, value in params.items()):
+        raise Misfit(
+            ("db",),
+            "the password stands in this file",
+            "Write ${NAME} for it and set that variable, use password_file, or put the whole URL into PGCDC_DB",
+        )

@@ -1,0 +1,81 @@
+"""Which types of adapters there are: the options of each, and how its sink is made. Nothing else knows them by name.
+
+The configuration makes its keys, flags and its JSON schema of this; a new adapter is one entry here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from pgcdc.errors import ConfigError
+from pgcdc.sink.base import Sink
+from pgcdc.sink.spec import AdapterSpec, FileOptions, NoopOptions, StdoutOptions
+
+__all__ = ["ADAPTERS", "AdapterType", "make_sink"]
+
+
+def _nothing(options: Any) -> str:
+    return ""
+
+
+def _anything(options: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class AdapterType:
+    """One type. Its options are `<type>_<field>` as flags and flat keys, and `<field>` in a mapping of its own."""
+
+    name: str
+    options: type[BaseModel]
+    make: Callable[[AdapterSpec, Path], Sink]
+    """The sink, with its ack in this folder."""
+    target: Callable[[Any], str] = _nothing
+    """What no other adapter of a pipeline may write to; empty: it does not matter."""
+    check: Callable[[Any], None] = _anything
+    """Raises ConfigError for options that cannot work, without asking the target."""
+
+
+def make_sink(spec: AdapterSpec, acks: Path) -> Sink:
+    """The sink of one adapter; its ack stands in the folder `acks`."""
+    return ADAPTERS[spec.type].make(spec, acks)
+
+
+def _make_stdout(spec: AdapterSpec, acks: Path) -> Sink:
+    from pgcdc.sink.stdout import StdoutSink
+
+    return StdoutSink(acks, spec.name)
+
+
+def _make_file(spec: AdapterSpec, acks: Path) -> Sink:
+    from pgcdc.sink.file import FileSink
+
+    assert isinstance(spec.options, FileOptions)
+    return FileSink(spec.options.path, acks, spec.name)
+
+
+def _check_file(options: FileOptions) -> None:
+    if not options.path.absolute().parent.is_dir():
+        raise ConfigError(f"the folder of the file {options.path} does not exist", "Create it first")
+
+
+def _make_noop(spec: AdapterSpec, acks: Path) -> Sink:
+    from pgcdc.sink.noop import NoopSink
+
+    return NoopSink(acks, spec.name)
+
+
+ADAPTERS: dict[str, AdapterType] = {
+    kind.name: kind
+    for kind in (
+        AdapterType("stdout", StdoutOptions, _make_stdout, target=lambda options: "standard output"),
+        AdapterType("file", FileOptions, _make_file, lambda options: str(options.path.absolute()), _check_file),
+        AdapterType("noop", NoopOptions, _make_noop),
+    )
+}
+"""The types by name."""
