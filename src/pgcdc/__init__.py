@@ -25,9 +25,10 @@ from pgcdc.errors import (
 from pgcdc.position import Position
 
 if TYPE_CHECKING:
-    from pgcdc import functions
+    from pgcdc import adapters, functions, sources, transform
     from pgcdc.capture.batch import CaptureBatch
     from pgcdc.capture.stream import Capture, open_capture
+    from pgcdc.pipeline import Pipeline
     from pgcdc.stream.session import register, session
     from pgcdc.stream.tables import read_snapshot, read_table, read_tables
     from pgcdc.types.describe import describe
@@ -41,12 +42,14 @@ __all__ = [
     "DecodeError",
     "GapError",
     "PgcdcError",
+    "Pipeline",
     "Position",
     "SchemaChanged",
     "SinkError",
     "SourceError",
     "SpoolError",
     "StateError",
+    "adapters",
     "describe",
     "functions",
     "open_capture",
@@ -55,11 +58,14 @@ __all__ = [
     "read_tables",
     "register",
     "session",
+    "sources",
+    "transform",
 ]
 
 _LAZY = {
     "Capture": "pgcdc.capture.stream",
     "CaptureBatch": "pgcdc.capture.batch",
+    "Pipeline": "pgcdc.pipeline",
     "describe": "pgcdc.types.describe",
     "open_capture": "pgcdc.capture.stream",
     "read_snapshot": "pgcdc.stream.tables",
@@ -74,8 +80,8 @@ def __getattr__(name: str) -> Any:
     """Import what needs Spark or a driver only when it is asked for."""
     from importlib import import_module
 
-    if name == "functions":
-        return import_module("pgcdc.functions")
+    if name in ("adapters", "functions", "sources", "transform"):
+        return import_module(f"pgcdc.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'pgcdc' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)

@@ -12,7 +12,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,15 @@ from pgcdc.capture.control import CaptureLink
 from pgcdc.capture.database import connect
 from pgcdc.capture.prepare import Prepared, drop_publications, follow_tables, prepare
 from pgcdc.capture.slots import OpenTransaction, get_slot
-from pgcdc.config import TYPED_KEYS, Config
+from pgcdc.config import Config
+from pgcdc.config.spark import spark_options
 from pgcdc.errors import ConfigError, ConnectionLost, GapError, PgcdcError, SinkError, StateError
 from pgcdc.position import format_lsn
-from pgcdc.sink.base import Batch, Sink
-from pgcdc.sink.registry import make_sink
+from pgcdc.reload import Reloads, change_specs
+from pgcdc.sink.base import Batch
+from pgcdc.sink.delivery import Delivery
+from pgcdc.sink.registry import check_adapters, make_sink
+from pgcdc.sink.spec import AdapterSpec
 from pgcdc.spool.diff import describe_change
 from pgcdc.spool.shapes import ShapeHistory
 from pgcdc.state import Lock, StateDir, read_json, write_json
@@ -35,19 +39,15 @@ from pgcdc.stream.member import Adapter
 from pgcdc.stream.options import parse_options
 from pgcdc.stream.progress import RequestWatch, SnapshotWatch, describe_stop
 from pgcdc.stream.session import check_java, session
+from pgcdc.transform.check import check_chains
+from pgcdc.transform.program import Chain, compile_chains
+from pgcdc.transform.transforms import from_spec
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 __all__ = ["Pipeline", "StopNow"]
 
-_PASSED_ON = (
-    "spool_limit", "max_batch_rows", "fail_fast", "temporary_slot", "all_tables", "generated_columns", "streaming",
-    "two_phase", "origin", "binary", "toast", "toast_cache_max_entries", "messages", "incremental_snapshot",
-    "signal_table", "snapshot_chunk_size", "snapshot_chunk_delay", "tx_metadata", "tx_markers",
-    "schema_events", "invalid_utf8",
-)  # fmt: skip
-"""Options of the Spark source that have the same name in the configuration."""
 STATUS_INTERVAL_S = 1.0
 SPARK_STOP_S = 10.0
 FOLLOW_INTERVAL_S = 10.0
@@ -56,10 +56,26 @@ Say = Callable[[str], None]
 
 
 class Pipeline:
-    """One run of `pgcdc listen`. `run` blocks; `stop` may be called from a signal handler or another thread."""
+    """From a source to adapters, once. `run` blocks; everything else may be called from other threads.
 
-    def __init__(self, config: Config, say: Say = lambda text: None) -> None:
-        self.config = config
+    `source` is a whole configuration, as `pgcdc.sources` makes it or `load_config` reads it; what is given as `adapters`
+    and `transforms` counts instead of what it says of them. `read_again` reads the configuration anew for `request_reload`.
+    """
+
+    def __init__(
+        self,
+        source: Config,
+        adapters: Sequence[AdapterSpec] | None = None,
+        transforms: Sequence[Any] | None = None,
+        *,
+        say: Say = lambda text: None,
+        read_again: Callable[[], Config] | None = None,
+    ) -> None:
+        config = self.config = source
+        self._specs = tuple(config.adapter_specs if adapters is None else adapters)
+        self._transforms = tuple(config.global_transforms if transforms is None else transforms)
+        check_adapters(self._specs)
+        self.reloads = Reloads(source, read_again, say)
         self._say = say
         self._stop = threading.Event()
         self._temporary: Path | None = None
@@ -84,6 +100,11 @@ class Pipeline:
         self.on_ready: Callable[[], None] | None = None
         self.snapshot = SnapshotWatch(say, is_all=config.effective_snapshot_mode == "initial_only")
         self._requests = RequestWatch(say)
+        self.on_stuck: Callable[[], None] | None = None
+        """Called if a batch does not end when the pipeline stops: a process of our own may end itself then."""
+        self._thread: threading.Thread | None = None
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
 
     @property
     def phase(self) -> str:
@@ -94,6 +115,29 @@ class Pipeline:
     def is_starting(self) -> bool:
         """Whether nothing can be in flight yet: then `run` may be interrupted anywhere."""
         return self._phase in ("starting", "starting Spark", "warming up")
+
+    def start(self) -> None:
+        """Run in a thread of its own; the stream is read when this returns. Raises what ended the start."""
+        self._thread = threading.Thread(target=self._run_quietly, name="pgcdc", daemon=True)
+        self._thread.start()
+        while not self._ready.wait(0.1) and self._thread.is_alive():
+            continue
+        if self._failure is not None:
+            raise self._failure
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until a pipeline that was started has ended; False: not in this time. Raises what ended it."""
+        assert self._thread is not None, "start it first"
+        self._thread.join(timeout_s)
+        if self._failure is not None:
+            raise self._failure
+        return not self._thread.is_alive()
+
+    def _run_quietly(self) -> None:
+        try:
+            self.run()
+        except BaseException as error:
+            self._failure = error
 
     def stop(self) -> None:
         """Finish the batch, commit, confirm, and let `run` return."""
@@ -133,12 +177,13 @@ class Pipeline:
                 )
             lock.write({"pid": os.getpid()})
             self._is_locked = True
-            self._adapters = self._check_sinks()
+            self._check_transforms()
+            self._adapters = self._make_adapters(self._specs)
             if self.config.table:
                 from pgcdc.stream.table import load_table  # with all that typed rows need
 
                 # Refuses a table that cannot be read in this form, before anything is made for it.
-                load_table(replace(parse_options(self._options()), source=self.config.source_options()))
+                load_table(replace(parse_options(spark_options(self.config)), source=self.config.source_options()))
             self._say(f"checking the database and slot {self.config.slot_name}")
             self._prepared = prepare(self.config.source_options(), consumer=MAIN, on_wait=self._report_wait)
         for change in self._prepared.changed:
@@ -158,14 +203,10 @@ class Pipeline:
 
     def _run(self) -> None:
         assert self._prepared is not None
-        # The workers of Spark inherit these: no secret goes through Spark's options, and the capture ends with us.
-        os.environ["PGCDC_DB"] = self.config.db
-        os.environ["PGCDC_WATCH_PID"] = str(os.getpid())
         self._shapes.refresh()  # what was told by an earlier run
         self._open_lanes()
-        self._enter("starting Spark")
-        self._say("starting Spark")
-        self._start_spark()
+        if self._spark is None:
+            self._start_spark()
         if self.config.warm_up and not self.config.once:
             self._warm_up()
         if not self._stop.is_set():
@@ -178,18 +219,45 @@ class Pipeline:
         self._link = CaptureLink(self._prepared.spec, is_restart=False)
         self._lanes = Lanes(
             self.state, self._link, self._say,
-            options=self._options(), once=self.config.once, fail_fast=self.config.fail_fast,
+            options=spark_options(self.config), once=self.config.once, fail_fast=self.config.fail_fast,
+            bus_mode=self.config.bus_mode, bus_buffer=self.config.bus_buffer,
         )  # fmt: skip
         self._lanes.open(self._adapters, self.on_batch)
         self._is_open = True
 
-    def add_adapter(self, adapter: Adapter) -> None:
-        """Deliver to one more sink, from now on. Durable when this returns; from any thread, while `run` streams."""
-        self._running_lanes().add_adapter(adapter)
+    def add_adapter(self, spec: AdapterSpec) -> None:
+        """Deliver to one more adapter, from now on. Durable when this returns; from any thread, while `run` streams."""
+        lanes = self._running_lanes()
+        check_adapters((*self._specs, spec))
+        check_chains(self._spark, [self._chain(spec)])
+        (adapter,) = self._make_adapters([spec])
+        lanes.add_adapter(adapter)
+        self._specs = (*self._specs, spec)
 
     def remove_adapter(self, name: str) -> None:
-        """Deliver nothing more to a sink; its ack stays. Durable when this returns; from any thread."""
+        """Deliver nothing more to an adapter; its ack stays. Durable when this returns; from any thread."""
         self._running_lanes().remove_adapter(name)
+        self._specs = tuple(one for one in self._specs if one.name != name)
+
+    # --- other transforms and routes
+
+    def reload(self, transforms: Sequence[Any], adapters: Mapping[str, tuple[Sequence[Any], Sequence[str]]]) -> None:
+        """Other transforms for all, and for adapters by name their own ones and their routes; the others keep theirs.
+
+        They hold from a batch boundary on, all of one adapter at once. ConfigError: nothing has changed.
+        """
+        lanes = self._running_lanes()
+        specs = change_specs(self._specs, adapters)
+        chains = {spec.name: Chain((*transforms, *spec.transforms), spec.routes) for spec in specs}
+        if self.config.table and any(chain != Chain() for chain in chains.values()):
+            raise ConfigError("typed rows (--table) have no transforms and routes", "Leave them out, or --table")
+        check_chains(self._spark, list(chains.values()))
+        lanes.reload(chains)
+        self._transforms, self._specs = tuple(transforms), specs
+
+    def request_reload(self) -> None:
+        """Read the configuration again and take its transforms and routes. Returns at once: fit for a signal handler."""
+        self.reloads.ask()
 
     def _running_lanes(self) -> Lanes:
         if self._lanes is None or not self._is_open:
@@ -197,23 +265,41 @@ class Pipeline:
         return self._lanes
 
     def _start_spark(self) -> None:
+        self._enter("starting Spark")
+        self._say("starting Spark")
+        # The workers of Spark inherit these: no secret goes through Spark's options, and the capture ends with us.
+        os.environ["PGCDC_DB"] = self.config.db
+        os.environ["PGCDC_WATCH_PID"] = str(os.getpid())
         in_main = threading.current_thread() is threading.main_thread()
         ours = signal.getsignal(signal.SIGINT)
         self._spark = session(log_file=self.state.path / "spark.log")
         if in_main:  # Spark installs a handler of its own, which would cancel the running batch
             signal.signal(signal.SIGINT, ours)
 
-    def _check_sinks(self) -> list[Adapter]:
-        """The adapters, after a look at their targets: a wrong one must not be found when slot and publication exist."""
-        sinks = [make_sink(spec, self.state.acks) for spec in self.config.adapter_specs]
-        for sink in sinks:
+    def _check_transforms(self) -> None:
+        """What is wrong with them is said before anything is created. Only for SQL, Spark has to start first."""
+        chains = [self._chain(spec) for spec in self._specs]
+        check_chains(None, chains)
+        if any(from_spec(one).sql for chain in chains for one in chain.transforms):
+            self._start_spark()
+            check_chains(self._spark, chains)
+
+    def _chain(self, spec: AdapterSpec) -> Chain:
+        return Chain((*self._transforms, *spec.transforms), spec.routes)
+
+    def _make_adapters(self, specs: Sequence[AdapterSpec]) -> list[Adapter]:
+        """Adapters, after a look at their targets: a wrong one must not be found when slot and publication exist."""
+        made = []
+        for spec in specs:
+            sink = Delivery(make_sink(spec, self.state.acks), spec.delivery)
             try:
                 sink.check()
             except SinkError as error:
                 if self.state.identity() is None:  # nothing was ever delivered: it is the configuration that is wrong
                     raise ConfigError(error.message, error.advice) from error
                 raise
-        return [Adapter(sink.name, sink) for sink in sinks]
+            made.append(Adapter(spec.name, sink, self._chain(spec), spec.priority))
+        return made
 
     def _warm_up(self) -> None:
         from pgcdc.stream.warm import warm_up
@@ -221,7 +307,8 @@ class Pipeline:
         assert self._spark is not None
         self._enter("warming up")
         self._say("warming up")
-        warm_up(self._spark)
+        chains = [Chain()] if self.config.table else [self._chain(spec) for spec in self._specs]
+        warm_up(self._spark, compile_chains(chains))
 
     # --- the stream
 
@@ -231,12 +318,15 @@ class Pipeline:
         self._enter("starting the query")
         self._lanes.start(self._spark)
         self._enter("streaming")
-        self._say(f"ready: slot {self.config.slot_name} to {', '.join(self.config.adapter_names)}")
+        self._say(f"ready: slot {self.config.slot_name} to {', '.join(one.name for one in self._specs)}")
+        self._ready.set()
         if self.on_ready is not None:
             self.on_ready()
         try:
             while not self._stop.is_set():
                 ended = self._lanes.step()
+                if self.reloads.take(self.reload, [spec.name for spec in self._specs]):
+                    self._status_due = 0.0
                 self._follow_tables()
                 self._write_status()
                 self._tell_schema_changes()
@@ -246,7 +336,7 @@ class Pipeline:
                 if ended:
                     return
             self._enter("stopping")
-            giving_up = _give_up_after(STOP_TIMEOUT_S + 1.5, self._say)
+            giving_up = self._give_up_after(STOP_TIMEOUT_S + 1.5)
             self._lanes.stop()
             giving_up.cancel()
         except PgcdcError:
@@ -255,32 +345,18 @@ class Pipeline:
             if not self._stop.is_set():
                 raise
 
-    def _options(self) -> dict[str, str]:
-        config = self.config
-        options = {
-            "state_dir": str(self.state.path),
-            "slot": config.slot_name,
-            "_driver_acks": "true",  # only after the checkpoint files are fsynced
-        }
-        for name in _PASSED_ON:
-            value = getattr(config, name)
-            if value is None:
-                continue
-            options[name] = str(value).lower() if isinstance(value, bool) else str(value)
-        options |= {
-            "toast": config.effective_toast,
-            "snapshot_mode": config.effective_snapshot_mode,
-            "snapshot_hold_limit": str(config.snapshot_hold_limit),
-        }
-        if config.publication:
-            options["publication"] = config.publication
-        if config.tables:
-            options["tables"] = ",".join(config.tables)
-        if config.schemas:
-            options["schemas"] = ",".join(config.schemas)
-        if config.table:
-            options |= {name: str(getattr(config, name)) for name in ("table", *TYPED_KEYS)}
-        return options
+    def _give_up_after(self, timeout_s: float) -> threading.Timer:
+        """A sink that blocks (a pipe that nobody reads) must not keep a command from ending: the batch comes again."""
+
+        def end() -> None:
+            if self.on_stuck is not None:
+                self._say("the batch did not end in time: it comes again at the next start")
+                self.on_stuck()
+
+        timer = threading.Timer(timeout_s, end)
+        timer.daemon = True
+        timer.start()
+        return timer
 
     def _follow_tables(self) -> None:
         """With --all-tables or --schemas: publish tables that were created meanwhile, and say so."""
@@ -373,35 +449,24 @@ class Pipeline:
         if now < self._status_due:
             return
         self._status_due = now + STATUS_INTERVAL_S
+        write_json(self.state.run_status, self.status())
+
+    def status(self) -> dict[str, Any]:
+        """What the pipeline does and how far each adapter is: what `pgcdc status` shows."""
         lanes = self._lanes
-        main = lanes.main if lanes is not None and self._is_open else None
-        write_json(
-            self.state.run_status,
-            {
-                "pid": os.getpid(),
-                "time": time.time(),
-                "phase": self._phase,
-                "adapters": list(self.config.adapter_names),
-                "events": main.events if main else 0,
-                "batches": main.batches if main else 0,
-                "position": str(lanes.position) if lanes and lanes.position else None,
-                "lanes": lanes.status() if lanes and main else [],
-                "last_error": self._last_error or (lanes.last_error if lanes else None),
-            },
-        )
-
-
-def _give_up_after(timeout_s: float, say: Say) -> threading.Timer:
-    """A sink that blocks (a pipe that nobody reads) must not keep us from ending: the batch comes again."""
-
-    def end() -> None:
-        say("the batch did not end in time: it comes again at the next start")
-        os._exit(0)
-
-    timer = threading.Timer(timeout_s, end)
-    timer.daemon = True
-    timer.start()
-    return timer
+        main = lanes.main if lanes and self._is_open else None
+        return {
+            "pid": os.getpid(),
+            "time": time.time(),
+            "phase": self._phase,
+            "adapters": [spec.name for spec in self._specs],
+            "events": main.events if main else 0,
+            "batches": main.batches if main else 0,
+            "position": str(lanes.position) if lanes and lanes.position else None,
+            "lanes": lanes.status() if lanes and main else [],
+            **self.reloads.status(),
+            "last_error": self._last_error or (lanes.last_error if lanes else None),
+        }
 
 
 def _stop_spark(spark: SparkSession) -> None:

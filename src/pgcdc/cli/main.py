@@ -12,6 +12,7 @@ from pgcdc.cli.describe import describe
 from pgcdc.cli.flags import SettingsCommand
 from pgcdc.cli.listen import listen
 from pgcdc.cli.playground import playground
+from pgcdc.cli.reload import reload
 from pgcdc.cli.resync import resync
 from pgcdc.cli.slot import slot_app
 from pgcdc.cli.snapshot import snapshot
@@ -32,6 +33,7 @@ app.command(cls=SettingsCommand)(validate)
 app.command()(describe)
 app.command()(snapshot)
 app.command()(status)
+app.command()(reload)
 app.command()(resync)
 app.command()(playground)
 app.command()(version)

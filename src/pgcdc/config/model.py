@@ -82,7 +82,10 @@ class Config(AdapterKeys):
         None, "slot: begin with what an existing slot still has.", DATABASE, example="slot"
     )
     streaming: bool | None = setting(
-        None, "Read large transactions while they run. (default: yes, but not with --messages)", DATABASE, example="true"
+        None,
+        "Read large transactions while they run. (default: yes, but not with --messages)",
+        DATABASE,
+        example="true",
     )
     two_phase: bool = setting(False, "Decode prepared transactions at PREPARE. PostgreSQL 15, new slots.", DATABASE)
     origin: Literal["any", "none"] = setting(

@@ -5,8 +5,18 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-__all__ = ["EVENTS_DELIVERED", "EVENTS_DROPPED", "LANE_MOVES", "Counters", "counters"]
+__all__ = [
+    "CONFIG_RELOADS",
+    "CONFIG_RELOAD_ERRORS",
+    "EVENTS_DELIVERED",
+    "EVENTS_DROPPED",
+    "LANE_MOVES",
+    "Counters",
+    "counters",
+]
 
+CONFIG_RELOADS = "pgcdc_config_reloads_total"
+CONFIG_RELOAD_ERRORS = "pgcdc_config_reload_errors_total"
 EVENTS_DELIVERED = "pgcdc_events_delivered_total"
 """By adapter."""
 EVENTS_DROPPED = "pgcdc_events_dropped_total"

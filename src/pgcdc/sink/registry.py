@@ -5,7 +5,7 @@ The configuration makes its keys, flags and its JSON schema of this; a new adapt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from pgcdc.errors import ConfigError
 from pgcdc.sink.base import Sink
 from pgcdc.sink.spec import AdapterSpec, FileOptions, NoopOptions, StdoutOptions
 
-__all__ = ["ADAPTERS", "AdapterType", "make_sink"]
+__all__ = ["ADAPTERS", "AdapterType", "check_adapters", "make_sink"]
 
 
 def _nothing(options: Any) -> str:
@@ -44,6 +44,25 @@ class AdapterType:
 def make_sink(spec: AdapterSpec, acks: Path) -> Sink:
     """The sink of one adapter; its ack stands in the folder `acks`."""
     return ADAPTERS[spec.type].make(spec, acks)
+
+
+def check_adapters(specs: Sequence[AdapterSpec]) -> None:
+    """Raise ConfigError for adapters that cannot be in one pipeline."""
+    if not specs:
+        raise ConfigError("no adapter is given", "Name one of pgcdc.adapters")
+    targets: dict[str, str] = {}
+    for number, spec in enumerate(specs):
+        kind = ADAPTERS[spec.type]
+        if any(spec.name == other.name for other in specs[:number]):
+            raise ConfigError(f"there are two adapters {spec.name}", "Give each a name of its own: name=...")
+        kind.check(spec.options)
+        target = kind.target(spec.options)
+        if target and target in targets:
+            raise ConfigError(
+                f"adapters {targets[target]} and {spec.name} write to the same target: {target}",
+                "Give each a target of its own",
+            )
+        targets[target] = spec.name
 
 
 def _make_stdout(spec: AdapterSpec, acks: Path) -> Sink:

@@ -78,7 +78,11 @@ class Lane:
         reader = spark.readStream.format("pgcdc").options(**options, **program.source_options())
         schema = program.source_schema()
         typed = reader.option("_start", str(self.place)) if not schema else reader.schema(schema)
-        writer = program.project(typed.load()).writeStream.queryName(self.name).option("checkpointLocation", str(self._checkpoint))
+        writer = (
+            program.project(typed.load())
+            .writeStream.queryName(self.name)
+            .option("checkpointLocation", str(self._checkpoint))
+        )
         trigger = writer.trigger(availableNow=True) if once else writer.trigger(processingTime="0 seconds")
         with _setting(spark, "spark.sql.execution.arrow.maxRecordsPerBatch", str(program.records_per_batch())):
             self.query = trigger.foreachBatch(self._deliver).start()

@@ -13,33 +13,34 @@ from pgcdc.position import Position
 from pgcdc.relation import Column, Relation
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS, OldKind, Op
 from pgcdc.spool.writer import SpoolWriter
-from pgcdc.stream.events import BLOCKS
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+    from pgcdc.transform.program import Program
 
 __all__ = ["warm_up"]
 
 BATCHES = 3
 
 
-def warm_up(spark: SparkSession) -> None:
-    """Run a few micro-batches over a made-up spool."""
+def warm_up(spark: SparkSession, program: Program) -> None:
+    """Run a few micro-batches over a made-up spool, as a lane with this program would."""
     with tempfile.TemporaryDirectory(prefix="pgcdc-warm-") as folder:
         spool = Path(folder) / "spool"
         _write_spool(spool)
-        source = spark.readStream.format("pgcdc").schema(BLOCKS).option("_spool", str(spool))
+        reader = spark.readStream.format("pgcdc").schema(program.source_schema()).options(**program.source_options())
+        events = reader.option("_spool", str(spool)).option("max_batch_rows", "3").load()
         writer = (
-            source.option("max_batch_rows", "3")
-            .load()
+            program.project(events)
             .writeStream.option("checkpointLocation", f"{folder}/checkpoint")
             .trigger(availableNow=True)
         )
-        writer.foreachBatch(_collect).start().awaitTermination()
 
+        def collect(batch: DataFrame, _: int) -> None:
+            program.collect(batch)
 
-def _collect(blocks: DataFrame, _: int) -> None:
-    blocks.toArrow()
+        writer.foreachBatch(collect).start().awaitTermination()
 
 
 def _write_spool(folder: Path) -> None:

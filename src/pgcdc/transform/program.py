@@ -182,7 +182,9 @@ def _steps(chain: Chain) -> Steps:
 
     for pattern in chain.routes:
         if not pattern or re.search(r"\s", pattern):
-            raise ConfigError(f"route {pattern!r} is no channel pattern", "Write names such as orders, sales.* or pgcdc:_txn")
+            raise ConfigError(
+                f"route {pattern!r} is no channel pattern", "Write names such as orders, sales.* or pgcdc:_txn"
+            )
     steps = Steps(tuple(map(full_pattern, chain.routes)), tuple(map(from_spec, chain.transforms)))
     steps.check()
     return steps

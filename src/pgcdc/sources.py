@@ -1,0 +1,48 @@
+"""Sources for pipelines in Python.
+
+    from pgcdc import sources
+    sources.postgres("postgresql://app@localhost/shop", tables=["orders"], slot_name="shop")
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from pydantic import ValidationError
+
+from pgcdc.config import Config
+from pgcdc.config.explain import explain
+from pgcdc.config.misfit import KeyPath, name_key
+from pgcdc.errors import ConfigError
+
+__all__ = ["postgres"]
+
+_ELSEWHERE = ("adapters", "transforms", "routes", "adapter_priority")
+
+
+def postgres(url: str = "", **settings: Any) -> Config:
+    """A PostgreSQL database, and how it is captured: the settings of `pgcdc listen`, with underscores.
+
+    Without `url` the variable PGCDC_DB says which. ConfigError: a setting is unknown, or does not fit.
+    """
+    for name in _ELSEWHERE:
+        if name in settings:
+            raise ConfigError(f"{name} does not belong to a source", "Give it to the pipeline or to its adapters")
+    values = {**settings, **({"db": url} if url else {})}
+
+    def raw(path: KeyPath) -> Any:
+        value: Any = values
+        for part in path:
+            try:
+                value = value[part]
+            except (KeyError, IndexError, TypeError):
+                return None
+        return value
+
+    try:
+        config = Config.model_validate(values if "db" in values else {**values, "db": os.environ.get("PGCDC_DB", "")})
+    except ValidationError as error:
+        raise explain(error, name_key, raw) from None
+    config.check()
+    return config
