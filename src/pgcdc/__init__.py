@@ -21,11 +21,12 @@ from pgcdc.errors import (
     SourceError,
     SpoolError,
     StateError,
+    TransformError,
 )
 from pgcdc.position import Position
 
 if TYPE_CHECKING:
-    from pgcdc import functions
+    from pgcdc import functions, transform
     from pgcdc.capture.batch import CaptureBatch
     from pgcdc.capture.stream import Capture, open_capture
     from pgcdc.stream.session import register, session
@@ -47,6 +48,7 @@ __all__ = [
     "SourceError",
     "SpoolError",
     "StateError",
+    "TransformError",
     "describe",
     "functions",
     "open_capture",
@@ -55,6 +57,7 @@ __all__ = [
     "read_tables",
     "register",
     "session",
+    "transform",
 ]
 
 _LAZY = {
@@ -74,8 +77,8 @@ def __getattr__(name: str) -> Any:
     """Import what needs Spark or a driver only when it is asked for."""
     from importlib import import_module
 
-    if name == "functions":
-        return import_module("pgcdc.functions")
+    if name in ("functions", "transform"):
+        return import_module(f"pgcdc.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'pgcdc' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)

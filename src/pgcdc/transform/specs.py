@@ -104,7 +104,9 @@ class DebeziumSpec(_Spec):
 
     type: Literal["debezium"] = "debezium"
     topic_prefix: str = "pgcdc"
-    schemas: bool = Field(False, description="with the schema beside the payload (schemas.enable of the JSON converter)")
+    schemas: bool = Field(
+        False, description="with the schema beside the payload (schemas.enable of the JSON converter)"
+    )
 
 
 class CloudEventsSpec(_Spec):
