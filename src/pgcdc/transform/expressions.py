@@ -1,8 +1,8 @@
 """Transforms of events as native Spark expressions.
 
-Every function takes a DataFrame of events and gives one with the same columns. If it has the boolean column `_keep`, as in a lane,
-filters note there what is left out, so that a chain is a row of projections; else they leave the rows out. Columns of `row`
-and `old` are changed for rows of tables only: messages, markers and schema events have no table, and stay as they are.
+Every function takes a DataFrame of events and gives one with the same columns. If it has the boolean column `_keep`, as in a
+lane, filters note there what is left out, so that a chain is a row of projections; else they leave the rows out. Columns of
+`row` and `old` are changed for rows of tables only: messages, markers and schema events have no table, and stay as they are.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def with_function(events: DataFrame, name: str, function: EventFunction | None) 
         chosen = function if function is not None else load_function(name, folder)
         return call_all(asked, chosen, name, changed)
 
-    caller: Any = arrow_udf(call, f"kept BOOLEAN, {fields}")
+    caller: Any = arrow_udf(call, f"kept BOOLEAN, {fields}")  # type: ignore[call-overload]
     asked = F.when(active, F.struct(*(F.col(one) for one in columns)))
     made = events.withColumn(_RESULT, caller(asked))
     keep = F.coalesce(F.col(f"{_RESULT}.kept"), F.lit(False))
