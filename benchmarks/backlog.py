@@ -29,6 +29,7 @@ __all__ = [
     "run_child",
     "run_contenders",
     "run_recvlogical",
+    "through_transforms",
     "typed",
 ]
 
@@ -71,6 +72,32 @@ def our_contenders() -> list[Contender]:
     return [
         Contender("arrow", "capture to Arrow", _run_arrow),
         Contender("spark", "through Spark to a file", _run_spark),
+    ]
+
+
+SIMPLE: list[dict[str, Any]] = [
+    {"type": "drop_columns", "columns": ["flag"]},
+    {"type": "rename_fields", "fields": {"short": "title"}},
+    {"type": "mask", "columns": ["title"], "mode": "hash"},
+    {"type": "mask", "columns": ["amount"], "mode": "redact"},
+    {"type": "filter", "operations": ["INSERT", "UPDATE", "DELETE"]},
+]
+"""Built-in transforms together. They leave no event out, so that as many arrive as without them."""
+WHERE: dict[str, Any] = {"type": "filter", "where": "operation = 'DELETE' OR row['id'] IS NOT NULL"}
+
+
+def through_transforms() -> list[Contender]:
+    """The way to a file without transforms, with those that the source does, and with a condition in SQL behind them."""
+
+    def run_with(transforms: list[dict[str, Any]]) -> Callable[[str, str, Backlog], dict[str, Any]]:
+        return lambda url, slot, backlog: _run_through_spark(
+            "spark_child.py", "lines", url, slot, backlog, json.dumps(transforms)
+        )
+
+    return [
+        Contender("spark", "through Spark to a file", _run_spark),
+        Contender("transforms", "the same with five transforms", run_with(SIMPLE)),
+        Contender("where", "the same with a condition in SQL behind them", run_with([*SIMPLE, WHERE])),
     ]
 
 
@@ -144,10 +171,12 @@ def _run_typed(url: str, slot: str, backlog: Backlog) -> dict[str, Any]:
     return _run_through_spark("typed_child.py", "rows", url, slot, backlog)
 
 
-def _run_through_spark(script: str, counted: str, url: str, slot: str, backlog: Backlog) -> dict[str, Any]:
+def _run_through_spark(
+    script: str, counted: str, url: str, slot: str, backlog: Backlog, *more: str
+) -> dict[str, Any]:
     folder = tempfile.mkdtemp(prefix="pgcdc-bench-")
     try:
-        result = run_child(script, slot, str(backlog.changes), folder, url=url, tree=True)
+        result = run_child(script, slot, str(backlog.changes), folder, *more, url=url, tree=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     _check_count(result[counted], backlog)
@@ -159,7 +188,7 @@ def run_child(script: str, *arguments: str, url: str, tree: bool = False) -> dic
 
     With `tree`, the peak of its memory is that of the whole tree of processes, seen from here.
     """
-    environment = {**os.environ, "PGCDC_DB": url, "PGSSLMODE": "disable"}
+    environment = {**os.environ, "PGCDC_DB": url, "PGSSLMODE": "disable", "PGCDC_MASK_KEY": "a key for measurements"}
     command = [sys.executable, str(HERE / script), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     if tree:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from backlog import Contender, Unavailable, our_contenders, recvlogical, run_child, run_contenders, typed
+from backlog import Contender, Unavailable, our_contenders, recvlogical, run_child, run_contenders, through_transforms, typed
 from cast import SMALL_ROWS, measure_casting
 from decode import measure_decoding
 from incremental import measure_beside, measure_initial
@@ -133,6 +133,19 @@ def measure_typed(bench: Bench) -> None:
     ratio = found["recvlogical"].median("took_s") / found["typed"].median("took_s")
     name = "backlog: typed rows through Spark to a no-op sink"
     bench.figures.append(at_least(name, ratio, 0.6, "x", _describe(found["typed"])))
+
+
+def measure_transforms(bench: Bench) -> None:
+    """What transforms cost on the way to a file."""
+    found = run_contenders(bench.url(), bench.backlog(), through_transforms(), bench.scale.rounds, bench.say)
+    bench.forget_backlog()
+    base, simple, where = found["spark"], found["transforms"], found["where"]
+    kept, asked = (base.median("took_s") / one.median("took_s") for one in (simple, where))
+    name = "transforms: drop, rename, mask (hash, redact) and filter together, of the rate to a file without"
+    bench.figures += [
+        at_least(name, kept, 0.8, "x", f"{_describe(simple)}; without: {_describe(base)}"),
+        Figure("transforms: with a condition in Spark SQL behind them", "", f"{asked:.2f}x", None, _describe(where)),
+    ]
 
 
 def measure_snapshot(bench: Bench) -> None:
@@ -408,6 +421,7 @@ def cpu_us(one: Contender) -> float:
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "backlog": measure_backlog,
     "typed": measure_typed,
+    "transforms": measure_transforms,
     "snapshot": measure_snapshot,
     "initial": measure_initial_snapshot,
     "incremental": measure_incremental,

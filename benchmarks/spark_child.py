@@ -1,4 +1,4 @@
-"""The pipeline in a process of its own: `SLOT CHANGES FOLDER`. The URL is in PGCDC_DB. Prints one line of JSON.
+"""The pipeline in a process of its own: `SLOT CHANGES FOLDER [TRANSFORMS]`. The URL is in PGCDC_DB. Prints one line of JSON.
 
 The same parts in the same roles as `pgcdc listen`, in another order: the capture connects when Spark is warm, so that the
 time counts from START_REPLICATION.
@@ -79,7 +79,7 @@ class WarmPipeline(Pipeline):
 def main() -> None:
     """Drain the slot into a file and say how long it took."""
     slot, changes, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    options = {
+    options: dict[str, Any] = {
         "db": os.environ["PGCDC_DB"],
         "slot_name": slot,
         "publication": PUBLICATION,
@@ -88,6 +88,8 @@ def main() -> None:
         "state_dir": folder / "state",
         "start_from": "slot",
     }
+    if len(sys.argv) > 4:
+        options["transforms"] = {"global": json.loads(sys.argv[4])}
     config = Config.model_validate(options)
     pipeline = WarmPipeline(config, changes)
     pipeline.run()

@@ -28,7 +28,10 @@ def simple_specs(draw: st.DrawFn) -> dict[str, Any]:
     if kind == "filter":
         return {"type": kind, "operations": draw(st.lists(st.sampled_from([op.name for op in Op]), min_size=4))}
     if kind == "rename_fields":
-        return {"type": kind, "fields": draw(st.dictionaries(_names, st.sampled_from("xyzab"), min_size=1).filter(_is_one_to_one))}
+        return {
+            "type": kind,
+            "fields": draw(st.dictionaries(_names, st.sampled_from("xyzab"), min_size=1).filter(_is_one_to_one)),
+        }
     spec: dict[str, Any] = {"type": kind, "columns": draw(_columns)}
     return spec | ({"mode": draw(st.sampled_from(["zero", "hash", "redact"]))} if kind == "mask" else {})
 
@@ -62,7 +65,9 @@ def transformed(event: dict[str, Any], chain: Chain) -> Any:
             unchanged = [name for name in unchanged if name not in spec["columns"]]
         if spec["type"] == "rename_fields":
             fields = spec["fields"]
-            row, old = ([(fields.get(name, name), value) for name, value in side] if side else side for side in (row, old))
+            row, old = (
+                [(fields.get(name, name), value) for name, value in side] if side else side for side in (row, old)
+            )
             unchanged = [fields.get(name, name) for name in unchanged]
             for names in ([name for name, _ in row or []] + unchanged, [name for name, _ in old or []]):
                 is_clash |= len(set(names)) < len(names)

@@ -21,6 +21,7 @@ from pgcdc.errors import (
     SourceError,
     SpoolError,
     StateError,
+    TransformError,
 )
 from pgcdc.position import Position
 
@@ -49,6 +50,7 @@ __all__ = [
     "SourceError",
     "SpoolError",
     "StateError",
+    "TransformError",
     "adapters",
     "describe",
     "functions",

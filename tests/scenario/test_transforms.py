@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from pgcdc.transform.program import Chain, Steps, compile_chains, split_lines
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-ODD = "\n\"\\\u2028🐘"
+ODD = '\n"\\\u2028🐘'
 STREAM = [
     Transaction(
         110,
@@ -40,15 +41,17 @@ STREAM = [
             Change(ORDERS, "TRUNCATE"),
         ),
     ),
-    Transaction(120, (Change(ORDERS, "DELETE", None, ("2", None, None), "K"), Change(ITEMS, "DELETE", None, ("1", "2"), "O"))),
+    Transaction(
+        120, (Change(ORDERS, "DELETE", None, ("2", None, None), "K"), Change(ITEMS, "DELETE", None, ("1", "2"), "O"))
+    ),
 ]
 
 
 class AsExpressions(Steps):
     """A chain of which the source does nothing."""
 
-    is_simple = property(lambda self: False)  # type: ignore[assignment]
-    is_rendered = property(lambda self: False)  # type: ignore[assignment]
+    is_simple = property(lambda self: False)
+    is_rendered = property(lambda self: False)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -88,12 +91,14 @@ def events(spark: SparkSession) -> DataFrame:
         return events_in(spark, reader).coalesce(1)
 
 
-@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(streams(), st.lists(simple_chains(), min_size=4, max_size=4, unique_by=repr))
 def test_spark_expressions_and_the_source_write_the_same_bytes(
     spark: SparkSession, transactions: list[Transaction], chains: list[Chain]
 ) -> None:
-    with spooled([*STREAM, *(Transaction(one.lsn + 100, one.changes, one.commit_time) for one in transactions)]) as reader:
+    with spooled(
+        [*STREAM, *(Transaction(one.lsn + 100, one.changes, one.commit_time) for one in transactions)]
+    ) as reader:
         possible = []
         for chain in chains:
             with contextlib.suppress(TransformError):
@@ -122,10 +127,16 @@ def values(frame: DataFrame, *columns: str) -> list[Any]:
 
 
 def test_sql_sets_values_of_rows_and_of_what_old_has(events: DataFrame) -> None:
-    made = transform.sql({"total": "cast(row['total'] AS decimal(10,2)) * 2", "note": "upper(row['note'])", "big": "row['id'] > 1"})
+    made = transform.sql(
+        {"total": "cast(row['total'] AS decimal(10,2)) * 2", "note": "upper(row['note'])", "big": "row['id'] > 1"}
+    )
     found = values(made(events), "operation", "row", "old", "unchanged_toast_columns")
     assert found[0][1] == {"id": "1", "note": "A@B.C", "total": "5.00", "big": "f"}
-    assert found[1][1:] == ({"id": "1", "total": None, "big": "f"}, {"id": "1", "note": "OLD", "total": "18.00"}, ["note"])
+    assert found[1][1:] == (
+        {"id": "1", "total": None, "big": "f"},
+        {"id": "1", "note": "OLD", "total": "18.00"},
+        ["note"],
+    )
     assert found[2][2] == {"id": "1"}, "what was not sent of the old row is not set"
     assert found[4] == ("TRUNCATE", None, None, None)
     assert found[5][1] == {"id": "2"}
@@ -153,39 +164,31 @@ def test_a_python_function_sees_each_event_once_and_may_drop_it(events: DataFram
     assert [(place, at) for _, _, place, at in found] == kept
 
 
-def test_a_function_that_fails_or_changes_what_it_must_not_names_the_event(events: DataFrame) -> None:
-    cases = {
-        "KeyError: 'nothing'": lambda event: event["nothing"],
-        "it changed position": lambda event: event | {"position": "0"},
-        "it returned int": lambda event: 1,
-        r"row\['id'\] is int": lambda event: event | {"row": {"id": 1}},
-        "it added colour": lambda event: event | {"colour": "red"},
-    }
-    for message, function in cases.items():
-        program = compile_chains([Chain((transform.python(function),))])
-        with pytest.raises(TransformError, match=f"at position 000000000000006E/000000000001: {message}"):
-            program.collect(events)
+def test_a_function_that_fails_names_the_event(events: DataFrame) -> None:
+    program = compile_chains([Chain((transform.python(lambda event: event["nothing"]),))])
+    with pytest.raises(TransformError, match="at position 000000000000006E/000000000001: KeyError: 'nothing'"):
+        program.collect(events)
 
 
 def test_an_error_in_sql_stops_with_the_transform_and_the_position(events: DataFrame) -> None:
     specs = ({"type": "drop_columns", "columns": ["x"]}, {"type": "sql", "set": {"n": "cast(row['note'] AS int)"}})
-    program = compile_chains([Chain(), Chain(({"type": "filter", "operations": ["UPDATE"]}, *specs))])
+    program = compile_chains([Chain(({"type": "filter", "operations": ["UPDATE"]}, *specs))])
     with pytest.raises(TransformError) as caught:
         program.collect(events)
-    assert "transform 3 (sql) failed at position 000000000000006E/000000000002" in str(caught.value) or (
-        "transform 3 (sql) failed at position 000000000000006E/000000000003" in str(caught.value)
-    )
+    # The first UPDATE fails by its old row: the new one has no note. INSERTs before it are not asked.
+    assert "transform 3 (sql) failed at position 000000000000006E/000000000002" in str(caught.value)
     assert "CAST_INVALID_INPUT" in str(caught.value) and "try_cast" in str(caught.value)
     renamed = compile_chains([Chain(({"type": "rename_fields", "fields": {"note": "total"}}, *specs))])
-    with pytest.raises(TransformError, match="rename_fields gives two columns the name of one.*000000000000006E/000000000001"):
+    with pytest.raises(
+        TransformError, match=r"rename_fields gives two columns the name of one.*000000000000006E/000000000001"
+    ):
         renamed.collect(events)
 
 
-def test_a_program_of_all_kinds_collects_once_and_gives_each_chain_its_own(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_a_program_of_all_kinds_collects_once_and_gives_each_chain_its_own(spark: SparkSession, tmp_path: Path) -> None:
     """Through the source: chains that it renders, one that also asks Spark, and one that only Spark can do."""
-    simple = {"type": "mask", "columns": ["note"], "mode": "hash", "key_env": KEY_VARIABLE}
+    (tmp_path / "key").write_text(KEY)
+    simple = {"type": "mask", "columns": ["note"], "mode": "hash", "key_file": str(tmp_path / "key")}
     chains = [
         Chain(),
         Chain((simple, {"type": "filter", "where": "row['note'] LIKE '%0%' OR operation = 'DELETE'"}), ("orders",)),
@@ -204,9 +207,9 @@ def test_a_program_of_all_kinds_collects_once_and_gives_each_chain_its_own(
     assert len(hashed[0]["note"]) == 64
     cut = [json.loads(line)["payload"]["row"] for line in tables[2].column("line").to_pylist()]
     assert cut[0] == {**hashed[0], "note": hashed[0]["note"][:4]}
-    secret = KEY.encode()
-    for file in tmp_path.rglob("*"):
-        assert not file.is_file() or file.is_relative_to(folder) or secret not in file.read_bytes(), file
+    for checkpoint in (tmp_path / "columns", tmp_path / "blocks"):
+        for file in checkpoint.rglob("*"):
+            assert not file.is_file() or KEY.encode() not in file.read_bytes(), file
 
 
 def run(spark: SparkSession, chains: list[Chain], folder: Path, checkpoint: Path) -> list[pa.Table]:
@@ -261,8 +264,11 @@ BAD = {
     "no condition": ({"type": "filter", "where": "upper(channel)"}, "is string, not a condition"),
     "a list": ({"type": "sql", "set": {"a": "split(channel, ':')"}}, "array<string>, not one value"),
     "another value each time": ({"type": "sql", "set": {"a": "rand()"}}, "another value each time"),
-    "other events": ({"type": "sql", "set": {"a": "sum(lsn) OVER (PARTITION BY channel)"}}, "looks at other events"),
-    "an aggregate": ({"type": "sql", "set": {"a": "max(channel)"}}, "max"),
+    "other events": (
+        {"type": "sql", "set": {"a": "sum(lsn) OVER (PARTITION BY channel)"}},
+        "looks at more than one event",
+    ),
+    "an aggregate": ({"type": "sql", "set": {"a": "max(channel)"}}, "looks at more than one event"),
     "several rows": ({"type": "sql", "set": {"a": "explode(map_keys(row))"}}, "explode|generator"),
     "unknown module": ({"type": "python", "function": "no_such_module:f"}, "there is no module no_such_module"),
     "unknown function of a module": ({"type": "python", "function": "json:nothing"}, "has no function nothing"),
@@ -276,8 +282,10 @@ BAD = {
 
 def test_bad_transforms_are_found_before_the_start(spark: SparkSession) -> None:
     for name, (spec, message) in BAD.items():
-        with pytest.raises(ConfigError, match=message) as caught:
+        with pytest.raises(ConfigError) as caught:
             transform.check_specs(spark, [spec])
+            pytest.fail(f"{name} was not found")
+        assert re.search(message, str(caught.value)), (name, str(caught.value))
         assert caught.value.advice, name
     good = [{"type": "sql", "set": {"a": "upper(row['a'])"}}, {"type": "filter", "where": "operation = 'INSERT'"}]
     transform.check_specs(spark, good)

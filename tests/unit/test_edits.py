@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from event_streams import ORDERS, SEED, START, Change, Transaction, expected_events, spooled, streams
+from event_streams import ORDERS, SCHEMA, SEED, START, Change, Transaction, expected_events, spooled, streams
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transform_cases import KEY, KEY_VARIABLE, simple_chains, transformed
@@ -24,9 +24,11 @@ from pgcdc.spool.reader import SpoolReader
 from pgcdc.spool.writer import SpoolWriter
 from pgcdc.stream import lines, masks
 from pgcdc.stream.edits import SimpleChain, dump_chains, full_pattern, parse_chains
-from pgcdc.stream.events import chain_column, chain_lines, drop_unwanted, event_batch
+from pgcdc.stream.events import BLOCKS, chain_column, chain_lines, drop_unwanted, event_batch
 from pgcdc.stream.frame import EventOptions
-from pgcdc.transform.program import Chain, compile_chains
+from pgcdc.transform.program import BlockProgram, Chain, Steps, compile_chains
+from pgcdc.transform.python_function import CHANGEABLE, call_all
+from pgcdc.transform.transforms import Transform, drop_columns, filter, sql
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +95,12 @@ def payloads(*specs: dict[str, Any], routes: tuple[str, ...] = ()) -> list[dict[
 def test_drop_leaves_columns_out_of_row_old_and_unchanged() -> None:
     insert, update, truncate, delete = payloads({"type": "drop_columns", "columns": ["note"]})
     assert insert is not None and insert["row"] == {"id": "1", "total": "2.50"}
-    assert update == {"op": "UPDATE", "table": "orders", "row": {"id": "1", "total": None}, "old": {"id": "1", "total": "9"}}
+    assert update == {
+        "op": "UPDATE",
+        "table": "orders",
+        "row": {"id": "1", "total": None},
+        "old": {"id": "1", "total": "9"},
+    }
     assert truncate is not None and truncate["row"] is None
     assert delete is not None and delete["row"] == {"id": "1"}
 
@@ -106,9 +113,11 @@ def test_rename_follows_into_old_and_unchanged_and_may_swap() -> None:
 
 
 def test_rename_onto_a_column_that_the_table_has_is_an_error() -> None:
-    with pytest.raises(TransformError, match="two columns of table public.orders the name total"):
+    with pytest.raises(TransformError, match=r"two columns of table public\.orders the name total"):
         payloads({"type": "rename_fields", "fields": {"note": "total"}})
-    dropped = payloads({"type": "drop_columns", "columns": ["total"]}, {"type": "rename_fields", "fields": {"note": "total"}})
+    dropped = payloads(
+        {"type": "drop_columns", "columns": ["total"]}, {"type": "rename_fields", "fields": {"note": "total"}}
+    )
     assert dropped[0] is not None and dropped[0]["row"] == {"id": "1", "total": "a@b.c"}
     elsewhere = payloads({"type": "rename_fields", "fields": {"note": "total"}}, routes=("items",))
     assert elsewhere == [None] * 4, "a table that the chain does not have cannot fail"
@@ -180,7 +189,13 @@ def test_what_is_not_a_row_of_a_table_passes_column_transforms_unharmed(tmp_path
 
 
 def test_routes_are_shell_patterns_with_regard_to_case() -> None:
-    for pattern, matches in (("orders", True), ("Orders", False), ("pgcdc:ord*", True), ("sales.*", False), ("ord?rs", True)):
+    for pattern, matches in (
+        ("orders", True),
+        ("Orders", False),
+        ("pgcdc:ord*", True),
+        ("sales.*", False),
+        ("ord?rs", True),
+    ):
         found = payloads(routes=(pattern,))
         assert (found[0] is not None) == matches, pattern
         assert fnmatch.fnmatchcase("pgcdc:orders", full_pattern(pattern)) == matches
@@ -188,7 +203,9 @@ def test_routes_are_shell_patterns_with_regard_to_case() -> None:
 
 def test_events_that_no_chain_has_are_not_carried() -> None:
     schema = chain_lines(2)
-    batch = pa.RecordBatch.from_pydict({"position": ["1", "2", "3"], "line_0": ["a", None, None], "line_1": [None, None, "c"]})
+    batch = pa.RecordBatch.from_pydict(
+        {"position": ["1", "2", "3"], "line_0": ["a", None, None], "line_1": [None, None, "c"]}
+    )
     assert drop_unwanted(batch.cast(schema)).column("position").to_pylist() == ["1", "3"]
     assert chain_column(1) == schema.names[2]
 
@@ -215,3 +232,69 @@ def test_chains_travel_as_text() -> None:
     steps = [{"type": "drop_columns", "columns": ["ä"]}]
     (chain,) = parse_chains(dump_chains([(("pgcdc:a",), steps)]))
     assert isinstance(chain, SimpleChain) and (chain.routes, list(chain.steps)) == (("pgcdc:a",), steps)
+
+
+FAULTS: dict[str, Any] = {
+    "KeyError: 'nothing'": lambda event: event["nothing"],
+    "it changed position": lambda event: event | {"position": "0"},
+    "it changed id": lambda event: {key: value for key, value in event.items() if key != "id"},
+    "it returned int": lambda event: 1,
+    "row['id'] is int": lambda event: event | {"row": {"id": 1}},
+    "channel is NoneType|channel is int": lambda event: event | {"channel": 5},
+    "it added colour": lambda event: event | {"colour": "red"},
+    "unchanged_toast_columns is no list": lambda event: event | {"unchanged_toast_columns": "id"},
+}
+
+
+def asked() -> pa.Array:
+    with spooled([Transaction(110, CHANGES)]) as reader:
+        batch = event_batch(reader.slices(START, reader.end), reader.relations(), SEED, SCHEMA)
+    assert batch is not None
+    return pa.concat_arrays([pa.array([None], batch.to_struct_array().type), batch.to_struct_array()])
+
+
+@pytest.mark.parametrize("message", FAULTS)
+def test_a_function_that_fails_or_changes_what_it_must_not_names_the_event(message: str) -> None:
+    with pytest.raises(TransformError) as caught:
+        call_all(asked(), FAULTS[message], "mine:f", list(CHANGEABLE))
+    assert "python transform mine:f at position 000000000000006E/000000000001: " in str(caught.value)
+    assert any(part in str(caught.value) for part in message.split("|")) and caught.value.advice
+
+
+def test_a_function_is_called_for_what_the_chain_has_and_may_drop_it() -> None:
+    seen: list[str] = []
+
+    def note(event: dict[str, Any]) -> dict[str, Any] | None:
+        seen.append(event["operation"])
+        return (
+            None if event["operation"] == "DELETE" else event | {"row": event["row"] and {**event["row"], "new": None}}
+        )
+
+    found = call_all(asked(), note, "mine:f", list(CHANGEABLE)).to_pylist(maps_as_pydicts="strict")
+    assert seen == ["INSERT", "UPDATE", "TRUNCATE", "DELETE"], "what a filter before has left out is not asked"
+    assert [one["kept"] for one in found] == [None, True, True, True, False]
+    assert found[1]["row"] == {"id": "1", "note": "a@b.c", "total": "2.50", "new": None} and found[3]["row"] is None
+
+
+def test_only_filters_may_follow_an_envelope() -> None:
+    class Envelope(Transform):
+        is_envelope, name, is_simple = True, "debezium", False
+
+    closed, drop = Envelope(None), drop_columns("a")
+    Steps((), (drop, closed, filter(operations=["INSERT"]))).check()
+    with pytest.raises(ConfigError, match="drop_columns stands behind debezium"):
+        Steps((), (closed, drop)).check()
+
+
+def test_the_program_is_the_cheapest_that_can_do_it() -> None:
+    where, drop = filter(where="row['a'] = '1'"), drop_columns("b")
+    plain, blocks = compile_chains([Chain(), Chain()]), compile_chains([Chain((drop,)), Chain(), Chain((drop,))])
+    assert (plain.source_options(), plain.source_schema()) == ({}, BLOCKS)
+    assert isinstance(blocks, BlockProgram) and (len(blocks.distinct), blocks.of_chain) == (2, (0, 1, 0))
+    mixed = compile_chains([Chain((drop, where)), Chain()])
+    assert mixed.source_schema() == (
+        "`channel` STRING, `operation` STRING, `table` STRING, `row` MAP<STRING,STRING>, `position` STRING, "
+        "`line_0` STRING, `line_1` STRING"
+    )
+    full = compile_chains([Chain((sql(a="1"),)), Chain()])
+    assert "`created_at` TIMESTAMP" in full.source_schema() and "`line_0`" in full.source_schema()

@@ -112,7 +112,9 @@ class SimpleChain:
                 left = [name for name in names if name is not None]
                 twice = next((name for name in left if left.count(name) > 1), None)
                 if twice is not None and not problem:
-                    problem = f"rename_fields gives two columns of table {shape.namespace}.{shape.name} the name {twice}"
+                    problem = (
+                        f"rename_fields gives two columns of table {shape.namespace}.{shape.name} the name {twice}"
+                    )
             elif step["type"] == "mask":
                 for index, name in enumerate(names):
                     if name in step["columns"]:

@@ -19,7 +19,17 @@ import pyarrow.compute as pc
 
 from pgcdc.errors import ConfigError
 
-__all__ = ["DEFAULT_KEY_VARIABLE", "LOOKS", "REDACTED", "hmac_pads", "hmac_python", "hmac_texts", "read_key", "redact", "zero"]
+__all__ = [
+    "DEFAULT_KEY_VARIABLE",
+    "LOOKS",
+    "REDACTED",
+    "hmac_pads",
+    "hmac_python",
+    "hmac_texts",
+    "read_key",
+    "redact",
+    "zero",
+]
 
 REDACTED = "***REDACTED***"
 DEFAULT_KEY_VARIABLE = "PGCDC_MASK_KEY"
@@ -122,7 +132,7 @@ def read_key(key_env: str | None, key_file: str | None) -> bytes:
         if not key:
             raise ConfigError(
                 f"mask with mode hash needs a key, and {where} is not set",
-                f"Set it for pgcdc and for Spark's executors (for example to the output of: openssl rand -hex 32), or give "
+                "Set it for pgcdc and for Spark's executors (for example to the output of: openssl rand -hex 32), or give "
                 "key_file",
             )
     if len(key) < MINIMUM_KEY_BYTES:

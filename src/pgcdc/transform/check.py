@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,11 +60,14 @@ def _check_sql(events: DataFrame, what: str, text: str, *, is_condition: bool) -
     if is_condition and not isinstance(kind, BooleanType | NullType):
         raise ConfigError(f"{what}: {text} is {kind.simpleString()}, not a condition", "Compare it with something")
     if isinstance(kind, ArrayType | MapType | StructType):
-        raise ConfigError(f"{what}: {text} is {kind.simpleString()}, not one value", "Make text of it with to_json(...)")
+        raise ConfigError(
+            f"{what}: {text} is {kind.simpleString()}, not one value", "Make text of it with to_json(...)"
+        )
     if not plan.deterministic():
         raise ConfigError(f"{what}: {text} is another value each time", "A batch that comes again must be the same")
-    if plan.nodeName() != "Project":
-        raise ConfigError(f"{what}: {text} looks at other events ({plan.nodeName()})", "Use columns of one event only")
+    other = re.search(r"^[+:\- ]*(Aggregate|Window|Generate)\b", plan.toString(), re.MULTILINE)
+    if other is not None:
+        raise ConfigError(f"{what}: {text} looks at more than one event", "Use columns of one event only")
 
 
 def _advice(events: DataFrame) -> str:

@@ -1,8 +1,8 @@
 """Transforms of events as native Spark expressions.
 
-Every function takes a DataFrame of events and gives one with the same rows. If it has the boolean column `_keep`, as it has in
-a lane, filters note there what is left out, so that a chain is a row of projections; else they leave the rows out. Columns
-of `row` and `old` are changed for rows of tables only: messages, markers and schema events have no table, and stay as they are.
+Every function takes a DataFrame of events and gives one with the same columns. If it has the boolean column `_keep`, as in a
+lane, filters note there what is left out, so that a chain is a row of projections; else they leave the rows out. Columns of
+`row` and `old` are changed for rows of tables only: messages, markers and schema events have no table, and stay as they are.
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ def with_values(events: DataFrame, expressions: Mapping[str, str]) -> DataFrame:
     values = F.struct(*(_as_text(events, text).alias(str(number)) for number, text in enumerate(expressions.values())))
     active = is_active(events) & F.col("table").isNotNull()
     steps = events.withColumns({_VALUES: F.when(active & F.col("row").isNotNull(), values), _ROW: F.col("row")})
-    changed = {"row": F.when(active, _set_values(F.col(_ROW), F.col(_VALUES), list(expressions))).otherwise(F.col(_ROW))}
+    changed = {
+        "row": F.when(active, _set_values(F.col(_ROW), F.col(_VALUES), list(expressions))).otherwise(F.col(_ROW))
+    }
     if "old" in columns:  # the same expressions once more, where `row` is the old row
         steps = steps.withColumn("row", F.col("old"))
         steps = steps.withColumn(_OLD_VALUES, F.when(active & F.col("old").isNotNull(), values))
@@ -195,7 +197,9 @@ def _with_columns(
 
     is_table = is_active(events) & F.col("table").isNotNull()
     present = events.columns
-    changed = {name: F.when(is_table, of_row(F.col(name))).otherwise(F.col(name)) for name in ("row", "old") if name in present}
+    changed: dict[str, Column] = {
+        name: F.when(is_table, of_row(F.col(name))).otherwise(F.col(name)) for name in ("row", "old") if name in present
+    }
     if UNCHANGED in present:
         names = of_names(F.col(UNCHANGED))
         changed[UNCHANGED] = F.when(is_table, F.when(F.size(names) > 0, names)).otherwise(F.col(UNCHANGED))
@@ -214,8 +218,8 @@ def _hmac(value: Column, key: bytes) -> Column:
 def _secret(value: Column, secret: bytes) -> Column:
     """Bytes that no plan shows: they are inside of a Java object, and taken out when a row is hashed.
 
-    A literal would stand in `explain`, in the event log and in the UI. That a value is asked for here keeps the optimizer from
-    making a literal of it.
+    A literal would stand in `explain`, in the event log and in the UI. That a value is asked for here keeps the optimizer
+    from making a literal of it.
     """
     from pyspark.core.context import SparkContext
     from pyspark.sql import functions as F
@@ -224,8 +228,13 @@ def _secret(value: Column, secret: bytes) -> Column:
     context = SparkContext._active_spark_context
     jvm = context._jvm if context is not None else None
     if jvm is None:
-        raise ConfigError("mask with mode hash needs a Spark session of this process", "Spark Connect has none: use redact")
-    catalyst, utilities = jvm.org.apache.spark.sql.catalyst.expressions, jvm.org.apache.spark.sql.classic.ExpressionUtils
+        raise ConfigError(
+            "mask with mode hash needs a Spark session of this process", "Spark Connect has none: use redact"
+        )
+    catalyst, utilities = (
+        jvm.org.apache.spark.sql.catalyst.expressions,
+        jvm.org.apache.spark.sql.classic.ExpressionUtils,
+    )
     # Plans print the holder's hash code: with random bytes behind the secret it says nothing of it.
     holder = jvm.javax.crypto.spec.SecretKeySpec(bytearray(secret + os.urandom(len(secret))), "pgcdc")
     kind = jvm.org.apache.spark.sql.types.ObjectType(holder.getClass())

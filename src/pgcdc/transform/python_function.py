@@ -49,7 +49,8 @@ def load_function(name: str, folder: str | None = None) -> EventFunction:
         ) from error
     except Exception as error:
         raise ConfigError(
-            f"python transform {name}: its module cannot be imported: {type(error).__name__}: {error}", "Correct the module"
+            f"python transform {name}: its module cannot be imported: {type(error).__name__}: {error}",
+            "Correct the module",
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -65,6 +66,7 @@ def load_function(name: str, folder: str | None = None) -> EventFunction:
 def with_function(events: DataFrame, name: str, function: EventFunction | None) -> DataFrame:
     """The events as the function returns them; those for which it returned None are left out."""
     from pyspark.sql import functions as F
+    from pyspark.sql.pandas.functions import arrow_udf
 
     columns = [one for one in events.columns if not one.startswith("_")]
     changed = [one for one in CHANGEABLE if one in columns]
@@ -75,7 +77,7 @@ def with_function(events: DataFrame, name: str, function: EventFunction | None) 
         chosen = function if function is not None else load_function(name, folder)
         return call_all(asked, chosen, name, changed)
 
-    caller: Any = F.arrow_udf(call, f"kept BOOLEAN, {fields}")  # type: ignore[call-overload]
+    caller: Any = arrow_udf(call, f"kept BOOLEAN, {fields}")  # type: ignore[call-overload]
     asked = F.when(active, F.struct(*(F.col(one) for one in columns)))
     made = events.withColumn(_RESULT, caller(asked))
     keep = F.coalesce(F.col(f"{_RESULT}.kept"), F.lit(False))
@@ -109,15 +111,20 @@ def _call(function: EventFunction, event: dict[str, Any], name: str, changed: li
         after = function(given)
     except Exception as error:
         text = " ".join(str(error).split())
-        raise TransformError(f"{place}: {type(error).__name__}: {text}", "Correct the function, then start again") from error
+        raise TransformError(
+            f"{place}: {type(error).__name__}: {text}", "Correct the function, then start again"
+        ) from error
     if after is None:
         return None
     if not isinstance(after, Mapping):
-        raise TransformError(f"{place}: it returned {type(after).__name__}", "Return the event (a dict), or None to drop it")
+        raise TransformError(
+            f"{place}: it returned {type(after).__name__}", "Return the event (a dict), or None to drop it"
+        )
     for key, value in event.items():
         if key not in changed and after.get(key) != value:
             raise TransformError(
-                f"{place}: it changed {key}", f"A function may change {', '.join(changed)}, and leaves the rest as it is"
+                f"{place}: it changed {key}",
+                f"A function may change {', '.join(changed)}, and leaves the rest as it is",
             )
     unknown = sorted(set(after) - set(event))
     if unknown:

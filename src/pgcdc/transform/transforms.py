@@ -169,7 +169,9 @@ def mask(
     raw = {"type": "mask", "columns": columns, "mode": mode, "key_env": key_env, "key_file": key_file}
     spec = _validated(raw)
     if key is not None and (mode != "hash" or key_env or key_file):
-        raise ConfigError("mask got a key that it does not use", "Give one of key, key_env and key_file, with mode hash")
+        raise ConfigError(
+            "mask got a key that it does not use", "Give one of key, key_env and key_file, with mode hash"
+        )
     secret = key.encode() if isinstance(key, str) else key
     made = Transform(spec, secret)
     made.check()
@@ -212,4 +214,6 @@ def _validated(raw: Mapping[str, Any]) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(one) for one in first["loc"])
-        raise ConfigError(f"transform {raw.get('type', '')}: {place}: {first['msg']}", "See docs/transforms.md") from error
+        raise ConfigError(
+            f"transform {raw.get('type', '')}: {place}: {first['msg']}", "See docs/transforms.md"
+        ) from error
