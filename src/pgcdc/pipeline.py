@@ -179,10 +179,15 @@ class Pipeline:
         self._link = CaptureLink(self._prepared.spec, is_restart=False)
         self._lanes = Lanes(
             self.state, self._link, self._say,
-            options=self._options(), once=self.config.once, fail_fast=self.config.fail_fast,
+            options=self._options(), once=self.config.once, fail_fast=self.config.fail_fast, **self._bus(),
         )  # fmt: skip
         self._lanes.open(self._adapters, self.on_batch)
         self._is_open = True
+
+    def _bus(self) -> dict[str, Any]:
+        """What becomes of an adapter that is far behind."""
+        names = ("bus_mode", "bus_buffer")
+        return {name: getattr(self.config, name) for name in names if hasattr(self.config, name)}
 
     def add_adapter(self, adapter: Adapter) -> None:
         """Deliver to one more sink, from now on. Durable when this returns; from any thread, while `run` streams."""
