@@ -1,4 +1,4 @@
-"""Kill -9 of the driver in the middle of a move: every sink has every change once, in order, and nothing is confirmed early."""
+"""Kill -9 of the driver in the middle of a move: every sink has every change once, in order, nothing confirmed early."""
 
 from __future__ import annotations
 
