@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -20,24 +20,34 @@ import orjson
 from usage import cpu_of_tree, cpu_since
 from workload import PUBLICATION, Writer, connect, drop_slot, insert_row, new_slot
 
-__all__ = ["Listener", "measure_idle", "measure_latency", "measure_start"]
+__all__ = [
+    "Command", "Listener", "commit_time", "listener", "measure_idle", "measure_latency", "measure_start", "tail",
+]  # fmt: skip
 
 READY_TIMEOUT_S = 120.0
 POLL_S = 0.001
 
 
+Command = Callable[[str, Path], list[str]]
+
+
+def _listen(slot: str, folder: Path) -> list[str]:
+    command = [sys.executable, "-m", "pgcdc.cli.main", "listen", "--slot-name", slot, "--publication", PUBLICATION]
+    if shutil.which("pgcdc", path=str(Path(sys.executable).parent)):
+        command[:3] = [str(Path(sys.executable).parent / "pgcdc")]
+    command += ["--adapter", "file", "--file-path", str(folder / "events.jsonl"), "--state-dir", str(folder / "state")]
+    return [*command, "--start-from", "slot"]
+
+
 class Listener:
     """A running `pgcdc listen --adapter file` on a slot that exists."""
 
-    def __init__(self, url: str, slot: str, folder: Path) -> None:
+    def __init__(self, url: str, slot: str, folder: Path, command: Command | None = None) -> None:
+        """`command`: another one that writes to the same file."""
         self.path = folder / "events.jsonl"
         self.started = time.time()
-        command = [sys.executable, "-m", "pgcdc.cli.main", "listen", "--slot-name", slot, "--publication", PUBLICATION]
-        if shutil.which("pgcdc", path=str(Path(sys.executable).parent)):
-            command[:3] = [str(Path(sys.executable).parent / "pgcdc")]
-        command += ["--adapter", "file", "--file-path", str(self.path), "--state-dir", str(folder / "state")]
-        command += ["--start-from", "slot"]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PGCDC_DB": url})
+        words = (command or _listen)(slot, folder)
+        self.process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ, "PGCDC_DB": url})
         self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._follow, daemon=True).start()
 
@@ -84,7 +94,7 @@ class Listener:
 
 
 @contextlib.contextmanager
-def listener(url: str, slot: str, *, waiting: bool = False) -> Iterator[Listener]:
+def listener(url: str, slot: str, *, waiting: bool = False, command: Command | None = None) -> Iterator[Listener]:
     """A listener on a new slot; with `waiting`, one commit is already there."""
     with connect(url) as conn:
         new_slot(conn, slot)
@@ -93,7 +103,7 @@ def listener(url: str, slot: str, *, waiting: bool = False) -> Iterator[Listener
             insert_row(conn, "waiting", 1)
         folder = Path(tempfile.mkdtemp(prefix="pgcdc-bench-"))
         try:
-            running = Listener(url, slot, folder)
+            running = Listener(url, slot, folder, command)
             try:
                 yield running
             except BaseException:
@@ -106,21 +116,23 @@ def listener(url: str, slot: str, *, waiting: bool = False) -> Iterator[Listener
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def measure_latency(url: str, *, warm_s: float, seconds: float, rate_per_s: float) -> list[float]:
+def measure_latency(
+    url: str, *, warm_s: float, seconds: float, rate_per_s: float, command: Command | None = None
+) -> list[float]:
     """Milliseconds from commit (the server's time, same clock) to the line being in the file."""
     arrivals: list[float] = []
-    with listener(url, "bench_latency") as running:
+    with listener(url, "bench_latency", command=command) as running:
         running.wait_ready()
         with Writer(url, rate_per_s):
             begin = time.time() + warm_s
-            _tail(running.path, arrivals, begin + seconds)
-        _tail(running.path, arrivals, time.time() + 1)
-        commits = [_commit_time(line) for line in running.path.read_bytes().splitlines()]
+            tail(running.path, arrivals, begin + seconds)
+        tail(running.path, arrivals, time.time() + 1)
+        commits = [commit_time(line) for line in running.path.read_bytes().splitlines()]
     pairs = zip(commits, arrivals, strict=False)
     return [(arrival - commit) * 1e3 for commit, arrival in pairs if begin <= commit < begin + seconds]
 
 
-def _tail(path: Path, arrivals: list[float], until: float) -> None:
+def tail(path: Path, arrivals: list[float], until: float) -> None:
     """Add the arrival time of every new line: a line has arrived when the file is that long."""
     with open(path, "rb") as file:
         lines = 0
@@ -138,7 +150,8 @@ def _tail(path: Path, arrivals: list[float], until: float) -> None:
             known = max(known, lines)
 
 
-def _commit_time(line: bytes) -> float:
+def commit_time(line: bytes) -> float:
+    """When the change of an event was committed."""
     return datetime.fromisoformat(orjson.loads(line)["created_at"]).timestamp()
 
 
@@ -148,9 +161,9 @@ def measure_start(url: str, slot: str) -> float:
         return running.wait_line() - running.started
 
 
-def measure_idle(url: str, *, settle_s: float, seconds: float) -> dict[str, float]:
+def measure_idle(url: str, *, settle_s: float, seconds: float, command: Command | None = None) -> dict[str, float]:
     """Percent of one core that each process of an idle `pgcdc listen` uses, with what it starts and reaps."""
-    with listener(url, "bench_idle", waiting=True) as running:
+    with listener(url, "bench_idle", waiting=True, command=command) as running:
         running.wait_line()
         time.sleep(settle_s)
         before, began = cpu_of_tree(running.process.pid), time.monotonic()

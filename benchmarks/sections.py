@@ -16,6 +16,7 @@ import numpy as np
 from backlog import Contender, Unavailable, our_contenders, recvlogical, run_child, run_contenders, through_transforms, typed
 from cast import SMALL_ROWS, measure_casting
 from decode import measure_decoding
+from fanout import MORE_SINKS, measure_blocked, measure_sinks
 from incremental import measure_beside, measure_initial
 from large import drop_large, prepare_large, run_capture, run_pipeline
 from latency import measure_idle, measure_latency, measure_start
@@ -388,6 +389,38 @@ def measure_idle_cpu(bench: Bench) -> None:
     bench.figures.append(at_most("idle with one adapter, of one core", sum(found.values()), 10, "%", note))
 
 
+def measure_more_sinks(bench: Bench) -> None:
+    """What five more sinks cost the first."""
+    scale = bench.scale
+    found = measure_sinks(
+        bench.url(), warm_s=scale.warm_s, seconds=scale.latency_s, rate_per_s=RATE_PER_S, settle_s=scale.settle_s,
+        idle_s=scale.idle_s,
+    )  # fmt: skip
+    (alone, idle), (together, busier) = found[0], found[MORE_SINKS]
+    before, after = percentiles(alone), percentiles(together)
+    note = f"p50 {after[0]:.1f} ms against {before[0]:.1f} ms, p99 {after[2]:.0f} ms against {before[2]:.0f} ms"
+    name = f"{MORE_SINKS} more sinks (no-op)"
+    bench.figures += [
+        at_most(f"{name}: commit to the file, p50, of that without", after[0] / before[0], 1.5, "x", note, 2),
+        at_most(f"{name}: more idle CPU, of one core", busier - idle, 5, "%", f"{busier:.1f}% against {idle:.1f}%"),
+    ]
+
+
+def measure_one_blocked(bench: Bench) -> None:
+    """What the others notice of a sink that blocks."""
+    scale = bench.scale
+    found = measure_blocked(bench.url(), warm_s=scale.warm_s, rows=scale.changes // 5, rate_per_s=RATE_PER_S)
+    p99 = percentiles(found.move_ms)[2] / 1e3
+    note = f"{len(found.move_ms)} commits; it was out after {found.left_s:.1f} s; longest {max(found.move_ms):.0f} ms"
+    rates = f"{found.rows / found.after_s / 1e3:,.0f}k against {found.rows / found.before_s / 1e3:,.0f}k rows/s"
+    bench.figures += [
+        at_most("one sink blocks: commit to the file during the move, p99", p99, 2, "s", note, 2),
+        at_least(
+            "one sink blocks: throughput afterwards, of that before", found.before_s / found.after_s, 0.9, "x", rates
+        ),
+    ]
+
+
 def measure_demo(bench: Bench) -> None:
     """What the playground says about its own first event."""
     began = time.monotonic()
@@ -431,6 +464,8 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "arrow": measure_capture_latency,
     "start": measure_starts,
     "idle": measure_idle_cpu,
+    "sinks": measure_more_sinks,
+    "blocked": measure_one_blocked,
     "tls": measure_tls,
     "peers": measure_peers,
     "large": measure_large,

@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 from databases import Database
-from laning import Run
+from laning import Run, TestSink
 from listening import wait_until
+
+from pgcdc.errors import ConfigError, GapError
+from pgcdc.ops.counters import EVENTS_DROPPED, counters
+from pgcdc.stream.member import Adapter
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -96,3 +100,100 @@ def test_a_blocked_sink_leaves_and_rejoins_and_the_others_do_not_wait(
     assert {one["lane"] for one in status.values()} == {"main"}
     run.end()
     check_all(run, last)
+
+
+def test_a_failing_sink_goes_on_alone_through_a_restart_and_gets_everything(
+    start: Callable[..., Run], writer: Writer
+) -> None:
+    run = start("a", "b")
+    run.seen.wait_for("b", writer.write(2))
+    run.seen.tell("b", "fail")
+    run.seen.wait_for("a", writer.write(1))
+    wait_until(lambda: run.seen.is_out("b"), 10, "b leaves")
+    run.seen.wait_for("a", writer.write(20))
+    wait_until(lambda: run.sinks["b"].writes > 3, 20, "it is tried again and again")
+    (status,) = [one for one in run._running_lanes().status() if one["adapter"] == "b"]
+    assert status["lane"] == "own" and status["lag_bytes"] > 0
+    assert "b was told to fail" in status["last_error"]
+    began = time.monotonic()
+    run.end()  # a sink that fails for ever does not hold the end up
+    assert time.monotonic() - began < 15
+    assert run.seen.keys("b") == [1, 2]
+    assert run.seen.is_out("b")
+    again = start("a", "b")
+    last = writer.write(3)
+    again.seen.wait_for("a", last)
+    assert again.seen.is_out("b")
+    again.seen.tell("b", "")
+    wait_until(lambda: not again.seen.is_out("b"), 30, f"b rejoins: {again.lines}")
+    again.seen.wait_for("b", last)
+    again.end()
+    check_all(again, last)
+
+
+def test_adapters_come_and_go_while_it_runs(start: Callable[..., Run], writer: Writer) -> None:
+    run = start("a")
+    run.seen.wait_for("a", writer.write(3))
+    run.sinks["late"] = TestSink(run.folder, run.state.acks, "late")
+    run.add_adapter(run.adapter("late"))
+    assert "late" in run.seen.lanes()
+    last = writer.write(5)
+    run.seen.wait_for("late", last)
+    wait_until(lambda: not run.seen.is_out("late"), 30, f"it joins main: {run.lines}")
+    assert run.seen.keys("late") == [4, 5, 6, 7, 8]
+    with pytest.raises(ConfigError, match="already"):
+        run.add_adapter(run.adapter("late"))
+    run.remove_adapter("late")
+    assert set(run.seen.lanes()) == {"a"}
+    run.seen.wait_for("a", writer.write(2))
+    assert run.seen.keys("late") == [4, 5, 6, 7, 8]
+    with pytest.raises(GapError, match="the others were served"):
+        run.add_adapter(Adapter("late", TestSink(run.folder, run.state.acks, "late")))
+    with pytest.raises(ConfigError, match="no adapter 'late'"):
+        run.remove_adapter("late")
+    run.end()
+    assert run.seen.keys("a") == list(range(1, 11))
+
+
+def test_once_ends_when_every_lane_is_done(start: Callable[..., Run], writer: Writer) -> None:
+    first = start("a", "b")
+    first.seen.tell("b", "fail")
+    first.seen.wait_for("a", writer.write(2))
+    wait_until(lambda: first.seen.is_out("b"), 10, "b leaves")
+    first.end()
+    last = writer.write(30)
+    first.seen.tell("b", "")
+    run = start("a", "b", once=True)
+    run.wait()
+    check_all(run, last)
+    assert not run.seen.is_out("b")
+    assert run.seen.consumers() == {"main"}
+
+
+def test_in_fast_mode_a_sink_that_is_too_far_behind_skips_ahead_and_it_is_counted(
+    start: Callable[..., Run], writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "_bus", lambda self: {"bus_mode": "fast", "bus_buffer": 50})
+    run = start("a", "b", "c", priorities={"c": "critical"})
+    for name in "abc":
+        run.seen.wait_for(name, writer.write(1) if name == "a" else writer.last)
+    before = counters.get(EVENTS_DROPPED, adapter="b")
+    run.seen.tell("b", "fail")
+    run.seen.tell("c", "fail")
+    last = writer.write(200)
+    run.seen.wait_for("a", last)
+    wait_until(lambda: run.said("are dropped"), 20, f"b skips: {run.lines}")
+    run.seen.tell("b", "")
+    run.seen.tell("c", "")
+    last = writer.write(3)
+    for name in "bc":
+        run.seen.wait_for(name, last)
+        wait_until(lambda: not run.seen.is_out("b") and not run.seen.is_out("c"), 30, f"back: {run.lines}")
+    run.end()
+    kept = run.seen.keys("b")
+    dropped = counters.get(EVENTS_DROPPED, adapter="b") - before
+    assert 0 < dropped == last - len(kept)
+    assert kept == sorted(set(kept)) and kept[0] == 1
+    assert run.seen.keys("a") == run.seen.keys("c") == list(range(1, last + 1))
+    status = {one["adapter"]: one["dropped"] for one in run._running_lanes().status()}
+    assert status == {"a": 0, "b": dropped, "c": 0}

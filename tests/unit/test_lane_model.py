@@ -6,17 +6,25 @@ gone) and the sinks. What it tests is `stream/membership.py`: the decisions and 
 
 from __future__ import annotations
 
+import json
+import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pgcdc.capture.consumers import MAIN, is_side_lane
+from pgcdc.errors import StateError
 from pgcdc.position import Position
-from pgcdc.stream.membership import Membership, Roster, Write, WriteState, judge
+from pgcdc.sink.base import Batch
+from pgcdc.stream.events import LINES
+from pgcdc.stream.member import Adapter, Member, NotAMember
+from pgcdc.stream.membership import Membership, Place, Roster, Write, WriteState, judge
 
 NAMES = ("a", "b", "c")
 LATE = 1e9
@@ -154,17 +162,17 @@ class LaneModel(RuleBasedStateMachine):
                 sink.writers = 0
             self.core = Membership(Roster.from_json(world.roster), world)
             try:
-                self.core.recover(self.wanted, list(world.consumers))
+                self.core.recover(self.wanted)
+                self.queries: dict[str, Running] = {}
+                self.open_query(MAIN)
+                for name in self.wanted:
+                    self.open_query(self.core[name].lane)
+                    self.open_sink(name)
+                for consumer in [*world.consumers]:
+                    self.core.let_go(consumer)
                 break
             except (Crash, StepFailed):
                 continue
-        for lane in [lane for lane in world.checkpoints if lane not in world.consumers]:
-            del world.checkpoints[lane]
-        self.queries: dict[str, Running] = {}
-        for name in self.wanted:
-            self.open_query(self.core[name].lane)
-            self.open_sink(name)
-        self.open_query(MAIN)
 
     def open_query(self, lane: str) -> None:
         consumer = self.world.consumers[lane]
@@ -224,7 +232,9 @@ class LaneModel(RuleBasedStateMachine):
             if verdict.wait_s:
                 return  # nobody has it: the batch waits
             for name in verdict.leave:
-                self.open_query(self.core.leave(name, at(start)))
+                new = self.core.leave(name, at(start))
+                assert new not in {*self.queries, *self.left_over}, "two queries would have one checkpoint"
+                self.open_query(new)
             if fails or any(states[name] is not WriteState.DONE for name in members if name not in verdict.leave):
                 query.next_start = checkpoint.place  # the query starts again from its checkpoint
                 return
@@ -433,3 +443,102 @@ class LaneModel(RuleBasedStateMachine):
 
 TestLaneModel = LaneModel.TestCase
 TestLaneModel.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+def write(state: str, ended: float = 0.0, priority: str = "normal") -> Write:
+    return Write(WriteState(state), priority, ended)
+
+
+@pytest.mark.parametrize(
+    ("writes", "wait_s", "leave"),
+    [
+        pytest.param({"a": write("done", 9.0)}, 0, (), id="all have it"),
+        pytest.param({"a": write("running")}, math.inf, (), id="nobody else waits for it"),
+        pytest.param({"a": write("failed", 5.0), "b": write("running")}, math.inf, (), id="nobody has it yet"),
+        pytest.param({"a": write("failed", 5.0), "b": write("failed", 5.0)}, 0, (), id="nobody has it: all try again"),
+        pytest.param({"a": write("done", 5.0), "b": write("failed", 5.0)}, 0, ("b",), id="failed"),
+        pytest.param({"a": write("done", 9.5), "b": write("running")}, 0.5, (), id="slow, but not for long"),
+        pytest.param({"a": write("done", 8.9), "b": write("running")}, 0, ("b",), id="slow"),
+        pytest.param({"a": write("done", 5.0), "b": write("done", 9.5), "c": write("running")}, 0.5, (), id="the last"),
+        pytest.param(
+            {"a": write("done", 9.7), "b": write("running", priority="best-effort")}, 0, ("b",), id="best effort"
+        ),
+        pytest.param(
+            {"a": write("done", 1.0), "b": write("running", priority="critical")}, math.inf, (), id="critical, slow"
+        ),
+        pytest.param(
+            {"a": write("done", 1.0), "b": write("failed", 1.0, "critical")}, 0, ("b",), id="critical, failed"
+        ),
+        pytest.param(
+            {"a": write("done", 9.5), "b": write("failed", 9.5), "c": write("running")}, 0.5, (), id="leave together"
+        ),
+    ],
+)
+def test_who_leaves_a_lane(writes: dict[str, Write], wait_s: float, leave: tuple[str, ...]) -> None:
+    verdict = judge(writes, 10.0)
+    assert verdict.wait_s == pytest.approx(wait_s)
+    assert verdict.leave == leave
+
+
+def test_the_roster_is_the_same_after_a_restart_and_a_damaged_one_is_refused() -> None:
+    places = {"a": Place(), "b": Place("main~b~3", at(7), at(5), 2)}
+    raw = json.loads(json.dumps(Roster(places, 3).to_json()))
+    assert Roster.from_json(raw) == Roster(places, 3)
+    assert Roster.from_json(None) == Roster()
+    damages: list[dict[str, object]] = [{"version": 2}, {"adapters": {"a": {}}}, {"number": "x"}, {"adapters": 1}]
+    for damage in damages:
+        with pytest.raises(StateError, match=r"lanes\.json is damaged"):
+            Roster.from_json(raw | damage)
+
+
+class SlowSink:
+    """Counts who writes at the same time."""
+
+    name = "slow"
+
+    def __init__(self) -> None:
+        self.ack = at(0)
+        self.writers = self.most = 0
+        self.written: list[tuple[int, int]] = []
+        self.began, self.go = threading.Event(), threading.Event()
+
+    def check(self) -> None:
+        pass
+
+    def open(self, start: Position) -> None:
+        pass
+
+    def write(self, batch: Batch) -> None:
+        self.writers += 1
+        self.most = max(self.most, self.writers)
+        self.began.set()
+        self.go.wait(10)
+        self.written.append((number_of(batch.start), number_of(batch.end)))
+        self.ack = batch.end
+        self.writers -= 1
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_member_has_one_writer_and_refuses_a_lane_that_it_has_left() -> None:
+    world = World()
+    core = Membership(Roster(), world)
+    core.recover(["slow"])
+    sink = SlowSink()
+    member = Member(Adapter("slow", sink), core)
+    empty = LINES.empty_table()
+    first = member.submit(MAIN, Batch(at(0), at(2), empty))
+    lane = core.leave("slow", at(0))
+    stale = member.submit(MAIN, Batch(at(2), at(3), empty))
+    again = member.submit(lane, Batch(at(0), at(4), empty))
+    assert member.is_busy and sink.began.wait(10)
+    assert not core.may_rejoin("slow", at(9), at(0)), "it is being written to"
+    sink.go.set()
+    first.result(10)
+    again.result(10)
+    with pytest.raises(NotAMember):
+        stale.result(10)
+    assert sink.most == 1
+    assert sink.written == [(0, 2), (2, 4)], "what it has is not written again"
+    member.close()

@@ -63,16 +63,19 @@ class Consumers:
         """All known consumers."""
         return sorted(self._consumers)
 
-    def join(self, name: str, start: Position | None = None) -> Consumer:
-        """The consumer of that name; a new one begins at `start`, or with all there is. Durable when this returns."""
+    def join_at(self, name: str, start: Position) -> Consumer:
+        """The same as `join`, for one who knows where it begins. GapError: that is not kept any more."""
+        if name not in self._consumers and start < self.base:
+            raise GapError(
+                f"consumer {name!r} cannot begin at {format_lsn(start.lsn)}: changes are kept only after "
+                f"{format_lsn(self.base.lsn)}",
+                "Let it begin with what is there, with a new target",
+            )
+        return self.join(name, start)
+
+    def join(self, name: str, start: Position) -> Consumer:
+        """The consumer of that name; a new one begins at `start`. Durable when this returns."""
         if name not in self._consumers:
-            start = start or self.base
-            if start < self.base:
-                raise GapError(
-                    f"consumer {name!r} cannot begin at {format_lsn(start.lsn)}: changes are kept only after "
-                    f"{format_lsn(self.base.lsn)}",
-                    "Let it begin with what is there, with a new target",
-                )
             self._consumers[name] = Consumer(start, start, start.confirmable_lsn)
             self._save()
         return self._consumers[name]

@@ -435,7 +435,10 @@ class CaptureProcess:
         if what == "join":
             name = request["consumer"]
             known = name in self._consumers
-            consumer = self._consumers.join(name, Position.parse(request["at"]) if request.get("at") else None)
+            if "at" in request:
+                consumer = self._consumers.join_at(name, Position.parse(request["at"]))
+            else:
+                consumer = self._consumers.join(name, self._consumers.base)
             return {"initial": str(consumer.initial), "ack": str(consumer.ack), "is_new": not known}
         if what == "ack":
             self._consumers.ack(request["consumer"], Position.parse(request["position"]))

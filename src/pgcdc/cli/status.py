@@ -33,14 +33,35 @@ def status(
 
         from pgcdc.cli.snapshot import print_snapshots
 
-        snapshots = report.pop("snapshots")
+        snapshots, lanes = report.pop("snapshots"), report.pop("lanes")
         table = Table(show_header=False, box=None, pad_edge=False)
         for name, value in report.items():
             table.add_row(f"[bold]{name.replace('_', ' ')}[/]", "-" if value is None else str(value))
         Console().print(table)
+        if lanes:
+            print()
+            _print_lanes(lanes)
         if snapshots:
             print()
             print_snapshots(snapshots)
+
+
+def _print_lanes(lanes: list[dict[str, Any]]) -> None:
+    """One line for each adapter: its lane, how far it is, and what it last failed with."""
+    from pgcdc.cli.report import print_table
+
+    rows = [
+        [
+            one["adapter"],
+            one["lane"],
+            one["ack"] or "-",
+            "-" if one["lag_bytes"] is None else f"{one['lag_bytes']:,}",
+            f"{one['dropped']:,}",
+            one["last_error"] or "-",
+        ]
+        for one in lanes
+    ]
+    print_table(["adapter", "lane", "ack", "lag bytes", "dropped", "last error"], rows)
 
 
 def read_status(state_dir: Path) -> dict[str, Any]:
@@ -66,6 +87,7 @@ def read_status(state_dir: Path) -> dict[str, Any]:
         "slot": identity.slot,
         "database": identity.database,
         "adapters": ", ".join(run.get("adapters", [])) or None,
+        "lanes": run.get("lanes", []),
         "events_delivered": run.get("events", 0),
         "delivered_position": run.get("position"),
         "server_lsn": capture.get("server_lsn"),

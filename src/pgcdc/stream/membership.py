@@ -171,8 +171,11 @@ class Membership:
         """Up to where an adapter needs nothing: what it has, and what was skipped."""
         return max(ack, self[adapter].floor)
 
-    def recover(self, adapters: Iterable[str], consumers: Iterable[str]) -> None:
-        """At the start: these adapters are wanted, and these consumers are there."""
+    def recover(self, adapters: Iterable[str]) -> None:
+        """At the start: these adapters are wanted. Who calls it opens the sinks, and then lets go of what is unknown.
+
+        In this order, because without its file a lane is unknown: then its sink has a gap, and what it needs is still kept.
+        """
         with self._lock:
             places = {name: self._roster.places.get(name, Place()) for name in adapters}
             if places != self._roster.places:
@@ -180,8 +183,6 @@ class Membership:
             for one in places.values():
                 if one.start is not None:
                     self._outside.join(one.lane, one.start)
-            for consumer in consumers:
-                self.let_go(consumer)
 
     def begin_write(self, adapter: str, lane: str) -> bool:
         """Whether a lane may write to an adapter now: one that is in it, and that nobody else writes to."""

@@ -91,15 +91,16 @@ class Moves:
         """Lanes as they were left, for these adapters. What a crash in the middle of a move left over is let go of."""
         consumers = self._link.call(lambda client: client.status())["consumers"]
         self._open_lane(MAIN)
-        self.membership.recover([one.name for one in adapters], consumers)
-        for folder in self._state.checkpoints.iterdir():
-            if is_side_lane(folder.name) and not self.membership.members(folder.name):
-                shutil.rmtree(folder, ignore_errors=True)
+        self.membership.recover([one.name for one in adapters])
         for adapter in adapters:
             self._take(adapter)
         for member in self.members.values():
             if self.membership[member.name].lane == MAIN:
                 member.open(self.main.place)
+        self.let_go_unknown(list(consumers))
+        for folder in self._state.checkpoints.iterdir():
+            if is_side_lane(folder.name) and not self.membership.members(folder.name):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _take(self, adapter: Adapter) -> Member:
         member = self.members[adapter.name] = Member(adapter, self.membership)
