@@ -29,6 +29,7 @@ __all__ = [
     "LINES",
     "PIECE_BYTES",
     "SHAPE_COLUMNS",
+    "SHAPE_SCHEMA",
     "TEXT_COLUMNS",
     "event_batch",
     "events_of",
@@ -70,6 +71,9 @@ LINES = pa.schema([("position", pa.string()), ("line", pa.string())])
 """What is in a block, and what sinks of lines take."""
 EVENT_SCHEMA = ", ".join(f"{name} {kind.upper()}" for name, kind in EVENT_COLUMNS.items())
 """The columns of an event, as Spark DDL."""
+
+SHAPE_SCHEMA = "".join(f", {name} {kind}" for name, kind in SHAPE_COLUMNS.items())
+"""SHAPE_COLUMNS as Spark DDL, to be put behind EVENT_SCHEMA."""
 
 Bools = npt.NDArray[np.bool_]
 
