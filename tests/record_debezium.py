@@ -1,10 +1,11 @@
-"""Records what Debezium writes for the changes of debezium_cases.py into `tests/fixtures/debezium.jsonl`.
+"""Records what Debezium writes for the changes of debezium_cases.py into `tests/fixtures/debezium.jsonl.gz`.
 
 Run it when the cases or Debezium's version change: `.venv/bin/python tests/record_debezium.py` (needs the extra `bench-peers`).
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import tempfile
 from pathlib import Path
@@ -15,7 +16,7 @@ from debezium_engine import engine
 
 from pgcdc.playground.postgres import EmbeddedPostgres
 
-FILE = Path(__file__).parent / "fixtures" / "debezium.jsonl"
+FILE = Path(__file__).parent / "fixtures" / "debezium.jsonl.gz"
 
 
 def main() -> None:
@@ -31,7 +32,8 @@ def main() -> None:
                 for statement in CHANGES:
                     conn.execute(statement.encode())
                 found = records()
-    FILE.write_text("".join(json.dumps(one, sort_keys=True) + "\n" for one in found))
+    kept = [one for one in found if not one["topic"].endswith(".transaction")]
+    FILE.write_bytes(gzip.compress("".join(json.dumps(one) + "\n" for one in kept).encode(), mtime=0))
     print(f"{len(found)} records")
 
 

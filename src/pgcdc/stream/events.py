@@ -30,6 +30,7 @@ __all__ = [
     "LINES",
     "PIECE_BYTES",
     "SHAPE_COLUMNS",
+    "SHAPE_SCHEMA",
     "TEXT_COLUMNS",
     "chain_column",
     "chain_lines",
@@ -75,6 +76,9 @@ LINES = pa.schema([("position", pa.string()), ("line", pa.string())])
 _CHAIN_PREFIX = "line_"
 EVENT_SCHEMA = ", ".join(f"{name} {kind.upper()}" for name, kind in EVENT_COLUMNS.items())
 """The columns of an event, as Spark DDL."""
+
+SHAPE_SCHEMA = "".join(f", {name} {kind}" for name, kind in SHAPE_COLUMNS.items())
+"""SHAPE_COLUMNS as Spark DDL, to be put behind EVENT_SCHEMA."""
 
 Bools = npt.NDArray[np.bool_]
 

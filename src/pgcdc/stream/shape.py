@@ -46,7 +46,7 @@ class Described:
 
 
 class Family(IntEnum):
-    """How the text of a value is to be read. The frequent ones come first: who looks for one asks in this order."""
+    """How the text of a value is to be read. Frequent ones come first: who looks for one asks in this order."""
 
     TEXT = 0
     INTEGER = 1
@@ -60,33 +60,21 @@ class Family(IntEnum):
     TIMESTAMP = 7
     DATE = 8
     TIME = 9
-    UUID = 10
-    JSON = 11
-    BYTES = 12
-    NUMBER = 13
+    BYTES = 10
+    NUMBER = 11
     """numeric without a scale."""
-    INTERVAL = 14
-    TIMETZ = 15
-    BIT = 16
+    UUID = 12
+    INTERVAL = 13
+    TIMETZ = 14
+    BIT = 15
     """One bit."""
-    BITS = 17
-    MONEY = 18
-    HSTORE = 19
-    POINT = 20
-    LINE = 21
-    LSEG = 22
-    BOX = 23
-    PATH = 24
-    POLYGON = 25
-    CIRCLE = 26
-    VECTOR = 27
-    HALFVEC = 28
-    SPARSEVEC = 29
-    XML = 30
-    NAME = 31
-    OID = 32
-    ENUM = 33
-    TSVECTOR = 34
+    BITS = 16
+    MONEY = 17
+    HSTORE = 18
+    POINT = 19
+    VECTOR = 20
+    HALFVEC = 21
+    SPARSEVEC = 22
     OTHER = 63
 
 
@@ -98,18 +86,23 @@ REQUIRED = 4096
 
 _BY_OUTPUT = {
     "boolout": Family.BOOLEAN, "int2out": Family.INTEGER, "int4out": Family.INTEGER, "int8out": Family.INTEGER,
-    "oidout": Family.OID, "float4out": Family.FLOAT, "float8out": Family.DOUBLE, "numeric_out": Family.NUMERIC,
+    "oidout": Family.INTEGER, "float4out": Family.FLOAT, "float8out": Family.DOUBLE, "numeric_out": Family.NUMERIC,
     "byteaout": Family.BYTES, "date_out": Family.DATE, "time_out": Family.TIME, "timetz_out": Family.TIMETZ,
     "timestamp_out": Family.TIMESTAMP, "timestamptz_out": Family.TIMESTAMPTZ, "interval_out": Family.INTERVAL,
-    "uuid_out": Family.UUID, "json_out": Family.JSON, "jsonb_out": Family.JSON, "xml_out": Family.XML,
-    "bit_out": Family.BITS, "varbit_out": Family.BITS, "cash_out": Family.MONEY, "point_out": Family.POINT,
-    "line_out": Family.LINE, "lseg_out": Family.LSEG, "box_out": Family.BOX, "path_out": Family.PATH,
-    "poly_out": Family.POLYGON, "circle_out": Family.CIRCLE, "nameout": Family.NAME, "tsvectorout": Family.TSVECTOR,
+    "uuid_out": Family.UUID, "bit_out": Family.BITS, "varbit_out": Family.BITS, "cash_out": Family.MONEY,
+    "point_out": Family.POINT,
     **dict.fromkeys(
-        ("textout", "varcharout", "bpcharout", "charout", "inet_out", "cidr_out", "macaddr_out", "macaddr8_out"),
+        ("textout", "varcharout", "bpcharout", "charout", "nameout", "inet_out", "cidr_out", "macaddr_out",
+         "macaddr8_out", "json_out", "jsonb_out", "xml_out", "tsvectorout"),
         Family.TEXT,
     ),
 }  # fmt: skip
+_ARRAYS = {
+    Family.TEXT, Family.INTEGER, Family.BOOLEAN, Family.DOUBLE, Family.FLOAT, Family.NUMERIC, Family.TIMESTAMPTZ,
+    Family.TIMESTAMP, Family.DATE, Family.TIME, Family.BYTES, Family.NUMBER, Family.UUID, Family.TIMETZ, Family.HSTORE,
+}  # fmt: skip
+_NO_ARRAYS = {"nameout", "xml_out", "tsvectorout"}
+"""What is text, but has no arrays that anybody reads."""
 _BY_NAME = {
     "hstore": Family.HSTORE, "vector": Family.VECTOR, "halfvec": Family.HALFVEC, "sparsevec": Family.SPARSEVEC,
     "citext": Family.TEXT, "ltree": Family.TEXT, "isbn": Family.TEXT, "refcursor": Family.OTHER,
@@ -158,6 +151,8 @@ def _type(catalog: TypeCatalog, column: Column) -> tuple[int, int]:
         # An array of a domain is not an array of its base type to those who know types by their oids.
         info = None if element is None or element.is_domain else element
     family = _family(info, typmod)
+    if is_array and info is not None and (family not in _ARRAYS or info.output in _NO_ARRAYS):
+        family = Family.OTHER
     return family + ARRAY * is_array, _modifier(family, typmod)
 
 
@@ -171,7 +166,7 @@ def _family(info: TypeInfo | None, typmod: int) -> Family:
     if info is None:
         return Family.OTHER
     if info.kind == "enum":
-        return Family.ENUM
+        return Family.TEXT
     name = info.name.rpartition(".")[2]
     family = _BY_NAME.get(name)
     if family is None:

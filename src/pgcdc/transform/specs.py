@@ -104,9 +104,7 @@ class DebeziumSpec(_Spec):
 
     type: Literal["debezium"] = "debezium"
     topic_prefix: str = "pgcdc"
-    schemas: bool = Field(
-        False, description="with the schema beside the payload (schemas.enable of the JSON converter)"
-    )
+    transaction: bool = Field(False, description="with the transaction block (provide.transaction.metadata)")
 
 
 class CloudEventsSpec(_Spec):
