@@ -80,6 +80,7 @@ class Config(BaseModel):
     fail_fast: bool = False
     accept_publication: bool = False
     warm_up: bool = True
+    spark_master: str | None = Field(None, pattern=r"^(local(\[.+\])?|spark://.+|yarn|k8s://.+)$")
 
     @field_validator("row_filters", "columns", mode="before")
     @classmethod

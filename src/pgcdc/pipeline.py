@@ -39,13 +39,15 @@ from pgcdc.errors import (
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position, format_lsn
 from pgcdc.sink.base import Batch, Sink
-from pgcdc.sink.file import FileSink
+from pgcdc.sink.delivery import Delivery
+from pgcdc.sink.folder import file_sink
 from pgcdc.sink.stdout import StdoutSink
 from pgcdc.spool.diff import describe_change
 from pgcdc.spool.shapes import ShapeHistory
 from pgcdc.state import Lock, StateDir, read_json, write_json
 from pgcdc.stream.lane import Lane
 from pgcdc.stream.options import parse_options
+from pgcdc.stream.parallel import LargeBatches, can_write_parts
 from pgcdc.stream.progress import RequestWatch, SnapshotWatch, describe_stop
 from pgcdc.stream.session import check_java, session
 
@@ -200,7 +202,9 @@ class Pipeline:
     def _start_spark(self) -> None:
         in_main = threading.current_thread() is threading.main_thread()
         ours = signal.getsignal(signal.SIGINT)
-        self._spark = session(log_file=self.state.path / "spark.log")
+        self._spark = session(master=self.config.spark_master, log_file=self.state.path / "spark.log")
+        if self._lane is not None and any(isinstance(one, Delivery) and can_write_parts(one) for one in self._sinks):
+            self._lane.large = LargeBatches(self._spark, self.state)
         if in_main:  # Spark installs a handler of its own, which would cancel the running batch
             signal.signal(signal.SIGINT, ours)
 
@@ -210,7 +214,7 @@ class Pipeline:
         for adapter in self.config.adapters:
             if adapter == "file":
                 assert self.config.file_path is not None
-                sinks.append(FileSink(self.config.file_path, self.state.acks))
+                sinks.append(Delivery(file_sink(self.config.file_path, self.state.acks)))
             else:
                 sinks.append(StdoutSink(self.state.acks))
         for sink in sinks:

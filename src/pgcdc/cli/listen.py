@@ -150,6 +150,9 @@ def listen(
             "--warm-up/--no-warm-up", help="Warm Spark up before saying ready; --once does not. (default: yes)"
         ),
     ] = None,
+    spark_master: Annotated[
+        Text, typer.Option(help="Spark cluster: spark://host:7077, yarn, k8s://... (default: local)")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="Configuration file. (default: pgcdc.yaml, if it exists)")] = None,
 ) -> None:
     """Deliver every committed change to the adapters, exactly once, until stopped."""
@@ -172,7 +175,7 @@ def listen(
             "snapshot_chunk_size": snapshot_chunk_size, "snapshot_chunk_delay": snapshot_chunk_delay,
             "snapshot_hold_limit": snapshot_hold_limit, "spool_limit": spool_limit, "max_batch_rows": max_batch_rows,
             "start_from": start_from, "once": once, "fail_fast": fail_fast,
-            "accept_publication": accept_publication, "warm_up": warm_up,
+            "accept_publication": accept_publication, "warm_up": warm_up, "spark_master": spark_master,
         }.items()
         if value is not None
     }  # fmt: skip

@@ -6,7 +6,7 @@ native Spark expressions. A query that asks for fewer columns (`.schema("positio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from pgcdc.spool.reader import SegmentSlice
 from pgcdc.spool.schema import OldKind, Op
 from pgcdc.spool.shapes import ShapeChange
 from pgcdc.stream.frame import EventOptions, Frame, load_frame
+from pgcdc.stream.keys import find_barriers, key_hashes
 from pgcdc.stream.lines import OPERATION_OF, OPERATIONS, SOURCE_NAME, json_lines
 from pgcdc.stream.texts import I64, IdSeed, event_ids, position_texts
 
@@ -25,11 +26,15 @@ __all__ = [
     "BLOCKS",
     "EVENT_COLUMNS",
     "EVENT_SCHEMA",
+    "KEYED_BLOCKS",
+    "KEYED_LINES",
+    "KEY_COLUMNS",
     "LINES",
     "PIECE_BYTES",
     "TEXT_COLUMNS",
     "event_batch",
     "events_of",
+    "open_blocks",
     "pack_block",
     "unpack_blocks",
 ]
@@ -54,6 +59,8 @@ EVENT_COLUMNS = {
 """The columns of an event and their types, as Spark writes them."""
 TEXT_COLUMNS = {"json": "string", "line": "string"}
 """The whole event as JSON text, without and with a newline: only for those who ask for it."""
+KEY_COLUMNS = {"key": "map<string,string>", "key_hash": "bigint", "is_barrier": "boolean"}
+"""What tells which events must stay in order (`stream.keys`): only for those who ask for it."""
 COMPRESS_BYTES = 64 << 10
 PIECE_BYTES = 4 << 20
 BLOCKS = "block BINARY, is_last BOOLEAN"
@@ -63,6 +70,9 @@ Spark moves a block nearly as cheaply as a single event (docs/decisions/0009).
 """
 LINES = pa.schema([("position", pa.string()), ("line", pa.string())])
 """What is in a block, and what sinks of lines take."""
+KEYED_BLOCKS = "keyed_block BINARY, is_last BOOLEAN"
+"""Blocks of KEYED_LINES, for a lane that may have executors write (`stream.parallel`)."""
+KEYED_LINES = pa.schema([*LINES, ("key_hash", pa.int64()), ("is_barrier", pa.bool_())])
 EVENT_SCHEMA = ", ".join(f"{name} {kind.upper()}" for name, kind in EVENT_COLUMNS.items())
 """The columns of an event, as Spark DDL."""
 
@@ -89,8 +99,8 @@ def events_of(frame: Frame, seed: IdSeed, schema: pa.Schema, options: EventOptio
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def pack_block(events: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """`events`, in the schema LINES, as an Arrow stream: one row, or several if it is large (a row of 200 MB, say).
+def pack_block(events: pa.RecordBatch, name: str = "block") -> Iterator[pa.RecordBatch]:
+    """`events`, in any schema, as an Arrow stream: one row, or several if it is large (a row of 200 MB, say).
 
     Compressed if it pays: the JVM copies it about ten times, and collecting that garbage cost more than all else.
     """
@@ -103,19 +113,23 @@ def pack_block(events: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         piece = data.slice(begin, min(PIECE_BYTES, data.size - begin))
         ends = pa.array([0, piece.size], pa.int32()).buffers()[1]
         block = pa.BinaryArray.from_buffers(pa.binary(), 1, [None, ends, piece])
-        yield pa.RecordBatch.from_arrays([block, pa.array([begin + piece.size == data.size])], ["block", "is_last"])
+        yield pa.RecordBatch.from_arrays([block, pa.array([begin + piece.size == data.size])], [name, "is_last"])
 
 
 def unpack_blocks(blocks: pa.Table) -> pa.Table:
     """The events of collected blocks, in order."""
+    return pa.Table.from_batches((batch.select(LINES.names) for batch in open_blocks(blocks.to_batches())), LINES)
+
+
+def open_blocks(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """What is in the blocks, one after the other. A block may be in several rows, which follow each other."""
     pieces: list[pa.Buffer] = []
-    batches: list[pa.RecordBatch] = []
-    for block, is_last in zip(blocks.column("block"), blocks.column("is_last"), strict=True):
-        pieces.append(block.as_buffer())
-        if is_last.as_py():
-            batches += pa.ipc.open_stream(pieces[0] if len(pieces) == 1 else pa.py_buffer(b"".join(pieces)))
-            pieces = []
-    return pa.Table.from_batches(batches, LINES)
+    for batch in batches:
+        for block, is_last in zip(batch.column(0), batch.column("is_last"), strict=True):
+            pieces.append(block.as_buffer())
+            if is_last.as_py():
+                yield from pa.ipc.open_stream(pieces[0] if len(pieces) == 1 else pa.py_buffer(b"".join(pieces)))
+                pieces = []
 
 
 def _as_type(array: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -176,6 +190,15 @@ class _Events:
     def _owners(self) -> None:
         self._made["xid"], self._made["origin"] = self._frame.owners.column("xid"), self._frame.owners.column("origin")
 
+    def _keys(self) -> None:
+        self._made["key"] = _keys_of(self._frame)
+
+    def _hashes(self) -> None:
+        self._made["key_hash"] = pa.array(key_hashes(self._frame))
+
+    def _barriers(self) -> None:
+        self._made["is_barrier"] = pa.array(find_barriers(self._frame))
+
     def _text(self, name: str) -> None:
         end = "\n" if name == "line" else ""
         self._made[name] = json_lines(
@@ -202,6 +225,9 @@ _MAKERS: dict[str, Callable[[_Events], None]] = {
     "ordinal": _Events._numbers,
     "xid": _Events._owners,
     "origin": _Events._owners,
+    "key": _Events._keys,
+    "key_hash": _Events._hashes,
+    "is_barrier": _Events._barriers,
     "json": lambda events: events._text("json"),
     "line": lambda events: events._text("line"),
 }
@@ -222,6 +248,16 @@ def _row_and_old(frame: Frame) -> tuple[pa.Array, pa.Array]:
     numbers = np.arange(len(frame))
     rows = pa.concat_arrays([news, olds]).take(pa.array(np.where(is_delete, numbers + len(frame), numbers)))
     return rows, olds.take(pa.array(numbers, mask=is_delete))
+
+
+def _keys_of(frame: Frame) -> pa.Array:
+    """The columns of the replica identity alone, new (of a DELETE: old); NULL where there are none."""
+    everywhere, unchanged = np.ones(len(frame), np.bool_), _flat_unchanged(frame)
+    sides = [_maps(frame, side, everywhere, unchanged) for side in ("new", "old")]
+    has_any = np.array([any(column.is_key for column in shape.columns) for shape in frame.shapes], np.bool_)
+    numbers = np.arange(len(frame))
+    chosen = np.where(frame.op == Op.DELETE, numbers + len(frame), numbers)
+    return pa.concat_arrays(sides).take(pa.array(chosen, mask=~has_any[frame.version]))
 
 
 def _flat_unchanged(frame: Frame) -> tuple[I64, I64]:

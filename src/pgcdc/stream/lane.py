@@ -10,19 +10,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pgcdc.errors import GapError, StateError
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position
 from pgcdc.sink.base import Batch, Sink
 from pgcdc.state import fsync_folder
-from pgcdc.stream.events import BLOCKS, LINES, unpack_blocks
+from pgcdc.stream.events import BLOCKS, KEYED_BLOCKS, LINES, unpack_blocks
 from pgcdc.transform.row_json import row_lines
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
+
+    from pgcdc.sink.delivery import Delivery
+    from pgcdc.stream.parallel import LargeBatches
 
 __all__ = ["Lane", "read_offset"]
 
@@ -51,6 +54,8 @@ class Lane:
         self._initial = Position(0, 0)
         self._is_typed = False
         self.on_batch: Callable[[Batch], None] | None = None
+        self.large: LargeBatches | None = None
+        """Set before the start: then executors write large batches to the sinks that can."""
 
     def open(self, initial: Position) -> None:
         """Open the sinks where the query will go on. One that was left out of earlier runs would miss what came between."""
@@ -74,7 +79,7 @@ class Lane:
         if self._is_typed:
             frame = row_lines(reader.option("_start", str(self.place)).load())
         else:  # no transform wants the columns: the executors render the JSON, and rows travel in blocks
-            frame = reader.schema(BLOCKS).load()
+            frame = reader.schema(KEYED_BLOCKS if self.large else BLOCKS).load()
         writer = frame.writeStream.queryName(self.name).option("checkpointLocation", str(self._checkpoint))
         trigger = writer.trigger(availableNow=True) if once else writer.trigger(processingTime="0 seconds")
         at_once = "10000" if self._is_typed else "1"  # one block at a time through the JVM
@@ -152,6 +157,13 @@ class Lane:
         waiting = [sink for sink in self.sinks if sink.ack < end]
         if not waiting and self._stages(batch_id):
             blocks.toArrow()  # it has no rows, but its tasks have something to do
+        large = self.large.open(blocks, start, end) if waiting and self.large and not self._is_typed else None
+        if large is not None:
+            with large:
+                written = self._pool.map(large.write, cast("list[Delivery]", waiting))
+                waiting = [sink for sink, done in zip(waiting, list(written), strict=True) if not done]
+            self.batches += not waiting
+            self.events += 0 if waiting else large.events
         if waiting:
             collected = blocks.toArrow()
             batch = Batch(start, end, collected.cast(LINES) if self._is_typed else unpack_blocks(collected))

@@ -24,7 +24,7 @@ from pgcdc.position import Position, format_lsn
 from pgcdc.relation import Relation
 from pgcdc.spool.reader import SegmentSlice, SpoolReader, plan_end
 from pgcdc.spool.shapes import ShapeChange, ShapeHistory
-from pgcdc.stream.events import LINES, event_batch, pack_block
+from pgcdc.stream.events import KEYED_LINES, LINES, event_batch, pack_block
 from pgcdc.stream.feed import CaptureFeed, Feed, StaticFeed
 from pgcdc.stream.options import StreamOptions
 from pgcdc.stream.stage import StagePartition, Stager, read_stage
@@ -138,15 +138,16 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         yield from self._batches(partition)
 
     def _batches(self, partition: ChangePartition) -> Iterator[pa.RecordBatch]:
-        in_blocks = self._schema.fieldNames()[0] == "block"
-        schema = LINES if in_blocks else to_arrow_schema(self._schema, timezone="UTC")
+        name = self._schema.fieldNames()[0]
+        contents = {"block": LINES, "keyed_block": KEYED_LINES}.get(name)
+        schema = contents or to_arrow_schema(self._schema, timezone="UTC")
         for pieces in group_slices(partition.slices, RECORD_BATCH_BYTES):
             with self._readable(partition, pieces):
                 batch = event_batch(
                     pieces, partition.relations, partition.seed, schema, self._options.events, partition.schema_changes
                 )
             if batch is not None:
-                yield from pack_block(batch) if in_blocks else [batch]
+                yield from pack_block(batch, name) if contents else [batch]
 
     def _limit(self, feed: Feed, begin: Position, end: Position) -> Position:
         """Where a batch that could go up to `end` has to end before."""

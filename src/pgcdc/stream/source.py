@@ -11,7 +11,7 @@ from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
 from pgcdc.errors import ConfigError
-from pgcdc.stream.events import EVENT_COLUMNS, EVENT_SCHEMA, TEXT_COLUMNS
+from pgcdc.stream.events import EVENT_COLUMNS, EVENT_SCHEMA, KEY_COLUMNS, TEXT_COLUMNS
 from pgcdc.stream.options import check_kind, parse_options
 from pgcdc.stream.reader import ChangeReader
 
@@ -79,8 +79,8 @@ class ChangeSource(DataSource):
 
 def _check_schema(schema: StructType) -> None:
     """A user's schema may leave columns out and ask for JSON; names and types are ours."""
-    known = {**EVENT_COLUMNS, **TEXT_COLUMNS}
-    if schema.simpleString() == "struct<block:binary,is_last:boolean>":
+    known = {**EVENT_COLUMNS, **TEXT_COLUMNS, **KEY_COLUMNS}
+    if schema.simpleString() in ("struct<block:binary,is_last:boolean>", "struct<keyed_block:binary,is_last:boolean>"):
         return
     _compare(schema, known, "events")
 
