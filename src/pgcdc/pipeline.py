@@ -272,7 +272,7 @@ class Pipeline:
         os.environ["PGCDC_WATCH_PID"] = str(os.getpid())
         in_main = threading.current_thread() is threading.main_thread()
         ours = signal.getsignal(signal.SIGINT)
-        self._spark = session(log_file=self.state.path / "spark.log")
+        self._spark = session(master=self.config.spark_master, log_file=self.state.path / "spark.log")
         if in_main:  # Spark installs a handler of its own, which would cancel the running batch
             signal.signal(signal.SIGINT, ours)
 

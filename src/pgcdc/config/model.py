@@ -232,6 +232,10 @@ class Config(AdapterKeys):
     max_batch_rows: int = setting(
         DEFAULT_MAX_BATCH_ROWS, "At most about this many events a batch.", RUNNING, metavar="N", ge=1
     )
+    spark_master: str | None = setting(
+        None, "Spark cluster: spark://host:7077, yarn, k8s://... (default: local)", RUNNING, metavar="URL",
+        example="spark://10.0.0.5:7077", pattern=r"^(local(\[.+\])?|spark://.+|yarn|k8s://.+)$",
+    )  # fmt: skip
     once: bool = setting(False, "Deliver everything committed up to now, confirm, exit.", RUNNING)
     warm_up: bool = setting(True, "Warm Spark up before saying ready; --once does not.", RUNNING)
 

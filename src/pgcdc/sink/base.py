@@ -6,16 +6,19 @@ places, so a sink deduplicates by position, and only by position: neither query 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pgcdc.position import Position
 
-__all__ = ["Batch", "Sink", "takes_parts"]
+__all__ = ["Batch", "ParallelSink", "PartWriter", "Receipt", "Sink", "line_buffers", "takes_parts"]
+
+Receipt = dict[str, Any]
+"""What a part writer says about a part, for the commit: a few words that JSON can carry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +50,18 @@ class Batch:
 
     def lines(self) -> Iterator[memoryview]:
         """The lines one after the other, as few buffers as there are chunks: nothing is copied."""
-        for chunk in self.events.column("line").chunks:
-            if len(chunk):
-                offsets, data = chunk.buffers()[1:3]
-                large = pa.types.is_large_string(chunk.type)
-                view = memoryview(offsets).cast("q") if large else memoryview(offsets).cast("i")
-                first, last = view[chunk.offset], view[chunk.offset + len(chunk)]
-                yield memoryview(data)[first:last]
+        return line_buffers(self.events.column("line").chunks)
+
+
+def line_buffers(arrays: Iterable[pa.Array]) -> Iterator[memoryview]:
+    """The bytes of arrays of text, one after the other: nothing is copied."""
+    for chunk in arrays:
+        if len(chunk):
+            offsets, data = chunk.buffers()[1:3]
+            large = pa.types.is_large_string(chunk.type)
+            view = memoryview(offsets).cast("q") if large else memoryview(offsets).cast("i")
+            first, last = view[chunk.offset], view[chunk.offset + len(chunk)]
+            yield memoryview(data)[first:last]
 
 
 class Sink(Protocol):
@@ -76,6 +84,39 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Release what is held; nothing is lost if this is never called."""
+
+
+class PartWriter(Protocol):
+    """Writes parts of a large batch, on the executors of Spark. It stands in Spark's plan: no secret, no connection."""
+
+    def write_part(self, part: int, lines: Iterable[pa.RecordBatch]) -> Receipt | None:
+        """Make the events of one task durable where nobody sees them, and say how to find them; None if there were none.
+
+        `lines` has `position` and `line`, in order. A task may run again, or twice at the same time: each attempt writes
+        for itself, and only one gets into a commit.
+        """
+
+
+@runtime_checkable
+class ParallelSink(Sink, Protocol):
+    """A sink to which executors write large batches, side by side. The driver commits."""
+
+    needs_key_order: bool
+    """Changes of one key stand in one part, in order, and a large batch is cut where that is not enough (TRUNCATE, say). If
+    not, parts are as Spark reads them."""
+
+    def part_writer(self) -> PartWriter:
+        """What goes to the executors."""
+
+    def commit_parts(self, start: Position, end: Position, receipts: Sequence[Receipt]) -> None:
+        """Make the parts of these receipts, and of no others, what the sink has of (start, end]; then move the ack to `end`.
+
+        Atomic: after a crash all of them are there or none. A commit of what the ack covers is skipped; one that begins
+        before the ack and ends behind it is SinkUnavailable.
+        """
+
+    def discard_parts(self) -> None:
+        """Throw away parts that no commit has seen: of a crash, a lost task, or an attempt that came second."""
 
 
 def takes_parts(sink: Sink) -> bool:

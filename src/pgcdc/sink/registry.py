@@ -72,10 +72,10 @@ def _make_stdout(spec: AdapterSpec, acks: Path) -> Sink:
 
 
 def _make_file(spec: AdapterSpec, acks: Path) -> Sink:
-    from pgcdc.sink.file import FileSink
+    from pgcdc.sink.folder import file_sink
 
     assert isinstance(spec.options, FileOptions)
-    return FileSink(spec.options.path, acks, spec.name)
+    return file_sink(spec.options.path, acks, spec.name)
 
 
 def _check_file(options: FileOptions) -> None:

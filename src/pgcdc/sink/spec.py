@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 __all__ = ["AdapterSpec", "DeliveryOptions", "FileOptions", "NoopOptions", "Priority", "StdoutOptions"]
 
@@ -22,9 +23,24 @@ class StdoutOptions(_Options):
 
 
 class FileOptions(_Options):
-    """JSON lines in a file."""
+    """JSON lines in a file, or in part files in a folder."""
 
     path: Path
+    _has_slash: bool = PrivateAttr(default=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _note_slash(cls, values: Any, make: Callable[[Any], FileOptions]) -> FileOptions:
+        """A Path forgets the slash at its end."""
+        options = make(values)
+        if isinstance(values, dict):
+            options._has_slash = str(values.get("path", "")).endswith("/")
+        return options
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the target is a folder: it is one, or the path ends with a slash."""
+        return self._has_slash or self.path.is_dir()
 
 
 class NoopOptions(_Options):

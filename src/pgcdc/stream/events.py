@@ -6,7 +6,7 @@ native Spark expressions. A query that asks for fewer columns (`.schema("positio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from pgcdc.spool.schema import OldKind, Op
 from pgcdc.spool.shapes import ShapeChange
 from pgcdc.stream.edits import SimpleChain
 from pgcdc.stream.frame import EventOptions, Frame, load_frame
+from pgcdc.stream.keys import find_barriers, key_hashes
 from pgcdc.stream.lines import OPERATION_OF, OPERATIONS, SOURCE_NAME, LineMaker
 from pgcdc.stream.shape import SHAPE, shape_array
 from pgcdc.stream.texts import I64, IdSeed, event_ids, position_texts
@@ -27,6 +28,9 @@ __all__ = [
     "BLOCKS",
     "EVENT_COLUMNS",
     "EVENT_SCHEMA",
+    "KEYED_BLOCKS",
+    "KEYED_LINES",
+    "KEY_COLUMNS",
     "LINES",
     "PIECE_BYTES",
     "SHAPE_COLUMNS",
@@ -37,6 +41,7 @@ __all__ = [
     "drop_unwanted",
     "event_batch",
     "events_of",
+    "open_blocks",
     "pack_block",
     "unpack_blocks",
 ]
@@ -64,6 +69,8 @@ TEXT_COLUMNS = {"json": "string", "line": "string"}
 SHAPE_COLUMNS = {"shape": SHAPE, "table_ordinal": "bigint"}
 """What envelopes need besides: the table's columns with their types, and which of its transaction's changes of this table a
 change is, from 1. Only for those who ask for it."""
+KEY_COLUMNS = {"key": "map<string,string>", "key_hash": "bigint", "is_barrier": "boolean"}
+"""What tells which events must stay in order (`stream.keys`): only for those who ask for it."""
 COMPRESS_BYTES = 64 << 10
 PIECE_BYTES = 4 << 20
 BLOCKS = "block BINARY, is_last BOOLEAN"
@@ -74,6 +81,10 @@ Spark moves a block nearly as cheaply as a single event (docs/decisions/0009).
 LINES = pa.schema([("position", pa.string()), ("line", pa.string())])
 """What is in a block, and what sinks of lines take."""
 _CHAIN_PREFIX = "line_"
+KEYED_BLOCKS = "keyed_block BINARY, is_last BOOLEAN"
+"""Blocks of keyed lines, for a lane that may have executors write (`stream.parallel`)."""
+_KEYED = pa.schema([("key_hash", pa.int64()), ("is_barrier", pa.bool_())])
+KEYED_LINES = pa.schema([*LINES, *_KEYED])
 EVENT_SCHEMA = ", ".join(f"{name} {kind.upper()}" for name, kind in EVENT_COLUMNS.items())
 """The columns of an event, as Spark DDL."""
 
@@ -111,16 +122,16 @@ def chain_column(number: int) -> str:
     return f"{_CHAIN_PREFIX}{number}"
 
 
-def chain_lines(count: int) -> pa.Schema:
-    """What is in a block for so many chains: LINES if there is none."""
-    if not count:
-        return LINES
-    return pa.schema([("position", pa.string()), *((chain_column(one), pa.string()) for one in range(count))])
+def chain_lines(count: int, *, keyed: bool = False) -> pa.Schema:
+    """What is in a block for so many chains (LINES if there is none), and in a keyed one."""
+    chains = [("position", pa.string()), *((chain_column(one), pa.string()) for one in range(count))]
+    plain = pa.schema(chains) if count else LINES
+    return pa.schema([*plain, *_KEYED]) if keyed else plain
 
 
-def drop_unwanted(events: pa.RecordBatch) -> pa.RecordBatch:
-    """`events`, in the schema `chain_lines`, without those that no chain has."""
-    lines = events.columns[1:]
+def drop_unwanted(events: pa.RecordBatch, count: int) -> pa.RecordBatch:
+    """`events`, in the schema `chain_lines`, without those that none of so many chains has."""
+    lines = [events.column(chain_column(number)) for number in range(count)]
     if any(not column.null_count for column in lines):
         return events
     wanted = lines[0].is_valid()
@@ -129,8 +140,8 @@ def drop_unwanted(events: pa.RecordBatch) -> pa.RecordBatch:
     return events.filter(wanted)
 
 
-def pack_block(events: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """`events`, in the schema `chain_lines`, as an Arrow stream: one row, or several if it is large (a row of 200 MB, say).
+def pack_block(events: pa.RecordBatch, name: str = "block") -> Iterator[pa.RecordBatch]:
+    """`events`, in any schema, as an Arrow stream: one row, or several if it is large (a row of 200 MB, say).
 
     Compressed if it pays: the JVM copies it about ten times, and collecting that garbage cost more than all else.
     """
@@ -143,19 +154,24 @@ def pack_block(events: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         piece = data.slice(begin, min(PIECE_BYTES, data.size - begin))
         ends = pa.array([0, piece.size], pa.int32()).buffers()[1]
         block = pa.BinaryArray.from_buffers(pa.binary(), 1, [None, ends, piece])
-        yield pa.RecordBatch.from_arrays([block, pa.array([begin + piece.size == data.size])], ["block", "is_last"])
+        yield pa.RecordBatch.from_arrays([block, pa.array([begin + piece.size == data.size])], [name, "is_last"])
 
 
 def unpack_blocks(blocks: pa.Table, chains: int = 0) -> pa.Table:
     """The events of collected blocks, in order, in the schema `chain_lines`."""
+    schema = chain_lines(chains)
+    return pa.Table.from_batches((batch.select(schema.names) for batch in open_blocks(blocks.to_batches())), schema)
+
+
+def open_blocks(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """What is in the blocks, one after the other. A block may be in several rows, which follow each other."""
     pieces: list[pa.Buffer] = []
-    batches: list[pa.RecordBatch] = []
-    for block, is_last in zip(blocks.column("block"), blocks.column("is_last"), strict=True):
-        pieces.append(block.as_buffer())
-        if is_last.as_py():
-            batches += pa.ipc.open_stream(pieces[0] if len(pieces) == 1 else pa.py_buffer(b"".join(pieces)))
-            pieces = []
-    return pa.Table.from_batches(batches, chain_lines(chains))
+    for batch in batches:
+        for block, is_last in zip(batch.column(0), batch.column("is_last"), strict=True):
+            pieces.append(block.as_buffer())
+            if is_last.as_py():
+                yield from pa.ipc.open_stream(pieces[0] if len(pieces) == 1 else pa.py_buffer(b"".join(pieces)))
+                pieces = []
 
 
 def _as_type(array: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -232,6 +248,15 @@ class _Events:
     def _owners(self) -> None:
         self._made["xid"], self._made["origin"] = self._frame.owners.column("xid"), self._frame.owners.column("origin")
 
+    def _keys(self) -> None:
+        self._made["key"] = _keys_of(self._frame)
+
+    def _hashes(self) -> None:
+        self._made["key_hash"] = pa.array(key_hashes(self._frame))
+
+    def _barriers(self) -> None:
+        self._made["is_barrier"] = pa.array(find_barriers(self._frame))
+
     def _text(self, name: str) -> None:
         self._made[name] = self._line_maker("\n" if name == "line" else "").lines()
 
@@ -262,6 +287,9 @@ _MAKERS: dict[str, Callable[[_Events], None]] = {
     "ordinal": _Events._numbers,
     "xid": _Events._owners,
     "origin": _Events._owners,
+    "key": _Events._keys,
+    "key_hash": _Events._hashes,
+    "is_barrier": _Events._barriers,
     "json": lambda events: events._text("json"),
     "line": lambda events: events._text("line"),
     "shape": _Events._shapes,
@@ -284,6 +312,16 @@ def _row_and_old(frame: Frame) -> tuple[pa.Array, pa.Array]:
     numbers = np.arange(len(frame))
     rows = pa.concat_arrays([news, olds]).take(pa.array(np.where(is_delete, numbers + len(frame), numbers)))
     return rows, olds.take(pa.array(numbers, mask=is_delete))
+
+
+def _keys_of(frame: Frame) -> pa.Array:
+    """The columns of the replica identity alone, new (of a DELETE: old); NULL where there are none."""
+    everywhere, unchanged = np.ones(len(frame), np.bool_), _flat_unchanged(frame)
+    sides = [_maps(frame, side, everywhere, unchanged) for side in ("new", "old")]
+    has_any = np.array([any(column.is_key for column in shape.columns) for shape in frame.shapes], np.bool_)
+    numbers = np.arange(len(frame))
+    chosen = np.where(frame.op == Op.DELETE, numbers + len(frame), numbers)
+    return pa.concat_arrays(sides).take(pa.array(chosen, mask=~has_any[frame.version]))
 
 
 def _flat_unchanged(frame: Frame) -> tuple[I64, I64]:

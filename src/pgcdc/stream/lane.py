@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
+    from pgcdc.stream.parallel import LargeBatches
+
 __all__ = ["Lane", "LaneStopped", "read_offset", "stop_query"]
 
 FATAL_WAIT_S = 1.0
@@ -58,6 +60,9 @@ class Lane:
         self.on_leave: Callable[[Member, Position, BaseException | None], None] | None = None
         """Gives a member a lane of its own, durably; None: nobody leaves this lane."""
         self.on_batch: Callable[[Batch], None] | None = None
+        """Called with what the first chain has of each batch that was collected."""
+        self.large: LargeBatches | None = None
+        """Set before the start: then executors write large batches to the sinks that can."""
         self._checkpoint = checkpoint
         self._initial = initial
         self._last_batch = max(self._committed_batches(), default=-1)  # by an earlier run, maybe not yet confirmed
@@ -171,14 +176,20 @@ class Lane:
                 raise GapError(f"adapter {member.name} stands at {member.sink.ack}, and lane {self.name} at {start}")
         waiting = [member for member in members if member.reached < end]
         if waiting:
-            tables = self.program.collect(blocks)
-            batches = [Batch(start, end, table) for table in tables]
-            hit("lane.collected")
-            self._hand_out(start, batches, members, waiting)
+            futures, events = self._write_large(blocks, start, end, waiting)
+            rest = [member for member in waiting if member.name not in futures]
+            if rest:
+                tables = self.program.collect(blocks)
+                chains = list(self.program.chains)
+                batches = {chain: Batch(start, end, table) for chain, table in zip(chains, tables, strict=True)}
+                hit("lane.collected")
+                futures |= {member.name: member.submit(self.name, batches[member.chain]) for member in rest}
+                events = tables[0].num_rows
+                if self.on_batch is not None:
+                    self.on_batch(batches[chains[0]])
+            self._follow(start, futures, members)
             self.batches += 1
-            self.events += tables[0].num_rows
-            if self.on_batch is not None:
-                self.on_batch(batches[0])
+            self.events += events
         elif self._stages(batch_id):
             self.program.collect(blocks)  # it has no rows, but its tasks have something to do
         hit("lane.written")
@@ -186,15 +197,31 @@ class Lane:
             self._last_batch = batch_id
             self.next_start = end
 
-    def _hand_out(self, start: Position, batches: list[Batch], members: list[Member], waiting: list[Member]) -> None:
-        """Have the batch written to all who wait for it. Who does not manage to leaves, if another member has it.
-
-        `batches` is the same batch, once for each chain of the program.
-        """
+    def _write_large(
+        self, frame: DataFrame, start: Position, end: Position, waiting: list[Member]
+    ) -> tuple[dict[str, WriteFuture], int]:
+        """Have executors write a large batch to the sinks that can take it so. Returns how that ended, and its size."""
         assert self.program is not None
+        able = [member for member in waiting if member.takes_parts] if self.large is not None else []
+        events = self.large.count(start, end) if self.large is not None and able else 0
+        if not events or self.large is None:
+            return {}, 0
+        futures: dict[str, WriteFuture] = {}
+        with contextlib.ExitStack() as opened:
+            for chain in dict.fromkeys(member.chain for member in able):
+                column = self.program.line_column(chain)
+                batch = opened.enter_context(self.large.open(frame, start, end, events, column))
+                for member in able:
+                    if member.chain == chain:
+                        futures[member.name] = member.submit_large(self.name, end, batch)
+            wait(futures.values())
+        # One that cannot take this batch in parts gets it like the others.
+        return {name: one for name, one in futures.items() if one.exception() or one.result()}, events
+
+    def _follow(self, start: Position, futures: dict[str, WriteFuture], members: list[Member]) -> None:
+        """Wait for the writes of a batch. Who does not manage to leaves, if another member has it."""
         began = time.monotonic()
-        chains = list(self.program.chains)
-        futures = {one.name: one.submit(self.name, batches[chains.index(one.chain)]) for one in waiting}
+        by_name = {one.name: one for one in members}
         while True:
             writes = {one.name: _look_at(one, futures.get(one.name), began) for one in members}
             failed = {name: futures[name].exception() for name, one in writes.items() if one.state is WriteState.FAILED}
@@ -209,7 +236,7 @@ class Lane:
             wait(running, None if math.isinf(verdict.wait_s) else verdict.wait_s, FIRST_COMPLETED)
         if self.on_leave is not None:
             for name in verdict.leave:
-                self.on_leave(next(one for one in waiting if one.name == name), start, failed.pop(name, None))
+                self.on_leave(by_name[name], start, failed.pop(name, None))
         for error in failed.values():
             assert error is not None
             raise error

@@ -25,6 +25,7 @@ from pgcdc.stream.failure import explain_failure
 from pgcdc.stream.lane import Lane, LaneStopped, stop_query
 from pgcdc.stream.member import Adapter, Member
 from pgcdc.stream.moves import Moves
+from pgcdc.stream.parallel import LargeBatches
 from pgcdc.transform.program import Chain, Program, TypedProgram, compile_chains
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class Lanes:
         self._bus_mode = bus_mode
         self._bus_buffer = bus_buffer
         self._spark: SparkSession | None = None
+        self._large: LargeBatches | None = None
         self._moves = Moves(state, link, say)
         self._watched: dict[str, Watched] = {}
         self._asked: queue.SimpleQueue[tuple[Callable[[], None], _Answer]] = queue.SimpleQueue()
@@ -132,6 +134,7 @@ class Lanes:
     def start(self, spark: SparkSession) -> None:
         """Start the queries. Main's reads when this returns."""
         self._spark = spark
+        self._large = LargeBatches(spark, self._state)
         self._watcher = threading.get_ident()
         self._start(self.main)
         self._await_reading()
@@ -142,6 +145,7 @@ class Lanes:
         watched.is_done = False
         try:
             options = {**self._options, "consumer": lane.name}
+            lane.large = self._large if self._is_keyed else None
             lane.start(self._spark, options, self._program(lane), once=self._once)
         except PgcdcError:
             raise
@@ -163,7 +167,12 @@ class Lanes:
         """Events say which transaction they belong to if the source's options do."""
         names = ("tx_metadata", "tx_markers")
         transaction = any(self._options.get(name) == "true" for name in names)
-        return compile_chains(chains or [Chain()], transaction=transaction)
+        return compile_chains(chains or [Chain()], transaction=transaction, keyed=self._is_keyed)
+
+    @property
+    def _is_keyed(self) -> bool:
+        """Whether executors may write large batches to one of the sinks: then lanes read what they need for that."""
+        return "table" not in self._options and any(one.takes_parts for one in self._moves.members.values())
 
     def _await_reading(self) -> None:
         """A started query is not a reading one: its source comes up first. Failures are found by `step`."""
@@ -378,6 +387,8 @@ class Lanes:
         lanes = [self.main, *(lane for lane, _ in self._moves.side_lanes)]
         for lane in lanes:
             lane.begin_stop()
+            for member in lane.members() if lane is not self.main else ():
+                member.stop()  # it waits for its target, and nobody waits for it
         for lane in lanes:
             left_s = deadline - time.monotonic()
             # Nobody waits for long for a sink that made nobody wait before.

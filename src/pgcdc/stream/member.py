@@ -6,6 +6,7 @@ import math
 import queue
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -13,7 +14,9 @@ from pgcdc.errors import GapError, PgcdcError, Policy
 from pgcdc.ops.counters import EVENTS_DELIVERED, counters
 from pgcdc.position import Position
 from pgcdc.sink.base import Batch, Sink
+from pgcdc.sink.delivery import Delivery
 from pgcdc.stream.membership import Membership
+from pgcdc.stream.parallel import LargeBatch, can_write_parts
 from pgcdc.transform.program import Chain
 
 __all__ = ["Adapter", "Member", "NotAMember", "WriteFuture", "may_pass"]
@@ -33,8 +36,8 @@ class NotAMember(Exception):
     """Refuses a write for a lane that the adapter has left meanwhile."""
 
 
-class WriteFuture(Future[None]):
-    """One write; `ended` is when it was over, by the monotonic clock."""
+class WriteFuture(Future[bool]):
+    """One write; `ended` is when it was over, by the monotonic clock. False: the sink wants the batch in another way."""
 
     ended = 0.0
 
@@ -63,7 +66,7 @@ class Member:
         self._membership = membership
         self._left = 0
         self._lock = threading.Lock()
-        self._tasks: queue.SimpleQueue[tuple[str, Batch, WriteFuture] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[str, Callable[[], bool], WriteFuture] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name=f"adapter-{self.name}", daemon=True).start()
 
     @property
@@ -89,12 +92,29 @@ class Member:
                 "the state directory (acks/) and give it a new target",
             )
 
+    @property
+    def takes_parts(self) -> bool:
+        """Whether executors may write to it."""
+        return isinstance(self.sink, Delivery) and can_write_parts(self.sink)
+
     def submit(self, lane: str, batch: Batch) -> WriteFuture:
         """Write a batch, after everything that was submitted before."""
+        return self._submit(lane, lambda: self._write(batch))
+
+    def submit_large(self, lane: str, end: Position, batch: LargeBatch) -> WriteFuture:
+        """Have executors write a large batch that ends at `end`, after everything that was submitted before."""
+        return self._submit(lane, lambda: self._write_large(end, batch))
+
+    def stop(self) -> None:
+        """Wait for nothing any more: what is not delivered fails, and comes again."""
+        if isinstance(self.sink, Delivery):
+            self.sink.stop()
+
+    def _submit(self, lane: str, write: Callable[[], bool]) -> WriteFuture:
         future = WriteFuture()
         with self._lock:
             self._left += 1
-        self._tasks.put((lane, batch, future))
+        self._tasks.put((lane, write, future))
         return future
 
     def close(self) -> None:
@@ -105,27 +125,40 @@ class Member:
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            lane, batch, future = task
+            lane, write, future = task
+            done = True
             try:
                 error: BaseException | None = None
-                self._write(lane, batch)
+                done = self._as_member(lane, write)
             except BaseException as raised:
                 error = raised
             with self._lock:
                 self._left -= 1
             self.last_error = error
             future.ended = time.monotonic()
-            future.set_result(None) if error is None else future.set_exception(error)
+            future.set_result(done) if error is None else future.set_exception(error)
 
-    def _write(self, lane: str, batch: Batch) -> None:
+    def _as_member(self, lane: str, write: Callable[[], bool]) -> bool:
         if not self._membership.begin_write(self.name, lane):
             raise NotAMember(f"adapter {self.name} is not in lane {lane} any more")
         try:
-            reached = self.reached
-            if batch.end <= reached:
-                return
+            return write()
+        finally:
+            self._membership.end_write(self.name)
+
+    def _write(self, batch: Batch) -> bool:
+        reached = self.reached
+        if batch.end > reached:
             batch = batch.after(reached)
             self.sink.write(batch)
             counters.add(EVENTS_DELIVERED, batch.events.num_rows, adapter=self.name)
-        finally:
-            self._membership.end_write(self.name)
+        return True
+
+    def _write_large(self, end: Position, batch: LargeBatch) -> bool:
+        if end <= self.reached:
+            return True
+        assert isinstance(self.sink, Delivery)
+        is_written = batch.write(self.sink)
+        if is_written:
+            counters.add(EVENTS_DELIVERED, batch.events, adapter=self.name)
+        return is_written

@@ -142,9 +142,11 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         yield from self._batches(partition)
 
     def _batches(self, partition: ChangePartition) -> Iterator[pa.RecordBatch]:
-        in_blocks = self._schema.fieldNames()[0] == "block"
+        name = self._schema.fieldNames()[0]
+        in_blocks = name in ("block", "keyed_block")
         chains = parse_chains(self._options.chains)
-        schema = chain_lines(len(chains)) if in_blocks else to_arrow_schema(self._schema, timezone="UTC")
+        contents = chain_lines(len(chains), keyed=name == "keyed_block")
+        schema = contents if in_blocks else to_arrow_schema(self._schema, timezone="UTC")
         options = replace(self._options.events, described=partition.described)
         for pieces in group_slices(partition.slices, RECORD_BATCH_BYTES):
             with self._readable(partition, pieces):
@@ -157,10 +159,10 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     partition.schema_changes,
                     chains,
                 )
-            if batch is not None and in_blocks:
-                batch = drop_unwanted(batch)
+            if batch is not None and chains and in_blocks:
+                batch = drop_unwanted(batch, len(chains))
             if batch is not None and batch.num_rows:
-                yield from pack_block(batch) if in_blocks else [batch]
+                yield from pack_block(batch, name) if in_blocks else [batch]
 
     def _limit(self, feed: Feed, begin: Position, end: Position) -> Position:
         """Where a batch that could go up to `end` has to end before."""

@@ -89,8 +89,10 @@ def register(spark: SparkSession) -> None:
     spark.dataSource.register(ChangeSource)
 
 
-def session(app_name: str = "pgcdc", *, log_file: Path | None = None, **extra: str) -> SparkSession:
-    """A local Spark session with the low-latency settings and `format("pgcdc")` registered.
+def session(
+    app_name: str = "pgcdc", *, master: str | None = None, log_file: Path | None = None, **extra: str
+) -> SparkSession:
+    """A Spark session with the low-latency settings and `format("pgcdc")` registered: local, or on the cluster of `master`.
 
     `extra` are more settings, with dots as double underscores: `session(spark__ui__enabled="true")`. With `log_file` the
     JVM writes there instead of to our standard error, and signals of the terminal do not reach it.
@@ -98,15 +100,21 @@ def session(app_name: str = "pgcdc", *, log_file: Path | None = None, **extra: s
     check_java()
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
-    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    is_here = _is_here(master)
+    if is_here:
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     from pyspark.conf import SparkConf
     from pyspark.sql import SparkSession
 
     if "SPARK_HOME" not in os.environ:
         os.environ["SPARK_HOME"] = str(_unzipped_home())
     warehouse = Path(tempfile.gettempdir()) / f"pgcdc-warehouse-{os.getpid()}"
-    conf = SparkConf().setAppName(app_name).setMaster("local[2,3]").set("spark.sql.warehouse.dir", str(warehouse))
-    conf.setAll([*settings().items(), *((key.replace("__", "."), value) for key, value in extra.items())])
+    conf = SparkConf().setAppName(app_name).setMaster(master or "local[2,3]")
+    conf.set("spark.sql.warehouse.dir", str(warehouse))
+    ours = settings()
+    if not is_here:  # executors on other hosts have to reach the driver: Spark knows its name
+        del ours["spark.driver.host"], ours["spark.driver.bindAddress"]
+    conf.setAll([*ours.items(), *((key.replace("__", "."), value) for key, value in extra.items())])
     before = {process.pid for process in _children()}
     try:
         if log_file is not None:
@@ -117,6 +125,13 @@ def session(app_name: str = "pgcdc", *, log_file: Path | None = None, **extra: s
         _end_launched(before)
         raise
     return spark
+
+
+def _is_here(master: str | None) -> bool:
+    """Whether nothing of Spark is on another host."""
+    host = re.match(r"spark://(?:\[(.+)\]|([^:,]+))", master or "")
+    found = (host[1] or host[2]) if host else "localhost" if (master or "local").startswith("local") else ""
+    return found in ("localhost", "127.0.0.1", "::1")
 
 
 def _children() -> list[psutil.Process]:

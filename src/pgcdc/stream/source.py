@@ -12,7 +12,7 @@ from pyspark.sql.types import StructType
 
 from pgcdc.errors import ConfigError
 from pgcdc.stream.edits import parse_chains
-from pgcdc.stream.events import EVENT_COLUMNS, EVENT_SCHEMA, SHAPE_COLUMNS, TEXT_COLUMNS, chain_column
+from pgcdc.stream.events import EVENT_COLUMNS, EVENT_SCHEMA, KEY_COLUMNS, SHAPE_COLUMNS, TEXT_COLUMNS, chain_column
 from pgcdc.stream.options import check_kind, parse_options
 from pgcdc.stream.reader import ChangeReader
 
@@ -79,10 +79,10 @@ class ChangeSource(DataSource):
 
 
 def _check_schema(schema: StructType, chains: int) -> None:
-    """A user's schema may leave columns out, and ask for JSON and shapes; names and types are ours."""
+    """A user's schema may leave columns out, and ask for JSON, keys and shapes; names and types are ours."""
     chain_columns = {chain_column(number): "string" for number in range(chains)}
-    known = {**EVENT_COLUMNS, **SHAPE_COLUMNS, **TEXT_COLUMNS, **chain_columns}
-    if schema.simpleString() == "struct<block:binary,is_last:boolean>":
+    known = {**EVENT_COLUMNS, **KEY_COLUMNS, **SHAPE_COLUMNS, **TEXT_COLUMNS, **chain_columns}
+    if schema.simpleString() in ("struct<block:binary,is_last:boolean>", "struct<keyed_block:binary,is_last:boolean>"):
         return
     _compare(schema, known, "events")
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from pgcdc.position import Position
 
-__all__ = ["IdSeed", "event_ids", "position_texts", "time_texts"]
+__all__ = ["IdSeed", "event_ids", "mix", "position_texts", "time_texts"]
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
@@ -31,7 +31,7 @@ class IdSeed:
         return cls(int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:16], "big"))
 
 
-def _mix(x: U64) -> U64:
+def mix(x: U64) -> U64:
     """A 64-bit finaliser: every input bit changes about half of the output bits."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -41,10 +41,10 @@ def _mix(x: U64) -> U64:
 def event_ids(seed: IdSeed, lsn: I64, ordinal: I64, sub: I64, commit_time: I64) -> pa.Array:
     """UUIDv7s of commit time and position: the same change has the same id on every replay."""
     golden = np.uint64(0x9E3779B97F4A7C15)
-    x = _mix(lsn.view(np.uint64) * golden + np.uint64(seed.high))
+    x = mix(lsn.view(np.uint64) * golden + np.uint64(seed.high))
     small, many = sub.view(np.uint64), sub.view(np.uint64) >> np.uint64(16)
-    x = _mix(x + (ordinal.view(np.uint64) << np.uint64(16)) + small + many * golden)
-    y = _mix(x + np.uint64(seed.low))
+    x = mix(x + (ordinal.view(np.uint64) << np.uint64(16)) + small + many * golden)
+    y = mix(x + np.uint64(seed.low))
     milliseconds = (np.maximum(commit_time, 0) // 1000).astype(np.uint64)
     high = (milliseconds << np.uint64(16)) | np.uint64(0x7000) | (x >> np.uint64(52))
     low = np.uint64(0x8000000000000000) | (y >> np.uint64(2))

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from pgcdc.errors import PgcdcError, TransformError
 from pgcdc.stream.edits import dump_chains
-from pgcdc.stream.events import EVENT_COLUMNS, chain_column, chain_lines
+from pgcdc.stream.events import EVENT_COLUMNS, KEY_COLUMNS, chain_column, chain_lines
 from pgcdc.transform.event_json import event_json
 from pgcdc.transform.expressions import KEEP, is_routed
 from pgcdc.transform.program import Chain, Steps, split_lines
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["ColumnProgram"]
 
 _BASE = "_base"
+_KEYS = ("key_hash", "is_barrier")
 _ROWS = 10_000
 _ALWAYS = ("position", "channel", "operation", "table", "row")
 """What conditions are asked of."""
@@ -36,6 +37,7 @@ class ColumnProgram:
     distinct: tuple[Steps, ...]
     of_chain: tuple[int, ...]
     transaction: bool
+    keyed: bool = False
 
     @property
     def _rendered(self) -> list[Steps]:
@@ -49,6 +51,7 @@ class ColumnProgram:
         for chain in self.distinct:
             for one in chain.transforms:
                 columns |= getattr(one.envelope_module, "COLUMNS", {}) if one.is_envelope else {}
+        columns |= {name: KEY_COLUMNS[name] for name in _KEYS if self.keyed}
         columns |= {chain_column(number): "string" for number in range(len(self._rendered))}
         return ", ".join(f"`{name}` {kind.upper()}" for name, kind in columns.items())
 
@@ -81,7 +84,11 @@ class ColumnProgram:
             frame = self._run(frame, chain, given, name)
             made.append(name)
         columns = [F.col(name).alias(chain_column(number)) for number, name in enumerate(made)]
-        return frame.select(F.col(f"{_BASE}.position").alias("position"), *columns)
+        of_base = ("position", *(_KEYS if self.keyed else ()))
+        return frame.select(*(F.col(f"{_BASE}.{name}").alias(name) for name in of_base), *columns)
+
+    def line_column(self, chain: Chain) -> str:
+        return chain_column(self.of_chain[self.chains.index(chain)])
 
     def _run(self, frame: DataFrame, chain: Steps, given: str | None, name: str) -> DataFrame:
         """`frame` with one column more: the lines of this chain."""
@@ -107,7 +114,7 @@ class ColumnProgram:
         from pyspark.errors import PySparkException
 
         schema = chain_lines(len(self.distinct))
-        projected = batch if batch.columns == schema.names else self.project(batch)
+        projected = self.project(batch) if "channel" in batch.columns else batch
         try:
             collected = projected.toArrow()
         except PySparkException as error:

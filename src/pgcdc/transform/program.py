@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from pgcdc.errors import ConfigError
 from pgcdc.stream.edits import dump_chains, full_pattern
-from pgcdc.stream.events import BLOCKS, LINES, chain_column, unpack_blocks
+from pgcdc.stream.events import BLOCKS, KEYED_BLOCKS, LINES, chain_column, unpack_blocks
 from pgcdc.transform.row_json import row_lines
 
 if TYPE_CHECKING:
@@ -53,6 +53,9 @@ class Program(Protocol):
 
     def project(self, events: DataFrame) -> DataFrame:
         """What the source gives, as it is collected. Meant for the streaming DataFrame, where it is planned once."""
+
+    def line_column(self, chain: Chain) -> str:
+        """Which column has a chain's lines, behind `project` and inside of blocks."""
 
     def collect(self, batch: DataFrame) -> list[pa.Table]:
         """For each chain its events in stream order (`stream.events.LINES`), of a batch before or behind `project`.
@@ -95,8 +98,10 @@ class Steps:
             closed = one.name if one.is_envelope else closed
 
 
-def compile_chains(chains: Sequence[Chain], *, transaction: bool = False) -> Program:
+def compile_chains(chains: Sequence[Chain], *, transaction: bool = False, keyed: bool = False) -> Program:
     """The cheapest way to all these chains. `transaction`: events say which transaction they belong to (`--tx-metadata`).
+
+    `keyed`: what is read also says which events must stay in order, for executors that write (`stream.parallel`).
 
     Raises ConfigError for a transform that cannot be made; `check_chains` also looks at its SQL.
     """
@@ -107,10 +112,10 @@ def compile_chains(chains: Sequence[Chain], *, transaction: bool = False) -> Pro
             distinct.append(one)
     of_chain = [distinct.index(one) for one in made]
     if all(one.is_simple for one in distinct):
-        return BlockProgram(tuple(chains), tuple(distinct), tuple(of_chain))
+        return BlockProgram(tuple(chains), tuple(distinct), tuple(of_chain), keyed)
     from pgcdc.transform.columns import ColumnProgram
 
-    return ColumnProgram(tuple(chains), tuple(distinct), tuple(of_chain), transaction)
+    return ColumnProgram(tuple(chains), tuple(distinct), tuple(of_chain), transaction, keyed)
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,7 @@ class BlockProgram:
     distinct: tuple[Steps, ...]
     of_chain: tuple[int, ...]
     """Which of the distinct ones each chain is."""
+    keyed: bool = False
 
     @property
     def _is_plain(self) -> bool:
@@ -130,7 +136,10 @@ class BlockProgram:
         return {} if self._is_plain else {"_chains": dump_chains((one.routes, one.simple) for one in self.distinct)}
 
     def source_schema(self) -> str:
-        return BLOCKS
+        return KEYED_BLOCKS if self.keyed else BLOCKS
+
+    def line_column(self, chain: Chain) -> str:
+        return "line" if self._is_plain else chain_column(self.of_chain[self.chains.index(chain)])
 
     def records_per_batch(self) -> int:
         return 1  # one block at a time through the JVM
@@ -163,6 +172,9 @@ class TypedProgram:
 
     def project(self, events: DataFrame) -> DataFrame:
         return row_lines(events)
+
+    def line_column(self, chain: Chain) -> str:
+        return "line"
 
     def collect(self, batch: DataFrame) -> list[pa.Table]:
         return [batch.toArrow().cast(LINES)]

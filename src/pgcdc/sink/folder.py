@@ -1,0 +1,241 @@
+"""JSON lines in a folder of part files, exactly once; large batches are written by the executors of Spark, side by side.
+
+A part is first written to a hidden folder (`_pgcdc`), where no reader looks, and made durable there. Then the ack moves: it
+names the parts that belong to it. Only then do they get their names, so that after a crash at any point the ack says which
+parts are to be shown, and everything else in the hidden folder is a part that nobody has committed, and is deleted.
+
+The names sort in the order of the stream: the end of the batch, then the number of the part. Within a batch that was written
+in parallel, every key's events stand in one part, in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from pgcdc.errors import SinkError, SinkUnavailable, StateError
+from pgcdc.ops.failpoint import hit
+from pgcdc.position import Position
+from pgcdc.sink.ack import AckFile
+from pgcdc.sink.base import Batch, Receipt, line_buffers
+from pgcdc.sink.file import FileSink
+from pgcdc.sink.state import KeyStore, read_lines
+from pgcdc.state import fsync_folder, write_all
+
+__all__ = ["FolderPartWriter", "FolderSink", "file_sink"]
+
+HIDDEN = "_pgcdc"
+"""Spark's readers, and many others, leave out what begins with an underscore."""
+_PART = re.compile(r"[0-9A-F]{16}-[0-9A-F]{12}(?:\.[0-9A-F]{8})?-[0-9]{5}\.jsonl")
+
+
+def file_sink(path: Path | str, acks: Path, name: str = "file", *, is_folder: bool = False) -> FileSink | FolderSink:
+    """The sink for a path: a folder if it is one, or if it ends with a slash."""
+    text = str(path)
+    if is_folder or text.endswith(os.sep) or Path(text).is_dir():
+        return FolderSink(Path(text), acks, name)
+    return FileSink(Path(text), acks, name)
+
+
+@dataclass(frozen=True, slots=True)
+class FolderPartWriter:
+    """Writes one part to the hidden folder. Goes to the executors, which see the same folder."""
+
+    folder: str
+
+    def write_part(self, part: int, lines: Iterable[pa.RecordBatch]) -> Receipt | None:
+        """A file under a name that no other attempt has, durable when this returns."""
+        path = Path(self.folder) / f"{part:05d}-{uuid.uuid4().hex}"
+        size = 0
+        try:
+            with open(path, "xb", buffering=0) as file:
+                for batch in lines:
+                    for piece in line_buffers([batch.column("line")]):
+                        size += write_all(file.fileno(), piece)
+                    hit("folder.half_written")
+                os.fsync(file.fileno())
+            fsync_folder(path.parent)
+        except OSError as error:
+            raise SinkUnavailable(
+                f"{path} cannot be written: {error.strerror}",
+                "Is the disk full, and is the folder on storage that every host of the cluster has?",
+            ) from error
+        if not size:
+            path.unlink()
+            return None
+        return {"part": part, "file": path.name, "size": size}
+
+
+class FolderSink:
+    """Writes every batch as one part file, or as several."""
+
+    needs_key_order = True
+
+    def __init__(self, path: Path, acks: Path, name: str = "file") -> None:
+        self.name = name
+        self._path = path.absolute()
+        self._hidden = self._path / HIDDEN
+        self._file = AckFile(acks, name)
+        self._acked = self._file.position
+        """What is also shown; the file is ahead of it while parts get their names."""
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self._path
+
+    @property
+    def ack(self) -> Position:
+        assert self._acked is not None
+        return self._acked
+
+    def check(self) -> None:
+        with self._explain():
+            self._look()
+            tempfile.TemporaryFile(dir=self._path if self._path.exists() else self._path.parent).close()
+
+    def open(self, start: Position) -> None:
+        with self._explain():
+            known = self._look()
+            self._path.mkdir(exist_ok=True)
+            self._hidden.mkdir(exist_ok=True)
+            fsync_folder(self._path.parent)
+            if known:
+                self._show()
+            else:
+                self._save(self._file.position or start, {"parts": 0, "bytes": 0})
+            self.discard_parts()
+        self._acked = self._file.position
+
+    def write(self, batch: Batch) -> None:
+        self._catch_up()
+        if batch.end <= self.ack:
+            return
+        batch = batch.after(self.ack)
+        self.discard_parts()  # of a failed attempt
+        receipt = self.part_writer().write_part(0, batch.events.to_batches())
+        self.commit_parts(batch.start, batch.end, [receipt] if receipt else [])
+
+    def part_writer(self) -> FolderPartWriter:
+        """What executors write with."""
+        return FolderPartWriter(str(self._hidden))
+
+    def commit_parts(self, start: Position, end: Position, receipts: Sequence[Receipt]) -> None:
+        """Show the parts of these receipts, and no others, and move the ack to `end`."""
+        self._catch_up()
+        if end <= self.ack:
+            return
+        if start < self.ack:
+            raise SinkUnavailable(
+                f"these parts begin at {start}, but {self._path} has everything up to {self.ack}",
+                "It is tried again with parts that begin there",
+            )
+        stem = str(end).replace("/", "-")
+        shown = [
+            [receipt["file"], f"{stem}-{receipt['part']:05d}.jsonl"]
+            for receipt in sorted(receipts, key=lambda receipt: int(receipt["part"]))
+        ]
+        detail = self._file.detail
+        hit("folder.before_ack")
+        self._save(
+            end,
+            {
+                "parts": detail["parts"] + len(shown),
+                "bytes": detail["bytes"] + sum(int(receipt["size"]) for receipt in receipts),
+                **({"shown": shown} if shown else {}),
+            },
+        )
+        hit("folder.before_shown")
+        self._catch_up()
+        hit("folder.after_shown")
+
+    def discard_parts(self) -> None:
+        """Delete parts that no ack has named: of a crash, a lost task, or an attempt that came second."""
+        named = {file for file, _ in self._file.detail.get("shown", [])}
+        with self._explain(kind=SinkUnavailable):
+            for path in self._hidden.iterdir():
+                if path.name not in named:
+                    path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        pass
+
+    def read_back(self, store: KeyStore) -> None:
+        """Hand every event that the ack covers to `store`, in order."""
+        with self._explain("read"):
+            if not self._look():
+                return
+            self._show()
+            parts = self._parts()
+            sizes = [path.stat().st_size for path in parts]
+            known = self._file.detail
+            if (len(parts), sum(sizes)) != (known["parts"], known["bytes"]):
+                raise SinkError(
+                    f"{self._path} has {len(parts)} parts with {sum(sizes)} bytes, but {known['parts']} with "
+                    f"{known['bytes']} were written to it",
+                    "Move back what was moved away",
+                )
+            for path, size in zip(parts, sizes, strict=True):
+                read_lines(path, size, store)
+
+    # --- the folder
+
+    def _parts(self) -> list[Path]:
+        return sorted(path for path in self._path.iterdir() if _PART.fullmatch(path.name))
+
+    def _look(self) -> bool:
+        """Whether the folder is the one that was written before. Raises SinkError if it is not as it was left."""
+        known = self._file.position is not None and self._file.detail["path"] == str(self._path)
+        if known and not self._path.is_dir():
+            raise SinkError(
+                f"{self._path} is gone, but events up to {self._file.position} were written to it",
+                "Move it back, or give another --file-path: the next events go there",
+            )
+        if not known and self._path.exists():
+            foreign = next((path.name for path in self._path.iterdir() if path.name != HIDDEN), None)
+            if foreign is not None:
+                raise SinkError(
+                    f"{self._path} has a file {foreign} that was not written by this pipeline",
+                    "Empty the folder, or give another --file-path",
+                )
+        return known
+
+    def _show(self) -> None:
+        """Give the parts that the ack names their names. Harmless if they have them."""
+        shown = self._file.detail.get("shown", [])
+        for file, name in shown:
+            with contextlib.suppress(FileNotFoundError):  # shown before a crash, or even moved away since
+                os.rename(self._hidden / file, self._path / name)
+        if shown:
+            fsync_folder(self._path)
+
+    def _catch_up(self) -> None:
+        """Show what the ack on disk covers: a commit counts from there on, whatever happens."""
+        if self._file.position != self._acked:
+            with self._explain(kind=SinkUnavailable):
+                self._show()
+            self._acked = self._file.position
+
+    def _save(self, position: Position, detail: dict[str, Any]) -> None:
+        try:
+            self._file.save(position, {"path": str(self._path), **detail})
+        except StateError as error:
+            raise SinkUnavailable(error.message, error.advice) from error
+
+    @contextlib.contextmanager
+    def _explain(self, done: str = "written", kind: type[SinkError] = SinkError) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise kind(
+                f"{self._path} cannot be {done}: {error.strerror}", "Check the folder and its permissions"
+            ) from error
