@@ -9,6 +9,7 @@ What is the same for all: `name` (two adapters of a type need one), `transforms`
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, TypeVar
@@ -45,7 +46,7 @@ def file(
     **delivery: Any,
 ) -> AdapterSpec:
     """JSON lines in a file, or in the files of a folder (`path` ends with a slash, or is one)."""
-    return _spec("file", name, FileOptions, {"path": path}, transforms, routes, priority, delivery)
+    return _spec("file", name, FileOptions, {"path": os.fspath(path)}, transforms, routes, priority, delivery)
 
 
 def noop(

@@ -1,4 +1,4 @@
-"""Hot reload: a configuration that is read again while the pipeline runs. Its transforms and routes are taken, or nothing."""
+"""Hot reload: a configuration that is read again while the pipeline runs; its transforms and routes are taken, or nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Own = Mapping[str, tuple[Sequence[Any], Sequence[str]]]
 
 
 class Reloads:
-    """Who asked for one, and what became of it. `ask` is fit for a signal handler; `take` belongs to the pipeline's thread."""
+    """Who asked for one, and what became of it. `ask` is fit for a signal handler, `take` is the pipeline's."""
 
     def __init__(self, config: Config, read_again: Callable[[], Config] | None, say: Callable[[str], None]) -> None:
         self._config = config

@@ -49,7 +49,7 @@ def given_flags(ctx: typer.Context) -> dict[str, Any]:
     """The settings that were given as flags."""
     from pgcdc.config import Config
 
-    nothing = (None, (), [])
+    nothing: tuple[Any, ...] = (None, (), [])
     return {name: value for name, value in ctx.params.items() if name in Config.model_fields and value not in nothing}
 
 

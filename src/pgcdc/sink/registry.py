@@ -75,11 +75,11 @@ def _make_file(spec: AdapterSpec, acks: Path) -> Sink:
     from pgcdc.sink.folder import file_sink
 
     assert isinstance(spec.options, FileOptions)
-    return file_sink(spec.options.path, acks, spec.name)
+    return file_sink(spec.options.target, acks, spec.name, is_folder=spec.options.is_folder)
 
 
 def _check_file(options: FileOptions) -> None:
-    if not options.path.absolute().parent.is_dir():
+    if not options.target.parent.is_dir():
         raise ConfigError(f"the folder of the file {options.path} does not exist", "Create it first")
 
 
@@ -93,7 +93,7 @@ ADAPTERS: dict[str, AdapterType] = {
     kind.name: kind
     for kind in (
         AdapterType("stdout", StdoutOptions, _make_stdout, target=lambda options: "standard output"),
-        AdapterType("file", FileOptions, _make_file, lambda options: str(options.path.absolute()), _check_file),
+        AdapterType("file", FileOptions, _make_file, lambda options: str(options.target), _check_file),
         AdapterType("noop", NoopOptions, _make_noop),
     )
 }

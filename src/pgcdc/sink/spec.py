@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 __all__ = ["AdapterSpec", "DeliveryOptions", "FileOptions", "NoopOptions", "Priority", "StdoutOptions"]
 
@@ -25,22 +24,17 @@ class StdoutOptions(_Options):
 class FileOptions(_Options):
     """JSON lines in a file, or in part files in a folder."""
 
-    path: Path
-    _has_slash: bool = PrivateAttr(default=False)
+    path: str = Field(min_length=1, description="the file; or a folder, which exists or ends with a slash")
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _note_slash(cls, values: Any, make: Callable[[Any], FileOptions]) -> FileOptions:
-        """A Path forgets the slash at its end."""
-        options = make(values)
-        if isinstance(values, dict):
-            options._has_slash = str(values.get("path", "")).endswith("/")
-        return options
+    @property
+    def target(self) -> Path:
+        """The path, made absolute."""
+        return Path(self.path).absolute()
 
     @property
     def is_folder(self) -> bool:
-        """Whether the target is a folder: it is one, or the path ends with a slash."""
-        return self._has_slash or self.path.is_dir()
+        """Whether it is a folder, or is to be one."""
+        return self.path.endswith("/") or self.target.is_dir()
 
 
 class NoopOptions(_Options):

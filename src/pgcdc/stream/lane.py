@@ -181,12 +181,12 @@ class Lane:
             if rest:
                 tables = self.program.collect(blocks)
                 chains = list(self.program.chains)
-                batches = {chain: Batch(start, end, table) for chain, table in zip(chains, tables, strict=True)}
+                batches = [Batch(start, end, table) for table in tables]
                 hit("lane.collected")
-                futures |= {member.name: member.submit(self.name, batches[member.chain]) for member in rest}
+                futures |= {one.name: one.submit(self.name, batches[chains.index(one.chain)]) for one in rest}
                 events = tables[0].num_rows
                 if self.on_batch is not None:
-                    self.on_batch(batches[chains[0]])
+                    self.on_batch(batches[0])
             self._follow(start, futures, members)
             self.batches += 1
             self.events += events
@@ -208,12 +208,13 @@ class Lane:
             return {}, 0
         futures: dict[str, WriteFuture] = {}
         with contextlib.ExitStack() as opened:
-            for chain in dict.fromkeys(member.chain for member in able):
-                column = self.program.line_column(chain)
-                batch = opened.enter_context(self.large.open(frame, start, end, events, column))
-                for member in able:
-                    if member.chain == chain:
-                        futures[member.name] = member.submit_large(self.name, end, batch)
+            columns = {member.name: self.program.line_column(member.chain) for member in able}
+            batches = {
+                column: opened.enter_context(self.large.open(frame, start, end, events, column))
+                for column in dict.fromkeys(columns.values())
+            }
+            for member in able:
+                futures[member.name] = member.submit_large(self.name, end, batches[columns[member.name]])
             wait(futures.values())
         # One that cannot take this batch in parts gets it like the others.
         return {name: one for name, one in futures.items() if one.exception() or one.result()}, events
