@@ -1,4 +1,4 @@
-"""Hot reload: a configuration that is read again while the pipeline runs; its transforms and routes are taken, or nothing."""
+"""Hot reload: a configuration that is read again while the pipeline runs; its transforms and routes are taken, or none."""
 
 from __future__ import annotations
 

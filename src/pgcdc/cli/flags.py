@@ -66,7 +66,9 @@ def _make_params() -> list[Any]:
             continue
         switch = is_switch(field.annotation)
         kind: Any = bool | None if switch else list[str] | None if setting.is_repeated else str | None
-        both = f"--{setting.flag}/--no-{setting.flag}" if field.default is True or name in TWO_WAY else f"--{setting.flag}"
+        both = (
+            f"--{setting.flag}/--no-{setting.flag}" if field.default is True or name in TWO_WAY else f"--{setting.flag}"
+        )
         option = typer.Option(
             both if switch else f"--{setting.flag}",
             help=_describe(field.description or "", field.default),

@@ -18,9 +18,9 @@ TIMEOUT_S = 60.0
 
 
 def reload(
-    state_dir: Annotated[
-        Path, typer.Option(help="The state directory of the run.", envvar="PGCDC_STATE_DIR")
-    ] = Path(".pgcdc"),
+    state_dir: Annotated[Path, typer.Option(help="The state directory of the run.", envvar="PGCDC_STATE_DIR")] = Path(
+        ".pgcdc"
+    ),
 ) -> None:
     """Have a running `pgcdc listen` read its configuration again: transforms and routes change at a batch boundary."""
     with exit_on_error():

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 __all__ = ["AdapterSpec", "DeliveryOptions", "FileOptions", "NoopOptions", "Priority", "StdoutOptions"]
 
 Priority = Literal["critical", "normal", "best-effort"]
+
+
+PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
+"""A path as it was written: one that ends with a slash is a folder."""
 
 
 class _Options(BaseModel):
@@ -24,7 +29,7 @@ class StdoutOptions(_Options):
 class FileOptions(_Options):
     """JSON lines in a file, or in part files in a folder."""
 
-    path: str = Field(min_length=1, description="the file; or a folder, which exists or ends with a slash")
+    path: PathText = Field(min_length=1, description="the file; or a folder, which exists or ends with a slash")
 
     @property
     def target(self) -> Path:

@@ -144,7 +144,9 @@ class TypedReader(ChangeReader):
         snapshot_end = self._stager.end(self._open(), start)
         for one in plain[: len(plain) - len(staging)]:
             assert isinstance(one, ChangePartition)
-            found.append(TypedPartition(one.slices, [], one.seed, one.host, [], versions=versions, snapshot_end=snapshot_end))
+            found.append(
+                TypedPartition(one.slices, [], one.seed, one.host, [], versions=versions, snapshot_end=snapshot_end)
+            )
         if end.get("time", 0) > start.get("time", 0):
             heartbeat = (Position.from_offset(end), int(end["time"]))
             if not found:
