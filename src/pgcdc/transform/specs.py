@@ -55,9 +55,7 @@ class FilterSpec(_Spec):
 
     type: Literal["filter"] = "filter"
     operations: tuple[str, ...] = ()
-    where: str | None = Field(
-        None, description="a Spark SQL condition on the event's columns, such as row['total'] > 100"
-    )
+    where: str | None = Field(None, description="a Spark SQL condition on the event's columns, such as row['total'] > 100")
 
 
 class DebeziumSpec(_Spec):
@@ -65,9 +63,7 @@ class DebeziumSpec(_Spec):
 
     type: Literal["debezium"] = "debezium"
     topic_prefix: str = "pgcdc"
-    schemas: bool = Field(
-        False, description="with the schema beside the payload (schemas.enable of the JSON converter)"
-    )
+    schemas: bool = Field(False, description="with the schema beside the payload (schemas.enable of the JSON converter)")
 
 
 class CloudEventsSpec(_Spec):
