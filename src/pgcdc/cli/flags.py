@@ -49,8 +49,8 @@ def given_flags(ctx: typer.Context) -> dict[str, Any]:
     """The settings that were given as flags."""
     from pgcdc.config import Config
 
-    nothing: tuple[Any, ...] = (None, (), [])
-    return {name: value for name, value in ctx.params.items() if name in Config.model_fields and value not in nothing}
+    given = {name: value for name, value in ctx.params.items() if name in Config.model_fields}
+    return {name: value for name, value in given.items() if value is not None and value not in ((), [])}
 
 
 @cache

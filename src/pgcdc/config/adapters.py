@@ -207,5 +207,5 @@ def _spec(config: Config, number: int, item: AdapterItem) -> AdapterSpec:
 
 def _envelopes(config: Config) -> tuple[Any, ...]:
     """What the flags say of the form of events: always last, since nothing can be behind it."""
-    wanted = {DebeziumSpec: config.debezium_envelope, CloudEventsSpec: config.cloudevents_envelope}
-    return tuple(spec.model_validate({}) for spec, is_wanted in wanted.items() if is_wanted)
+    debezium = (DebeziumSpec.model_validate({}),) if config.debezium_envelope else ()
+    return (*debezium, CloudEventsSpec.model_validate({})) if config.cloudevents_envelope else debezium

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +41,10 @@ class Check:
 def run_checks(config: Config) -> Iterator[Check]:
     """Everything that a start needs, in the order in which it would need it. What cannot be looked at is skipped."""
     yield _try("java", _look_at_java)
-    yield _try("state directory", partial(_look_at_state, config))
+    state = _try("state directory", partial(_look_at_state, config))
+    yield state
+    if state.status == "failed":  # the rest is looked at as if it were new
+        config = config.model_copy(update={"state_dir": Path(tempfile.gettempdir()) / f"pgcdc-none-{uuid.uuid4()}"})
     yield from _check_database(config)
     for spec in config.adapter_specs:
         yield _try(f"adapter {spec.name}", partial(_look_at_adapter, config, spec))
