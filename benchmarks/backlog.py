@@ -171,9 +171,7 @@ def _run_typed(url: str, slot: str, backlog: Backlog) -> dict[str, Any]:
     return _run_through_spark("typed_child.py", "rows", url, slot, backlog)
 
 
-def _run_through_spark(
-    script: str, counted: str, url: str, slot: str, backlog: Backlog, *more: str
-) -> dict[str, Any]:
+def _run_through_spark(script: str, counted: str, url: str, slot: str, backlog: Backlog, *more: str) -> dict[str, Any]:
     folder = tempfile.mkdtemp(prefix="pgcdc-bench-")
     try:
         result = run_child(script, slot, str(backlog.changes), folder, *more, url=url, tree=True)

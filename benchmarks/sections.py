@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from backlog import Contender, Unavailable, our_contenders, recvlogical, run_child, run_contenders, through_transforms, typed
+from backlog import (
+    Contender,
+    Unavailable,
+    our_contenders,
+    recvlogical,
+    run_child,
+    run_contenders,
+    through_transforms,
+    typed,
+)
 from cast import SMALL_ROWS, measure_casting
 from decode import measure_decoding
 from fanout import MORE_SINKS, measure_blocked, measure_sinks

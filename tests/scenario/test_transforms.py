@@ -92,7 +92,7 @@ def events(spark: SparkSession) -> DataFrame:
 
 
 @settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(streams(), st.lists(simple_chains(), min_size=4, max_size=4, unique_by=repr))
+@given(streams(), st.lists(simple_chains(), min_size=3, max_size=3, unique_by=repr))
 def test_spark_expressions_and_the_source_write_the_same_bytes(
     spark: SparkSession, transactions: list[Transaction], chains: list[Chain]
 ) -> None:

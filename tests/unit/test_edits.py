@@ -293,8 +293,8 @@ def test_the_program_is_the_cheapest_that_can_do_it() -> None:
     assert isinstance(blocks, BlockProgram) and (len(blocks.distinct), blocks.of_chain) == (2, (0, 1, 0))
     mixed = compile_chains([Chain((drop, where)), Chain()])
     assert mixed.source_schema() == (
-        "`channel` STRING, `operation` STRING, `table` STRING, `row` MAP<STRING,STRING>, `position` STRING, "
-        "`line_0` STRING, `line_1` STRING"
+        "`channel` string, `operation` string, `table` string, `row` map<string,string>, `position` string, "
+        "`line_0` string, `line_1` string"
     )
     full = compile_chains([Chain((sql(a="1"),)), Chain()])
-    assert "`created_at` TIMESTAMP" in full.source_schema() and "`line_0`" in full.source_schema()
+    assert "`created_at` timestamp" in full.source_schema() and "`line_0`" in full.source_schema()

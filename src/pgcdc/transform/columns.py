@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from pgcdc.errors import PgcdcError, TransformError
 from pgcdc.stream.edits import dump_chains
-from pgcdc.stream.events import EVENT_COLUMNS, KEY_COLUMNS, chain_column, chain_lines
+from pgcdc.stream.events import EVENT_COLUMNS, KEY_COLUMNS, SHAPE_COLUMNS, chain_column, chain_lines
 from pgcdc.transform.event_json import event_json
 from pgcdc.transform.expressions import KEEP, is_routed
 from pgcdc.transform.program import Chain, Steps, split_lines
@@ -48,12 +48,11 @@ class ColumnProgram:
 
     def source_schema(self) -> str:
         columns = {name: kind for name, kind in EVENT_COLUMNS.items() if name in self._wanted()}
-        for chain in self.distinct:
-            for one in chain.transforms:
-                columns |= getattr(one.envelope_module, "COLUMNS", {}) if one.is_envelope else {}
+        if any(one.is_envelope for chain in self.distinct for one in chain.transforms):
+            columns |= SHAPE_COLUMNS
         columns |= {name: KEY_COLUMNS[name] for name in _KEYS if self.keyed}
         columns |= {chain_column(number): "string" for number in range(len(self._rendered))}
-        return ", ".join(f"`{name}` {kind.upper()}" for name, kind in columns.items())
+        return ", ".join(f"`{name}` {kind}" for name, kind in columns.items())
 
     def _wanted(self) -> set[str]:
         """The columns of events that are read: all, or those of the conditions if these are all that Spark has to do."""
@@ -103,12 +102,10 @@ class ColumnProgram:
         return events.select(_BASE, *others, F.when(F.col(KEEP), line).alias(name))
 
     def _text(self, events: DataFrame) -> Column:
+        """What an envelope made of the event (NULL: it has no form for it, and the chain does not have it), or JSON."""
         from pyspark.sql import functions as F
 
-        if TEXT not in events.columns:
-            return event_json(transaction=self.transaction)
-        message = F.concat(F.lit("pgcdc.errors.TransformError: an envelope has no text for "), F.col("position"))
-        return F.coalesce(F.col(TEXT), F.raise_error(message).cast("string"))
+        return F.col(TEXT) if TEXT in events.columns else event_json(transaction=self.transaction)
 
     def collect(self, batch: DataFrame) -> list[pa.Table]:
         from pyspark.errors import PySparkException

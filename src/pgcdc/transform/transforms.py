@@ -117,13 +117,9 @@ class Transform:
     @cached_property
     def _envelope(self) -> Callable[[DataFrame, Any], DataFrame]:
         """`debezium(events, spec)` of `transform/debezium.py`, `cloudevents(events, spec)` of `transform/cloudevents.py`."""
-        function: Callable[[DataFrame, Any], DataFrame] = getattr(self.envelope_module, self.name)
+        module = importlib.import_module(f"pgcdc.transform.{self.name}")
+        function: Callable[[DataFrame, Any], DataFrame] = getattr(module, self.name)
         return function
-
-    @property
-    def envelope_module(self) -> Any:
-        """The module of an envelope. Its `COLUMNS` names what it reads of the source beyond the columns of an event."""
-        return importlib.import_module(f"pgcdc.transform.{self.name}")
 
     def check(self) -> None:
         """Raise ConfigError for what can be known without Spark: a missing key, a function that is not there."""
