@@ -55,7 +55,9 @@ class FilterSpec(_Spec):
 
     type: Literal["filter"] = "filter"
     operations: tuple[str, ...] = ()
-    where: str | None = Field(None, description="a Spark SQL condition on the event's columns, such as row['total'] > 100")
+    where: str | None = Field(
+        None, description="a Spark SQL condition on the event's columns, such as row['total'] > 100"
+    )
 
 
 class DebeziumSpec(_Spec):
