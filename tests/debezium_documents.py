@@ -60,7 +60,9 @@ class EventQuery(Query):
 
     def begin(self, spark: SparkSession) -> None:
         """Also with the shapes of tables."""
-        self.load(StructType.fromDDL(EVENT_SCHEMA + SHAPE_SCHEMA))
+        schema = StructType.fromDDL(EVENT_SCHEMA + SHAPE_SCHEMA)
+        assert isinstance(schema, StructType)
+        self.load(schema)
 
     def replay(self, start: dict[str, Any] | None, end: dict[str, Any]) -> list[dict[str, Any]]:
         for partition in self.reader.partitions(start, end):

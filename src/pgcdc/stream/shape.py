@@ -158,7 +158,8 @@ def _type(catalog: TypeCatalog, column: Column) -> tuple[int, int]:
 
 def _base(catalog: TypeCatalog, info: TypeInfo | None, typmod: int) -> tuple[TypeInfo | None, int]:
     while info is not None and info.is_domain:
-        info, typmod = catalog.types.get(info.inner), info.typmod
+        typmod = info.typmod
+        info = catalog.types.get(info.inner)
     return info, typmod
 
 
