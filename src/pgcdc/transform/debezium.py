@@ -1,6 +1,6 @@
 """Events as the JSON documents that Debezium's PostgreSQL connector writes: the end of a chain of transforms.
 
-What is different from Debezium is in docs/envelopes.md, and compared with its own output in test_debezium.py.
+What is different from Debezium is in docs/envelopes.md, and compared with its own output in test_envelopes.py.
 """
 
 from __future__ import annotations
@@ -60,11 +60,12 @@ def _document(prefix: str, transaction: bool) -> str:
     now = "unix_micros(current_timestamp())"
     change = f"""concat('{{"before":', {_before_and_after()}, ',"source":', {source}, ',"transaction":', {block},
         ',"op":"', {operation}, '","ts_ms":', {now} div 1000, ',"ts_us":', {now}, ',"ts_ns":', {now}, '000}}')"""
-    content = "base64(encode(row['content'], 'UTF-8'))"
+    content = "replace(base64(encode(row['content'], 'UTF-8')), '\r\n', '')"
     message = f"""concat('{{"op":"m","ts_ms":', {now} div 1000, ',"source":', {source}, ',"transaction":', {block},
         ',"message":{{"prefix":', {quote("row['prefix']")}, ',"content":"', {content}, '"}}}}')"""
-    mark = f"""concat('{{"status":"', if(operation = 'BEGIN', 'BEGIN', 'END'), '","id":"', xid, ':', lsn, '","event_count":',
-        if(operation = 'BEGIN', 'null', CAST(ordinal AS STRING)), ',"data_collections":null,"ts_ms":', unix_millis(created_at), '}}')"""
+    mark = """concat('{"status":"', if(operation = 'BEGIN', 'BEGIN', 'END'), '","id":"', xid, ':', lsn, '","event_count":',
+        if(operation = 'BEGIN', 'null', CAST(ordinal AS STRING)), ',"data_collections":null,"ts_ms":',
+        unix_millis(created_at), '}')"""
     names = ", ".join(f"'{name}'" for name in _OPERATIONS)
     return f"""CASE WHEN operation IN ({names}) THEN {change} WHEN operation = 'MESSAGE' THEN {message}
         WHEN operation IN ('BEGIN', 'COMMIT') THEN {mark} END"""
@@ -73,11 +74,13 @@ def _document(prefix: str, transaction: bool) -> str:
 def _source(prefix: str) -> str:
     version = json.dumps(importlib.metadata.version("pgcdc"))
     micros = "coalesce(unix_micros(created_at), unix_micros(current_timestamp()))"
-    name = json.dumps(prefix, ensure_ascii=False).replace("'", "\\u0027").replace("\\", "\\\\")
-    return f"""concat('{{"version":', '{version}', ',"connector":"postgresql","name":', '{name}', ',"ts_ms":', {micros} div 1000,
-        ',"snapshot":"', if(operation = 'SNAPSHOT', 'true', 'false'), '","db":', {quote("shape.database")},
-        r',"sequence":"[\\"', lsn, r'\\",\\"', ordinal, r'\\"]","ts_us":', {micros}, ',"ts_ns":', {micros}, '000,"schema":',
-        coalesce({quote("schema")}, '""'), ',"table":', coalesce({quote("table")}, '""'), ',"txId":', if(xid = 0, 'null', CAST(xid AS STRING)),
+    name = json.dumps(prefix).replace("'", r"\u0027")
+    return f"""concat('{{"version":', '{version}', ',"connector":"postgresql","name":', r'{name}', ',"ts_ms":',
+        {micros} div 1000, ',"snapshot":"', if(operation = 'SNAPSHOT', 'true', 'false'), '","db":',
+        {quote("shape.database")}, r',"sequence":"[\\"', lsn, r'\\",\\"', ordinal, r'\\"]","ts_us":',
+        {micros}, ',"ts_ns":', {micros}, '000,"schema":',
+        coalesce({quote("schema")}, '""'), ',"table":', coalesce({quote("table")}, '""'), ',"txId":',
+        if(xid = 0, 'null', CAST(xid AS STRING)),
         ',"lsn":', lsn - lsn % 8, ',"xmin":null,"origin":', coalesce({quote("origin")}, 'null'), ',"origin_lsn":null}}')"""
 
 
@@ -102,7 +105,9 @@ def _row() -> str:
     fields = f"transform({entries}, f -> {field})"
     # Only the key of an old row was sent; only what changed of a long new row.
     code, modifier = _of("codes", "c"), _of("modifiers", "c")
-    others = f"transform(array_except(shape.names, map_keys(m)), c -> concat({quote('c')}, ':', {absent(code, modifier)}))"
+    others = (
+        f"transform(array_except(shape.names, map_keys(m)), c -> concat({quote('c')}, ':', {absent(code, modifier)}))"
+    )
     unchanged = f"transform(unchanged_toast_columns, c -> concat({quote('c')}, ':', {placeholder(code)}))"
     more = f"""CASE WHEN side = 1 OR operation = 'DELETE' THEN if(size(m) < size(shape.names), {others}, NULL)
         ELSE {unchanged} END"""

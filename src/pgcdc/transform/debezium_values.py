@@ -1,7 +1,7 @@
 """Values as Debezium's PostgreSQL connector writes them with its default settings: SQL text of Spark expressions.
 
-A value is PostgreSQL's text, its type is what the column `shape` of the event says (`stream.shape`). Everything here runs in the
-JVM. Spark interprets the body of a lambda node by node, so that the order of the cases is what makes it cheap.
+A value is PostgreSQL's text, its type is what the column `shape` of the event says (`stream.shape`). Everything here runs in
+the JVM. Spark interprets the body of a lambda node by node, so that the order of the cases is what makes it cheap.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def absent(code: str, modifier: str) -> str:
         "null": (Family.SPARSEVEC,),
     }
     cases = " ".join(
-        f"WHEN {code} IN ({', '.join(str(int(one)) for one in families)}) THEN '{text}'" for text, families in zeros.items()
+        f"WHEN {code} IN ({', '.join(str(int(one)) for one in families)}) THEN '{text}'"
+        for text, families in zeros.items()
     )
     return f"""CASE
         WHEN ({code} & {ARRAY - 1}) = {Family.OTHER} THEN NULL
@@ -84,13 +85,13 @@ def _scalar(x: str, family: str, modifier: str) -> str:
         Family.BOOLEAN: f"CASE {x} WHEN 't' THEN 'true' WHEN 'f' THEN 'false' END",
         Family.DOUBLE: _double(x, "DOUBLE"),
         Family.FLOAT: _double(x, "FLOAT"),
-        Family.NUMERIC: f"""if({x} IN ('NaN', 'Infinity', '-Infinity'), 'null', {_base64_number(f"replace({x}, '.', '')")})""",
+        Family.NUMERIC: f"if({_is_special(x)}, 'null', {_base64_number(_unpointed(x))})",
         Family.TIMESTAMPTZ: _timestamptz(x, modifier),
         Family.TIMESTAMP: _timestamp(x, modifier),
         Family.DATE: _date(x),
         Family.TIME: _time(x, modifier),
         Family.UUID: quote(x),
-        Family.BYTES: f"""concat('"', base64(unhex(substring({x}, 3))), '"')""",
+        Family.BYTES: _base64(f"unhex(substring({x}, 3))"),
         Family.NUMBER: _number(x),
         Family.INTERVAL: _interval(x),
         Family.TIMETZ: _timetz(x),
@@ -105,6 +106,11 @@ def _scalar(x: str, family: str, modifier: str) -> str:
     }
     whens = " ".join(f"WHEN {family} = {int(one)} THEN {text}" for one, text in cases.items())
     return f"CASE WHEN {x} IS NULL THEN 'null' ELSE coalesce(CASE {whens} END, {quote(x)}) END"
+
+
+def _base64(data: str) -> str:
+    """With quotes. Spark breaks lines after 76 characters, as mail does."""
+    return f"""concat('"', replace(base64({data}), '\r\n', ''), '"')"""
 
 
 def _let(name: str, meaning: str, body: str) -> str:
@@ -125,7 +131,7 @@ def _base64_number(digits: str) -> str:
     """The bytes of an integer, as few as it needs, highest first, in two's complement: in Base64, with quotes."""
     positive, negative = "regexp_replace(h, '^(00)+(?=[0-7])', '')", "regexp_replace(h, '^(FF)+(?=[89A-F])', '')"
     strip = _let("h", _hex_number("d"), f"if(d LIKE '-%' AND h RLIKE '^[89A-F]', {negative}, {positive})")
-    return _let("d", digits, f"""concat('"', base64(unhex({strip})), '"')""")
+    return _let("d", digits, _base64(f"unhex({strip})"))
 
 
 def _hex_number(d: str) -> str:
@@ -145,7 +151,7 @@ def _hex_16_bytes(number: str) -> str:
 def _hex_large(d: str) -> str:
     """Digits in groups of nine become words of 32 bits, lowest first; of a negative number, their complement."""
     digits = f"ltrim('-', {d})"
-    groups = f"""transform(sequence(1, CAST(ceil(length(g) / 9) AS INT)),
+    groups = """transform(sequence(1, CAST(ceil(length(g) / 9) AS INT)),
         i -> CAST(substring(lpad(g, CAST(ceil(length(g) / 9) AS INT) * 9, '0'), i * 9 - 8, 9) AS BIGINT))"""
     # Carries go up one word at a time: a word stays below 2^33, so that its product fits into 64 bits.
     step = f"""transform(w || array(0L), (y, i) -> (y * 1000000000 & {2**32 - 1})
@@ -164,8 +170,16 @@ def _number(x: str) -> str:
     """A numeric without a declared scale has the scale that it needs."""
     plain = f"if({x} LIKE '%.%', rtrim('.', rtrim('0', {x})), {x})"
     scale = "if(p LIKE '%.%', length(substring_index(p, '.', -1)), 0)"
-    written = f"""concat('{{"scale":', {scale}, ',"value":', {_base64_number("replace(p, '.', '')")}, '}}')"""
-    return f"if({x} IN ('NaN', 'Infinity', '-Infinity'), 'null', {_let('p', plain, written)})"
+    written = f"""concat('{{"scale":', {scale}, ',"value":', {_base64_number(_unpointed("p"))}, '}}')"""
+    return f"if({_is_special(x)}, 'null', {_let('p', plain, written)})"
+
+
+def _is_special(x: str) -> str:
+    return f"{x} IN ('NaN', 'Infinity', '-Infinity')"
+
+
+def _unpointed(x: str) -> str:
+    return f"replace({x}, '.', '')"
 
 
 # --- times
@@ -196,7 +210,8 @@ def _date(x: str) -> str:
 def _timestamp(x: str, modifier: str) -> str:
     """Since 1970, in milliseconds if the column has no finer ones. The last years there are do not fit into 64 bits."""
     micros = f"""CASE {x} WHEN 'infinity' THEN 9223372036825200000 WHEN '-infinity' THEN -9223372036832400000
-        ELSE coalesce(unix_micros(try_cast(concat({_year(x)}, 'Z') AS TIMESTAMP)), if({x} LIKE '29____-%', {_MAX}, NULL)) END"""
+        ELSE coalesce(unix_micros(try_cast(concat({_year(x)}, 'Z') AS TIMESTAMP)),
+            if({x} LIKE '29____-%', {_MAX}, NULL)) END"""
     return f"CAST({micros} div if({_digits(modifier)} <= 3, 1000, 1) AS STRING)"
 
 
@@ -251,9 +266,9 @@ def _interval(x: str) -> str:
 
 def _bits(x: str) -> str:
     """Bytes, lowest first, without zeros at the end."""
-    count = "CAST(ceil(length(b) / 8) AS INT)"
-    byte = f"lpad(conv(substring(lpad(b, {count} * 8, '0'), -8 * i, 8), 2, 16), 2, '0')"
-    written = f"""concat('"', base64(unhex(array_join(transform(sequence(1, {count}), i -> {byte}), ''))), '"')"""
+    padded = "lpad(b, CAST(ceil(length(b) / 8) AS INT) * 8, '0')"
+    each = f"transform(reverse(regexp_extract_all({padded}, '.{{8}}', 0)), y -> lpad(conv(y, 2, 16), 2, '0'))"
+    written = _base64(f"unhex(array_join({each}, ''))")
     return _let("b", f"ltrim('0', {x})", f"""if(b = '', '""', {written})""")
 
 
@@ -269,7 +284,9 @@ def _hstore(x: str) -> str:
     """A JSON object, as a string."""
     pairs = f"regexp_extract_all({x}, r'(?s){_STRING}=>(?:{_STRING}|NULL)', 0)"
     key = f"regexp_extract(p, r'(?s)^{_STRING}', 0)"
-    inner = f"""if(p LIKE '%NULL', 'null', {_let("q", f"substring(p, length({key}) + 3)", quote(f"{_unescape('q')}"))})"""
+    inner = (
+        f"""if(p LIKE '%NULL', 'null', {_let("q", f"substring(p, length({key}) + 3)", quote(f"{_unescape('q')}"))})"""
+    )
     pair = _let("k", key, f"concat({quote(_unescape('k'))}, ':', {inner})")
     return _let("o", f"concat('{{', array_join(transform({pairs}, p -> {pair}), ','), '}}')", quote("o"))
 
@@ -286,9 +303,12 @@ def _point(x: str) -> str:
 def _hex_double(text: str) -> str:
     """The eight bytes of a double, lowest first. Spark has no function for its bits, so they are worked out."""
     exponent = "CAST(floor(log2(v)) AS INT)"  # may be one off, close to a power of two
-    exact = f"{exponent} + CASE WHEN v < pow(2D, {exponent}) THEN -1 WHEN v / 2 >= pow(2D, {exponent}) THEN 1 ELSE 0 END"
+    exact = (
+        f"{exponent} + CASE WHEN v < pow(2D, {exponent}) THEN -1 WHEN v / 2 >= pow(2D, {exponent}) THEN 1 ELSE 0 END"
+    )
     normal = _let("p", exact, f"(p + 1023L) * {2**52} + CAST((v / pow(2D, p) - 1) * {2**52} AS BIGINT)")
-    bits = f"""CASE WHEN v = 0 THEN 0L WHEN isnan(v) THEN {0x7FF8 << 48}L WHEN v > 1.7976931348623157E308D THEN {0x7FF0 << 48}L
+    bits = f"""CASE WHEN v = 0 THEN 0L WHEN isnan(v) THEN {0x7FF8 << 48}L
+        WHEN v > 1.7976931348623157E308D THEN {0x7FF0 << 48}L
         WHEN v < 2.2250738585072014E-308D THEN CAST(v * pow(2D, 537) * pow(2D, 537) AS BIGINT) ELSE {normal} END"""
     signed = f"({_let('v', f'abs(CAST({text} AS DOUBLE))', bits)}) + if({text} LIKE '-%', {_MIN + 1}L - 1L, 0L)"
     turned = ", ".join(f"substring(h, {place}, 2)" for place in range(15, 0, -2))
@@ -315,5 +335,6 @@ def _elements(text: str) -> str:
     plain = "split(substring(a, 2, length(a) - 2), ',')"
     quoted = f"regexp_extract_all(a, r'(?s){_STRING}|[^,{{}}]+', 0)"
     each = f"""CASE WHEN e = 'NULL' THEN NULL WHEN e LIKE '"%' THEN {_unescape("e")} ELSE e END"""
-    found = f"""if(a = '{{}}', CAST(array() AS ARRAY<STRING>), transform(if(a LIKE '%"%', {quoted}, {plain}), e -> {each}))"""
+    parts = f"""if(a LIKE '%"%', {quoted}, {plain})"""
+    found = f"if(a = '{{}}', CAST(array() AS ARRAY<STRING>), transform({parts}, e -> {each}))"
     return _let("a", body, found)
