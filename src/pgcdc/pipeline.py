@@ -12,7 +12,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,8 +34,10 @@ from pgcdc.state import Lock, StateDir, read_json, write_json
 from pgcdc.stream.lanes import STOP_TIMEOUT_S, Lanes
 from pgcdc.stream.member import Adapter
 from pgcdc.stream.options import parse_options
+from pgcdc.stream.plain import plain_program
 from pgcdc.stream.progress import RequestWatch, SnapshotWatch, describe_stop
 from pgcdc.stream.session import check_java, session
+from pgcdc.transform.program import Chain, Program
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -179,10 +181,15 @@ class Pipeline:
         self._link = CaptureLink(self._prepared.spec, is_restart=False)
         self._lanes = Lanes(
             self.state, self._link, self._say,
-            options=self._options(), once=self.config.once, fail_fast=self.config.fail_fast, **self._bus(),
+            options=self._options(), once=self.config.once, fail_fast=self.config.fail_fast,
+            compile_chains=self._compile_chains, **self._bus(),
         )  # fmt: skip
         self._lanes.open(self._adapters, self.on_batch)
         self._is_open = True
+
+    def _compile_chains(self, chains: Sequence[Chain]) -> Program:
+        """What a lane asks of Spark for these chains."""
+        return plain_program(chains)
 
     def _bus(self) -> dict[str, Any]:
         """What becomes of an adapter that is far behind."""
@@ -243,7 +250,7 @@ class Pipeline:
         self._enter("starting the query")
         self._lanes.start(self._spark)
         self._enter("streaming")
-        self._say(f"ready: slot {self.config.slot_name} to {', '.join(self.config.adapters)}")
+        self._say(f"ready: slot {self.config.slot_name} to {', '.join(one.name for one in self._adapters)}")
         if self.on_ready is not None:
             self.on_ready()
         try:
@@ -390,7 +397,7 @@ class Pipeline:
                 "pid": os.getpid(),
                 "time": time.time(),
                 "phase": self._phase,
-                "adapters": list(self.config.adapters),
+                "adapters": [one.name for one in lanes.members()] if lanes and main else list(self.config.adapters),
                 "events": main.events if main else 0,
                 "batches": main.batches if main else 0,
                 "position": str(lanes.position) if lanes and lanes.position else None,
