@@ -256,6 +256,7 @@ class Pipeline:
         try:
             while not self._stop.is_set():
                 ended = self._lanes.step()
+                self._phase = "streaming" if self._lanes.main.query is not None else "restarting the query"
                 self._follow_tables()
                 self._write_status()
                 self._tell_schema_changes()
@@ -266,8 +267,7 @@ class Pipeline:
                     return
             self._enter("stopping")
             giving_up = _give_up_after(STOP_TIMEOUT_S + 1.5, self._say)
-            self._lanes.stop()
-            giving_up.cancel()
+            self._lanes.stop(giving_up.cancel)
         except PgcdcError:
             raise
         except Exception:

@@ -124,6 +124,10 @@ class Lane:
         """The batch that runs is the last one."""
         self._stopping = True
 
+    def go_on(self) -> None:
+        """Not the last one after all."""
+        self._stopping = False
+
     def abandon(self) -> None:
         """No batch any more, whatever comes: its member is elsewhere. For who holds the boundary."""
         self._abandoned = True
@@ -172,11 +176,15 @@ class Lane:
             if member.reached < start:
                 raise GapError(f"adapter {member.name} stands at {member.sink.ack}, and lane {self.name} at {start}")
         waiting = [member for member in members if member.reached < end]
+        chains = list(self.program.chains)
+        if any(member.chain not in chains for member in waiting):
+            raise LaneStopped("this batch comes again, by another program")
+        wanted = {member.name: chains.index(member.chain) for member in waiting}
         if waiting:
             tables = self.program.collect(blocks)
             batches = [Batch(start, end, table) for table in tables]
             hit("lane.collected")
-            self._hand_out(start, batches, members, waiting)
+            self._hand_out(start, {name: batches[index] for name, index in wanted.items()}, members, waiting)
             self.batches += 1
             self.events += tables[0].num_rows
             if self.on_batch is not None:
@@ -188,15 +196,15 @@ class Lane:
             self._last_batch = batch_id
             self.next_start = end
 
-    def _hand_out(self, start: Position, batches: list[Batch], members: list[Member], waiting: list[Member]) -> None:
+    def _hand_out(
+        self, start: Position, batches: dict[str, Batch], members: list[Member], waiting: list[Member]
+    ) -> None:
         """Have the batch written to all who wait for it. Who does not manage to leaves, if another member has it.
 
-        `batches` is the same batch, once for each chain of the program.
+        `batches` is the same batch, as each of them wants it.
         """
-        assert self.program is not None
         began = time.monotonic()
-        chains = list(self.program.chains)
-        futures = {one.name: one.submit(self.name, batches[chains.index(one.chain)]) for one in waiting}
+        futures = {one.name: one.submit(self.name, batches[one.name]) for one in waiting}
         while True:
             writes = {one.name: _look_at(one, futures.get(one.name), began) for one in members}
             failed = {name: futures[name].exception() for name, one in writes.items() if one.state is WriteState.FAILED}

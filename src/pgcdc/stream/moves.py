@@ -205,6 +205,7 @@ class Moves:
             return
         spool = self._spool = self._spool or SpoolReader(self._state.spool)
         spool.refresh()
+        spool.forget(min(one.reached for _, one in found))
         for lane, member in found:
             reached = member.reached
             if sum(record.rows for record in spool.after(reached)) <= limit:
