@@ -170,6 +170,12 @@ class Tagging:
     def source_schema(self) -> str:
         return BLOCKS
 
+    def records_per_batch(self) -> int:
+        return 1
+
+    def project(self, events: DataFrame) -> DataFrame:
+        return events
+
     def collect(self, batch: DataFrame) -> list[pa.Table]:
         events = unpack_blocks(batch.toArrow())
         found = []

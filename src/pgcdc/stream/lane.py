@@ -18,11 +18,9 @@ from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position
 from pgcdc.sink.base import Batch
 from pgcdc.state import fsync_folder
-from pgcdc.stream.events import BLOCKS
 from pgcdc.stream.member import Member, WriteFuture, may_pass
 from pgcdc.stream.membership import Write, WriteState, judge
 from pgcdc.transform.program import Program
-from pgcdc.transform.row_json import row_lines
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -78,14 +76,17 @@ class Lane:
         self._stopping = False
         self.program = program
         reader = spark.readStream.format("pgcdc").options(**options, **program.source_options())
-        schema = program.source_schema()
+        if schema := program.source_schema():
+            reader = reader.schema(schema)
         if "table" in options:
-            frame = row_lines(reader.option("_start", str(self.place)).load())
-        else:
-            frame = reader.schema(schema).load()
-        writer = frame.writeStream.queryName(self.name).option("checkpointLocation", str(self._checkpoint))
+            reader = reader.option("_start", str(self.place))
+        writer = (
+            program.project(reader.load())
+            .writeStream.queryName(self.name)
+            .option("checkpointLocation", str(self._checkpoint))
+        )
         trigger = writer.trigger(availableNow=True) if once else writer.trigger(processingTime="0 seconds")
-        at_once = "1" if schema == BLOCKS else "10000"  # one block at a time through the JVM
+        at_once = str(program.records_per_batch())
         with _setting(spark, "spark.sql.execution.arrow.maxRecordsPerBatch", at_once):
             self.query = trigger.foreachBatch(self._deliver).start()
 

@@ -226,7 +226,7 @@ class Lanes:
         try:
             if lane is not self.main:
                 member = next(iter(lane.members()), None)
-                if member is None or member.is_busy:  # what main has begun has to end first
+                if member is None or member.is_busy or member.is_hanging:  # what was begun has to end first
                     return
                 member.open(lane.place)
             self._start(lane)
@@ -380,6 +380,8 @@ class Lanes:
         side_lanes = [lane for lane, _ in self._moves.side_lanes]
         for lane in (self.main, *side_lanes):
             lane.begin_stop()
+        for _, member in self._moves.side_lanes:
+            member.stop()
         self.main.await_boundary(STOP_TIMEOUT_S)
         if self.main.query is not None:
             self.main.query.stop()

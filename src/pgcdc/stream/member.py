@@ -6,6 +6,7 @@ import math
 import queue
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -63,7 +64,7 @@ class Member:
         self._membership = membership
         self._left = 0
         self._lock = threading.Lock()
-        self._tasks: queue.SimpleQueue[tuple[str, Batch, WriteFuture] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[str, Callable[[], None], WriteFuture] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name=f"adapter-{self.name}", daemon=True).start()
 
     @property
@@ -89,26 +90,48 @@ class Member:
                 "the state directory (acks/) and give it a new target",
             )
 
+    @property
+    def is_hanging(self) -> bool:
+        """Whether the sink is still at a write that nobody waits for any more (`sink/delivery.py`: its time was over)."""
+        return bool(getattr(self.sink, "is_busy", False))
+
     def submit(self, lane: str, batch: Batch) -> WriteFuture:
         """Write a batch, after everything that was submitted before."""
+
+        def write() -> None:
+            reached = self.reached
+            if batch.end > reached:
+                rest = batch.after(reached)
+                self.sink.write(rest)
+                counters.add(EVENTS_DELIVERED, rest.events.num_rows, adapter=self.name)
+
+        return self.run(lane, write)
+
+    def run(self, lane: str, do: Callable[[], None]) -> WriteFuture:
+        """Have the sink's thread do something that writes, after everything before. NotAMember: it is elsewhere by then."""
         future = WriteFuture()
         with self._lock:
             self._left += 1
-        self._tasks.put((lane, batch, future))
+        self._tasks.put((lane, do, future))
         return future
+
+    def stop(self) -> None:
+        """The pipeline stops: a sink that waits for another try need not."""
+        if callable(stop := getattr(self.sink, "stop", None)):
+            stop()
 
     def close(self) -> None:
         """End the thread and close the sink; one that is still being written to is left to itself."""
         self._tasks.put(None)
-        if not self.is_busy and self.is_open:
+        if not self.is_busy and not self.is_hanging and self.is_open:
             self.sink.close()
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            lane, batch, future = task
+            lane, do, future = task
             try:
                 error: BaseException | None = None
-                self._write(lane, batch)
+                self._do(lane, do)
             except BaseException as raised:
                 error = raised
             with self._lock:
@@ -117,15 +140,10 @@ class Member:
             future.ended = time.monotonic()
             future.set_result(None) if error is None else future.set_exception(error)
 
-    def _write(self, lane: str, batch: Batch) -> None:
+    def _do(self, lane: str, do: Callable[[], None]) -> None:
         if not self._membership.begin_write(self.name, lane):
             raise NotAMember(f"adapter {self.name} is not in lane {lane} any more")
         try:
-            reached = self.reached
-            if batch.end <= reached:
-                return
-            batch = batch.after(reached)
-            self.sink.write(batch)
-            counters.add(EVENTS_DELIVERED, batch.events.num_rows, adapter=self.name)
+            do()
         finally:
             self._membership.end_write(self.name)

@@ -167,7 +167,8 @@ class Moves:
         while True:
             lane.moved.clear()
             with _held(lane, deadline - time.monotonic()) as is_held:
-                if is_held and not member.is_busy and self.membership.may_rejoin(member.name, member.sink.ack, start):
+                is_free = is_held and not member.is_busy and not member.is_hanging
+                if is_free and self.membership.may_rejoin(member.name, member.sink.ack, start):
                     self.membership.rejoin(member.name, member.sink.ack, start)
                     self._abandon(lane)
                     member.rejoined_at = time.monotonic()

@@ -10,6 +10,7 @@ import pyarrow as pa
 from pgcdc.errors import ConfigError
 from pgcdc.stream.events import BLOCKS, LINES, unpack_blocks
 from pgcdc.transform.program import Chain
+from pgcdc.transform.row_json import row_lines
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -20,7 +21,7 @@ __all__ = ["BlockProgram", "TypedProgram", "plain_program"]
 class BlockProgram:
     """No transform wants the columns of an event: the executors render the JSON, and rows travel in blocks."""
 
-    chains: Sequence[Chain] = (Chain(),)
+    chains: tuple[Chain, ...] = (Chain(),)
 
     def source_options(self) -> dict[str, str]:
         """None."""
@@ -30,15 +31,23 @@ class BlockProgram:
         """Blocks."""
         return BLOCKS
 
+    def records_per_batch(self) -> int:
+        """One block at a time through the JVM."""
+        return 1
+
+    def project(self, events: DataFrame) -> DataFrame:
+        """As they are."""
+        return events
+
     def collect(self, batch: DataFrame) -> list[pa.Table]:
         """The events."""
         return [unpack_blocks(batch.toArrow())]
 
 
 class TypedProgram:
-    """Rows of one table with their own columns, which the query has made lines of (`transform.row_json`)."""
+    """Rows of one table with their own columns, as lines (`transform.row_json`)."""
 
-    chains: Sequence[Chain] = (Chain(),)
+    chains: tuple[Chain, ...] = (Chain(),)
 
     def source_options(self) -> dict[str, str]:
         """None."""
@@ -47,6 +56,14 @@ class TypedProgram:
     def source_schema(self) -> str:
         """None: the table says which columns there are."""
         return ""
+
+    def records_per_batch(self) -> int:
+        """Many: they are short."""
+        return 10_000
+
+    def project(self, events: DataFrame) -> DataFrame:
+        """As lines."""
+        return row_lines(events)
 
     def collect(self, batch: DataFrame) -> list[pa.Table]:
         """The lines."""

@@ -25,13 +25,24 @@ class Chain:
 class Program(Protocol):
     """Chains, made ready for one lane."""
 
-    chains: Sequence[Chain]
+    @property
+    def chains(self) -> Sequence[Chain]:
+        """One for each sink that asked."""
 
     def source_options(self) -> dict[str, str]:
         """Options of the Spark source that the query needs (never a secret: they stand in Spark's plans)."""
 
     def source_schema(self) -> str:
-        """The columns to read, as Spark DDL."""
+        """The columns to read, as Spark DDL; "": those that the source has."""
+
+    def records_per_batch(self) -> int:
+        """What the query needs as `spark.sql.execution.arrow.maxRecordsPerBatch`."""
+
+    def project(self, events: DataFrame) -> DataFrame:
+        """What the source gives, as it is collected. Meant for the streaming DataFrame, where it is planned once."""
 
     def collect(self, batch: DataFrame) -> list[pa.Table]:
-        """For each chain its events in stream order (`stream.events.LINES`). Runs one Spark job."""
+        """For each chain its events in stream order (`stream.events.LINES`), of a batch behind `project`.
+
+        Runs one Spark job.
+        """
