@@ -179,6 +179,7 @@ class Lanes:
         self._wait()
         self.acknowledge()
         self._answer()
+        self._moves.open_missing()
         for lane in list(self._moves.lanes.values()):
             self._look_after(lane)
         self._moves.rejoin_between()

@@ -136,7 +136,8 @@ class Member:
                 error = raised
             with self._lock:
                 self._left -= 1
-            self.last_error = error
+            if not isinstance(error, NotAMember):
+                self.last_error = error
             future.ended = time.monotonic()
             future.set_result(None) if error is None else future.set_exception(error)
 
