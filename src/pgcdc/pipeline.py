@@ -327,6 +327,7 @@ class Pipeline:
                 ended = self._lanes.step()
                 if self.reloads.take(self.reload, [spec.name for spec in self._specs]):
                     self._status_due = 0.0
+                self._phase = "streaming" if self._lanes.main.query is not None else "restarting the query"
                 self._follow_tables()
                 self._write_status()
                 self._tell_schema_changes()
@@ -337,8 +338,7 @@ class Pipeline:
                     return
             self._enter("stopping")
             giving_up = self._give_up_after(STOP_TIMEOUT_S + 1.5)
-            self._lanes.stop()
-            giving_up.cancel()
+            self._lanes.stop(giving_up.cancel)
         except PgcdcError:
             raise
         except Exception:

@@ -98,3 +98,23 @@ def test_kill_9_in_the_middle_of_a_move_loses_and_repeats_nothing(
     first_key = seen.keys("a")[0]
     for name in "ab":
         assert seen.keys(name) == list(range(first_key, last + 1)), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_sink_that_blocks_for_ever_does_not_keep_the_process_from_ending(child: Child, database: Database) -> None:
+    seen = child.seen
+    child.start()
+    traffic = Traffic(database.url)
+    seen.tell("b", "block")
+    wait_until(lambda: seen.is_out("b"), 60, "b leaves")
+    assert child.stop() == 0
+    assert "adapter b did not finish its batch" in child.log.read_text() or seen.keys("b") == []
+    seen.tell("b", "")
+    child.start()
+    wait_until(lambda: not seen.is_out("b"), 60, "b rejoins")
+    last = traffic.stop()
+    for name in "ab":
+        seen.wait_for(name, last, 60)
+    assert child.stop() == 0
+    assert seen.keys("a") == seen.keys("b") == list(range(1, last + 1))

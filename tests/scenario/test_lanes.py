@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psycopg
+import pyarrow as pa
 import pytest
 from databases import Database
 from laning import Run, TestSink
@@ -16,10 +17,12 @@ from listening import wait_until
 
 from pgcdc.errors import ConfigError, GapError
 from pgcdc.ops.counters import EVENTS_DROPPED, counters
+from pgcdc.stream.events import BLOCKS, LINES, unpack_blocks
 from pgcdc.stream.member import Adapter
+from pgcdc.transform.program import Chain
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 
 class Writer:
@@ -153,6 +156,62 @@ def test_adapters_come_and_go_while_it_runs(start: Callable[..., Run], writer: W
         run.remove_adapter("late")
     run.end()
     assert run.seen.keys("a") == list(range(1, 11))
+
+
+class Tagging:
+    """A program that writes the name of its chain into each event."""
+
+    def __init__(self, chains: Sequence[Chain]) -> None:
+        self.chains = tuple(chains)
+
+    def source_options(self) -> dict[str, str]:
+        return {}
+
+    def source_schema(self) -> str:
+        return BLOCKS
+
+    def records_per_batch(self) -> int:
+        return 1
+
+    def project(self, events: DataFrame) -> DataFrame:
+        return events
+
+    def collect(self, batch: DataFrame) -> list[pa.Table]:
+        events = unpack_blocks(batch.toArrow())
+        found = []
+        for chain in self.chains:
+            tag = f'{{"tag": "{"".join(chain.routes)}", '
+            lines = [tag + line[1:] for line in events.column("line").to_pylist()]
+            found.append(pa.table([events.column("position"), pa.array(lines, pa.string())], schema=LINES))
+        return found
+
+
+def test_a_reload_changes_every_sink_at_a_batch_boundary_while_one_is_away(
+    start: Callable[..., Run], writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "_compile_chains", lambda self, chains: Tagging(chains))
+    run = start("a", "b")
+    run.seen.wait_for("a", writer.write(3))
+    run.seen.tell("b", "fail")
+    for number in range(1, 4):
+        writer.write(5)
+        if number == 2:
+            run.seen.tell("b", "")
+        run._running_lanes().reload({"a": Chain(routes=(f"a{number}",)), "b": Chain(routes=(f"b{number}",))})
+        run.seen.wait_for("a", writer.write(5))
+    with pytest.raises(ConfigError, match="no adapter 'c'"):
+        run._running_lanes().reload({"c": Chain()})
+    run.seen.wait_for("b", writer.last)
+    wait_until(lambda: not run.seen.is_out("b"), 30, f"b rejoins: {run.lines}")
+    last = writer.write(2)
+    for name in "ab":
+        run.seen.wait_for(name, last)
+    run.end()
+    check_all(run, last)
+    for name in "ab":
+        tags = [event["tag"] for event in run.seen.events(name)]
+        assert tags == sorted(tags), "an older program never follows a newer one"
+        assert tags[0] == "" and tags[-1] == f"{name}3"
 
 
 def test_once_ends_when_every_lane_is_done(start: Callable[..., Run], writer: Writer) -> None:

@@ -81,15 +81,18 @@ class Lane:
         self._stopping = False
         self.program = program
         reader = spark.readStream.format("pgcdc").options(**options, **program.source_options())
-        schema = program.source_schema()
-        typed = reader.option("_start", str(self.place)) if not schema else reader.schema(schema)
+        if schema := program.source_schema():
+            reader = reader.schema(schema)
+        if "table" in options:
+            reader = reader.option("_start", str(self.place))
         writer = (
-            program.project(typed.load())
+            program.project(reader.load())
             .writeStream.queryName(self.name)
             .option("checkpointLocation", str(self._checkpoint))
         )
         trigger = writer.trigger(availableNow=True) if once else writer.trigger(processingTime="0 seconds")
-        with _setting(spark, "spark.sql.execution.arrow.maxRecordsPerBatch", str(program.records_per_batch())):
+        at_once = str(program.records_per_batch())
+        with _setting(spark, "spark.sql.execution.arrow.maxRecordsPerBatch", at_once):
             self.query = trigger.foreachBatch(self._deliver).start()
 
     def _stages(self, batch_id: int) -> bool:
@@ -126,6 +129,10 @@ class Lane:
     def begin_stop(self) -> None:
         """The batch that runs is the last one."""
         self._stopping = True
+
+    def go_on(self) -> None:
+        """Not the last one after all."""
+        self._stopping = False
 
     def abandon(self) -> None:
         """No batch any more, whatever comes: its member is elsewhere. For who holds the boundary."""
@@ -175,15 +182,18 @@ class Lane:
             if member.reached < start:
                 raise GapError(f"adapter {member.name} stands at {member.sink.ack}, and lane {self.name} at {start}")
         waiting = [member for member in members if member.reached < end]
+        chains = list(self.program.chains)
+        if any(member.chain not in chains for member in waiting):
+            raise LaneStopped("this batch comes again, by another program")
+        wanted = {member.name: chains.index(member.chain) for member in waiting}
         if waiting:
             futures, events = self._write_large(blocks, start, end, waiting)
             rest = [member for member in waiting if member.name not in futures]
             if rest:
                 tables = self.program.collect(blocks)
-                chains = list(self.program.chains)
                 batches = [Batch(start, end, table) for table in tables]
                 hit("lane.collected")
-                futures |= {one.name: one.submit(self.name, batches[chains.index(one.chain)]) for one in rest}
+                futures |= {member.name: member.submit(self.name, batches[wanted[member.name]]) for member in rest}
                 events = tables[0].num_rows
                 if self.on_batch is not None:
                     self.on_batch(batches[0])

@@ -191,6 +191,7 @@ class Lanes:
         self._wait()
         self.acknowledge()
         self._answer()
+        self._moves.open_missing()
         for lane in list(self._moves.lanes.values()):
             self._look_after(lane)
         self._moves.rejoin_between()
@@ -238,7 +239,7 @@ class Lanes:
         try:
             if lane is not self.main:
                 member = next(iter(lane.members()), None)
-                if member is None or member.is_busy:  # what main has begun has to end first
+                if member is None or member.is_busy or member.is_hanging:  # what was begun has to end first
                     return
                 member.open(lane.place)
             self._start(lane)
@@ -318,9 +319,10 @@ class Lanes:
         """Deliver to one more sink, from where main is now. Durable when this returns; from any thread."""
 
         def add() -> None:
+            self._compile([adapter.chain])
             self._moves.add(adapter)
             if self.main.program is not None and adapter.chain not in self.main.program.chains:
-                self._restart(self.main)
+                self.main.begin_stop()  # it is started again, with that chain as well
 
         self._ask(add)
 
@@ -329,29 +331,31 @@ class Lanes:
         self._ask(lambda: self._moves.remove(name, STOP_TIMEOUT_S))
 
     def reload(self, chains: Mapping[str, Chain]) -> None:
-        """Other transforms and routes, each from a batch boundary on. Done when this returns; from any thread."""
+        """Other transforms and routes, for each adapter from a batch boundary on; from any thread.
+
+        Main is at its boundary when this returns. A lane of its own changes with its next batch.
+        """
 
         def change() -> None:
             unknown = sorted(set(chains) - set(self._moves.members))
             if unknown:
                 raise ConfigError(f"there is no adapter {unknown[0]!r}", "Add it first")
-            known = [one.chain for one in self._moves.members.values()]
-            self._compile([*chains.values(), *known])  # what does not compile changes nothing
-            for lane in list(self._moves.lanes.values()):
-                before = [one.chain for one in lane.members()]
-                lane.begin_stop()
-                is_at_boundary = lane.await_boundary(STOP_TIMEOUT_S)
-                for member in lane.members():
-                    member.chain = chains.get(member.name, member.chain)
-                if lane is self.main or before != [one.chain for one in lane.members()] or not is_at_boundary:
-                    self._restart(lane)
+            wanted = {one.name: chains.get(one.name, one.chain) for one in self.members()}
+            self._compile(list(wanted.values()))  # what does not compile changes nothing
+            self._restart(self.main)
+            for member in self.members():  # also one that has just left main in its last batch
+                if member.chain != wanted[member.name]:
+                    member.chain = wanted[member.name]
+                    self._moves.lanes[self._moves.membership[member.name].lane].begin_stop()
 
         self._ask(change)
 
     def _restart(self, lane: Lane) -> None:
-        """From its checkpoint, with the program that its members want now."""
+        """End a query between two batches; it is started again with the program that its members want then."""
         lane.begin_stop()
-        lane.await_boundary(STOP_TIMEOUT_S)
+        if not lane.await_boundary(STOP_TIMEOUT_S):
+            lane.go_on()
+            raise PgcdcError("the batch that runs does not end in time: nothing is changed", "Try again")
         if lane.query is not None:
             stop_query(lane.query, QUERY_STOP_S)
             lane.query = None
@@ -381,21 +385,26 @@ class Lanes:
 
     # --- end
 
-    def stop(self) -> None:
-        """End all queries between two batches: those that run are finished and committed first, if they end in time."""
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        lanes = [self.main, *(lane for lane, _ in self._moves.side_lanes)]
-        for lane in lanes:
+    def stop(self, on_main_ended: Callable[[], None] = lambda: None) -> None:
+        """End all queries between two batches: those that run are finished and committed first, if they end in time.
+
+        Main's batch is waited for. Nobody waits for long for a sink that made nobody wait before.
+        """
+        side_lanes = [lane for lane, _ in self._moves.side_lanes]
+        for lane in (self.main, *side_lanes):
             lane.begin_stop()
-            for member in lane.members() if lane is not self.main else ():
-                member.stop()  # it waits for its target, and nobody waits for it
-        for lane in lanes:
-            left_s = deadline - time.monotonic()
-            # Nobody waits for long for a sink that made nobody wait before.
-            is_ended = lane.await_boundary(left_s if lane is self.main else min(left_s, QUERY_STOP_S))
+        for _, member in self._moves.side_lanes:
+            member.stop()
+        self.main.await_boundary(STOP_TIMEOUT_S)
+        if self.main.query is not None:
+            self.main.query.stop()
+        on_main_ended()
+        deadline = time.monotonic() + QUERY_STOP_S
+        for lane in side_lanes:
+            is_ended = lane.await_boundary(deadline - time.monotonic())
             if lane.query is not None:
                 stop_query(lane.query, QUERY_STOP_S if is_ended else 0.2)
-            if not is_ended and lane is not self.main:
+            if not is_ended:
                 names = ", ".join(one.name for one in lane.members())
                 self._say(f"adapter {names} did not finish its batch: it comes again at the next start")
         self.acknowledge()

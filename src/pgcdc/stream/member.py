@@ -97,6 +97,11 @@ class Member:
         """Whether executors may write to it."""
         return isinstance(self.sink, Delivery) and can_write_parts(self.sink)
 
+    @property
+    def is_hanging(self) -> bool:
+        """Whether the sink is still at a write that nobody waits for any more (`sink/delivery.py`: its time was over)."""
+        return bool(getattr(self.sink, "is_busy", False))
+
     def submit(self, lane: str, batch: Batch) -> WriteFuture:
         """Write a batch, after everything that was submitted before."""
         return self._submit(lane, lambda: self._write(batch))
@@ -105,11 +110,6 @@ class Member:
         """Have executors write a large batch that ends at `end`, after everything that was submitted before."""
         return self._submit(lane, lambda: self._write_large(end, batch))
 
-    def stop(self) -> None:
-        """Wait for nothing any more: what is not delivered fails, and comes again."""
-        if isinstance(self.sink, Delivery):
-            self.sink.stop()
-
     def _submit(self, lane: str, write: Callable[[], bool]) -> WriteFuture:
         future = WriteFuture()
         with self._lock:
@@ -117,10 +117,15 @@ class Member:
         self._tasks.put((lane, write, future))
         return future
 
+    def stop(self) -> None:
+        """The pipeline stops: a sink that waits for another try need not."""
+        if callable(stop := getattr(self.sink, "stop", None)):
+            stop()
+
     def close(self) -> None:
         """End the thread and close the sink; one that is still being written to is left to itself."""
         self._tasks.put(None)
-        if not self.is_busy and self.is_open:
+        if not self.is_busy and not self.is_hanging and self.is_open:
             self.sink.close()
 
     def _work(self) -> None:
@@ -134,7 +139,8 @@ class Member:
                 error = raised
             with self._lock:
                 self._left -= 1
-            self.last_error = error
+            if not isinstance(error, NotAMember):
+                self.last_error = error
             future.ended = time.monotonic()
             future.set_result(done) if error is None else future.set_exception(error)
 

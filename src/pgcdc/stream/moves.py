@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -74,6 +75,7 @@ class Moves:
         """To be stopped and forgotten."""
         self.membership = Membership(Roster.from_json(read_json(state.lanes_file)), _Durable(state, link))
         self._spool: SpoolReader | None = None
+        self._lock = threading.RLock()
 
     @property
     def main(self) -> Lane:
@@ -108,13 +110,20 @@ class Moves:
         return member
 
     def _open_lane(self, name: str) -> Lane:
-        if name not in self.lanes:
-            initial, _ = self._link.call(lambda client: client.join(name))
-            lane = Lane(name, self._state.checkpoints / name, initial, lambda: self._members_of(name))
-            if name == MAIN:
-                lane.on_begin, lane.on_leave = self.begin_batch, self.leave
-            self.lanes[name] = lane
-        return self.lanes[name]
+        with self._lock:  # main's batch and who watches may both find that it is missing
+            if name not in self.lanes:
+                initial, _ = self._link.call(lambda client: client.join(name))
+                lane = Lane(name, self._state.checkpoints / name, initial, lambda: self._members_of(name))
+                if name == MAIN:
+                    lane.on_begin, lane.on_leave = self.begin_batch, self.leave
+                self.lanes[name] = lane
+            return self.lanes[name]
+
+    def open_missing(self) -> None:
+        """Lanes of adapters that have moved, if what came after the move failed."""
+        with self._lock:
+            for member in list(self.members.values()):
+                self._open_lane(self.membership[member.name].lane)
 
     def _members_of(self, lane: str) -> list[Member]:
         return [self.members[name] for name in self.membership.members(lane) if name in self.members]
@@ -167,7 +176,8 @@ class Moves:
         while True:
             lane.moved.clear()
             with _held(lane, deadline - time.monotonic()) as is_held:
-                if is_held and not member.is_busy and self.membership.may_rejoin(member.name, member.sink.ack, start):
+                is_free = is_held and not member.is_busy and not member.is_hanging
+                if is_free and self.membership.may_rejoin(member.name, member.sink.ack, start):
                     self.membership.rejoin(member.name, member.sink.ack, start)
                     self._abandon(lane)
                     member.rejoined_at = time.monotonic()
@@ -179,9 +189,10 @@ class Moves:
                 return False
 
     def _abandon(self, lane: Lane) -> None:
-        lane.abandon()
-        del self.lanes[lane.name]
-        self.left_over.append(lane)
+        with self._lock:
+            lane.abandon()
+            del self.lanes[lane.name]
+            self.left_over.append(lane)
 
     def let_go(self, lane: Lane) -> None:
         """Forget a lane whose query has been stopped."""
@@ -205,6 +216,7 @@ class Moves:
             return
         spool = self._spool = self._spool or SpoolReader(self._state.spool)
         spool.refresh()
+        spool.forget(min(one.reached for _, one in found))
         for lane, member in found:
             reached = member.reached
             if sum(record.rows for record in spool.after(reached)) <= limit:
