@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from listening import wait_until
 
+from pgcdc import adapters
 from pgcdc.config import Config
 from pgcdc.errors import SinkUnavailable
 from pgcdc.pipeline import Pipeline
 from pgcdc.position import Position
 from pgcdc.sink.base import Batch
 from pgcdc.sink.file import FileSink
+from pgcdc.sink.spec import AdapterSpec
 from pgcdc.state import read_json
 from pgcdc.stream.member import Adapter
 
@@ -104,51 +105,29 @@ class Run(Pipeline):
         raw = {"db": url, "slot_name": f"lanes_{folder.name[-20:]}".lower().replace("-", "_"), "all_tables": True,
                "state_dir": folder / "state", "snapshot_mode": "never", "warm_up": False}  # fmt: skip
         priorities = more.pop("priorities", {})
-        super().__init__(Config.model_validate(raw | more), say=self.lines.append)
+        specs = [adapters.noop(name=name, priority=priorities.get(name, "normal")) for name in names]
+        super().__init__(Config.model_validate(raw | more), specs, say=self.lines.append)
         self.sinks = {name: TestSink(folder, self.state.acks, name) for name in names}
-        self._priorities = priorities
         self._shared = spark
         self.folder = folder
         self.seen = Sinks(folder, self.state.path)
-        self.failure: BaseException | None = None
-        self.on_ready = threading.Event().set
-        self._thread = threading.Thread(target=self._work, daemon=True)
 
     def begin(self) -> Run:
-        is_ready = threading.Event()
-        self.on_ready = is_ready.set
-        self._thread.start()
-        wait_until(lambda: is_ready.is_set() or not self._thread.is_alive(), 60, f"ready: {self.lines}")
-        assert is_ready.is_set(), (self.failure, self.lines)
+        self.start()
         return self
 
     def end(self, timeout_s: float = 40.0) -> None:
         self.stop()
-        self.wait(timeout_s)
-
-    def wait(self, timeout_s: float = 60.0) -> None:
-        self._thread.join(timeout_s)
-        assert not self._thread.is_alive(), self.lines
-        if self.failure is not None:
-            raise self.failure
+        assert self.wait(timeout_s), self.lines
 
     def said(self, text: str) -> bool:
         return any(text in line for line in self.lines)
 
-    def _work(self) -> None:
-        try:
-            self.run()
-        except BaseException as error:
-            self.failure = error
+    def _make_adapters(self, specs: Sequence[AdapterSpec]) -> list[Adapter]:
+        return [Adapter(one.name, self.sinks[one.name], self._chain(one), one.priority) for one in specs]
 
-    def adapter(self, name: str) -> Adapter:
-        return Adapter(name, self.sinks[name], priority=self._priorities.get(name, "normal"))
-
-    def _check_sinks(self) -> list[Adapter]:
-        return [self.adapter(name) for name in self.sinks]
-
-    def _options(self) -> dict[str, str]:
-        return super()._options() | {"url": self.config.db}  # the JVM is older than our variables
+    def _spark_options(self) -> dict[str, str]:
+        return super()._spark_options() | {"url": self.config.db}  # the JVM is older than our variables
 
     def _start_spark(self) -> None:
         self._spark = self._shared
@@ -200,11 +179,11 @@ class Child:
 
 class _ChildPipeline(Pipeline):
     def __init__(self, config: Config, say: Callable[[str], None], folder: Path, names: Sequence[str]) -> None:
-        super().__init__(config, say)
-        self._folder, self._names = folder, names
+        super().__init__(config, [adapters.noop(name=name) for name in names], say=say)
+        self._folder = folder
 
-    def _check_sinks(self) -> list[Adapter]:
-        return [Adapter(name, TestSink(self._folder, self.state.acks, name)) for name in self._names]
+    def _make_adapters(self, specs: Sequence[AdapterSpec]) -> list[Adapter]:
+        return [Adapter(one.name, TestSink(self._folder, self.state.acks, one.name)) for one in specs]
 
 
 def main() -> None:

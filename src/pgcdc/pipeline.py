@@ -183,7 +183,7 @@ class Pipeline:
                 from pgcdc.stream.table import load_table  # with all that typed rows need
 
                 # Refuses a table that cannot be read in this form, before anything is made for it.
-                load_table(replace(parse_options(spark_options(self.config)), source=self.config.source_options()))
+                load_table(replace(parse_options(self._spark_options()), source=self.config.source_options()))
             self._say(f"checking the database and slot {self.config.slot_name}")
             self._prepared = prepare(self.config.source_options(), consumer=MAIN, on_wait=self._report_wait)
         for change in self._prepared.changed:
@@ -213,13 +213,16 @@ class Pipeline:
             self._stream()
             self._finish()
 
+    def _spark_options(self) -> dict[str, str]:
+        return spark_options(self.config)
+
     def _open_lanes(self) -> None:
         """Start the capture, and open the sinks where they go on."""
         assert self._prepared is not None
         self._link = CaptureLink(self._prepared.spec, is_restart=False)
         self._lanes = Lanes(
             self.state, self._link, self._say,
-            options=spark_options(self.config), once=self.config.once, fail_fast=self.config.fail_fast,
+            options=self._spark_options(), once=self.config.once, fail_fast=self.config.fail_fast,
             bus_mode=self.config.bus_mode, bus_buffer=self.config.bus_buffer,
         )  # fmt: skip
         self._lanes.open(self._adapters, self.on_batch)

@@ -79,6 +79,8 @@ def change_specs(specs: Sequence[AdapterSpec], own: Own) -> tuple[AdapterSpec, .
     if unknown:
         raise ConfigError(f"there is no adapter {unknown[0]!r}", f"There are: {', '.join(one.name for one in specs)}")
     return tuple(
-        replace(spec, transforms=tuple(own[spec.name][0]), routes=tuple(own[spec.name][1])) if spec.name in own else spec
+        replace(spec, transforms=tuple(own[spec.name][0]), routes=tuple(own[spec.name][1]))
+        if spec.name in own
+        else spec
         for spec in specs
     )

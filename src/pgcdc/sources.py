@@ -1,7 +1,7 @@
 """Sources for pipelines in Python.
 
-    from pgcdc import sources
-    sources.postgres("postgresql://app@localhost/shop", tables=["orders"], slot_name="shop")
+from pgcdc import sources
+sources.postgres("postgresql://app@localhost/shop", tables=["orders"], slot_name="shop")
 """
 
 from __future__ import annotations

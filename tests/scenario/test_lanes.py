@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-import pyarrow as pa
 import pytest
 from databases import Database
 from laning import Run, TestSink
 from listening import wait_until
 
+from pgcdc import adapters, transform
 from pgcdc.errors import ConfigError, GapError
 from pgcdc.ops.counters import EVENTS_DROPPED, counters
-from pgcdc.stream.events import BLOCKS, LINES, unpack_blocks
-from pgcdc.stream.member import Adapter
-from pgcdc.transform.program import Chain
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
 
 class Writer:
@@ -138,58 +135,30 @@ def test_adapters_come_and_go_while_it_runs(start: Callable[..., Run], writer: W
     run = start("a")
     run.seen.wait_for("a", writer.write(3))
     run.sinks["late"] = TestSink(run.folder, run.state.acks, "late")
-    run.add_adapter(run.adapter("late"))
+    run.add_adapter(adapters.noop(name="late"))
     assert "late" in run.seen.lanes()
     last = writer.write(5)
     run.seen.wait_for("late", last)
     wait_until(lambda: not run.seen.is_out("late"), 30, f"it joins main: {run.lines}")
     assert run.seen.keys("late") == [4, 5, 6, 7, 8]
-    with pytest.raises(ConfigError, match="already"):
-        run.add_adapter(run.adapter("late"))
+    with pytest.raises(ConfigError, match="two adapters late"):
+        run.add_adapter(adapters.noop(name="late"))
     run.remove_adapter("late")
     assert set(run.seen.lanes()) == {"a"}
     run.seen.wait_for("a", writer.write(2))
     assert run.seen.keys("late") == [4, 5, 6, 7, 8]
     with pytest.raises(GapError, match="the others were served"):
-        run.add_adapter(Adapter("late", TestSink(run.folder, run.state.acks, "late")))
+        run.sinks["late"] = TestSink(run.folder, run.state.acks, "late")
+        run.add_adapter(adapters.noop(name="late"))
     with pytest.raises(ConfigError, match="no adapter 'late'"):
         run.remove_adapter("late")
     run.end()
     assert run.seen.keys("a") == list(range(1, 11))
 
 
-class Tagging:
-    """A program that writes the name of its chain into each event."""
-
-    def __init__(self, chains: Sequence[Chain]) -> None:
-        self.chains = tuple(chains)
-
-    def source_options(self) -> dict[str, str]:
-        return {}
-
-    def source_schema(self) -> str:
-        return BLOCKS
-
-    def records_per_batch(self) -> int:
-        return 1
-
-    def project(self, events: DataFrame) -> DataFrame:
-        return events
-
-    def collect(self, batch: DataFrame) -> list[pa.Table]:
-        events = unpack_blocks(batch.toArrow())
-        found = []
-        for chain in self.chains:
-            tag = f'{{"tag": "{"".join(chain.routes)}", '
-            lines = [tag + line[1:] for line in events.column("line").to_pylist()]
-            found.append(pa.table([events.column("position"), pa.array(lines, pa.string())], schema=LINES))
-        return found
-
-
 def test_a_reload_changes_every_sink_at_a_batch_boundary_while_one_is_away(
-    start: Callable[..., Run], writer: Writer, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Run], writer: Writer
 ) -> None:
-    monkeypatch.setattr(Run, "_compile_chains", lambda self, chains: Tagging(chains))
     run = start("a", "b")
     run.seen.wait_for("a", writer.write(3))
     run.seen.tell("b", "fail")
@@ -197,10 +166,13 @@ def test_a_reload_changes_every_sink_at_a_batch_boundary_while_one_is_away(
         writer.write(5)
         if number == 2:
             run.seen.tell("b", "")
-        run._running_lanes().reload({"a": Chain(routes=(f"a{number}",)), "b": Chain(routes=(f"b{number}",))})
+        own = {name: ([transform.sql({"tag": f"'{name}{number}'"})], ()) for name in "ab"}
+        run.reload([transform.sql({"all": f"'{number}'"})], own)
         run.seen.wait_for("a", writer.write(5))
     with pytest.raises(ConfigError, match="no adapter 'c'"):
-        run._running_lanes().reload({"c": Chain()})
+        run.reload([], {"c": ((), ())})
+    with pytest.raises(ConfigError, match="nonsense"):
+        run.reload([transform.sql({"tag": "nonsense("})], {})
     run.seen.wait_for("b", writer.last)
     wait_until(lambda: not run.seen.is_out("b"), 30, f"b rejoins: {run.lines}")
     last = writer.write(2)
@@ -209,9 +181,11 @@ def test_a_reload_changes_every_sink_at_a_batch_boundary_while_one_is_away(
     run.end()
     check_all(run, last)
     for name in "ab":
-        tags = [event["tag"] for event in run.seen.events(name)]
+        rows = [event["payload"]["row"] for event in run.seen.events(name)]
+        tags = [row.get("tag", "") for row in rows]
         assert tags == sorted(tags), "an older program never follows a newer one"
         assert tags[0] == "" and tags[-1] == f"{name}3"
+        assert [row.get("all", "") for row in rows] == [tag[1:] for tag in tags], "both change at once"
 
 
 def test_once_ends_when_every_lane_is_done(start: Callable[..., Run], writer: Writer) -> None:
@@ -230,10 +204,9 @@ def test_once_ends_when_every_lane_is_done(start: Callable[..., Run], writer: Wr
 
 
 def test_in_fast_mode_a_sink_that_is_too_far_behind_skips_ahead_and_it_is_counted(
-    start: Callable[..., Run], writer: Writer, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Run], writer: Writer
 ) -> None:
-    monkeypatch.setattr(Run, "_bus", lambda self: {"bus_mode": "fast", "bus_buffer": 50})
-    run = start("a", "b", "c", priorities={"c": "critical"})
+    run = start("a", "b", "c", priorities={"c": "critical"}, bus_mode="fast", bus_buffer=50)
     for name in "abc":
         run.seen.wait_for(name, writer.write(1) if name == "a" else writer.last)
     before = counters.get(EVENTS_DROPPED, adapter="b")

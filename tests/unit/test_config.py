@@ -83,7 +83,7 @@ def test_everything_can_come_from_variables() -> None:
     config = load_config({}, environ, None)
     assert (config.db, config.tables, config.adapters) == (DB, ("a", "b", "sales.c"), ("stdout", "file"))
     assert (config.spool_limit, config.max_batch_rows) == (64 << 20, 7)
-    assert config.adapter_specs[1].options == FileOptions(path=Path("out.jsonl"))
+    assert config.adapter_specs[1].options == FileOptions(path="out.jsonl")
     assert config.fail_fast is True
 
 

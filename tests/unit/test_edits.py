@@ -206,7 +206,7 @@ def test_events_that_no_chain_has_are_not_carried() -> None:
     batch = pa.RecordBatch.from_pydict(
         {"position": ["1", "2", "3"], "line_0": ["a", None, None], "line_1": [None, None, "c"]}
     )
-    assert drop_unwanted(batch.cast(schema)).column("position").to_pylist() == ["1", "3"]
+    assert drop_unwanted(batch.cast(schema), 2).column("position").to_pylist() == ["1", "3"]
     assert chain_column(1) == schema.names[2]
 
 

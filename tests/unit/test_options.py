@@ -113,14 +113,14 @@ def test_number_that_is_none_is_refused_by_name(name: str, text: str) -> None:
 
 def test_a_pipeline_passes_everything_about_wire_and_events_on_to_its_source(tmp_path: Path) -> None:
     from pgcdc.config import Config
-    from pgcdc.pipeline import Pipeline
+    from pgcdc.config.spark import spark_options
 
     changed = {
         "streaming": False, "two_phase": True, "origin": "none", "binary": True, "messages": True, "tx_metadata": True,
         "tx_markers": True, "schema_events": True, "invalid_utf8": "base64",
     }  # fmt: skip
     config = Config.model_validate({"db": "postgresql://h/x", "all_tables": True, "state_dir": tmp_path, **changed})
-    options = parse_options(Pipeline(config)._options())
+    options = parse_options(spark_options(config))
     assert options.source.wire == config.source_options().wire == WireOptions(False, True, True, "none", True)
     assert options.events == EventOptions(True, True, "base64", True)
 

@@ -308,7 +308,11 @@ def test_large_event_travels_in_several_rows(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_rows_of_events_are_taken_like_blocks() -> None:
     row = {"position": place(1), "line": "x\n", "key_hash": 5, "is_barrier": False, "more": 1}
-    opened = list(_open([pa.RecordBatch.from_pylist([row])]))
+    opened = list(_open([pa.RecordBatch.from_pylist([row])], "line"))
     assert opened[0].schema == KEYED_LINES
-    assert list(_open([])) == []
+    assert list(_open([], "line")) == []
+    chosen = {"position": place(1), "line_0": None, "line_1": "y\n", "key_hash": 5, "is_barrier": False}
+    others = {**chosen, "position": place(2), "line_0": "z\n", "line_1": None}
+    opened = list(_open([pa.RecordBatch.from_pylist([chosen, others])], "line_1"))
+    assert [batch.column("line").to_pylist() for batch in opened] == [["y\n"]]
     assert list(open_blocks([])) == []

@@ -228,7 +228,9 @@ class LargeBatch:
         with self._lock:
             if self._pieces is None:
                 count = max(2, self._spark.sparkContext.defaultParallelism)
-                split = _map_in_arrow(self._frame, _Split(count, tuple(map(str, self._cuts)), self._column), _PIECES_DDL)
+                split = _map_in_arrow(
+                    self._frame, _Split(count, tuple(map(str, self._cuts)), self._column), _PIECES_DDL
+                )
                 self._pieces = split.repartitionById(count, "part").sortWithinPartitions("first", "number").persist()
                 known = self._pieces.where("number = 0").select("first", "last", "events", "is_serial").collect()
                 found = [Piece(row["first"], row["last"], row["events"], row["is_serial"]) for row in known]
@@ -245,7 +247,9 @@ class LargeBatch:
             sink.discard_parts()  # of an attempt that failed
             context.addJobTag(tag)
             try:
-                rows = _map_in_arrow(frame, _Write(sink.part_writer(), str(begin), self._column), "receipt STRING").collect()
+                rows = _map_in_arrow(
+                    frame, _Write(sink.part_writer(), str(begin), self._column), "receipt STRING"
+                ).collect()
             finally:
                 context.removeJobTag(tag)
             hit("parallel.written")

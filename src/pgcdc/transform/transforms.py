@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from pgcdc.errors import ConfigError
 from pgcdc.stream import masks
 from pgcdc.transform import expressions
+from pgcdc.transform.shape import edit_shape
 from pgcdc.transform.specs import (
     CloudEventsSpec,
     DebeziumSpec,
@@ -93,11 +94,12 @@ class Transform:
         """The events after this step."""
         spec = self.spec
         if isinstance(spec, DropColumnsSpec):
-            return expressions.dropped(events, spec.columns)
+            return edit_shape(expressions.dropped(events, spec.columns), drop=spec.columns)
         if isinstance(spec, RenameFieldsSpec):
-            return expressions.renamed(events, spec.fields)
+            return edit_shape(expressions.renamed(events, spec.fields), rename=spec.fields)
         if isinstance(spec, MaskSpec):
-            return expressions.masked(events, spec.columns, spec.mode, self._key)
+            masked = expressions.masked(events, spec.columns, spec.mode, self._key)
+            return masked if spec.mode == "zero" else edit_shape(masked, as_text=spec.columns)
         if isinstance(spec, FilterSpec):
             return expressions.filtered(events, spec.operations, spec.where)
         if isinstance(spec, SqlSpec):
