@@ -191,7 +191,7 @@ def test_wrong_row_filters_and_columns(database: Database, tmp_path: Path, flags
     assert database.query("SELECT pubname FROM pg_publication") == []
 
 
-@pytest.mark.parametrize("place", ["a_folder", "somebody_elses", "a_folder/../missing/x", "/proc/events.jsonl"])
+@pytest.mark.parametrize("place", ["somebody_elses", "a_folder/../missing/x", "/proc/events.jsonl"])
 def test_a_file_that_cannot_be_the_target_is_found_before_slot_and_publication(
     database: Database, tmp_path: Path, place: str
 ) -> None:

@@ -53,8 +53,8 @@ def test_two_adapters_of_one_type_have_their_own_options() -> None:
     first, second, third = config.adapter_specs
     assert config.adapter_names == ("file", "audit", "noop") and third.type == "noop"
     assert (first.options, second.options) == (
-        FileOptions(path=Path("events.jsonl")),
-        FileOptions(path=Path("audit.jsonl")),
+        FileOptions(path="events.jsonl"),
+        FileOptions(path="audit.jsonl"),
     )
     assert (first.delivery.max_retries, second.delivery.max_retries) == (9, 5)
     assert (second.delivery.timeout, second.delivery.rate_limit, first.delivery.timeout) == (3, 10, 30)
