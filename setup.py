@@ -1,7 +1,7 @@
-"""Builds what is optionally compiled: decoder, JSON renderer, splitters. All else about the package is in pyproject.toml.
+"""Builds what is optionally compiled: decoder, JSON renderer, hashes, splitters. All else about the package is in pyproject.toml.
 
-Without Cython or without a compiler the package is complete: `capture.rows`, `capture.copy`, `stream.lines` and
-`types.split` then work in Python.
+Without Cython or without a compiler the package is complete: `capture.rows`, `capture.copy`, `stream.lines`, `stream.masks`
+and `types.split` then work in Python.
 """
 
 from __future__ import annotations
