@@ -1,7 +1,7 @@
-"""Builds what is optionally compiled: decoder, JSON renderer, splitters. All else about the package is in pyproject.toml.
+"""Builds what is optionally compiled: decoder, JSON renderer, hashes, splitters. All else is in pyproject.toml.
 
-Without Cython or without a compiler the package is complete: `capture.rows`, `capture.copy`, `stream.lines` and
-`types.split` then work in Python.
+Without Cython or without a compiler the package is complete: `capture.rows`, `capture.copy`, `stream.lines`, `stream.masks`
+and `types.split` then work in Python.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ def compiled_modules() -> list[Extension]:
             # Without debug information the compiler is done sooner; only the decoder gains from more than -O2.
             extra_compile_args=[] if sys.platform == "win32" else ["-O3" if name.endswith("_rows") else "-O2", "-g0"],
         )
-        for name in ("capture/_copy", "capture/_rows", "stream/_hmac", "stream/_lines", "types/_interval", "types/_split")
+        for name in (
+            "capture/_copy",
+            "capture/_rows",
+            "stream/_hmac",
+            "stream/_lines",
+            "types/_interval",
+            "types/_split",
+        )
     ]
     # The C file goes to build/, so that the source tree holds only what people write.
     modules: list[Extension] = cythonize(extensions, build_dir="build", nthreads=2)
