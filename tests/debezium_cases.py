@@ -65,7 +65,7 @@ _MANY = "(SELECT string_agg(md5(n::text), '') FROM generate_series(1, 300) n)"
 _LONG = {
     "body": ("text", _MANY), "data": ("bytea", f"{_MANY}::bytea"), "doc": ("jsonb", f"jsonb_build_object('a', {_MANY})"),
     "words": ("text[]", f"ARRAY[{_MANY}, 'x']"), "numbers": ("int4[]", _numbers("n")), "big": ("int8[]", _numbers("n")),
-    "amount": ("numeric", "('1.' || repeat('1234567890', 400))::numeric"),
+    "amount": ("numeric", "('1.' || repeat('1234567890', 1000))::numeric"),
     "price": ("numeric(1000,900)", "('1.' || repeat('1234567890', 90))::numeric"),
     "amounts": ("numeric[]", _numbers("n")), "prices": ("numeric(10,2)[]", _numbers("n::numeric(10,2)")),
     "ratios": ("float8[]", _numbers("n")), "flags": ("bool[]", _numbers("n > 7")),

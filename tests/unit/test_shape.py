@@ -1,0 +1,77 @@
+"""What a table looks like, as numbers beside its events; and which change of its table a change is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from pgcdc.position import Position
+from pgcdc.relation import Column, Relation
+from pgcdc.spool.schema import CHANGES, TRANSACTIONS, Op
+from pgcdc.spool.shapes import ShapeChange
+from pgcdc.stream.events import events_of
+from pgcdc.stream.frame import EventOptions, make_frame
+from pgcdc.stream.shape import ARRAY, NO_MODIFIER, REQUIRED, ZERO, Described, Family, shape_array
+from pgcdc.stream.texts import IdSeed
+
+ORDERS = Relation(
+    1, "public", "orders", "d",
+    (Column("id", 23, -1, True), Column("total", 1700, (10 << 16 | 2) + 4, False), Column("at", 1114, 3, False),
+     Column("tags", 1009, -1, False), Column("mood", 16400, -1, False)),
+)  # fmt: skip
+ITEMS = Relation(2, "public", "items", "f", (Column("id", 23, -1, True),))
+MOOD = [16400, "public.mood", "enum_out", "enum_send", 0, "enum", ",", -1, 0, [], [], [], []]
+DETAILS = {
+    "columns": [{"name": column.name, "not_null": column.name == "total"} for column in ORDERS.columns],
+    "primary_key": ["id"],
+    "types": {"server_version": 180000, "types": [MOOD]},
+}
+
+
+def test_types_are_codes_with_modifiers() -> None:
+    described = Described("shop", (ShapeChange(Position(8, 0), ORDERS, details=DETAILS),))
+    assert shape_array([ORDERS], described).to_pylist() == [
+        {
+            "database": "shop",
+            "names": ["id", "total", "at", "tags", "mood"],
+            "codes": [Family.INTEGER, Family.NUMERIC, Family.TIMESTAMP, Family.TEXT + ARRAY, Family.TEXT],
+            "modifiers": [NO_MODIFIER, ZERO + 2 + REQUIRED, ZERO + 3, NO_MODIFIER, NO_MODIFIER],
+            "key": ["id"],
+        }
+    ]
+
+
+def test_without_the_catalog_types_of_the_database_are_not_known_nor_the_key_of_a_whole_row() -> None:
+    orders, items = shape_array([ORDERS, ITEMS], Described()).to_pylist()
+    assert (orders["codes"][-1], orders["key"]) == (Family.OTHER, ["id"])
+    assert items["key"] == []
+
+
+def _events(rows: list[tuple[int, int, int, int]]) -> list[int | None]:
+    """`table_ordinal` of changes given as (lsn, ordinal, sub, relation)."""
+    changes = [
+        {"ordinal": ordinal, "sub": sub, "op": int(Op.MESSAGE if sub else Op.INSERT), "relation": relation,
+         "new": [b"x"] if sub else [b"1"] * len((ORDERS, ITEMS)[relation].columns), "old": None, "old_kind": 0,
+         "unchanged": None, "prefix": "p" if sub else None}
+        for _, ordinal, sub, relation in rows
+    ]  # fmt: skip
+    owners = [
+        {"lsn": lsn, "commit_time": 0, "xid": 7, "rows": 1, "complete": True, "origin": None} for lsn, _, _, _ in rows
+    ]
+    frame = make_frame(
+        pa.RecordBatch.from_pylist(changes, CHANGES), pa.RecordBatch.from_pylist(owners, TRANSACTIONS), [ORDERS, ITEMS],
+        EventOptions(),
+    )  # fmt: skip
+    schema = pa.schema([("table_ordinal", pa.int64())])
+    found: list[int | None] = events_of(frame, IdSeed.of("1", "s"), schema, EventOptions()).column(0).to_pylist()
+    return found
+
+
+def test_changes_are_numbered_by_table_and_transaction() -> None:
+    rows = [(8, 1, 0, 0), (8, 2, 0, 1), (8, 2, 1, -1), (8, 3, 0, 0), (16, 1, 0, 0), (16, 2, 0, 0)]
+    assert _events(rows) == [1, 1, None, 2, 1, 2]
+
+
+def test_a_transaction_without_its_beginning_is_not_numbered() -> None:
+    assert _events([(8, 5, 0, 0), (8, 6, 0, 0), (16, 1, 0, 0)]) == [None, None, 1]
+    assert np.isnan(np.array(_events([(8, 2, 0, 1)]), float)).all()
