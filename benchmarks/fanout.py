@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from latency import Listener, commit_time, listener, measure_idle, measure_latency, tail
-from workload import Writer, connect
+from workload import VALUES, Writer, connect
 
 __all__ = ["MORE_SINKS", "Blocked", "child_command", "measure_blocked", "measure_sinks"]
 
@@ -108,11 +108,8 @@ def _burst(url: str, running: Listener, rows: int) -> float:
         first = conn.execute("SELECT coalesce(max(id), 0) FROM trickle").fetchone()
         assert first is not None
         for begin in range(0, rows, ROWS_PER_COMMIT):
-            conn.execute(
-                b"INSERT INTO trickle SELECT (jsonb_populate_record(t, jsonb_build_object('id', %s + g))).* "
-                b"FROM (SELECT * FROM trickle LIMIT 1) t, generate_series(1, %s) g",
-                [first[0] + begin, ROWS_PER_COMMIT],
-            )
+            values = VALUES.format(first[0] + begin + 1, first[0] + begin + ROWS_PER_COMMIT)
+            conn.execute(f"INSERT INTO trickle {values}".encode())
     deadline = time.monotonic() + 300
     seen = 0
     with open(running.path, "rb") as file:

@@ -17,6 +17,9 @@ from listening import wait_until
 from pgcdc import adapters, transform
 from pgcdc.errors import ConfigError, GapError
 from pgcdc.ops.counters import EVENTS_DROPPED, counters
+from pgcdc.ops.failpoint import FailpointError
+from pgcdc.position import Position
+from pgcdc.state import read_json
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -129,6 +132,36 @@ def test_a_failing_sink_goes_on_alone_through_a_restart_and_gets_everything(
     again.seen.wait_for("b", last)
     again.end()
     check_all(again, last)
+
+
+def test_a_batch_that_fails_after_a_sink_left_in_it_is_replayed_without_it(
+    start: Callable[..., Run], writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start("a", "b")
+    run.seen.wait_for("b", writer.write(2))
+    before = run.seen.ack("b")
+    fired: list[str] = []
+
+    def hit(name: str) -> None:
+        if name == "lane.written" and not fired and run.seen.is_out("b"):
+            fired.append(name)
+            raise FailpointError(name)
+
+    monkeypatch.setattr("pgcdc.stream.lane.hit", hit)
+    run.seen.tell("b", "fail")
+    last = writer.write(10)
+    run.seen.wait_for("a", last)
+    wait_until(lambda: bool(fired), 20, "the batch fails")
+    (lane,) = [read_json(run.state.lanes_file)["adapters"]["b"]["start"]]
+    assert before is not None and Position.parse(lane) >= before
+    assert run.seen.ack("b") == Position.parse(lane), "it begins where the batch began that b does not have"
+    last = writer.write(5)
+    run.seen.wait_for("a", last)
+    run.seen.tell("b", "")
+    run.seen.wait_for("b", last)
+    wait_until(lambda: not run.seen.is_out("b"), 30, f"b rejoins: {run.lines}")
+    run.end()
+    check_all(run, last)
 
 
 def test_adapters_come_and_go_while_it_runs(start: Callable[..., Run], writer: Writer) -> None:

@@ -23,7 +23,7 @@ from pgcdc.sink.base import Batch
 from pgcdc.state import StateDir, read_json
 from pgcdc.stream.failure import explain_failure
 from pgcdc.stream.lane import Lane, LaneStopped, stop_query
-from pgcdc.stream.member import Adapter, Member
+from pgcdc.stream.member import Adapter, Member, may_pass
 from pgcdc.stream.moves import Moves
 from pgcdc.stream.parallel import LargeBatches
 from pgcdc.transform.program import Chain, Program, TypedProgram, compile_chains
@@ -189,11 +189,27 @@ class Lanes:
     def step(self) -> bool:
         """One look at everything, after a moment of waiting. True: a run that ends by itself has ended."""
         self._wait()
-        self.acknowledge()
+        for lane in list(self._moves.lanes.values()):
+            try:
+                self._acknowledge(lane)
+            except Exception as error:  # it starts again from its checkpoint, and with it what is acknowledged
+                self._fail(lane, error)
         self._answer()
-        self._moves.open_missing()
         for lane in list(self._moves.lanes.values()):
             self._look_after(lane)
+        try:
+            self._move()
+        except PgcdcError as error:
+            if not may_pass(error):
+                raise
+            self.last_error = error.to_json()  # the next look tries again
+        return self._once and all(
+            (one := self._watched.get(lane.name)) is not None and one.is_done for lane in self._moves.lanes.values()
+        )
+
+    def _move(self) -> None:
+        """Bring adapters where they belong, and let go of what they have left."""
+        self._moves.open_missing()
         self._moves.rejoin_between()
         if self._bus_mode == "fast" and self._is_due("limit", LIMIT_INTERVAL_S):
             self._moves.skip_ahead(self._bus_buffer)
@@ -202,9 +218,14 @@ class Lanes:
         if self._is_due("consumers", CONSUMERS_INTERVAL_S):
             capture = read_json(self._state.capture_status) or {}
             self._moves.let_go_unknown(list(capture.get("consumers", {})))
-        return self._once and all(
-            (one := self._watched.get(lane.name)) is not None and one.is_done for lane in self._moves.lanes.values()
-        )
+
+    def _fail(self, lane: Lane, error: Exception) -> None:
+        """Something failed beside the query: end it, and start it again if that may help."""
+        explained = self._explain(lane, error)
+        if lane.query is not None:
+            stop_query(lane.query, QUERY_STOP_S)
+            lane.query = None
+        self._recover(lane, self._watched.setdefault(lane.name, Watched()), explained)
 
     def _wait(self) -> None:
         query = self.main.query
@@ -284,20 +305,20 @@ class Lanes:
     def acknowledge(self) -> None:
         """What Spark has committed is durable at every member of a lane: the capture may confirm it."""
         for lane in list(self._moves.lanes.values()):
-            is_main = lane is self.main
-            if is_main:
-                hit("driver.before_ack")
-            position = lane.committed()
-            if position is None:
-                continue
-            self._watched.setdefault(lane.name, Watched()).failures = 0
-            self._ack(lane.name, position)
-            if is_main:
-                self.position = position
-                hit("driver.after_ack")
+            self._acknowledge(lane)
 
-    def _ack(self, lane: str, position: Position) -> None:
-        self._link.call(lambda client: client.ack(lane, position))
+    def _acknowledge(self, lane: Lane) -> None:
+        is_main = lane is self.main
+        if is_main:
+            hit("driver.before_ack")
+        position = lane.committed()
+        if position is None:
+            return
+        self._watched.setdefault(lane.name, Watched()).failures = 0
+        self._link.call(lambda client: client.ack(lane.name, position))
+        if is_main:
+            self.position = position
+            hit("driver.after_ack")
 
     def _is_due(self, what: str, interval_s: float) -> bool:
         now = time.monotonic()
