@@ -69,8 +69,9 @@ class Cluster:
     def kill_worker(self, number: int) -> int:
         """kill -9 of a worker with everything that runs on it: a machine that is gone. How many processes that were."""
         executors = self.executors(number)
-        for process in [self.workers[number], *executors]:
-            with contextlib.suppress(psutil.Error, ProcessLookupError):
+        self.workers[number].kill()
+        for process in executors:
+            with contextlib.suppress(psutil.Error):
                 process.kill()
         self.workers[number].wait()
         psutil.wait_procs(executors, 10)
