@@ -34,6 +34,7 @@ from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position, format_lsn
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.file import FileSink
+from pgcdc.sink.folder import FolderSink, file_sink
 from pgcdc.sink.state import KeyStore, TableName, content_kind
 from pgcdc.state import Identity, Lock, StateDir, check_identity, fsync_folder, read_json, write_json_durably
 
@@ -313,7 +314,7 @@ class Resync:
         fsync_folder(self.state.path)
         return found
 
-    def _tell_unread(self, sink: FileSink, store: KeyStore, captured: set[str]) -> None:
+    def _tell_unread(self, sink: FileSink | FolderSink, store: KeyStore, captured: set[str]) -> None:
         for table, count in store.unread.items():
             self._say(
                 f"{count} rows of table {name_table(*table)} in {sink.path} have no key to look for in the source "
@@ -454,11 +455,11 @@ class Resync:
         with connect(self.options.url, application_name="pgcdc resync", may_retry=False) as sql:
             return read_published(sql, names)
 
-    def _sinks(self) -> list[FileSink]:
+    def _sinks(self) -> list[FileSink | FolderSink]:
         """The sinks that wrote a file."""
         return list(_file_sinks(self.state.acks))
 
-    def _readable(self) -> list[FileSink]:
+    def _readable(self) -> list[FileSink | FolderSink]:
         return [one for one in self._sinks() if one.path.exists() and content_kind(one.path) in ("events", "")]
 
 
@@ -469,8 +470,8 @@ def _name(table: PublishedTable) -> TableName:
     return table.relation.namespace, table.relation.name
 
 
-def _file_sinks(acks: Path) -> Iterator[FileSink]:
+def _file_sinks(acks: Path) -> Iterator[FileSink | FolderSink]:
     for path in sorted(acks.glob("*.json")):
         ack = AckFile(acks, path.stem)
         if "path" in ack.detail:
-            yield FileSink(Path(ack.detail["path"]), acks, path.stem)
+            yield file_sink(ack.detail["path"], acks, path.stem, is_folder="parts" in ack.detail)

@@ -274,6 +274,21 @@ def test_every_event_once_keys_in_order_and_nothing_passes_a_barrier(
     assert segments[-1].end == END
 
 
+def test_nothing_passes_a_cut_in_the_middle_of_a_block() -> None:
+    events = pa.RecordBatch.from_pydict(
+        {
+            "position": [place(number) for number in range(1, 9)],
+            "line": [f"{number}\n" for number in range(1, 9)],
+            "key_hash": [0, 1, 0, 1, 0, 1, 0, 1],
+            "is_barrier": [False] * 8,
+        },
+        schema=KEYED_LINES,
+    )
+    lines, segments = written_by_executors([events], 2, [CUT], START)
+    assert [int(line) for line in lines] == [1, 3, 2, 4, 5, 7, 6, 8]
+    assert [segment.end for segment in segments] == [Position(16, 4), END]
+
+
 def test_block_with_very_many_barriers_stays_in_one_piece() -> None:
     count = 4 * parallel.MAX_RUNS
     events = pa.RecordBatch.from_pydict(

@@ -139,6 +139,8 @@ class FolderSink:
                 f"these parts begin at {start}, but {self._path} has everything up to {self.ack}",
                 "It is tried again with parts that begin there",
             )
+        for receipt in receipts:
+            self._check_part(receipt)
         stem = str(end).replace("/", "-")
         shown = [
             [receipt["file"], f"{stem}-{receipt['part']:05d}.jsonl"]
@@ -224,6 +226,17 @@ class FolderSink:
             with self._explain(kind=SinkUnavailable):
                 self._show()
             self._acked = self._file.position
+
+    def _check_part(self, receipt: Receipt) -> None:
+        """Nothing is acknowledged that cannot be seen from here: executors may be on other hosts."""
+        path = self._hidden / receipt["file"]
+        with self._explain("read", SinkUnavailable):
+            size = path.stat().st_size
+        if size != receipt["size"]:
+            raise SinkUnavailable(
+                f"{path} has {size} bytes, but an executor wrote {receipt['size']}",
+                "Is the folder on storage that every host of the cluster has?",
+            )
 
     def _save(self, position: Position, detail: dict[str, Any]) -> None:
         try:

@@ -171,7 +171,9 @@ def read_lines(path: Path, size: int, store: KeyStore) -> None:
 
 
 def content_kind(path: Path) -> str:
-    """What stands in a file of JSON lines, by its first one: events, rows (typed ones), zset; "" if there is none."""
+    """What stands in a file or folder of JSON lines, by the first one: events, rows (typed ones), zset; "" if none."""
+    if path.is_dir():
+        return next((content_kind(part) for part in sorted(path.glob("*.jsonl"))), "")
     with open(path, "rb") as file:
         line = file.readline()
     try:

@@ -1,0 +1,189 @@
+"""The folder as a target: what its readers see, and what a crash leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from sink_targets import END, START, WHOLE, FolderInTwoParts, FolderTarget, batch, opened, up_to
+
+from pgcdc.errors import SinkError, SinkUnavailable
+from pgcdc.ops.failpoint import FailpointError
+from pgcdc.position import Position
+from pgcdc.sink.base import Batch
+from pgcdc.sink.file import FileSink
+from pgcdc.sink.folder import FolderSink, file_sink
+from pgcdc.sink.spec import FileOptions
+from pgcdc.sink.state import KeyStore, content_kind
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> FolderTarget:
+    return FolderTarget(tmp_path)
+
+
+def names(folder: FolderTarget) -> list[str]:
+    return sorted(path.name for path in folder.path.iterdir() if path.is_file())
+
+
+def hidden(folder: FolderTarget) -> list[Path]:
+    return list((folder.path / "_pgcdc").iterdir())
+
+
+def test_parts_are_named_by_position_and_nothing_else_is_seen(folder: FolderTarget) -> None:
+    with opened(folder) as sink:
+        sink.write(batch(START, Position(120, 2)))
+        sink.write(batch(Position(120, 2), Position(120, 2, 1)))
+        sink.write(batch(Position(120, 2, 1), Position.end(125)))
+        sink.write(batch(Position.end(125), Position.end(126)))  # empty
+    assert names(folder) == [
+        "0000000000000078-000000000002-00000.jsonl",
+        "0000000000000078-000000000002.00000001-00000.jsonl",
+        "000000000000007D-FFFFFFFFFFFF-00000.jsonl",
+    ]
+    assert hidden(folder) == []
+
+
+@pytest.mark.parametrize("point", ["folder.before_ack", "folder.before_shown", "folder.after_shown"])
+def test_parts_are_shown_all_or_none_after_a_crash_in_the_commit(
+    folder: FolderTarget, point: str, crash_at: Callable[[str], None]
+) -> None:
+    target = FolderInTwoParts.__new__(FolderInTwoParts)
+    target.acks, target.path = folder.acks, folder.path
+    with opened(target) as sink:
+        sink.write(batch(START, Position.end(110)))
+        crash_at(point)
+        with pytest.raises(FailpointError):
+            sink.write(batch(Position.end(110), Position.end(130)))
+    with opened(target) as sink:
+        expected = Position.end(110 if point == "folder.before_ack" else 130)
+        assert sink.ack == expected
+        assert target.lines() == up_to(expected)
+        assert hidden(folder) == []
+        sink.write(batch(Position.end(110), END))
+    assert target.lines() == WHOLE
+
+
+def test_commit_that_could_not_be_shown_is_shown_by_the_next_try(
+    folder: FolderTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(folder) as sink:
+        real, failures = os.rename, [OSError(5, "Input/output error")]
+
+        def rename(*names: Path) -> None:
+            if failures:
+                raise failures.pop()
+            real(*names)
+
+        monkeypatch.setattr(os, "rename", rename)
+        with pytest.raises(SinkUnavailable, match="Input/output error"):
+            sink.write(batch(START, Position.end(120)))
+        assert sink.ack == START  # nobody may rely on it yet
+        sink.write(batch(START, END))
+        assert sink.ack == END
+    assert folder.lines() == WHOLE
+
+
+def test_parts_that_begin_before_the_ack_are_refused(folder: FolderTarget) -> None:
+    with opened(folder) as sink:
+        assert isinstance(sink, FolderSink)
+        receipt = sink.part_writer().write_part(0, batch(START, END).events.to_batches())
+        assert receipt is not None
+        sink.write(batch(START, Position.end(120)))
+        with pytest.raises(SinkUnavailable, match="begin at"):
+            sink.commit_parts(START, END, [receipt])
+        sink.commit_parts(START, Position.end(115), [receipt])  # the ack has it all: skipped
+    assert folder.lines() == up_to(Position.end(120))
+
+
+def test_parts_without_a_receipt_are_never_seen_and_deleted_at_the_next_start(folder: FolderTarget) -> None:
+    with opened(folder) as sink:
+        assert isinstance(sink, FolderSink)
+        assert sink.part_writer().write_part(0, []) is None
+        assert hidden(folder) == []
+        sink.part_writer().write_part(3, batch(START, END).events.to_batches())
+        assert len(hidden(folder)) == 1
+    assert folder.lines() == []
+    with opened(folder):
+        assert hidden(folder) == []
+
+
+def test_folder_of_somebody_else_is_refused_and_left_alone(folder: FolderTarget) -> None:
+    folder.path.mkdir()
+    (folder.path / "precious.txt").write_text("x")
+    with pytest.raises(SinkError, match=r"precious\.txt that was not written by this pipeline"):
+        folder.sink().check()
+    with pytest.raises(SinkError, match="was not written by this pipeline"), opened(folder):
+        pass
+    assert names(folder) == ["precious.txt"]
+    assert not (folder.path / "_pgcdc").exists()
+
+
+def test_folder_that_vanished_is_refused_and_not_made_again(folder: FolderTarget) -> None:
+    with opened(folder) as sink:
+        sink.write(batch(START, END))
+    shutil.rmtree(folder.path)
+    with pytest.raises(SinkError, match="is gone"), opened(folder):
+        pass
+    assert not folder.path.exists()
+
+
+def test_parts_may_be_taken_away_by_their_reader(folder: FolderTarget) -> None:
+    with opened(folder) as sink:
+        sink.write(batch(START, Position.end(120)))
+    for name in names(folder):
+        (folder.path / name).unlink()
+    with opened(folder) as sink:
+        sink.write(batch(START, END))
+    assert up_to(Position.end(120)) + folder.lines() == WHOLE
+
+
+def test_path_with_a_slash_or_of_a_folder_is_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    assert isinstance(file_sink(f"{tmp_path}/new/", tmp_path), FolderSink)
+    assert isinstance(file_sink(tmp_path / "there", tmp_path), FolderSink)
+    assert isinstance(file_sink(tmp_path / "new", tmp_path), FileSink)
+    for path, is_folder in ((f"{tmp_path}/new/", True), (f"{tmp_path}/new", False)):
+        options = FileOptions.model_validate({"path": path})
+        assert isinstance(file_sink(options.path, tmp_path, is_folder=options.is_folder), FolderSink) == is_folder
+
+
+def test_keys_are_read_back_from_all_parts_and_missing_ones_are_refused(folder: FolderTarget, tmp_path: Path) -> None:
+    def event(position: Position, operation: str, key: str) -> str:
+        payload = {"op": operation, "table": "orders", "row": {"id": key}, "old": None}
+        return json.dumps({"operation": operation, "channel": "pgcdc:orders", "payload": payload}) + "\n"
+
+    first, second = Position(110, 1), Position(120, 1)
+    with opened(folder) as sink:
+        for start, position, operation, key in ((START, first, "INSERT", "7"), (first, second, "INSERT", "8")):
+            table = pa.table({"position": [str(position)], "line": [event(position, operation, key)]})
+            sink.write(Batch(start, position, table))
+        assert isinstance(sink, FolderSink)
+        assert content_kind(folder.path) == "events"
+        with KeyStore(tmp_path / "keys.db", {("public", "orders"): ["id"]}) as store:
+            sink.read_back(store)
+            assert store.write_keys(("public", "orders"), tmp_path / "keys") == 2
+        (folder.path / names(folder)[0]).unlink()
+        with (
+            pytest.raises(SinkError, match="has 1 parts"),
+            KeyStore(tmp_path / "keys.db", {("public", "orders"): ["id"]}) as store,
+        ):
+            sink.read_back(store)
+
+
+def test_part_that_the_driver_does_not_see_is_not_acknowledged(folder: FolderTarget) -> None:
+    with opened(folder) as sink:
+        assert isinstance(sink, FolderSink)
+        receipt = sink.part_writer().write_part(0, batch(START, END).events.to_batches())
+        assert receipt is not None
+        for wrong in ({**receipt, "size": 1}, {**receipt, "file": "gone"}):
+            with pytest.raises(SinkUnavailable):
+                sink.commit_parts(START, END, [wrong])
+            assert folder.sink().ack == START
+        sink.commit_parts(START, END, [receipt])
+    assert folder.lines() == WHOLE
