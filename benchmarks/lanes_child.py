@@ -8,43 +8,19 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from workload import PUBLICATION
 
+from pgcdc import adapters, sources
 from pgcdc.cli.listen import _say, _stop_on_signals
-from pgcdc.config import Config
 from pgcdc.pipeline import Pipeline
-from pgcdc.position import Position
-from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Batch
+from pgcdc.sink.noop import NoopSink
+from pgcdc.sink.spec import AdapterSpec
 from pgcdc.stream.member import Adapter
-
-
-class NoopSink:
-    """Takes everything and keeps nothing but its ack."""
-
-    def __init__(self, acks: Path, name: str) -> None:
-        self.name = name
-        self._ack = AckFile(acks, name)
-
-    @property
-    def ack(self) -> Position:
-        assert self._ack.position is not None
-        return self._ack.position
-
-    def check(self) -> None:
-        pass
-
-    def open(self, start: Position) -> None:
-        if self._ack.position is None:
-            self._ack.save(start, {})
-
-    def write(self, batch: Batch) -> None:
-        self._ack.save(batch.end, {})
-
-    def close(self) -> None:
-        pass
 
 
 class BlockedSink(NoopSink):
@@ -61,26 +37,26 @@ class BlockedSink(NoopSink):
 
 
 class SinksPipeline(Pipeline):
-    """The file, and others."""
+    """The sink `blocked` waits when it is told to."""
 
-    others: list[Adapter]
-
-    def _check_sinks(self) -> list[Adapter]:
-        return [*super()._check_sinks(), *self.others]
+    def _make_adapters(self, specs: Sequence[AdapterSpec]) -> list[Adapter]:
+        made = super()._make_adapters(specs)
+        sign = self.state.path.parent / "block"
+        return [
+            replace(one, sink=BlockedSink(self.state.acks, one.name, sign)) if one.name == "blocked" else one
+            for one in made
+        ]
 
 
 def main() -> None:
     slot, folder, noops, *more = sys.argv[1:]
     place = Path(folder)
-    raw = {
-        "db": os.environ["PGCDC_DB"], "slot_name": slot, "publication": PUBLICATION, "adapters": ("file",),
-        "file_path": place / "events.jsonl", "state_dir": place / "state", "start_from": "slot",
-    }  # fmt: skip
-    pipeline = SinksPipeline(Config.model_validate(raw), say=_say)
-    acks = pipeline.state.acks
-    sinks: list[NoopSink] = [NoopSink(acks, f"noop{number}") for number in range(int(noops))]
-    sinks += [BlockedSink(acks, "blocked", place / "block")] if more else []
-    pipeline.others = [Adapter(sink.name, sink) for sink in sinks]
+    source = sources.postgres(
+        os.environ["PGCDC_DB"], slot_name=slot, publication=PUBLICATION, state_dir=place / "state", start_from="slot"
+    )
+    others = [f"noop{number}" for number in range(int(noops))] + (["blocked"] if more else [])
+    sinks = [adapters.file(place / "events.jsonl"), *(adapters.noop(name=name) for name in others)]
+    pipeline = SinksPipeline(source, sinks, say=_say)
     _stop_on_signals(pipeline)
     pipeline.run()
 

@@ -19,6 +19,7 @@ from workload import PUBLICATION, wait_for_reader
 
 import pgcdc
 from pgcdc.stream.warm import warm_up
+from pgcdc.transform import Chain, compile_chains
 
 
 def main() -> None:
@@ -26,7 +27,7 @@ def main() -> None:
     slot, changes, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     url = os.environ["PGCDC_DB"]
     spark = pgcdc.session(log_file=folder / "spark.log")
-    warm_up(spark)
+    warm_up(spark, compile_chains([Chain()]))
     rows = pgcdc.read_table(
         spark, "backlog", slot=slot, publication=PUBLICATION, state_dir=str(folder / "state"), start_from="slot"
     )

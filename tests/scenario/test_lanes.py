@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -64,7 +65,8 @@ def start(spark: SparkSession, database: Database, tmp_path: Path) -> Iterator[C
         for name in run.sinks:
             run.seen.tell(name, "")
         run.stop()
-        run._thread.join(30)
+        with contextlib.suppress(Exception):
+            run.wait(30)
 
 
 def check_all(run: Run, last: int) -> None:
