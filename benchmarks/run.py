@@ -36,7 +36,7 @@ from pgcdc.capture.rows import decoder_name
 
 QUICK = Scale(
     changes=50_000, rounds=1, decoded_rows=50_000, large_rows=(100_000, 300_000), toast_keys=50_000, warm_s=5,
-    latency_s=10, starts=1, settle_s=5, idle_s=10, existing_rows=(20_000, 100_000),
+    latency_s=10, starts=1, settle_s=5, idle_s=10, existing_rows=(20_000, 100_000), reloads=10,
 )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from incremental import measure_beside, measure_initial
 from large import drop_large, prepare_large, run_capture, run_pipeline
 from latency import measure_idle, measure_latency, measure_start
 from peers import peer_contenders
+from reloads import measure_reloads
 from report import Figure, at_least, at_most, skipped
 from snapshot import measure_reading
 from tls import describe_tls, tls_enabled, with_tls
@@ -64,6 +65,7 @@ class Scale:
     starts: int = 3
     settle_s: float = 15
     idle_s: float = 30
+    reloads: int = 100
     existing_rows: tuple[int, int] = (250_000, 1_000_000)
 
 
@@ -430,6 +432,17 @@ def measure_one_blocked(bench: Bench) -> None:
     ]
 
 
+def measure_hot_reload(bench: Bench) -> None:
+    """Other transforms, again and again, under load."""
+    found = measure_reloads(bench.url(), reloads=bench.scale.reloads, rate_per_s=RATE_PER_S)
+    wrong = found.lost + found.repeated + found.halves
+    note = (
+        f"{found.rows:,} rows to two adapters at {RATE_PER_S:.0f} commits/s: {found.lost} lost, {found.repeated} repeated, "
+        f"{found.halves} transformed by half; the longest reload took {found.longest_s:.1f} s"
+    )
+    bench.figures.append(at_most(f"{found.reloads} hot reloads under load: wrong events", wrong, 0, "", note))
+
+
 def measure_demo(bench: Bench) -> None:
     """What the playground says about its own first event."""
     began = time.monotonic()
@@ -475,6 +488,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "idle": measure_idle_cpu,
     "sinks": measure_more_sinks,
     "blocked": measure_one_blocked,
+    "reload": measure_hot_reload,
     "tls": measure_tls,
     "peers": measure_peers,
     "large": measure_large,
