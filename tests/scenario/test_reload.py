@@ -1,0 +1,88 @@
+"""`pgcdc reload`, SIGHUP and a broken file: transforms and routes change at a boundary, or not at all."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from databases import Database
+from listening import Listener, wait_until
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Path:
+    return tmp_path / "pgcdc.yaml"
+
+
+@pytest.fixture
+def listener(database: Database, tmp_path: Path, settings: Path) -> Iterator[Listener]:
+    one = Listener(database.url, tmp_path, "--all-tables", "--config", str(settings), slot=f"s_{database.name}")
+    yield one
+    one.kill_all()
+
+
+def configure(path: Path, *steps: dict[str, Any], **more: Any) -> None:
+    path.write_text(yaml.safe_dump({"transforms": {"global": list(steps)}, **more}))
+
+
+def reload(listener: Listener) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pgcdc", "reload", "--state-dir", str(listener.state.path)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def status(listener: Listener) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(listener.state.run_status.read_text())
+    return found
+
+
+def rows(listener: Listener) -> list[dict[str, Any]]:
+    return [event["payload"]["row"] for event in listener.events()]
+
+
+def test_transforms_and_routes_change_while_it_runs_and_a_wrong_file_changes_nothing(
+    database: Database, listener: Listener, settings: Path
+) -> None:
+    database.execute("CREATE TABLE t (id int PRIMARY KEY, v text)")
+    database.execute("CREATE TABLE u (id int PRIMARY KEY)")
+    none = reload(listener)
+    assert none.returncode == 2 and "nothing runs in" in none.stderr
+    configure(settings, {"type": "drop_columns", "columns": ["v"]})
+    listener.start()
+    database.execute("INSERT INTO t VALUES (1, 'a')")
+    listener.wait_delivered()
+    assert rows(listener) == [{"id": "1"}]
+
+    configure(settings, {"type": "mask", "columns": ["v"]}, routes={"file": ["t"]}, max_batch_rows=7)
+    done = reload(listener)
+    assert (done.returncode, done.stderr) == (0, "") and "reloaded" in done.stdout
+    assert "these hold after a restart: max_batch_rows" in listener.said()
+    database.execute("INSERT INTO t VALUES (2, 'a'); INSERT INTO u VALUES (1)")
+    listener.wait_delivered()
+    assert rows(listener)[1:] == [{"id": "2", "v": "***REDACTED***"}]
+
+    configure(settings, {"type": "maks", "columns": ["v"]})
+    refused = reload(listener)
+    assert refused.returncode == 2 and f"{settings}, line" in refused.stderr and "mask" in refused.stderr
+    configure(settings, {"type": "sql", "set": {"v": "nonsense("}})
+    assert "nonsense(" in reload(listener).stderr
+    assert (status(listener)["reloads"], status(listener)["reload_errors"]) == (1, 2)
+    database.execute("INSERT INTO t VALUES (3, 'a')")
+    listener.wait_delivered()
+    assert rows(listener)[2:] == [{"id": "3", "v": "***REDACTED***"}], "the old one goes on"
+
+    configure(settings)
+    assert listener.process is not None
+    listener.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: status(listener)["reloads"] == 2, 30, "the signal is heeded")
+    assert status(listener)["last_reload_error"] is None
+    database.execute("INSERT INTO t VALUES (4, 'a'); INSERT INTO u VALUES (2)")
+    listener.wait_delivered()
+    assert rows(listener)[3:] == [{"id": "4", "v": "a"}, {"id": "2"}]
+    assert listener.stop() == 0

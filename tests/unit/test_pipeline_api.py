@@ -1,0 +1,109 @@
+"""Sources and adapters in Python: what is wrong is said at once, with its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pgcdc import Pipeline, adapters, sources, transform
+from pgcdc.config import Config
+from pgcdc.errors import ConfigError, PgcdcError
+from pgcdc.reload import Reloads, change_specs
+
+DB = "postgresql://h/x"
+
+
+def test_a_pipeline_has_what_it_is_given(tmp_path: Path) -> None:
+    source = sources.postgres(DB, tables=["orders"], state_dir=tmp_path, max_batch_rows=7)
+    given = [
+        adapters.file(tmp_path / "a.jsonl", timeout=3),
+        adapters.file(f"{tmp_path}/parts/", name="b", routes="orders", transforms=[transform.drop_columns("v")]),
+    ]
+    pipeline = Pipeline(source, given, [transform.mask("email")])
+    assert (pipeline.config.max_batch_rows, pipeline.phase, pipeline.status()["adapters"]) == (
+        7,
+        "starting",
+        ["file", "b"],
+    )
+    assert given[0].delivery.timeout == 3 and given[1].routes == ("orders",)
+    assert [one.name for one in pipeline._chain(given[1]).transforms] == ["mask", "drop_columns"]
+
+
+def test_the_variable_says_which_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGCDC_DB", DB)
+    assert sources.postgres(all_tables=True).db == DB
+    monkeypatch.delenv("PGCDC_DB")
+    with pytest.raises(ConfigError, match="PGCDC_DB"):
+        sources.postgres(all_tables=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: sources.postgres(DB, tables=["a"], slot_nam="x"), "slot_name"),
+        (lambda: sources.postgres(DB, tables=["a"], max_batch_rows=0), "max_batch_rows"),
+        (lambda: sources.postgres(DB), "tables"),
+        (lambda: sources.postgres(DB, tables=["a"], adapters=["file"]), "adapters does not belong to a source"),
+        (lambda: adapters.file("x", timout=3), "timout is not known"),
+        (lambda: adapters.file("x", timeout=-1), "timeout"),
+        (lambda: adapters.file("", name="a"), "path"),
+        (lambda: adapters.noop(priority="high"), "priority 'high' is not known"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_settings_are_named(make: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make()
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "no adapter"),
+        ([adapters.noop(), adapters.noop()], "two adapters noop"),
+        ([adapters.file("x"), adapters.file("x", name="y")], "the same target"),
+        ([adapters.file("no/such/folder/x")], "does not exist"),
+    ],
+)
+def test_adapters_that_cannot_be_together_are_refused(given: list[Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Pipeline(sources.postgres(DB, tables=["a"]), given)
+
+
+def test_what_needs_a_running_pipeline_says_so(tmp_path: Path) -> None:
+    pipeline = Pipeline(sources.postgres(DB, tables=["a"], state_dir=tmp_path), [adapters.noop()])
+    with pytest.raises(PgcdcError, match="does not run"):
+        pipeline.reload([], {})
+    with pytest.raises(PgcdcError, match="does not run"):
+        pipeline.add_adapter(adapters.noop(name="b"))
+    with pytest.raises(PgcdcError, match="does not run"):
+        pipeline.remove_adapter("b")
+
+
+def test_a_reload_takes_everything_or_nothing() -> None:
+    specs = (adapters.noop(name="a", routes=["x"]), adapters.noop(name="b"))
+    changed = change_specs(specs, {"a": ((), ["y"])})
+    assert [one.routes for one in changed] == [("y",), ()]
+    with pytest.raises(ConfigError, match="no adapter 'c'"):
+        change_specs(specs, {"c": ((), ())})
+    said: list[str] = []
+    first = sources.postgres(DB, tables=["a"])
+    answers: list[Config | ConfigError] = [ConfigError("line 3: no"), sources.postgres(DB, tables=["a", "b"])]
+
+    def read_again() -> Config:
+        answer = answers.pop(0)
+        if isinstance(answer, ConfigError):
+            raise answer
+        return answer
+
+    taken: list[Any] = []
+    reloads = Reloads(first, read_again, said.append)
+    assert not reloads.take(lambda *given: taken.append(given), ["stdout"])
+    for _ in range(2):
+        reloads.ask()
+        assert reloads.take(lambda *given: taken.append(given), ["stdout"])
+    assert taken == [((), {"stdout": ((), ())})]
+    assert "the old one goes on: line 3: no" in said[0] and "after a restart: tables" in said[1]
+    assert reloads.status() == {"reloads": 1, "reload_errors": 1, "last_reload_error": None}
