@@ -65,15 +65,15 @@ _MANY = "(SELECT string_agg(md5(n::text), '') FROM generate_series(1, 300) n)"
 _LONG = {
     "body": ("text", _MANY), "data": ("bytea", f"{_MANY}::bytea"), "doc": ("jsonb", f"jsonb_build_object('a', {_MANY})"),
     "words": ("text[]", f"ARRAY[{_MANY}, 'x']"), "numbers": ("int4[]", _numbers("n")), "big": ("int8[]", _numbers("n")),
-    "amount": ("numeric", "('1.' || repeat('1234567890', 1000))::numeric"),
+    "amount": ("numeric", "('1.' || repeat('1234567890', 400))::numeric"),
     "price": ("numeric(1000,900)", "('1.' || repeat('1234567890', 90))::numeric"),
     "amounts": ("numeric[]", _numbers("n")), "prices": ("numeric(10,2)[]", _numbers("n::numeric(10,2)")),
     "ratios": ("float8[]", _numbers("n")), "flags": ("bool[]", _numbers("n > 7")),
     "days": ("date[]", _numbers("'2024-01-01'::date + n")),
-    "moments": ("timestamptz[]", _numbers("'2024-01-01'::timestamptz")), "ids": ("uuid[]", _numbers("gen_random_uuid()")),
+    "moments": ("timestamptz[]", _numbers("'2024-01-01'::timestamptz")), "ids": ("uuid[]", _numbers("md5(n::text)::uuid")),
     "pieces": ("bytea[]", _numbers("'\\x00ff'::bytea")), "docs": ("jsonb[]", _numbers("'{}'::jsonb")),
     "tags": ("hstore", f"('\"a\"=>\"' || {_MANY} || '\"')::hstore"), "path": ("ltree", f"{_MANY}::ltree"),
-    "bits": ("varbit", "repeat('10', 40000)::varbit"), "search": ("tsvector", f"array_to_tsvector({_numbers('n::text')})"),
+    "bits": ("varbit", "repeat('10', 9000)::varbit"), "search": ("tsvector", f"array_to_tsvector({_numbers('n::text')})"),
     "page": ("xml", f"('<a>' || {_MANY} || '</a>')::xml"), "place": ("vector", f"{_numbers('n::float4')}::vector"),
     "network": ("inet[]", _numbers("'10.0.0.1'::inet")), "shape": ("polygon", "(repeat('(0,0),', 500) || '(1,1)')::polygon"),
 }  # fmt: skip

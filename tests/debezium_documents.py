@@ -42,11 +42,11 @@ DIFFERENT: dict[tuple[str, str], tuple[Any, str]] = {
         if "{{" in literal
     },
 }
-LEFT_OUT = {"vector(2)[]", "int2vector[]", "tsvector[]", "int2vector", "oidvector"}
+LEFT_OUT = {"vector(2)[]", "int2vector[]", "tsvector[]", "bit(3)[]", "int2vector", "oidvector"}
 """Types whose columns pgcdc leaves out. Debezium stops at a value of them, or writes []."""
 NOT_NULL_ONLY = {"sparsevec"}
 """Debezium stops at a delete of a table that has such a column, NOT NULL."""
-UNAVAILABLE = {"amount", "amounts", "prices", "ratios", "flags", "moments", "ids", "bits", "place", "network"}
+UNAVAILABLE = {"amount", "amounts", "prices", "ratios", "flags", "moments", "ids", "bits", "place"}
 """Columns of the table `long`: unchanged TOAST for which Debezium has no placeholder. It writes null (for uuid[] something
 else), which says that the value is NULL; pgcdc leaves the field out."""
 
@@ -109,7 +109,8 @@ def differences(theirs: list[Document], ours: list[Document], *, same_server: bo
     """What is not the same, besides what is named above."""
     found: list[str] = []
     tables, mine = by_table(theirs), by_table(ours)
-    if tables.keys() != mine.keys():
+    nothing = {f"t_{list(TYPES).index('bit(3)[]')}"}  # Debezium stops at every row of it
+    if tables.keys() | nothing != mine.keys():
         found.append(f"tables: {tables.keys() ^ mine.keys()}")
     for table in mine:
         expected = as_updates(tables[table])
@@ -132,7 +133,11 @@ def differences(theirs: list[Document], ours: list[Document], *, same_server: bo
 
 def _known(table: str, row: Any) -> Any:
     is_update = table == "long" and row and row["n"] > 1
-    return {name: one for name, one in row.items() if name not in UNAVAILABLE} if is_update else row
+    if not is_update:
+        return row
+    # The one type of text whose arrays Debezium has no placeholder for.
+    known = {name: one for name, one in row.items() if name not in UNAVAILABLE}
+    return {**known, "network": ["__debezium_unavailable_value"]}
 
 
 def _rows(where: str, expected: Any, found: Any) -> list[str]:
@@ -194,7 +199,8 @@ def _around(their: dict[str, Any], our: dict[str, Any], *, same_server: bool) ->
     - source.version: pgcdc's own
     - source.lsn, source.sequence, transaction.id: pgcdc has the end of the transaction, and the number of the change
     - source.snapshot of the first and last rows of a snapshot, which pgcdc does not tell apart; their txId and time
-    - transaction of messages and key updates, and behind them: Debezium counts messages, and a key update twice
+    - transaction of messages and key updates, and behind them: Debezium counts messages, and a key update twice; it does not
+      count rows at which it stopped
     - source times of a message that is in no transaction: Debezium repeats those of the transaction before
     """
     found = [f"fields: {their.keys() ^ our.keys()}"] if their.keys() != our.keys() else []
@@ -217,7 +223,8 @@ def _around(their: dict[str, Any], our: dict[str, Any], *, same_server: bool) ->
     )
     if our["transaction"] and not is_counted_twice:
         for name in ("total_order", "data_collection_order"):
-            if their["transaction"][name] != our["transaction"][name] and ours["table"] != "indexed":
+            is_behind_a_gap = our["transaction"][name] > their["transaction"][name] and ours["table"].startswith("t_")
+            if their["transaction"][name] != our["transaction"][name] and not is_behind_a_gap:
                 found.append(f"transaction.{name} {their['transaction'][name]}, not {our['transaction'][name]}")
     if our["source"]["name"] != PREFIX:
         found.append(f"source.name {ours['name']}")

@@ -26,11 +26,12 @@ def value(text: str, code: str, modifier: str) -> str:
     scalar = _scalar("x", f"({code} & {ARRAY - 1})", f"({modifier} & {NO_MODIFIER})")
     elements = f"transform(if({code} < {ARRAY}, array({text}), {_elements(text)}), x -> {scalar})"
     rendered = f"transform(array({elements}), r -> if({code} < {ARRAY}, r[0], concat('[', array_join(r, ','), ']')))[0]"
-    is_matrix = f"({code} >= {ARRAY} AND ({text} LIKE '{{{{%' OR {text} LIKE '[%={{{{%'))"
+    # Of an array with more dimensions than one, or what is none any more: its text.
+    is_odd = f"({code} >= {ARRAY} AND {text} NOT RLIKE r'^(\\[[^=]*=)?\\{{[^{{]')"
     return f"""CASE
         WHEN ({code} & {ARRAY - 1}) = {Family.OTHER} THEN NULL
         WHEN {text} IS NULL THEN 'null'
-        WHEN {code} = {Family.TEXT} OR {code} = {Family.UUID} OR {is_matrix} THEN {quote(text)}
+        WHEN {code} = {Family.TEXT} OR {code} = {Family.UUID} OR {is_odd} THEN {quote(text)}
         WHEN {code} = {Family.INTEGER} THEN coalesce(CAST(try_cast({text} AS BIGINT) AS STRING), {quote(text)})
         ELSE {rendered} END"""
 
@@ -95,7 +96,7 @@ def _scalar(x: str, family: str, modifier: str) -> str:
         Family.NUMBER: _number(x),
         Family.INTERVAL: _interval(x),
         Family.TIMETZ: _timetz(x),
-        Family.BIT: f"CASE {x} WHEN '1' THEN 'true' WHEN '0' THEN 'false' ELSE 'null' END",
+        Family.BIT: f"CASE {x} WHEN '1' THEN 'true' WHEN '0' THEN 'false' WHEN '' THEN 'null' END",
         Family.BITS: _bits(x),
         Family.MONEY: _base64_number(f"concat(if({x} LIKE '(%', '-', ''), regexp_replace({x}, '[^0-9-]', ''))"),
         Family.HSTORE: _hstore(x),
@@ -258,10 +259,14 @@ def _interval(x: str) -> str:
         for group, seconds in _PARTS.items()
     )
     micros = f"CAST(({parts}) * 1000000BD AS DECIMAL(38,0))"
-    return f"if({x} LIKE '%infinity', '0', CAST(greatest(least({micros}, {_MAX}BD), {_MIN}BD) AS STRING))"
+    within = f"CAST(greatest(least({micros}, {_MAX}BD), {_MIN}BD) AS STRING)"
+    return f"CASE WHEN {x} LIKE 'P%' THEN {within} WHEN {x} LIKE '%infinity' THEN '0' END"
 
 
 # --- the rest
+
+
+_EMPTY = '""'
 
 
 def _bits(x: str) -> str:
@@ -269,7 +274,7 @@ def _bits(x: str) -> str:
     padded = "lpad(b, CAST(ceil(length(b) / 8) AS INT) * 8, '0')"
     each = f"transform(reverse(regexp_extract_all({padded}, '.{{8}}', 0)), y -> lpad(conv(y, 2, 16), 2, '0'))"
     written = _base64(f"unhex(array_join({each}, ''))")
-    return _let("b", f"ltrim('0', {x})", f"""if(b = '', '""', {written})""")
+    return f"""if({x} RLIKE '[^01]', NULL, {_let("b", f"ltrim('0', {x})", f"if(b = '', '{_EMPTY}', {written})")})"""
 
 
 _STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
@@ -288,7 +293,8 @@ def _hstore(x: str) -> str:
         f"""if(p LIKE '%NULL', 'null', {_let("q", f"substring(p, length({key}) + 3)", quote(f"{_unescape('q')}"))})"""
     )
     pair = _let("k", key, f"concat({quote(_unescape('k'))}, ':', {inner})")
-    return _let("o", f"concat('{{', array_join(transform({pairs}, p -> {pair}), ','), '}}')", quote("o"))
+    written = _let("o", f"concat('{{', array_join(transform({pairs}, p -> {pair}), ','), '}}')", quote("o"))
+    return f"""if({x} = '' OR {x} LIKE '"%', {written}, NULL)"""
 
 
 def _point(x: str) -> str:
@@ -317,13 +323,14 @@ def _hex_double(text: str) -> str:
 
 def _vector(x: str, kind: str) -> str:
     numbers = f"transform(split(btrim({x}, '[]'), ','), y -> CAST(try_cast(y AS {kind}) AS STRING))"
-    return f"concat('[', array_join({numbers}, ','), ']')"
+    return f"if({x} LIKE '[%]', concat('[', array_join({numbers}, ','), ']'), NULL)"
 
 
 def _sparse(x: str) -> str:
     pair = "concat('[', split_part(y, ':', 1), ',', CAST(try_cast(split_part(y, ':', 2) AS DOUBLE) AS STRING), ']')"
     pairs = f"transform(split(btrim(split_part({x}, '/', 1), '{{}}'), ','), y -> {pair})"
-    return f"""concat('{{"dimensions":', split_part({x}, '/', 2), ',"vector":[', array_join({pairs}, ','), ']}}')"""
+    written = f"""concat('{{"dimensions":', split_part({x}, '/', 2), ',"vector":[', array_join({pairs}, ','), ']}}')"""
+    return f"if({x} LIKE '{{%}}/%', {written}, NULL)"
 
 
 # --- arrays
