@@ -67,11 +67,16 @@ def engine(url: str, folder: Path, slot: str, last: str) -> Iterator[Any]:
             process.wait()
 
 
+_READS = """
+SELECT 1 FROM pg_replication_slots s JOIN pg_stat_replication r ON r.pid = s.active_pid
+WHERE s.slot_name = %s AND r.state = 'streaming'"""
+
+
 def _wait_until_it_reads(url: str, slot: str, process: subprocess.Popen[bytes], log: Path) -> None:
     """The snapshot is over when the slot is read."""
     deadline = time.monotonic() + TIMEOUT_S
     with psycopg.connect(url, autocommit=True) as conn:
-        while not conn.execute("SELECT 1 FROM pg_stat_replication WHERE state = 'streaming'").fetchone():
+        while not conn.execute(_READS, [slot]).fetchone():
             assert process.poll() is None, log.read_text()[-2000:]
             assert time.monotonic() < deadline, f"Debezium does not read: {log.read_text()[-2000:]}"
             time.sleep(0.1)
