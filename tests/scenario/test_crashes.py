@@ -153,6 +153,7 @@ def run_rounds(folder: Path, targets: list[str], seed: int) -> None:
             one.kill_all()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_random_kills_under_load_lose_and_repeat_nothing(tmp_path: Path) -> None:
     seed = int(os.environ.get("PGCDC_SEED", "0")) or random.randrange(1 << 30)
