@@ -10,12 +10,14 @@ What is the same for all: `name` (two adapters of a type need one), `transforms`
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from pgcdc.config.fields import ADAPTER_NAME
 from pgcdc.errors import ConfigError
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, FileOptions, NoopOptions, Priority, StdoutOptions
 
@@ -71,6 +73,8 @@ def _spec(
     priority: Priority,
     delivery: Mapping[str, Any],
 ) -> AdapterSpec:
+    if not re.fullmatch(ADAPTER_NAME, name) or name == "main":
+        raise ConfigError(f"{name!r} is no name for an adapter", "Use letters, digits, _ and -, and not main")
     if priority not in ("critical", "normal", "best-effort"):
         raise ConfigError(f"adapter {name}: priority {priority!r} is not known", "critical, normal or best-effort")
     return AdapterSpec(

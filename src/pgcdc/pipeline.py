@@ -12,9 +12,10 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pgcdc.capture.consumers import MAIN
@@ -26,7 +27,7 @@ from pgcdc.config import Config
 from pgcdc.config.spark import spark_options
 from pgcdc.errors import ConfigError, ConnectionLost, GapError, PgcdcError, SinkError, StateError
 from pgcdc.position import format_lsn
-from pgcdc.reload import Reloads, change_specs
+from pgcdc.reload import Own, Reloads, change_specs
 from pgcdc.sink.base import Batch
 from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.registry import check_adapters, make_sink
@@ -71,10 +72,15 @@ class Pipeline:
         say: Say = lambda text: None,
         read_again: Callable[[], Config] | None = None,
     ) -> None:
+        if not isinstance(source, Config):
+            raise ConfigError(
+                f"a source is not {type(source).__name__}", "Make one with pgcdc.sources.postgres(url, ...)"
+            )
         config = self.config = source
-        self._specs = tuple(config.adapter_specs if adapters is None else adapters)
-        self._transforms = tuple(config.global_transforms if transforms is None else transforms)
+        self._specs = config.adapter_specs if adapters is None else as_many(adapters)
+        self._transforms = config.global_transforms if transforms is None else as_many(transforms)
         check_adapters(self._specs)
+        check_chains(None, [self._chain(spec) for spec in self._specs])
         self.reloads = Reloads(source, read_again, say)
         self._say = say
         self._stop = threading.Event()
@@ -104,6 +110,7 @@ class Pipeline:
         """Called if a batch does not end when the pipeline stops: a process of our own may end itself then."""
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
+        self._is_begun = False
         self._failure: BaseException | None = None
 
     @property
@@ -118,6 +125,7 @@ class Pipeline:
 
     def start(self) -> None:
         """Run in a thread of its own; the stream is read when this returns. Raises what ended the start."""
+        self._begin()
         self._thread = threading.Thread(target=self._run_quietly, name="pgcdc", daemon=True)
         self._thread.start()
         while not self._ready.wait(0.1) and self._thread.is_alive():
@@ -127,15 +135,21 @@ class Pipeline:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Until a pipeline that was started has ended; False: not in this time. Raises what ended it."""
-        assert self._thread is not None, "start it first"
+        if self._thread is None:
+            raise PgcdcError("the pipeline was not started", "Call start() first")
         self._thread.join(timeout_s)
         if self._failure is not None:
             raise self._failure
         return not self._thread.is_alive()
 
+    def _begin(self) -> None:
+        if self._is_begun:
+            raise PgcdcError("this pipeline has run already, or still runs", "A pipeline runs once: make another one")
+        self._is_begun = True
+
     def _run_quietly(self) -> None:
         try:
-            self.run()
+            self._run_once()
         except BaseException as error:
             self._failure = error
 
@@ -145,6 +159,10 @@ class Pipeline:
 
     def run(self) -> None:
         """Run until stopped, or (with `once`) until everything committed by now is delivered and confirmed."""
+        self._begin()
+        self._run_once()
+
+    def _run_once(self) -> None:
         lock = Lock(self.state.run_lock)
         check_java()
         try:
@@ -244,26 +262,27 @@ class Pipeline:
 
     # --- other transforms and routes
 
-    def reload(self, transforms: Sequence[Any], adapters: Mapping[str, tuple[Sequence[Any], Sequence[str]]]) -> None:
+    def reload(self, transforms: Sequence[Any], adapters: Own = MappingProxyType({})) -> None:
         """Other transforms for all, and for adapters by name their own ones and their routes; the others keep theirs.
 
         They hold from a batch boundary on, all of one adapter at once. ConfigError: nothing has changed.
         """
         lanes = self._running_lanes()
+        transforms = as_many(transforms)
         specs = change_specs(self._specs, adapters)
         chains = {spec.name: Chain((*transforms, *spec.transforms), spec.routes) for spec in specs}
         if self.config.table and any(chain != Chain() for chain in chains.values()):
             raise ConfigError("typed rows (--table) have no transforms and routes", "Leave them out, or --table")
         check_chains(self._spark, list(chains.values()))
         lanes.reload(chains)
-        self._transforms, self._specs = tuple(transforms), specs
+        self._transforms, self._specs = transforms, specs
 
     def request_reload(self) -> None:
         """Read the configuration again and take its transforms and routes. Returns at once: fit for a signal handler."""
         self.reloads.ask()
 
     def _running_lanes(self) -> Lanes:
-        if self._lanes is None or not self._is_open:
+        if self._lanes is None or not self._is_open or self._spark is None or self._phase in ("failed", "stopped"):
             raise PgcdcError("the pipeline does not run", "Start it first")
         return self._lanes
 
@@ -470,6 +489,11 @@ class Pipeline:
             **self.reloads.status(),
             "last_error": self._last_error or (lanes.last_error if lanes else None),
         }
+
+
+def as_many(given: Any) -> tuple[Any, ...]:
+    """What should be a list, and may be a single one."""
+    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
 
 
 def _stop_spark(spark: SparkSession) -> None:

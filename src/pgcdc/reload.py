@@ -12,7 +12,7 @@ from pgcdc.errors import ConfigError, PgcdcError
 from pgcdc.ops.counters import CONFIG_RELOAD_ERRORS, CONFIG_RELOADS, counters
 from pgcdc.sink.spec import AdapterSpec
 
-__all__ = ["Reloads", "change_specs"]
+__all__ = ["Own", "Reloads", "change_specs"]
 
 RELOADABLE = ("transforms", "routes", "drop_columns", "filter_operations", "debezium_envelope", "cloudevents_envelope")
 """What is taken from a configuration that is read again."""

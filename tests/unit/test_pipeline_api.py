@@ -107,3 +107,39 @@ def test_a_reload_takes_everything_or_nothing() -> None:
     assert taken == [((), {"stdout": ((), ())})]
     assert "the old one goes on: line 3: no" in said[0] and "after a restart: tables" in said[1]
     assert reloads.status() == {"reloads": 1, "reload_errors": 1, "last_reload_error": None}
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Pipeline("postgresql://x", [adapters.noop()]), "a source is not str"),  # type: ignore[arg-type]
+        (lambda: Pipeline(sources.postgres(DB, tables=["a"]), ["file"]), "'file' is no adapter"),  # type: ignore[list-item]
+        (lambda: Pipeline(sources.postgres(DB, tables=["a"]), [adapters.noop()], ["drop"]), "'drop' is no transform"),
+        (lambda: adapters.noop(name="../x"), "no name for an adapter"),
+        (lambda: adapters.noop(name="main"), "no name for an adapter"),
+        (
+            lambda: Pipeline(
+                sources.postgres(DB, tables=["a"]),
+                [adapters.noop()],
+                [transform.debezium_envelope(), transform.drop_columns("a")],
+            ),
+            "stands behind debezium",
+        ),
+    ],
+)
+def test_what_is_no_part_of_a_pipeline_is_refused(make: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make()
+    assert said in str(raised.value)
+
+
+def test_a_single_one_may_stand_for_a_list_and_a_pipeline_runs_once(tmp_path: Path) -> None:
+    source = sources.postgres("postgresql://127.0.0.1:1/x?connect_timeout=1", tables=["a"], state_dir=tmp_path / "s")
+    pipeline = Pipeline(source, adapters.noop(), transform.drop_columns("v"))  # type: ignore[arg-type]
+    with pytest.raises(PgcdcError, match="was not started"):
+        pipeline.wait()
+    with pytest.raises(PgcdcError, match="connect"):
+        pipeline.start()
+    for again in (pipeline.start, pipeline.run):
+        with pytest.raises(PgcdcError, match="runs once"):
+            again()

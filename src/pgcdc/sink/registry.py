@@ -50,6 +50,9 @@ def check_adapters(specs: Sequence[AdapterSpec]) -> None:
     """Raise ConfigError for adapters that cannot be in one pipeline."""
     if not specs:
         raise ConfigError("no adapter is given", "Name one of pgcdc.adapters")
+    for spec in specs:
+        if not isinstance(spec, AdapterSpec):
+            raise ConfigError(f"{spec!r} is no adapter", "Make one with pgcdc.adapters, such as adapters.file(path)")
     targets: dict[str, str] = {}
     for number, spec in enumerate(specs):
         kind = ADAPTERS[spec.type]

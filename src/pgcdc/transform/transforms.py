@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from pgcdc.errors import ConfigError
 from pgcdc.stream import masks
@@ -141,6 +141,10 @@ def from_spec(spec: Any) -> Transform:
         return spec
     if isinstance(spec, Mapping):
         spec = _validated(spec)
+    if not isinstance(spec, BaseModel):
+        raise ConfigError(
+            f"{spec!r} is no transform", "Make one with pgcdc.transform, such as transform.drop_columns('a')"
+        )
     made = Transform(spec)
     made.check()
     return made
