@@ -12,7 +12,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -79,8 +79,9 @@ class Pipeline:
         config = self.config = source
         self._specs = config.adapter_specs if adapters is None else as_many(adapters)
         self._transforms = config.global_transforms if transforms is None else as_many(transforms)
+        self._spark: SparkSession | None = None
         check_adapters(self._specs)
-        check_chains(None, [self._chain(spec) for spec in self._specs])
+        self._check_chains({spec.name: self._chain(spec) for spec in self._specs})
         self.reloads = Reloads(source, read_again, say)
         self._say = say
         self._stop = threading.Event()
@@ -92,7 +93,6 @@ class Pipeline:
         self._shapes = ShapeHistory(self.state.shapes_file)
         self._link: CaptureLink | None = None
         self._prepared: Prepared | None = None
-        self._spark: SparkSession | None = None
         self._phase = "starting"
         self._last_error: dict[str, str] | None = None
         self._status_due = 0.0
@@ -250,7 +250,7 @@ class Pipeline:
         """Deliver to one more adapter, from now on. Durable when this returns; from any thread, while `run` streams."""
         lanes = self._running_lanes()
         check_adapters((*self._specs, spec))
-        check_chains(self._spark, [self._chain(spec)])
+        self._check_chains({spec.name: self._chain(spec)})
         (adapter,) = self._make_adapters([spec])
         lanes.add_adapter(adapter)
         self._specs = (*self._specs, spec)
@@ -273,7 +273,7 @@ class Pipeline:
         chains = {spec.name: Chain((*transforms, *spec.transforms), spec.routes) for spec in specs}
         if self.config.table and any(chain != Chain() for chain in chains.values()):
             raise ConfigError("typed rows (--table) have no transforms and routes", "Leave them out, or --table")
-        check_chains(self._spark, list(chains.values()))
+        self._check_chains(chains)
         lanes.reload(chains)
         self._transforms, self._specs = transforms, specs
 
@@ -300,11 +300,19 @@ class Pipeline:
 
     def _check_transforms(self) -> None:
         """What is wrong with them is said before anything is created. Only for SQL, Spark has to start first."""
-        chains = [self._chain(spec) for spec in self._specs]
-        check_chains(None, chains)
-        if any(from_spec(one).sql for chain in chains for one in chain.transforms):
+        chains = {spec.name: self._chain(spec) for spec in self._specs}
+        self._check_chains(chains)
+        if any(from_spec(one).sql for chain in chains.values() for one in chain.transforms):
             self._start_spark()
-            check_chains(self._spark, chains)
+            self._check_chains(chains)
+
+    def _check_chains(self, chains: Mapping[str, Chain]) -> None:
+        for name, chain in chains.items():
+            try:
+                check_chains(self._spark, [chain])
+            except ConfigError as error:
+                count = f" (the first {len(self._transforms)} are for all)" if self._transforms else ""
+                raise ConfigError(f"adapter {name}, {error.message}{count}", error.advice) from error
 
     def _chain(self, spec: AdapterSpec) -> Chain:
         return Chain((*self._transforms, *spec.transforms), spec.routes)

@@ -38,7 +38,10 @@ ELSEWHERE = {
 
 def explain(error: ValidationError, place: Callable[[KeyPath], str], raw: Callable[[KeyPath], Any]) -> ConfigError:
     """The first thing that is wrong."""
-    first = error.errors(include_url=False)[0]
+    found = error.errors(include_url=False)
+    first = next(
+        (one for one in found if one["type"] == "extra_forbidden"), found[0]
+    )  # a typo is why another is missing
     kind, context, loc = first["type"], first.get("ctx", {}), first["loc"]
     path = _path(loc, raw)
     if kind == "extra_forbidden":
