@@ -23,6 +23,7 @@ from pgcdc.errors import ConfigError, TransformError
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.stream.edits import parse_chains
 from pgcdc.stream.events import chain_lines, event_batch
+from pgcdc.stream.session import with_settings
 from pgcdc.transform.columns import ColumnProgram
 from pgcdc.transform.program import Chain, Steps, compile_chains, split_lines
 
@@ -224,13 +225,9 @@ def run(spark: SparkSession, chains: list[Chain], folder: Path, checkpoint: Path
     def collect(batch: DataFrame, _: int) -> None:
         found[:] = program.collect(batch)
 
-    before = spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch")
-    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", str(program.records_per_batch()))
-    try:
+    with with_settings(spark, program.settings()):
         writer = program.project(source).writeStream.option("checkpointLocation", str(checkpoint)).foreachBatch(collect)
         writer.trigger(availableNow=True).start().awaitTermination()
-    finally:
-        spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", before or "")
     return found
 
 

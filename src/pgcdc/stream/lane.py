@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from pgcdc.sink.base import Batch
 from pgcdc.state import fsync_folder
 from pgcdc.stream.member import Member, WriteFuture, may_pass
 from pgcdc.stream.membership import Write, WriteState, judge
+from pgcdc.stream.session import with_settings
 from pgcdc.transform.program import Program
 
 if TYPE_CHECKING:
@@ -91,8 +92,7 @@ class Lane:
             .option("checkpointLocation", str(self._checkpoint))
         )
         trigger = writer.trigger(availableNow=True) if once else writer.trigger(processingTime="0 seconds")
-        at_once = str(program.records_per_batch())
-        with _setting(spark, "spark.sql.execution.arrow.maxRecordsPerBatch", at_once):
+        with with_settings(spark, program.settings()):
             self.query = trigger.foreachBatch(self._deliver).start()
 
     def _stages(self, batch_id: int) -> bool:
@@ -291,17 +291,6 @@ def _raw_offset(checkpoint: Path, batch_id: int) -> dict[str, Any]:
             f"Spark's offset log {path} cannot be read: {error}",
             "Restore the checkpoint from a backup, or begin with a new slot: pgcdc resync --new-slot",
         ) from error
-
-
-@contextlib.contextmanager
-def _setting(spark: SparkSession, name: str, value: str) -> Iterator[None]:
-    """A query keeps the settings with which it was started."""
-    before = spark.conf.get(name)
-    spark.conf.set(name, value)
-    try:
-        yield
-    finally:
-        spark.conf.unset(name) if before is None else spark.conf.set(name, before)
 
 
 def _fsync(path: Path) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from pyspark.conf import SparkConf
     from pyspark.sql import SparkSession
 
-__all__ = ["check_java", "register", "session", "settings"]
+__all__ = ["check_java", "register", "session", "settings", "with_settings"]
 
 MINIMUM_JAVA = 17
 END_TIMEOUT_S = 3.0
@@ -195,3 +196,16 @@ def _launch_quietly(conf: SparkConf, log_file: Path) -> None:
         except PySparkRuntimeError as error:
             raise PgcdcError("Spark did not start", f"See {log_file}") from error
     SparkContext(conf=conf, gateway=gateway)
+
+
+@contextlib.contextmanager
+def with_settings(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
+    """Spark with these settings for a moment: a query keeps those with which it was started."""
+    before = {name: spark.conf.get(name, None) for name in settings}
+    for name, value in settings.items():
+        spark.conf.set(name, value)
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            spark.conf.unset(name) if old is None else spark.conf.set(name, old)

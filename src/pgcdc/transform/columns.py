@@ -13,7 +13,7 @@ from pgcdc.stream.edits import dump_chains
 from pgcdc.stream.events import EVENT_COLUMNS, KEY_COLUMNS, SHAPE_COLUMNS, chain_column, chain_lines
 from pgcdc.transform.event_json import event_json
 from pgcdc.transform.expressions import KEEP, is_routed
-from pgcdc.transform.program import Chain, Steps, split_lines
+from pgcdc.transform.program import RECORDS, Chain, Steps, split_lines
 from pgcdc.transform.transforms import TEXT
 
 if TYPE_CHECKING:
@@ -25,6 +25,12 @@ __all__ = ["ColumnProgram"]
 _BASE = "_base"
 _KEYS = ("key_hash", "is_barrier")
 _ROWS = 10_000
+_INTERPRETED = {
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    "spark.sql.subexpressionElimination.enabled": "false",
+}
+"""The expression of an envelope is too large for Java: Spark would compile it in vain, for two seconds in every batch."""
 _ALWAYS = ("position", "channel", "operation", "table", "row")
 """What conditions are asked of."""
 
@@ -62,8 +68,9 @@ class ColumnProgram:
         words = set(re.findall(r"\w+", texts.lower()))
         return {*_ALWAYS, *(name for name in EVENT_COLUMNS if name in words)}
 
-    def records_per_batch(self) -> int:
-        return _ROWS
+    def settings(self) -> dict[str, str]:
+        has_envelope = any(one.is_envelope for chain in self.distinct for one in chain.transforms)
+        return {RECORDS: str(_ROWS), **(_INTERPRETED if has_envelope else {})}
 
     def project(self, events: DataFrame) -> DataFrame:
         from pyspark.sql import functions as F

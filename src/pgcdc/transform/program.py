@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
     from pgcdc.transform.transforms import Transform
 
-__all__ = ["BlockProgram", "Chain", "Program", "Steps", "TypedProgram", "compile_chains", "split_lines"]
+__all__ = ["RECORDS", "BlockProgram", "Chain", "Program", "Steps", "TypedProgram", "compile_chains", "split_lines"]
+
+RECORDS = "spark.sql.execution.arrow.maxRecordsPerBatch"
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Program(Protocol):
     def source_schema(self) -> str:
         """The columns to read, as Spark DDL."""
 
-    def records_per_batch(self) -> int:
-        """What the query needs as `spark.sql.execution.arrow.maxRecordsPerBatch`."""
+    def settings(self) -> dict[str, str]:
+        """Settings of Spark with which the query is started, and which it keeps."""
 
     def project(self, events: DataFrame) -> DataFrame:
         """What the source gives, as it is collected. Meant for the streaming DataFrame, where it is planned once."""
@@ -141,8 +143,8 @@ class BlockProgram:
     def line_column(self, chain: Chain) -> str:
         return "line" if self._is_plain else chain_column(self.of_chain[self.chains.index(chain)])
 
-    def records_per_batch(self) -> int:
-        return 1  # one block at a time through the JVM
+    def settings(self) -> dict[str, str]:
+        return {RECORDS: "1"}  # one block at a time through the JVM
 
     def project(self, events: DataFrame) -> DataFrame:
         return events
@@ -167,8 +169,8 @@ class TypedProgram:
         """None: the table says which columns there are."""
         return ""
 
-    def records_per_batch(self) -> int:
-        return 10_000
+    def settings(self) -> dict[str, str]:
+        return {RECORDS: "10000"}
 
     def project(self, events: DataFrame) -> DataFrame:
         return row_lines(events)
