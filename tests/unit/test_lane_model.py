@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -23,7 +24,8 @@ from pgcdc.errors import StateError
 from pgcdc.position import Position
 from pgcdc.sink.base import Batch
 from pgcdc.stream.events import LINES
-from pgcdc.stream.member import Adapter, Member, NotAMember
+from pgcdc.stream.lane import Lane, _look_at
+from pgcdc.stream.member import Adapter, Member, NotAMember, WriteFuture
 from pgcdc.stream.membership import Membership, Place, Roster, Write, WriteState, judge
 
 NAMES = ("a", "b", "c")
@@ -445,8 +447,8 @@ TestLaneModel = LaneModel.TestCase
 TestLaneModel.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
 
 
-def write(state: str, ended: float = 0.0, priority: str = "normal") -> Write:
-    return Write(WriteState(state), priority, ended)
+def write(state: str, ended: float = 0.0, priority: str = "normal", grace_s: float = 0.0) -> Write:
+    return Write(WriteState(state), priority, ended, grace_s)
 
 
 @pytest.mark.parametrize(
@@ -460,6 +462,8 @@ def write(state: str, ended: float = 0.0, priority: str = "normal") -> Write:
         pytest.param({"a": write("done", 9.5), "b": write("running")}, 0.5, (), id="slow, but not for long"),
         pytest.param({"a": write("done", 8.9), "b": write("running")}, 0, ("b",), id="slow"),
         pytest.param({"a": write("done", 5.0), "b": write("done", 9.5), "c": write("running")}, 0.5, (), id="the last"),
+        pytest.param({"a": write("done", 7.0), "b": write("running", grace_s=5.0)}, 3.0, (), id="large"),
+        pytest.param({"a": write("done", 4.0), "b": write("running", grace_s=5.0)}, 0, ("b",), id="large and slow"),
         pytest.param(
             {"a": write("done", 9.7), "b": write("running", priority="best-effort")}, 0, ("b",), id="best effort"
         ),
@@ -542,4 +546,21 @@ def test_a_member_has_one_writer_and_refuses_a_lane_that_it_has_left() -> None:
         stale.result(10)
     assert sink.most == 1
     assert sink.written == [(0, 2), (2, 4)], "what it has is not written again"
+    member.close()
+
+
+def test_a_sink_that_refuses_parts_gets_the_batch_like_the_others_and_is_not_done_before(tmp_path: Path) -> None:
+    world = World()
+    core = Membership(Roster(), world)
+    core.recover(["slow"])
+    sink = SlowSink()
+    sink.go.set()
+    member = Member(Adapter("slow", sink), core)
+    refused = WriteFuture()
+    refused.set_result(False)
+    assert _look_at(member, refused, 0.0).state is WriteState.RUNNING
+    lane = Lane(MAIN, tmp_path, at(0), lambda: [member])
+    batch = Batch(at(0), at(2), LINES.empty_table())
+    lane._follow(at(0), {"slow": refused}, [member], lambda one: one.submit(MAIN, batch))
+    assert sink.written == [(0, 2)]
     member.close()

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyspark.errors import PySparkException
+from spools import START_LSN, write_spool
 
+from pgcdc.errors import PgcdcError, SinkUnavailable, TransformError
 from pgcdc.position import SCHEMA_SUB, Position
 from pgcdc.relation import Column, Relation
 from pgcdc.sink.base import Receipt
+from pgcdc.sink.delivery import Delivery
+from pgcdc.sink.folder import FolderSink
+from pgcdc.sink.spec import DeliveryOptions
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS, OldKind, Op
+from pgcdc.state import StateDir
 from pgcdc.stream import parallel
 from pgcdc.stream.events import KEYED_LINES, events_of, open_blocks, pack_block, unpack_blocks
+from pgcdc.stream.failure import explained
 from pgcdc.stream.frame import EventOptions, Frame, make_frame
 from pgcdc.stream.keys import find_barriers, key_hashes
-from pgcdc.stream.parallel import Piece, Segment, _open, _Split, _Write, plan_segments
+from pgcdc.stream.parallel import LargeBatch, LargeBatches, Piece, Segment, _open, _Split, _Write, plan_segments
 from pgcdc.stream.texts import IdSeed
 
 START, END = Position.end(8), Position.end(160)
@@ -331,3 +341,58 @@ def test_rows_of_events_are_taken_like_blocks() -> None:
     opened = list(_open([pa.RecordBatch.from_pylist([chosen, others])], "line_1"))
     assert [batch.column("line").to_pylist() for batch in opened] == [["y\n"]]
     assert list(open_blocks([])) == []
+
+
+# --- what a lane asks
+
+
+def test_a_start_that_the_index_has_let_go_of_is_no_large_batch(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    end = write_spool(state.spool, [[(ORDERS, Op.INSERT, [b"1", b"x"], None)]] * 20)
+    large = LargeBatches(None, state, 1)  # type: ignore[arg-type]
+    middle = Position.end(START_LSN + 80)
+    assert large.count(middle, end) == 10
+    assert large.count(Position.end(START_LSN), end) == 0
+
+
+def test_a_batch_that_cannot_be_split_is_written_to_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pieces = MagicMock()
+    pieces.where().select().collect.side_effect = PySparkException("a worker was lost")
+    split = MagicMock()
+    split.repartitionById().sortWithinPartitions().persist.return_value = pieces
+    monkeypatch.setattr(parallel, "_map_in_arrow", lambda *_: split)
+    spark = MagicMock()
+    spark.sparkContext.defaultParallelism = 2
+    batch = LargeBatch(spark, MagicMock(), START, END, events=10)
+    for name in ("first", "second"):
+        member = Delivery(FolderSink(tmp_path / name, tmp_path, name), DeliveryOptions(max_retries=0))
+        member.open(START)
+        with pytest.raises(SinkUnavailable, match="a worker was lost"):
+            batch.write(member)
+        assert member.ack == START
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        (
+            "Traceback\n  File x\npgcdc.errors.SinkUnavailable: the disk is full. Make room\n",
+            SinkUnavailable,
+            "the disk",
+        ),
+        ("x\npgcdc.errors.TransformError: transform 1 failed\n\tat org.apache", TransformError, "transform 1 failed"),
+        (
+            "Job aborted: a worker was lost\n\tat org.apache",
+            SinkUnavailable,
+            "writing a: Job aborted: a worker was lost",
+        ),
+        ("[CAST] 1 + x", TransformError, "transform 2 failed"),
+    ],
+)
+def test_what_an_executor_raised_is_raised_here(text: str, kind: type[PgcdcError], message: str) -> None:
+    def explain(error: Exception) -> Exception:
+        return TransformError("transform 2 failed") if "[CAST]" in str(error) else error
+
+    with pytest.raises(kind, match=message) as raised, explained(explain, "writing a"):
+        raise PySparkException(text)
+    assert type(raised.value) is kind

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +28,16 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
-    from pgcdc.stream.parallel import LargeBatches
+    from pgcdc.stream.parallel import LargeBatch, LargeBatches
 
 __all__ = ["Lane", "LaneStopped", "read_offset", "stop_query"]
 
 FATAL_WAIT_S = 1.0
 """How long the others may finish their writes when one failed for good."""
+LARGE_GRACE_S = 5.0
+"""How much longer a large batch is waited for: executors have to be started, and what they write is more at once."""
+GRACE_EVENTS = 100_000
+"""That is for so many events; for more it is that much longer."""
 
 
 class LaneStopped(Exception):
@@ -187,19 +192,22 @@ class Lane:
             raise LaneStopped("this batch comes again, by another program")
         wanted = {member.name: chains.index(member.chain) for member in waiting}
         if waiting:
-            futures, events = self._write_large(blocks, start, end, waiting)
-            rest = [member for member in waiting if member.name not in futures]
-            if rest:
-                tables = self.program.collect(blocks)
-                batches = [Batch(start, end, table) for table in tables]
-                hit("lane.collected")
-                futures |= {member.name: member.submit(self.name, batches[wanted[member.name]]) for member in rest}
-                events = tables[0].num_rows
-                if self.on_batch is not None:
-                    self.on_batch(batches[0])
-            self._follow(start, futures, members)
+            collected: list[Batch] = []
+
+            def submit(member: Member) -> WriteFuture:
+                if not collected:
+                    collected.extend(self._collect(blocks, start, end))
+                return member.submit(self.name, collected[wanted[member.name]])
+
+            able = [member for member in waiting if member.takes_parts] if self.large is not None else []
+            events = self.large.count(start, end) if self.large is not None and able else 0
+            in_parts = able if events else []
+            futures = {member.name: submit(member) for member in waiting if member not in in_parts}
+            if in_parts:
+                futures |= self._submit_large(blocks, start, end, events, in_parts)
+            self._follow(start, futures, members, submit)
             self.batches += 1
-            self.events += events
+            self.events += collected[0].events.num_rows if collected else events
         elif self._stages(batch_id):
             self.program.collect(blocks)  # it has no rows, but its tasks have something to do
         hit("lane.written")
@@ -207,33 +215,50 @@ class Lane:
             self._last_batch = batch_id
             self.next_start = end
 
-    def _write_large(
-        self, frame: DataFrame, start: Position, end: Position, waiting: list[Member]
-    ) -> tuple[dict[str, WriteFuture], int]:
-        """Have executors write a large batch to the sinks that can take it so. Returns how that ended, and its size."""
+    def _collect(self, blocks: DataFrame, start: Position, end: Position) -> list[Batch]:
+        """The batch in this process, for each chain."""
         assert self.program is not None
-        able = [member for member in waiting if member.takes_parts] if self.large is not None else []
-        events = self.large.count(start, end) if self.large is not None and able else 0
-        if not events or self.large is None:
-            return {}, 0
-        futures: dict[str, WriteFuture] = {}
-        with contextlib.ExitStack() as opened:
-            columns = {member.name: self.program.line_column(member.chain) for member in able}
-            batches = {
-                column: opened.enter_context(self.large.open(frame, start, end, events, column))
-                for column in dict.fromkeys(columns.values())
-            }
-            for member in able:
-                futures[member.name] = member.submit_large(self.name, end, batches[columns[member.name]])
-            wait(futures.values())
-        # One that cannot take this batch in parts gets it like the others.
-        return {name: one for name, one in futures.items() if one.exception() or one.result()}, events
+        batches = [Batch(start, end, table) for table in self.program.collect(blocks)]
+        hit("lane.collected")
+        if self.on_batch is not None:
+            self.on_batch(batches[0])
+        return batches
 
-    def _follow(self, start: Position, futures: dict[str, WriteFuture], members: list[Member]) -> None:
-        """Wait for the writes of a batch. Who does not manage to leaves, if another member has it."""
+    def _submit_large(
+        self, frame: DataFrame, start: Position, end: Position, events: int, members: list[Member]
+    ) -> dict[str, WriteFuture]:
+        """Have executors write a large batch to these sinks. A write may outlast the batch, if its sink leaves."""
+        assert self.program is not None and self.large is not None
+        explain = partial(self.program.explain, frame)
+        futures: dict[str, WriteFuture] = {}
+        for column in dict.fromkeys(self.program.line_column(one.chain) for one in members):
+            batch = self.large.open(frame, start, end, events, column, explain)
+            users = [one for one in members if self.program.line_column(one.chain) == column]
+            writes = [one.submit_large(self.name, end, batch) for one in users]
+            for write in writes:
+                write.grace_s = LARGE_GRACE_S * max(1.0, events / GRACE_EVENTS)
+                write.add_done_callback(partial(_close_after, batch, writes))
+            futures |= {one.name: write for one, write in zip(users, writes, strict=True)}
+        return futures
+
+    def _follow(
+        self,
+        start: Position,
+        futures: dict[str, WriteFuture],
+        members: list[Member],
+        submit: Callable[[Member], WriteFuture],
+    ) -> None:
+        """Wait for the writes of a batch. Who does not manage to leaves, if another member has it.
+
+        `submit` is for a sink that cannot take this batch in parts: it gets it like the others.
+        """
         began = time.monotonic()
         by_name = {one.name: one for one in members}
         while True:
+            refused = [name for name, one in futures.items() if one.done() and not one.exception() and not one.result()]
+            for name in refused:
+                futures[name] = submit(by_name[name])
+                began = time.monotonic()  # from now on the others wait for it
             writes = {one.name: _look_at(one, futures.get(one.name), began) for one in members}
             failed = {name: futures[name].exception() for name, one in writes.items() if one.state is WriteState.FAILED}
             fatal = next((error for error in failed.values() if not may_pass(error)), None)
@@ -256,9 +281,16 @@ class Lane:
 def _look_at(member: Member, future: WriteFuture | None, began: float) -> Write:
     if future is None:
         return Write(WriteState.DONE, member.adapter.priority, began)  # it has the batch from before
-    if not future.done():
-        return Write(WriteState.RUNNING, member.adapter.priority)
-    return Write(WriteState.FAILED if future.exception() else WriteState.DONE, member.adapter.priority, future.ended)
+    if not future.done() or not (future.exception() or future.result()):  # or it wants the batch in another way
+        return Write(WriteState.RUNNING, member.adapter.priority, grace_s=future.grace_s)
+    state, ended = WriteState.FAILED if future.exception() else WriteState.DONE, max(future.ended, began)
+    return Write(state, member.adapter.priority, ended)
+
+
+def _close_after(batch: LargeBatch, writes: list[WriteFuture], _: object) -> None:
+    """Called when one of these writes has ended."""
+    if all(one.done() for one in writes):
+        batch.close()
 
 
 def stop_query(query: StreamingQuery, timeout_s: float) -> bool:

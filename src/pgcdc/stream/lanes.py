@@ -80,7 +80,6 @@ class Lanes:
         self._bus_mode = bus_mode
         self._bus_buffer = bus_buffer
         self._spark: SparkSession | None = None
-        self._large: LargeBatches | None = None
         self._moves = Moves(state, link, say)
         self._watched: dict[str, Watched] = {}
         self._asked: queue.SimpleQueue[tuple[Callable[[], None], _Answer]] = queue.SimpleQueue()
@@ -134,7 +133,6 @@ class Lanes:
     def start(self, spark: SparkSession) -> None:
         """Start the queries. Main's reads when this returns."""
         self._spark = spark
-        self._large = LargeBatches(spark, self._state)
         self._watcher = threading.get_ident()
         self._start(self.main)
         self._await_reading()
@@ -145,7 +143,7 @@ class Lanes:
         watched.is_done = False
         try:
             options = {**self._options, "consumer": lane.name}
-            lane.large = self._large if self._is_keyed else None
+            lane.large = LargeBatches(self._spark, self._state) if self._is_keyed else None
             lane.start(self._spark, options, self._program(lane), once=self._once)
         except PgcdcError:
             raise

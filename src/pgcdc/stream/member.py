@@ -40,6 +40,8 @@ class WriteFuture(Future[bool]):
     """One write; `ended` is when it was over, by the monotonic clock. False: the sink wants the batch in another way."""
 
     ended = 0.0
+    grace_s = 0.0
+    """How much longer than usual the others wait for it."""
 
 
 def may_pass(error: BaseException | None) -> bool:
@@ -161,10 +163,11 @@ class Member:
         return True
 
     def _write_large(self, end: Position, batch: LargeBatch) -> bool:
-        if end <= self.reached:
+        reached = self.reached
+        if end <= reached:
             return True
         assert isinstance(self.sink, Delivery)
-        is_written = batch.write(self.sink)
+        is_written = batch.write(self.sink, reached)
         if is_written:
             counters.add(EVENTS_DELIVERED, batch.events, adapter=self.name)
         return is_written

@@ -47,6 +47,8 @@ class Write:
     priority: str = "normal"
     ended: float = 0.0
     """When it was over, by the clock of `judge`."""
+    grace_s: float = 0.0
+    """How much longer than usual the others wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def judge(writes: Mapping[str, Write], now: float) -> Verdict:
     if not done:
         return Verdict(math.inf if running else 0.0)
     since = max(one.ended for one in writes.values() if one.state is not WriteState.RUNNING)
-    left_s = max((since + PATIENCE_S[one.priority] - now for one in running.values()), default=0.0)
+    left_s = max((since + PATIENCE_S[one.priority] + one.grace_s - now for one in running.values()), default=0.0)
     return Verdict(left_s) if left_s > 0 else Verdict(0.0, (*failed, *running))
 
 

@@ -12,6 +12,7 @@ Events travel in blocks of Arrow (docs/decisions/0009): Spark moves blocks betwe
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import threading
@@ -25,6 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pgcdc.errors import PgcdcError
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position
 from pgcdc.sink.base import ParallelSink, PartWriter, Receipt
@@ -33,6 +35,7 @@ from pgcdc.spool.reader import SpoolReader
 from pgcdc.spool.shapes import ShapeHistory
 from pgcdc.state import StateDir
 from pgcdc.stream.events import KEYED_LINES, open_blocks, pack_block
+from pgcdc.stream.failure import Explain, explained
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -82,7 +85,7 @@ def can_write_parts(member: Delivery) -> bool:
 
 
 class LargeBatches:
-    """What a lane asks at each of its batches: whether it is large, by the spool's index."""
+    """What a lane asks at each of its batches: whether it is large, by the spool's index. Every lane has its own."""
 
     def __init__(self, spark: SparkSession, state: StateDir, large: int = LARGE_EVENTS) -> None:
         self._spark = spark
@@ -91,16 +94,30 @@ class LargeBatches:
         self._large = large
 
     def count(self, start: Position, end: Position) -> int:
-        """About how many events (start, end] has, if that is a large batch; else 0."""
-        events = count_events(self._spool, start, end)
+        """About how many events (start, end] has, if that is a large batch; else 0, also if the index does not say."""
+        try:
+            events = count_events(self._spool, start, end)
+        except PgcdcError:  # it is only asked for speed: what is wrong with the spool is found by who reads it
+            return 0
         self._spool.forget(start)
         return events if events >= self._large else 0
 
-    def open(self, frame: DataFrame, start: Position, end: Position, events: int, column: str = "line") -> LargeBatch:
-        """The batch (start, end]. `frame`: see `write_parallel`; `column` has the lines that are wanted of it."""
+    def open(
+        self,
+        frame: DataFrame,
+        start: Position,
+        end: Position,
+        events: int,
+        column: str = "line",
+        explain: Explain | None = None,
+    ) -> LargeBatch:
+        """The batch (start, end]. `frame`: see `write_parallel`; `column` has the lines that are wanted of it.
+
+        `explain` says what a failure of the frame itself means.
+        """
         self._shapes.refresh()
         cuts = [change.position for change in self._shapes.between(start, end) if change.before is not None]
-        return LargeBatch(self._spark, frame, start, end, cuts=cuts, events=events, column=column)
+        return LargeBatch(self._spark, frame, start, end, cuts=cuts, events=events, column=column, explain=explain)
 
 
 def count_events(spool: SpoolReader, start: Position, end: Position) -> int:
@@ -183,8 +200,10 @@ class LargeBatch:
         cuts: Sequence[Position] = (),
         events: int = 0,
         column: str = "line",
+        explain: Explain | None = None,
     ) -> None:
         self._spark = spark
+        self._explain = explain
         self._column = column
         self._frame = frame
         self._start, self._end = start, end
@@ -199,18 +218,24 @@ class LargeBatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._pieces is not None:
-            self._pieces.unpersist()
+        self.close()
 
-    def write(self, member: Delivery) -> bool:
-        """Have the executors write to this sink what its ack does not cover. False: it needs the batch as it is."""
-        if member.ack >= self._end:
+    def close(self) -> None:
+        """Let Spark forget what it keeps; after the last `write`."""
+        with contextlib.suppress(Exception):  # Spark may be gone, and that with it
+            if self._pieces is not None:
+                self._pieces.unpersist()
+
+    def write(self, member: Delivery, reached: Position | None = None) -> bool:
+        """Have the executors write to this sink what lies behind its ack and `reached`. False: it needs it as it is."""
+        reached = max(member.ack, reached or member.ack)
+        if reached >= self._end:
             return True
         if not can_write_parts(member):
             return False
         assert isinstance(member.sink, ParallelSink)
         if not member.sink.needs_key_order:
-            self._deliver(member, self._frame, Segment(self._start, self._end, self.events))
+            self._deliver(member, self._frame, Segment(self._start, self._end, self.events), reached)
             return True
         pieces, segments = self._split()
         if len(segments) > MAX_SEGMENTS:
@@ -218,9 +243,9 @@ class LargeBatch:
         from pyspark.sql import functions as F
 
         for segment in segments:
-            if member.ack < segment.end:
+            if reached < segment.end:
                 inside = (F.col("first") > str(segment.start)) & (F.col("first") <= str(segment.end))
-                self._deliver(member, pieces.where(inside), segment)
+                self._deliver(member, pieces.where(inside), segment, reached)
         return True
 
     def _split(self) -> tuple[DataFrame, list[Segment]]:
@@ -231,25 +256,32 @@ class LargeBatch:
                 split = _map_in_arrow(
                     self._frame, _Split(count, tuple(map(str, self._cuts)), self._column), _PIECES_DDL
                 )
-                self._pieces = split.repartitionById(count, "part").sortWithinPartitions("first", "number").persist()
-                known = self._pieces.where("number = 0").select("first", "last", "events", "is_serial").collect()
+                pieces = split.repartitionById(count, "part").sortWithinPartitions("first", "number").persist()
+                try:
+                    with explained(self._explain, "the batch cannot be split"):
+                        known = pieces.where("number = 0").select("first", "last", "events", "is_serial").collect()
+                except BaseException:
+                    with contextlib.suppress(Exception):
+                        pieces.unpersist()
+                    raise
                 found = [Piece(row["first"], row["last"], row["events"], row["is_serial"]) for row in known]
                 self._segments = plan_segments(found, self._start, self._end, self._cuts)
+                self._pieces = pieces  # last: with it, the other sinks of the batch take the segments for known
             return self._pieces, self._segments
 
-    def _deliver(self, member: Delivery, frame: DataFrame, segment: Segment) -> None:
+    def _deliver(self, member: Delivery, frame: DataFrame, segment: Segment, reached: Position) -> None:
         sink, tag = member.sink, f"pgcdc-{uuid.uuid4().hex}"
         assert isinstance(sink, ParallelSink)
         context = self._spark.sparkContext
 
         def write() -> None:
-            begin = max(segment.start, sink.ack)
+            begin = max(segment.start, sink.ack, reached)
             sink.discard_parts()  # of an attempt that failed
             context.addJobTag(tag)
             try:
-                rows = _map_in_arrow(
-                    frame, _Write(sink.part_writer(), str(begin), self._column), "receipt STRING"
-                ).collect()
+                writing = _Write(sink.part_writer(), str(begin), self._column)
+                with explained(self._explain, f"adapter {member.name} cannot be written to"):
+                    rows = _map_in_arrow(frame, writing, "receipt STRING").collect()
             finally:
                 context.removeJobTag(tag)
             hit("parallel.written")

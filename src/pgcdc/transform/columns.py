@@ -17,7 +17,6 @@ from pgcdc.transform.program import RECORDS, Chain, Steps, split_lines
 from pgcdc.transform.transforms import TEXT
 
 if TYPE_CHECKING:
-    from pyspark.errors import PySparkException
     from pyspark.sql import Column, DataFrame
 
 __all__ = ["ColumnProgram"]
@@ -122,12 +121,11 @@ class ColumnProgram:
         try:
             collected = projected.toArrow()
         except PySparkException as error:
-            raise self._explained(projected, error) from error
+            raise self.explain(projected, error) from error
         tables = split_lines(collected.select(schema.names).cast(schema))
         return [tables[number] for number in self.of_chain]
 
-    def _explained(self, projected: DataFrame, error: PySparkException) -> Exception:
-        """The error as a person wants it, if it is one of a transform."""
+    def explain(self, batch: DataFrame, error: Exception) -> Exception:
         text = str(error)
         ours = re.search(r"pgcdc\.errors\.(\w+): ([^\n]*)", text)
         if ours is not None:
@@ -136,7 +134,7 @@ class ColumnProgram:
             for number, one in enumerate(chain.transforms, 1):
                 written = next((sql for sql in one.sql if " ".join(sql.split()) in " ".join(text.split())), None)
                 if written is not None:
-                    place = _find_failing(projected)
+                    place = _find_failing(batch)
                     where = f" at position {place}" if place else ""
                     return TransformError(
                         f"transform {number} ({one.name}) failed{where}: {written}: {_reason(text)}",

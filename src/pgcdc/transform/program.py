@@ -65,6 +65,9 @@ class Program(Protocol):
         Runs one Spark job. TransformError: a transform cannot do what it is told with an event.
         """
 
+    def explain(self, batch: DataFrame, error: Exception) -> Exception:
+        """What failed in a job over a batch behind `project`, if it is a transform; else the same error."""
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -156,6 +159,9 @@ class BlockProgram:
         tables = split_lines(unpack_blocks(blocks, len(self.distinct)))
         return [tables[number] for number in self.of_chain]
 
+    def explain(self, batch: DataFrame, error: Exception) -> Exception:
+        return error
+
 
 class TypedProgram:
     """Rows of one table with their own columns, as lines. There is one chain: transforms are for events."""
@@ -180,6 +186,9 @@ class TypedProgram:
 
     def collect(self, batch: DataFrame) -> list[pa.Table]:
         return [batch.toArrow().cast(LINES)]
+
+    def explain(self, batch: DataFrame, error: Exception) -> Exception:
+        return error
 
 
 def split_lines(events: pa.Table) -> list[pa.Table]:
