@@ -107,3 +107,16 @@ def test_a_reload_takes_everything_or_nothing() -> None:
     assert taken == [((), {"stdout": ((), ())})]
     assert "the old one goes on: line 3: no" in said[0] and "after a restart: tables" in said[1]
     assert reloads.status() == {"reloads": 1, "reload_errors": 1, "last_reload_error": None}
+
+
+def test_a_reload_that_fails_in_any_way_does_not_end_the_run() -> None:
+    said: list[str] = []
+
+    def read_again() -> Config:
+        raise KeyError("maybe")
+
+    reloads = Reloads(sources.postgres(DB, tables=["a"]), read_again, said.append)
+    reloads.ask()
+    assert reloads.take(lambda *given: None, ["stdout"])
+    assert "the old one goes on: KeyError" in said[0]
+    assert reloads.status()["reload_errors"] == 1
