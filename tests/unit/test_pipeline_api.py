@@ -120,3 +120,12 @@ def test_a_reload_that_fails_in_any_way_does_not_end_the_run() -> None:
     assert reloads.take(lambda *given: None, ["stdout"])
     assert "the old one goes on: KeyError" in said[0]
     assert reloads.status()["reload_errors"] == 1
+
+
+def test_one_target_under_two_names_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "x.jsonl")
+    for other in ("d/../x.jsonl", "link.jsonl"):
+        given = [adapters.file(tmp_path / "x.jsonl"), adapters.file(tmp_path / other, name="b")]
+        with pytest.raises(ConfigError, match="the same target"):
+            Pipeline(sources.postgres(DB, tables=["a"]), given)
