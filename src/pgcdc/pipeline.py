@@ -12,7 +12,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -232,6 +232,7 @@ class Pipeline:
         """Deliver to one more adapter, from now on. Durable when this returns; from any thread, while `run` streams."""
         lanes = self._running_lanes()
         check_adapters((*self._specs, spec))
+        self._check_typed([self._chain(spec)])
         check_chains(self._spark, [self._chain(spec)])
         (adapter,) = self._make_adapters([spec])
         lanes.add_adapter(adapter)
@@ -252,8 +253,7 @@ class Pipeline:
         lanes = self._running_lanes()
         specs = change_specs(self._specs, adapters)
         chains = {spec.name: Chain((*transforms, *spec.transforms), spec.routes) for spec in specs}
-        if self.config.table and any(chain != Chain() for chain in chains.values()):
-            raise ConfigError("typed rows (--table) have no transforms and routes", "Leave them out, or --table")
+        self._check_typed(chains.values())
         check_chains(self._spark, list(chains.values()))
         lanes.reload(chains)
         self._transforms, self._specs = tuple(transforms), specs
@@ -282,10 +282,15 @@ class Pipeline:
     def _check_transforms(self) -> None:
         """What is wrong with them is said before anything is created. Only for SQL, Spark has to start first."""
         chains = [self._chain(spec) for spec in self._specs]
+        self._check_typed(chains)
         check_chains(None, chains)
         if any(from_spec(one).sql for chain in chains for one in chain.transforms):
             self._start_spark()
             check_chains(self._spark, chains)
+
+    def _check_typed(self, chains: Iterable[Chain]) -> None:
+        if self.config.table and any(chain != Chain() for chain in chains):
+            raise ConfigError("typed rows (--table) have no transforms and routes", "Leave them out, or --table")
 
     def _chain(self, spec: AdapterSpec) -> Chain:
         return Chain((*self._transforms, *spec.transforms), spec.routes)

@@ -129,3 +129,28 @@ def test_one_target_under_two_names_is_refused(tmp_path: Path) -> None:
         given = [adapters.file(tmp_path / "x.jsonl"), adapters.file(tmp_path / other, name="b")]
         with pytest.raises(ConfigError, match="the same target"):
             Pipeline(sources.postgres(DB, tables=["a"]), given)
+
+
+@pytest.mark.parametrize(
+    ("given", "for_all"),
+    [
+        (adapters.noop(), [transform.mask("email")]),
+        (adapters.noop(routes=["orders"]), []),
+        (adapters.noop(transforms=[transform.drop_columns("v")]), []),
+    ],
+)
+def test_typed_rows_with_transforms_or_routes_are_refused_at_the_start(
+    tmp_path: Path, given: Any, for_all: list[Any]
+) -> None:
+    source = sources.postgres(DB, tables=["a"], table="a", state_dir=tmp_path / "state")
+    with pytest.raises(ConfigError, match="typed rows"):
+        Pipeline(source, [given], for_all).run()
+    assert not (tmp_path / "state").exists()
+
+
+def test_typed_rows_refuse_a_new_adapter_with_routes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = sources.postgres(DB, tables=["a"], table="a", state_dir=tmp_path)
+    pipeline = Pipeline(source, [adapters.noop()])
+    monkeypatch.setattr(pipeline, "_running_lanes", lambda: None)
+    with pytest.raises(ConfigError, match="typed rows"):
+        pipeline.add_adapter(adapters.noop(name="b", routes=["a"]))
