@@ -44,7 +44,19 @@ def _is_one_to_one(fields: dict[str, str]) -> bool:
 def simple_chains(draw: st.DrawFn) -> Chain:
     patterns = st.sampled_from(["*", "pgcdc:*", "sales.*", "[ab]*", "[!a]*", "?", "sales.?é*"])
     routes = draw(st.lists(patterns, max_size=2))
-    return Chain(tuple(draw(st.lists(simple_specs(), max_size=4))), tuple(routes))
+    return Chain(tuple(draw(st.lists(simple_specs(), max_size=4).filter(_names_what_is_there))), tuple(routes))
+
+
+def _names_what_is_there(specs: list[dict[str, Any]]) -> bool:
+    """Whether no step names a column that an earlier one took away: that is refused."""
+    gone: set[str] = set()
+    for spec in specs:
+        named = set(spec.get("columns", spec.get("fields", ())))
+        if named & gone:
+            return False
+        gone |= named if spec["type"] in ("drop_columns", "rename_fields") else set()
+        gone -= set(spec.get("fields", {}).values())
+    return True
 
 
 def transformed(event: dict[str, Any], chain: Chain) -> Any:

@@ -22,6 +22,7 @@ from pgcdc.capture.consumers import MAIN
 from pgcdc.capture.control import CaptureLink
 from pgcdc.capture.database import connect
 from pgcdc.capture.prepare import Prepared, drop_publications, follow_tables, prepare
+from pgcdc.capture.published import read_published
 from pgcdc.capture.slots import OpenTransaction, get_slot
 from pgcdc.config import Config
 from pgcdc.config.spark import spark_options
@@ -40,7 +41,7 @@ from pgcdc.stream.member import Adapter
 from pgcdc.stream.options import parse_options
 from pgcdc.stream.progress import RequestWatch, SnapshotWatch, describe_stop
 from pgcdc.stream.session import check_java, session
-from pgcdc.transform.check import check_chains
+from pgcdc.transform.check import check_chains, missing_columns
 from pgcdc.transform.program import Chain, compile_chains
 from pgcdc.transform.transforms import from_spec
 
@@ -212,6 +213,7 @@ class Pipeline:
             self._say(
                 f"table {table} has no primary key or other replica identity: only its inserts and truncates are captured"
             )
+        self._tell_missing([self._chain(spec) for spec in self._specs])
 
     def _report_wait(self, transactions: list[OpenTransaction]) -> None:
         pids = ", ".join(str(one.pid) for one in transactions) or "unknown"
@@ -271,9 +273,8 @@ class Pipeline:
         transforms = as_many(transforms)
         specs = change_specs(self._specs, adapters)
         chains = {spec.name: Chain((*transforms, *spec.transforms), spec.routes) for spec in specs}
-        if self.config.table and any(chain != Chain() for chain in chains.values()):
-            raise ConfigError("typed rows (--table) have no transforms and routes", "Leave them out, or --table")
         self._check_chains(chains)
+        self._tell_missing(list(chains.values()))
         lanes.reload(chains)
         self._transforms, self._specs = transforms, specs
 
@@ -307,12 +308,23 @@ class Pipeline:
             self._check_chains(chains)
 
     def _check_chains(self, chains: Mapping[str, Chain]) -> None:
+        if self.config.table and any(chain != Chain() for chain in chains.values()):
+            raise ConfigError("typed rows (--table) have no transforms and routes", "Leave them out, or --table")
         for name, chain in chains.items():
             try:
                 check_chains(self._spark, [chain])
             except ConfigError as error:
                 count = f" (the first {len(self._transforms)} are for all)" if self._transforms else ""
                 raise ConfigError(f"adapter {name}, {error.message}{count}", error.advice) from error
+
+    def _tell_missing(self, chains: Sequence[Chain]) -> None:
+        """Columns that no table has are no error: the table may come later. But a mask that hides nothing has to be told."""
+        if self._prepared is None or not any(chain.transforms for chain in chains):
+            return
+        names = [one["name"] for one in self._prepared.identity.publications]
+        with contextlib.suppress(PgcdcError), connect(self.config.db, may_retry=False) as sql:
+            for line in missing_columns(chains, [one.relation for one in read_published(sql, names)]):
+                self._say(f"warning: {line}")
 
     def _chain(self, spec: AdapterSpec) -> Chain:
         return Chain((*self._transforms, *spec.transforms), spec.routes)

@@ -47,11 +47,11 @@ class Reloads:
             self._error = None
             counters.add(CONFIG_RELOADS)
             self._say(said)
-        except PgcdcError as error:
+        except Exception as error:  # whatever it is: a wrong file must not end what runs
             self._refused += 1
-            self._error = str(error)
+            self._error = str(error) if isinstance(error, PgcdcError) else f"{type(error).__name__}: {error}"
             counters.add(CONFIG_RELOAD_ERRORS)
-            self._say(f"the configuration is not reloaded, the old one goes on: {error}")
+            self._say(f"the configuration is not reloaded, the old one goes on: {self._error}")
         return True
 
     def _reload(self, change: Callable[[Sequence[Any], Own], None], adapters: Sequence[str]) -> str:

@@ -32,7 +32,7 @@ def names(folder: FolderTarget) -> list[str]:
 
 
 def hidden(folder: FolderTarget) -> list[Path]:
-    return list((folder.path / "_pgcdc").iterdir())
+    return [path for path in (folder.path / "_pgcdc").iterdir() if path.name != "owner"]
 
 
 def test_parts_are_named_by_position_and_nothing_else_is_seen(folder: FolderTarget) -> None:
@@ -187,3 +187,95 @@ def test_part_that_the_driver_does_not_see_is_not_acknowledged(folder: FolderTar
             assert folder.sink().ack == START
         sink.commit_parts(START, END, [receipt])
     assert folder.lines() == WHOLE
+
+
+@pytest.mark.parametrize("next_target", ["folder", "file"])
+def test_acknowledged_parts_are_shown_before_the_adapter_goes_on_elsewhere(
+    folder: FolderTarget, tmp_path: Path, next_target: str, crash_at: Callable[[str], None]
+) -> None:
+    with opened(folder) as sink:
+        sink.write(batch(START, Position.end(110)))
+        crash_at("folder.before_shown")
+        with pytest.raises(FailpointError):
+            sink.write(batch(Position.end(110), Position.end(130)))
+    other = file_sink(tmp_path / "other", folder.acks, is_folder=next_target == "folder")
+    other.open(START)
+    assert other.ack == Position.end(130)
+    assert folder.lines() == up_to(Position.end(130))
+    other.close()
+
+
+def test_acknowledged_parts_that_cannot_be_shown_are_told(
+    folder: FolderTarget, tmp_path: Path, crash_at: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(folder) as sink:
+        crash_at("folder.before_shown")
+        with pytest.raises(FailpointError):
+            sink.write(batch(START, END))
+
+    def rename(*names: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", rename)
+        with pytest.raises(SinkError, match="acknowledged and not shown yet"):
+            FolderSink(tmp_path / "other", folder.acks).open(START)
+    shutil.rmtree(folder.path)  # thrown away: nothing is owed there
+    FolderSink(tmp_path / "other", folder.acks).open(START)
+
+
+def test_folder_has_one_owner(folder: FolderTarget, tmp_path: Path) -> None:
+    (tmp_path / "others").mkdir()
+    with opened(folder) as sink:
+        other = FolderSink(folder.path, tmp_path / "others")
+        for call in (other.check, lambda: other.open(START)):
+            with pytest.raises(SinkError, match="the folder of another pipeline"):
+                call()
+        sink.write(batch(START, END))
+    assert folder.lines() == WHOLE
+    (folder.path / "_pgcdc" / "owner").write_text("another")
+    with pytest.raises(SinkError, match="the folder of another pipeline"), opened(folder):
+        pass
+
+
+def test_folder_in_which_nothing_was_written_is_free_again(folder: FolderTarget, tmp_path: Path) -> None:
+    (tmp_path / "others").mkdir()
+    with opened(folder):
+        pass
+    other = FolderSink(folder.path, tmp_path / "others")
+    other.open(START)
+    with pytest.raises(SinkError, match="the folder of another pipeline"), opened(folder):
+        pass
+    other.close()
+    with opened(folder) as sink:
+        sink.write(batch(START, END))
+
+
+def test_part_that_was_deleted_before_it_was_shown_is_an_error(
+    folder: FolderTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def delete(point: str) -> None:
+        if point == "folder.before_shown":
+            for path in hidden(folder):
+                path.unlink()
+
+    with opened(folder) as sink:
+        monkeypatch.setattr("pgcdc.sink.folder.hit", delete)
+        with pytest.raises(SinkError, match="was deleted under"):
+            sink.write(batch(START, END))
+
+
+def test_path_may_become_a_folder_and_a_file_again(folder: FolderTarget) -> None:
+    first = FileSink(folder.path, folder.acks)
+    first.open(START)
+    first.write(batch(START, Position.end(110)))
+    first.close()
+    folder.path.unlink()
+    with opened(folder) as sink:
+        sink.write(batch(START, Position.end(120)))
+    assert folder.lines() == up_to(Position.end(120))[len(up_to(Position.end(110))) :]
+    shutil.rmtree(folder.path)
+    again = FileSink(folder.path, folder.acks)
+    again.open(START)
+    assert again.ack == Position.end(120)
+    again.close()

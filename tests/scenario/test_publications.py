@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from databases import Database
 
+from pgcdc import adapters, sources, transform
 from pgcdc.capture import process
 from pgcdc.capture.control import ControlClient, ensure_capture
 from pgcdc.capture.database import connect
@@ -427,3 +428,25 @@ def test_a_run_is_locked_before_it_prepares_and_a_refused_one_leaves_nothing(
     with pytest.raises(SourceError, match="refused"):
         Pipeline(config).run()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_columns_of_transforms_that_no_table_has_are_told_at_the_start(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database.execute("CREATE TABLE people (id int PRIMARY KEY, email text)")
+    source = sources.postgres(
+        database.url, all_tables=True, slot_name=f"s_{database.name}", state_dir=tmp_path / "state"
+    )
+    said: list[str] = []
+    pipeline = Pipeline(
+        source, [adapters.noop()], [transform.mask("Email"), transform.drop_columns("id")], say=said.append
+    )
+
+    def end() -> None:
+        raise SourceError("far enough")
+
+    monkeypatch.setattr(pipeline, "_run", end)
+    with pytest.raises(SourceError, match="far enough"):
+        pipeline.run()
+    assert said[-1] == "warning: mask: no captured table has a column Email; did you mean email?"
+    assert sum(one.startswith("warning") for one in said) == 1

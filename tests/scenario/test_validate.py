@@ -157,3 +157,15 @@ def test_as_a_program_it_starts_no_other(database: Database, folder: Path, postg
     sessions = "SELECT application_name FROM pg_stat_activity WHERE application_name LIKE 'pgcdc%%' AND datname = %s"
     assert database.query(sessions, [database.name]) == []
     assert left_behind(database) == []
+
+
+def test_columns_that_no_table_has_are_a_failed_check(database: Database, folder: Path) -> None:
+    database.execute("CREATE TABLE people (id int PRIMARY KEY, email text)")
+    (folder / "pgcdc.yaml").write_text(
+        f"slot_name: s_{database.name}\nall_tables: true\nadapters: [stdout]\n"
+        "transforms: {global: [{type: mask, columns: [emial]}, {type: drop_columns, columns: [id]}]}\n"
+    )
+    checks = validate(folder, url=database.url, code=2)
+    assert [name for name, one in checks.items() if one["status"] == "failed"] == ["columns"]
+    assert checks["columns"]["detail"] == "mask: no captured table has a column emial; did you mean email?"
+    assert left_behind(database) == []

@@ -21,8 +21,10 @@ from pgcdc.config.explain import ELSEWHERE
 from pgcdc.config.fields import is_switch, setting_of
 from pgcdc.config.layers import load_config
 from pgcdc.config.model import Config, Transforms
+from pgcdc.config.secrets import read_secret
 from pgcdc.errors import ConfigError
 from pgcdc.sink.registry import ADAPTERS
+from pgcdc.stream.masks import read_key
 from pgcdc.transform.specs import TransformSpec
 
 TRANSFORM_MODELS: list[type[BaseModel]] = list(get_args(get_args(TransformSpec)[0]))
@@ -450,3 +452,23 @@ def test_the_model_is_what_yaml_can_say() -> None:
     """The cases above write JSON into YAML."""
     assert yaml.safe_load(json.dumps(WRONG_TYPE)) == WRONG_TYPE
     assert all(issubclass(entry, Entry) for entry in ENTRIES.values()) and set(ENTRIES) == set(ADAPTERS)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("all_tables: !!bool maybe", "line 1: all_tables: this is not a value of YAML"),
+        ('password_file: "a\\0b"', "line 1: password_file: there is a NUL character"),
+        ('state_dir: "a\\0b"', "line 1: state_dir: there is a NUL character"),
+    ],
+)
+def test_what_python_itself_would_stumble_over_is_an_error_with_its_line(nowhere: Path, line: str, said: str) -> None:
+    assert said in str(refuse(nowhere, line + "\n"))
+
+
+def test_path_of_a_secret_that_is_none_is_an_error_of_the_configuration() -> None:
+    with pytest.raises(ConfigError, match="is not the path of a file"):
+        read_secret(Path("a\0b"), "the password")
+    for path in ("a\0b", "~no-such-user/key"):
+        with pytest.raises(ConfigError, match="the key of a mask cannot be read"):
+            read_key(None, path)

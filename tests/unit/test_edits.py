@@ -20,15 +20,17 @@ from wire import UNCHANGED, encode_message, encode_truncate
 
 from pgcdc.capture.assemble import Assembler
 from pgcdc.errors import ConfigError, TransformError
+from pgcdc.relation import Column, Relation
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.spool.writer import SpoolWriter
 from pgcdc.stream import lines, masks
 from pgcdc.stream.edits import SimpleChain, dump_chains, full_pattern, parse_chains
 from pgcdc.stream.events import BLOCKS, chain_column, chain_lines, drop_unwanted, event_batch
 from pgcdc.stream.frame import EventOptions
+from pgcdc.transform.check import missing_columns
 from pgcdc.transform.program import BlockProgram, Chain, Steps, compile_chains
 from pgcdc.transform.python_function import CHANGEABLE, call_all
-from pgcdc.transform.transforms import Transform, drop_columns, filter, sql
+from pgcdc.transform.transforms import Transform, drop_columns, filter, mask, python, rename_fields, sql
 
 
 @pytest.fixture(autouse=True)
@@ -170,7 +172,7 @@ def test_what_is_not_a_row_of_a_table_passes_column_transforms_unharmed(tmp_path
     steps: tuple[dict[str, Any], ...] = (
         {"type": "drop_columns", "columns": ["prefix"]},
         {"type": "rename_fields", "fields": {"content": "note"}},
-        {"type": "mask", "columns": ["note", "content"]},
+        {"type": "mask", "columns": ["note"]},
     )
     writer = SpoolWriter(tmp_path, START)
     assembler = Assembler(writer.relations, start_lsn=START.lsn)
@@ -298,3 +300,42 @@ def test_the_program_is_the_cheapest_that_can_do_it() -> None:
     )
     full = compile_chains([Chain((sql(a="1"),)), Chain()])
     assert "`created_at` timestamp" in full.source_schema() and "`line_0`" in full.source_schema()
+
+
+def test_names_that_an_earlier_step_took_away_are_refused() -> None:
+    renamed = rename_fields(email="mail")
+    for later in (mask("email"), drop_columns("email"), rename_fields(email="x")):
+        with pytest.raises(ConfigError, match=r"an earlier rename_fields calls mail\. Write mail, or put"):
+            compile_chains([Chain((renamed, later))])
+    with pytest.raises(ConfigError, match="an earlier drop_columns leaves out"):
+        compile_chains([Chain((drop_columns("email"), mask("email")))])
+    back = sql(email="row['mail']")
+    for fine in (
+        (renamed, mask("mail")),
+        (rename_fields(a="b", b="a"), mask("a", "b")),
+        (drop_columns("a"), drop_columns("a")),
+        (drop_columns("b"), rename_fields(a="b"), mask("b")),
+        (renamed, back, mask("email")),
+        (renamed, python(lambda event: event), mask("email")),
+    ):
+        compile_chains([Chain(fine)])
+
+
+def test_columns_that_no_table_has_are_found_with_the_nearest_name() -> None:
+    columns = tuple(Column(name, 25, -1, False) for name in ("id", "Email", "phone"))
+    tables = [Relation(1, "public", "people", "d", columns), Relation(2, "public", "log", "d", columns[:1])]
+
+    def missing(*transforms: Any, routes: tuple[str, ...] = ()) -> list[str]:
+        return missing_columns([Chain(transforms, routes)] * 2, tables)
+
+    assert missing(mask("email", "phnoe", "qqq"), drop_columns("id")) == [
+        "mask: no captured table has a column email; did you mean Email?",
+        "mask: no captured table has a column phnoe; did you mean phone?",
+        "mask: no captured table has a column qqq",
+    ]
+    assert missing(rename_fields(phone="tel", fax="f"), drop_columns("tel")) == [
+        "rename_fields: no captured table has a column fax"
+    ]
+    assert missing(drop_columns("phone"), routes=("log",)) == ["drop_columns: no captured table has a column phone"]
+    assert missing(sql(a="1"), drop_columns("a"), python(lambda event: event), mask("b")) == []
+    assert missing(mask("b"), routes=("later",)) == []

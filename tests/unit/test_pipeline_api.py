@@ -143,3 +143,50 @@ def test_a_single_one_may_stand_for_a_list_and_a_pipeline_runs_once(tmp_path: Pa
     for again in (pipeline.start, pipeline.run):
         with pytest.raises(PgcdcError, match="runs once"):
             again()
+
+
+def test_a_reload_that_fails_in_any_way_does_not_end_the_run() -> None:
+    said: list[str] = []
+
+    def read_again() -> Config:
+        raise KeyError("maybe")
+
+    reloads = Reloads(sources.postgres(DB, tables=["a"]), read_again, said.append)
+    reloads.ask()
+    assert reloads.take(lambda *given: None, ["stdout"])
+    assert "the old one goes on: KeyError" in said[0]
+    assert reloads.status()["reload_errors"] == 1
+
+
+def test_one_target_under_two_names_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "x.jsonl")
+    for other in ("d/../x.jsonl", "link.jsonl"):
+        given = [adapters.file(tmp_path / "x.jsonl"), adapters.file(tmp_path / other, name="b")]
+        with pytest.raises(ConfigError, match="the same target"):
+            Pipeline(sources.postgres(DB, tables=["a"]), given)
+
+
+@pytest.mark.parametrize(
+    ("given", "for_all"),
+    [
+        (adapters.noop(), [transform.mask("email")]),
+        (adapters.noop(routes=["orders"]), []),
+        (adapters.noop(transforms=[transform.drop_columns("v")]), []),
+    ],
+)
+def test_typed_rows_with_transforms_or_routes_are_refused_at_the_start(
+    tmp_path: Path, given: Any, for_all: list[Any]
+) -> None:
+    source = sources.postgres(DB, tables=["a"], table="a", state_dir=tmp_path / "state")
+    with pytest.raises(ConfigError, match="typed rows"):
+        Pipeline(source, [given], for_all).run()
+    assert not (tmp_path / "state").exists()
+
+
+def test_typed_rows_refuse_a_new_adapter_with_routes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = sources.postgres(DB, tables=["a"], table="a", state_dir=tmp_path)
+    pipeline = Pipeline(source, [adapters.noop()])
+    monkeypatch.setattr(pipeline, "_running_lanes", lambda: None)
+    with pytest.raises(ConfigError, match="typed rows"):
+        pipeline.add_adapter(adapters.noop(name="b", routes=["a"]))

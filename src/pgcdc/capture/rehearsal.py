@@ -22,6 +22,7 @@ from pgcdc.capture.prepare import (
     publication_names,
 )
 from pgcdc.capture.publications import PublicationInfo
+from pgcdc.capture.published import PublishedTable, read_published
 from pgcdc.capture.signals import ensure_signal_table
 from pgcdc.errors import SourceError
 from pgcdc.state import StateDir, check_identity
@@ -40,6 +41,8 @@ class Rehearsal:
     is_new: bool
     unreadable: SourceError | None
     """Why the rows that are there could not be read, if they are wanted."""
+    published: tuple[PublishedTable, ...] = ()
+    """The tables with the columns that would be captured."""
 
 
 def check_server(options: SourceOptions) -> ServerInfo:
@@ -92,4 +95,5 @@ def rehearse(options: SourceOptions) -> Rehearsal:
                 check_readable(sql, names)
             except SourceError as error:
                 unreadable = error
-    return Rehearsal(publications, not began, unreadable)
+        published = tuple(read_published(sql, names))
+    return Rehearsal(publications, not began, unreadable, published)

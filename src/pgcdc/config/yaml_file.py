@@ -105,13 +105,17 @@ class _Walk:
             return values, raws
         assert isinstance(node, yaml.ScalarNode)
         if node.tag == _STRING:
+            if "\0" in node.value:  # no path, name or text of PostgreSQL can have one
+                raise self._error(node, path, "there is a NUL character in the text", "Take it away")
             try:
                 return expand(node.value, self._environ, lambda _, value: self._file.secrets.add(value)), node.value
             except ConfigError as error:
                 raise self._error(node, path, error.message, error.advice) from None
         try:
             value = self._loader.construct_object(node)
-        except ValueError:  # 2026-13-45
+        except yaml.YAMLError:
+            raise
+        except Exception:  # 2026-13-45, !!bool maybe: PyYAML does not say what it raises
             raise self._error(node, path, "this is not a value of YAML", "Put it into quotes") from None
         return value, value
 

@@ -20,6 +20,8 @@ from pgcdc.errors import ConfigError, PgcdcError, StateError
 from pgcdc.sink.registry import make_sink
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.state import Lock, StateDir
+from pgcdc.transform.check import missing_columns
+from pgcdc.transform.program import Chain
 from pgcdc.transform.specs import PythonSpec
 
 __all__ = ["Check", "run_checks"]
@@ -102,6 +104,9 @@ def _check_database(config: Config) -> Iterator[Check]:
         yield Check("rows", "ok", "can be read for the initial snapshot")
     if config.table:
         yield _try("typed rows", partial(_look_at_table, config))
+    chains = [Chain((*config.global_transforms, *one.transforms), one.routes) for one in config.adapter_specs]
+    for missing in missing_columns(chains, [table.relation for table in rehearsal.published]):
+        yield Check("columns", "failed", missing, "Names are exact, with regard to case")
 
 
 def _look_at_table(config: Config) -> str:

@@ -67,7 +67,8 @@ class FileSink:
     def _look(self) -> bool:
         """Whether the file is the one that was written before. Raises SinkError if it is not as it was left."""
         detail = self._ack.detail
-        known = self._ack.position is not None and detail["path"] == str(self._path)
+        # The same path may have been a folder before.
+        known = self._ack.position is not None and "size" in detail and detail["path"] == str(self._path)
         exists = self._path.exists()
         if known and not exists:
             raise SinkError(
@@ -89,6 +90,10 @@ class FileSink:
 
     def _open(self, start: Position) -> None:
         known = self._look()
+        if not known:
+            from pgcdc.sink.folder import leave_folder  # which imports this
+
+            leave_folder(self._ack.detail)
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         self._size = self._ack.detail["size"] if known else 0
         os.ftruncate(self._descriptor, self._size)

@@ -2,7 +2,8 @@
 
 A part is first written to a hidden folder (`_pgcdc`), where no reader looks, and made durable there. Then the ack moves: it
 names the parts that belong to it. Only then do they get their names, so that after a crash at any point the ack says which
-parts are to be shown, and everything else in the hidden folder is a part that nobody has committed, and is deleted.
+parts are to be shown, and everything else in the hidden folder is a part that nobody has committed, and is deleted. A file
+there says whose folder it is: another pipeline would delete what this one is just writing.
 
 The names sort in the order of the stream: the end of the batch, then the number of the part. Within a batch that was written
 in parallel, every key's events stand in one part, in order.
@@ -15,7 +16,7 @@ import os
 import re
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,12 @@ from pgcdc.sink.file import FileSink
 from pgcdc.sink.state import KeyStore, read_lines
 from pgcdc.state import fsync_folder, write_all
 
-__all__ = ["FolderPartWriter", "FolderSink", "file_sink"]
+__all__ = ["FolderPartWriter", "FolderSink", "file_sink", "leave_folder"]
 
 HIDDEN = "_pgcdc"
 """Spark's readers, and many others, leave out what begins with an underscore."""
+OWNER = "owner"
+"""The file with the random name that also stands in the ack of the sink whose folder it is."""
 _PART = re.compile(r"[0-9A-F]{16}-[0-9A-F]{12}(?:\.[0-9A-F]{8})?-[0-9]{5}\.jsonl")
 
 
@@ -44,6 +47,42 @@ def file_sink(path: Path | str, acks: Path, name: str = "file", *, is_folder: bo
     if is_folder or text.endswith(os.sep) or Path(text).is_dir():
         return FolderSink(Path(text), acks, name)
     return FileSink(Path(text), acks, name)
+
+
+def leave_folder(detail: Mapping[str, Any]) -> None:
+    """End what the ack of a folder has begun, before the adapter goes on with another target.
+
+    Parts that the ack names are acknowledged: nobody writes them again. A folder that is gone was thrown away by the user.
+    """
+    if "parts" not in detail:
+        return
+    folder = Path(detail["path"])
+    try:
+        _show_parts(folder, detail.get("shown", []), set())
+        if _read_owner(folder) == detail.get("owner"):
+            (folder / HIDDEN / OWNER).unlink(missing_ok=True)
+    except OSError as error:
+        raise SinkError(
+            f"{folder} has parts that are acknowledged and not shown yet, and they cannot be: {error.strerror}",
+            "Make that folder writable once more; the next events go to the new target",
+        ) from error
+
+
+def _show_parts(folder: Path, shown: Sequence[Sequence[str]], written: set[str]) -> None:
+    """Give parts their names, and take those that were there out of `written`."""
+    for file, name in shown:
+        with contextlib.suppress(FileNotFoundError):  # shown before a crash, or even moved away since
+            os.rename(folder / HIDDEN / file, folder / name)
+            written.discard(file)
+    if shown and folder.exists():
+        fsync_folder(folder)
+
+
+def _read_owner(folder: Path) -> str | None:
+    try:
+        return (folder / HIDDEN / OWNER).read_text()
+    except FileNotFoundError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +126,9 @@ class FolderSink:
         self._file = AckFile(acks, name)
         self._acked = self._file.position
         """What is also shown; the file is ahead of it while parts get their names."""
+        self._owner: str = self._file.detail.get("owner", "") if self._is_known else ""
+        self._written: set[str] = set()
+        """Parts that this process has acknowledged, and not seen under their names yet."""
 
     @property
     def path(self) -> Path:
@@ -109,10 +151,15 @@ class FolderSink:
             self._path.mkdir(exist_ok=True)
             self._hidden.mkdir(exist_ok=True)
             fsync_folder(self._path.parent)
-            if known:
-                self._show()
-            else:
-                self._save(self._file.position or start, {"parts": 0, "bytes": 0})
+            if not known:
+                leave_folder(self._file.detail)
+                self._owner = ""
+            if not self._owner:  # first into the ack: a crash between must not leave a folder that is nobody's
+                self._owner = uuid.uuid4().hex
+                kept = self._file.detail if known else {"parts": 0, "bytes": 0}
+                self._save(self._file.position or start, kept)
+            self._claim()
+            self._show()
             self.discard_parts()
         self._acked = self._file.position
 
@@ -147,6 +194,7 @@ class FolderSink:
             for receipt in sorted(receipts, key=lambda receipt: int(receipt["part"]))
         ]
         detail = self._file.detail
+        self._written = {receipt["file"] for receipt in receipts}
         hit("folder.before_ack")
         self._save(
             end,
@@ -165,11 +213,14 @@ class FolderSink:
         named = {file for file, _ in self._file.detail.get("shown", [])}
         with self._explain(kind=SinkUnavailable):
             for path in self._hidden.iterdir():
-                if path.name not in named:
+                if path.name not in named and path.name != OWNER:
                     path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        pass
+        if self._owner and self._file.detail.get("parts") == 0:  # nothing is in it: whoever wants it may have it
+            with contextlib.suppress(OSError):
+                if _read_owner(self._path) == self._owner:
+                    (self._hidden / OWNER).unlink()
 
     def read_back(self, store: KeyStore) -> None:
         """Hand every event that the ack covers to `store`, in order."""
@@ -194,9 +245,15 @@ class FolderSink:
     def _parts(self) -> list[Path]:
         return sorted(path for path in self._path.iterdir() if _PART.fullmatch(path.name))
 
+    @property
+    def _is_known(self) -> bool:
+        """Whether the ack is of this folder; the same path may have been a file before."""
+        detail = self._file.detail
+        return self._file.position is not None and "parts" in detail and detail["path"] == str(self._path)
+
     def _look(self) -> bool:
         """Whether the folder is the one that was written before. Raises SinkError if it is not as it was left."""
-        known = self._file.position is not None and self._file.detail["path"] == str(self._path)
+        known = self._is_known
         if known and not self._path.is_dir():
             raise SinkError(
                 f"{self._path} is gone, but events up to {self._file.position} were written to it",
@@ -209,16 +266,38 @@ class FolderSink:
                     f"{self._path} has a file {foreign} that was not written by this pipeline",
                     "Empty the folder, or give another --file-path",
                 )
+        self._check_owner(known)
         return known
+
+    def _check_owner(self, known: bool) -> None:
+        owner = _read_owner(self._path)
+        if owner is not None and owner != (self._owner if known else None):
+            raise SinkError(
+                f"{self._path} is the folder of another pipeline, or of another adapter",
+                f"Give another --file-path; if nothing writes to it any more, delete {self._hidden / OWNER}",
+            )
+
+    def _claim(self) -> None:
+        """Write whose folder it is, unless somebody else was faster."""
+        with contextlib.suppress(FileExistsError), open(self._hidden / OWNER, "x") as file:
+            file.write(self._owner)
+            file.flush()
+            os.fsync(file.fileno())
+        fsync_folder(self._hidden)
+        self._check_owner(known=True)
 
     def _show(self) -> None:
         """Give the parts that the ack names their names. Harmless if they have them."""
         shown = self._file.detail.get("shown", [])
+        _show_parts(self._path, shown, self._written)
         for file, name in shown:
-            with contextlib.suppress(FileNotFoundError):  # shown before a crash, or even moved away since
-                os.rename(self._hidden / file, self._path / name)
-        if shown:
-            fsync_folder(self._path)
+            if file in self._written and not (self._path / name).exists():
+                raise SinkError(
+                    f"part {name} of {self._path} was deleted under {self._hidden} before it got its name: its events, "
+                    f"up to {self._file.position}, are lost there",
+                    "Leave that folder to pgcdc alone, and deliver everything once more: pgcdc resync --new-slot",
+                )
+        self._written.clear()
 
     def _catch_up(self) -> None:
         """Show what the ack on disk covers: a commit counts from there on, whatever happens."""
@@ -240,7 +319,7 @@ class FolderSink:
 
     def _save(self, position: Position, detail: dict[str, Any]) -> None:
         try:
-            self._file.save(position, {"path": str(self._path), **detail})
+            self._file.save(position, {**detail, "path": str(self._path), "owner": self._owner})
         except StateError as error:
             raise SinkUnavailable(error.message, error.advice) from error
 

@@ -5,6 +5,7 @@ The configuration makes its keys, flags and its JSON schema of this; a new adapt
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,7 @@ ADAPTERS: dict[str, AdapterType] = {
     kind.name: kind
     for kind in (
         AdapterType("stdout", StdoutOptions, _make_stdout, target=lambda options: "standard output"),
-        AdapterType("file", FileOptions, _make_file, lambda options: str(options.target), _check_file),
+        AdapterType("file", FileOptions, _make_file, lambda options: os.path.realpath(options.target), _check_file),
         AdapterType("noop", NoopOptions, _make_noop),
     )
 }

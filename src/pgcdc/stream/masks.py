@@ -119,9 +119,10 @@ def read_key(key_env: str | None, key_file: str | None) -> bytes:
     if key_file:
         try:
             key = Path(key_file).expanduser().read_bytes().strip()
-        except OSError as error:
+        except (OSError, ValueError, RuntimeError) as error:  # ValueError: a NUL in it; RuntimeError: ~ of nobody
+            reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(
-                f"the key of a mask cannot be read: {key_file}: {error.strerror}",
+                f"the key of a mask cannot be read: {key_file!r}: {reason}",
                 "Give key_file a file that pgcdc can read, on the driver and on every executor",
             ) from error
         where = f"the file {key_file}"

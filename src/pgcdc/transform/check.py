@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pgcdc.errors import ConfigError
+from pgcdc.relation import Relation
+from pgcdc.stream.edits import full_pattern
 from pgcdc.stream.events import EVENT_SCHEMA
 from pgcdc.transform.program import Chain, compile_chains
 from pgcdc.transform.transforms import Transform, from_spec
@@ -14,7 +18,7 @@ from pgcdc.transform.transforms import Transform, from_spec
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["check_chains", "check_specs"]
+__all__ = ["check_chains", "check_specs", "missing_columns"]
 
 
 def check_specs(spark: SparkSession | None, specs: Sequence[Any]) -> None:
@@ -36,6 +40,44 @@ def check_chains(spark: SparkSession | None, chains: Sequence[Chain]) -> None:
     compile_chains(chains)
     for chain in chains:
         check_specs(spark, chain.transforms)
+
+
+def missing_columns(chains: Sequence[Chain], tables: Sequence[Relation]) -> list[str]:
+    """A line for each column that drop_columns, mask or rename_fields names and none of the tables has: a slip, mostly.
+
+    Tables are those that are captured; a chain with routes is compared with those that it gets.
+    """
+    return list(dict.fromkeys(line for chain in chains for line in _missing(chain, tables)))
+
+
+def _missing(chain: Chain, tables: Sequence[Relation]) -> Iterator[str]:
+    routes = [full_pattern(one) for one in chain.routes]
+    of_chain = [one for one in tables if not routes or any(fnmatch.fnmatchcase(one.channel, way) for way in routes)]
+    known = {column.name for one in of_chain for column in one.columns}
+    if not known:  # nothing is there yet to compare with
+        return
+    for one in chain.transforms:
+        spec = from_spec(one).spec
+        if spec.type == "python":  # it may add what it likes
+            return
+        if spec.type == "sql":
+            known |= set(spec.set)
+        if spec.type not in ("drop_columns", "mask", "rename_fields"):
+            continue
+        names = tuple(spec.fields) if spec.type == "rename_fields" else spec.columns
+        for name in names:
+            if name not in known:
+                hint = _nearest(name, known)
+                yield f"{spec.type}: no captured table has a column {name}" + (
+                    f"; did you mean {hint}?" if hint else ""
+                )
+        if spec.type == "rename_fields":
+            known |= set(spec.fields.values())
+
+
+def _nearest(name: str, known: set[str]) -> str:
+    same = sorted(one for one in known if one.lower() == name.lower())
+    return next(iter([*same, *difflib.get_close_matches(name, sorted(known), n=1)]), "")
 
 
 def _named(number: int, spec: Any) -> Transform:

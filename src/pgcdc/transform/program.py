@@ -92,15 +92,45 @@ class Steps:
         return [one.spec.model_dump(mode="json") for one in self.transforms if one.is_simple]
 
     def check(self) -> None:
-        """Raise ConfigError if something follows an envelope that does not fit there."""
+        """Raise ConfigError if something follows an envelope that does not fit there, or names what an earlier step took."""
         closed = ""
+        gone: dict[str, str] = {}
         for one in self.transforms:
+            _check_names(one.name, one.spec, gone)
             if closed and one.name != "filter":
                 raise ConfigError(
                     f"transform {one.name} stands behind {closed}, which has made text of the event",
                     f"Put {closed} last, or give it to the adapters that want it; only filters may follow",
                 )
             closed = one.name if one.is_envelope else closed
+
+
+def _check_names(kind: str, spec: Any, gone: dict[str, str]) -> None:
+    """`gone`: columns that no event has at this step, and where they went ("": they were dropped)."""
+    if kind == "python":  # it may add what it likes
+        gone.clear()
+    elif kind == "sql":
+        for name in spec.set:
+            gone.pop(name, None)
+    if kind not in ("drop_columns", "mask", "rename_fields"):
+        return
+    names = tuple(spec.fields) if kind == "rename_fields" else spec.columns
+    for name in names:
+        if gone.get(name):
+            raise ConfigError(
+                f"{kind} names the column {name}, which an earlier rename_fields calls {gone[name]}",
+                f"Write {gone[name]}, or put {kind} first",
+            )
+        if name in gone and kind != "drop_columns":  # twice dropped is what was wanted
+            raise ConfigError(
+                f"{kind} names the column {name}, which an earlier drop_columns leaves out", "Leave it out here"
+            )
+    if kind == "drop_columns":
+        gone.update(dict.fromkeys(names, ""))
+    elif kind == "rename_fields":
+        gone.update(spec.fields)
+        for name in spec.fields.values():
+            gone.pop(name, None)
 
 
 def compile_chains(chains: Sequence[Chain], *, transaction: bool = False, keyed: bool = False) -> Program:

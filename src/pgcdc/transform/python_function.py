@@ -47,7 +47,7 @@ def load_function(name: str, folder: str | None = None) -> EventFunction:
             f"python transform {name}: there is no module {error.name}",
             f"Put it into {where}, or install it for the Python that runs pgcdc and Spark's workers ({sys.executable})",
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"python transform {name}: its module cannot be imported: {type(error).__name__}: {error}",
             "Correct the module",
