@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from databases import Database
 
+from pgcdc import adapters, sources, transform
 from pgcdc.capture import process
 from pgcdc.capture.control import ControlClient, ensure_capture
 from pgcdc.capture.database import connect
-from pgcdc import adapters, sources, transform
 from pgcdc.capture.fingerprint import check_unchanged, read_fingerprint
 from pgcdc.capture.prepare import SourceOptions, follow_tables, prepare
 from pgcdc.capture.protocol import WireOptions
