@@ -39,7 +39,7 @@ from pgcdc.stream.lanes import STOP_TIMEOUT_S, Lanes
 from pgcdc.stream.member import Adapter
 from pgcdc.stream.options import parse_options
 from pgcdc.stream.progress import RequestWatch, SnapshotWatch, describe_stop
-from pgcdc.stream.session import check_java, session
+from pgcdc.stream.session import check_java, check_running, session, stop_session
 from pgcdc.transform.check import check_chains, missing_columns
 from pgcdc.transform.program import Chain, compile_chains
 from pgcdc.transform.transforms import from_spec
@@ -88,6 +88,7 @@ class Pipeline:
         self._link: CaptureLink | None = None
         self._prepared: Prepared | None = None
         self._spark: SparkSession | None = None
+        self._owns_spark = False
         self._phase = "starting"
         self._last_error: dict[str, str] | None = None
         self._status_due = 0.0
@@ -274,6 +275,7 @@ class Pipeline:
         self._enter("starting Spark")
         self._say("starting Spark")
         # The workers of Spark inherit these: no secret goes through Spark's options, and the capture ends with us.
+        self._owns_spark = check_running(self.config.db)
         os.environ["PGCDC_DB"] = self.config.db
         os.environ["PGCDC_WATCH_PID"] = str(os.getpid())
         in_main = threading.current_thread() is threading.main_thread()
@@ -447,8 +449,8 @@ class Pipeline:
                 time.sleep(0.02)
         if self._lanes is not None:
             self._lanes.close()
-        if self._spark is not None:
-            _stop_spark(self._spark)
+        if self._spark is not None and self._owns_spark:
+            stop_session(self._spark, SPARK_STOP_S)
         if self._phase != "failed":
             self._enter("stopped")
         if self._temporary is not None:
@@ -487,18 +489,6 @@ class Pipeline:
             **self.reloads.status(),
             "last_error": self._last_error or (lanes.last_error if lanes else None),
         }
-
-
-def _stop_spark(spark: SparkSession) -> None:
-    """End Spark; a sink that hangs in a batch must not keep us from ending."""
-
-    def stop() -> None:
-        with contextlib.suppress(Exception):
-            spark.stop()
-
-    thread = threading.Thread(target=stop, name="stop-spark", daemon=True)
-    thread.start()
-    thread.join(SPARK_STOP_S)
 
 
 class StopNow(BaseException):
