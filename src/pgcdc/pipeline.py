@@ -21,27 +21,24 @@ from typing import TYPE_CHECKING, Any
 from pgcdc.capture.consumers import MAIN
 from pgcdc.capture.control import CaptureLink
 from pgcdc.capture.database import connect
-from pgcdc.capture.prepare import Prepared, drop_publications, follow_tables, prepare
-from pgcdc.capture.published import read_published
+from pgcdc.capture.prepare import Prepared, drop_publications, prepare
 from pgcdc.capture.slots import OpenTransaction, get_slot
 from pgcdc.config import Config
 from pgcdc.config.spark import spark_options
-from pgcdc.errors import ConfigError, ConnectionLost, GapError, PgcdcError, SinkError, StateError
+from pgcdc.errors import ConfigError, ConnectionLost, PgcdcError, SinkError, StateError
 from pgcdc.position import format_lsn
 from pgcdc.reload import Own, Reloads, change_specs
 from pgcdc.sink.base import Batch
 from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.registry import check_adapters, make_sink
 from pgcdc.sink.spec import AdapterSpec
-from pgcdc.spool.diff import describe_change
-from pgcdc.spool.shapes import ShapeHistory
 from pgcdc.state import Lock, StateDir, read_json, write_json
 from pgcdc.stream.lanes import STOP_TIMEOUT_S, Lanes
 from pgcdc.stream.member import Adapter
 from pgcdc.stream.options import parse_options
 from pgcdc.stream.progress import RequestWatch, SnapshotWatch, describe_stop
-from pgcdc.stream.session import check_java, session
-from pgcdc.transform.check import check_chains, missing_columns
+from pgcdc.stream.session import check_java, check_running, session, stop_session
+from pgcdc.transform.check import check_chains
 from pgcdc.transform.program import Chain, compile_chains
 from pgcdc.transform.transforms import from_spec
 
@@ -52,7 +49,6 @@ __all__ = ["Pipeline", "StopNow"]
 
 STATUS_INTERVAL_S = 1.0
 SPARK_STOP_S = 10.0
-FOLLOW_INTERVAL_S = 10.0
 
 Say = Callable[[str], None]
 
@@ -91,9 +87,10 @@ class Pipeline:
             self._temporary = Path(tempfile.mkdtemp(prefix="pgcdc-trial-"))
             config = self.config = config.model_copy(update={"state_dir": self._temporary})
         self.state = StateDir(config.state_dir)
-        self._shapes = ShapeHistory(self.state.shapes_file)
+        self._tables = TableWatch(config, self.state.shapes_file, say)
         self._link: CaptureLink | None = None
         self._prepared: Prepared | None = None
+        self._owns_spark = False
         self._phase = "starting"
         self._last_error: dict[str, str] | None = None
         self._status_due = 0.0
@@ -101,7 +98,6 @@ class Pipeline:
         self._is_locked = False
         self._lanes: Lanes | None = None
         self._is_open = False
-        self._follow_due = time.monotonic() + FOLLOW_INTERVAL_S
         self.on_batch: Callable[[Batch], None] | None = None
         """Called with every batch after all sinks have it (the playground's live view)."""
         self.on_ready: Callable[[], None] | None = None
@@ -213,7 +209,7 @@ class Pipeline:
             self._say(
                 f"table {table} has no primary key or other replica identity: only its inserts and truncates are captured"
             )
-        self._tell_missing([self._chain(spec) for spec in self._specs])
+        self._tables.tell_missing(self._prepared, [self._chain(spec) for spec in self._specs])
 
     def _report_wait(self, transactions: list[OpenTransaction]) -> None:
         pids = ", ".join(str(one.pid) for one in transactions) or "unknown"
@@ -223,7 +219,7 @@ class Pipeline:
 
     def _run(self) -> None:
         assert self._prepared is not None
-        self._shapes.refresh()  # what was told by an earlier run
+        self._tables.begin()
         self._open_lanes()
         if self._spark is None:
             self._start_spark()
@@ -274,7 +270,7 @@ class Pipeline:
         specs = change_specs(self._specs, adapters)
         chains = {spec.name: Chain((*transforms, *spec.transforms), spec.routes) for spec in specs}
         self._check_chains(chains)
-        self._tell_missing(list(chains.values()))
+        self._tables.tell_missing(self._prepared, list(chains.values()))
         lanes.reload(chains)
         self._transforms, self._specs = transforms, specs
 
@@ -291,6 +287,7 @@ class Pipeline:
         self._enter("starting Spark")
         self._say("starting Spark")
         # The workers of Spark inherit these: no secret goes through Spark's options, and the capture ends with us.
+        self._owns_spark = check_running(self.config.db)
         os.environ["PGCDC_DB"] = self.config.db
         os.environ["PGCDC_WATCH_PID"] = str(os.getpid())
         in_main = threading.current_thread() is threading.main_thread()
@@ -316,15 +313,6 @@ class Pipeline:
             except ConfigError as error:
                 count = f" (the first {len(self._transforms)} are for all)" if self._transforms else ""
                 raise ConfigError(f"adapter {name}, {error.message}{count}", error.advice) from error
-
-    def _tell_missing(self, chains: Sequence[Chain]) -> None:
-        """Columns that no table has are no error: the table may come later. But a mask that hides nothing has to be told."""
-        if self._prepared is None or not any(chain.transforms for chain in chains):
-            return
-        names = [one["name"] for one in self._prepared.identity.publications]
-        with contextlib.suppress(PgcdcError), connect(self.config.db, may_retry=False) as sql:
-            for line in missing_columns(chains, [one.relation for one in read_published(sql, names)]):
-                self._say(f"warning: {line}")
 
     def _chain(self, spec: AdapterSpec) -> Chain:
         return Chain((*self._transforms, *spec.transforms), spec.routes)
@@ -370,9 +358,9 @@ class Pipeline:
                 if self.reloads.take(self.reload, [spec.name for spec in self._specs]):
                     self._status_due = 0.0
                 self._phase = "streaming" if self._lanes.main.query is not None else "restarting the query"
-                self._follow_tables()
+                self._prepared = self._tables.follow(self._prepared)
                 self._write_status()
-                self._tell_schema_changes()
+                self._tables.tell_changes()
                 self._requests.follow(self.capture_status)
                 if self.snapshot.follow(self.capture_status, self._lanes):
                     self._stop.set()
@@ -399,31 +387,6 @@ class Pipeline:
         timer.daemon = True
         timer.start()
         return timer
-
-    def _follow_tables(self) -> None:
-        """With --all-tables or --schemas: publish tables that were created meanwhile, and say so."""
-        now = time.monotonic()
-        if not (self.config.all_tables or self.config.schemas) or now < self._follow_due:
-            return
-        self._follow_due = now + FOLLOW_INTERVAL_S
-        assert self._prepared is not None
-        try:
-            infos = follow_tables(self.config.source_options())
-        except GapError:
-            raise
-        except PgcdcError as error:
-            self._say(f"new tables cannot be published: {error}")
-            return
-        known = {table for info in self._prepared.publications for table in info.tables}
-        added = sorted({table for info in infos for table in info.tables} - known)
-        if added:
-            self._prepared = replace(self._prepared, publications=infos)
-            self._say(f"new tables are captured from now on: {', '.join(added)}")
-
-    def _tell_schema_changes(self) -> None:
-        for change in self._shapes.refresh():
-            for line in describe_change(change):
-                self._say(line)
 
     # --- acknowledge, confirm, end
 
@@ -469,8 +432,8 @@ class Pipeline:
                 time.sleep(0.02)
         if self._lanes is not None:
             self._lanes.close()
-        if self._spark is not None:
-            _stop_spark(self._spark)
+        if self._spark is not None and self._owns_spark:
+            stop_session(self._spark, SPARK_STOP_S)
         if self._phase != "failed":
             self._enter("stopped")
         if self._temporary is not None:
@@ -514,18 +477,6 @@ class Pipeline:
 def as_many(given: Any) -> tuple[Any, ...]:
     """What should be a list, and may be a single one."""
     return tuple(given) if isinstance(given, (list, tuple)) else (given,)
-
-
-def _stop_spark(spark: SparkSession) -> None:
-    """End Spark; a sink that hangs in a batch must not keep us from ending."""
-
-    def stop() -> None:
-        with contextlib.suppress(Exception):
-            spark.stop()
-
-    thread = threading.Thread(target=stop, name="stop-spark", daemon=True)
-    thread.start()
-    thread.join(SPARK_STOP_S)
 
 
 class StopNow(BaseException):

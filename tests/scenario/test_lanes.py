@@ -101,7 +101,7 @@ def test_a_blocked_sink_leaves_and_rejoins_and_the_others_do_not_wait(
     last = writer.write(5)
     for name in run.sinks:
         seen.wait_for(name, last)
-    status = {one["adapter"]: one for one in run._running_lanes().status()}
+    status = {one["adapter"]: one for one in run.status()["lanes"]}
     assert {one["lane"] for one in status.values()} == {"main"}
     run.end()
     check_all(run, last)
@@ -262,5 +262,5 @@ def test_in_fast_mode_a_sink_that_is_too_far_behind_skips_ahead_and_it_is_counte
     assert 0 < dropped == last - len(kept)
     assert kept == sorted(set(kept)) and kept[0] == 1
     assert run.seen.keys("a") == run.seen.keys("c") == list(range(1, last + 1))
-    status = {one["adapter"]: one["dropped"] for one in run._running_lanes().status()}
+    status = {one["adapter"]: one["dropped"] for one in run.status()["lanes"]}
     assert status == {"a": 0, "b": dropped, "c": 0}

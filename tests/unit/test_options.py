@@ -137,8 +137,8 @@ def test_a_pipeline_tells_what_changed_since_it_began_and_not_what_an_earlier_ru
     steps = [(None, before), (before, after), (after, before)]
     changes = [ShapeChange(Position(110 + number, 0, SCHEMA_SUB), new, old) for number, (old, new) in enumerate(steps)]
     append_shapes(pipeline.state.shapes_file, changes[:2])
-    pipeline._shapes.refresh()  # as at the start
+    pipeline._tables.begin()
     append_shapes(pipeline.state.shapes_file, changes[2:])
     for _ in range(2):
-        pipeline._tell_schema_changes()
+        pipeline._tables.tell_changes()
     assert said == ["table public.orders: column note (text) removed"]

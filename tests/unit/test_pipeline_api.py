@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from pyspark.core.context import SparkContext
 
 from pgcdc import Pipeline, adapters, sources, transform
 from pgcdc.config import Config
 from pgcdc.errors import ConfigError, PgcdcError
 from pgcdc.reload import Reloads, change_specs
+from pgcdc.stream.session import check_running
 
 DB = "postgresql://h/x"
 
@@ -190,3 +193,44 @@ def test_typed_rows_refuse_a_new_adapter_with_routes(tmp_path: Path, monkeypatch
     monkeypatch.setattr(pipeline, "_running_lanes", lambda: None)
     with pytest.raises(ConfigError, match="typed rows"):
         pipeline.add_adapter(adapters.noop(name="b", routes=["a"]))
+
+
+class RunningJvm:
+    """A JVM of this process, as far as its environment goes."""
+
+    def __init__(self, url: str | None) -> None:
+        self.jvm = self.System = self
+        self._url = url
+
+    def getenv(self, name: str) -> str | None:
+        assert name == "PGCDC_DB"
+        return self._url
+
+
+@pytest.mark.parametrize(("url", "said"), [("postgresql://h/y", "another database"), (None, "no PGCDC_DB"), (DB, "")])
+def test_spark_of_another_database_is_refused(url: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SparkContext, "_gateway", RunningJvm(url))
+    if said:
+        with pytest.raises(ConfigError, match=said):
+            check_running(DB)
+        return
+    monkeypatch.setattr(SparkContext, "_active_spark_context", object())
+    assert not check_running(DB)
+    monkeypatch.setattr(SparkContext, "_active_spark_context", None)
+    assert check_running(DB)
+
+
+@pytest.mark.parametrize("was_there", [True, False])
+def test_a_session_that_was_there_before_is_left_running(
+    tmp_path: Path, was_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spark = mock.Mock()
+    monkeypatch.setenv("PGCDC_DB", "")
+    monkeypatch.setenv("PGCDC_WATCH_PID", "")
+    monkeypatch.setattr(SparkContext, "_gateway", RunningJvm(DB))
+    monkeypatch.setattr(SparkContext, "_active_spark_context", object() if was_there else None)
+    monkeypatch.setattr("pgcdc.pipeline.session", lambda **_: spark)
+    pipeline = Pipeline(sources.postgres(DB, tables=["a"], state_dir=tmp_path), [adapters.noop()])
+    pipeline._start_spark()
+    pipeline._close()
+    assert spark.stop.called is not was_there

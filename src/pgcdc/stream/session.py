@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from pyspark.conf import SparkConf
     from pyspark.sql import SparkSession
 
-__all__ = ["check_java", "register", "session", "settings", "with_settings"]
+__all__ = ["check_java", "check_running", "register", "session", "settings", "stop_session", "with_settings"]
 
 MINIMUM_JAVA = 17
 END_TIMEOUT_S = 3.0
@@ -83,6 +84,36 @@ def check_java() -> None:
         raise ConfigError(f"Spark needs Java {MINIMUM_JAVA} or newer, and {java} is version {version}", advice)
 
 
+def check_running(url: str) -> bool:
+    """Whether no Spark runs in this process yet. ConfigError: its JVM runs, and would read another database.
+
+    The workers of Spark have the environment that the JVM was started with, and the JVM outlives its sessions.
+    """
+    from pyspark.core.context import SparkContext
+
+    if SparkContext._gateway is not None:
+        found = SparkContext._gateway.jvm.System.getenv("PGCDC_DB")
+        if found != url:
+            has = "another database in PGCDC_DB" if found else "no PGCDC_DB"
+            raise ConfigError(
+                f"Spark was started in this process with {has}: its workers would not read this one",
+                "Set PGCDC_DB before Spark starts, or run each database's pipeline in a process of its own",
+            )
+    return SparkContext._active_spark_context is None
+
+
+def stop_session(spark: SparkSession, timeout_s: float) -> None:
+    """End Spark; a sink that hangs in a batch must not keep us from ending."""
+
+    def stop() -> None:
+        with contextlib.suppress(Exception):
+            spark.stop()
+
+    thread = threading.Thread(target=stop, name="stop-spark", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+
+
 def register(spark: SparkSession) -> None:
     """Make `format("pgcdc")` known to a Spark session."""
     from pgcdc.stream.source import ChangeSource
@@ -105,6 +136,7 @@ def session(
     if is_here:
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     from pyspark.conf import SparkConf
+    from pyspark.core.context import SparkContext
     from pyspark.sql import SparkSession
 
     if "SPARK_HOME" not in os.environ:
@@ -118,7 +150,7 @@ def session(
     conf.setAll([*ours.items(), *((key.replace("__", "."), value) for key, value in extra.items())])
     before = {process.pid for process in _children()}
     try:
-        if log_file is not None:
+        if log_file is not None and SparkContext._gateway is None:
             _launch_quietly(conf, log_file)
         spark = SparkSession.builder.config(conf=conf).getOrCreate()
         register(spark)
