@@ -38,6 +38,7 @@ from pgcdc.stream.member import Adapter
 from pgcdc.stream.options import parse_options
 from pgcdc.stream.progress import RequestWatch, SnapshotWatch, describe_stop
 from pgcdc.stream.session import check_java, check_running, session, stop_session
+from pgcdc.stream.table_watch import TableWatch
 from pgcdc.transform.check import check_chains
 from pgcdc.transform.program import Chain, compile_chains
 from pgcdc.transform.transforms import from_spec

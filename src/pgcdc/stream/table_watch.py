@@ -1,4 +1,4 @@
-"""What becomes of the captured tables while a pipeline runs, for its driver: new ones, altered ones, and columns that nobody has."""
+"""What becomes of the captured tables while a pipeline runs: new ones, altered ones, and columns that none of them has."""
 
 from __future__ import annotations
 
