@@ -345,7 +345,7 @@ class Pipeline:
 
     def _stream(self) -> None:
         """Follow the lanes: pass on what Spark commits, until they end or we are told to stop."""
-        assert self._spark is not None and self._lanes is not None
+        assert self._spark is not None and self._lanes is not None and self._prepared is not None
         self._enter("starting the query")
         self._lanes.start(self._spark)
         self._enter("streaming")
