@@ -251,13 +251,22 @@ class Pipeline:
         check_adapters((*self._specs, spec))
         self._check_chains({spec.name: self._chain(spec)})
         (adapter,) = self._make_adapters([spec])
-        lanes.add_adapter(adapter)
-        self._specs = (*self._specs, spec)
+
+        def add() -> None:  # adapters and transforms may be others by then
+            check_adapters((*self._specs, spec))
+            lanes.add_adapter(replace(adapter, chain=self._chain(spec)))
+            self._specs = (*self._specs, spec)
+
+        lanes.ask(add)
 
     def remove_adapter(self, name: str) -> None:
         """Deliver nothing more to an adapter; its ack stays. Durable when this returns; from any thread."""
-        self._running_lanes().remove_adapter(name)
-        self._specs = tuple(one for one in self._specs if one.name != name)
+
+        def remove() -> None:
+            self._running_lanes().remove_adapter(name)
+            self._specs = tuple(one for one in self._specs if one.name != name)
+
+        self._running_lanes().ask(remove)
 
     # --- other transforms and routes
 
@@ -266,14 +275,17 @@ class Pipeline:
 
         They hold from a batch boundary on, all of one adapter at once. ConfigError: nothing has changed.
         """
-        lanes = self._running_lanes()
         transforms = as_many(transforms)
-        specs = change_specs(self._specs, adapters)
-        chains = {spec.name: Chain((*transforms, *spec.transforms), spec.routes) for spec in specs}
-        self._check_chains(chains)
-        self._tables.tell_missing(self._prepared, list(chains.values()))
-        lanes.reload(chains)
-        self._transforms, self._specs = transforms, specs
+
+        def change() -> None:  # all at once: no adapter comes or goes meanwhile
+            specs = change_specs(self._specs, adapters)
+            chains = {spec.name: Chain((*transforms, *spec.transforms), spec.routes) for spec in specs}
+            self._check_chains(chains)
+            self._tables.tell_missing(self._prepared, list(chains.values()))
+            self._running_lanes().reload(chains)
+            self._transforms, self._specs = transforms, specs
+
+        self._running_lanes().ask(change)
 
     def request_reload(self) -> None:
         """Read the configuration again and take its transforms and routes. Returns at once: fit for a signal handler."""

@@ -81,7 +81,8 @@ def keys(run: Run, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("what", "why", "grace_s"), [("fail", "failed (the disk is full", 20.0), ("block", "is slow", 3.0)]
+    ("what", "why", "grace_s"),
+    [("fail", "failed (the disk is full", 20.0), pytest.param("block", "is slow", 3.0, marks=pytest.mark.slow)],
 )
 def test_one_sink_fails_in_the_executors_and_the_others_go_on(
     run: Run, database: Database, monkeypatch: pytest.MonkeyPatch, what: str, why: str, grace_s: float

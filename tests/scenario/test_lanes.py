@@ -20,6 +20,8 @@ from pgcdc.errors import ConfigError, GapError
 from pgcdc.ops.counters import EVENTS_DROPPED, counters
 from pgcdc.ops.failpoint import FailpointError
 from pgcdc.position import Position
+from pgcdc.sink.delivery import Delivery
+from pgcdc.sink.spec import DeliveryOptions
 from pgcdc.state import read_json
 
 if TYPE_CHECKING:
@@ -264,3 +266,27 @@ def test_in_fast_mode_a_sink_that_is_too_far_behind_skips_ahead_and_it_is_counte
     assert run.seen.keys("a") == run.seen.keys("c") == list(range(1, last + 1))
     status = {one["adapter"]: one["dropped"] for one in run.status()["lanes"]}
     assert status == {"a": 0, "b": dropped, "c": 0}
+
+
+def test_the_end_does_not_wait_for_a_rate_limit(
+    spark: SparkSession, database: Database, tmp_path: Path, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pgcdc.stream.lanes.STOP_TIMEOUT_S", 1.0)
+
+    def begin(options: DeliveryOptions) -> Run:
+        run = Run(spark, database.url, tmp_path, ["a"])
+        sinks: dict[str, Any] = {"a": Delivery(TestSink(tmp_path, run.state.acks, "a"), options)}
+        run.sinks = sinks
+        return run.begin()
+
+    run = begin(DeliveryOptions(rate_limit=10, rate_limit_burst=10))
+    writer._conn.execute("INSERT INTO items SELECT g, 'x' FROM generate_series(1, 400) g")
+    wait_until(lambda: len(run.seen.keys("a")) > 10, 20, "some are there")
+    began = time.monotonic()
+    run.end()
+    assert time.monotonic() - began < 12
+    assert len(run.seen.keys("a")) < 300
+    again = begin(DeliveryOptions())
+    again.seen.wait_for("a", 400)
+    again.end()
+    assert again.seen.keys("a") == list(range(1, 401))

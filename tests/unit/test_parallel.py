@@ -396,3 +396,28 @@ def test_what_an_executor_raised_is_raised_here(text: str, kind: type[PgcdcError
     with pytest.raises(kind, match=message) as raised, explained(explain, "writing a"):
         raise PySparkException(text)
     assert type(raised.value) is kind
+
+
+def test_executors_write_what_is_behind_the_place_that_a_sink_has_skipped_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Unordered(FolderSink):
+        needs_key_order = False
+
+    told: list[_Write] = []
+
+    def map_in_arrow(frame: MagicMock, writing: _Write, _: str) -> MagicMock:
+        told.append(writing)
+        frame.collect.return_value = []
+        return frame
+
+    monkeypatch.setattr(parallel, "_map_in_arrow", map_in_arrow)
+    member = Delivery(Unordered(tmp_path / "a", tmp_path, "a"))
+    member.open(START)
+    floor = Position.end(80)
+    batch = LargeBatch(MagicMock(), MagicMock(), START, END, events=10)
+    assert batch.write(member, floor)
+    assert [one.after for one in told] == [str(floor)]
+    assert member.ack == END
+    assert batch.write(member, END)
+    assert len(told) == 1

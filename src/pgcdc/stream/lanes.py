@@ -108,7 +108,9 @@ class Lanes:
         received = parse_lsn(capture["received_lsn"]) if "received_lsn" in capture else 0
         report = []
         for member in list(self._moves.members.values()):
-            place, error = self._moves.membership[member.name], member.last_error
+            place, error = self._moves.membership.roster.places.get(member.name), member.last_error
+            if place is None:  # it is being removed
+                continue
             ack = member.sink.ack if member.is_open else None
             behind = max(0, received - stream_lsn(max(ack, place.floor).lsn)) if ack else None
             report.append(
@@ -343,11 +345,11 @@ class Lanes:
             if self.main.program is not None and adapter.chain not in self.main.program.chains:
                 self.main.begin_stop()  # it is started again, with that chain as well
 
-        self._ask(add)
+        self.ask(add)
 
     def remove_adapter(self, name: str) -> None:
         """Deliver nothing more to a sink; its ack stays. Durable when this returns; from any thread."""
-        self._ask(lambda: self._moves.remove(name, STOP_TIMEOUT_S))
+        self.ask(lambda: self._moves.remove(name, STOP_TIMEOUT_S))
 
     def reload(self, chains: Mapping[str, Chain]) -> None:
         """Other transforms and routes, for each adapter from a batch boundary on; from any thread.
@@ -367,7 +369,7 @@ class Lanes:
                     member.chain = wanted[member.name]
                     self._moves.lanes[self._moves.membership[member.name].lane].begin_stop()
 
-        self._ask(change)
+        self.ask(change)
 
     def _restart(self, lane: Lane) -> None:
         """End a query between two batches; it is started again with the program that its members want then."""
@@ -375,12 +377,18 @@ class Lanes:
         if not lane.await_boundary(STOP_TIMEOUT_S):
             lane.go_on()
             raise PgcdcError("the batch that runs does not end in time: nothing is changed", "Try again")
-        if lane.query is not None:
-            stop_query(lane.query, QUERY_STOP_S)
+        query = lane.query
+        if query is not None and not query.isActive and query.exception() and not isinstance(lane.error, LaneStopped):
+            lane.go_on()  # `_look_after` finds out why, and whether it may start again
+            raise PgcdcError("the query has just failed: nothing is changed", "Try again when it runs")
+        if query is not None:
+            stop_query(query, QUERY_STOP_S)
             lane.query = None
-        self._watched[lane.name] = Watched()
+        watched = self._watched.setdefault(lane.name, Watched())
+        watched.retry_at, watched.is_done = 0.0, False
 
-    def _ask(self, do: Callable[[], None]) -> None:
+    def ask(self, do: Callable[[], None]) -> None:
+        """Have the thread that watches do something between two looks; from any thread. Raises what it raises."""
         if self._watcher in (None, threading.get_ident()):
             do()
             return
@@ -397,8 +405,10 @@ class Lanes:
             do, answer = self._asked.get()
             try:
                 do()
-            except PgcdcError as error:
+            except BaseException as error:
                 answer.error = error
+                if not isinstance(error, Exception):
+                    raise
             finally:
                 answer.done.set()
 
@@ -407,16 +417,19 @@ class Lanes:
     def stop(self, on_main_ended: Callable[[], None] = lambda: None) -> None:
         """End all queries between two batches: those that run are finished and committed first, if they end in time.
 
-        Main's batch is waited for. Nobody waits for long for a sink that made nobody wait before.
+        Main's batch is waited for, while it gets on. Nobody waits for long for a sink that made nobody wait before.
         """
         side_lanes = [lane for lane, _ in self._moves.side_lanes]
         for lane in (self.main, *side_lanes):
             lane.begin_stop()
         for _, member in self._moves.side_lanes:
             member.stop()
-        self.main.await_boundary(STOP_TIMEOUT_S)
+        is_ended = self.main.await_boundary(STOP_TIMEOUT_S)
+        if not is_ended:  # a sink that waits for its rate limit, or for another try, need not
+            for member in self.main.members():
+                member.stop()
         if self.main.query is not None:
-            self.main.query.stop()
+            self.main.query.stop() if is_ended else stop_query(self.main.query, QUERY_STOP_S)
         on_main_ended()
         deadline = time.monotonic() + QUERY_STOP_S
         for lane in side_lanes:
@@ -447,4 +460,4 @@ class _Answer:
 
     def __init__(self) -> None:
         self.done = threading.Event()
-        self.error: PgcdcError | None = None
+        self.error: BaseException | None = None

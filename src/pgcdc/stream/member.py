@@ -19,7 +19,7 @@ from pgcdc.stream.membership import Membership
 from pgcdc.stream.parallel import LargeBatch, can_write_parts
 from pgcdc.transform.program import Chain
 
-__all__ = ["Adapter", "Member", "NotAMember", "WriteFuture", "may_pass"]
+__all__ = ["Adapter", "Member", "NotAMember", "WriteFuture", "left_out", "may_pass"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,15 @@ def may_pass(error: BaseException | None) -> bool:
     return isinstance(error, PgcdcError) and error.policy is Policy.RETRY
 
 
+def left_out(name: str, ack: Position, start: Position) -> GapError:
+    """An adapter that has been away for too long."""
+    return GapError(
+        f"adapter {name} stands at {ack}, but the others were served up to {start} without it",
+        f"What came between cannot be delivered any more. To let it begin at {start}, delete its ack in "
+        "the state directory (acks/) and give it a new target",
+    )
+
+
 class Member:
     """One sink and the only thread that ever writes to it. The thread does not keep the process from ending."""
 
@@ -67,6 +76,7 @@ class Member:
         """From when on main may be held for it."""
         self._membership = membership
         self._left = 0
+        self._is_closed = False
         self._lock = threading.Lock()
         self._tasks: queue.SimpleQueue[tuple[str, Callable[[], bool], WriteFuture] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name=f"adapter-{self.name}", daemon=True).start()
@@ -88,11 +98,7 @@ class Member:
             self.sink.open(start)
             self.is_open = True
         if self.reached < start:
-            raise GapError(
-                f"adapter {self.name} stands at {self.sink.ack}, but the others were served up to {start} without it",
-                f"What came between cannot be delivered any more. To let it begin at {start}, delete its ack in "
-                "the state directory (acks/) and give it a new target",
-            )
+            raise left_out(self.name, self.sink.ack, start)
 
     @property
     def takes_parts(self) -> bool:
@@ -115,8 +121,12 @@ class Member:
     def _submit(self, lane: str, write: Callable[[], bool]) -> WriteFuture:
         future = WriteFuture()
         with self._lock:
-            self._left += 1
-        self._tasks.put((lane, write, future))
+            if not self._is_closed:
+                self._left += 1
+                self._tasks.put((lane, write, future))
+                return future
+        future.ended = time.monotonic()
+        future.set_exception(NotAMember(f"adapter {self.name} was removed"))
         return future
 
     def stop(self) -> None:
@@ -126,7 +136,9 @@ class Member:
 
     def close(self) -> None:
         """End the thread and close the sink; one that is still being written to is left to itself."""
-        self._tasks.put(None)
+        with self._lock:
+            self._is_closed = True
+            self._tasks.put(None)
         if not self.is_busy and not self.is_hanging and self.is_open:
             self.sink.close()
 

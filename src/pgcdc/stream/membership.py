@@ -153,6 +153,8 @@ class Membership:
         self._outside = outside
         self._lock = threading.RLock()
         self._writing: set[str] = set()
+        self._number = 0
+        """Of the last lane that was tried to be made."""
 
     @property
     def roster(self) -> Roster:
@@ -171,7 +173,8 @@ class Membership:
 
     def reached(self, adapter: str, ack: Position) -> Position:
         """Up to where an adapter needs nothing: what it has, and what was skipped."""
-        return max(ack, self[adapter].floor)
+        place = self._roster.places.get(adapter)
+        return max(ack, place.floor) if place else ack  # one that is being removed has nothing else
 
     def recover(self, adapters: Iterable[str]) -> None:
         """At the start: these adapters are wanted. Who calls it opens the sinks, and then lets go of what is unknown.
@@ -205,7 +208,8 @@ class Membership:
 
     def may_rejoin(self, adapter: str, ack: Position, next_start: Position) -> bool:
         """Whether main's next batch begins where this adapter is, or before, and nobody writes to it."""
-        is_apart = self[adapter].lane != MAIN and adapter not in self._writing
+        place = self._roster.places.get(adapter)
+        is_apart = place is not None and place.lane != MAIN and adapter not in self._writing
         return is_apart and self.reached(adapter, ack) >= next_start
 
     def rejoin(self, adapter: str, ack: Position, next_start: Position) -> str:
@@ -252,7 +256,8 @@ class Membership:
     def _move(self, adapter: str, start: Position, place: Place) -> str:
         """Into a new lane. Its consumer comes first: from then on nothing behind `start` is lost."""
         with self._lock:
-            number = self._roster.number + 1
+            # No number twice, also if a step failed: a consumer may be left that begins somewhere else.
+            number = self._number = max(self._number, self._roster.number) + 1
             lane = f"{MAIN}~{adapter}~{number}"
             self._outside.join(lane, start)
             self._place(adapter, replace(place, lane=lane, start=start), number)

@@ -18,10 +18,11 @@ from pgcdc.errors import PgcdcError
 from pgcdc.ops.counters import EVENTS_DROPPED, LANE_MOVES, counters
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position
+from pgcdc.sink.ack import AckFile
 from pgcdc.spool.reader import SpoolReader, read_slice
 from pgcdc.state import StateDir, read_json, write_json_durably
 from pgcdc.stream.lane import Lane
-from pgcdc.stream.member import Adapter, Member, may_pass
+from pgcdc.stream.member import Adapter, Member, left_out, may_pass
 from pgcdc.stream.membership import Membership, Roster
 
 __all__ = ["Moves"]
@@ -74,6 +75,8 @@ class Moves:
         self.left_over: list[Lane] = []
         """To be stopped and forgotten."""
         self.membership = Membership(Roster.from_json(read_json(state.lanes_file)), _Durable(state, link))
+        self._removed: dict[str, Member] = {}
+        """Those that were at a write when they were removed."""
         self._spool: SpoolReader | None = None
         self._lock = threading.RLock()
 
@@ -86,8 +89,10 @@ class Moves:
     def side_lanes(self) -> list[tuple[Lane, Member]]:
         """Lanes of a single adapter, and whose they are."""
         places = self.membership.roster.places
-        found = [(self.lanes.get(places[one.name].lane), one) for one in list(self.members.values())]
-        return [(lane, one) for lane, one in found if lane is not None and lane.name != MAIN]
+        # Asked for by main's batch, too, while another thread removes an adapter: then it has no place any more.
+        found = [(places.get(one.name), one) for one in list(self.members.values())]
+        lanes = [(self.lanes.get(place.lane), one) for place, one in found if place is not None]
+        return [(lane, one) for lane, one in lanes if lane is not None and lane.name != MAIN]
 
     def open(self, adapters: list[Adapter]) -> None:
         """Lanes as they were left, for these adapters. What a crash in the middle of a move left over is let go of."""
@@ -126,7 +131,7 @@ class Moves:
                 self._open_lane(self.membership[member.name].lane)
 
     def _members_of(self, lane: str) -> list[Member]:
-        return [self.members[name] for name in self.membership.members(lane) if name in self.members]
+        return [one for name in self.membership.members(lane) if (one := self.members.get(name)) is not None]
 
     # --- out of main
 
@@ -223,7 +228,7 @@ class Moves:
                 continue
             lane.begin_stop()  # the batch that it is at is its last: then it is known what it has
             with _held(lane, 0) as is_held:
-                if is_held and not member.is_busy:
+                if is_held and not member.is_busy and not member.is_hanging:
                     self._skip(lane, member, spool)
 
     def _skip(self, lane: Lane, member: Member, spool: SpoolReader) -> None:
@@ -244,29 +249,44 @@ class Moves:
 
     def add(self, adapter: Adapter) -> None:
         """A new adapter, in a lane of its own from where main is. One whose ack is older would miss something: GapError."""
+        before = self._removed.get(adapter.name)
+        if before is not None and (before.is_busy or before.is_hanging):
+            raise PgcdcError(
+                f"adapter {adapter.name} is still at a write from before it was removed",
+                "Try again when that has ended",
+            )
+        self._removed.pop(adapter.name, None)
         start = self.main.next_start
+        ack = AckFile(self._state.acks, adapter.name).position
+        if ack is not None and ack < start:  # before its target is touched
+            raise left_out(adapter.name, ack, start)
         # The sink comes last: an ack without a lane would be a gap after a crash.
         self.membership.add(adapter.name, start)
-        member = self._take(adapter)
+        member = self.members[adapter.name] = Member(adapter, self.membership)
         try:
+            self._open_lane(self.membership[adapter.name].lane)
             member.open(start)
-        except PgcdcError as error:
+        except Exception as error:
             if not may_pass(error):
                 self.remove(adapter.name, 0)
                 raise
-            member.last_error = error
+            member.last_error = error  # who watches tries again
         self._say(f"adapter {adapter.name} is added")
 
     def remove(self, name: str, timeout_s: float) -> None:
         """No batch for this adapter any more; its ack stays."""
-        lane = self.lanes[self.membership[name].lane] if name in self.membership else self.main
-        with _held(lane, timeout_s) as is_held:
-            if not is_held and lane.name == MAIN:
+        lane = self.lanes.get(self.membership[name].lane) if name in self.membership else self.main
+        with _held(lane, timeout_s) if lane is not None else contextlib.nullcontext(True) as is_held:
+            if not is_held and lane is self.main:
                 raise PgcdcError(f"adapter {name} cannot be removed in the middle of a batch", "Try again")
             self.membership.remove(name)
-            if lane.name != MAIN:
+            if lane is not None and lane is not self.main:
                 self._abandon(lane)
-        self.members.pop(name).close()
+        member = self.members.pop(name)
+        member.close()
+        member.stop()  # nobody waits for it any more
+        if member.is_busy or member.is_hanging:
+            self._removed[name] = member
         self._say(f"adapter {name} is removed")
 
 
