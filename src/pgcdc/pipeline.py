@@ -43,6 +43,7 @@ from pgcdc.stream.session import check_java, check_running, session, stop_sessio
 from pgcdc.transform.check import check_chains, missing_columns
 from pgcdc.transform.program import Chain, compile_chains
 from pgcdc.transform.transforms import from_spec
+from pgcdc.transform.written import note_chains
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -228,6 +229,7 @@ class Pipeline:
             options=self._spark_options(), once=self.config.once, fail_fast=self.config.fail_fast,
             bus_mode=self.config.bus_mode, bus_buffer=self.config.bus_buffer,
         )  # fmt: skip
+        note_chains(self.state.transforms_file, [(spec, self._chain(spec)) for spec in self._specs])
         self._lanes.open(self._adapters, self.on_batch)
         self._is_open = True
 
@@ -238,6 +240,7 @@ class Pipeline:
         self._check_typed([self._chain(spec)])
         check_chains(self._spark, [self._chain(spec)])
         (adapter,) = self._make_adapters([spec])
+        note_chains(self.state.transforms_file, [(spec, self._chain(spec))])
         lanes.add_adapter(adapter)
         self._specs = (*self._specs, spec)
 
@@ -259,6 +262,7 @@ class Pipeline:
         self._check_typed(chains.values())
         check_chains(self._spark, list(chains.values()))
         self._tell_missing(list(chains.values()))
+        note_chains(self.state.transforms_file, [(spec, chains[spec.name]) for spec in specs])
         lanes.reload(chains)
         self._transforms, self._specs = tuple(transforms), specs
 
