@@ -42,6 +42,7 @@ from pgcdc.stream.table_watch import TableWatch
 from pgcdc.transform.check import check_chains
 from pgcdc.transform.program import Chain, compile_chains
 from pgcdc.transform.transforms import from_spec
+from pgcdc.transform.written import note_chains
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -242,6 +243,7 @@ class Pipeline:
             options=self._spark_options(), once=self.config.once, fail_fast=self.config.fail_fast,
             bus_mode=self.config.bus_mode, bus_buffer=self.config.bus_buffer,
         )  # fmt: skip
+        note_chains(self.state.transforms_file, [(spec, self._chain(spec)) for spec in self._specs])
         self._lanes.open(self._adapters, self.on_batch)
         self._is_open = True
 
@@ -254,6 +256,7 @@ class Pipeline:
 
         def add() -> None:  # adapters and transforms may be others by then
             check_adapters((*self._specs, spec))
+            note_chains(self.state.transforms_file, [(spec, self._chain(spec))])
             lanes.add_adapter(replace(adapter, chain=self._chain(spec)))
             self._specs = (*self._specs, spec)
 
@@ -282,6 +285,7 @@ class Pipeline:
             chains = {spec.name: Chain((*transforms, *spec.transforms), spec.routes) for spec in specs}
             self._check_chains(chains)
             self._tables.tell_missing(self._prepared, list(chains.values()))
+            note_chains(self.state.transforms_file, [(spec, chains[spec.name]) for spec in specs])
             self._running_lanes().reload(chains)
             self._transforms, self._specs = transforms, specs
 

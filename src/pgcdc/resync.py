@@ -37,6 +37,7 @@ from pgcdc.sink.file import FileSink
 from pgcdc.sink.folder import FolderSink, file_sink
 from pgcdc.sink.state import KeyStore, TableName, content_kind
 from pgcdc.state import Identity, Lock, StateDir, check_identity, fsync_folder, read_json, write_json_durably
+from pgcdc.transform.written import why_unreadable
 
 __all__ = ["Resync", "ResyncOptions"]
 
@@ -218,8 +219,8 @@ class Resync:
                 )
             if self.options.truncate:
                 lines.append(f"{where}: a TRUNCATE of every table comes before its rows")
-            elif kind in ("rows", "zset"):
-                lines.append(f"{where}, but typed rows cannot be read back: {_NOT_DELETED}")
+            elif reason := self._why_unreadable(sink):
+                lines.append(f"{where}, but {reason} cannot be read back: {_NOT_DELETED}")
             else:
                 lines.append(f"{where}; rows that it has and the source has not any more are deleted by events")
         if (self.state.acks / "stdout.json").exists() and not self.options.truncate:
@@ -238,12 +239,9 @@ class Resync:
         lines = []
         for table in self._chosen():
             lines.append(f"table {table.title} is read again while pgcdc listen runs, each row as a SNAPSHOT")
-        readable = {sink.path for sink in self._readable()}
         for sink in self._sinks():
-            if sink.path not in readable:
-                lines.append(
-                    f"typed rows in {sink.path} cannot be read back: deletes of rows that vanished are not sent"
-                )
+            if reason := self._why_unreadable(sink):
+                lines.append(f"{reason} in {sink.path} cannot be read back: deletes of rows that vanished are not sent")
         if (self.state.acks / "stdout.json").exists():
             lines.append("adapter stdout cannot be read back: deletes of rows that vanished are not sent for it")
         return lines
@@ -460,9 +458,18 @@ class Resync:
         return list(_file_sinks(self.state.acks))
 
     def _readable(self) -> list[FileSink | FolderSink]:
-        return [one for one in self._sinks() if one.path.exists() and content_kind(one.path) in ("events", "")]
+        return [one for one in self._sinks() if one.path.exists() and not self._why_unreadable(one)]
+
+    def _why_unreadable(self, sink: FileSink | FolderSink) -> str:
+        """Which lines of a sink do not tell the keys of its rows; "" if all do."""
+        kind = content_kind(sink.path) if sink.path.exists() else ""
+        if kind in _UNREADABLE:
+            return _UNREADABLE[kind]
+        noted = (read_json(self.state.transforms_file) or {}).get(sink.name)
+        return why_unreadable(noted, [column for one in self._published() for column in one.key]) if noted else ""
 
 
+_UNREADABLE = {"rows": "typed rows", "zset": "typed rows", "other": "lines of another form"}
 _NOT_DELETED = "deletes of rows that vanished are not sent (with --truncate, a TRUNCATE comes before the rows)"
 
 

@@ -15,6 +15,7 @@ from databases import Database
 from listening import wait_until
 from proving import LINES, Delivery, Hammer, assert_equal, create_tables, fold
 
+from pgcdc import adapters, transform
 from pgcdc.capture.releases import Releases
 from pgcdc.capture.requests import RequestQueue, RequestState, SnapshotRequest
 from pgcdc.cli.status import read_status
@@ -22,6 +23,8 @@ from pgcdc.errors import ConfigError, GapError, SinkError, SourceError, StateErr
 from pgcdc.position import Position
 from pgcdc.resync import Resync, ResyncOptions
 from pgcdc.state import Lock, read_json, write_json
+from pgcdc.transform.program import Chain
+from pgcdc.transform.written import note_chains
 
 KEYS = {"public.t": ("id",), "public.pair": ("b", "a"), "public.log": ()}
 POINTS = ["keys", "noted", "dropped", "emptied", "prepared", "truncated", "kept", "queued", "acked"]
@@ -315,3 +318,58 @@ def test_a_table_that_is_gone_must_be_left_out_by_name(database: Database, tmp_p
     resync(one, tables=("a",))
     identity = one.state.identity()
     assert identity is not None and identity.asked is not None and identity.asked["tables"] == ["a"]
+
+
+CHANGING = (
+    (transform.rename_fields(a="first"), "transforms change the key (a)"),
+    (transform.debezium_envelope(), "lines that the transform debezium has made"),
+    (transform.mask("id", mode="hash", key="0123456789abcdef"), "transforms change the key (id)"),
+)
+
+
+def test_lines_whose_keys_transforms_have_changed_are_not_read_back(delivery: Delivery, database: Database) -> None:
+    spec, note = adapters.file(delivery.output), delivery.state.transforms_file
+    for one, reason in CHANGING:
+        note.unlink(missing_ok=True)
+        note_chains(note, [(spec, Chain((one,)))])
+        note_chains(note, [(spec, Chain())])  # what was written so stays so
+        with Resync(options(delivery, read_again=("t",))) as work:
+            said = "\n".join(work.plan())
+        assert reason in said and "cannot be read back: deletes of rows that vanished are not sent" in said
+    lose_slot(database)
+    said = "\n".join(resync(delivery))
+    assert f"{reason} cannot be read back: deletes of rows that vanished are not sent" in said
+    assert vanished(delivery) == {}
+
+
+def test_lines_in_which_transforms_leave_the_keys_are_read_back(delivery: Delivery, database: Database) -> None:
+    chain = Chain((transform.mask("v"), transform.filter(operations=["INSERT", "DELETE"])), ("*",))
+    note_chains(delivery.state.transforms_file, [(adapters.file(delivery.output), chain)])
+    note_chains(delivery.state.transforms_file, [(adapters.noop(), Chain((transform.drop_columns("id"),)))])
+    lose_slot(database)
+    assert "are deleted by events" in "\n".join(resync(delivery))
+    assert set(vanished(delivery)) == {"t", "pair"}
+
+
+def test_lines_of_another_form_are_not_read_back(delivery: Delivery, database: Database) -> None:
+    lose_slot(database)
+    whole = delivery.output.read_bytes()
+    line = b'{"before":null,"after":{"id":1},"op":"c"}\n'
+    delivery.output.write_bytes(whole[: whole.index(b"\n") + 1] + line + whole)
+    with pytest.raises(SinkError, match=r"line 2 is not an event.*give --truncate"):
+        resync(delivery)
+    delivery.output.write_bytes(line + whole)
+    assert "lines of another form cannot be read back" in "\n".join(resync(delivery))
+    assert vanished(delivery) == {}
+
+
+def test_transforms_are_remembered_until_the_target_is_another(tmp_path: Path) -> None:
+    note, spec = tmp_path / "transforms.json", adapters.file(tmp_path / "a")
+    note_chains(note, [(spec, Chain())])
+    assert not note.exists()
+    note_chains(note, [(spec, Chain((transform.sql(a="1"),))), (adapters.noop(), Chain((transform.mask("b"),)))])
+    note_chains(note, [(spec, Chain((transform.python(lambda event: event),)))])
+    noted = read_json(note) or {}
+    assert noted["file"] == {"target": str(tmp_path / "a"), "columns": ["a"], "others": ["python"]}
+    note_chains(note, [(adapters.file(tmp_path / "b"), Chain())])
+    assert list(read_json(note) or {}) == ["noop"]

@@ -13,6 +13,7 @@ from pgcdc import Pipeline, adapters, sources, transform
 from pgcdc.config import Config
 from pgcdc.errors import ConfigError, PgcdcError
 from pgcdc.reload import Reloads, change_specs
+from pgcdc.state import read_json
 from pgcdc.stream.session import check_running
 
 DB = "postgresql://h/x"
@@ -234,3 +235,23 @@ def test_a_session_that_was_there_before_is_left_running(
     pipeline._start_spark()
     pipeline._close()
     assert spark.stop.called is not was_there
+
+
+def test_what_transforms_change_is_remembered_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pgcdc.pipeline.CaptureLink", mock.Mock())
+    monkeypatch.setattr("pgcdc.pipeline.Lanes", mock.Mock())
+    given = adapters.file(tmp_path / "x.jsonl", transforms=[transform.mask("email")])
+    pipeline = Pipeline(sources.postgres(DB, tables=["a"], state_dir=tmp_path), [given, adapters.noop()])
+    pipeline._prepared = mock.Mock()
+
+    def changed() -> dict[str, list[str]]:
+        return {name: one["columns"] for name, one in (read_json(pipeline.state.transforms_file) or {}).items()}
+
+    pipeline._open_lanes()
+    assert changed() == {"file": ["email"]}
+    pipeline._prepared = None  # the database is not asked which columns there are
+    pipeline.add_adapter(adapters.noop(name="late", transforms=[transform.drop_columns("id")]))
+    pipeline.reload([], {"noop": ([transform.mask("phone")], [])})
+    assert changed() == {"file": ["email"], "late": ["id"], "noop": ["phone"]}

@@ -165,13 +165,16 @@ def read_lines(path: Path, size: int, store: KeyStore) -> None:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise SinkError(
                     f"{path}, line {number} is not an event as it was written: {error}",
-                    "Restore the file, or begin a new one: delete acks/file.json in the state directory and give another "
-                    "--file-path",
+                    "Restore the file; if transforms wrote it in another form, give --truncate; or begin a new one: delete "
+                    "acks/file.json in the state directory and give another --file-path",
                 ) from error
 
 
 def content_kind(path: Path) -> str:
-    """What stands in a file or folder of JSON lines, by the first one: events, rows (typed ones), zset; "" if none."""
+    """What stands in a file or folder of JSON lines, by the first one: events, rows (typed ones), zset, other; "" if none.
+
+    `other` are events in the form of an envelope.
+    """
     if path.is_dir():
         return next((content_kind(part) for part in sorted(path.glob("*.jsonl"))), "")
     with open(path, "rb") as file:
@@ -180,6 +183,8 @@ def content_kind(path: Path) -> str:
         first = orjson.loads(line)
     except ValueError:
         return ""
+    if isinstance(first, dict) and "_op" not in first and not {"operation", "channel", "payload"} <= first.keys():
+        return "other"
     if not isinstance(first, dict) or "_op" not in first:
         return "events"
     return "zset" if "_weight" in first else "rows"
