@@ -22,6 +22,7 @@ from pgcdc.errors import ConfigError
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.transform.cloudevents import cloudevents
 from pgcdc.transform.debezium import debezium, debezium_key
+from pgcdc.transform.debezium_values import _sparse
 from pgcdc.transform.shape import edit_shape
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec
 
@@ -143,3 +144,13 @@ def test_documents_are_those_of_the_engine(spark: SparkSession, database: Databa
     finally:
         query.end()
     assert differences([one for one in theirs if one[1]], documents_of(query.collect(spark)), same_server=True) == []
+
+
+def test_a_sparse_vector_is_json_or_left_to_be_text(spark: SparkSession) -> None:
+    for text, expected in (
+        ("{1:1.5,3:-2e-05}/5", {"dimensions": 5, "vector": [[1, 1.5], [3, -2e-05]]}),
+        ("{}/3", {"dimensions": 3, "vector": []}),
+        *((odd, None) for odd in ("", "{}", "{}/", "{1:2}/z", "{x}/y", "{1:x}/2")),
+    ):
+        (made,) = spark.sql(f"SELECT {_sparse('x')} FROM VALUES ('{text}') AS t(x)").collect()
+        assert (made[0] and json.loads(made[0])) == expected, text

@@ -330,7 +330,8 @@ def _sparse(x: str) -> str:
     pair = "concat('[', split_part(y, ':', 1), ',', CAST(try_cast(split_part(y, ':', 2) AS DOUBLE) AS STRING), ']')"
     pairs = f"transform(split(btrim(split_part({x}, '/', 1), '{{}}'), ','), y -> {pair})"
     written = f"""concat('{{"dimensions":', split_part({x}, '/', 2), ',"vector":[', array_join({pairs}, ','), ']}}')"""
-    return f"if({x} LIKE '{{%}}/%', {written}, NULL)"
+    entry = "[0-9]+:[-+.0-9eE]+"
+    return f"if({x} RLIKE r'^[{{]({entry}(,{entry})*)?[}}]/[0-9]+$', {written}, NULL)"
 
 
 # --- arrays
