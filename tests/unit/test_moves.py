@@ -210,7 +210,7 @@ def test_an_adapter_that_comes_during_a_reload_has_the_new_transforms(
 ) -> None:
     source = sources.postgres("postgresql://h/x", tables=["a"], state_dir=tmp_path)
     pipeline = Pipeline(source, [adapters.noop(name="a"), adapters.noop(name="b")])
-    pipeline._lanes, pipeline._is_open = lanes, True
+    pipeline._lanes, pipeline._is_open, pipeline._spark = lanes, True, cast(Any, object())
     made, go_on = threading.Event(), threading.Event()
     make = pipeline._make_adapters
 
