@@ -296,4 +296,4 @@ def test_without_a_capture_requests_are_written_down(database: Database, query: 
     query.complete(name)
     query.drain()
     assert len(keys_of_snapshots(query)) == 10
-    assert "is not captured" in query.states()[missing]["error"]
+    wait_until(lambda: "is not captured" in query.states()[missing]["error"], 30, "the other one is refused")

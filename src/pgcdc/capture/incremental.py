@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -43,8 +43,10 @@ __all__ = ["IncrementalSnapshots"]
 
 logger = logging.getLogger("pgcdc.capture")
 
-FIRST_ROWS, MIN_ROWS, MAX_ROWS = 1_000, 1_000, 50_000
-CHUNK_S = 0.2
+FIRST_ROWS, MIN_ROWS, MAX_ROWS = 1_000, 1_000, 10_000
+"""A change that is committed behind a chunk waits until Spark has delivered it: so chunks are small."""
+CHUNK_S = 0.1
+MAX_REST_S = 1.0
 KEYS_PER_CHUNK = 5_000
 MAX_DISCARDS = 8
 RETRY_S, MAX_RETRY_S = 0.1, 5.0
@@ -62,6 +64,7 @@ class _Attempt:
     """Transactions that were streamed before the window was opened."""
     keys_done: int
     """Of a chunk of given keys: how far in their file it goes."""
+    begun: float = field(default_factory=time.monotonic)
     read: ChunkRead | None = None
     chunk: Chunk | None = None
     is_cancelled: bool = False
@@ -326,8 +329,15 @@ class IncrementalSnapshots:
         self._advance(state.id, {"chunks": chunks, "rows": rows, **after})
         hit("incremental.advanced")
         self._adapt(attempt, read)
-        self._due = time.monotonic() + (state.request.chunk_delay_s or self._chunk_delay_s)
+        self._due = time.monotonic() + self._rest_s(attempt, state)
         return release
+
+    def _rest_s(self, attempt: _Attempt, state: RequestState) -> float:
+        """What was asked for. If nothing was: half of the time belongs to the stream."""
+        if given := state.request.chunk_delay_s or self._chunk_delay_s:
+            return given
+        is_adaptive = not (state.request.chunk_size or self._chunk_size)
+        return min(time.monotonic() - attempt.begun, MAX_REST_S) if is_adaptive else 0.0
 
     def _after(self, attempt: _Attempt, read: ChunkRead, state: RequestState) -> dict[str, Any]:
         """How far the request is with this chunk."""
