@@ -42,7 +42,7 @@ __all__ = [
     "Prepared",
     "SourceOptions",
     "check_begin",
-    "check_not_taken",
+    "check_known",
     "check_others",
     "check_publications",
     "check_rejoin",
@@ -250,14 +250,8 @@ def check_others(options: SourceOptions, state: StateDir, consumer: str) -> None
         )
 
 
-def _prepare(
-    options: SourceOptions,
-    state: StateDir,
-    watch_pid: int,
-    on_wait: Callable[[list[OpenTransaction]], None] | None,
-) -> Prepared:
-    server = check(options.url, options.slot)
-    options.wire.check(server.version_num)
+def check_known(options: SourceOptions, state: StateDir, server: ServerInfo) -> Identity | None:
+    """Who the state directory belongs to, if slot and server are the ones it knows. Raises with advice if not."""
     if server.slot is not None and not options.temporary_slot:
         options.wire.check_slot(options.slot, server.slot.two_phase)
     check_not_taken(options, state, server)
@@ -270,6 +264,18 @@ def _prepare(
             database=server.database,
             slot=options.slot,
         )
+    return known
+
+
+def _prepare(
+    options: SourceOptions,
+    state: StateDir,
+    watch_pid: int,
+    on_wait: Callable[[list[OpenTransaction]], None] | None,
+) -> Prepared:
+    server = check(options.url, options.slot)
+    options.wire.check(server.version_num)
+    known = check_known(options, state, server)
     # Every refusal comes before the first change: a refused start must not touch what a running pipeline uses.
     began = known is not None and known.created_lsn > 0
     with contextlib.ExitStack() as undo, connect(options.url, may_retry=False) as sql:

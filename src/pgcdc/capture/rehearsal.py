@@ -14,7 +14,7 @@ from pgcdc.capture.preflight import ServerInfo, check
 from pgcdc.capture.prepare import (
     SourceOptions,
     check_begin,
-    check_not_taken,
+    check_known,
     check_others,
     check_publications,
     check_rejoin,
@@ -25,7 +25,7 @@ from pgcdc.capture.publications import PublicationInfo
 from pgcdc.capture.published import PublishedTable, read_published
 from pgcdc.capture.signals import ensure_signal_table
 from pgcdc.errors import SourceError
-from pgcdc.state import StateDir, check_identity
+from pgcdc.state import StateDir
 
 __all__ = ["Rehearsal", "check_server", "check_slot", "rehearse"]
 
@@ -57,18 +57,7 @@ def check_slot(options: SourceOptions, server: ServerInfo, consumer: str) -> Non
     state = StateDir(Path(options.state_dir))
     state.check_whole()
     check_others(options, state, consumer)
-    if server.slot is not None and not options.temporary_slot:
-        options.wire.check_slot(options.slot, server.slot.two_phase)
-    check_not_taken(options, state, server)
-    known = state.identity()
-    if known is not None:
-        check_identity(
-            known,
-            system_identifier=server.system_identifier,
-            timeline=server.timeline,
-            database=server.database,
-            slot=options.slot,
-        )
+    known = check_known(options, state, server)
     if known is not None and known.created_lsn > 0:
         check_rejoin(options, known, server)
     else:

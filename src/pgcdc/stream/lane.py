@@ -66,7 +66,7 @@ class Lane:
         self.on_leave: Callable[[Member, Position, BaseException | None], None] | None = None
         """Gives a member a lane of its own, durably; None: nobody leaves this lane."""
         self.on_batch: Callable[[Batch], None] | None = None
-        """Called with what the first chain has of each batch that was collected."""
+        """Called with what the first chain has of each batch that was collected, after the members have it."""
         self.large: LargeBatches | None = None
         """Set before the start: then executors write large batches to the sinks that can."""
         self._checkpoint = checkpoint
@@ -208,6 +208,8 @@ class Lane:
             self._follow(start, futures, members, submit)
             self.batches += 1
             self.events += collected[0].events.num_rows if collected else events
+            if collected and self.on_batch is not None:
+                self.on_batch(collected[0])
         elif self._stages(batch_id):
             self.program.collect(blocks)  # it has no rows, but its tasks have something to do
         hit("lane.written")
@@ -220,8 +222,6 @@ class Lane:
         assert self.program is not None
         batches = [Batch(start, end, table) for table in self.program.collect(blocks)]
         hit("lane.collected")
-        if self.on_batch is not None:
-            self.on_batch(batches[0])
         return batches
 
     def _submit_large(

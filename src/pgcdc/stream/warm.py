@@ -13,6 +13,7 @@ from pgcdc.position import Position
 from pgcdc.relation import Column, Relation
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS, OldKind, Op
 from pgcdc.spool.writer import SpoolWriter
+from pgcdc.stream.session import with_settings
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -40,7 +41,9 @@ def warm_up(spark: SparkSession, program: Program) -> None:
         def collect(batch: DataFrame, _: int) -> None:
             program.collect(batch)
 
-        writer.foreachBatch(collect).start().awaitTermination()
+        with with_settings(spark, program.settings()):
+            query = writer.foreachBatch(collect).start()
+        query.awaitTermination()
 
 
 def _write_spool(folder: Path) -> None:
