@@ -20,6 +20,8 @@ An error carries one line that says what happened and one that says what to do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
@@ -31,6 +33,7 @@ __all__ = [
     "GapError",
     "PgcdcError",
     "Policy",
+    "Reject",
     "SchemaChanged",
     "SinkError",
     "SinkRejected",
@@ -145,12 +148,34 @@ class SinkUnavailable(SinkError):
     """The target does not answer; it may come back."""
 
     policy = Policy.RETRY
+    retry_in_s: float = 0.0
+    """How long the target wants to be left alone, if it said so."""
+    positions: tuple[str, ...] = ()
+    """The events that failed, if the sink can tell them from others: they may go to dead letters when tries are used up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """One event that a target refuses, whatever is tried."""
+
+    position: str
+    kind: str
+    """A short word for people and filters: `http_400`, `not_null_violation`."""
+    text: str
+    """What the target said, without secrets."""
 
 
 class SinkRejected(SinkError):
-    """The target will never accept this row."""
+    """The target will never accept these events; the same batch without them is worth a try.
+
+    Without `rejects` nobody knows which ones they are, and the pipeline stops.
+    """
 
     policy = Policy.DEAD_LETTER
+
+    def __init__(self, message: str, advice: str = "", rejects: Sequence[Reject] = ()) -> None:
+        super().__init__(message, advice)
+        self.rejects = tuple(rejects)
 
 
 _KINDS: dict[str, type[PgcdcError]] = {

@@ -47,38 +47,48 @@ def child(database: Database, tmp_path: Path) -> Iterator[Child]:
     one.kill()
 
 
-SOME = [("fail then recover", "lanes.saved=kill@2")]
-"""What b does, and where the driver is killed: in a rejoin, after a leave."""
+SOME = [("in", "fail", "lanes.saved=kill@2")]
+"""Where b is before the driver starts, what it does then, and where the driver is killed. (The first start saves, too.)"""
 ALL = [
     *SOME,
-    ("fail", "lanes.before_join=kill"),
-    ("fail", "lanes.joined=kill"),
-    ("fail", "lanes.before_save=kill"),
-    ("fail", "lanes.saved=kill"),
-    ("", "lanes.before_save=kill"),
-    ("", "lanes.saved=kill"),
-    ("fail", "lanes.before_forget=kill"),
-    ("block then recover", "lanes.saved=kill@2"),
-    ("block", "lanes.forgotten=kill"),
-    ("block", "lanes.saved=kill"),
+    ("out", "fail", "lanes.before_join=kill"),
+    ("out", "", "lanes.joined=kill"),
+    ("out", "", "lanes.before_save=kill"),
+    ("out", "", "lanes.saved=kill"),
+    ("out", "", "lanes.before_forget=kill"),
+    ("out", "", "lanes.forgotten=kill"),
+    ("in", "fail", "lanes.before_join=kill"),
+    ("in", "fail", "lanes.joined=kill"),
+    ("in", "fail", "lanes.before_save=kill"),
+    ("in", "block", "lanes.before_save=kill"),
+    ("in", "block", "lanes.saved=kill"),
 ]
 
 
-@pytest.mark.timeout(900)
+def bring(child: Child, where: str) -> None:
+    """Have b in main or out of it, and no driver."""
+    seen = child.seen
+    if seen.lanes() and seen.is_out("b") != (where == "out"):
+        seen.tell("b", "fail" if where == "out" else "")
+        child.start()
+        wait_until(lambda: seen.is_out("b") == (where == "out"), 90, f"b is {where}")
+        child.kill()
+        wait_until(lambda: Lock.holder(child.folder / "state" / "capture.lock") is None, 20, "the capture ends")
+
+
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("rounds", [pytest.param(SOME, id="some"), pytest.param(ALL, id="all", marks=pytest.mark.slow)])
 def test_kill_9_in_the_middle_of_a_move_loses_and_repeats_nothing(
-    child: Child, database: Database, rounds: list[tuple[str, str]]
+    child: Child, database: Database, rounds: list[tuple[str, str, str]]
 ) -> None:
     seen = child.seen
     traffic: Traffic | None = None
     with psycopg.connect(database.url, autocommit=True) as conn:
-        for what, failpoint in rounds:
-            seen.tell("b", what.partition(" ")[0])
+        for where, what, failpoint in rounds:
+            bring(child, where)
+            seen.tell("b", what)
             traffic = traffic or Traffic(database.url)
             child.start(failpoint, wait=False)
-            if what.endswith("then recover"):
-                wait_until(lambda: bool(seen.lanes()) and seen.is_out("b"), 90, "b leaves")
-                seen.tell("b", "")
             assert child.wait_exit(120) == -signal.SIGKILL, child.log.read_text()[-2000:]
             wait_until(lambda: Lock.holder(child.folder / "state" / "capture.lock") is None, 20, "the capture ends")
             row = conn.execute("SELECT max(confirmed_flush_lsn) - '0/0'::pg_lsn FROM pg_replication_slots").fetchone()

@@ -6,7 +6,7 @@ places, so a sink deduplicates by position, and only by position: neither query 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from pgcdc.position import Position
 
-__all__ = ["Batch", "ParallelSink", "PartWriter", "Receipt", "Sink", "line_buffers", "takes_parts"]
+__all__ = ["Batch", "ParallelSink", "PartWriter", "Receipt", "ReplayableSink", "Sink", "line_buffers", "takes_parts"]
 
 Receipt = dict[str, Any]
 """What a part writer says about a part, for the commit: a few words that JSON can carry."""
@@ -47,6 +47,13 @@ class Batch:
             return self
         end = Position.parse(positions[count - 1].as_py()) if count else self.start
         return Batch(self.start, end, self.events.slice(0, count))
+
+    def without(self, positions: Collection[str]) -> Batch:
+        """The same batch without the events at these positions."""
+        if not positions:
+            return self
+        is_out = pc.is_in(self.events.column("position"), pa.array(sorted(positions), pa.string()))
+        return Batch(self.start, self.end, self.events.filter(pc.invert(is_out)))
 
     def lines(self) -> Iterator[memoryview]:
         """The lines one after the other, as few buffers as there are chunks: nothing is copied."""
@@ -80,10 +87,26 @@ class Sink(Protocol):
         """Check the target and restore it to the ack; a new sink begins at `start`. SinkError: it must not be touched."""
 
     def write(self, batch: Batch) -> None:
-        """Make one batch durable, then move the ack to its end. What the ack already covers is skipped."""
+        """Make one batch durable, then move the ack to its end. What the ack already covers is skipped.
+
+        SinkRejected names events that the target will never take: then the batch comes again without them. What a target
+        that cannot take anything back got of it before is not sent again meanwhile.
+        """
 
     def close(self) -> None:
         """Release what is held; nothing is lost if this is never called."""
+
+
+@runtime_checkable
+class ReplayableSink(Protocol):
+    """A sink that takes dead letters again. All sinks of the registry are."""
+
+    def redeliver(self, batch: Batch) -> Collection[str]:
+        """Deliver events of the past again, which went to dead letters; the ack stays where it is.
+
+        Returns the positions of those that were left out, because the target has something newer for their key. Raises as
+        `write` does; for an opened sink only, and never while it writes.
+        """
 
 
 class PartWriter(Protocol):

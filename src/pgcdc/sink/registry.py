@@ -35,7 +35,7 @@ class AdapterType:
     name: str
     options: type[BaseModel]
     make: Callable[[AdapterSpec, Path], Sink]
-    """The sink, with its ack in this folder."""
+    """The sink, with its ack in this folder (`acks` of a state directory, which has more that a sink may want to know)."""
     target: Callable[[Any], str] = _nothing
     """What no other adapter of a pipeline may write to; empty: it does not matter."""
     check: Callable[[Any], None] = _anything
