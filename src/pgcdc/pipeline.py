@@ -97,9 +97,8 @@ class Pipeline:
         self._last_error: dict[str, str] | None = None
         self._status_due = 0.0
         self._adapters: list[Adapter] = []
-        self._is_locked = False
+        self._is_locked = self._is_open = False
         self._lanes: Lanes | None = None
-        self._is_open = False
         self.on_batch: Callable[[Batch], None] | None = None
         """Called with every batch after all sinks have it (the playground's live view)."""
         self.on_ready: Callable[[], None] | None = None
@@ -252,12 +251,13 @@ class Pipeline:
         lanes = self._running_lanes()
         check_adapters((*self._specs, spec))
         self._check_chains({spec.name: self._chain(spec)})
-        (adapter,) = self._make_adapters([spec])
+        (looked,) = self._make_adapters([spec])
 
         def add() -> None:  # adapters and transforms may be others by then
             check_adapters((*self._specs, spec))
             note_chains(self.state.transforms_file, [(spec, self._chain(spec))])
-            lanes.add_adapter(replace(adapter, chain=self._chain(spec)))
+            made, acks = replace(looked, chain=self._chain(spec)), self.state.acks
+            lanes.add_adapter(made, lambda: Delivery(make_sink(spec, acks), spec.delivery))
             self._specs = (*self._specs, spec)
 
         lanes.ask(add)
