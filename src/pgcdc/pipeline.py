@@ -441,14 +441,14 @@ class Pipeline:
         return False
 
     def _close(self) -> None:
+        if self._lanes is not None:  # first: a query that goes on would start the capture again
+            self._lanes.close(end_queries=not self._owns_spark)
         if self._link is not None:
             self._link.stop()
             self._link.close()
             deadline = time.monotonic() + 3
             while Lock.holder(self.state.capture_lock) is not None and time.monotonic() < deadline:
                 time.sleep(0.02)
-        if self._lanes is not None:
-            self._lanes.close()
         if self._spark is not None and self._owns_spark:
             stop_session(self._spark, SPARK_STOP_S)
         if self._phase != "failed":

@@ -181,25 +181,40 @@ def test_skipping_looks_at_an_adapter_that_left_later_and_is_further_behind(lane
     assert [moves.membership[name].dropped for name in "ab"] == [9, 0]
 
 
+class MovesMeanwhile:
+    """The boundary of a lane at which a batch ends while somebody waits for its end."""
+
+    def __init__(self, lane: Lane, move: Callable[[], None]) -> None:
+        self._boundary, self._move = lane.boundary, [move]
+
+    def acquire(self, **how: Any) -> bool:
+        if self._move:
+            self._move.pop()()
+        return self._boundary.acquire(**how)
+
+    def release(self) -> None:
+        self._boundary.release()
+
+
 def test_an_adapter_that_leaves_while_it_waits_to_be_removed_leaves_no_lane(lanes: Lanes) -> None:
     moves = lanes._moves
-    boundary = moves.main.boundary
-
-    class Boundary:
-        """A batch of main ends while somebody waits for its end: in it b has left."""
-
-        def acquire(self, **how: Any) -> bool:
-            if moves.membership["b"].lane == MAIN:
-                moves.leave(moves.members["b"], at(0), None)
-            return boundary.acquire(**how)
-
-        def release(self) -> None:
-            boundary.release()
-
-    moves.main.boundary = cast(Any, Boundary())
+    moves.main.boundary = cast(Any, MovesMeanwhile(moves.main, lambda: moves.leave(moves.members["b"], at(0), None)))
     moves.remove("b", 1.0)
     assert set(moves.lanes) == {MAIN} and "b" not in moves.membership
     assert [lane.is_abandoned for lane in moves.left_over] == [True]
+
+
+def test_an_adapter_that_comes_back_while_it_waits_to_be_removed_leaves_main(lanes: Lanes) -> None:
+    moves = lanes._moves
+    moves.leave(moves.members["b"], at(0), None)
+    lane = moves.lanes[moves.membership["b"].lane]
+    moves.main.program = cast(Any, SimpleNamespace(chains=[Chain()]))
+    member = moves.members["b"]
+    member.is_open = True
+    lane.boundary = cast(Any, MovesMeanwhile(lane, lambda: moves.begin_batch(at(0))))
+    moves.remove("b", 1.0)
+    assert set(moves.lanes) == {MAIN} and "b" not in moves.membership
+    assert moves.left_over == [lane]
 
 
 def test_a_reload_does_not_forget_why_a_query_failed(lanes: Lanes) -> None:
@@ -357,6 +372,20 @@ def test_an_error_is_forgotten_when_it_is_over(lanes: Lanes, capture: Capture, m
     lanes._moves.open_missing()
     lanes._moves.members["c"].open(at(0))
     assert lanes.status()[2]["last_error"] is None
+
+
+@pytest.mark.parametrize("owns_spark", [True, False])
+def test_a_run_that_failed_leaves_no_query_in_a_spark_of_somebody_else(
+    lanes: Lanes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owns_spark: bool
+) -> None:
+    done: list[str] = []
+    pipeline = Pipeline(sources.postgres("postgresql://h/x", tables=["a"], state_dir=tmp_path), [adapters.noop()])
+    monkeypatch.setattr("pgcdc.pipeline.stop_session", lambda *_: done.append("spark"))
+    pipeline._lanes, pipeline._spark, pipeline._owns_spark = lanes, cast(Any, object()), owns_spark
+    pipeline._link = cast(Any, SimpleNamespace(stop=lambda: done.append("capture"), close=lambda: None))
+    lanes.main.query = cast(Any, SimpleNamespace(stop=lambda: done.append("query")))
+    pipeline._close()
+    assert done == (["capture", "spark"] if owns_spark else ["query", "capture"])
 
 
 def test_what_is_said_of_an_adapter_that_moves(lanes: Lanes, tmp_path: Path) -> None:

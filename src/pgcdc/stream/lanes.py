@@ -476,9 +476,13 @@ class Lanes:
         for lane in list(self._moves.left_over):
             self._end(lane)
 
-    def close(self) -> None:
-        """Close the sinks, and let go of who still asks for something."""
+    def close(self, *, end_queries: bool = False) -> None:
+        """Close the sinks, and let go of who still asks for something. A Spark that stays must not keep the queries."""
         self._is_closed.set()
+        for lane in (*self._moves.lanes.values(), *self._moves.left_over) if end_queries else ():
+            lane.begin_stop()
+            if lane.query is not None:
+                stop_query(lane.query, QUERY_STOP_S)
         for member in self._moves.members.values():
             member.close()
 

@@ -199,8 +199,8 @@ class Moves:
     def _abandon(self, lane: Lane) -> None:
         with self._lock:
             lane.abandon()
-            del self.lanes[lane.name]
-            self.left_over.append(lane)
+            if self.lanes.pop(lane.name, None) is not None:
+                self.left_over.append(lane)
 
     def let_go(self, lane: Lane) -> None:
         """Forget a lane whose query has been stopped."""
@@ -297,12 +297,12 @@ class Moves:
         self._say(f"adapter {name} is removed")
 
     def _take_out(self, name: str, timeout_s: float) -> bool:
-        """Out of its lane; False: it is in another one by now, since the batch that was waited for made it leave."""
+        """Out of its lane; False: it is in another one by now, since a batch that was waited for has moved it."""
         lane = self.lanes.get(self.membership[name].lane) if name in self.membership else self.main
         with _held(lane, timeout_s) if lane is not None else contextlib.nullcontext(True) as is_held:
             if not is_held and lane is self.main:
                 raise PgcdcError(f"adapter {name} cannot be removed in the middle of a batch", "Try again")
-            if lane is self.main and name in self.membership and self.membership[name].lane != MAIN:
+            if lane is not None and name in self.membership and self.membership[name].lane != lane.name:
                 return False
             self.membership.remove(name)
             if lane is not None and lane is not self.main:
