@@ -256,8 +256,8 @@ class Pipeline:
         def add() -> None:  # adapters and transforms may be others by then
             check_adapters((*self._specs, spec))
             note_chains(self.state.transforms_file, [(spec, self._chain(spec))])
-            made, acks = replace(looked, chain=self._chain(spec)), self.state.acks
-            lanes.add_adapter(made, lambda: Delivery(make_sink(spec, acks), spec.delivery))
+            made = replace(looked, chain=self._chain(spec))
+            lanes.add_adapter(made, lambda: self._make_adapters([spec])[0].sink)
             self._specs = (*self._specs, spec)
 
         lanes.ask(add)
@@ -307,8 +307,7 @@ class Pipeline:
         self._owns_spark = check_running(self.config.db)
         os.environ["PGCDC_DB"] = self.config.db
         os.environ["PGCDC_WATCH_PID"] = str(os.getpid())
-        in_main = threading.current_thread() is threading.main_thread()
-        ours = signal.getsignal(signal.SIGINT)
+        in_main, ours = threading.current_thread() is threading.main_thread(), signal.getsignal(signal.SIGINT)
         self._spark = session(master=self.config.spark_master, log_file=self.state.path / "spark.log")
         if in_main:  # Spark installs a handler of its own, which would cancel the running batch
             signal.signal(signal.SIGINT, ours)
