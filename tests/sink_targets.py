@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import resource
@@ -33,7 +34,8 @@ from pgcdc.sink.stdout import StdoutSink
 
 __all__ = [
     "END", "PLAIN", "START", "STREAM", "TARGETS", "WHOLE", "FileTarget", "FolderInTwoParts", "FolderTarget", "Target",
-    "_Target", "batch", "batch_of", "by_key", "check_all_arrived", "event", "fresh", "line", "opened", "position_of",
+    "_Target", "batch", "batch_of", "by_key", "check_all_arrived", "event", "fresh", "having", "kind_of",
+    "line", "opened", "position_of",
     "to_line", "up_to",
 ]  # fmt: skip
 
@@ -238,6 +240,20 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
 """A class, or a function of the folder in which a target may keep what it needs."""
 PLAIN = [name for name in TARGETS if "_delivered" not in name]
 """Those whose sink is not wrapped: for stories that wrap it themselves."""
+
+
+def kind_of(name: str) -> type[Target]:
+    """The class of a target of PLAIN."""
+    made = TARGETS[name]
+    kind = made.func if isinstance(made, functools.partial) else made
+    assert isinstance(kind, type), f"TARGETS[{name!r}] is neither a class nor a partial of one"
+    assert issubclass(kind, _Target)
+    return kind
+
+
+def having(ability: str) -> list[str]:
+    """Those of PLAIN with an ability that a target has not by default."""
+    return [name for name in PLAIN if getattr(kind_of(name), ability) is not getattr(_Target, ability)]
 
 
 @contextlib.contextmanager
