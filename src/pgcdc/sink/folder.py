@@ -29,7 +29,8 @@ from pgcdc.position import Position
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Batch, Receipt, line_buffers
 from pgcdc.sink.file import FileSink
-from pgcdc.sink.state import KeyStore, read_lines
+from pgcdc.sink.rotation import Compression
+from pgcdc.sink.state import KeyStore, content_kind, read_lines
 from pgcdc.state import fsync_folder, write_all
 
 __all__ = ["FolderPartWriter", "FolderSink", "file_sink", "leave_folder"]
@@ -41,12 +42,21 @@ OWNER = "owner"
 _PART = re.compile(r"[0-9A-F]{16}-[0-9A-F]{12}(?:\.[0-9A-F]{8})?-[0-9]{5}\.jsonl")
 
 
-def file_sink(path: Path | str, acks: Path, name: str = "file", *, is_folder: bool = False) -> FileSink | FolderSink:
+def file_sink(
+    path: Path | str,
+    acks: Path,
+    name: str = "file",
+    *,
+    is_folder: bool = False,
+    max_bytes: int = 0,
+    max_files: int = 0,
+    compression: Compression = "none",
+) -> FileSink | FolderSink:
     """The sink for a path: a folder if it is one, or if it ends with a slash."""
     text = str(path)
     if is_folder or text.endswith(os.sep) or Path(text).is_dir():
         return FolderSink(Path(text), acks, name)
-    return FileSink(Path(text), acks, name)
+    return FileSink(Path(text), acks, name, max_bytes=max_bytes, max_files=max_files, compression=compression)
 
 
 def leave_folder(detail: Mapping[str, Any]) -> None:
@@ -134,6 +144,21 @@ class FolderSink:
     def path(self) -> Path:
         """The folder."""
         return self._path
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is anything to read."""
+        return self._path.exists()
+
+    @property
+    def kind(self) -> str:
+        """What stands in it, as `content_kind` says."""
+        return content_kind(self._path) if self._path.exists() else ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything that was written is to be there: nothing is ever removed."""
+        return True
 
     @property
     def ack(self) -> Position:
