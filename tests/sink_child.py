@@ -125,8 +125,8 @@ def _fork(request: dict[str, Any]) -> Ended:
     with open(reading, "rb") as file:
         said = file.read()
     _, status = os.waitpid(pid, 0)
-    written, _, error = said.decode().partition(" ")
-    return Ended(os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, len(written), error)
+    written, _, failure = said.decode().partition(" ")
+    return Ended(os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, len(written), failure)
 
 
 def main() -> None:

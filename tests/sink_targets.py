@@ -23,6 +23,7 @@ from typing import Any
 from targets.base import BaseTarget as _Target
 from targets.base import Target
 from targets.events import END, START, STREAM, WHOLE, batch, batch_of, by_key, event, line, position_of, to_line, up_to
+from targets.picky import PickyTarget
 
 from pgcdc.position import Position
 from pgcdc.sink.base import Batch, Sink
@@ -233,6 +234,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "file_delivered_in_parts": delivered(FileTarget, rate_limit=1e9, rate_limit_burst=3),
     "stdout_delivered": delivered(RedirectedStdout),
     "noop_delivered": delivered(NoopTarget),
+    "file_picky": PickyTarget,
     "folder": FolderTarget,
     "folder_in_two_parts": FolderInTwoParts,
     "folder_delivered": delivered(FolderTarget),
