@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pgcdc.errors import ConfigError
 from pgcdc.sink.base import Sink
 from pgcdc.sink.exec.options import ExecOptions
+from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.spec import AdapterSpec, FileOptions, NoopOptions, StdoutOptions
 
 __all__ = ["ADAPTERS", "AdapterType", "check_adapters", "make_sink"]
@@ -115,6 +116,16 @@ def _make_noop(spec: AdapterSpec, acks: Path) -> Sink:
     return NoopSink(acks, spec.name)
 
 
+def _make_pg_table(spec: AdapterSpec, acks: Path) -> Sink:
+    from pgcdc.sink.pg_table.parts import export_url
+    from pgcdc.sink.pg_table.sink import PgTableSink
+
+    assert isinstance(spec.options, PgTableOptions)
+    options = spec.options.resolved()
+    export_url(spec.name, options.db)
+    return PgTableSink(options, acks, spec.name, timeout_s=spec.delivery.timeout)
+
+
 ADAPTERS: dict[str, AdapterType] = {
     kind.name: kind
     for kind in (
@@ -122,6 +133,7 @@ ADAPTERS: dict[str, AdapterType] = {
         AdapterType("file", FileOptions, _make_file, lambda options: os.path.realpath(options.target), _check_file),
         AdapterType("exec", ExecOptions, _make_exec),
         AdapterType("noop", NoopOptions, _make_noop),
+        AdapterType("pg_table", PgTableOptions, _make_pg_table, PgTableOptions.target, PgTableOptions.check),
     )
 }
 """The types by name."""
