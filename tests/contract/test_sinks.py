@@ -31,6 +31,7 @@ from sink_targets import (
     opened,
     up_to,
 )
+from targets.events import many
 
 from pgcdc.errors import SinkError, StateError
 from pgcdc.ops.failpoint import FailpointError
@@ -95,8 +96,8 @@ def test_ack_survives_and_the_next_process_goes_on_there(target: Target) -> None
 
 
 def test_large_batch(target: Target) -> None:
-    positions = [f"{110:016X}/{number:012X}" for number in range(1, target.large + 1)]
-    lines = [f'{{"position":"{one}","text":"{"x" * 80}"}}\n' for one in positions]
+    lines = many(target.large)
+    positions = [str(Position(110, number)) for number in range(1, target.large + 1)]
     table = pa.table({"position": positions, "line": lines})
     with opened(target) as sink:
         sink.write(Batch(START, Position.end(110), table))

@@ -10,6 +10,7 @@ __all__ = [
     "CONFIG_RELOAD_ERRORS",
     "EVENTS_DELIVERED",
     "EVENTS_DROPPED",
+    "EXEC_RESTARTS",
     "LANE_MOVES",
     "Counters",
     "counters",
@@ -21,6 +22,8 @@ EVENTS_DELIVERED = "pgcdc_events_delivered_total"
 """By adapter."""
 EVENTS_DROPPED = "pgcdc_events_dropped_total"
 """By adapter: what it skipped in fast mode."""
+EXEC_RESTARTS = "pgcdc_exec_restarts_total"
+"""By adapter: commands that were started again, because one failed or was ended."""
 LANE_MOVES = "pgcdc_lane_moves_total"
 """By adapter and move: leave, rejoin, skip."""
 
