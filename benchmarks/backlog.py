@@ -91,7 +91,7 @@ def through_transforms() -> list[Contender]:
 
     def run_with(transforms: list[dict[str, Any]]) -> Callable[[str, str, Backlog], dict[str, Any]]:
         return lambda url, slot, backlog: _run_through_spark(
-            "spark_child.py", "lines", url, slot, backlog, json.dumps(transforms)
+            "spark_child.py", "lines", url, slot, backlog, json.dumps({"transforms": {"global": transforms}})
         )
 
     return [

@@ -33,6 +33,7 @@ from peers import peer_contenders
 from reloads import measure_reloads
 from report import Figure, at_least, at_most, skipped
 from snapshot import measure_reading
+from targets import measure_append, measure_apply, measure_three
 from tls import describe_tls, tls_enabled, with_tls
 from toast import drop_toast, prepare_toast, run_toast
 from workload import Backlog, Writer, connect, drop_slot, new_slot, prepare_backlog, start_server
@@ -489,6 +490,9 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "sinks": measure_more_sinks,
     "blocked": measure_one_blocked,
     "reload": measure_hot_reload,
+    "apply": measure_apply,
+    "append": measure_append,
+    "three": measure_three,
     "tls": measure_tls,
     "peers": measure_peers,
     "large": measure_large,

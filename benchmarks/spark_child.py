@@ -1,4 +1,7 @@
-"""The pipeline in a process of its own: `SLOT CHANGES FOLDER [TRANSFORMS]`. The URL is in PGCDC_DB. Prints one line of JSON.
+"""The pipeline in a process of its own: `SLOT CHANGES FOLDER [SETTINGS]`. The URL is in PGCDC_DB. Prints one line of JSON.
+
+SETTINGS is JSON: what the configuration has besides. With `end`, a position in the WAL, the time ends when every adapter has
+acknowledged it; else when the file has as many events as there are changes.
 
 The same parts in the same roles as `pgcdc listen`, in another order: the capture connects when Spark is warm, so that the
 time counts from START_REPLICATION.
@@ -20,13 +23,14 @@ from workload import PUBLICATION, wait_for_reader
 
 from pgcdc.config import Config
 from pgcdc.pipeline import Pipeline
+from pgcdc.position import parse_lsn
 from pgcdc.sink.base import Batch
 
 
 class WarmPipeline(Pipeline):
     """Starts Spark first and the capture when Spark is warm; stops at the last change."""
 
-    def __init__(self, config: Config, changes: int) -> None:
+    def __init__(self, config: Config, changes: int, end: str | None = None) -> None:
         super().__init__(config)
         self.on_batch = self._count
         self.began = 0.0
@@ -41,6 +45,7 @@ class WarmPipeline(Pipeline):
         """The largest RSS of each role; of several workers, their sum."""
         self._cpu_before: dict[psutil.Process, tuple[str, float]] = {}
         self._left = changes
+        self._end = parse_lsn(end) if end else None
 
     def _run(self) -> None:
         assert self._prepared is not None
@@ -51,6 +56,8 @@ class WarmPipeline(Pipeline):
         self._open_lanes()
         self.began = wait_for_reader(self.config.db, self.config.slot_name)
         self._cpu_before = cpu_of_tree(os.getpid())
+        if self._end is not None:
+            threading.Thread(target=self._watch_acks, args=[self._end], daemon=True).start()
         self._stream()
         self._finish()
 
@@ -58,9 +65,16 @@ class WarmPipeline(Pipeline):
         now = time.time()
         self._left -= batch.events.num_rows
         self.batches.append((now, batch.events.num_rows))
-        if self._left <= 0 and not self.ended:
+        if self._end is None and self._left <= 0 and not self.ended:
             self.ended = now
             threading.Thread(target=self._conclude).start()
+
+    def _watch_acks(self, end: int) -> None:
+        assert self._lanes is not None
+        while any(member.sink.ack.lsn < end for member in self._lanes.members()):
+            time.sleep(0.01)
+        self.ended = time.time()
+        self._conclude()
 
     def _conclude(self) -> None:
         after = cpu_of_tree(os.getpid())
@@ -79,22 +93,26 @@ class WarmPipeline(Pipeline):
 def main() -> None:
     """Drain the slot into a file and say how long it took."""
     slot, changes, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    settings: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+    end = settings.pop("end", None)
     options: dict[str, Any] = {
         "db": os.environ["PGCDC_DB"],
         "slot_name": slot,
         "publication": PUBLICATION,
         "adapters": ("file",),
-        "file_path": folder / "events.jsonl",
         "state_dir": folder / "state",
         "start_from": "slot",
+        **settings,
     }
-    if len(sys.argv) > 4:
-        options["transforms"] = {"global": json.loads(sys.argv[4])}
-    config = Config.model_validate(options)
-    pipeline = WarmPipeline(config, changes)
+    file_path = folder / "events.jsonl"
+    if "file" in options["adapters"]:
+        options["file_path"] = file_path
+    pipeline = WarmPipeline(Config.model_validate(options), changes, end)
     pipeline.run()
-    with open(folder / "events.jsonl", "rb") as file:
-        lines = sum(piece.count(b"\n") for piece in iter(lambda: file.read(1 << 20), b""))
+    lines = 0
+    if file_path.exists():
+        with open(file_path, "rb") as file:
+            lines = sum(piece.count(b"\n") for piece in iter(lambda: file.read(1 << 20), b""))
     begin = pipeline.began
     answer = {
         "lines": lines,
