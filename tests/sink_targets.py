@@ -22,6 +22,9 @@ from typing import Any
 from targets.base import BaseTarget as _Target
 from targets.base import Target
 from targets.events import END, START, STREAM, WHOLE, batch, batch_of, by_key, event, line, position_of, to_line, up_to
+from targets.exec import by_ack
+from targets.file import RotatingFile, rotating
+from targets.stdout import PrettyStdout
 
 from pgcdc.position import Position
 from pgcdc.sink.base import Batch, Sink
@@ -234,6 +237,14 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "folder": FolderTarget,
     "folder_in_two_parts": FolderInTwoParts,
     "folder_delivered": delivered(FolderTarget),
+    "stdout_pretty": PrettyStdout,
+    "file_rotating": RotatingFile,
+    "file_rotating_gzip": rotating("gzip"),
+    "file_rotating_zstd": rotating("zstd"),
+    "exec_by_exit": by_ack("exit"),
+    "exec_by_line": by_ack("line"),
+    "exec_by_write": by_ack("write"),
+    "exec_delivered": delivered(by_ack("line"), rate_limit=1e9, rate_limit_burst=3),
 }
 """A class, or a function of the folder in which a target may keep what it needs."""
 PLAIN = [name for name in TARGETS if "_delivered" not in name]
