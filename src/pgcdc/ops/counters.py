@@ -8,6 +8,7 @@ from collections import Counter
 __all__ = [
     "CONFIG_RELOADS",
     "CONFIG_RELOAD_ERRORS",
+    "DEAD_LETTERS",
     "EVENTS_DELIVERED",
     "EVENTS_DROPPED",
     "EXEC_RESTARTS",
@@ -18,6 +19,8 @@ __all__ = [
 
 CONFIG_RELOADS = "pgcdc_config_reloads_total"
 CONFIG_RELOAD_ERRORS = "pgcdc_config_reload_errors_total"
+DEAD_LETTERS = "pgcdc_dead_letters_total"
+"""By adapter: events that its target refused, and that were set aside."""
 EVENTS_DELIVERED = "pgcdc_events_delivered_total"
 """By adapter."""
 EVENTS_DROPPED = "pgcdc_events_dropped_total"
