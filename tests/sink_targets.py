@@ -1,4 +1,7 @@
-"""Where sinks write to, seen from the other end, and the events that tests give them. A new sink joins in TARGETS."""
+"""Where sinks write to, seen from the other end, and the events that tests give them. A new sink joins in TARGETS.
+
+What a target can say of itself stands in `targets/base.py`; docs/contract.md says what the suite does with it.
+"""
 
 from __future__ import annotations
 
@@ -7,99 +10,101 @@ import contextlib
 import fcntl
 import json
 import os
+import resource
 import select
 import tempfile
 import termios
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-import pyarrow as pa
+from targets.base import BaseTarget as _Target
+from targets.base import Target
+from targets.events import END, START, STREAM, WHOLE, batch, batch_of, by_key, event, line, position_of, to_line, up_to
+from targets.pg_table import PgAppendInTwoParts, PgAppendTarget
 
 from pgcdc.position import Position
 from pgcdc.sink.base import Batch, Sink
 from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.folder import FolderSink
-from pgcdc.sink.noop import NoopSink
 from pgcdc.sink.spec import DeliveryOptions
 from pgcdc.sink.stdout import StdoutSink
 
-START = Position.end(100)
+__all__ = [
+    "END", "PLAIN", "START", "STREAM", "TARGETS", "WHOLE", "FileTarget", "FolderInTwoParts", "FolderTarget", "Target",
+    "_Target", "batch", "batch_of", "by_key", "check_all_arrived", "event", "fresh", "line", "opened", "position_of",
+    "to_line", "up_to",
+]  # fmt: skip
 
 
-# --- targets
+class _OnDisk(_Target):
+    """Breaks as a disk does that is full: nothing can be written to any file of this process."""
+
+    type, can_break = "file", True
+    path: Path
+    _limits = (-1, -1)
+
+    def break_target(self) -> None:
+        self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, self._limits[1]))
+
+    def heal_target(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._limits)
+
+    def wrong_options(self) -> Sequence[tuple[Mapping[str, Any], str]]:
+        return [
+            ({}, "path"),
+            ({"path": ""}, "path"),
+            ({"path": str(self.path), "colour": "red"}, "colour is not known"),
+            ({"path": str(self.path.parent / "missing" / "events.jsonl")}, "does not exist"),
+            ({"path": f"/proc/{self.path.name}"}, "/proc/"),
+        ]
 
 
-class Target(Protocol):
-    """Where a sink writes to, seen from its other end. It outlives the sink, as the real one outlives a crash."""
-
-    repeats: bool
-    """What was written before a crash cannot be taken back."""
-    before_ack: str
-    """The failpoint between durable and acknowledged."""
-    acks: Path
-    large: int
-    """Events of a large batch."""
-    keeps: bool
-    """What was written can be looked at."""
-
-    def sink(self) -> Sink:
-        """A new process's sink for this target."""
-
-    def lines(self) -> list[str]:
-        """Everything that arrived, in order."""
-
-    def close(self) -> None:
-        """Clean up."""
-
-
-class _Target:
-    large, keeps = 40_000, True
-
-
-class FileTarget(_Target):
-    repeats, before_ack = False, "file.before_ack"
+class FileTarget(_OnDisk):
+    before_ack, kill_points = "file.before_ack", ("file.half_written", "file.before_ack", "file.after_ack")
 
     def __init__(self, folder: Path) -> None:
         self.acks, self.path = folder, folder / "events.jsonl"
 
+    def options(self) -> Mapping[str, Any]:
+        return {"path": str(self.path)}
+
     def sink(self) -> FileSink:
-        return FileSink(self.path, self.acks)
+        return FileSink(self.path, self.acks, self.name or self.type)
 
     def lines(self) -> list[str]:
-        return self.path.read_text().splitlines(keepends=True)
-
-    def close(self) -> None:
-        pass
+        return self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
 
 
-class FolderTarget(_Target):
+class FolderTarget(_OnDisk):
     """What a reader sees who lists the folder in order."""
 
-    repeats, before_ack = False, "folder.before_ack"
+    before_ack = "folder.before_ack"
+    kill_points = ("folder.half_written", "folder.before_ack", "folder.before_shown", "folder.after_shown")
 
     def __init__(self, folder: Path) -> None:
         self.acks, self.path = folder / "acks", folder / "events"
         self.acks.mkdir()
 
+    def options(self) -> Mapping[str, Any]:
+        return {"path": f"{self.path}/"}
+
     def sink(self) -> FolderSink:
-        return FolderSink(self.path, self.acks)
+        return FolderSink(self.path, self.acks, self.name or self.type)
 
     def lines(self) -> list[str]:
         parts = sorted(self.path.glob("*.jsonl")) if self.path.exists() else []
         return [line for part in parts for line in part.read_text().splitlines(keepends=True)]
-
-    def close(self) -> None:
-        pass
 
 
 class FolderInTwoParts(FolderTarget):
     """The same, written as executors do: each batch in two parts, with a task that ran twice."""
 
     def sink(self) -> FolderSink:
-        return _InTwoParts(self.path, self.acks)
+        return _InTwoParts(self.path, self.acks, self.name or self.type)
 
 
 class _InTwoParts(FolderSink):
@@ -119,14 +124,15 @@ class _InTwoParts(FolderSink):
 class RedirectedStdout(_Target):
     """Standard output that goes to a file: `pgcdc listen > events.jsonl`."""
 
-    repeats, before_ack = True, "stdout.before_ack"
+    type, repeats, before_ack = "stdout", True, "stdout.before_ack"
 
     def __init__(self, folder: Path) -> None:
         self.acks, self._path = folder, folder / "stdout"
+        self.stdout = str(self._path)
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def sink(self) -> StdoutSink:
-        return StdoutSink(self.acks, descriptor=self._descriptor)
+        return StdoutSink(self.acks, self.name or self.type, descriptor=self._descriptor)
 
     def lines(self) -> list[str]:
         return self._path.read_text().splitlines(keepends=True)
@@ -138,11 +144,12 @@ class RedirectedStdout(_Target):
 class PipedStdout(_Target):
     """Standard output that another process reads: `pgcdc listen | jq`. A pipe holds 64 KB, so somebody must read."""
 
-    repeats, before_ack = True, "stdout.before_ack"
+    type, repeats, before_ack = "stdout", True, "stdout.before_ack"
 
     def __init__(self, folder: Path) -> None:
         self.acks = folder
         self._reading, self._writing = os.pipe()
+        self.stdout = f"/proc/{os.getpid()}/fd/{self._writing}"
         self._data = b""
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -158,7 +165,7 @@ class PipedStdout(_Target):
                 return
 
     def sink(self) -> StdoutSink:
-        return StdoutSink(self.acks, descriptor=self._writing)
+        return StdoutSink(self.acks, self.name or self.type, descriptor=self._writing)
 
     def lines(self) -> list[str]:
         while True:
@@ -177,50 +184,43 @@ class PipedStdout(_Target):
 class NoopTarget(_Target):
     """What it has is what its ack covers."""
 
-    repeats, before_ack, keeps = False, "noop.before_ack", False
+    type, before_ack, keeps = "noop", "noop.before_ack", False
 
     def __init__(self, folder: Path) -> None:
         self.acks = folder
 
-    def sink(self) -> NoopSink:
-        return NoopSink(self.acks)
-
     def lines(self) -> list[str]:
         try:
-            return up_to(Position.parse(json.loads((self.acks / "noop.json").read_text())["position"]))
+            ack = json.loads((self.acks / f"{self.name or self.type}.json").read_text())
+            return up_to(Position.parse(ack["position"]))
         except FileNotFoundError:
             return []
         except ValueError:  # a test damaged it
             return WHOLE
 
-    def close(self) -> None:
-        pass
+    def wrong_options(self) -> Sequence[tuple[Mapping[str, Any], str]]:
+        return [({"path": "x"}, "path is not known")]
 
 
 class Delivered:
     """Another target, whose sink is in the wrapper that all sinks have in a pipeline."""
 
     def __init__(self, inner: Target, options: DeliveryOptions, large: int) -> None:
-        self.repeats, self.before_ack, self.acks, self.keeps = inner.repeats, inner.before_ack, inner.acks, inner.keeps
-        self.large = large
         self._inner, self._options = inner, options
+        self.large = large
 
-    def sink(self) -> Delivery:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def sink(self) -> Sink:
         return Delivery(self._inner.sink(), self._options)
-
-    def lines(self) -> list[str]:
-        return self._inner.lines()
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def delivered(kind: Callable[[Path], Target], **options: float) -> Callable[[Path], Target]:
-    return lambda folder: Delivered(
-        kind(folder),
-        DeliveryOptions(**options),  # type: ignore[arg-type]
-        60 if options else 40_000,
-    )
+    def make(folder: Path) -> Any:
+        return Delivered(kind(folder), DeliveryOptions(**options), 60 if options else 40_000)  # type: ignore[arg-type]
+
+    return make
 
 
 TARGETS: dict[str, Callable[[Path], Target]] = {
@@ -235,7 +235,12 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "folder": FolderTarget,
     "folder_in_two_parts": FolderInTwoParts,
     "folder_delivered": delivered(FolderTarget),
+    "pg_append": PgAppendTarget,
+    "pg_append_in_two_parts": PgAppendInTwoParts,
 }
+"""A class, or a function of the folder in which a target may keep what it needs."""
+PLAIN = [name for name in TARGETS if "_delivered" not in name]
+"""Those whose sink is not wrapped: for stories that wrap it themselves."""
 
 
 @contextlib.contextmanager
@@ -252,35 +257,6 @@ def opened(target: Target, start: Position = START) -> Iterator[Sink]:
     sink.open(start)
     yield sink
     sink.close()
-
-
-# --- events
-
-STREAM = [Position(110 + 10 * t, n, sub) for t in range(4) for n in range(1, 4) for sub in range(2 if n == 2 else 1)]
-END = Position.end(150)
-
-
-def line(position: Position) -> str:
-    return json.dumps({"id": f"id of {position}", "position": str(position), "text": "ä🐘"}, ensure_ascii=False) + "\n"
-
-
-def batch(start: Position, end: Position, chunks: int = 1, kind: pa.DataType | None = None) -> Batch:
-    """The events of STREAM in (start, end], as Spark would give them: in one or more chunks."""
-    inside = [position for position in STREAM if start < position <= end]
-    size = -(-len(inside) // chunks) or 1
-    groups = [inside[begin : begin + size] for begin in range(0, len(inside), size)]
-    columns = [
-        pa.chunked_array([[str(one) for one in group] for group in groups], kind or pa.string()),
-        pa.chunked_array([[line(one) for one in group] for group in groups], kind or pa.string()),
-    ]
-    return Batch(start, end, pa.table(columns, ["position", "line"]))
-
-
-WHOLE = [line(position) for position in STREAM]
-
-
-def up_to(end: Position) -> list[str]:
-    return [line(position) for position in STREAM if position <= end]
 
 
 def check_all_arrived(target: Target, expected: list[str] = WHOLE) -> None:

@@ -5,13 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from sink_targets import TARGETS, Target, fresh
+from sink_targets import PLAIN, TARGETS, Target, fresh
+from targets.base import SERVERS
 
 from pgcdc.ops import failpoint
+from pgcdc.playground.postgres import EmbeddedPostgres
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers(postgres: EmbeddedPostgres) -> None:
+    SERVERS.postgres = postgres
 
 
 @pytest.fixture(params=TARGETS)
 def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    with fresh(request.param) as made:
+        yield made
+
+
+@pytest.fixture(params=PLAIN)
+def plain(request: pytest.FixtureRequest) -> Iterator[Target]:
+    """A target whose sink is not in the wrapper of a pipeline."""
     with fresh(request.param) as made:
         yield made
 

@@ -26,8 +26,10 @@ from sink_targets import (
     FileTarget,
     Target,
     batch,
+    batch_of,
     check_all_arrived,
     fresh,
+    line,
     opened,
     up_to,
 )
@@ -95,9 +97,8 @@ def test_ack_survives_and_the_next_process_goes_on_there(target: Target) -> None
 
 
 def test_large_batch(target: Target) -> None:
-    positions = [f"{110:016X}/{number:012X}" for number in range(1, target.large + 1)]
-    lines = [f'{{"position":"{one}","text":"{"x" * 80}"}}\n' for one in positions]
-    table = pa.table({"position": positions, "line": lines})
+    lines = [line(Position(110, number)) for number in range(1, target.large + 1)]
+    table = batch_of(START, Position.end(110), lines).events
     with opened(target) as sink:
         sink.write(Batch(START, Position.end(110), table))
         sink.write(Batch(START, Position.end(110), table))

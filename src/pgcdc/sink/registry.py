@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from pgcdc.errors import ConfigError
 from pgcdc.sink.base import Sink
+from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.spec import AdapterSpec, FileOptions, NoopOptions, StdoutOptions
 
 __all__ = ["ADAPTERS", "AdapterType", "check_adapters", "make_sink"]
@@ -93,12 +94,23 @@ def _make_noop(spec: AdapterSpec, acks: Path) -> Sink:
     return NoopSink(acks, spec.name)
 
 
+def _make_pg_table(spec: AdapterSpec, acks: Path) -> Sink:
+    from pgcdc.sink.pg_table.parts import export_url
+    from pgcdc.sink.pg_table.sink import PgTableSink
+
+    assert isinstance(spec.options, PgTableOptions)
+    options = spec.options.resolved()
+    export_url(spec.name, options.db)
+    return PgTableSink(options, acks, spec.name, timeout_s=spec.delivery.timeout)
+
+
 ADAPTERS: dict[str, AdapterType] = {
     kind.name: kind
     for kind in (
         AdapterType("stdout", StdoutOptions, _make_stdout, target=lambda options: "standard output"),
         AdapterType("file", FileOptions, _make_file, lambda options: os.path.realpath(options.target), _check_file),
         AdapterType("noop", NoopOptions, _make_noop),
+        AdapterType("pg_table", PgTableOptions, _make_pg_table, PgTableOptions.target, PgTableOptions.check),
     )
 }
 """The types by name."""

@@ -1,0 +1,102 @@
+"""What a target can tell the contract suite: docs/contract.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pgcdc.adapters import checked
+from pgcdc.playground.postgres import EmbeddedPostgres
+from pgcdc.position import Position
+from pgcdc.sink.base import Sink
+from pgcdc.sink.registry import ADAPTERS, make_sink
+from pgcdc.sink.spec import AdapterSpec
+
+
+class BaseTarget:
+    """Where a sink writes to, seen from its other end. It outlives the sink, as the real one outlives a crash.
+
+    A target says at least `acks`, `type`, `before_ack`, `options` and `lines`.
+    """
+
+    acks: Path
+    """The folder of acks. Its parent is the state directory, for a sink that wants more of it. A test may change it
+    before it asks for a sink."""
+    type: str
+    """The adapter's type in the registry."""
+    name: str = ""
+    """The adapter's name, and so that of its ack: its type, unless a test sets another one before it asks for a sink."""
+    before_ack: str
+    """The failpoint between durable and acknowledged."""
+    kill_points: Sequence[str] = ()
+    """Failpoints in the middle of a write, where the suite kills -9. None: `before_ack`."""
+    repeats: bool = False
+    """What was written before a crash cannot be taken back."""
+    large: int = 40_000
+    """Events of a large batch."""
+    keeps: bool = True
+    """What was written can be looked at."""
+    keeps_history: bool = True
+    """Every event can be seen, not only the last one of each key."""
+    stdout: str = ""
+    """The path that is standard output of a process with this sink; empty: its own."""
+    can_break: bool = False
+    """Whether the target can be made unreachable by `break_target`."""
+    secret: str = ""
+    """A text in the options that must not be seen anywhere; empty: there is none."""
+
+    def options(self) -> Mapping[str, Any]:
+        """The adapter's options, as the configuration has them."""
+        return {}
+
+    def spec(self) -> AdapterSpec:
+        """The adapter as a pipeline has it."""
+        kind = ADAPTERS[self.type]
+        return AdapterSpec(self.name or self.type, self.type, checked(kind.options, self.options(), self.type))
+
+    def sink(self) -> Sink:
+        """A new process's sink for this target: that of `options()`, as a pipeline makes it."""
+        return make_sink(self.spec(), self.acks)
+
+    def lines(self) -> list[str]:
+        """Everything that arrived, as the lines that were sent, in order (sorted, where order is only kept by key)."""
+        raise NotImplementedError
+
+    def arrived(self) -> list[str]:
+        """Like `lines`, in the order of arrival. If not `keeps_history`: what is there now, one line for each key."""
+        return self.lines()
+
+    def break_target(self) -> None:
+        """From now on the target cannot be reached: what is tried is SinkUnavailable."""
+        raise NotImplementedError
+
+    def heal_target(self) -> None:
+        """It can be reached again, and has everything that it acknowledged."""
+        raise NotImplementedError
+
+    def bad_line(self, position: Position) -> str | None:
+        """An event of `items` that the target refuses, whatever is tried. None: it takes everything."""
+        return None
+
+    def accept_bad(self) -> None:
+        """From now on the target takes it: somebody has put it right."""
+
+    def wrong_options(self) -> Sequence[tuple[Mapping[str, Any], str]]:
+        """Options that must be refused before anything starts, and what the error says then (a regular expression)."""
+        return ()
+
+    def close(self) -> None:
+        """Clean up."""
+
+
+Target = BaseTarget
+
+
+class _Servers:
+    """Servers that targets may use; set by tests/contract/conftest.py."""
+
+    postgres: EmbeddedPostgres
+
+
+SERVERS = _Servers()

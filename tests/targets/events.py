@@ -1,0 +1,83 @@
+"""The events that contract tests give to sinks: real ones, of a table `items (id bigint primary key, position, text)`."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import pyarrow as pa
+
+from pgcdc.position import Position
+from pgcdc.sink.base import Batch
+
+START = Position.end(100)
+STREAM = [Position(110 + 10 * t, n, sub) for t in range(4) for n in range(1, 4) for sub in range(2 if n == 2 else 1)]
+END = Position.end(150)
+_IDS = uuid.UUID("5b0cb3a5-1f9e-4d0e-9c55-0f5f3a4e9d01")
+
+
+def event(
+    position: Position, key: int | None = None, operation: str = "INSERT", text: str | None = "ä🐘"
+) -> dict[str, Any]:
+    """One change of a row of `items`. Without a key: of a row that no other position has."""
+    key = position.lsn * 10_000_000 + position.ordinal * 10 + position.sub if key is None else key
+    row: dict[str, str | None] = {"id": str(key)}
+    if operation != "DELETE":
+        row |= {"position": str(position), "text": text}
+    return {
+        "id": str(uuid.uuid5(_IDS, str(position))),
+        "channel": "pgcdc:items",
+        "operation": operation,
+        "payload": {"op": operation, "table": "items", "row": row, "old": None},
+        "source": "wal_replication",
+        "created_at": "2026-11-16T00:46:06.258000Z",
+        "position": str(position),
+    }
+
+
+def line(position: Position) -> str:
+    """The event of a position of STREAM, as sinks get it."""
+    return to_line(event(position))
+
+
+def to_line(one: dict[str, Any]) -> str:
+    return json.dumps(one, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def position_of(text: str) -> str:
+    """The position in a line."""
+    return str(json.loads(text)["position"])
+
+
+def batch(start: Position, end: Position, chunks: int = 1, kind: pa.DataType | None = None) -> Batch:
+    """The events of STREAM in (start, end], as Spark would give them: in one or more chunks."""
+    inside = [position for position in STREAM if start < position <= end]
+    size = -(-len(inside) // chunks) or 1
+    groups = [inside[begin : begin + size] for begin in range(0, len(inside), size)]
+    columns = [
+        pa.chunked_array([[str(one) for one in group] for group in groups], kind or pa.string()),
+        pa.chunked_array([[line(one) for one in group] for group in groups], kind or pa.string()),
+    ]
+    return Batch(start, end, pa.table(columns, ["position", "line"]))
+
+
+def batch_of(start: Position, end: Position, lines: Sequence[str]) -> Batch:
+    """These lines as the batch (start, end]."""
+    positions = pa.array([position_of(one) for one in lines], pa.string())
+    return Batch(start, end, pa.table({"position": positions, "line": pa.array(lines, pa.string())}))
+
+
+WHOLE = [line(position) for position in STREAM]
+
+
+def up_to(end: Position) -> list[str]:
+    return [line(position) for position in STREAM if position <= end]
+
+
+def by_key(lines: Sequence[str]) -> dict[str, list[str]]:
+    """The lines of each key of `items`, in the order in which they stand there."""
+    keyed = sorted(((json.loads(one)["payload"]["row"]["id"], one) for one in lines), key=lambda pair: pair[0])
+    return {key: [one for _, one in group] for key, group in groupby(keyed, key=lambda pair: pair[0])}
