@@ -23,7 +23,7 @@ from typing import Any
 from targets.base import BaseTarget as _Target
 from targets.base import Target
 from targets.events import END, START, STREAM, WHOLE, batch, batch_of, by_key, event, line, position_of, to_line, up_to
-from targets.pg_table import PgAppendInTwoParts, PgAppendTarget
+from targets.pg_table import PgAppendTarget, PgApplyTarget
 from targets.picky import PickyTarget
 
 from pgcdc.position import Position
@@ -240,7 +240,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "folder_in_two_parts": FolderInTwoParts,
     "folder_delivered": delivered(FolderTarget),
     "pg_append": PgAppendTarget,
-    "pg_append_in_two_parts": PgAppendInTwoParts,
+    "pg_apply": PgApplyTarget,
 }
 """A class, or a function of the folder in which a target may keep what it needs."""
 PLAIN = [name for name in TARGETS if "_delivered" not in name]

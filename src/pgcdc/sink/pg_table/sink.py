@@ -24,12 +24,14 @@ from pgcdc.position import Position
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Batch, Receipt
 from pgcdc.sink.pg_table.append import Appender
+from pgcdc.sink.pg_table.faults import is_row_fault
 from pgcdc.sink.pg_table.options import NO_ORIGIN, PgTableOptions
 from pgcdc.sink.pg_table.parts import PgTablePartWriter, url_variable
 from pgcdc.sink.pg_table.positions import Positions, TargetName
 from pgcdc.sink.pg_table.session import Say, SessionPlan, connect_target, mark_transaction, open_session, say_on_stderr
 from pgcdc.sink.pg_table.sqlstate import Blame, blame, describe, explain
 from pgcdc.sink.pg_table.target import Target
+from pgcdc.spool.shapes import ShapeHistory
 from pgcdc.state import StateDir
 
 if TYPE_CHECKING:
@@ -66,7 +68,6 @@ class PgTableSink:
             self._appender = Appender(options.table)
         else:
             from pgcdc.sink.pg_table.apply import Applier
-            from pgcdc.spool.shapes import ShapeHistory
 
             self._applier = Applier(options, ShapeHistory(self._state.shapes_file), name, self._say_once)
         self._target = Target(options, name, self._positions, self._appender, self._state)
@@ -345,7 +346,9 @@ class PgTableSink:
                 self._stage = quote_qualified(self._options.own_schema, stage)
                 self._appender.create_stage(conn, self._stage)
                 return PgTablePartWriter(self.name, names, plain, self._stage)
-        return PgTablePartWriter(self.name, names, plain, stage, str(self._state.shapes_file))
+        shapes = ShapeHistory(self._state.shapes_file)
+        shapes.refresh()
+        return PgTablePartWriter(self.name, names, plain, stage, shapes)
 
     def _source_variable(self) -> list[str]:
         return ["PGCDC_DB"] if os.environ.get("PGCDC_DB") == self._options.db else []
@@ -372,7 +375,7 @@ class PgTableSink:
         try:
             with self._commit(conn, end):
                 if self._applier is not None:
-                    self._applier.merge(conn, receipts)
+                    self._applier.merge(conn, receipts, start, end)
                 else:
                     self._merge(conn, receipts)
         except psycopg.Error as error:
@@ -408,8 +411,7 @@ class PgTableSink:
     # --- errors
 
     def _is_event(self, error: psycopg.Error) -> bool:
-        found = blame(error)
-        return found is Blame.EVENT or (found is Blame.SHAPE and self._applier is not None)
+        return blame(error) is Blame.EVENT if self._applier is None else is_row_fault(error)
 
     def _explained(self, action: str, error: psycopg.Error) -> SinkError:
         return explain(self.name, action, error)
