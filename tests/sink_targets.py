@@ -22,6 +22,7 @@ from typing import Any
 from targets.base import BaseTarget as _Target
 from targets.base import Target
 from targets.events import END, START, STREAM, WHOLE, batch, batch_of, by_key, event, line, position_of, to_line, up_to
+from targets.webhook import BatchedWebhook, WebhookTarget
 
 from pgcdc.position import Position
 from pgcdc.sink.base import Batch, Sink
@@ -234,6 +235,9 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "folder": FolderTarget,
     "folder_in_two_parts": FolderInTwoParts,
     "folder_delivered": delivered(FolderTarget),
+    "webhook": WebhookTarget,
+    "webhook_batched": BatchedWebhook,
+    "webhook_delivered": delivered(WebhookTarget, max_retries=5),
 }
 """A class, or a function of the folder in which a target may keep what it needs."""
 PLAIN = [name for name in TARGETS if "_delivered" not in name]

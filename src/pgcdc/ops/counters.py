@@ -11,6 +11,7 @@ __all__ = [
     "EVENTS_DELIVERED",
     "EVENTS_DROPPED",
     "LANE_MOVES",
+    "WEBHOOK_REQUESTS",
     "Counters",
     "counters",
 ]
@@ -23,6 +24,8 @@ EVENTS_DROPPED = "pgcdc_events_dropped_total"
 """By adapter: what it skipped in fast mode."""
 LANE_MOVES = "pgcdc_lane_moves_total"
 """By adapter and move: leave, rejoin, skip."""
+WEBHOOK_REQUESTS = "pgcdc_webhook_requests_total"
+"""By adapter and answer: ok, http_500, timeout, ..."""
 
 Labels = tuple[tuple[str, str], ...]
 
