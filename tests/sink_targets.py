@@ -25,6 +25,7 @@ from targets.base import Target
 from targets.events import END, START, STREAM, WHOLE, batch, batch_of, by_key, event, line, position_of, to_line, up_to
 from targets.pg_table import PgAppendTarget, PgApplyTarget
 from targets.picky import PickyTarget
+from targets.webhook import BatchedWebhook, WebhookTarget
 
 from pgcdc.position import Position
 from pgcdc.sink.base import Batch, Sink
@@ -241,6 +242,9 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "folder_delivered": delivered(FolderTarget),
     "pg_append": PgAppendTarget,
     "pg_apply": PgApplyTarget,
+    "webhook": WebhookTarget,
+    "webhook_batched": BatchedWebhook,
+    "webhook_delivered": delivered(WebhookTarget, max_retries=5),
 }
 """A class, or a function of the folder in which a target may keep what it needs."""
 PLAIN = [name for name in TARGETS if "_delivered" not in name]

@@ -80,7 +80,7 @@ def test_executor_without_the_url_leaves_the_batch_to_the_driver(
         assert receipt == {"part": 0, "missing": url_variable("pg_table")}
         with pytest.raises(SinkRejected, match="lack the variable"):
             sink.commit_parts(START, END, [receipt])
-        assert not getattr(sink, "takes_executors")
+        assert not sink.takes_executors
         assert sink.ack == START
 
 

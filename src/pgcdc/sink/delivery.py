@@ -425,7 +425,9 @@ class Delivery:
                 raise
 
     def _cut(self, batch: Batch) -> Batch:
-        """As much of a batch as the rate limit gives at once, if the sink takes parts."""
+        """As much of a batch as the sink can do in time, and the rate limit gives at once, if the sink takes parts."""
+        first_part: Callable[[Batch], Batch] | None = getattr(self.sink, "first_part", None)
+        batch = first_part(batch) if first_part is not None else batch
         if self._bucket is None or batch.events.num_rows <= self._bucket.burst or not takes_parts(self.sink):
             return batch
         return batch.first(self._bucket.burst)
