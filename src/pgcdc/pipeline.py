@@ -24,8 +24,9 @@ from pgcdc.capture.database import connect
 from pgcdc.capture.prepare import Prepared, drop_publications, prepare
 from pgcdc.capture.slots import OpenTransaction, get_slot
 from pgcdc.config import Config
+from pgcdc.config.adapters import choose_specs, with_source_db
 from pgcdc.config.spark import spark_options
-from pgcdc.errors import ConfigError, ConnectionLost, PgcdcError, SinkError, StateError
+from pgcdc.errors import ConfigError, ConnectionLost, PgcdcError, SinkError, SinkUnavailable, StateError
 from pgcdc.position import format_lsn
 from pgcdc.reload import Own, Reloads, change_specs
 from pgcdc.sink.base import Batch
@@ -76,7 +77,7 @@ class Pipeline:
                 f"a source is not {type(source).__name__}", "Make one with pgcdc.sources.postgres(url, ...)"
             )
         config = self.config = source
-        self._specs = config.adapter_specs if adapters is None else as_many(adapters)
+        self._specs = choose_specs(config, adapters)
         self._transforms = config.global_transforms if transforms is None else as_many(transforms)
         self._spark: SparkSession | None = None
         check_adapters(self._specs)
@@ -250,6 +251,7 @@ class Pipeline:
     def add_adapter(self, spec: AdapterSpec) -> None:
         """Deliver to one more adapter, from now on. Durable when this returns; from any thread, while `run` streams."""
         lanes = self._running_lanes()
+        spec = with_source_db(spec, self.config.db)
         check_adapters((*self._specs, spec))
         self._check_chains({spec.name: self._chain(spec)})
         (adapter,) = self._make_adapters([spec])
@@ -344,7 +346,9 @@ class Pipeline:
             except SinkError as error:
                 if self.state.identity() is None:  # nothing was ever delivered: it is the configuration that is wrong
                     raise ConfigError(error.message, error.advice) from error
-                raise
+                if not isinstance(error, SinkUnavailable):
+                    raise
+                self._say(f"{error}. The others do not wait for it")
             made.append(Adapter(spec.name, sink, self._chain(spec), spec.priority))
         return made
 

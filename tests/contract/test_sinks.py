@@ -26,13 +26,12 @@ from sink_targets import (
     FileTarget,
     Target,
     batch,
-    batch_of,
     check_all_arrived,
     fresh,
-    line,
     opened,
     up_to,
 )
+from targets.events import many
 
 from pgcdc.errors import SinkError, StateError
 from pgcdc.ops.failpoint import FailpointError
@@ -97,8 +96,9 @@ def test_ack_survives_and_the_next_process_goes_on_there(target: Target) -> None
 
 
 def test_large_batch(target: Target) -> None:
-    lines = [line(Position(110, number)) for number in range(1, target.large + 1)]
-    table = batch_of(START, Position.end(110), lines).events
+    lines = many(target.large)
+    positions = [str(Position(110, number)) for number in range(1, target.large + 1)]
+    table = pa.table({"position": positions, "line": lines})
     with opened(target) as sink:
         sink.write(Batch(START, Position.end(110), table))
         sink.write(Batch(START, Position.end(110), table))

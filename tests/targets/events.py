@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import uuid
 from collections.abc import Sequence
@@ -71,6 +72,12 @@ def batch_of(start: Position, end: Position, lines: Sequence[str]) -> Batch:
 
 
 WHOLE = [line(position) for position in STREAM]
+
+
+@functools.cache
+def many(count: int) -> list[str]:
+    """So many lines of one transaction."""
+    return [line(Position(110, number)) for number in range(1, count + 1)]
 
 
 def up_to(end: Position) -> list[str]:

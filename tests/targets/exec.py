@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 import termios
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from pgcdc.position import Position
 from targets.base import BaseTarget
 from targets.events import event, to_line
 
-__all__ = ["ExecTarget", "by_ack"]
+__all__ = ["ExecByExit", "ExecByLine", "ExecByWrite"]
 
 _REFUSED = "this one is refused"
 _BY_EXIT = """\
@@ -45,53 +45,22 @@ with open(out, "ab") as file:
 """
 
 
-class ExecTarget(BaseTarget):
-    type, repeats, before_ack, ack, can_break = "exec", True, "exec.before_ack", "exit", True
-    large = 4_000
+class _ExecTarget(BaseTarget):
+    type, repeats, before_ack, can_break, large = "exec", True, "exec.before_ack", True, 4_000
     kill_points = ("exec.half_sent", "exec.before_ack")
 
     def __init__(self, folder: Path) -> None:
         self.acks, self.out = folder / "acks", folder / "out"
         self.acks.mkdir()
 
-    def options(self) -> Mapping[str, Any]:
-        if self.ack == "line":
-            return {"argv": [sys.executable, "-I", "-S", "-c", _BY_LINE, str(self.out), _REFUSED], "ack": "line"}
-        if self.ack == "write":
-            out = shlex.quote(str(self.out))
-            return {"command": f"test -e {out}.broken && exit 1; exec cat >> {out}", "ack": "write"}
-        return {"command": _BY_EXIT.format(out=shlex.quote(str(self.out)), refused=shlex.quote(_REFUSED))}
-
     def lines(self) -> list[str]:
-        while self.ack == "write" and not all(map(_is_idle, self._commands())):
-            pass
         return self.out.read_text().splitlines(keepends=True) if self.out.exists() else []
 
     def break_target(self) -> None:
         self.out.with_name("out.broken").touch()
-        for command in self._commands() if self.ack == "write" else []:  # it does not look at the file again
-            command.kill()
-            while command.is_running() and command.status() != psutil.STATUS_ZOMBIE:
-                pass
 
     def heal_target(self) -> None:
         self.out.with_name("out.broken").unlink()
-
-    def _commands(self) -> list[psutil.Process]:
-        """Those of this target that run."""
-        found = []
-        for process in psutil.Process().children():
-            with contextlib.suppress(psutil.Error, OSError):
-                words = " ".join(process.cmdline())
-                if str(self.out) in words or os.readlink(f"/proc/{process.pid}/fd/1") == str(self.out):
-                    found.append(process)
-        return found
-
-    def bad_line(self, position: Position) -> str | None:
-        return None if self.ack == "write" else to_line(event(position, text=_REFUSED))
-
-    def accept_bad(self) -> None:
-        self.out.with_name("out.accepts").touch()
 
     def wrong_options(self) -> Sequence[tuple[Mapping[str, Any], str]]:
         return [
@@ -108,6 +77,58 @@ class ExecTarget(BaseTarget):
         ]
 
 
+class _Refusing(_ExecTarget):
+    def bad_line(self, position: Position) -> str | None:
+        return to_line(event(position, text=_REFUSED))
+
+    def accept_bad(self) -> None:
+        self.out.with_name("out.accepts").touch()
+
+
+class ExecByExit(_Refusing):
+    """One process for each batch."""
+
+    def options(self) -> Mapping[str, Any]:
+        return {"command": _BY_EXIT.format(out=shlex.quote(str(self.out)), refused=shlex.quote(_REFUSED))}
+
+
+class ExecByLine(_Refusing):
+    """One process, which says of each event that it is done."""
+
+    def options(self) -> Mapping[str, Any]:
+        return {"argv": [sys.executable, "-I", "-S", "-c", _BY_LINE, str(self.out), _REFUSED], "ack": "line"}
+
+
+class ExecByWrite(_ExecTarget):
+    """One process, which says nothing."""
+
+    def options(self) -> Mapping[str, Any]:
+        out = shlex.quote(str(self.out))
+        return {"command": f"test -e {out}.broken && exit 1; exec cat >> {out}", "ack": "write"}
+
+    def lines(self) -> list[str]:
+        while not all(map(_is_idle, self._commands())):
+            pass
+        return super().lines()
+
+    def break_target(self) -> None:
+        super().break_target()
+        for command in self._commands():  # it does not look at the file again
+            command.kill()
+            while command.is_running() and command.status() != psutil.STATUS_ZOMBIE:
+                pass
+
+    def _commands(self) -> list[psutil.Process]:
+        """Those of this target that run."""
+        found = []
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.Error, OSError):
+                words = " ".join(process.cmdline())
+                if str(self.out) in words or os.readlink(f"/proc/{process.pid}/fd/1") == str(self.out):
+                    found.append(process)
+        return found
+
+
 def _is_idle(process: psutil.Process) -> bool:
     """Whether a command has read all its input and waits for more."""
     try:
@@ -117,12 +138,3 @@ def _is_idle(process: psutil.Process) -> bool:
         return process.name() == "cat" and not waiting[0] and process.status() == psutil.STATUS_SLEEPING
     except (psutil.NoSuchProcess, OSError):
         return True
-
-
-def by_ack(ack: str) -> Callable[[Path], ExecTarget]:
-    def make(folder: Path) -> ExecTarget:
-        made = ExecTarget(folder)
-        made.ack = ack
-        return made
-
-    return make

@@ -6,7 +6,7 @@ import gzip
 import io
 import re
 import resource
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from targets.base import BaseTarget
 
-__all__ = ["RotatingFile", "read_rotated", "rotating"]
+__all__ = ["RotatingFile", "RotatingGzip", "RotatingZstd", "read_rotated"]
 
 
 def read_rotated(path: Path) -> bytes:
@@ -88,10 +88,9 @@ class RotatingFile(BaseTarget):
         ]
 
 
-def rotating(compress: str) -> Callable[[Path], RotatingFile]:
-    def make(folder: Path) -> RotatingFile:
-        made = RotatingFile(folder)
-        made.compress = compress
-        return made
+class RotatingGzip(RotatingFile):
+    compress = "gzip"
 
-    return make
+
+class RotatingZstd(RotatingFile):
+    compress = "zstd"

@@ -66,9 +66,9 @@ def _make_params() -> list[Any]:
             continue
         switch = is_switch(field.annotation)
         kind: Any = bool | None if switch else list[str] | None if setting.is_repeated else str | None
-        both = (
-            f"--{setting.flag}/--no-{setting.flag}" if field.default is True or name in TWO_WAY else f"--{setting.flag}"
-        )
+        both = f"--{setting.flag}"
+        if field.default is True or name in TWO_WAY or _is_on(FLAT_KEYS.get(name)):
+            both += f"/--no-{setting.flag}"
         option = typer.Option(
             both if switch else f"--{setting.flag}",
             help=_describe(field.description or "", field.default),
@@ -89,6 +89,17 @@ def _make_params() -> list[Any]:
     app = typer.Typer(add_completion=False)
     app.command()(settings)
     return list(typer.main.get_command(app).params)
+
+
+def _is_on(option: tuple[str, str] | None) -> bool:
+    """Whether it is an adapter's switch that is on unless somebody says otherwise."""
+    from pgcdc.sink.registry import ADAPTERS
+    from pgcdc.sink.spec import DeliveryOptions
+
+    if option is None:
+        return False
+    kind, name = option
+    return {**ADAPTERS[kind].options.model_fields, **DeliveryOptions.model_fields}[name].default is True
 
 
 def _describe(text: str, default: Any) -> str:

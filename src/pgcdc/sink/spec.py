@@ -98,6 +98,12 @@ class DeliveryOptions(_Options):
     )
     rate_limit: float = Field(default=0.0, ge=0, description="events per second; 0: no limit")
     rate_limit_burst: int = Field(default=0, ge=0, description="events at once; 0: as many as in one second")
+    on_exhausted: Literal["wait", "dead_letter"] = Field(
+        default="wait", description="an event whose tries are used up is waited for, or goes to the dead letters"
+    )
+    dead_letter_limit: int = Field(
+        default=1000, ge=0, description="more refused events in a row stop the pipeline; 0: any number may be refused"
+    )
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,11 @@ class Member:
         """Whether the sink is still at a write that nobody waits for any more (`sink/delivery.py`: its time was over)."""
         return bool(getattr(self.sink, "is_busy", False))
 
+    @property
+    def dead_letters(self) -> int:
+        """How many events of this run its target refused."""
+        return int(getattr(self.sink, "dead_letters", 0))
+
     def submit(self, lane: str, batch: Batch) -> WriteFuture:
         """Write a batch, after everything that was submitted before."""
         return self._submit(lane, lambda: self._write(batch))
@@ -169,9 +174,9 @@ class Member:
     def _write(self, batch: Batch) -> bool:
         reached = self.reached
         if batch.end > reached:
-            batch = batch.after(reached)
+            batch, dead = batch.after(reached), self.dead_letters
             self.sink.write(batch)
-            counters.add(EVENTS_DELIVERED, batch.events.num_rows, adapter=self.name)
+            counters.add(EVENTS_DELIVERED, batch.events.num_rows - self.dead_letters + dead, adapter=self.name)
         return True
 
     def _write_large(self, end: Position, batch: LargeBatch) -> bool:
