@@ -256,7 +256,10 @@ def test_command_that_does_not_end_is_ended_with_all_that_it_started(make: Make,
     assert sink.ack == START
 
 
-def test_what_a_command_leaves_in_the_background_is_ended(make: Make, tmp_path: Path) -> None:
+def test_what_a_command_leaves_in_the_background_is_ended(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pgcdc.sink.exec.process.GRACE_S", 0.2)
     sink = make(f"cat > /dev/null; (trap '' TERM; echo $$ > {quote(tmp_path)}/pid; exec sleep 600) < /dev/null &")
     sink.write(batch(START, END))
     assert sink.ack == END
