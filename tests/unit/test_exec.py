@@ -207,7 +207,8 @@ def test_events_that_are_refused_are_found_and_the_others_arrive_once(
     words = "|".join(f'"{one}"' for one in sorted(refused))
     program = f"cat > {quote(out)}.new; if grep -qE '{words}' {quote(out)}.new; then echo bad one >&2; exit 65; fi; "
     sink = make(program + f"cat {quote(out)}.new >> {quote(out)}")
-    left, found = batch(START, END), set()
+    left = batch(START, END)
+    found: set[str] = set()
     while sink.ack < END:
         try:
             sink.write(left)
