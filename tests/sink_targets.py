@@ -23,8 +23,11 @@ from typing import Any
 from targets.base import BaseTarget as _Target
 from targets.base import Target
 from targets.events import END, START, STREAM, WHOLE, batch, batch_of, by_key, event, line, position_of, to_line, up_to
+from targets.exec import ExecByExit, ExecByLine, ExecByWrite
+from targets.file import RotatingFile, RotatingGzip, RotatingZstd
 from targets.pg_table import PgAppendTarget, PgApplyTarget
 from targets.picky import PickyTarget
+from targets.stdout import PrettyStdout
 from targets.webhook import BatchedWebhook, WebhookTarget
 
 from pgcdc.position import Position
@@ -240,6 +243,14 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "folder": FolderTarget,
     "folder_in_two_parts": FolderInTwoParts,
     "folder_delivered": delivered(FolderTarget),
+    "stdout_pretty": PrettyStdout,
+    "file_rotating": RotatingFile,
+    "file_rotating_gzip": RotatingGzip,
+    "file_rotating_zstd": RotatingZstd,
+    "exec_by_exit": ExecByExit,
+    "exec_by_line": ExecByLine,
+    "exec_by_write": ExecByWrite,
+    "exec_delivered": delivered(ExecByLine, rate_limit=1e9, rate_limit_burst=3),
     "pg_append": PgAppendTarget,
     "pg_apply": PgApplyTarget,
     "webhook": WebhookTarget,

@@ -27,7 +27,7 @@ from pgcdc.sink.pretty import Pretty
 __all__ = ["StdoutSink"]
 
 Format = Literal["auto", "json", "pretty"]
-_MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.ENOBUFS)
+_MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOBUFS)
 """Of standard output that goes to a file."""
 
 
