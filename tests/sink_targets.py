@@ -27,7 +27,6 @@ from targets.exec import ExecByExit, ExecByLine, ExecByWrite
 from targets.file import RotatingFile, RotatingGzip, RotatingZstd
 from targets.pg_table import PgAppendTarget, PgApplyTarget
 from targets.picky import PickyTarget
-from targets.stdout import PrettyStdout
 from targets.webhook import BatchedWebhook, WebhookTarget
 
 from pgcdc.position import Position
@@ -243,7 +242,6 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "folder": FolderTarget,
     "folder_in_two_parts": FolderInTwoParts,
     "folder_delivered": delivered(FolderTarget),
-    "stdout_pretty": PrettyStdout,
     "file_rotating": RotatingFile,
     "file_rotating_gzip": RotatingGzip,
     "file_rotating_zstd": RotatingZstd,

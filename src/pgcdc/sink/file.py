@@ -259,8 +259,9 @@ class FileSink:
         if find_rotated(self._path, detail["number"]) is None:
             os.truncate(self._path, detail["moving"])
             os.rename(self._path, rotated_name(self._path, detail["number"]))
-            fsync_folder(self._path.parent)
         hit("file.renamed")
+        os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644))  # before the ack says that it is there
+        fsync_folder(self._path.parent)
         del detail["moving"]
         self._save(self.ack, detail)
         hit("file.rotated")

@@ -6,12 +6,15 @@ is killed. Its error output goes to ours, line by line, with the name of the ada
 
 from __future__ import annotations
 
+import array
 import atexit
 import contextlib
+import fcntl
 import os
 import select
 import signal
 import subprocess
+import termios
 import threading
 import time
 from collections import deque
@@ -112,6 +115,15 @@ class Process:
             self._output.close()
             self._output = None
         return said
+
+    @property
+    def unread(self) -> int:
+        """How many bytes it has been given, and has not read."""
+        if self._input is None:
+            return 0
+        count = array.array("i", [0])
+        fcntl.ioctl(self._input, termios.FIONREAD, count)
+        return count[0]
 
     @property
     def has_output(self) -> bool:
