@@ -20,6 +20,7 @@ from pgcdc.config.explain import explain
 from pgcdc.config.fields import parse_priorities, parse_routes, setting_of
 from pgcdc.config.misfit import KeyPath, Misfit, name_key
 from pgcdc.config.model import Config
+from pgcdc.config.option_secrets import check_literals, option_secrets
 from pgcdc.config.secrets import hide, literal_part, read_secret
 from pgcdc.config.yaml_file import YamlFile, read_yaml
 from pgcdc.errors import ConfigError, PgcdcError
@@ -111,9 +112,12 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None
     variables = _read_variables(environ)
     _add(loaded, variables, {key: PREFIX + key.upper() for key in variables})
     _add(loaded, flags, {key: f"--{_flag(key)}" for key in flags})
+    loaded.secrets |= option_secrets(loaded.values)
     try:
         _take_database(loaded)
         _take_target_databases(loaded)
+        if loaded.file is not None:
+            check_literals(loaded.file.raw)
         loaded.config = Config.model_validate(loaded.values)
     except ValidationError as error:
         raise loaded.safe(explain(error, loaded.place, loaded.raw)) from None
