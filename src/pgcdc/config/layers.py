@@ -28,7 +28,12 @@ __all__ = ["Loaded", "load", "load_config"]
 
 DEFAULT_FILE = "pgcdc.yaml"
 PREFIX = "PGCDC_"
-_ALTERNATIVES = (("db", "db_file"), ("snapshot_mode", "snapshot_first"), ("toast", "toast_cache"))
+_ALTERNATIVES = (
+    ("db", "db_file"),
+    ("dlq_db", "dlq_db_file"),
+    ("snapshot_mode", "snapshot_first"),
+    ("toast", "toast_cache"),
+)
 """Two ways to say one thing: the one of the higher layer holds."""
 _MERGED: dict[str, Callable[[Any], Any]] = {"routes": parse_routes, "adapter_priority": parse_priorities}
 """What is said by the names of adapters: a flag for one of them leaves the others as the file has them."""
@@ -112,6 +117,7 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None
     _add(loaded, flags, {key: f"--{_flag(key)}" for key in flags})
     try:
         _take_database(loaded)
+        _take_letters_database(loaded)
         loaded.config = Config.model_validate(loaded.values)
     except ValidationError as error:
         raise loaded.safe(explain(error, loaded.place, loaded.raw)) from None
@@ -195,7 +201,7 @@ def _take_database(loaded: Loaded) -> None:
         key = "db_file" if loaded.origins.get(("db",)) == "db_file" else "db"
         raise Misfit((key,), error.message, error.advice) from None
     loaded.secrets.update(str(value) for key, value in params.items() if "password" in key and value)
-    _check_no_literal(loaded)
+    _check_no_literal(loaded, "db")
     given = values.get("password_file")
     if isinstance(given, (str, Path)) and given:
         if params.get("password"):
@@ -205,6 +211,28 @@ def _take_database(loaded: Loaded) -> None:
         password = _read(("password_file",), given, "the password")
         loaded.secrets.add(password)
         values["db"] = make_conninfo("", **{**params, "password": password})
+
+
+def _take_letters_database(loaded: Loaded) -> None:
+    """The URL of the dead letters' database, from where it is said to be."""
+    values = loaded.values
+    if values.get("dlq_db") and values.get("dlq_db_file"):
+        raise Misfit(("dlq_db_file",), "dlq_db and dlq_db_file are given", "Leave one of them out")
+    if isinstance(values.get("dlq_db_file"), (str, Path)) and values["dlq_db_file"]:
+        _check_not_in_file(loaded, "dlq_db_file")
+        values["dlq_db"] = _read(("dlq_db_file",), values["dlq_db_file"], "the database URL").strip()
+        loaded.secrets.add(values["dlq_db"])
+        loaded.origins["dlq_db",] = "dlq_db_file"
+    url = values.get("dlq_db")
+    if not isinstance(url, str) or not url:
+        return
+    try:
+        params = parse_url(url)
+    except PgcdcError as error:
+        key = "dlq_db_file" if loaded.origins.get(("dlq_db",)) == "dlq_db_file" else "dlq_db"
+        raise Misfit((key,), error.message, error.advice) from None
+    loaded.secrets.update(str(value) for key, value in params.items() if "password" in key and value)
+    _check_no_literal(loaded, "dlq_db")
 
 
 def _read(path: KeyPath, file: str | Path, what: str) -> str:
@@ -222,9 +250,9 @@ def _check_not_in_file(loaded: Loaded, key: str) -> None:
         )
 
 
-def _check_no_literal(loaded: Loaded) -> None:
+def _check_no_literal(loaded: Loaded, name: str) -> None:
     """A password may come from the environment or a file of its own, but not stand in a file that people share."""
-    raw = loaded.file.raw.get("db") if loaded.file is not None and loaded.origins.get(("db",)) == "" else None
+    raw = loaded.file.raw.get(name) if loaded.file is not None and loaded.origins.get((name,)) == "" else None
     if not isinstance(raw, str):
         return
     try:
@@ -232,8 +260,9 @@ def _check_no_literal(loaded: Loaded) -> None:
     except PgcdcError:
         return  # it is made of variables
     if any("password" in key and value for key, value in params.items()):
+        other = "use password_file, or put" if name == "db" else f"use {name}_file, or put"
         raise Misfit(
-            ("db",),
+            (name,),
             "the password stands in this file",
-            "Write ${NAME} for it and set that variable, use password_file, or put the whole URL into PGCDC_DB",
+            f"Write ${{NAME}} for it and set that variable, {other} the whole URL into {PREFIX}{name.upper()}",
         )

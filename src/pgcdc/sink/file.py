@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from pgcdc.errors import SinkError, SinkUnavailable, StateError
@@ -105,7 +105,15 @@ class FileSink:
     def write(self, batch: Batch) -> None:
         if batch.end <= self.ack:
             return
-        batch = batch.after(self.ack)
+        self._append(batch.after(self.ack), batch.end)
+
+    def redeliver(self, batch: Batch) -> Collection[str]:
+        """Append events of the past: they stand behind newer ones of their keys, and say so by their positions."""
+        self._append(batch, self.ack)
+        return ()
+
+    def _append(self, batch: Batch, ack: Position) -> None:
+        """Durable, and the ack is `ack`."""
         try:
             os.ftruncate(self._descriptor, self._size)  # a failed attempt may have left something
             os.lseek(self._descriptor, self._size, os.SEEK_SET)
@@ -120,7 +128,7 @@ class FileSink:
                 f"{self._path} cannot be written: {error.strerror}", "Is the disk full? Nothing is lost: start again"
             ) from error
         hit("file.before_ack")
-        self._save(batch.end, size)
+        self._save(ack, size)
         hit("file.after_ack")
 
     def close(self) -> None:

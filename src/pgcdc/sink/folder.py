@@ -16,7 +16,7 @@ import os
 import re
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ HIDDEN = "_pgcdc"
 """Spark's readers, and many others, leave out what begins with an underscore."""
 OWNER = "owner"
 """The file with the random name that also stands in the ack of the sink whose folder it is."""
+FIRST_REPLAY = 50_000
+"""The number of the first part of dead letters at one ack; no batch has so many parts."""
 _PART = re.compile(r"[0-9A-F]{16}-[0-9A-F]{12}(?:\.[0-9A-F]{8})?-[0-9]{5}\.jsonl")
 
 
@@ -129,6 +131,8 @@ class FolderSink:
         self._owner: str = self._file.detail.get("owner", "") if self._is_known else ""
         self._written: set[str] = set()
         """Parts that this process has acknowledged, and not seen under their names yet."""
+        self._is_unshown = False
+        """Dead letters were delivered again, which does not move the ack, and their part may not have its name."""
 
     @property
     def path(self) -> Path:
@@ -171,6 +175,31 @@ class FolderSink:
         self.discard_parts()  # of a failed attempt
         receipt = self.part_writer().write_part(0, batch.events.to_batches())
         self.commit_parts(batch.start, batch.end, [receipt] if receipt else [])
+
+    def redeliver(self, batch: Batch) -> Collection[str]:
+        """Show events of the past as one more part of where the ack is: behind what is there, before what comes."""
+        self._catch_up()
+        self.discard_parts()
+        receipt = self.part_writer().write_part(0, batch.events.to_batches())
+        if receipt is None:
+            return ()
+        detail = self._file.detail
+        number = detail.get("replays", 0)
+        stem = str(self.ack).replace("/", "-")
+        self._is_unshown = True
+        self._save(
+            self.ack,
+            {
+                "parts": detail["parts"] + 1,
+                "bytes": detail["bytes"] + int(receipt["size"]),
+                "shown": [[receipt["file"], f"{stem}-{FIRST_REPLAY + number:05d}.jsonl"]],
+                "replays": number + 1,
+            },
+        )
+        hit("folder.before_shown")
+        with contextlib.suppress(SinkUnavailable):  # the ack has it: it is shown before anything else is written
+            self._catch_up()
+        return ()
 
     def part_writer(self) -> FolderPartWriter:
         """What executors write with."""
@@ -301,10 +330,11 @@ class FolderSink:
 
     def _catch_up(self) -> None:
         """Show what the ack on disk covers: a commit counts from there on, whatever happens."""
-        if self._file.position != self._acked:
+        if self._file.position != self._acked or self._is_unshown:
             with self._explain(kind=SinkUnavailable):
                 self._show()
             self._acked = self._file.position
+            self._is_unshown = False
 
     def _check_part(self, receipt: Receipt) -> None:
         """Nothing is acknowledged that cannot be seen from here: executors may be on other hosts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from pgcdc.errors import SinkError
@@ -43,15 +44,23 @@ class StdoutSink:
     def write(self, batch: Batch) -> None:
         if batch.end <= self.ack:
             return
+        self._print(batch.after(self.ack))
+        hit("stdout.before_ack")
+        self._ack.save(batch.end, {})
+
+    def redeliver(self, batch: Batch) -> Collection[str]:
+        """Print events of the past again; the ack stays."""
+        self._print(batch)
+        return ()
+
+    def _print(self, batch: Batch) -> None:
         try:
-            for lines in batch.after(self.ack).lines():
+            for lines in batch.lines():
                 write_all(self._descriptor, lines)
         except OSError as error:
             raise SinkError(
                 f"standard output is closed: {error.strerror}", "Nothing is lost: start again with a reader at the pipe"
             ) from error
-        hit("stdout.before_ack")
-        self._ack.save(batch.end, {})
 
     def close(self) -> None:
         pass
