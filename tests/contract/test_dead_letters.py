@@ -11,22 +11,21 @@ from sink_targets import (
     START,
     STREAM,
     WHOLE,
-    Target,
     batch_of,
     check_all_arrived,
+    cut,
     fresh,
+    good,
     having,
     kind_of,
-    line,
     opened,
-    position_of,
+    spoiled,
 )
 from targets.letters import Letters
 
 from pgcdc.errors import SinkError, SinkRejected
 from pgcdc.ops.failpoint import FailpointError
 from pgcdc.position import Position
-from pgcdc.sink.base import Batch
 from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.spec import DeliveryOptions
 
@@ -40,21 +39,6 @@ BAD = {
     "some in both batches": [STREAM[1], STREAM[4], STREAM[10], STREAM[15]],
     "a whole batch": STREAM[:8],
 }
-
-
-def spoiled(target: Target, bad: list[Position]) -> list[str]:
-    """The stream, with refused events at these places."""
-    found = [target.bad_line(one) if one in bad else line(one) for one in STREAM]
-    return [one for one in found if one is not None]
-
-
-def cut(lines: list[str], start: Position, end: Position) -> Batch:
-    inside = [one for one in lines if str(start) < position_of(one) <= str(end)]
-    return batch_of(start, end, inside)
-
-
-def good(bad: list[Position]) -> list[str]:
-    return [line(one) for one in STREAM if one not in bad]
 
 
 def test_only_targets_that_take_everything_refuse_nothing() -> None:

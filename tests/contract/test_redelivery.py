@@ -12,6 +12,7 @@ from sink_targets import (
     batch,
     batch_of,
     by_key,
+    cut,
     event,
     fresh,
     opened,
@@ -20,13 +21,9 @@ from sink_targets import (
 )
 
 from pgcdc.position import Position
-from pgcdc.sink.base import Batch, ReplayableSink
+from pgcdc.sink.base import ReplayableSink
 
 MIDDLE = Position.end(125)
-
-
-def cut(lines: list[str], start: Position, end: Position) -> Batch:
-    return batch_of(start, end, [one for one in lines if str(start) < position_of(one) <= str(end)])
 
 
 @pytest.mark.parametrize("name", PLAIN)
