@@ -22,7 +22,21 @@ from typing import Any
 
 from targets.base import BaseTarget as _Target
 from targets.base import Target
-from targets.events import END, START, STREAM, WHOLE, batch, batch_of, by_key, event, line, position_of, to_line, up_to
+from targets.events import (
+    END,
+    START,
+    STREAM,
+    WHOLE,
+    batch,
+    batch_of,
+    by_key,
+    cut,
+    event,
+    line,
+    position_of,
+    to_line,
+    up_to,
+)  # fmt: skip
 from targets.exec import ExecByExit, ExecByLine, ExecByWrite
 from targets.file import RotatingFile, RotatingGzip, RotatingZstd
 from targets.pg_table import PgAppendTarget, PgApplyTarget
@@ -39,8 +53,8 @@ from pgcdc.sink.stdout import StdoutSink
 
 __all__ = [
     "END", "PLAIN", "START", "STREAM", "TARGETS", "WHOLE", "FileTarget", "FolderInTwoParts", "FolderTarget", "Target",
-    "_Target", "batch", "batch_of", "by_key", "check_all_arrived", "event", "fresh", "having", "kind_of",
-    "line", "opened", "position_of",
+    "_Target", "batch", "batch_of", "by_key", "check_all_arrived", "cut", "event", "fresh", "good", "having", "kind_of",
+    "line", "opened", "position_of", "spoiled",
     "to_line", "up_to",
 ]  # fmt: skip
 
@@ -297,3 +311,14 @@ def check_all_arrived(target: Target, expected: list[str] = WHOLE) -> None:
         assert lines == expected
     first_seen = list(dict.fromkeys(lines))
     assert first_seen == expected
+
+
+def spoiled(target: Target, bad: Sequence[Position]) -> list[str]:
+    """The stream, with events at these places that the target refuses."""
+    found = [target.bad_line(one) if one in bad else line(one) for one in STREAM]
+    return [one for one in found if one is not None]
+
+
+def good(bad: Sequence[Position]) -> list[str]:
+    """The stream without these places."""
+    return [line(one) for one in STREAM if one not in bad]

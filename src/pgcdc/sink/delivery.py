@@ -207,7 +207,7 @@ class Delivery:
 
     def redeliver(self, batch: Batch) -> Collection[str]:
         """Deliver dead letters again (`ReplayableSink`). SinkRejected comes out: these have their letters."""
-        sink, left_out = self.sink, []
+        sink, left_out = self.sink, list[str]()
         if not isinstance(sink, ReplayableSink):
             raise SinkError(f"adapter {self.name} cannot deliver dead letters again", "Deliver them in another way")
 

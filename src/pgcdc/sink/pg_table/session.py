@@ -72,7 +72,7 @@ def connect_target(plan: SessionPlan) -> Connection:
     try:
         settings = {**_SETTINGS, "lock_timeout": f"{_lock_timeout_ms(plan)}ms"}
         # What is acknowledged must survive a crash of the target; stricter settings of the role or the URL stay.
-        keep = "CASE current_setting('synchronous_commit') WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END"
+        keep = "coalesce(nullif(current_setting('synchronous_commit'), 'off'), 'on')"
         calls = [
             f"set_config({quote_literal(name)}, {quote_literal(value)}, false)" for name, value in settings.items()
         ]

@@ -243,7 +243,9 @@ class PgTableSink:
         conn = self._connect()
         try:
             rejects: list[Reject] = []
+            assert self._written is not None
             with conn.transaction(force_rollback=True):
+                self._positions.advance(conn, self._owner, self._written, batch.end)
                 if self._appender is not None:
                     rejects = self._appender.find_rejects(conn, batch.events)
                 elif self._applier is not None:
@@ -287,10 +289,11 @@ class PgTableSink:
         """One transaction with what is done inside, and the position behind it; then the ack in the file."""
         assert self._written is not None
         with conn.transaction():
-            yield
+            # First: if another one writes, nothing of the target is what we think, and no event is to blame.
             self._positions.advance(conn, self._owner, self._written, end)
             if self._has_origin:
                 mark_transaction(conn, end)
+            yield
             hit("pg_table.before_ack")
         hit("pg_table.committed")
         self._written = self._acked = end

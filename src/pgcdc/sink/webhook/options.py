@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
-__all__ = ["WebhookOptions", "is_secret_header", "redact_url", "secrets_of"]
+__all__ = ["WebhookOptions", "is_secret_header", "parse_headers", "redact_url", "secrets_of"]
 
 MAX_CONCURRENCY = 1024
 MAX_BATCH_SIZE = 100_000
@@ -23,7 +23,7 @@ _OURS = re.compile(
 _SECRET_HEADER = re.compile(r"(?i)auth|cookie|token|secret|key|password|signature|credential")
 
 
-def _parse_headers(value: Any) -> Any:
+def parse_headers(value: Any) -> Any:
     """A mapping in YAML; in flags, variables and files lines of `Name: value`, or a JSON object."""
     if not isinstance(value, str):
         return value
@@ -43,7 +43,7 @@ def _parse_headers(value: Any) -> Any:
 
 Headers = Annotated[
     dict[str, str],
-    BeforeValidator(_parse_headers),
+    BeforeValidator(parse_headers),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object", "additionalProperties": {"type": "string"}}]}),
 ]
 
@@ -130,7 +130,7 @@ class WebhookOptions(BaseModel):
 
         path = Path(self.headers_file)
         try:
-            found = check_headers(_parse_headers(path.read_text()))
+            found = check_headers(parse_headers(path.read_text()))
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}", "It is to hold headers") from None
         except ValueError as error:
