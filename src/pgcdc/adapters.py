@@ -64,8 +64,9 @@ def file(
 
 
 def exec(
-    command: str | Sequence[str],
+    command: str | Sequence[str] = "",
     *,
+    argv: Sequence[str] = (),
     name: str = "exec",
     ack: AckMode = "exit",
     keep_env: Sequence[str] = (),
@@ -75,8 +76,8 @@ def exec(
     **delivery: Any,
 ) -> AdapterSpec:
     """JSON lines to the standard input of a command: a text for a shell, or a list of the command and its arguments."""
-    options = {"command": command} if isinstance(command, str) else {"argv": tuple(command)}
-    values = {**options, "ack": ack, "keep_env": tuple(keep_env)}
+    text, words = (command, argv) if isinstance(command, str) else ("", (*command, *argv))
+    values = {"command": text, "argv": words, "ack": ack, "keep_env": tuple(keep_env)}
     return _spec("exec", name, ExecOptions, values, transforms, routes, priority, delivery)
 
 
