@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from targets.base import Target
@@ -47,14 +48,17 @@ class Children:
         self._process.stdin.close()
         self._process.wait(20)
 
-    def write(self, target: Target, batches: list[Batch], killed_at: str) -> Ended:
-        """Open the sink of a target, write batches, and be killed at a failpoint (`name`, or `name@3`) of the last one."""
+    def write(self, target: Target, batches: list[Batch], killed_at: str, letters: Path | None = None) -> Ended:
+        """Open the sink of a target, write batches, and be killed at a failpoint (`name`, or `name@3`) of the last one.
+
+        With a file for `letters`, refused events go there.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         spec = target.spec()
         request = {
             "type": spec.type, "name": spec.name, "options": dict(target.options()), "acks": str(target.acks),
-            "stdout": target.stdout, "killed_at": killed_at,
+            "stdout": target.stdout, "killed_at": killed_at, "letters": str(letters) if letters else "",
             "batches": [
                 [str(one.start), str(one.end), one.events.column("line").num_chunks, *one.events.to_pydict().values()]
                 for one in batches
@@ -72,6 +76,7 @@ def _run(request: dict[str, Any], report: int) -> None:
     from sink_targets import START
 
     from pgcdc.adapters import checked
+    from pgcdc.dlq.file_store import FileDeadLetters
     from pgcdc.sink.delivery import Delivery
     from pgcdc.sink.registry import ADAPTERS, make_sink
     from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
@@ -80,12 +85,11 @@ def _run(request: dict[str, Any], report: int) -> None:
         os.dup2(os.open(request["stdout"], os.O_WRONLY | os.O_APPEND), 1)
     else:
         os.dup2(2, 1)
-    from pathlib import Path
-
     kind = request["type"]
     options = checked(ADAPTERS[kind].options, request["options"], kind)
     sink = make_sink(AdapterSpec(request["name"], kind, options), Path(request["acks"]))
-    delivery = Delivery(sink, DeliveryOptions(max_retries=0, timeout=20.0))
+    letters = FileDeadLetters(Path(request["letters"])) if request["letters"] else None
+    delivery = Delivery(sink, DeliveryOptions(max_retries=0, timeout=20.0), dead_letters=letters)
     delivery.open(START)
     *first, last = (_batch(raw) for raw in request["batches"])
     for one in first:

@@ -19,10 +19,12 @@ from pydantic import BaseModel, ValidationError
 
 from pgcdc.config.fields import ADAPTER_NAME
 from pgcdc.errors import ConfigError
+from pgcdc.sink.exec.options import AckMode, ExecOptions
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, FileOptions, NoopOptions, Priority, StdoutOptions
+from pgcdc.sink.webhook.options import WebhookOptions
 
-__all__ = ["checked", "file", "noop", "pg_table", "stdout"]
+__all__ = ["checked", "exec", "file", "noop", "pg_table", "stdout", "webhook"]
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -30,26 +32,53 @@ _M = TypeVar("_M", bound=BaseModel)
 def stdout(
     *,
     name: str = "stdout",
+    format: Literal["auto", "json", "pretty"] = "auto",
     transforms: Sequence[Any] = (),
     routes: Sequence[str] = (),
     priority: Priority = "normal",
     **delivery: Any,
 ) -> AdapterSpec:
-    """JSON lines on standard output."""
-    return _spec("stdout", name, StdoutOptions, {}, transforms, routes, priority, delivery)
+    """JSON lines on standard output; on a terminal a form for people, unless `format` says otherwise."""
+    return _spec("stdout", name, StdoutOptions, {"format": format}, transforms, routes, priority, delivery)
 
 
 def file(
     path: str | PathLike[str],
     *,
     name: str = "file",
+    max_size: int | str = 0,
+    max_files: int = 0,
+    compress: Literal["none", "gzip", "zstd"] = "none",
     transforms: Sequence[Any] = (),
     routes: Sequence[str] = (),
     priority: Priority = "normal",
     **delivery: Any,
 ) -> AdapterSpec:
-    """JSON lines in a file, or in the files of a folder (`path` ends with a slash, or is one)."""
-    return _spec("file", name, FileOptions, {"path": os.fspath(path)}, transforms, routes, priority, delivery)
+    """JSON lines in a file, or in the files of a folder (`path` ends with a slash, or is one).
+
+    A file that would grow larger than `max_size` ("100MB") is rotated, and maybe compressed. All rotated files are kept,
+    unless `max_files` says how many.
+    """
+    options = {"path": os.fspath(path), "max_size": max_size, "max_files": max_files, "compress": compress}
+    return _spec("file", name, FileOptions, options, transforms, routes, priority, delivery)
+
+
+def exec(
+    command: str | Sequence[str] = "",
+    *,
+    argv: Sequence[str] = (),
+    name: str = "exec",
+    ack: AckMode = "exit",
+    keep_env: Sequence[str] = (),
+    transforms: Sequence[Any] = (),
+    routes: Sequence[str] = (),
+    priority: Priority = "normal",
+    **delivery: Any,
+) -> AdapterSpec:
+    """JSON lines to the standard input of a command: a text for a shell, or a list of the command and its arguments."""
+    text, words = (command, argv) if isinstance(command, str) else ("", (*command, *argv))
+    values = {"command": text, "argv": words, "ack": ack, "keep_env": tuple(keep_env)}
+    return _spec("exec", name, ExecOptions, values, transforms, routes, priority, delivery)
 
 
 def noop(
@@ -82,6 +111,42 @@ def pg_table(
     delivery = {key: value for key, value in more.items() if key not in options}
     values = {"db": db, "mode": mode, **options}
     return _spec("pg_table", name, PgTableOptions, values, transforms, routes, priority, delivery)
+
+
+def webhook(
+    url: str = "",
+    *,
+    name: str = "webhook",
+    url_file: str | PathLike[str] | None = None,
+    headers: Mapping[str, str] = {},
+    headers_file: str | PathLike[str] | None = None,
+    signing_key: str = "",
+    signing_key_file: str | PathLike[str] | None = None,
+    batch_size: int = 1,
+    concurrency: int = 8,
+    request_timeout: float = 10.0,
+    gzip: bool = False,
+    allow_private: bool = False,
+    proxy_from_env: bool = False,
+    ca_file: str | PathLike[str] | None = None,
+    cert_file: str | PathLike[str] | None = None,
+    key_file: str | PathLike[str] | None = None,
+    transforms: Sequence[Any] = (),
+    routes: Sequence[str] = (),
+    priority: Priority = "normal",
+    **delivery: Any,
+) -> AdapterSpec:
+    """HTTP requests to a URL: one event in each, or arrays of up to `batch_size`."""
+    files = {
+        "url_file": url_file, "headers_file": headers_file, "signing_key_file": signing_key_file, "ca_file": ca_file,
+        "cert_file": cert_file, "key_file": key_file,
+    }  # fmt: skip
+    options = {
+        "url": url, "headers": dict(headers), "signing_key": signing_key, "batch_size": batch_size,
+        "concurrency": concurrency, "request_timeout": request_timeout, "gzip": gzip, "allow_private": allow_private,
+        "proxy_from_env": proxy_from_env, **{key: os.fspath(path) for key, path in files.items() if path is not None},
+    }  # fmt: skip
+    return _spec("webhook", name, WebhookOptions, options, transforms, routes, priority, delivery)
 
 
 def _spec(
@@ -118,4 +183,7 @@ def checked(model: type[_M], values: Mapping[str, Any], what: str) -> _M:
         key = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             raise ConfigError(f"{what}: {key} is not known", f"Known: {', '.join(model.model_fields)}") from None
-        raise ConfigError(f"{what}: {key}: {first['msg']}", "See the documentation of the adapter") from None
+        reason = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(
+            f"{what}: {f'{key}: ' if key else ''}{reason}", "See the documentation of the adapter"
+        ) from None

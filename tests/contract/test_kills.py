@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from sink_child import Children
-from sink_targets import END, PLAIN, START, WHOLE, batch, check_all_arrived, fresh, kind_of, opened, up_to
+from sink_targets import (
+    END,
+    PLAIN,
+    START,
+    STREAM,
+    WHOLE,
+    batch,
+    check_all_arrived,
+    cut,
+    fresh,
+    good,
+    having,
+    kind_of,
+    opened,
+    spoiled,
+    up_to,
+)
 
+from pgcdc.dlq.file_store import FileDeadLetters
+from pgcdc.dlq.stores import Query
 from pgcdc.position import Position
+from pgcdc.sink.delivery import Delivery
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +37,9 @@ def children() -> Iterator[Children]:
         yield made
 
 
-KILLS = [(name, point) for name in PLAIN for point in (kind_of(name).kill_points or (kind_of(name).before_ack,))]
+# The picky file is picky in this process only.
+NAMES = [name for name in PLAIN if name != "file_picky"]
+KILLS = [(name, point) for name in NAMES for point in (kind_of(name).kill_points or (kind_of(name).before_ack,))]
 
 
 @pytest.mark.parametrize(("name", "point"), KILLS)
@@ -38,7 +60,7 @@ def test_process_that_is_killed_in_the_middle_of_a_write_loses_nothing(
         assert set(target.lines()) == set(WHOLE)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", NAMES)
 def test_process_that_is_killed_at_its_first_write_again_and_again_loses_nothing(name: str, children: Children) -> None:
     with fresh(name) as target:
         for _ in range(2):
@@ -49,3 +71,31 @@ def test_process_that_is_killed_at_its_first_write_again_and_again_loses_nothing
             assert sink.ack == START
             sink.write(batch(START, END))
         check_all_arrived(target)
+
+
+@pytest.mark.parametrize("point", ["dlq.recorded", "before_ack"])
+@pytest.mark.parametrize("name", [name for name in having("bad_line") if name in NAMES])
+def test_process_that_is_killed_behind_a_dead_letter_leaves_one_and_loses_nothing(
+    name: str, point: str, children: Children, tmp_path: Path
+) -> None:
+    bad, middle = STREAM[4], Position.end(130)
+    with fresh(name) as target:
+        lines = spoiled(target, [bad])
+        batches = [cut(lines, START, Position.end(110)), cut(lines, Position.end(110), middle)]
+        ended = children.write(
+            target, batches, point.replace("before_ack", target.before_ack), tmp_path / "letters.jsonl"
+        )
+        assert ended.was_killed, ended
+        assert ended.written == 1, "the second write was not in flight"
+        letters = FileDeadLetters(tmp_path / "letters.jsonl")
+        letters.open()
+        assert [one.position for one in letters.find(Query())] == [str(bad)]
+        delivery = Delivery(target.sink(), dead_letters=letters)
+        delivery.open(START)
+        delivery.write(cut(lines, START, END))
+        delivery.close()
+        check_all_arrived(target, good([bad]))
+        (letter,) = letters.find(Query())
+        assert (letter.position, letter.is_waiting) == (str(bad), True)
+        assert letter.lines() == [lines[4]]
+        letters.close()

@@ -12,6 +12,7 @@ from sink_targets import (
     batch,
     batch_of,
     by_key,
+    cut,
     event,
     fresh,
     opened,
@@ -20,38 +21,33 @@ from sink_targets import (
 )
 
 from pgcdc.position import Position
-from pgcdc.sink.base import Batch, ReplayableSink
+from pgcdc.sink.base import ReplayableSink
 
 MIDDLE = Position.end(125)
 
 
-def cut(lines: list[str], start: Position, end: Position) -> Batch:
-    return batch_of(start, end, [one for one in lines if str(start) < position_of(one) <= str(end)])
-
-
 @pytest.mark.parametrize("name", PLAIN)
 def test_events_of_the_past_are_delivered_again_and_stay(name: str) -> None:
-    """Also those that were never refused: somebody may deliver to a new target."""
-    missing = {str(STREAM[3]), str(STREAM[9])}
+    """Also those that were never refused, unless the target has rows: then they may be older than what is there."""
+    missing = [STREAM[3], STREAM[9]]
+    left_out: set[str] = set()
     with fresh(name) as target:
-        whole = batch(START, MIDDLE)
         with opened(target) as sink:
             assert isinstance(sink, ReplayableSink)
-            sink.write(whole.without(missing))
-            past = batch_of(STREAM[2], STREAM[3], [WHOLE[3]])
-            assert list(sink.redeliver(past)) == []
+            sink.write(batch(START, MIDDLE).without([str(one) for one in missing]))
+            left_out |= set(sink.redeliver(batch_of(STREAM[2], STREAM[3], [WHOLE[3]])))
             assert sink.ack == MIDDLE
             assert target.sink().ack == MIDDLE
-        expected = sorted(one for one in WHOLE if position_of(one) <= str(MIDDLE))
         with opened(target) as sink:  # the next process keeps it
             assert sink.ack == MIDDLE
-            sink.write(batch(START, END).without(missing))
+            sink.write(batch(START, END).without([str(one) for one in missing]))
             assert isinstance(sink, ReplayableSink)
-            assert list(sink.redeliver(batch_of(STREAM[8], STREAM[9], [WHOLE[9]]))) == []
+            left_out |= set(sink.redeliver(batch_of(STREAM[8], STREAM[9], [WHOLE[9]])))
             assert sink.ack == END
+        assert target.sink().ack == END
+        assert not left_out or not target.keeps_history
         if target.keeps:
-            assert set(expected) <= set(target.lines())
-            assert sorted(target.lines()) == sorted(WHOLE)
+            assert sorted(target.lines()) == sorted(one for one in WHOLE if position_of(one) not in left_out)
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -78,7 +74,7 @@ def _changes() -> list[str]:
 
 
 @pytest.mark.parametrize("cuts", [[], [110], [115, 120], [110, 120, 130]], ids=str)
-@pytest.mark.parametrize("name", [one for one in PLAIN if one != "noop"])
+@pytest.mark.parametrize("name", [one for one in PLAIN if one not in ("noop", "stdout_pretty")])  # no positions there
 def test_changes_of_a_key_arrive_in_order(name: str, cuts: list[int]) -> None:
     changes = _changes()
     with fresh(name) as target:

@@ -165,6 +165,7 @@ def test_any_cuts_with_restarts_between_give_every_event_once(
             assert sink.ack == max(before, end)
             assert target.lines() == up_to(sink.ack)
             if restart:
+                sink.close()  # one process has one sink; those that are killed are in test_kills.py
                 sink = stack.enter_context(opened(target))
         sink.write(batch(sink.ack, END))
         assert target.lines() == WHOLE

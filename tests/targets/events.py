@@ -71,6 +71,11 @@ def batch_of(start: Position, end: Position, lines: Sequence[str]) -> Batch:
     return Batch(start, end, pa.table({"position": positions, "line": pa.array(lines, pa.string())}))
 
 
+def cut(lines: Sequence[str], start: Position, end: Position) -> Batch:
+    """Those of these lines that lie in (start, end]."""
+    return batch_of(start, end, [one for one in lines if str(start) < position_of(one) <= str(end)])
+
+
 WHOLE = [line(position) for position in STREAM]
 
 

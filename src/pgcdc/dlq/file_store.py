@@ -32,9 +32,11 @@ _BLOCK = 64 << 10
 class FileDeadLetters:
     """One file. It is opened for each call, so that a purge by another process is noticed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, makes_folder: bool = False) -> None:
+        """`makes_folder`: somebody will make the folder, if it can be made."""
         self.pipeline = ""
         self.path = path.absolute()
+        self._makes_folder = makes_folder
 
     def check(self) -> None:
         with self._explain():
@@ -42,8 +44,8 @@ class FileDeadLetters:
                 os.close(os.open(self.path, os.O_RDWR | os.O_APPEND))
                 return
             folder = self.path.parent
-            while not folder.exists() and folder != folder.parent and folder.name == ".pgcdc":
-                folder = folder.parent  # a state directory that is still to be made
+            while self._makes_folder and not folder.exists():
+                folder = folder.parent
             tempfile.TemporaryFile(dir=folder).close()
 
     def open(self) -> None:

@@ -178,7 +178,7 @@ class PgDeadLetters:
 
     def _create(self, conn: Connection) -> None:
         if not self._exists(conn):
-            conn.execute(sql.SQL(_DDL).format(table=self._name))  # type: ignore[arg-type]
+            conn.execute(sql.SQL(_DDL).format(table=self._name))
             conn.execute(sql.SQL("CREATE INDEX ON {} (adapter, position)").format(self._name))
 
     def _check_encoding(self, conn: Connection) -> None:
@@ -212,7 +212,7 @@ def _where(query: Query) -> tuple[sql.Composable, list[Any]]:
         ("position > %s", query.after),
     ]
     used = [(text, value) for text, value in parts if value is not None]
-    conditions = sql.SQL(" AND ").join([sql.SQL("true"), *(sql.SQL(text) for text, _ in used)])  # type: ignore[arg-type]
+    conditions = sql.SQL(" AND ").join([sql.SQL("true"), *(sql.SQL(text) for text, _ in used)])
     return conditions, [value for _, value in used]
 
 

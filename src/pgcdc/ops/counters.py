@@ -13,6 +13,7 @@ __all__ = [
     "EVENTS_DROPPED",
     "EXEC_RESTARTS",
     "LANE_MOVES",
+    "WEBHOOK_REQUESTS",
     "Counters",
     "counters",
 ]
@@ -29,6 +30,8 @@ EXEC_RESTARTS = "pgcdc_exec_restarts_total"
 """By adapter: commands that were started again, because one failed or was ended."""
 LANE_MOVES = "pgcdc_lane_moves_total"
 """By adapter and move: leave, rejoin, skip."""
+WEBHOOK_REQUESTS = "pgcdc_webhook_requests_total"
+"""By adapter and answer: ok, http_500, timeout, ..."""
 
 Labels = tuple[tuple[str, str], ...]
 

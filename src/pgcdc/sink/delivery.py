@@ -209,7 +209,7 @@ class Delivery:
 
     def redeliver(self, batch: Batch) -> Collection[str]:
         """Deliver dead letters again (`ReplayableSink`). SinkRejected comes out: these have their letters."""
-        sink, left_out = self.sink, []
+        sink, left_out = self.sink, list[str]()
         if not isinstance(sink, ReplayableSink):
             raise SinkError(f"adapter {self.name} cannot deliver dead letters again", "Deliver them in another way")
 
@@ -430,7 +430,9 @@ class Delivery:
                 raise
 
     def _cut(self, batch: Batch) -> Batch:
-        """As much of a batch as the rate limit gives at once, if the sink takes parts."""
+        """As much of a batch as the sink can do in time, and the rate limit gives at once, if the sink takes parts."""
+        first_part: Callable[[Batch], Batch] | None = getattr(self.sink, "first_part", None)
+        batch = first_part(batch) if first_part is not None else batch
         if self._bucket is None or batch.events.num_rows <= self._bucket.burst or not takes_parts(self.sink):
             return batch
         return batch.first(self._bucket.burst)

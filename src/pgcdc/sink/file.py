@@ -80,7 +80,9 @@ class FileSink:
                 from pgcdc.sink.folder import leave_folder  # which imports this
 
                 leave_folder(self._ack.detail)
-                os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644))  # before the ack says that it is ours
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+                os.fsync(self._descriptor)
+                fsync_folder(self._path.parent)
                 self._save(self._ack.position or start, {"size": 0})
             self._restore()
 
@@ -259,8 +261,9 @@ class FileSink:
         if find_rotated(self._path, detail["number"]) is None:
             os.truncate(self._path, detail["moving"])
             os.rename(self._path, rotated_name(self._path, detail["number"]))
-            fsync_folder(self._path.parent)
         hit("file.renamed")
+        os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644))  # before the ack says that it is there
+        fsync_folder(self._path.parent)
         del detail["moving"]
         self._save(self.ack, detail)
         hit("file.rotated")

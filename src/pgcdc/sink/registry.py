@@ -5,6 +5,7 @@ The configuration makes its keys, flags and its JSON schema of this; a new adapt
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pgcdc.sink.base import Sink
 from pgcdc.sink.exec.options import ExecOptions
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.spec import AdapterSpec, FileOptions, NoopOptions, StdoutOptions
+from pgcdc.sink.webhook.options import WebhookOptions
 
 __all__ = ["ADAPTERS", "AdapterType", "check_adapters", "make_sink"]
 
@@ -126,6 +128,21 @@ def _make_pg_table(spec: AdapterSpec, acks: Path) -> Sink:
     return PgTableSink(options, acks, spec.name, timeout_s=spec.delivery.timeout)
 
 
+def _make_webhook(spec: AdapterSpec, acks: Path) -> Sink:
+    from pgcdc.sink.webhook.sink import WebhookSink
+
+    assert isinstance(spec.options, WebhookOptions)
+    return WebhookSink(spec.options, acks, spec.name, spec.delivery.timeout)
+
+
+def _check_webhook(options: WebhookOptions) -> None:
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError("the adapter webhook needs the package aiohttp", "Run: pip install 'pgcdc[webhook]'")
+    options.read_url()
+    options.read_headers()
+    options.read_signing_key()
+
+
 ADAPTERS: dict[str, AdapterType] = {
     kind.name: kind
     for kind in (
@@ -134,6 +151,7 @@ ADAPTERS: dict[str, AdapterType] = {
         AdapterType("exec", ExecOptions, _make_exec),
         AdapterType("noop", NoopOptions, _make_noop),
         AdapterType("pg_table", PgTableOptions, _make_pg_table, PgTableOptions.target, PgTableOptions.check),
+        AdapterType("webhook", WebhookOptions, _make_webhook, check=_check_webhook),
     )
 }
 """The types by name."""

@@ -115,7 +115,7 @@ class Lanes:
         return next((one.to_json() for one in errors if one is not None), None)
 
     def status(self) -> list[dict[str, Any]]:
-        """Of each adapter: its lane, ack, lag in bytes of WAL, what it skipped, and the last error."""
+        """Of each adapter: its lane, ack, lag in bytes of WAL, what it skipped, what was refused, and the last error."""
         capture = read_json(self._state.capture_status) or {}
         received = parse_lsn(capture["received_lsn"]) if "received_lsn" in capture else 0
         report = []
@@ -132,6 +132,7 @@ class Lanes:
                     "ack": str(ack) if ack else None,
                     "lag_bytes": behind,
                     "dropped": place.dropped,
+                    "dead_letters": member.dead_letters,
                     "last_error": str(error) if error else None,
                 }
             )

@@ -78,7 +78,7 @@ class Member:
         self._left = 0
         self._is_closed = False
         self._lock = threading.Lock()
-        self._tasks: queue.SimpleQueue[tuple[str, Callable[[], bool], WriteFuture] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[str | None, Callable[[], bool], WriteFuture] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name=f"adapter-{self.name}", daemon=True).start()
 
     @property
@@ -129,7 +129,11 @@ class Member:
         """Have executors write a large batch that ends at `end`, after everything that was submitted before."""
         return self._submit(lane, lambda: self._write_large(end, batch))
 
-    def _submit(self, lane: str, write: Callable[[], bool]) -> WriteFuture:
+    def submit_other(self, do: Callable[[], object]) -> WriteFuture:
+        """Do something else with the sink, between two batches. What that raises is no failure of the adapter."""
+        return self._submit(None, lambda: bool(do()) or True)
+
+    def _submit(self, lane: str | None, write: Callable[[], bool]) -> WriteFuture:
         future = WriteFuture()
         with self._lock:
             if not self._is_closed:
@@ -159,12 +163,12 @@ class Member:
             done = True
             try:
                 error: BaseException | None = None
-                done = self._as_member(lane, write)
+                done = self._as_member(lane or self._membership[self.name].lane, write)
             except BaseException as raised:
                 error = raised
             with self._lock:
                 self._left -= 1
-            if not isinstance(error, NotAMember):
+            if lane is not None and not isinstance(error, NotAMember):
                 self.last_error = error
             future.ended = time.monotonic()
             future.set_result(done) if error is None else future.set_exception(error)

@@ -80,8 +80,12 @@ _PIECES_DDL = (
 
 
 def can_write_parts(member: Delivery) -> bool:
-    """Whether executors may write to this sink: it can, and no rate limit wants its events one after the other."""
-    return isinstance(member.sink, ParallelSink) and not member.options.rate_limit
+    """Whether executors may write to this sink: it can, and no rate limit wants its events one after the other.
+
+    A sink that has found that executors cannot reach its target says `takes_executors = False`.
+    """
+    can = isinstance(member.sink, ParallelSink) and getattr(member.sink, "takes_executors", True)
+    return can and not member.options.rate_limit
 
 
 class LargeBatches:

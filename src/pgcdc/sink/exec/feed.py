@@ -22,6 +22,7 @@ __all__ = ["Feed", "FeedEnded", "FeedStalled"]
 
 CHUNK_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20
+READ_PAUSE_S = 0.001
 LOOK_S = 0.2
 """How often a command that says nothing is looked at."""
 
@@ -59,7 +60,8 @@ class Feed:
         self.reached = ""
         """All events up to this position are done."""
         self.progress = 0
-        """Grows with every byte that it takes, or with every event that it acknowledges."""
+        """Grows with every byte that it reads, or with every event that it acknowledges."""
+        self._taken = 0
         self._by_line = by_line
         self._open: deque[_Event] = deque()
         """Events that are not done, or stand behind one that is not."""
@@ -97,24 +99,27 @@ class Feed:
                 raise FeedStalled
             self._fill()
             had_ended = self.process.has_ended
+            if not self._by_line and not self._data and not had_ended:
+                time.sleep(READ_PAUSE_S)
             try:
-                taken, said = self.process.exchange(self._data, 0 if had_ended else min(left, LOOK_S))
+                wait_s = min(left, LOOK_S) if self._by_line or self._data else 0
+                taken, said = self.process.exchange(self._data, 0 if had_ended else wait_s)
             except BrokenPipeError:
                 self._data = memoryview(b"")
                 self._listen_to_the_end()
                 raise FeedEnded from None
             self._data = self._data[taken:]
             if not self._by_line:
-                self.progress += taken
-                self._settle_written()
+                self._taken += taken
+                self.progress = max(self.progress, self._taken - self.process.unread)
+                if not self.process.has_ended:
+                    self._settle_written()
             elif said:
                 self._hear(said)
             on_progress()
             is_silent = (had_ended and not said) or (self._by_line and not self.process.has_output)
             if is_silent and self._open and self._open[0].position <= end:
                 raise FeedEnded
-        if not self._by_line and self.process.has_ended:
-            raise FeedEnded
 
     def _fill(self) -> None:
         if self._data or not self._waiting:
@@ -130,8 +135,8 @@ class Feed:
         hit("exec.half_sent")
 
     def _settle_written(self) -> None:
-        """All that is offered and written is done."""
-        if not self._data:
+        """All that is offered, written and read is done."""
+        if not self._data and not self.process.unread:
             while self._open and self._open[0].is_offered:
                 self.reached = self._open.popleft().position
 

@@ -42,7 +42,7 @@ class ExecOptions(BaseModel):
     ack: AckMode = Field(
         default="exit",
         description="when an event counts as delivered: exit (one process per batch, which ends with 0), line (the "
-        "command prints a line for it) or write (it is written to the pipe)",
+        "command prints a line for it) or write (the command has read it)",
     )
     keep_env: Annotated[tuple[str, ...], BeforeValidator(_split_names), _LIST] = Field(
         default=(), description="variables that the command gets although they hold secrets of pgcdc"

@@ -2,7 +2,7 @@
 
     exit   one process for each batch: it reads to the end of its input, and 0 means that all of it is delivered
     line   one process for all: it prints a line for each event that it has done
-    write  one process for all: what is written to the pipe counts
+    write  one process for all: what is written to its input, and read by it, counts
 
 A command that fails, or does not answer in time, is ended with everything that it has started. Another one gets what was not
 acknowledged, after the pauses of `sink/delivery.py`. Exit status 65 (EX_DATAERR) says that an event is wrong: it is found.
@@ -277,7 +277,7 @@ class ExecSink:
         self._feed = self._process = None
         feed.process.end(self._grace_s)
         if what and self._options.ack == "write":
-            tell(self.name, f"the command {what}: what it had not read of its input is lost to it")
+            tell(self.name, f"the command {what}: what it had read and not done is lost to it")
 
     # --- the process
 

@@ -267,7 +267,7 @@ class Applier:
         writer = self._open(conn)
         assert self._targets is not None
         sources = Sources(self._shapes, self._targets.of)
-        source, key = sources.of(event)
+        _, key = sources.of(event)
         self._refuse_old_columns(event, sources)
         folding = Folding(sources, writer)
         old, row = event["payload"]["old"], event["payload"]["row"]
@@ -296,7 +296,7 @@ class Applier:
         if gone:
             raise RowFault(
                 "undefined_column",
-                f"the event of table {source.title} has the column {', '.join(gone)}, which the table does not have any more",
+                f"the event of table {source.title} has the column {', '.join(gone)}, which the table has no more",
             )
 
     def _title(self, event: Event) -> str:

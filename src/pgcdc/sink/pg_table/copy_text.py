@@ -8,7 +8,7 @@ from itertools import islice
 __all__ = ["NULL", "copy_pieces"]
 
 NULL = "\x01"
-"""What stands for NULL. Not PostgreSQL's own \\N: without a backslash a whole piece is checked at once for what must be escaped."""
+"""What stands for NULL. Not PostgreSQL's own \\N: without a backslash, a whole piece is looked at for escapes at once."""
 PIECE_ROWS = 1000
 
 _ESCAPES = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r", NULL: f"\\{NULL}"})

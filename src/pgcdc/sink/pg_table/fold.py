@@ -1,7 +1,7 @@
 """What many events leave of a table: for every key the last row, or that it is gone. Pure.
 
-A row is the mapping of an event: column to PostgreSQL's text. Where an update did not bring a long value (unchanged TOAST), it
-is taken from an earlier event of the same batch, or else left to the target: then the row is a Patch.
+A row is the mapping of an event: column to PostgreSQL's text. Where an update did not bring a long value (unchanged TOAST),
+it is taken from an earlier event of the same batch, or else left to the target: then the row is a Patch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Keyed:
     """Rows of a table with a key."""
 
     def __init__(self, key: tuple[str, ...], keeps_more: Callable[[Row], bool] = lambda row: False) -> None:
-        """`keeps_more`: whether the target has values that a row does not bring; then it is not deleted to be inserted anew."""
+        """`keeps_more`: whether the target has values that a row does not bring; then the row is not inserted anew."""
         self.key = key
         self._key_of: Callable[[Row], Any] = itemgetter(*key)
         self._keeps_more = keeps_more

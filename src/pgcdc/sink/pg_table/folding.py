@@ -21,6 +21,7 @@ __all__ = ["Folding", "Output", "Sources"]
 MOST_ROWS = 100_000
 """When so many rows are folded they are written, so that memory does not grow with the batch."""
 
+_PUTS = frozenset({"INSERT", "SNAPSHOT"})
 _IGNORED = frozenset({"MESSAGE", "BEGIN", "COMMIT", "SCHEMA_CHANGE", "SNAPSHOT_STARTED", "SNAPSHOT_COMPLETED"})
 
 
@@ -105,7 +106,7 @@ class Folding:
                     continue
                 one = opened[place] = self._begin(event)
             try:
-                if operation == "INSERT" or operation == "SNAPSHOT":
+                if operation in _PUTS:
                     one.fold.insert(payload["row"])
                 elif operation == "UPDATE":
                     move = one.fold.update(payload["row"], payload["old"], payload.get("_unchanged_toast_columns", ()))

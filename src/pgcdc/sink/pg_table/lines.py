@@ -9,6 +9,7 @@ import orjson
 import pyarrow as pa
 
 from pgcdc.errors import SinkError
+from pgcdc.sink.base import line_buffers
 
 __all__ = ["Event", "parse_lines"]
 
@@ -20,17 +21,11 @@ PIECE_EVENTS = 4096
 def parse_lines(events: pa.Table) -> Iterator[list[Event]]:
     """The events, in order. A line ends with its only newline: so many lines are one JSON list, but for its commas."""
     for chunk in events.column("line").chunks:
-        kind = "q" if pa.types.is_large_string(chunk.type) else "i"
         for begin in range(0, len(chunk), PIECE_EVENTS):
-            piece = chunk.slice(begin, PIECE_EVENTS)
-            _, offset_buffer, data = piece.buffers()
-            offsets = memoryview(offset_buffer).cast(kind)
-            first, last = offsets[piece.offset], offsets[piece.offset + len(piece)]
-            text = bytes(memoryview(data)[first:last]).rstrip(b"\n").replace(b"\n", b",")
+            text = b"".join(line_buffers([chunk.slice(begin, PIECE_EVENTS)])).rstrip(b"\n").replace(b"\n", b",")
             try:
                 parsed: list[Event] = orjson.loads(b"[%b]" % text)
             except orjson.JSONDecodeError as error:
-                raise SinkError(
-                    f"a line is not JSON: {error}", "A transform made it: pg_table can apply events only"
-                ) from None
+                advice = "A transform made it: pg_table applies events only"
+                raise SinkError(f"a line is not JSON: {error}", advice) from None
             yield parsed

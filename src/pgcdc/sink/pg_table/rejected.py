@@ -1,7 +1,7 @@
 """Which keys have an event in the dead letters: so that a replay never puts an old row over a newer one.
 
-The table `pgcdc_rejected` at the target changes in the transactions of the rows. It is made with the first reject; while it has
-no row that waits, it costs nothing.
+The table `pgcdc_rejected` at the target changes in the transactions of the rows. It is made with the first reject; while it
+has no row that waits, it costs nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Rejected:
                 'PRIMARY KEY (adapter, "position", "table", key))'.encode()
             )
         rows = [(self._adapter, one.table, one.key, one.position) for one in effects]
-        query = f'INSERT INTO {self._table} (adapter, "table", key, "position") VALUES (%s, %s, %s, %s) ON CONFLICT DO NOTHING'
+        columns = 'adapter, "table", key, "position"'
+        query = f"INSERT INTO {self._table} ({columns}) VALUES (%s, %s, %s, %s) ON CONFLICT DO NOTHING"
         conn.cursor().executemany(query.encode(), rows)
         self.look(conn)
 

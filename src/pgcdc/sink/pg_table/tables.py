@@ -145,7 +145,7 @@ def load_target(conn: Connection, name: TableName) -> TargetTable | None:
 
 
 def find_types(conn: Connection, wanted: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, str], list[str]]:
-    """The type that each column gets at the target; and of which columns it is only text, since the target has no such type."""
+    """The type that each column gets at the target; and which are only text, since the target has no such type."""
     texts = sorted({text for names in wanted.values() for text in names})
     known = set()
     if texts:

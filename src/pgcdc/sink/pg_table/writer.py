@@ -54,11 +54,11 @@ def group_rows(fold: Fold) -> Iterable[Groups]:
     """The rows of a fold. More than one group of groups only for rows without a key, of which deletes have other columns."""
     groups = Groups()
     if isinstance(fold, Bag):
-        for row in fold.inserted:
-            groups.fresh.setdefault(tuple(row), []).append(row)
+        for one in fold.inserted:
+            groups.fresh.setdefault(tuple(one), []).append(one)
         by_columns: dict[tuple[str, ...], list[Collection[str | None]]] = {}
-        for row in fold.deleted:
-            by_columns.setdefault(tuple(row), []).append(row.values())
+        for one in fold.deleted:
+            by_columns.setdefault(tuple(one), []).append(one.values())
         for columns, rows in by_columns.items():
             gone = Groups()
             gone.delete_columns, gone.deletes = columns, rows
