@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import socket
+import sqlite3
 import ssl
 import subprocess
 import sys
@@ -563,3 +564,33 @@ def wait_until(done: Callable[[], bool]) -> None:
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+# --- the example in the documentation
+
+
+def test_example_receiver_checks_the_signature_and_takes_every_event_once(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "webhook_receiver.py"
+    environ = {**os.environ, "SIGNING_KEY": "the key"}
+    child = subprocess.Popen(
+        [sys.executable, str(example), "0"], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout is not None
+        url = child.stdout.readline().removeprefix("listening on ").strip() + "hook"
+        error = refused(tmp_path, url, SinkError, signing_key="another key")
+        assert "answer 401" in error.message and "signing key" in error.advice
+        for number, options in enumerate(({}, {"batch_size": 5}, {"batch_size": 5, "gzip": True})):
+            (tmp_path / f"{number}").mkdir()  # a sink that has forgotten everything
+            with sink_to(url, tmp_path / f"{number}", signing_key="the key", **options) as sink:
+                sink.write(batch(START, END))
+        with contextlib.closing(sqlite3.connect(tmp_path / "inbox.db")) as inbox:
+            rows = inbox.execute("SELECT event FROM events ORDER BY json_extract(event, '$.position')").fetchall()
+        assert [json.loads(text) for (text,) in rows] == [json.loads(line(position)) for position in STREAM]
+        broken = json.loads(line(STREAM[0]))
+        del broken["id"]
+        with sink_to(url, tmp_path, signing_key="the key") as sink, pytest.raises(SinkRejected, match="answer 400"):
+            sink.write(batch_of(START, END, [to_line(broken)]))
+    finally:
+        child.kill()
+        child.wait(10)
