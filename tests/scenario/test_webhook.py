@@ -355,7 +355,7 @@ def test_large_batch_is_given_in_parts_that_are_done_in_time(hook: Receiver, tmp
             write(part)
             acks.append(sink.ack)
 
-        sink.write = watch  # type: ignore[method-assign]
+        sink.write = watch  # type: ignore[method-assign, assignment]
         Delivery(sink, DeliveryOptions(timeout=1.0)).write(whole(changes(10, 300, 1)))
         assert sink.ack == Position.end(100_000)
     assert len(acks) > 1
