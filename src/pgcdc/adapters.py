@@ -13,16 +13,17 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from pgcdc.config.fields import ADAPTER_NAME
 from pgcdc.errors import ConfigError
+from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, FileOptions, NoopOptions, Priority, StdoutOptions
 from pgcdc.sink.webhook.options import WebhookOptions
 
-__all__ = ["checked", "file", "noop", "stdout", "webhook"]
+__all__ = ["checked", "file", "noop", "pg_table", "stdout", "webhook"]
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -62,6 +63,26 @@ def noop(
 ) -> AdapterSpec:
     """Takes everything and keeps nothing: to measure what the rest costs."""
     return _spec("noop", name, NoopOptions, {}, transforms, routes, priority, delivery)
+
+
+def pg_table(
+    db: str = "",
+    *,
+    name: str = "pg_table",
+    mode: Literal["append", "apply"] = "append",
+    transforms: Sequence[Any] = (),
+    routes: Sequence[str] = (),
+    priority: Priority = "normal",
+    **more: Any,
+) -> AdapterSpec:
+    """Rows in PostgreSQL: a row per event, or (`mode="apply"`) the tables of the source, kept equal.
+
+    Without `db` it is the source's database. `more` are the other options of pg_table, and those of `DeliveryOptions`.
+    """
+    options = {key: value for key, value in more.items() if key in PgTableOptions.model_fields}
+    delivery = {key: value for key, value in more.items() if key not in options}
+    values = {"db": db, "mode": mode, **options}
+    return _spec("pg_table", name, PgTableOptions, values, transforms, routes, priority, delivery)
 
 
 def webhook(

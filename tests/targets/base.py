@@ -71,6 +71,10 @@ class BaseTarget:
         """From now on the target cannot be reached: what is tried is SinkUnavailable."""
         raise NotImplementedError
 
+    def break_after(self, events: int) -> None:
+        """Like `break_target`, in the middle of a batch: so many events are taken before."""
+        raise NotImplementedError
+
     def heal_target(self) -> None:
         """It can be reached again, and has everything that it acknowledged."""
         raise NotImplementedError

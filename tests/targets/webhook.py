@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,13 @@ class WebhookTarget(BaseTarget):
         self.receiver: Receiver = self._stack.enter_context(receiver())
         self.receiver.how = self._answer
         self._takes_bad = False
+        self._limit: float = math.inf
 
     def _answer(self, request: Request) -> How | None:
         is_bad = not self._takes_bad and any(one["payload"]["row"].get("text") == _BAD for one in request.events)
-        return answer(422, b"this text is never taken") if is_bad else None
+        if is_bad:
+            return answer(422, b"this text is never taken")
+        return answer(503) if len(self.receiver.lines) >= self._limit else None
 
     def options(self) -> Mapping[str, Any]:
         return {
@@ -62,7 +66,11 @@ class WebhookTarget(BaseTarget):
     def break_target(self) -> None:
         self.receiver.is_broken = True
 
+    def break_after(self, events: int) -> None:
+        self._limit = events
+
     def heal_target(self) -> None:
+        self._limit = math.inf
         self.receiver.is_broken = False
 
     def bad_line(self, position: Position) -> str | None:

@@ -28,6 +28,9 @@ TWO_WAY = ("streaming",)
 class SettingsCommand(TyperCommand):
     """A command that takes every setting as a flag, beside those of its function."""
 
+    left_out: tuple[str, ...] = ()
+    """Settings that it does not take."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "epilog": EPILOG})
         self._own: list[str] | None = None
@@ -36,7 +39,8 @@ class SettingsCommand(TyperCommand):
         """With the settings first."""
         if self._own is None:
             self._own = [param.name or "" for param in self.params]
-            self.params = [*_make_params(), *self.params]
+            settings = [one for one in _make_params() if one.name not in self.left_out]
+            self.params = [*settings, *self.params]
         return super().get_params(ctx)
 
     def invoke(self, ctx: Any) -> Any:
@@ -66,9 +70,9 @@ def _make_params() -> list[Any]:
             continue
         switch = is_switch(field.annotation)
         kind: Any = bool | None if switch else list[str] | None if setting.is_repeated else str | None
-        both = (
-            f"--{setting.flag}/--no-{setting.flag}" if field.default is True or name in TWO_WAY else f"--{setting.flag}"
-        )
+        both = f"--{setting.flag}"
+        if field.default is True or name in TWO_WAY or _is_on(FLAT_KEYS.get(name)):
+            both += f"/--no-{setting.flag}"
         option = typer.Option(
             both if switch else f"--{setting.flag}",
             help=_describe(field.description or "", field.default),
@@ -89,6 +93,17 @@ def _make_params() -> list[Any]:
     app = typer.Typer(add_completion=False)
     app.command()(settings)
     return list(typer.main.get_command(app).params)
+
+
+def _is_on(option: tuple[str, str] | None) -> bool:
+    """Whether it is an adapter's switch that is on unless somebody says otherwise."""
+    from pgcdc.sink.registry import ADAPTERS
+    from pgcdc.sink.spec import DeliveryOptions
+
+    if option is None:
+        return False
+    kind, name = option
+    return {**ADAPTERS[kind].options.model_fields, **DeliveryOptions.model_fields}[name].default is True
 
 
 def _describe(text: str, default: Any) -> str:

@@ -7,6 +7,7 @@ mapping in the list, which stands for itself: `{name: audit, type: file, path: a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union
 
@@ -43,7 +44,9 @@ __all__ = [
     "Entry",
     "StrictNumbers",
     "adapter_specs",
+    "choose_specs",
     "option_path",
+    "with_source_db",
 ]
 
 
@@ -177,7 +180,8 @@ def _spec(config: Config, number: int, item: AdapterItem) -> AdapterSpec:
             given[field] = value
     for field, info in kind.options.model_fields.items():
         extra = info.json_schema_extra
-        if field not in given and isinstance(extra, dict) and extra.get("cascade") == "db":
+        said = {field, f"{field}_file"} & given.keys()
+        if not said and isinstance(extra, dict) and extra.get("cascade") == "db":
             given[field] = config.db  # the database URL cascade: what is not said otherwise is the source's
         if field not in given and info.is_required():
             flag = f"{kind.name}-{field}".replace("_", "-")
@@ -203,6 +207,28 @@ def _spec(config: Config, number: int, item: AdapterItem) -> AdapterSpec:
         routes=routes or (),
         priority=priority or "normal",
     )
+
+
+def choose_specs(config: Config, given: Any) -> tuple[Any, ...]:
+    """The adapters of a pipeline: those that were made in Python, one or many, or else the configuration's."""
+    specs = config.adapter_specs if given is None else given if isinstance(given, (list, tuple)) else (given,)
+    return tuple(with_source_db(one, config.db) for one in specs)
+
+
+def with_source_db(spec: Any, db: str) -> Any:
+    """The same cascade for an adapter that was made in Python; what is no adapter stays as it is."""
+    if not isinstance(spec, AdapterSpec):
+        return spec
+    fields = type(spec.options).model_fields
+    missing = {
+        name: db
+        for name, info in fields.items()
+        if isinstance(info.json_schema_extra, dict)
+        and info.json_schema_extra.get("cascade") == "db"
+        and not getattr(spec.options, name)
+        and not getattr(spec.options, f"{name}_file", None)
+    }
+    return replace(spec, options=spec.options.model_copy(update=missing)) if missing else spec
 
 
 def _envelopes(config: Config) -> tuple[Any, ...]:

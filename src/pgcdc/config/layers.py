@@ -24,12 +24,18 @@ from pgcdc.config.option_secrets import check_literals, option_secrets
 from pgcdc.config.secrets import hide, literal_part, read_secret
 from pgcdc.config.yaml_file import YamlFile, read_yaml
 from pgcdc.errors import ConfigError, PgcdcError
+from pgcdc.sink.registry import ADAPTERS
 
 __all__ = ["Loaded", "load", "load_config"]
 
 DEFAULT_FILE = "pgcdc.yaml"
 PREFIX = "PGCDC_"
-_ALTERNATIVES = (("db", "db_file"), ("snapshot_mode", "snapshot_first"), ("toast", "toast_cache"))
+_ALTERNATIVES = (
+    ("db", "db_file"),
+    ("dlq_db", "dlq_db_file"),
+    ("snapshot_mode", "snapshot_first"),
+    ("toast", "toast_cache"),
+)
 """Two ways to say one thing: the one of the higher layer holds."""
 _MERGED: dict[str, Callable[[Any], Any]] = {"routes": parse_routes, "adapter_priority": parse_priorities}
 """What is said by the names of adapters: a flag for one of them leaves the others as the file has them."""
@@ -114,6 +120,8 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None
     loaded.secrets |= option_secrets(loaded.values)
     try:
         _take_database(loaded)
+        _take_target_databases(loaded)
+        _take_letters_database(loaded)
         if loaded.file is not None:
             check_literals(loaded.file.raw)
         loaded.config = Config.model_validate(loaded.values)
@@ -199,7 +207,7 @@ def _take_database(loaded: Loaded) -> None:
         key = "db_file" if loaded.origins.get(("db",)) == "db_file" else "db"
         raise Misfit((key,), error.message, error.advice) from None
     loaded.secrets.update(str(value) for key, value in params.items() if "password" in key and value)
-    _check_no_literal(loaded)
+    _check_no_literal(loaded, ("db",))
     given = values.get("password_file")
     if isinstance(given, (str, Path)) and given:
         if params.get("password"):
@@ -209,6 +217,28 @@ def _take_database(loaded: Loaded) -> None:
         password = _read(("password_file",), given, "the password")
         loaded.secrets.add(password)
         values["db"] = make_conninfo("", **{**params, "password": password})
+
+
+def _take_letters_database(loaded: Loaded) -> None:
+    """The URL of the dead letters' database, from where it is said to be."""
+    values = loaded.values
+    if values.get("dlq_db") and values.get("dlq_db_file"):
+        raise Misfit(("dlq_db_file",), "dlq_db and dlq_db_file are given", "Leave one of them out")
+    if isinstance(values.get("dlq_db_file"), (str, Path)) and values["dlq_db_file"]:
+        _check_not_in_file(loaded, "dlq_db_file")
+        values["dlq_db"] = _read(("dlq_db_file",), values["dlq_db_file"], "the database URL").strip()
+        loaded.secrets.add(values["dlq_db"])
+        loaded.origins["dlq_db",] = "dlq_db_file"
+    url = values.get("dlq_db")
+    if not isinstance(url, str) or not url:
+        return
+    try:
+        params = parse_url(url)
+    except PgcdcError as error:
+        key = "dlq_db_file" if loaded.origins.get(("dlq_db",)) == "dlq_db_file" else "dlq_db"
+        raise Misfit((key,), error.message, error.advice) from None
+    loaded.secrets.update(str(value) for key, value in params.items() if "password" in key and value)
+    _check_no_literal(loaded, ("dlq_db",))
 
 
 def _read(path: KeyPath, file: str | Path, what: str) -> str:
@@ -226,9 +256,9 @@ def _check_not_in_file(loaded: Loaded, key: str) -> None:
         )
 
 
-def _check_no_literal(loaded: Loaded) -> None:
+def _check_no_literal(loaded: Loaded, path: KeyPath) -> None:
     """A password may come from the environment or a file of its own, but not stand in a file that people share."""
-    raw = loaded.file.raw.get("db") if loaded.file is not None and loaded.origins.get(("db",)) == "" else None
+    raw = loaded.raw(path) if loaded.file is not None and loaded.origins.get(path[:1]) == "" else None
     if not isinstance(raw, str):
         return
     try:
@@ -236,8 +266,37 @@ def _check_no_literal(loaded: Loaded) -> None:
     except PgcdcError:
         return  # it is made of variables
     if any("password" in key and value for key, value in params.items()):
+        other = "password_file, or put the whole URL into PGCDC_DB" if path == ("db",) else f"{path[-1]}_file"
         raise Misfit(
-            ("db",),
-            "the password stands in this file",
-            "Write ${NAME} for it and set that variable, use password_file, or put the whole URL into PGCDC_DB",
+            path, "the password stands in this file", f"Write ${{NAME}} for it and set that variable, or use {other}"
         )
+
+
+def _take_target_databases(loaded: Loaded) -> None:
+    """The database URLs of adapters: their passwords are hidden like the source's, and stand in no file either."""
+    fields = {
+        kind.name: [name for name, info in kind.options.model_fields.items() if _is_database(info.json_schema_extra)]
+        for kind in ADAPTERS.values()
+    }
+    found: list[KeyPath] = [(f"{kind}_{name}",) for kind, names in fields.items() for name in names]
+    items = loaded.values.get("adapters")
+    for number, item in enumerate(items if isinstance(items, (list, tuple)) else ()):
+        if isinstance(item, Mapping):
+            kind = str(item.get("type", item.get("name")))
+            found += [("adapters", number, name) for name in fields.get(kind, [])]
+    for path in found:
+        url: Any = loaded.values
+        for part in path:
+            url = url.get(part) if isinstance(url, Mapping) else url[part]
+        if not isinstance(url, str) or not url:
+            continue
+        try:
+            params = parse_url(url)
+        except PgcdcError as error:
+            raise Misfit(path, error.message, error.advice) from None
+        loaded.secrets.update(str(value) for key, value in params.items() if "password" in key and value)
+        _check_no_literal(loaded, path)
+
+
+def _is_database(extra: Any) -> bool:
+    return isinstance(extra, dict) and extra.get("cascade") == "db"

@@ -30,11 +30,12 @@ def effective(loaded: Loaded) -> dict[str, tuple[Any, str]]:
 
 def _value(loaded: Loaded, name: str) -> tuple[Any, str]:
     config, origin = loaded.config, loaded.origin(name)
-    if name == "db":
-        raw = loaded.raw(("db",)) if loaded.origins.get(("db",)) == "" else None
+    if name in ("db", "dlq_db"):
+        raw = loaded.raw((name,)) if loaded.origins.get((name,)) == "" else None
         if isinstance(raw, str):
             return redact_text(raw), origin
-        return redact(config.db) if config.db else "", origin
+        url: str = getattr(config, name)
+        return redact(url) if url else "", origin
     if name == "snapshot_mode" and config.snapshot_first:
         return config.effective_snapshot_mode, loaded.origin("snapshot_first")
     if name == "snapshot_mode":

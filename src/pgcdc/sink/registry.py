@@ -16,6 +16,8 @@ from pydantic import BaseModel
 
 from pgcdc.errors import ConfigError
 from pgcdc.sink.base import Sink
+from pgcdc.sink.exec.options import ExecOptions
+from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.spec import AdapterSpec, FileOptions, NoopOptions, StdoutOptions
 from pgcdc.sink.webhook.options import WebhookOptions
 
@@ -74,25 +76,56 @@ def check_adapters(specs: Sequence[AdapterSpec]) -> None:
 def _make_stdout(spec: AdapterSpec, acks: Path) -> Sink:
     from pgcdc.sink.stdout import StdoutSink
 
-    return StdoutSink(acks, spec.name)
+    assert isinstance(spec.options, StdoutOptions)
+    return StdoutSink(acks, spec.name, format=spec.options.format)
 
 
 def _make_file(spec: AdapterSpec, acks: Path) -> Sink:
     from pgcdc.sink.folder import file_sink
 
-    assert isinstance(spec.options, FileOptions)
-    return file_sink(spec.options.target, acks, spec.name, is_folder=spec.options.is_folder)
+    options = spec.options
+    assert isinstance(options, FileOptions)
+    return file_sink(
+        options.target,
+        acks,
+        spec.name,
+        is_folder=options.is_folder,
+        max_bytes=options.max_size,
+        max_files=options.max_files,
+        compression=options.compress,
+    )
 
 
 def _check_file(options: FileOptions) -> None:
     if not options.target.parent.is_dir():
         raise ConfigError(f"the folder of the file {options.path} does not exist", "Create it first")
+    if options.is_folder and options.max_size:
+        raise ConfigError(
+            f"{options.path} is a folder: there is nothing to rotate in it", "Leave max_size out, or name a file"
+        )
+
+
+def _make_exec(spec: AdapterSpec, acks: Path) -> Sink:
+    from pgcdc.sink.exec.sink import ExecSink
+
+    assert isinstance(spec.options, ExecOptions)
+    return ExecSink(spec.options, acks, spec.name, timeout_s=spec.delivery.timeout)
 
 
 def _make_noop(spec: AdapterSpec, acks: Path) -> Sink:
     from pgcdc.sink.noop import NoopSink
 
     return NoopSink(acks, spec.name)
+
+
+def _make_pg_table(spec: AdapterSpec, acks: Path) -> Sink:
+    from pgcdc.sink.pg_table.parts import export_url
+    from pgcdc.sink.pg_table.sink import PgTableSink
+
+    assert isinstance(spec.options, PgTableOptions)
+    options = spec.options.resolved()
+    export_url(spec.name, options.db)
+    return PgTableSink(options, acks, spec.name, timeout_s=spec.delivery.timeout)
 
 
 def _make_webhook(spec: AdapterSpec, acks: Path) -> Sink:
@@ -115,7 +148,9 @@ ADAPTERS: dict[str, AdapterType] = {
     for kind in (
         AdapterType("stdout", StdoutOptions, _make_stdout, target=lambda options: "standard output"),
         AdapterType("file", FileOptions, _make_file, lambda options: os.path.realpath(options.target), _check_file),
+        AdapterType("exec", ExecOptions, _make_exec),
         AdapterType("noop", NoopOptions, _make_noop),
+        AdapterType("pg_table", PgTableOptions, _make_pg_table, PgTableOptions.target, PgTableOptions.check),
         AdapterType("webhook", WebhookOptions, _make_webhook, check=_check_webhook),
     )
 }

@@ -1,0 +1,303 @@
+"""The apply mode of pg_table: the tables of the source, kept equal at the target.
+
+    lines → fold by table and key → COPY to staging → DELETE, MERGE, UPDATE → (the caller commits, with the position)
+
+A batch is applied as a whole, in few statements. Where the target refuses that (a unique value that two rows exchange, a
+foreign key), it is cut into halves, down to single events, in the order of the stream. Where ALTER TABLE comes in, what was
+before is written before.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import psycopg
+import pyarrow as pa
+
+from pgcdc.capture.database import Connection
+from pgcdc.errors import Reject, SinkRejected
+from pgcdc.position import Position
+from pgcdc.sink.base import Batch, Receipt
+from pgcdc.sink.pg_table.faults import describe_fault, is_conflict, is_row_fault
+from pgcdc.sink.pg_table.folding import Folding, Sources, iterate
+from pgcdc.sink.pg_table.lines import Event, parse_lines
+from pgcdc.sink.pg_table.mapping import TargetNames
+from pgcdc.sink.pg_table.options import PgTableOptions
+from pgcdc.sink.pg_table.rejected import Rejected
+from pgcdc.sink.pg_table.staged import PartStager, take_part
+from pgcdc.sink.pg_table.targets import Targets
+from pgcdc.sink.pg_table.writer import RowFault, Writer
+from pgcdc.spool.shapes import ShapeChange, ShapeHistory
+
+__all__ = ["Applier"]
+
+_Faulty = Callable[[psycopg.Error, pa.Table], None]
+
+
+class Applier:
+    """Applies batches through a session of the caller, who owns connection and transactions.
+
+    What it knows of the target it learns anew after every error. `say` gets what people should know: tables that were
+    created or altered.
+    """
+
+    def __init__(self, options: PgTableOptions, shapes: ShapeHistory, adapter: str, say: Callable[[str], None]) -> None:
+        """ConfigError: the names of tables cannot be read. `shapes` may be read already: it is refreshed where it can be."""
+        self._options = options
+        self._shapes = shapes
+        self._say = say
+        self._names = TargetNames(options.tables, options.target_schema)
+        self._schema = options.target_schema or "public"
+        self._rejected = Rejected(self._schema, adapter)
+        self._conn: Connection | None = None
+        self._targets: Targets | None = None
+        self._writer: Writer | None = None
+
+    def connected(self, conn: Connection) -> None:
+        """A new connection: what was known of the old one is forgotten."""
+        self._forget()
+        self._conn = conn
+        self._rejected.look(conn)
+
+    def apply(self, conn: Connection, batch: Batch) -> None:
+        """Apply a batch, inside of the caller's transaction. psycopg's errors pass; what was done is to be rolled back."""
+        changes = self._begin(conn, batch.start, batch.end)
+        try:
+            if self._rejected.waiting:  # what was noted may have been rolled back
+                self._rejected.look(conn)
+            self._divide(conn, batch.events, changes, self._stop_at, is_conflict)
+            if self._rejected.waiting:
+                self._supersede(conn, batch.events, changes)
+        except BaseException:
+            self._forget()
+            raise
+
+    def find_rejects(self, conn: Connection, batch: Batch, error: psycopg.Error) -> list[Reject]:
+        """Which events are to blame for an error; empty: none of them alone. In a transaction that is rolled back then."""
+        changes = self._begin(conn, batch.start, batch.end)
+        rejects: list[Reject] = []
+
+        def note(fault: psycopg.Error, events: pa.Table) -> None:
+            event = next(iterate(parse_lines(events)))
+            kind, text = describe_fault(fault, self._title(event))
+            rejects.append(Reject(event["position"], kind, text))
+
+        try:
+            self._divide(conn, batch.events, changes, note, is_row_fault)
+        finally:
+            self._forget()
+        return rejects
+
+    def note_rejects(self, conn: Connection, batch: Batch) -> None:
+        """Remember the keys of rejected events, in the transaction of the batch that goes on without them, before it is
+        applied: what is applied to these keys later supersedes them."""
+        changes = self._begin(conn, batch.start, batch.end)
+        self._rejected.look(conn)
+        effects = (one for event, sources in self._keyed(conn, batch.events, changes) for one in sources.effects(event))
+        self._rejected.note(conn, effects)
+
+    def redeliver(self, conn: Connection, batch: Batch) -> set[str]:
+        """Apply dead letters, in the caller's transaction. The positions of those that were left out: their keys have been
+        changed by something newer, or they have been delivered."""
+        self._begin(conn, batch.start, batch.end)
+        left_out: set[str] = set()
+        try:
+            self._rejected.look(conn)
+            for event in sorted(iterate(parse_lines(batch.events)), key=lambda one: str(one["position"])):
+                if not self._redeliver(conn, event):
+                    left_out.add(event["position"])
+        except BaseException:
+            self._forget()
+            raise
+        return left_out
+
+    def stage(self, conn: Connection, tables_prefix: str, lines: Iterable[pa.RecordBatch]) -> Receipt:
+        """On an executor: put what a part leaves into staging tables, in a transaction of the caller.
+
+        `shapes` need only be a history that has been read, wherever its file is. Their names begin with the prefix, and
+        differ from those of any other call.
+        """
+        targets = Targets(conn, self._options, self._names, self._say)
+        stager = PartStager(conn, self._schema, tables_prefix)
+        folding = Folding(Sources(self._shapes, targets.of), stager)
+        for batch in lines:
+            for piece in parse_lines(pa.Table.from_batches([batch])):
+                folding.take(piece)
+        folding.end()
+        return stager.receipt()
+
+    def merge(self, conn: Connection, receipts: Sequence[Receipt], start: Position, end: Position) -> None:
+        """On the driver: apply what executors have staged of (start, end], in the transaction of the commit.
+
+        SinkRejected: the driver must apply the batch itself.
+        """
+        changes = self._begin(conn, start, end)
+        if self._rejected.waiting:
+            raise SinkRejected("events of dead letters may be superseded: the driver looks at every event")
+        assert self._targets is not None and self._writer is not None
+        try:
+            for change in changes:
+                self._targets.follow(change)
+            for receipt in receipts:
+                take_part(receipt, self._writer, lambda name: self._shapes.in_force(*name, end))
+        except BaseException:
+            self._forget()
+            raise
+
+    # --- a run
+
+    def _begin(self, conn: Connection, start: Position, end: Position) -> list[ShapeChange]:
+        """The changes of shapes in (start, end]."""
+        self._shapes.refresh()
+        if conn is not self._conn:
+            self.connected(conn)
+        self._open(conn).begin()
+        return self._shapes.between(start, end)
+
+    def _open(self, conn: Connection) -> Writer:
+        if self._writer is None or self._targets is None:
+            self._targets = Targets(conn, self._options, self._names, self._say)
+            self._writer = Writer(conn, self._targets)
+        return self._writer
+
+    def _forget(self) -> None:
+        """After a rollback the target may be other than we know."""
+        self._targets = self._writer = None
+
+    def _divide(
+        self,
+        conn: Connection,
+        events: pa.Table,
+        changes: Sequence[ShapeChange],
+        fault: _Faulty,
+        is_divisible: Callable[[psycopg.Error], bool],
+    ) -> None:
+        """Apply all at once, or else in halves; `fault` is called with an event that cannot be applied alone."""
+        try:
+            with conn.transaction():
+                self._run(conn, events, changes)
+            return
+        except psycopg.Error as error:
+            self._forget()
+            if not is_divisible(error):
+                raise
+            if events.num_rows <= 1:
+                fault(error, events)
+                self._run(conn, events.slice(0, 0), changes)
+                return
+        half = events.num_rows // 2
+        middle = events.column("position")[half].as_py()
+        before = [change for change in changes if str(change.position) < middle]
+        self._divide(conn, events.slice(0, half), before, fault, is_divisible)
+        self._divide(conn, events.slice(half), changes[len(before) :], fault, is_divisible)
+
+    @staticmethod
+    def _stop_at(error: psycopg.Error, events: pa.Table) -> None:
+        raise error
+
+    def _run(self, conn: Connection, events: pa.Table, changes: Sequence[ShapeChange]) -> None:
+        writer = self._open(conn)
+        assert self._targets is not None
+        folding = Folding(Sources(self._shapes, self._targets.of), writer)
+        for part, due in self._cut(events, changes):
+            if due:
+                folding.end()
+                for change in due:
+                    self._targets.follow(change)
+            for piece in parse_lines(part):
+                folding.take(piece)
+        folding.end()
+
+    def _cut(self, events: pa.Table, changes: Sequence[ShapeChange]) -> Iterator[tuple[pa.Table, list[ShapeChange]]]:
+        """The events between changes of shapes, with the changes before them."""
+        due: list[ShapeChange] = []
+        begin, texts = 0, events.column("position")
+        for change in changes:
+            if change.before is None and not self._is_known(change):
+                continue
+            place = bisect_left(range(events.num_rows), str(change.position), key=lambda row: texts[row].as_py())
+            if place > begin:
+                yield events.slice(begin, place - begin), due
+                begin, due = place, []
+            due.append(change)
+        yield events.slice(begin), due
+
+    def _is_known(self, change: ShapeChange) -> bool:
+        """Whether there was another table of this name: it was dropped and made again."""
+        earlier = self._shapes.of(change.after.namespace, change.after.name)
+        first = next(earlier, None)
+        return first is not None and first.position < change.position
+
+    # --- dead letters
+
+    def _keyed(
+        self, conn: Connection, events: pa.Table, changes: Sequence[ShapeChange]
+    ) -> Iterator[tuple[Event, Sources]]:
+        """Every event that has a row, with what tells its keys."""
+        self._open(conn)
+        assert self._targets is not None
+        sources = Sources(self._shapes, self._targets.of)
+        for part, due in self._cut(events, changes):
+            if due:
+                sources.forget()
+            for event in iterate(parse_lines(part)):
+                if event["payload"]["table"] is not None and event["payload"]["row"] is not None:
+                    yield event, sources
+
+    def _supersede(self, conn: Connection, events: pa.Table, changes: Sequence[ShapeChange]) -> None:
+        waiting = {table for table, _ in self._rejected.waiting}
+        newest: dict[tuple[str, str], str] = {}
+        for event, sources in self._keyed(conn, events, changes):
+            if sources.of(event)[0].title in waiting:
+                newest |= {(one.table, one.key): one.position for one in sources.effects(event)}
+        sources = Sources(self._shapes, lambda source: None)
+        cleared = {
+            sources.describe(event).title: event["position"]
+            for event in iterate(parse_lines(events))
+            if event["operation"] == "TRUNCATE"
+        }
+        self._rejected.supersede(conn, newest, cleared)
+
+    def _redeliver(self, conn: Connection, event: Event) -> bool:
+        """Whether it was applied, to one of its keys at least."""
+        known = self._rejected.of(conn, event["position"])
+        if not any(known.values()):
+            return False
+        writer = self._open(conn)
+        assert self._targets is not None
+        sources = Sources(self._shapes, self._targets.of)
+        _, key = sources.of(event)
+        self._refuse_old_columns(event, sources)
+        folding = Folding(sources, writer)
+        old, row = event["payload"]["old"], event["payload"]["row"]
+        effects = [(one.table, one.key) for one in sources.effects(event)]
+        may = [known.get(effect, True) for effect in effects]
+        payload = dict(event["payload"])
+        if not may[0]:  # its row has become another one, but it has left this key
+            payload |= {"op": "DELETE", "row": {name: old[name] for name in key}, "old": None}
+        elif not all(may):
+            payload |= {"op": "UPDATE", "row": {**(old or {}), **row}, "old": None}
+        folding.take([{**event, "operation": payload["op"], "payload": payload}])
+        folding.end()
+        self._rejected.forget(conn, event["position"])
+        newest = {effect: event["position"] for effect, ok in zip(effects, may, strict=True) if ok}
+        self._rejected.supersede(conn, newest, {})
+        return may[0]
+
+    def _refuse_old_columns(self, event: Event, sources: Sources) -> None:
+        """An old row may have columns that are called otherwise now: they are not made again."""
+        source, _ = sources.of(event)
+        target = sources.find(source)
+        now = sources.describe({**event, "position": str(Position.end((1 << 63) - 1))})
+        if target is None or not now.is_known:
+            return
+        gone = [name for name in event["payload"]["row"] if name not in target.columns and name not in now.types]
+        if gone:
+            raise RowFault(
+                "undefined_column",
+                f"the event of table {source.title} has the column {', '.join(gone)}, which the table has no more",
+            )
+
+    def _title(self, event: Event) -> str:
+        return Sources(self._shapes, lambda source: None).describe(event).title

@@ -1,0 +1,125 @@
+"""What the adapter `pg_table` is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from pgcdc.capture.database import name_table, parse_url, split_table
+from pgcdc.capture.selection import split_outside_quotes
+from pgcdc.errors import ConfigError, SourceError
+
+__all__ = ["NO_ORIGIN", "PgTableOptions"]
+
+NO_ORIGIN = "none"
+_APPLY_ONLY = ("target_schema", "tables", "evolve", "triggers")
+
+
+def _split_rules(value: Any) -> Any:
+    """`a=b, c.*=d.*` in a flag or variable; a list of such, or a mapping, in YAML."""
+    if isinstance(value, str):
+        return tuple(split_outside_quotes(value, ","))
+    if isinstance(value, Mapping):
+        return tuple(f"{source}={target}" for source, target in value.items())
+    return value
+
+
+TableRules = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_split_rules),
+    WithJsonSchema({
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string"}},
+            {"type": "object", "additionalProperties": {"type": "string"}},
+        ]
+    }),
+]  # fmt: skip
+
+
+class PgTableOptions(BaseModel):
+    """Events as rows of a table in PostgreSQL, or applied to tables like those of the source."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    db: str = Field(
+        default="",
+        repr=False,
+        description="database URL of the target (default: the source's); better in PGCDC_PG_TABLE_DB",
+        json_schema_extra={"cascade": "db", "secret": True},
+    )
+    db_file: str | None = Field(default=None, description="the file that holds the target's database URL")
+    mode: Literal["append", "apply"] = Field(
+        default="append", description="append: a row per event; apply: the tables of the source, kept equal"
+    )
+    table: str = Field(default="pgcdc_events", min_length=1, description="append: the table that gets the events")
+    target_schema: str | None = Field(
+        default=None, min_length=1, description="apply: all tables go to this schema (default: as in the source)"
+    )
+    tables: TableRules = Field(
+        default=(), description="apply: other names for tables, public.orders=mirror.orders2,sales.*=archive.*"
+    )
+    create: bool = Field(default=True, description="create tables that are missing")
+    evolve: Literal["full", "add", "none"] = Field(
+        default="full", description="apply: follow changes of tables: full, add (new columns only) or none"
+    )
+    origin: str = Field(
+        default="",
+        max_length=512,
+        description="name of the replication origin; none: without (apply has one by default)",
+    )
+    triggers: Literal["off", "on"] = Field(
+        default="off", description="whether triggers and foreign keys of the target fire"
+    )
+
+    @property
+    def own_schema(self) -> str:
+        """Where tables of our own are made: `pgcdc_positions` and others."""
+        if self.mode == "append":
+            return split_table(self.table)[0]
+        return self.target_schema or "public"
+
+    def resolved(self) -> PgTableOptions:
+        """With the URL that stands in a file."""
+        if self.db_file is None:
+            return self
+        from pgcdc.config.secrets import read_secret  # which imports the registry of all adapters
+
+        url = read_secret(Path(self.db_file), "the database URL of the target").strip()
+        return self.model_copy(update={"db": url, "db_file": None})
+
+    def target(self) -> str:
+        """The table that no other adapter of a pipeline may write to; when applied, it depends on routes."""
+        if self.mode == "apply":
+            return ""
+        params = parse_url(self.resolved().db)
+        where = f"{params.get('host', '')}:{params.get('port', '')}/{params.get('dbname', '')}"
+        return f"table {name_table(*split_table(self.table))} in {where}"
+
+    def check(self) -> None:
+        """Raise ConfigError for what cannot work."""
+        if self.db and self.db_file is not None:
+            raise ConfigError("db and db_file are given", "Leave one of them out")
+        if self.db_file is not None and "://" in self.db_file:
+            raise ConfigError(
+                "db_file is not the path of a file", "Give the file that holds the URL; the URL itself is `db`"
+            )
+        if not self.db and self.db_file is None:
+            raise ConfigError("pg_table needs a database", "Give --pg-table-db, or --db: the source's is the default")
+        try:
+            parse_url(self.resolved().db)
+        except SourceError as error:
+            raise ConfigError(f"pg_table: {error.message}", error.advice) from None
+        split_table(self.table)
+        if self.mode == "append":
+            for name in _APPLY_ONLY:
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    flag = f"--pg-table-{name}".replace("_", "-")
+                    raise ConfigError(f"{flag} is for --pg-table-mode apply", "Add that, or leave it out")
+        elif self.table != type(self).model_fields["table"].default:
+            raise ConfigError(
+                "--pg-table-table is for --pg-table-mode append", "For other names, see --pg-table-tables"
+            )

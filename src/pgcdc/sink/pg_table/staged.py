@@ -1,0 +1,85 @@
+"""What executors leave for the driver: staging tables, and a receipt that says what is to be done with them, in order."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from pgcdc.capture.database import Connection, quote_qualified
+from pgcdc.errors import SinkRejected
+from pgcdc.sink.base import Receipt
+from pgcdc.sink.pg_table import staging
+from pgcdc.sink.pg_table.fold import Bag, Fold, Keyed, Move
+from pgcdc.sink.pg_table.mapping import TableName
+from pgcdc.sink.pg_table.tables import SourceTable, describe_change
+from pgcdc.sink.pg_table.writer import Writer, group_rows
+from pgcdc.spool.shapes import ShapeChange
+
+__all__ = ["PartStager", "take_part"]
+
+
+class PartStager:
+    """Writes folded changes to tables of its own."""
+
+    def __init__(self, conn: Connection, schema: str, prefix: str) -> None:
+        self._conn = conn
+        self._schema = schema
+        self._prefix = f"{prefix}_{uuid.uuid4().hex[:8]}"
+        self._steps: list[dict[str, Any]] = []
+
+    def receipt(self) -> Receipt:
+        """What is to be done."""
+        return {"steps": self._steps}
+
+    def truncate(self, sources: Iterable[SourceTable]) -> None:
+        self._steps.append({"do": "truncate", "tables": [list(source.name) for source in sources]})
+
+    def write(self, source: SourceTable, fold: Fold) -> None:
+        for groups in group_rows(fold):
+            if groups.deletes:
+                kind = "gone" if isinstance(fold, Bag) else "delete"
+                self._stage(kind, source, groups.delete_columns, fold.key, groups.deletes)
+            for kind, by_columns in (("put", groups.puts), ("patch", groups.patches), ("fresh", groups.fresh)):
+                for columns, rows in by_columns.items():
+                    self._stage(kind, source, columns, fold.key, [row.values() for row in rows])
+
+    def move(self, source: SourceTable, fold: Keyed, move: Move) -> None:
+        self._steps.append({"do": "refuse"})
+
+    def _stage(
+        self,
+        kind: str,
+        source: SourceTable,
+        columns: Sequence[str],
+        key: Sequence[str],
+        rows: Collection[Collection[str | None]],
+    ) -> None:
+        name = quote_qualified(self._schema, f"{self._prefix}_{len(self._steps)}")
+        self._conn.execute(staging.text_staging(name, columns).encode())
+        staging.copy_rows(self._conn, name, columns, rows)
+        self._steps.append({
+            "do": kind, "table": list(source.name), "columns": list(columns), "key": list(key), "stage": name,
+            "rows": len(rows),
+        })  # fmt: skip
+
+
+def take_part(receipt: Receipt, writer: Writer, find: Callable[[TableName], ShapeChange | None]) -> None:
+    """Do what a receipt says, and drop its tables. SinkRejected: only the driver can."""
+    if any(step["do"] == "refuse" for step in receipt["steps"]):
+        raise SinkRejected(
+            "a key changes of a row with values that only the target has: the driver looks at every event"
+        )
+    for step in receipt["steps"]:
+        if step["do"] == "truncate":
+            writer.truncate([SourceTable((schema, name)) for schema, name in step["tables"]])
+            continue
+        name = step["table"][0], step["table"][1]
+        writer.take(
+            describe_change(name, find(name)),
+            step["do"],
+            step["stage"],
+            step["columns"],
+            tuple(step["key"]),
+            step["rows"],
+        )

@@ -1,0 +1,144 @@
+"""Rows on their way to a table of the target: COPY to a staging table, and one statement that takes them from there.
+
+Staging tables of a session are temporary, have the target's types, and are used again. Those of executors are ordinary
+tables with columns of text, because the session that takes the rows is another one: then the statement casts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Sequence
+
+from pgcdc.capture.database import Connection, quote_identifier
+from pgcdc.sink.pg_table.copy_text import copy_pieces
+from pgcdc.sink.pg_table.tables import TargetTable
+
+__all__ = [
+    "Staging",
+    "copy_rows",
+    "delete_rows_statement",
+    "delete_statement",
+    "insert_statement",
+    "merge_statement",
+    "patch_statement",
+    "text_staging",
+]
+
+
+def copy_rows(conn: Connection, table: str, columns: Sequence[str], rows: Iterable[Collection[str | None]]) -> None:
+    """COPY rows to a table; `table` is as SQL takes it."""
+    listed = ", ".join(map(quote_identifier, columns))
+    with conn.cursor().copy(f"COPY {table} ({listed}) FROM STDIN (NULL E'\\x01')".encode()) as copy:
+        for piece in copy_pieces(rows, len(columns)):
+            copy.write(piece)
+
+
+class Staging:
+    """The temporary staging tables of one session."""
+
+    def __init__(self, conn: Connection) -> None:
+        self._conn = conn
+        self._known: set[str] = set()
+        self._used: set[str] = set()
+
+    def begin(self) -> None:
+        """A transaction begins: what the last one left is gone."""
+        self._used.clear()
+
+    def fill(self, target: TargetTable, columns: Sequence[str], rows: Iterable[Collection[str | None]]) -> str:
+        """Put rows into a staging table, and nothing else; its name in SQL."""
+        name = self._open(", ".join(f"{quote_identifier(column)} {target.columns[column].type}" for column in columns))
+        copy_rows(self._conn, name, columns, rows)
+        return name
+
+    def _open(self, columns: str) -> str:
+        """The table for these columns. Its name follows from them: after a rollback nobody knows which ones are left."""
+        name = f"pgcdc_stage_{hashlib.sha256(columns.encode()).hexdigest()[:16]}"
+        is_known = name in self._known
+        if not is_known:
+            self._conn.execute(f"CREATE TEMP TABLE IF NOT EXISTS {name} ({columns}) ON COMMIT DELETE ROWS".encode())
+            self._known.add(name)
+        if not is_known or name in self._used:
+            self._conn.execute(f"TRUNCATE pg_temp.{name}".encode())
+        self._used.add(name)
+        return f"pg_temp.{name}"
+
+
+def text_staging(name: str, columns: Sequence[str]) -> str:
+    """An ordinary staging table for any types. Nothing reads it but one statement: it needs no statistics and no index."""
+    listed = ", ".join(f"{quote_identifier(column)} text" for column in columns)
+    return f"CREATE TABLE {name} ({listed}) WITH (autovacuum_enabled = false)"
+
+
+def _values(target: TargetTable, columns: Iterable[str], *, cast: bool) -> dict[str, str]:
+    """Expressions for the columns of the staging table `s`."""
+    return {
+        column: f"s.{quote_identifier(column)}" + (f"::{target.columns[column].type}" if cast else "")
+        for column in columns
+    }
+
+
+def _matches(values: dict[str, str], key: Sequence[str]) -> str:
+    return " AND ".join(f"t.{quote_identifier(column)} = {values[column]}" for column in key)
+
+
+def merge_statement(
+    target: TargetTable, staging: str, columns: Sequence[str], key: Sequence[str], *, cast: bool = False
+) -> str:
+    """Rows that are there become those of the staging table, the others are inserted."""
+    values = _values(target, columns, cast=cast)
+    settable = [column for column in columns if column not in key]
+    if settable:
+        listed = ", ".join(f"{quote_identifier(column)} = {values[column]}" for column in settable)
+        matched = f"UPDATE SET {listed}"
+    else:
+        matched = "DO NOTHING"
+    return (
+        f"MERGE INTO {target.sql} AS t USING {staging} AS s ON {_matches(values, key)} WHEN MATCHED THEN {matched} "
+        f"WHEN NOT MATCHED THEN INSERT ({', '.join(map(quote_identifier, columns))}) {_overriding(target, columns)}"
+        f"VALUES ({', '.join(values.values())})"
+    )
+
+
+def insert_statement(target: TargetTable, staging: str, columns: Sequence[str], *, cast: bool = False) -> str:
+    """All rows of the staging table are new."""
+    values = _values(target, columns, cast=cast)
+    return (
+        f"INSERT INTO {target.sql} ({', '.join(map(quote_identifier, columns))}) {_overriding(target, columns)}"
+        f"SELECT {', '.join(values.values())} FROM {staging} AS s"
+    )
+
+
+def _overriding(target: TargetTable, columns: Iterable[str]) -> str:
+    return "OVERRIDING SYSTEM VALUE " if any(target.columns[column].identity for column in columns) else ""
+
+
+def patch_statement(
+    target: TargetTable, staging: str, columns: Sequence[str], key: Sequence[str], *, cast: bool = False
+) -> str:
+    """Rows get the values of the staging table, and keep their others."""
+    values = _values(target, columns, cast=cast)
+    listed = ", ".join(f"{quote_identifier(column)} = {values[column]}" for column in columns if column not in key)
+    listed = listed or f"{quote_identifier(key[0])} = {values[key[0]]}"
+    return f"UPDATE {target.sql} AS t SET {listed} FROM {staging} AS s WHERE {_matches(values, key)}"
+
+
+def delete_statement(target: TargetTable, staging: str, key: Sequence[str], *, cast: bool = False) -> str:
+    """The rows with the keys of the staging table go."""
+    values = _values(target, key, cast=cast)
+    return f"DELETE FROM {target.sql} AS t USING {staging} AS s WHERE {_matches(values, key)}"
+
+
+def delete_rows_statement(target: TargetTable, staging: str, columns: Sequence[str], *, cast: bool = False) -> str:
+    """For each row of the staging table one that is equal to it goes: as PostgreSQL writes them, so NaN and json, too, and
+    1.0 is not 1.00."""
+    there = f"ROW({', '.join(f't.{quote_identifier(column)}' for column in columns)})::text"
+    here = f"ROW({', '.join(_values(target, columns, cast=cast).values())})::text"
+    number = "row_number() OVER (PARTITION BY {0})"
+    return (
+        f"DELETE FROM {target.sql} AS d USING (SELECT t.tableoid AS home, t.ctid AS place, {there} AS content, "
+        f"{number.format(there)} AS number FROM {target.sql} AS t "
+        f"WHERE {there} IN (SELECT {here} FROM {staging} AS s)) AS f "
+        f"JOIN (SELECT {here} AS content, {number.format(here)} AS number FROM {staging} AS s) AS w "
+        "ON f.content = w.content AND f.number = w.number WHERE d.tableoid = f.home AND d.ctid = f.place"
+    )

@@ -1,0 +1,176 @@
+"""The tables of the target as they are and as they must be: created, and altered when those of the source are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import psycopg
+
+from pgcdc.capture.database import Connection, name_table
+from pgcdc.errors import SinkError
+from pgcdc.sink.pg_table import ddl
+from pgcdc.sink.pg_table.mapping import TableName, TargetNames
+from pgcdc.sink.pg_table.options import PgTableOptions
+from pgcdc.sink.pg_table.tables import SourceTable, TargetTable, find_types, load_target
+from pgcdc.spool.diff import diff_shapes
+from pgcdc.spool.shapes import ShapeChange
+
+__all__ = ["Targets"]
+
+Say = Callable[[str], None]
+
+
+class Targets:
+    """What one session knows of the target's tables. After a rollback it must be made anew."""
+
+    def __init__(self, conn: Connection, options: PgTableOptions, names: TargetNames, say: Say) -> None:
+        self._conn = conn
+        self._options = options
+        self._names = names
+        self._say = say
+        self._known: dict[TableName, TargetTable | None] = {}
+
+    def find(self, name: TableName) -> TargetTable | None:
+        """The table of this name at the target; None if there is none."""
+        if name not in self._known:
+            self._known[name] = load_target(self._conn, name)
+        return self._known[name]
+
+    def of(self, source: SourceTable) -> TargetTable | None:
+        """The target of a table of the source; None if it is not there."""
+        return self.find(self._names(source.name))
+
+    def prepare(self, source: SourceTable, columns: Iterable[str], key: tuple[str, ...]) -> TargetTable:
+        """The target's table, with all these columns: what is missing is made, if that is allowed."""
+        name = self._names(source.name)
+        target = self.find(name)
+        if target is None:
+            return self._create(source, name, columns, key)
+        missing = [column for column in columns if column not in target.columns]
+        if not missing:
+            return target
+        statement, without = self._statement(source, missing, lambda types: ddl.add_columns(name, types))
+        if self._options.evolve == "none":
+            raise SinkError(
+                f"table {target.title} at the target has no column {', '.join(missing)}, which rows of {source.title} have",
+                f"Run there: {statement}; or set evolve to add",
+            )
+        self._run(statement, f"cannot add columns to table {target.title} at the target")
+        self._say(f"table {target.title}: column {', '.join(missing)} added{_say_without(without)}")
+        return self._load_again(name)
+
+    def _create(
+        self, source: SourceTable, name: TableName, columns: Iterable[str], key: tuple[str, ...]
+    ) -> TargetTable:
+        statement, without = self._statement(source, columns, lambda types: ddl.create_table(name, types, key))
+        if not self._options.create:
+            raise SinkError(
+                f"table {name_table(*name)} is not at the target",
+                f"Run there: {statement}; or set create to true",
+            )
+        action = f"cannot create table {name_table(*name)} at the target"
+        if not self._conn.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (name[0],)).fetchone():
+            self._run(ddl.create_schema(name[0]), action)
+        self._run(statement, action)
+        self._say(f"table {name_table(*name)} created{_say_without(without)}")
+        return self._load_again(name)
+
+    def _statement(
+        self, source: SourceTable, columns: Iterable[str], write: Callable[[Mapping[str, str]], str]
+    ) -> tuple[str, list[str]]:
+        """What a transform has added is text. Also returns the columns whose types the target does not have."""
+        types, without = find_types(self._conn, {column: source.types.get(column, ()) for column in columns})
+        return write(types), without
+
+    def _load_again(self, name: TableName) -> TargetTable:
+        target = self._known[name] = load_target(self._conn, name)
+        assert target is not None
+        return target
+
+    def _run(self, statement: str, action: str) -> None:
+        try:
+            self._conn.execute(statement.encode())
+        except (psycopg.errors.InsufficientPrivilege, psycopg.errors.InvalidSchemaName) as error:
+            raise SinkError(
+                f"{action}: {error.diag.message_primary}", f"Run there, as its owner: {statement}"
+            ) from error
+
+    # --- after ALTER TABLE at the source
+
+    def follow(self, change: ShapeChange) -> None:
+        """Do to the target's table what was done to the source's. New columns come with the first row that has them."""
+        if self._options.evolve != "full" or change.before is None:
+            return
+        old = self._names((change.before.namespace, change.before.name))
+        name = self._names((change.after.namespace, change.after.name))
+        for one in diff_shapes(change):
+            if one["type"] == "table_renamed":
+                self._rename(old, name)
+            target = self.find(name)
+            if target is not None:
+                self._follow_column(target, one)
+
+    def _rename(self, old: TableName, new: TableName) -> None:
+        if old == new or self.find(old) is None or self.find(new) is not None:
+            return
+        action = f"cannot rename table {name_table(*old)} at the target"
+        if not self._conn.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (new[0],)).fetchone():
+            self._run(ddl.create_schema(new[0]), action)
+        for statement in ddl.move_table(old, new):
+            self._run(statement, action)
+        self._known.clear()
+        self._say(f"table {name_table(*old)} renamed to {name_table(*new)}")
+
+    def _follow_column(self, target: TargetTable, one: Mapping[str, Any]) -> None:
+        if one["type"] == "column_renamed":
+            if one["from"] in target.columns and one["to"] not in target.columns:
+                self._alter(target, ddl.rename_column(target.name, one["from"], one["to"]))
+                self._say(f"table {target.title}: column {one['from']} renamed to {one['to']}")
+        elif one["type"] == "column_removed":
+            column = target.columns.get(one["column"])
+            if column is not None and column.is_required and one["column"] not in target.primary_key:
+                self._alter(target, ddl.drop_not_null(target.name, one["column"]))
+                self._say(
+                    f"table {target.title}: column {one['column']} may be empty, the source does not have it any more"
+                )
+        elif one["type"] == "column_type_changed":
+            self._retype(target, one["column"], one["old_type"], one["new_type"])
+
+    def _retype(self, target: TargetTable, column: str, old: str, new: str) -> None:
+        """Only what had the source's type before: another one was chosen by somebody."""
+        types, _ = find_types(self._conn, {"old": (old,), "new": (new,)})
+        had = target.columns.get(column)
+        if had is None or had.type != types["old"] or had.type == types["new"]:
+            return
+        try:
+            with self._conn.transaction():
+                self._conn.execute(ddl.retype_column(target.name, column, types["new"], by_text=False).encode())
+        except (psycopg.errors.CannotCoerce, psycopg.errors.DatatypeMismatch):
+            self._alter(target, ddl.retype_column(target.name, column, types["new"], by_text=True))
+        except psycopg.DataError as error:
+            raise self._cannot_retype(target, column, types["new"], error) from error
+        self._known.pop(target.name, None)
+        self._say(f"table {target.title}: column {column} is {types['new']} now, it was {types['old']}")
+
+    def _alter(self, target: TargetTable, statement: str) -> None:
+        try:
+            self._run(statement, f"cannot alter table {target.title} at the target")
+        except psycopg.DataError as error:
+            raise SinkError(
+                f"cannot alter table {target.title} at the target as the source's was: {error.diag.message_primary}",
+                f"Do it by hand, like: {statement}",
+            ) from error
+        self._known.pop(target.name, None)
+
+    def _cannot_retype(self, target: TargetTable, column: str, kind: str, error: psycopg.Error) -> SinkError:
+        statement = ddl.retype_column(target.name, column, kind, by_text=False)
+        return SinkError(
+            f"column {column} of table {target.title} at the target cannot become {kind}: {error.diag.message_primary}",
+            f"Do by hand what was done at the source, like: {statement}",
+        )
+
+
+def _say_without(columns: list[str]) -> str:
+    """What people should know of types that are only text."""
+    return f" ({', '.join(columns)} as text: the target does not have the type)" if columns else ""
