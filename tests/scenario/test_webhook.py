@@ -206,11 +206,32 @@ def test_status_counts_whatever_comes_behind_it(
 ) -> None:
     monkeypatch.setattr("pgcdc.sink.webhook.client.BODY_S", 0.2)
     hook.always(how)
-    with sink_to(hook.url, tmp_path, concurrency=2) as sink:
+    url = hook.url.replace("127.0.0.1", "localhost")  # cookies are for names
+    with sink_to(url, tmp_path, concurrency=2) as sink:
         sink.write(batch(START, Position.end(120)))
         assert sink.ack == Position.end(120)
     assert all(request.headers["Cookie"] is None for request in hook.seen)
     assert len(hook.seen) == 8
+
+
+def test_endless_body_is_not_read(hook: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pgcdc.sink.webhook.client.BODY_S", 30.0)
+    sent = 0
+
+    def how(handler: BaseHTTPRequestHandler, request: Request) -> None:
+        nonlocal sent
+        handler.close_connection = True
+        handler.wfile.write(b"HTTP/1.1 400 No\r\nContent-Length: 1000000000\r\n\r\n")
+        with contextlib.suppress(OSError):
+            for _ in range(500):
+                handler.wfile.write(b"x" * 65536)
+                sent += 65536
+
+    hook.always(how)
+    with sink_to(hook.url, tmp_path, concurrency=1) as sink, pytest.raises(SinkRejected, match="answer 400: xxx"):
+        sink.write(batch(START, Position(110, 1)))
+    wait_until(lambda: hook.under_way == 0)
+    assert sent < 20 << 20, sent
 
 
 def test_connection_that_is_closed_after_each_answer_is_only_a_retry(hook: Receiver, tmp_path: Path) -> None:

@@ -454,15 +454,18 @@ def test_request_does_not_grow_without_end() -> None:
 
 
 def test_error_of_one_worker_ends_the_others_before_it_is_told() -> None:
-    running = 0
+    running, gate = 0, asyncio.Event()
 
     async def post(events: Sequence[Event]) -> Verdict:
         nonlocal running
         running += 1
-        await asyncio.sleep(0.001 if events[0].id == "0" else 0.01)
-        running -= 1
+        await asyncio.sleep(0)
         if events[0].id == "0":
+            running -= 1
+            asyncio.get_running_loop().call_later(0.05, gate.set)
             raise RuntimeError("a defect")
+        await gate.wait()
+        running -= 1
         return Verdict(Means.DELIVERED)
 
     one = Round(post, 8, 1, set())
