@@ -372,7 +372,7 @@ class PgTableSink:
         try:
             with self._commit(conn, end):
                 if self._applier is not None:
-                    self._applier.merge(conn, receipts)
+                    self._applier.merge(conn, receipts, start, end)
                 else:
                     self._merge(conn, receipts)
         except psycopg.Error as error:
