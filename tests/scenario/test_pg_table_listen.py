@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +17,11 @@ from databases import Database
 from listening import Listener, wait_until
 
 from pgcdc.playground import contents, shop
+
+EVENTS = (
+    "id uuid PRIMARY KEY, channel text, operation text, payload jsonb, source text, created_at timestamptz, "
+    "position text, transaction jsonb"
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -144,3 +153,39 @@ def test_two_databases_mirror_each_other_without_loops_across_a_restart(
     finally:
         there.kill_all()
         back.kill_all()
+
+
+@pytest.mark.parametrize("mode", ["append", "apply"])
+def test_refused_row_of_a_large_batch_is_a_dead_letter_and_comes_again(
+    database: Database, other: Database, tmp_path: Path, mode: str
+) -> None:
+    """Executors write large batches; what one of them cannot write, the driver looks at event by event."""
+    database.execute("CREATE TABLE items (id int PRIMARY KEY, text text)")
+    other.execute("CREATE TABLE items (id int PRIMARY KEY, text text CONSTRAINT taste CHECK (text <> 'bad'))")
+    other.execute(f"CREATE TABLE pgcdc_events ({EVENTS}, CONSTRAINT taste CHECK (payload #>> '{{row,text}}' <> 'bad'))")
+    table = "items" if mode == "apply" else "pgcdc_events"
+    flags = ["--tables", "items", "--slot-name", "m3", "--state-dir", str(tmp_path / "state"), "--adapter", "pg_table"]
+    flags += ["--pg-table-mode", mode]
+    environment = {**os.environ, "PGCDC_DB": database.url, "PGCDC_PG_TABLE_DB": other.url}
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "pgcdc", *arguments], env=environment, capture_output=True, text=True, timeout=200,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    run("listen", *flags, "--once", "--snapshot-mode", "never")
+    database.execute(
+        "INSERT INTO items SELECT n, CASE n WHEN 31415 THEN 'bad' ELSE 'good' END FROM generate_series(1, 60000) n"
+    )
+    run("listen", *flags, "--once", "--snapshot-mode", "never")
+    assert other.query(f"SELECT count(*) FROM {table}") == [(59_999,)]
+    listed = json.loads(run("dlq", "list", "--state-dir", str(tmp_path / "state"), "--json").splitlines()[0])
+    assert listed["error_kind"] == "check_violation"
+    assert json.loads(listed["event"])["payload"]["row"]["id"] == "31415"
+    other.execute(f"ALTER TABLE {table} DROP CONSTRAINT taste")
+    run("dlq", "replay", *flags)
+    assert other.query(f"SELECT count(*) FROM {table}") == [(60_000,)]
+    assert other.query("SELECT relname FROM pg_class WHERE relname LIKE 'pgcdc_stage%'") == []
