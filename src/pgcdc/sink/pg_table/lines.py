@@ -24,7 +24,7 @@ __all__ = ["Columns", "Event", "Scanned", "parse_events", "parse_head", "parse_l
 Event = dict[str, Any]
 Columns = tuple[str, ...]
 Scanned = tuple[bytes | None, Columns | None, bytes | None, Columns | None, bytes | None]
-"""(head, columns of the row, row, columns of the old row, old row). The head is the JSON text between id and row: whatever is
+"""(head, columns of the row, row, columns of the old row, old row). The head is the JSON text between id and row: what is
 the same for events of one kind. Without a head: a line that is to be parsed, in the place of the row."""
 
 PIECE_EVENTS = 4096
