@@ -20,8 +20,8 @@ from pgcdc.errors import Reject, SinkRejected
 from pgcdc.position import Position
 from pgcdc.sink.base import Batch, Receipt
 from pgcdc.sink.pg_table.faults import describe_fault, is_conflict, is_row_fault
-from pgcdc.sink.pg_table.folding import Folding, Sources, iterate
-from pgcdc.sink.pg_table.lines import Event, parse_lines
+from pgcdc.sink.pg_table.folding import Folding, Sources
+from pgcdc.sink.pg_table.lines import Event, parse_events, scan_lines
 from pgcdc.sink.pg_table.mapping import TargetNames
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.rejected import Rejected
@@ -32,6 +32,7 @@ from pgcdc.spool.shapes import ShapeChange, ShapeHistory
 
 __all__ = ["Applier"]
 
+_LAST = Position.end((1 << 63) - 1)
 _Faulty = Callable[[psycopg.Error, pa.Table], None]
 
 
@@ -79,8 +80,8 @@ class Applier:
         rejects: list[Reject] = []
 
         def note(fault: psycopg.Error, events: pa.Table) -> None:
-            event = next(iterate(parse_lines(events)))
-            kind, text = describe_fault(fault, self._title(event))
+            event = next(parse_events(events))
+            kind, text = describe_fault(fault, _title(Sources(self._shapes, lambda source: None), event))
             rejects.append(Reject(event["position"], kind, text))
 
         try:
@@ -104,7 +105,7 @@ class Applier:
         left_out: set[str] = set()
         try:
             self._rejected.look(conn)
-            for event in sorted(iterate(parse_lines(batch.events)), key=lambda one: str(one["position"])):
+            for event in sorted(parse_events(batch.events), key=lambda one: str(one["position"])):
                 if not self._redeliver(conn, event):
                     left_out.add(event["position"])
         except BaseException:
@@ -122,8 +123,7 @@ class Applier:
         stager = PartStager(conn, self._schema, tables_prefix)
         folding = Folding(Sources(self._shapes, targets.of), stager)
         for batch in lines:
-            for piece in parse_lines(pa.Table.from_batches([batch])):
-                folding.take(piece)
+            take_all(folding, pa.Table.from_batches([batch]))
         folding.end()
         return stager.receipt()
 
@@ -205,8 +205,7 @@ class Applier:
                 folding.end()
                 for change in due:
                     self._targets.follow(change)
-            for piece in parse_lines(part):
-                folding.take(piece)
+            take_all(folding, part)
         folding.end()
 
     def _cut(self, events: pa.Table, changes: Sequence[ShapeChange]) -> Iterator[tuple[pa.Table, list[ShapeChange]]]:
@@ -241,7 +240,7 @@ class Applier:
         for part, due in self._cut(events, changes):
             if due:
                 sources.forget()
-            for event in iterate(parse_lines(part)):
+            for event in parse_events(part):
                 if event["payload"]["table"] is not None and event["payload"]["row"] is not None:
                     yield event, sources
 
@@ -249,12 +248,12 @@ class Applier:
         waiting = {table for table, _ in self._rejected.waiting}
         newest: dict[tuple[str, str], str] = {}
         for event, sources in self._keyed(conn, events, changes):
-            if sources.of(event)[0].title in waiting:
+            if sources.of_event(event)[0].title in waiting:
                 newest |= {(one.table, one.key): one.position for one in sources.effects(event)}
         sources = Sources(self._shapes, lambda source: None)
         cleared = {
-            sources.describe(event).title: event["position"]
-            for event in iterate(parse_lines(events))
+            _title(sources, event): event["position"]
+            for event in parse_events(events)
             if event["operation"] == "TRUNCATE"
         }
         self._rejected.supersede(conn, newest, cleared)
@@ -267,7 +266,7 @@ class Applier:
         writer = self._open(conn)
         assert self._targets is not None
         sources = Sources(self._shapes, self._targets.of)
-        _, key = sources.of(event)
+        _, key = sources.of_event(event)
         self._refuse_old_columns(event, sources)
         folding = Folding(sources, writer)
         old, row = event["payload"]["old"], event["payload"]["row"]
@@ -278,7 +277,7 @@ class Applier:
             payload |= {"op": "DELETE", "row": {name: old[name] for name in key}, "old": None}
         elif not all(may):
             payload |= {"op": "UPDATE", "row": {**(old or {}), **row}, "old": None}
-        folding.take([{**event, "operation": payload["op"], "payload": payload}])
+        folding.take_event({**event, "operation": payload["op"], "payload": payload})
         folding.end()
         self._rejected.forget(conn, event["position"])
         newest = {effect: event["position"] for effect, ok in zip(effects, may, strict=True) if ok}
@@ -287,9 +286,9 @@ class Applier:
 
     def _refuse_old_columns(self, event: Event, sources: Sources) -> None:
         """An old row may have columns that are called otherwise now: they are not made again."""
-        source, _ = sources.of(event)
+        source, _ = sources.of_event(event)
         target = sources.find(source)
-        now = sources.describe({**event, "position": str(Position.end((1 << 63) - 1))})
+        now = sources.describe((event["channel"], event["payload"]["table"]), str(_LAST))
         if target is None or not now.is_known:
             return
         gone = [name for name in event["payload"]["row"] if name not in target.columns and name not in now.types]
@@ -299,5 +298,14 @@ class Applier:
                 f"the event of table {source.title} has the column {', '.join(gone)}, which the table has no more",
             )
 
-    def _title(self, event: Event) -> str:
-        return Sources(self._shapes, lambda source: None).describe(event).title
+
+def take_all(folding: Folding, events: pa.Table) -> None:
+    """Fold all of these events."""
+    first = 0
+    for piece in scan_lines(events):
+        folding.take(piece, events.column("position"), first)
+        first += len(piece)
+
+
+def _title(sources: Sources, event: Event) -> str:
+    return sources.describe((event["channel"], event["payload"]["table"]), event["position"]).title

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pgcdc.capture.database import Connection, quote_qualified
@@ -42,7 +42,7 @@ class PartStager:
                 self._stage(kind, source, groups.delete_columns, fold.key, groups.deletes)
             for kind, by_columns in (("put", groups.puts), ("patch", groups.patches), ("fresh", groups.fresh)):
                 for columns, rows in by_columns.items():
-                    self._stage(kind, source, columns, fold.key, [row.values() for row in rows])
+                    self._stage(kind, source, columns, fold.key, rows)
 
     def move(self, source: SourceTable, fold: Keyed, move: Move) -> None:
         self._steps.append({"do": "refuse"})
@@ -53,7 +53,7 @@ class PartStager:
         source: SourceTable,
         columns: Sequence[str],
         key: Sequence[str],
-        rows: Collection[Collection[str | None]],
+        rows: Sequence[bytes],
     ) -> None:
         name = quote_qualified(self._schema, f"{self._prefix}_{len(self._steps)}")
         self._conn.execute(staging.text_staging(name, columns).encode())
