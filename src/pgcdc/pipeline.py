@@ -256,8 +256,8 @@ class Pipeline:
         def add() -> None:  # adapters and transforms may be others by then
             check_adapters((*self._specs, spec))
             note_chains(self.state.transforms_file, [(spec, self._chain(spec))])
-            made, acks = replace(looked, chain=self._chain(spec)), self.state.acks
-            lanes.add_adapter(made, lambda: Delivery(make_sink(spec, acks), spec.delivery))
+            made = replace(looked, chain=self._chain(spec))
+            lanes.add_adapter(made, lambda: self._make_adapters([spec])[0].sink)
             self._specs = (*self._specs, spec)
 
         lanes.ask(add)
