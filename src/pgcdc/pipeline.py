@@ -97,9 +97,8 @@ class Pipeline:
         self._last_error: dict[str, str] | None = None
         self._status_due = 0.0
         self._adapters: list[Adapter] = []
-        self._is_locked = False
+        self._is_locked = self._is_open = False
         self._lanes: Lanes | None = None
-        self._is_open = False
         self.on_batch: Callable[[Batch], None] | None = None
         """Called with every batch after all sinks have it (the playground's live view)."""
         self.on_ready: Callable[[], None] | None = None
@@ -252,12 +251,13 @@ class Pipeline:
         lanes = self._running_lanes()
         check_adapters((*self._specs, spec))
         self._check_chains({spec.name: self._chain(spec)})
-        (adapter,) = self._make_adapters([spec])
+        (looked,) = self._make_adapters([spec])
 
         def add() -> None:  # adapters and transforms may be others by then
             check_adapters((*self._specs, spec))
             note_chains(self.state.transforms_file, [(spec, self._chain(spec))])
-            lanes.add_adapter(replace(adapter, chain=self._chain(spec)))
+            made = replace(looked, chain=self._chain(spec))
+            lanes.add_adapter(made, lambda: self._make_adapters([spec])[0].sink)
             self._specs = (*self._specs, spec)
 
         lanes.ask(add)
@@ -441,14 +441,14 @@ class Pipeline:
         return False
 
     def _close(self) -> None:
+        if self._lanes is not None:  # first: a query that goes on would start the capture again
+            self._lanes.close(end_queries=not self._owns_spark)
         if self._link is not None:
             self._link.stop()
             self._link.close()
             deadline = time.monotonic() + 3
             while Lock.holder(self.state.capture_lock) is not None and time.monotonic() < deadline:
                 time.sleep(0.02)
-        if self._lanes is not None:
-            self._lanes.close()
         if self._spark is not None and self._owns_spark:
             stop_session(self._spark, SPARK_STOP_S)
         if self._phase != "failed":

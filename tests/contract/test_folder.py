@@ -279,3 +279,24 @@ def test_path_may_become_a_folder_and_a_file_again(folder: FolderTarget) -> None
     again.open(START)
     assert again.ack == Position.end(120)
     again.close()
+
+
+def test_crash_while_the_owner_is_written_leaves_a_folder_that_can_be_used(folder: FolderTarget) -> None:
+    with opened(folder) as sink:
+        sink.write(batch(START, Position.end(110)))
+    (folder.path / "_pgcdc" / "owner").write_text("")
+    with opened(folder) as sink:
+        sink.write(batch(Position.end(110), END))
+    assert folder.lines() == WHOLE
+    assert (folder.path / "_pgcdc" / "owner").read_text()
+
+
+def test_crash_between_a_file_at_the_path_of_a_folder_and_its_ack(folder: FolderTarget) -> None:
+    with opened(folder) as sink:
+        sink.write(batch(START, Position.end(110)))
+    shutil.rmtree(folder.path)
+    folder.path.touch()
+    file = FileSink(folder.path, folder.acks)
+    file.open(START)
+    assert file.ack == Position.end(110)
+    file.close()

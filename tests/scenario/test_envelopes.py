@@ -22,7 +22,7 @@ from pgcdc.errors import ConfigError
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.transform.cloudevents import cloudevents
 from pgcdc.transform.debezium import debezium, debezium_key
-from pgcdc.transform.debezium_values import _sparse
+from pgcdc.transform.debezium_values import _double, _sparse
 from pgcdc.transform.shape import edit_shape
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec
 
@@ -153,4 +153,13 @@ def test_a_sparse_vector_is_json_or_left_to_be_text(spark: SparkSession) -> None
         *((odd, None) for odd in ("", "{}", "{}/", "{1:2}/z", "{x}/y", "{1:x}/2")),
     ):
         (made,) = spark.sql(f"SELECT {_sparse('x')} FROM VALUES ('{text}') AS t(x)").collect()
+        assert (made[0] and json.loads(made[0])) == expected, text
+
+
+def test_a_number_is_json_or_left_to_be_text(spark: SparkSession) -> None:
+    for text, expected in (
+        ("1.5", 1.5), ("-1e+30", -1e30), ("NaN", "NaN"), ("-Infinity", "-Infinity"),
+        *((odd, None) for odd in ("", "No", 'It is "so"', "nan", "inf", "infinity")),
+    ):  # fmt: skip
+        (made,) = spark.sql(f"SELECT {_double('x', 'DOUBLE')} FROM VALUES ('{text}') AS t(x)").collect()
         assert (made[0] and json.loads(made[0])) == expected, text

@@ -383,6 +383,7 @@ LISTS = {
     "twice the same key": ("adapters:\n  - name: a\n    type: noop\n    name: b\n", 4, "adapters[0].name", "line 2"),
     "key that is no name": ("adapters:\n  - on: a\n", 2, "adapters[0]", "quotes"),
     "list instead of a mapping": ("transforms:\n  - type: debezium\n", 1, "transforms", "Transforms"),
+    "file without a path": ("adapters: [file]\n", 1, "adapters[0]", "file_path: PATH"),
     "row filter": ("row_filters:\n  orders: ''\n", 1, "row_filters", "orders=total"),
 }  # fmt: skip
 
@@ -460,6 +461,8 @@ def test_the_model_is_what_yaml_can_say() -> None:
         ("all_tables: !!bool maybe", "line 1: all_tables: this is not a value of YAML"),
         ('password_file: "a\\0b"', "line 1: password_file: there is a NUL character"),
         ('state_dir: "a\\0b"', "line 1: state_dir: there is a NUL character"),
+        ('db: "postgresql://h/\\ud800"', "line 1: db: there is half a character"),
+        ('state_dir: "\\ud800"', "line 1: state_dir: there is half a character"),
     ],
 )
 def test_what_python_itself_would_stumble_over_is_an_error_with_its_line(nowhere: Path, line: str, said: str) -> None:

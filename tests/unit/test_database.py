@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from urllib.parse import quote
 
@@ -123,6 +124,13 @@ def test_a_bad_url_is_explained_without_quoting_it(url: str) -> None:
     assert "percent-encoded" in caught.value.advice
     assert not isinstance(caught.value, ConnectionLost)
     assert caught.value.__cause__ is None
+
+
+def test_url_of_bytes_that_are_no_text_is_refused() -> None:
+    url = os.fsdecode(b"postgresql://u:hush\xff@h/d")
+    with pytest.raises(SourceError, match="not UTF-8 text"):
+        parse_url(url)
+    assert "hush" not in redact(url)
 
 
 def test_dsn_and_url_give_the_same_parameters() -> None:

@@ -202,6 +202,17 @@ def test_write_that_fails_is_tried_again_after_pauses_that_double() -> None:
     assert setup.diary.told == [("retry", 1, 0.5), ("retry", 2, 1.0), ("retry", 3, 1.5), ("write", 3, 0.0)]
 
 
+def test_what_is_tried_again_says_why_until_it_is_over() -> None:
+    setup = Setup(down(), None, *[down() for _ in range(9)], backoff_base=1.0, max_retries=1)
+    seen: list[str] = []
+    setup.clock.at = [(1000.5, lambda: seen.append(str(setup.delivery.failing)))]
+    setup.delivery.write(batch())
+    assert seen == [str(down())] and setup.delivery.failing is None
+    with pytest.raises(SinkUnavailable):
+        setup.delivery.write(batch(start=END, end=Position.end(END.lsn + 50)))
+    assert setup.delivery.failing is None
+
+
 def test_after_the_last_try_the_error_comes_out() -> None:
     setup = Setup(*[down() for _ in range(9)], max_retries=2)
     with pytest.raises(SinkUnavailable, match="it is down"):

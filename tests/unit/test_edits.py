@@ -48,7 +48,9 @@ def lines_of(reader: SpoolReader, chains: list[Chain], options: EventOptions = E
     if batch is None:
         return [[] for _ in chains]
     batch.validate(full=True)
-    return [list(column.to_pylist()) for column in batch.columns[1:]]
+    assert isinstance(program, BlockProgram)
+    columns = [list(column.to_pylist()) for column in batch.columns[1:]]
+    return [columns[number] for number in program.of_chain] if pushed else columns  # those that mean the same are one
 
 
 @settings(max_examples=150)

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pyarrow as pa
 import pytest
 from spools import START_LSN, write_spool
 
 from pgcdc import Pipeline, adapters, sources, transform
 from pgcdc.capture.consumers import MAIN
 from pgcdc.capture.control import CaptureLink
-from pgcdc.errors import ConnectionLost, GapError, PgcdcError, SourceError
+from pgcdc.errors import ConnectionLost, GapError, PgcdcError, SinkUnavailable, SourceError
 from pgcdc.position import Position
 from pgcdc.relation import Column, Relation
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Batch
+from pgcdc.sink.registry import make_sink
 from pgcdc.spool.schema import Op
 from pgcdc.state import StateDir
 from pgcdc.stream.events import LINES
-from pgcdc.stream.lane import LaneStopped
-from pgcdc.stream.lanes import Lanes, Watched
+from pgcdc.stream.lane import Lane, LaneStopped
+from pgcdc.stream.lanes import RECOVERED_S, Lanes, Watched
 from pgcdc.stream.member import Adapter, NotAMember
+from pgcdc.transform.program import Chain
 
 ORDERS = Relation(1, "public", "orders", "d", (Column("id", 23, -1, True),))
 
@@ -164,6 +169,54 @@ def test_a_sink_at_a_write_that_was_given_up_does_not_skip(lanes: Lanes, tmp_pat
     assert moves.membership["b"].dropped == 10
 
 
+def test_skipping_looks_at_an_adapter_that_left_later_and_is_further_behind(lanes: Lanes, tmp_path: Path) -> None:
+    moves = lanes._moves
+    write_spool(StateDir(tmp_path).spool, [[(ORDERS, Op.INSERT, [b"1"], None)]] * 10)
+    moves.leave(moves.members["b"], at(0), None)
+    sink_of(lanes, "b").ack = at(6)
+    moves.skip_ahead(8)
+    moves.leave(moves.members["a"], at(1), None)
+    sink_of(lanes, "a").ack = at(1)
+    moves.skip_ahead(8)
+    assert [moves.membership[name].dropped for name in "ab"] == [9, 0]
+
+
+class MovesMeanwhile:
+    """The boundary of a lane at which a batch ends while somebody waits for its end."""
+
+    def __init__(self, lane: Lane, move: Callable[[], None]) -> None:
+        self._boundary, self._move = lane.boundary, [move]
+
+    def acquire(self, **how: Any) -> bool:
+        if self._move:
+            self._move.pop()()
+        return self._boundary.acquire(**how)
+
+    def release(self) -> None:
+        self._boundary.release()
+
+
+def test_an_adapter_that_leaves_while_it_waits_to_be_removed_leaves_no_lane(lanes: Lanes) -> None:
+    moves = lanes._moves
+    moves.main.boundary = cast(Any, MovesMeanwhile(moves.main, lambda: moves.leave(moves.members["b"], at(0), None)))
+    moves.remove("b", 1.0)
+    assert set(moves.lanes) == {MAIN} and "b" not in moves.membership
+    assert [lane.is_abandoned for lane in moves.left_over] == [True]
+
+
+def test_an_adapter_that_comes_back_while_it_waits_to_be_removed_leaves_main(lanes: Lanes) -> None:
+    moves = lanes._moves
+    moves.leave(moves.members["b"], at(0), None)
+    lane = moves.lanes[moves.membership["b"].lane]
+    moves.main.program = cast(Any, SimpleNamespace(chains=[Chain()]))
+    member = moves.members["b"]
+    member.is_open = True
+    lane.boundary = cast(Any, MovesMeanwhile(lane, lambda: moves.begin_batch(at(0))))
+    moves.remove("b", 1.0)
+    assert set(moves.lanes) == {MAIN} and "b" not in moves.membership
+    assert moves.left_over == [lane]
+
+
 def test_a_reload_does_not_forget_why_a_query_failed(lanes: Lanes) -> None:
     main = lanes.main
     failed: Any = SimpleNamespace(isActive=False, exception=lambda: GapError("gone"), stop=lambda: None)
@@ -233,3 +286,123 @@ def test_an_adapter_that_comes_during_a_reload_has_the_new_transforms(
         thread.join(0.01)
     assert [one.chain.transforms for one in lanes.members()] == [(mask,)] * 3
     assert pipeline.status()["adapters"] == ["a", "b", "c"]
+
+
+def test_an_adapter_that_comes_back_begins_with_what_its_last_write_has_done(
+    lanes: Lanes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That write ends when the new sink has been looked at, and before it is taken in."""
+    source = sources.postgres("postgresql://h/x", tables=["a"], state_dir=tmp_path)
+    target = adapters.file(str(tmp_path / "b.jsonl"), name="c")
+    pipeline = Pipeline(source, [adapters.noop(name="a"), adapters.noop(name="b")])
+    pipeline._lanes, pipeline._is_open, pipeline._spark = lanes, True, cast(Any, object())
+    old = make_sink(target, StateDir(tmp_path).acks)
+    old.open(at(0))
+    ask = lanes.ask
+
+    def late(do: Callable[[], None]) -> None:
+        if old.ack == at(0):
+            positions = [str(Position(START_LSN + 8, 0))]
+            old.write(Batch(at(0), at(2), pa.table({"position": positions, "line": ["x\n"]}, schema=LINES)))
+        ask(do)
+
+    monkeypatch.setattr(lanes, "ask", late)
+    lanes.main.next_start = at(2)
+    pipeline.add_adapter(target)
+    assert (tmp_path / "b.jsonl").read_text() == "x\n"
+    assert lanes._moves.members["c"].reached == at(2)
+
+
+def test_a_reload_with_a_lane_that_is_not_there_yet_changes_all(lanes: Lanes, capture: Capture) -> None:
+    capture.error = ConnectionLost("not now")
+    with pytest.raises(ConnectionLost):
+        lanes._moves.leave(lanes._moves.members["b"], at(0), None)
+    chain = Chain((transform.mask("email"),))
+    lanes.reload({"a": chain, "b": chain})
+    assert [one.chain for one in lanes.members()] == [chain, chain]
+
+
+def test_an_ack_that_did_not_arrive_is_told_again(
+    lanes: Lanes, capture: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(lanes.main, at(3))
+    acks: list[Position] = []
+    monkeypatch.setattr(capture, "ack", lambda lane, position: acks.append(position), raising=False)
+    call = capture.call
+
+    def lost(what: Callable[[Any], Any]) -> Any:
+        raise ConnectionLost("the capture has died")
+
+    monkeypatch.setattr(capture, "call", lost)
+    with pytest.raises(ConnectionLost):
+        lanes.acknowledge()
+    monkeypatch.setattr(capture, "call", call)
+    lanes.acknowledge()
+    lanes.acknowledge()
+    assert acks == [at(3)]
+
+
+def test_an_error_is_forgotten_when_it_is_over(lanes: Lanes, capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "ack", lambda lane, position: None, raising=False)
+    watched = lanes._watched[MAIN] = Watched()
+
+    def error() -> str | None:
+        return lanes.last_error["message"] if lanes.last_error else None
+
+    lanes._recover(lanes.main, watched, SinkUnavailable("the disk is full"))
+    assert error() == "the disk is full"
+    commit(lanes.main, at(1))
+    lanes.acknowledge()
+    assert error() is None
+    lanes._recover(lanes.main, watched, SinkUnavailable("the disk is full"))
+    lanes.main.query = cast(Any, SimpleNamespace(isActive=True))
+    watched.began = time.monotonic()
+    lanes._look_after(lanes.main)
+    assert error() == "the disk is full"
+    watched.began = time.monotonic() - RECOVERED_S  # and nothing to do since
+    with lanes.main.boundary:  # it is at a batch, maybe the one that failed
+        lanes._look_after(lanes.main)
+    assert error() == "the disk is full"
+    lanes._look_after(lanes.main)
+    assert error() is None
+    capture.error = ConnectionLost("not now")
+    lanes._moves.add(Adapter("c", HeldSink("c", at(0))))
+    assert lanes.status()[2]["last_error"] == "not now"
+    capture.error = None
+    lanes._moves.open_missing()
+    lanes._moves.members["c"].open(at(0))
+    assert lanes.status()[2]["last_error"] is None
+
+
+@pytest.mark.parametrize("owns_spark", [True, False])
+def test_a_run_that_failed_leaves_no_query_in_a_spark_of_somebody_else(
+    lanes: Lanes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owns_spark: bool
+) -> None:
+    done: list[str] = []
+    pipeline = Pipeline(sources.postgres("postgresql://h/x", tables=["a"], state_dir=tmp_path), [adapters.noop()])
+    monkeypatch.setattr("pgcdc.pipeline.stop_session", lambda *_: done.append("spark"))
+    pipeline._lanes, pipeline._spark, pipeline._owns_spark = lanes, cast(Any, object()), owns_spark
+    pipeline._link = cast(Any, SimpleNamespace(stop=lambda: done.append("capture"), close=lambda: None))
+    lanes.main.query = cast(Any, SimpleNamespace(stop=lambda: done.append("query")))
+    pipeline._close()
+    assert done == (["capture", "spark"] if owns_spark else ["query", "capture"])
+
+
+def test_what_is_said_of_an_adapter_that_moves(lanes: Lanes, tmp_path: Path) -> None:
+    moves, said = lanes._moves, cast(list[str], [])
+    moves._say = said.append
+    failing = moves.members["b"]
+    cast(Any, failing.sink).failing = SinkUnavailable("the disk is full")
+    moves.leave(failing, at(0), None)
+    assert lanes.status()[1]["last_error"] == "the disk is full"
+    moves.leave(moves.members["a"], at(0), None)
+    assert [text.split(":")[0] for text in said] == ["adapter b failed (the disk is full)", "adapter a is slow"]
+
+
+def commit(lane: Lane, end: Position) -> None:
+    """What Spark leaves behind one batch."""
+    for folder, text in (("offsets", f"v1\n{{}}\n{json.dumps(end.to_offset())}\n"), ("commits", "v1\n{}\n")):
+        path = lane._checkpoint / folder / str(lane._last_batch + 1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    lane._last_batch += 1

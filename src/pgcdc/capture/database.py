@@ -133,6 +133,8 @@ def parse_url(url: str) -> dict[str, Any]:
     """The connection parameters in a URL or DSN. The SourceError quotes no part of it: that may be the password."""
     try:
         params = conninfo_to_dict(url)
+    except UnicodeEncodeError:  # bytes of a variable or a flag that are none
+        raise SourceError("the database URL cannot be read (it is not UTF-8 text)", _URL_ADVICE) from None
     except psycopg.Error as exc:
         reason = str(exc).partition('"')[0].strip(" :\n") or "syntax error"
         raise SourceError(f"the database URL cannot be read ({reason})", _URL_ADVICE) from None
@@ -148,7 +150,7 @@ def redact(url: str) -> str:
     scheme, found, rest = url.partition("://")
     try:
         sane = not _is_mangled(conninfo_to_dict(url))
-    except psycopg.Error:
+    except (psycopg.Error, UnicodeEncodeError):
         sane = False
     if not found:
         return _redact_dsn(url) if sane else "***"

@@ -180,8 +180,10 @@ def _spec(config: Config, number: int, item: AdapterItem) -> AdapterSpec:
         if field not in given and isinstance(extra, dict) and extra.get("cascade") == "db":
             given[field] = config.db  # the database URL cascade: what is not said otherwise is the source's
         if field not in given and info.is_required():
-            flag = f"{kind.name}-{field}".replace("_", "-")
-            raise Misfit(("adapters", number), f"adapter {name} needs a {field}", f"Add --{flag} {field.upper()}")
+            key = f"{kind.name}_{field}"
+            flag = key.replace("_", "-")
+            advice = f"Add --{flag} {field.upper()}; in the YAML file, {key}: {field.upper()}"
+            raise Misfit(("adapters", number), f"adapter {name} needs a {field}", advice)
     options = {field: value for field, value in given.items() if field in kind.options.model_fields}
     delivery = {field: value for field, value in given.items() if field in DeliveryOptions.model_fields}
     try:

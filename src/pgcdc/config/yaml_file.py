@@ -22,6 +22,7 @@ __all__ = ["YamlFile", "read_yaml"]
 MAX_NODES = 20_000
 """Aliases can make a small file endless."""
 _STRING = "tag:yaml.org,2002:str"
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass
@@ -107,6 +108,8 @@ class _Walk:
         if node.tag == _STRING:
             if "\0" in node.value:  # no path, name or text of PostgreSQL can have one
                 raise self._error(node, path, "there is a NUL character in the text", "Take it away")
+            if _HALF.search(node.value):  # "\ud83d": nothing can be written with it
+                raise self._error(node, path, "there is half a character in the text", "Write the character itself")
             try:
                 return expand(node.value, self._environ, lambda _, value: self._file.secrets.add(value)), node.value
             except ConfigError as error:

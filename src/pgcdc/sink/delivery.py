@@ -132,6 +132,8 @@ class Delivery:
         self._is_stopped = False
         self._outcome: BaseException | None = None
         """How the last write ended."""
+        self.failing: BaseException | None = None
+        """What the last try failed with, while there is another one to come."""
 
     @property
     def ack(self) -> Position:
@@ -218,6 +220,8 @@ class Delivery:
         except BaseException as error:
             self._hooks.on_failure(error)
             raise
+        finally:
+            self.failing = None
 
     def _try_often(self, end: Position, events: int, write: Callable[[], None], timeout_s: float) -> None:
         # Half open, one try decides.
@@ -242,6 +246,7 @@ class Delivery:
                     f"adapter {self.name}: {error or type(error).__name__}", "Is the target up and reachable?"
                 ) from error
             delay_s = full_jitter_s(attempt, self.options.backoff_base, self.options.backoff_cap, self._uniform)
+            self.failing = error
             self._hooks.on_retry(attempt + 1, delay_s, error)
             self._pause(delay_s, error)
 

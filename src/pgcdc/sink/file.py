@@ -73,18 +73,18 @@ class FileSink:
         if known and not exists:
             raise SinkError(
                 f"{self._path} is gone, but events up to {self.ack} were written to it",
-                "Move it back, or give another --file-path: the next events go there",
+                "Move it back, or give the adapter another path: the next events go there",
             )
         size = self._path.stat().st_size if exists else 0
         if known and size < detail["size"]:
             raise SinkError(
                 f"{self._path} has {size} bytes, but {detail['size']} were written to it",
-                "Restore it, or give another --file-path: the next events go there",
+                "Restore it, or give the adapter another path: the next events go there",
             )
         if not known and size:
             raise SinkError(
                 f"{self._path} exists and was not written by this pipeline",
-                "Move it away, or give another --file-path",
+                "Move it away, or give the adapter another path",
             )
         return known
 

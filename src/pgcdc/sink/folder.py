@@ -71,17 +71,17 @@ def leave_folder(detail: Mapping[str, Any]) -> None:
 def _show_parts(folder: Path, shown: Sequence[Sequence[str]], written: set[str]) -> None:
     """Give parts their names, and take those that were there out of `written`."""
     for file, name in shown:
-        with contextlib.suppress(FileNotFoundError):  # shown before a crash, or even moved away since
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # shown before a crash, or moved away since
             os.rename(folder / HIDDEN / file, folder / name)
             written.discard(file)
-    if shown and folder.exists():
+    if shown and folder.is_dir():
         fsync_folder(folder)
 
 
 def _read_owner(folder: Path) -> str | None:
     try:
-        return (folder / HIDDEN / OWNER).read_text()
-    except FileNotFoundError:
+        return (folder / HIDDEN / OWNER).read_text() or None  # empty: of a crash, it is nobody's
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
@@ -257,14 +257,14 @@ class FolderSink:
         if known and not self._path.is_dir():
             raise SinkError(
                 f"{self._path} is gone, but events up to {self._file.position} were written to it",
-                "Move it back, or give another --file-path: the next events go there",
+                "Move it back, or give the adapter another path: the next events go there",
             )
         if not known and self._path.exists():
             foreign = next((path.name for path in self._path.iterdir() if path.name != HIDDEN), None)
             if foreign is not None:
                 raise SinkError(
                     f"{self._path} has a file {foreign} that was not written by this pipeline",
-                    "Empty the folder, or give another --file-path",
+                    "Empty the folder, or give the adapter another path",
                 )
         self._check_owner(known)
         return known
@@ -274,17 +274,26 @@ class FolderSink:
         if owner is not None and owner != (self._owner if known else None):
             raise SinkError(
                 f"{self._path} is the folder of another pipeline, or of another adapter",
-                f"Give another --file-path; if nothing writes to it any more, delete {self._hidden / OWNER}",
+                f"Give the adapter another path; if nothing writes to it any more, delete {self._hidden / OWNER}",
             )
 
     def _claim(self) -> None:
         """Write whose folder it is, unless somebody else was faster."""
-        with contextlib.suppress(FileExistsError), open(self._hidden / OWNER, "x") as file:
+        owner = self._hidden / OWNER
+        with contextlib.suppress(FileExistsError):
+            self._write_owner(owner)
+        if _read_owner(self._path) is None:  # a crash left it empty
+            whole = self._hidden / f"{OWNER}-{uuid.uuid4().hex}"
+            self._write_owner(whole)
+            os.replace(whole, owner)
+        fsync_folder(self._hidden)
+        self._check_owner(known=True)
+
+    def _write_owner(self, path: Path) -> None:
+        with open(path, "x") as file:
             file.write(self._owner)
             file.flush()
             os.fsync(file.fileno())
-        fsync_folder(self._hidden)
-        self._check_owner(known=True)
 
     def _show(self) -> None:
         """Give the parts that the ack names their names. Harmless if they have them."""

@@ -166,7 +166,7 @@ def read_lines(path: Path, size: int, store: KeyStore) -> None:
                 raise SinkError(
                     f"{path}, line {number} is not an event as it was written: {error}",
                     "Restore the file; if transforms wrote it in another form, give --truncate; or begin a new one: delete "
-                    "acks/file.json in the state directory and give another --file-path",
+                    "the adapter's ack in the state directory (acks/) and give the adapter another path",
                 ) from error
 
 

@@ -131,6 +131,10 @@ class Lane:
         self._acked_batch = batch
         return position
 
+    def acknowledge_again(self) -> None:
+        """What `committed` said has not arrived: it says so once more."""
+        self._acked_batch = -1
+
     def begin_stop(self) -> None:
         """The batch that runs is the last one."""
         self._stopping = True

@@ -19,7 +19,7 @@ from pgcdc.capture.stream import reconnect_delay_s
 from pgcdc.errors import ConfigError, PgcdcError, Policy, SchemaChanged, SinkUnavailable
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position, parse_lsn, stream_lsn
-from pgcdc.sink.base import Batch
+from pgcdc.sink.base import Batch, Sink
 from pgcdc.state import StateDir, read_json
 from pgcdc.stream.failure import explain_failure
 from pgcdc.stream.lane import Lane, LaneStopped, stop_query
@@ -39,6 +39,8 @@ STOP_TIMEOUT_S = 8.0
 QUERY_STOP_S = 3.0
 CONSUMERS_INTERVAL_S = 10.0
 LIMIT_INTERVAL_S = 1.0
+RECOVERED_S = 10.0
+"""A query that has run for so long and has nothing to do is over what it failed with."""
 MAX_QUERY_FAILURES = 5
 
 Say = Callable[[str], None]
@@ -51,6 +53,9 @@ class Watched:
         self.failures = 0
         self.retry_at = 0.0
         self.is_done = False
+        self.began = 0.0
+        self.error: PgcdcError | None = None
+        """What it failed with, until it is over that."""
         self.schema_place: Position | None = None
         """Where the typed query was last started again for other columns: once for each place."""
 
@@ -88,7 +93,7 @@ class Lanes:
         self._due: dict[str, float] = {}
         self.position: Position | None = None
         """What main has acknowledged last."""
-        self.last_error: dict[str, str] | None = None
+        self._move_error: PgcdcError | None = None
 
     # --- for who looks from outside
 
@@ -102,13 +107,20 @@ class Lanes:
         """Up to where every lane has delivered."""
         return min(lane.place for lane in list(self._moves.lanes.values()))
 
+    @property
+    def last_error(self) -> dict[str, str] | None:
+        """What is wrong now: of main, of the moves between lanes, or of another lane."""
+        main, others = self._watched.get(MAIN, Watched()), list(self._watched.values())
+        errors = [main.error, self._move_error, *(one.error for one in others)]
+        return next((one.to_json() for one in errors if one is not None), None)
+
     def status(self) -> list[dict[str, Any]]:
         """Of each adapter: its lane, ack, lag in bytes of WAL, what it skipped, and the last error."""
         capture = read_json(self._state.capture_status) or {}
         received = parse_lsn(capture["received_lsn"]) if "received_lsn" in capture else 0
         report = []
         for member in list(self._moves.members.values()):
-            place, error = self._moves.membership.roster.places.get(member.name), member.last_error
+            place, error = self._moves.membership.roster.places.get(member.name), member.last_error or member.failing
             if place is None:  # it is being removed
                 continue
             ack = member.sink.ack if member.is_open else None
@@ -142,7 +154,7 @@ class Lanes:
     def _start(self, lane: Lane) -> None:
         assert self._spark is not None
         watched = self._watched.setdefault(lane.name, Watched())
-        watched.is_done = False
+        watched.is_done, watched.began = False, time.monotonic()
         try:
             options = {**self._options, "consumer": lane.name}
             lane.large = LargeBatches(self._spark, self._state) if self._is_keyed else None
@@ -199,10 +211,11 @@ class Lanes:
             self._look_after(lane)
         try:
             self._move()
+            self._move_error = None
         except PgcdcError as error:
             if not may_pass(error):
                 raise
-            self.last_error = error.to_json()  # the next look tries again
+            self._move_error = error  # the next look tries again
         return self._once and all(
             (one := self._watched.get(lane.name)) is not None and one.is_done for lane in self._moves.lanes.values()
         )
@@ -245,6 +258,8 @@ class Lanes:
             return
         try:
             if lane.query.isActive:
+                if not lane.boundary.locked() and time.monotonic() >= watched.began + RECOVERED_S:
+                    self._forget_error(lane, watched)
                 return
             error: BaseException | None = lane.query.exception()
         except Exception as raised:
@@ -278,13 +293,19 @@ class Lanes:
         delay_s = reconnect_delay_s(watched.failures)
         watched.failures += 1
         watched.retry_at = time.monotonic() + delay_s
-        self.last_error = error.to_json()
+        watched.error = error
         if is_own:
             for member in lane.members():
                 member.last_error = error
         if not is_own or watched.failures == 1:
             what = f"lane of adapter {lane.members()[0].name}" if is_own and lane.members() else "query"
             self._say(f"{error.message}; starting the {what} again in {delay_s:.1f} s")
+
+    def _forget_error(self, lane: Lane, watched: Watched) -> None:
+        for member in lane.members() if watched.error is not None else ():
+            if member.last_error is watched.error:
+                member.last_error = None
+        watched.error = None
 
     def _follow_schema(self, lane: Lane, watched: Watched, error: PgcdcError) -> bool:
         """A typed query that met other columns starts again there, with these; True if it may."""
@@ -314,8 +335,14 @@ class Lanes:
         position = lane.committed()
         if position is None:
             return
-        self._watched.setdefault(lane.name, Watched()).failures = 0
-        self._link.call(lambda client: client.ack(lane.name, position))
+        watched = self._watched.setdefault(lane.name, Watched())
+        watched.failures = 0
+        self._forget_error(lane, watched)
+        try:
+            self._link.call(lambda client: client.ack(lane.name, position))
+        except BaseException:
+            lane.acknowledge_again()
+            raise
         if is_main:
             self.position = position
             hit("driver.after_ack")
@@ -336,12 +363,15 @@ class Lanes:
 
     # --- while it runs
 
-    def add_adapter(self, adapter: Adapter) -> None:
-        """Deliver to one more sink, from where main is now. Durable when this returns; from any thread."""
+    def add_adapter(self, adapter: Adapter, make: Callable[[], Sink] | None = None) -> None:
+        """Deliver to one more sink, from where main is now. Durable when this returns; from any thread.
+
+        `make` makes the sink anew when nobody writes to it any more.
+        """
 
         def add() -> None:
             self._compile([adapter.chain])
-            self._moves.add(adapter)
+            self._moves.add(adapter, make)
             if self.main.program is not None and adapter.chain not in self.main.program.chains:
                 self.main.begin_stop()  # it is started again, with that chain as well
 
@@ -367,7 +397,9 @@ class Lanes:
             for member in self.members():  # also one that has just left main in its last batch
                 if member.chain != wanted[member.name]:
                     member.chain = wanted[member.name]
-                    self._moves.lanes[self._moves.membership[member.name].lane].begin_stop()
+                    lane = self._moves.lanes.get(self._moves.membership[member.name].lane)
+                    if lane is not None:  # else it begins with the new chain
+                        lane.begin_stop()
 
         self.ask(change)
 
@@ -444,9 +476,13 @@ class Lanes:
         for lane in list(self._moves.left_over):
             self._end(lane)
 
-    def close(self) -> None:
-        """Close the sinks, and let go of who still asks for something."""
+    def close(self, *, end_queries: bool = False) -> None:
+        """Close the sinks, and let go of who still asks for something. A Spark that stays must not keep the queries."""
         self._is_closed.set()
+        for lane in (*self._moves.lanes.values(), *self._moves.left_over) if end_queries else ():
+            lane.begin_stop()
+            if lane.query is not None:
+                stop_query(lane.query, QUERY_STOP_S)
         for member in self._moves.members.values():
             member.close()
 

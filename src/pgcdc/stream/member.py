@@ -96,7 +96,7 @@ class Member:
         """Open the sink where its lane goes on. One that was left out of earlier runs would miss what came between."""
         if not self.is_open:
             self.sink.open(start)
-            self.is_open = True
+            self.is_open, self.last_error = True, None
         if self.reached < start:
             raise left_out(self.name, self.sink.ack, start)
 
@@ -109,6 +109,12 @@ class Member:
     def is_hanging(self) -> bool:
         """Whether the sink is still at a write that nobody waits for any more (`sink/delivery.py`: its time was over)."""
         return bool(getattr(self.sink, "is_busy", False))
+
+    @property
+    def failing(self) -> BaseException | None:
+        """What the last try failed with, while the sink waits for the next one."""
+        error: BaseException | None = getattr(self.sink, "failing", None)
+        return error
 
     def submit(self, lane: str, batch: Batch) -> WriteFuture:
         """Write a batch, after everything that was submitted before."""

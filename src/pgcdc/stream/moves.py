@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from pgcdc.capture.consumers import MAIN, is_side_lane
 from pgcdc.capture.control import CaptureLink
@@ -19,6 +20,7 @@ from pgcdc.ops.counters import EVENTS_DROPPED, LANE_MOVES, counters
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position
 from pgcdc.sink.ack import AckFile
+from pgcdc.sink.base import Sink
 from pgcdc.spool.reader import SpoolReader, read_slice
 from pgcdc.state import StateDir, read_json, write_json_durably
 from pgcdc.stream.lane import Lane
@@ -144,6 +146,7 @@ class Moves:
         away_s = 0.0 if member.leaves == 1 else min(LONGEST_AWAY_S, FIRST_AWAY_S * 2 ** (member.leaves - 2))
         member.rejoin_at = now + away_s
         counters.add(LANE_MOVES, adapter=member.name, move="leave")
+        error = error or member.failing  # it is slow because it is tried again and again
         why = f"failed ({error.message if isinstance(error, PgcdcError) else error})" if error else "is slow"
         self._say(f"adapter {member.name} {why}: it goes on in a lane of its own, the others do not wait for it")
 
@@ -187,7 +190,7 @@ class Moves:
                     self._abandon(lane)
                     member.rejoined_at = time.monotonic()
                     counters.add(LANE_MOVES, adapter=member.name, move="rejoin")
-                    self._say(f"adapter {member.name} has caught up: it is back in the main lane")
+                    self._say(f"adapter {member.name} has caught up: it goes on in the main lane")
                     return True
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not lane.moved.wait(left_s):
@@ -196,8 +199,8 @@ class Moves:
     def _abandon(self, lane: Lane) -> None:
         with self._lock:
             lane.abandon()
-            del self.lanes[lane.name]
-            self.left_over.append(lane)
+            if self.lanes.pop(lane.name, None) is not None:
+                self.left_over.append(lane)
 
     def let_go(self, lane: Lane) -> None:
         """Forget a lane whose query has been stopped."""
@@ -219,9 +222,13 @@ class Moves:
         if not found:
             self._spool = None
             return
-        spool = self._spool = self._spool or SpoolReader(self._state.spool)
+        first, spool = min(one.reached for _, one in found), self._spool
+        if (
+            spool is None or first < spool.base
+        ):  # of who has left since and is further behind, it has forgotten something
+            spool = self._spool = SpoolReader(self._state.spool)
         spool.refresh()
-        spool.forget(min(one.reached for _, one in found))
+        spool.forget(first)
         for lane, member in found:
             reached = member.reached
             if sum(record.rows for record in spool.after(reached)) <= limit:
@@ -247,8 +254,11 @@ class Moves:
 
     # --- while it runs
 
-    def add(self, adapter: Adapter) -> None:
-        """A new adapter, in a lane of its own from where main is. One whose ack is older would miss something: GapError."""
+    def add(self, adapter: Adapter, make: Callable[[], Sink] | None = None) -> None:
+        """A new adapter, in a lane of its own from where main is. One whose ack is older would miss something: GapError.
+
+        `make` makes its sink when nobody writes to it any more: one that was made before has an older ack in mind.
+        """
         before = self._removed.get(adapter.name)
         if before is not None and (before.is_busy or before.is_hanging):
             raise PgcdcError(
@@ -260,6 +270,8 @@ class Moves:
         ack = AckFile(self._state.acks, adapter.name).position
         if ack is not None and ack < start:  # before its target is touched
             raise left_out(adapter.name, ack, start)
+        if make is not None:
+            adapter = replace(adapter, sink=make())
         # The sink comes last: an ack without a lane would be a gap after a crash.
         self.membership.add(adapter.name, start)
         member = self.members[adapter.name] = Member(adapter, self.membership)
@@ -275,19 +287,27 @@ class Moves:
 
     def remove(self, name: str, timeout_s: float) -> None:
         """No batch for this adapter any more; its ack stays."""
-        lane = self.lanes.get(self.membership[name].lane) if name in self.membership else self.main
-        with _held(lane, timeout_s) if lane is not None else contextlib.nullcontext(True) as is_held:
-            if not is_held and lane is self.main:
-                raise PgcdcError(f"adapter {name} cannot be removed in the middle of a batch", "Try again")
-            self.membership.remove(name)
-            if lane is not None and lane is not self.main:
-                self._abandon(lane)
+        while not self._take_out(name, timeout_s):
+            pass
         member = self.members.pop(name)
         member.close()
         member.stop()  # nobody waits for it any more
         if member.is_busy or member.is_hanging:
             self._removed[name] = member
         self._say(f"adapter {name} is removed")
+
+    def _take_out(self, name: str, timeout_s: float) -> bool:
+        """Out of its lane; False: it is in another one by now, since a batch that was waited for has moved it."""
+        lane = self.lanes.get(self.membership[name].lane) if name in self.membership else self.main
+        with _held(lane, timeout_s) if lane is not None else contextlib.nullcontext(True) as is_held:
+            if not is_held and lane is self.main:
+                raise PgcdcError(f"adapter {name} cannot be removed in the middle of a batch", "Try again")
+            if lane is not None and name in self.membership and self.membership[name].lane != lane.name:
+                return False
+            self.membership.remove(name)
+            if lane is not None and lane is not self.main:
+                self._abandon(lane)
+        return True
 
 
 @contextlib.contextmanager

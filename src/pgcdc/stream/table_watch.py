@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pgcdc.capture.database import connect
+from pgcdc.capture.database import connect, explain_errors
 from pgcdc.capture.prepare import Prepared, follow_tables
 from pgcdc.capture.published import read_published
 from pgcdc.config import Config
@@ -67,6 +67,8 @@ class TableWatch:
         if prepared is None or not any(chain.transforms for chain in chains):
             return
         names = [one["name"] for one in prepared.identity.publications]
-        with contextlib.suppress(PgcdcError), connect(self._config.db, may_retry=False) as sql:
-            for line in missing_columns(chains, [one.relation for one in read_published(sql, names)]):
+        with contextlib.suppress(PgcdcError), explain_errors("look at the columns"):
+            with connect(self._config.db, may_retry=False) as sql:
+                tables = [one.relation for one in read_published(sql, names)]
+            for line in missing_columns(chains, tables):
                 self._say(f"warning: {line}")

@@ -122,7 +122,8 @@ def _let(name: str, meaning: str, body: str) -> str:
 def _double(x: str, kind: str) -> str:
     """A number as Java writes it; JSON has no NaN and no infinity."""
     number = f"CAST(try_cast({x} AS {kind}) AS STRING)"
-    return f"""if({x} LIKE '%N%' OR {x} LIKE '%I%', concat('"', {x}, '"'), {number})"""
+    special = f"""if({x} IN ('NaN', 'Infinity', '-Infinity'), concat('"', {x}, '"'), NULL)"""
+    return f"if({x} LIKE '%N%' OR {x} LIKE '%I%' OR {x} LIKE '%n%', {special}, {number})"
 
 
 # --- numbers of any size

@@ -1,0 +1,37 @@
+"""What is said of captured tables must not end what runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import psycopg
+import pytest
+
+from pgcdc import sources, transform
+from pgcdc.capture.prepare import Prepared
+from pgcdc.relation import Column, Relation
+from pgcdc.stream import table_watch
+from pgcdc.stream.table_watch import TableWatch
+from pgcdc.transform.program import Chain
+
+
+def test_columns_that_no_table_has_are_told_if_the_server_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    watch = TableWatch(sources.postgres("postgresql://h/x", tables=["a"]), tmp_path / "shapes.jsonl", said.append)
+    prepared = cast(Prepared, SimpleNamespace(identity=SimpleNamespace(publications=[{"name": "p"}])))
+    table = SimpleNamespace(relation=Relation(1, "public", "a", "d", (Column("email", 25, -1, False),)))
+    monkeypatch.setattr(table_watch, "connect", lambda *_, **__: cast(Any, memoryview(b"")))  # a context manager
+
+    def gone(*_: Any) -> Any:
+        raise psycopg.OperationalError("server closed the connection unexpectedly")
+
+    monkeypatch.setattr(table_watch, "read_published", gone)
+    watch.tell_missing(prepared, [Chain((transform.mask("Email"),))])
+    assert said == []
+    monkeypatch.setattr(table_watch, "read_published", lambda *_: [table])
+    watch.tell_missing(prepared, [Chain((transform.mask("Email"),))])
+    assert said == ["warning: mask: no captured table has a column Email; did you mean email?"]
