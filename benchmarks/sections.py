@@ -25,6 +25,7 @@ from backlog import (
 )
 from cast import SMALL_ROWS, measure_casting
 from decode import measure_decoding
+from deliveries import measure_append, measure_apply, measure_three
 from fanout import MORE_SINKS, measure_blocked, measure_sinks
 from incremental import measure_beside, measure_initial
 from large import drop_large, prepare_large, run_capture, run_pipeline
@@ -33,7 +34,6 @@ from peers import peer_contenders
 from reloads import measure_reloads
 from report import Figure, at_least, at_most, skipped
 from snapshot import measure_reading
-from targets import measure_append, measure_apply, measure_three
 from tls import describe_tls, tls_enabled, with_tls
 from toast import drop_toast, prepare_toast, run_toast
 from webhook import BATCH_SIZE, WORKERS, Posted, measure_webhook

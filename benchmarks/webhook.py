@@ -25,7 +25,7 @@ from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.registry import make_sink
 from pgcdc.spool.shapes import ShapeChange, append_shapes
 
-__all__ = ["BATCH_SIZE", "WORKERS", "Posted", "measure_webhook"]
+__all__ = ["BATCH_SIZE", "WORKERS", "Posted", "measure_webhook", "receiver", "what_arrived"]
 
 KEYS = 1000
 WORKERS = 16
@@ -50,7 +50,7 @@ class Posted:
 def measure_webhook(events: int, batch_size: int) -> Posted:
     """Send so many events, in batches, through the wrapper that every sink has."""
     batches = list(_batches(events))
-    with _receiver() as (url, ours), tempfile.TemporaryDirectory() as folder:
+    with receiver() as (url, ours), tempfile.TemporaryDirectory() as folder:
         acks = Path(folder) / "acks"
         acks.mkdir()
         columns = tuple(Column(name, 25, -1, name == "id") for name in ("id", "n", "note"))
@@ -67,8 +67,7 @@ def measure_webhook(events: int, batch_size: int) -> Posted:
             sink.write(batch)
         took, cpu = time.perf_counter() - began, time.process_time() - cpu
         sink.close()
-        urllib.request.urlopen(urllib.request.Request(f"{url}check", b"", method="POST"), timeout=60).close()
-        requests, arrived, wrong = ours.recv()
+        requests, arrived, wrong = what_arrived(url, ours)
     return Posted(events / took, cpu / events * 1e6, requests, wrong + events - arrived)
 
 
@@ -96,7 +95,8 @@ def _line(number: int, position: Position) -> str:
 
 
 @contextmanager
-def _receiver() -> Iterator[tuple[str, Connection]]:
+def receiver() -> Iterator[tuple[str, Connection]]:
+    """Takes whatever is posted to its URL; the connection is for `what_arrived`."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
@@ -105,6 +105,13 @@ def _receiver() -> Iterator[tuple[str, Connection]]:
     finally:
         process.kill()
         process.join()
+
+
+def what_arrived(url: str, ours: Connection) -> tuple[int, int, int]:
+    """Requests, events, and events that came behind a later one of their key."""
+    urllib.request.urlopen(urllib.request.Request(f"{url}check", b"", method="POST"), timeout=60).close()
+    found: tuple[int, int, int] = ours.recv()
+    return found
 
 
 def _serve(pipe: Connection) -> None:
