@@ -63,6 +63,9 @@ class WebhookTarget(BaseTarget):
     def arrived(self) -> list[str]:
         return self.receiver.lines
 
+    def expect_many(self) -> None:
+        self.batch_size = 1000
+
     def break_target(self) -> None:
         self.receiver.is_broken = True
 
