@@ -223,8 +223,8 @@ class Resync:
                 lines.append(f"{where}, but {reason} cannot be read back: {_NOT_DELETED}")
             else:
                 lines.append(f"{where}; rows that it has and the source has not any more are deleted by events")
-        if (self.state.acks / "stdout.json").exists() and not self.options.truncate:
-            lines.append(f"adapter stdout cannot be read back: {_NOT_DELETED}")
+        if not self.options.truncate:
+            lines += [f"adapter {name} cannot be read back: {_NOT_DELETED}" for name in _blind(self.state.acks)]
         if not self.options.truncate:
             for table in self._published():
                 if not table.key:
@@ -242,8 +242,8 @@ class Resync:
         for sink in self._sinks():
             if reason := self._why_unreadable(sink):
                 lines.append(f"{reason} in {sink.path} cannot be read back: deletes of rows that vanished are not sent")
-        if (self.state.acks / "stdout.json").exists():
-            lines.append("adapter stdout cannot be read back: deletes of rows that vanished are not sent for it")
+        for name in _blind(self.state.acks):
+            lines.append(f"adapter {name} cannot be read back: deletes of rows that vanished are not sent for it")
         return lines
 
     def _chosen(self) -> list[PublishedTable]:
@@ -483,3 +483,10 @@ def _file_sinks(acks: Path) -> Iterator[FileSink | FolderSink]:
         ack = AckFile(acks, path.stem)
         if "path" in ack.detail:
             yield file_sink(ack.detail["path"], acks, path.stem, is_folder="parts" in ack.detail)
+
+
+def _blind(acks: Path) -> Iterator[str]:
+    """The adapters whose events are gone when they are delivered."""
+    for path in sorted(acks.glob("*.json")):
+        if path.stem == "stdout" or AckFile(acks, path.stem).detail.get("type") == "exec":
+            yield path.stem
