@@ -181,6 +181,25 @@ def test_adapter_of_another_pipeline_is_refused_and_left_alone(database: Databas
     assert positions(database) == expected(HALF)
 
 
+def test_target_in_which_nothing_was_written_is_free_again(database: Database, made: Made, tmp_path: Path) -> None:
+    """A replay to another target than the adapter's opens it with a state directory that nobody keeps."""
+    (tmp_path / "other").mkdir()
+    other = Made(database.url, tmp_path / "other")
+    first = other.opened()
+    assert list(first.redeliver(batch(START, HALF))) == []
+    first.write(batch_of(START, Position.end(105), []))
+    first.close()
+    sink = made.opened()
+    sink.write(batch(HALF, END))
+    sink.close()
+    assert positions(database) == expected()
+    with pytest.raises(SinkError, match="of another pipeline"):
+        other.opened()
+    database.execute("DELETE FROM pgcdc_positions")
+    assert other.opened().ack == Position.end(105)
+    other.close()
+
+
 def test_process_that_was_taken_for_dead_cannot_write_over_the_next_one(database: Database, made: Made) -> None:
     old = made.opened()
     old.write(batch(START, Position.end(110)))
