@@ -119,11 +119,20 @@ class Applier:
         `shapes` need only be a history that has been read, wherever its file is. Their names begin with the prefix, and
         differ from those of any other call.
         """
+        self._shapes.refresh()
         targets = Targets(conn, self._options, self._names, self._say)
         stager = PartStager(conn, self._schema, tables_prefix)
         folding = Folding(Sources(self._shapes, targets.of), stager)
+        last = ""
         for batch in lines:
+            first, until = last or batch.column("position")[0].as_py(), batch.column("position")[-1].as_py()
+            changes = self._shapes.between(Position.parse(first), Position.parse(until))
+            if any(
+                self._is_cut(change) for change in changes
+            ):  # a batch is cut there, but for a table that was made anew
+                stager.refuse()
             take_all(folding, pa.Table.from_batches([batch]))
+            last = until
         folding.end()
         return stager.receipt()
 
@@ -213,7 +222,7 @@ class Applier:
         due: list[ShapeChange] = []
         begin, texts = 0, events.column("position")
         for change in changes:
-            if change.before is None and not self._is_known(change):
+            if not self._is_cut(change):
                 continue
             place = bisect_left(range(events.num_rows), str(change.position), key=lambda row: texts[row].as_py())
             if place > begin:
@@ -222,10 +231,11 @@ class Applier:
             due.append(change)
         yield events.slice(begin), due
 
-    def _is_known(self, change: ShapeChange) -> bool:
-        """Whether there was another table of this name: it was dropped and made again."""
-        earlier = self._shapes.of(change.after.namespace, change.after.name)
-        first = next(earlier, None)
+    def _is_cut(self, change: ShapeChange) -> bool:
+        """Whether a table looks otherwise from here on: it was altered, or dropped and made again."""
+        if change.before is not None:
+            return True
+        first = next(self._shapes.of(change.after.namespace, change.after.name), None)
         return first is not None and first.position < change.position
 
     # --- dead letters
