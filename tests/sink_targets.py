@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import resource
@@ -21,8 +22,26 @@ from typing import Any
 
 from targets.base import BaseTarget as _Target
 from targets.base import Target
-from targets.events import END, START, STREAM, WHOLE, batch, batch_of, by_key, event, line, position_of, to_line, up_to
-from targets.pg_table import PgAppendInTwoParts, PgAppendTarget
+from targets.events import (
+    END,
+    START,
+    STREAM,
+    WHOLE,
+    batch,
+    batch_of,
+    by_key,
+    cut,
+    event,
+    line,
+    position_of,
+    to_line,
+    up_to,
+)  # fmt: skip
+from targets.exec import ExecByExit, ExecByLine, ExecByWrite
+from targets.file import RotatingFile, RotatingGzip, RotatingZstd
+from targets.pg_table import PgAppendTarget, PgApplyTarget
+from targets.picky import PickyTarget
+from targets.webhook import BatchedWebhook, WebhookTarget
 
 from pgcdc.position import Position
 from pgcdc.sink.base import Batch, Sink
@@ -34,7 +53,8 @@ from pgcdc.sink.stdout import StdoutSink
 
 __all__ = [
     "END", "PLAIN", "START", "STREAM", "TARGETS", "WHOLE", "FileTarget", "FolderInTwoParts", "FolderTarget", "Target",
-    "_Target", "batch", "batch_of", "by_key", "check_all_arrived", "event", "fresh", "line", "opened", "position_of",
+    "_Target", "batch", "batch_of", "by_key", "check_all_arrived", "cut", "event", "fresh", "good", "having", "kind_of",
+    "line", "opened", "position_of", "spoiled",
     "to_line", "up_to",
 ]  # fmt: skip
 
@@ -232,15 +252,40 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "file_delivered_in_parts": delivered(FileTarget, rate_limit=1e9, rate_limit_burst=3),
     "stdout_delivered": delivered(RedirectedStdout),
     "noop_delivered": delivered(NoopTarget),
+    "file_picky": PickyTarget,
     "folder": FolderTarget,
     "folder_in_two_parts": FolderInTwoParts,
     "folder_delivered": delivered(FolderTarget),
+    "file_rotating": RotatingFile,
+    "file_rotating_gzip": RotatingGzip,
+    "file_rotating_zstd": RotatingZstd,
+    "exec_by_exit": ExecByExit,
+    "exec_by_line": ExecByLine,
+    "exec_by_write": ExecByWrite,
+    "exec_delivered": delivered(ExecByLine, rate_limit=1e9, rate_limit_burst=3),
     "pg_append": PgAppendTarget,
-    "pg_append_in_two_parts": PgAppendInTwoParts,
+    "pg_apply": PgApplyTarget,
+    "webhook": WebhookTarget,
+    "webhook_batched": BatchedWebhook,
+    "webhook_delivered": delivered(WebhookTarget, max_retries=5),
 }
 """A class, or a function of the folder in which a target may keep what it needs."""
 PLAIN = [name for name in TARGETS if "_delivered" not in name]
 """Those whose sink is not wrapped: for stories that wrap it themselves."""
+
+
+def kind_of(name: str) -> type[Target]:
+    """The class of a target of PLAIN."""
+    made = TARGETS[name]
+    kind = made.func if isinstance(made, functools.partial) else made
+    assert isinstance(kind, type), f"TARGETS[{name!r}] is neither a class nor a partial of one"
+    assert issubclass(kind, _Target)
+    return kind
+
+
+def having(ability: str) -> list[str]:
+    """Those of PLAIN with an ability that a target has not by default."""
+    return [name for name in PLAIN if getattr(kind_of(name), ability) is not getattr(_Target, ability)]
 
 
 @contextlib.contextmanager
@@ -266,3 +311,14 @@ def check_all_arrived(target: Target, expected: list[str] = WHOLE) -> None:
         assert lines == expected
     first_seen = list(dict.fromkeys(lines))
     assert first_seen == expected
+
+
+def spoiled(target: Target, bad: Sequence[Position]) -> list[str]:
+    """The stream, with events at these places that the target refuses."""
+    found = [target.bad_line(one) if one in bad else line(one) for one in STREAM]
+    return [one for one in found if one is not None]
+
+
+def good(bad: Sequence[Position]) -> list[str]:
+    """The stream without these places."""
+    return [line(one) for one in STREAM if one not in bad]

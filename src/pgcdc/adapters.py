@@ -21,8 +21,9 @@ from pgcdc.config.fields import ADAPTER_NAME
 from pgcdc.errors import ConfigError
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, FileOptions, NoopOptions, Priority, StdoutOptions
+from pgcdc.sink.webhook.options import WebhookOptions
 
-__all__ = ["checked", "file", "noop", "pg_table", "stdout"]
+__all__ = ["checked", "file", "noop", "pg_table", "stdout", "webhook"]
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -84,6 +85,42 @@ def pg_table(
     return _spec("pg_table", name, PgTableOptions, values, transforms, routes, priority, delivery)
 
 
+def webhook(
+    url: str = "",
+    *,
+    name: str = "webhook",
+    url_file: str | PathLike[str] | None = None,
+    headers: Mapping[str, str] = {},
+    headers_file: str | PathLike[str] | None = None,
+    signing_key: str = "",
+    signing_key_file: str | PathLike[str] | None = None,
+    batch_size: int = 1,
+    concurrency: int = 8,
+    request_timeout: float = 10.0,
+    gzip: bool = False,
+    allow_private: bool = False,
+    proxy_from_env: bool = False,
+    ca_file: str | PathLike[str] | None = None,
+    cert_file: str | PathLike[str] | None = None,
+    key_file: str | PathLike[str] | None = None,
+    transforms: Sequence[Any] = (),
+    routes: Sequence[str] = (),
+    priority: Priority = "normal",
+    **delivery: Any,
+) -> AdapterSpec:
+    """HTTP requests to a URL: one event in each, or arrays of up to `batch_size`."""
+    files = {
+        "url_file": url_file, "headers_file": headers_file, "signing_key_file": signing_key_file, "ca_file": ca_file,
+        "cert_file": cert_file, "key_file": key_file,
+    }  # fmt: skip
+    options = {
+        "url": url, "headers": dict(headers), "signing_key": signing_key, "batch_size": batch_size,
+        "concurrency": concurrency, "request_timeout": request_timeout, "gzip": gzip, "allow_private": allow_private,
+        "proxy_from_env": proxy_from_env, **{key: os.fspath(path) for key, path in files.items() if path is not None},
+    }  # fmt: skip
+    return _spec("webhook", name, WebhookOptions, options, transforms, routes, priority, delivery)
+
+
 def _spec(
     kind: str,
     name: str,
@@ -118,4 +155,7 @@ def checked(model: type[_M], values: Mapping[str, Any], what: str) -> _M:
         key = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             raise ConfigError(f"{what}: {key} is not known", f"Known: {', '.join(model.model_fields)}") from None
-        raise ConfigError(f"{what}: {key}: {first['msg']}", "See the documentation of the adapter") from None
+        reason = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(
+            f"{what}: {f'{key}: ' if key else ''}{reason}", "See the documentation of the adapter"
+        ) from None

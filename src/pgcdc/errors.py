@@ -55,12 +55,11 @@ class Policy(Enum):
 
 
 def policy_of(error: BaseException) -> Policy:
-    """What becomes of an error: the one place that is asked, by everybody who catches one.
-
-    There is no dead-letter queue yet, and nothing is dropped: what would go there stops the pipeline.
-    """
+    """What becomes of an error: the one place that is asked, by everybody who catches one."""
+    if isinstance(error, SinkRejected) and not error.rejects:
+        return Policy.STOP  # nobody knows which events it is about, and none is dropped
     if isinstance(error, PgcdcError):
-        return Policy.STOP if error.policy is Policy.DEAD_LETTER else error.policy
+        return error.policy
     # What a client library lets through: a connection may come back; anything else is a defect, and trying again hides it.
     return Policy.RETRY if isinstance(error, (ConnectionError, TimeoutError)) else Policy.STOP
 

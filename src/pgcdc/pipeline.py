@@ -26,11 +26,13 @@ from pgcdc.capture.slots import OpenTransaction, get_slot
 from pgcdc.config import Config
 from pgcdc.config.adapters import choose_specs, with_source_db
 from pgcdc.config.spark import spark_options
+from pgcdc.dlq.office import LetterOffice
+from pgcdc.dlq.replay import Tally
+from pgcdc.dlq.stores import DeadLetters, Query
 from pgcdc.errors import ConfigError, ConnectionLost, PgcdcError, SinkError, SinkUnavailable, StateError
 from pgcdc.position import format_lsn
 from pgcdc.reload import Own, Reloads, change_specs
 from pgcdc.sink.base import Batch
-from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.registry import check_adapters, make_sink
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.state import Lock, StateDir, read_json, write_json
@@ -61,6 +63,7 @@ class Pipeline:
 
     `source` is a whole configuration, as `pgcdc.sources` makes it or `load_config` reads it; what is given as `adapters`
     and `transforms` counts instead of what it says of them. `read_again` reads the configuration anew for `request_reload`.
+    `dead_letters` is a store of refused events, if it is not to be the one of the configuration (`dlq`).
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Pipeline:
         *,
         say: Say = lambda text: None,
         read_again: Callable[[], Config] | None = None,
+        dead_letters: DeadLetters | None = None,
     ) -> None:
         if not isinstance(source, Config):
             raise ConfigError(
@@ -90,6 +94,7 @@ class Pipeline:
             self._temporary = Path(tempfile.mkdtemp(prefix="pgcdc-trial-"))
             config = self.config = config.model_copy(update={"state_dir": self._temporary})
         self.state = StateDir(config.state_dir)
+        self._letters = LetterOffice(config, self.state, say, dead_letters)
         self._tables = TableWatch(config, self.state.shapes_file, say)
         self._link: CaptureLink | None = None
         self._prepared: Prepared | None = None
@@ -196,6 +201,7 @@ class Pipeline:
             lock.write({"pid": os.getpid()})
             self._is_locked = True
             self._check_transforms()
+            self._letters.check()
             self._adapters = self._make_adapters(self._specs)
             if self.config.table:
                 from pgcdc.stream.table import load_table  # with all that typed rows need
@@ -204,6 +210,7 @@ class Pipeline:
                 load_table(replace(parse_options(self._spark_options()), source=self.config.source_options()))
             self._say(f"checking the database and slot {self.config.slot_name}")
             self._prepared = prepare(self.config.source_options(), consumer=MAIN, on_wait=self._report_wait)
+            self._letters.open(self._prepared.identity)
         for change in self._prepared.changed:
             self._say(f"{change}; this holds for what is written from now on")
         for table in self._prepared.left_out:
@@ -273,6 +280,11 @@ class Pipeline:
 
         self._running_lanes().ask(remove)
 
+    def replay(self, adapter: str | None = None, ids: Sequence[str] = ()) -> Tally:
+        """Deliver dead letters again that wait: all, those of an adapter, or these. From any thread, while `run` streams."""
+        query = Query(self._letters.store.pipeline, adapter, tuple(ids), is_waiting=True)
+        return self._letters.replay(self._running_lanes(), query)
+
     # --- other transforms and routes
 
     def reload(self, transforms: Sequence[Any], adapters: Own = MappingProxyType({})) -> None:
@@ -340,7 +352,7 @@ class Pipeline:
         """Adapters, after a look at their targets: a wrong one must not be found when slot and publication exist."""
         made = []
         for spec in specs:
-            sink = Delivery(make_sink(spec, self.state.acks), spec.delivery)
+            sink = self._letters.deliver(make_sink(spec, self.state.acks), spec.delivery)
             try:
                 sink.check()
             except SinkError as error:
@@ -378,6 +390,7 @@ class Pipeline:
                 ended = self._lanes.step()
                 if self.reloads.take(self.reload, [spec.name for spec in self._specs]):
                     self._status_due = 0.0
+                self._letters.serve(self._lanes)
                 self._phase = "streaming" if self._lanes.main.query is not None else "restarting the query"
                 self._prepared = self._tables.follow(self._prepared)
                 self._write_status()
@@ -453,6 +466,7 @@ class Pipeline:
                 time.sleep(0.02)
         if self._lanes is not None:
             self._lanes.close()
+        self._letters.close()
         if self._spark is not None and self._owns_spark:
             stop_session(self._spark, SPARK_STOP_S)
         if self._phase != "failed":
@@ -491,6 +505,7 @@ class Pipeline:
             "position": str(lanes.position) if lanes and lanes.position else None,
             "lanes": lanes.status() if lanes and main else [],
             **self.reloads.status(),
+            **self._letters.status(),
             "last_error": self._last_error or (lanes.last_error if lanes else None),
         }
 

@@ -35,7 +35,7 @@ from pgcdc.position import Position, format_lsn
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.folder import FolderSink, file_sink
-from pgcdc.sink.state import KeyStore, TableName, content_kind
+from pgcdc.sink.state import KeyStore, TableName
 from pgcdc.state import Identity, Lock, StateDir, check_identity, fsync_folder, read_json, write_json_durably
 from pgcdc.transform.written import why_unreadable
 
@@ -210,7 +210,7 @@ class Resync:
         lines = []
         for sink in self._sinks():
             sink.check()
-            kind = content_kind(sink.path) if sink.path.exists() else ""
+            kind = sink.kind
             where = f"adapter {sink.name} goes on in {sink.path}"
             if kind == "zset" and not self.options.truncate:
                 raise ConfigError(
@@ -458,12 +458,13 @@ class Resync:
         return list(_file_sinks(self.state.acks))
 
     def _readable(self) -> list[FileSink | FolderSink]:
-        return [one for one in self._sinks() if one.path.exists() and not self._why_unreadable(one)]
+        return [one for one in self._sinks() if one.is_there and not self._why_unreadable(one)]
 
     def _why_unreadable(self, sink: FileSink | FolderSink) -> str:
         """Which lines of a sink do not tell the keys of its rows; "" if all do."""
-        kind = content_kind(sink.path) if sink.path.exists() else ""
-        if kind in _UNREADABLE:
+        if not sink.is_complete:
+            return "files that were removed (max_files)"
+        if (kind := sink.kind) in _UNREADABLE:
             return _UNREADABLE[kind]
         noted = (read_json(self.state.transforms_file) or {}).get(sink.name)
         return why_unreadable(noted, [column for one in self._published() for column in one.key]) if noted else ""

@@ -16,6 +16,7 @@ acks/             one file per sink
 checkpoints/      Spark's, one folder per lane
 toast/            the cache of --toast cache
 snapshot/         rows of snapshots that were released, and what is asked of snapshots
+dead_letters.jsonl  events that targets refused; replay/ has what `pgcdc dlq replay` asks of a run
 resync.json       a `pgcdc resync` that is not finished; resync/ has its keys
 """
 
@@ -92,6 +93,8 @@ class StateDir:
         self.snapshot = self.path / "snapshot"
         self.requests_file = self.snapshot / "requests.json"
         self.snapshot_keys = self.snapshot / "keys"
+        self.letters_file = self.path / "dead_letters.jsonl"
+        self.replays = self.path / "replay"
         self.resync = self.path / "resync"
         self.resync_note = self.path / "resync.json"
         self.capture_status = self.path / "capture.json"

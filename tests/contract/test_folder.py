@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from sink_targets import END, START, WHOLE, FolderInTwoParts, FolderTarget, batch, opened, up_to
+from sink_targets import END, START, STREAM, WHOLE, FolderInTwoParts, FolderTarget, batch, batch_of, opened, up_to
 
 from pgcdc.errors import SinkError, SinkUnavailable
 from pgcdc.ops.failpoint import FailpointError
@@ -279,3 +279,77 @@ def test_path_may_become_a_folder_and_a_file_again(folder: FolderTarget) -> None
     again.open(START)
     assert again.ack == Position.end(120)
     again.close()
+
+
+# --- dead letters that come again
+
+
+def _broken(sink: FolderSink) -> None:
+    raise OSError(5, "Input/output error")
+
+
+def past(number: int) -> Batch:
+    return batch_of(STREAM[number - 1], STREAM[number], [WHOLE[number]])
+
+
+def test_redelivered_events_are_parts_of_their_own_with_numbers_that_are_never_used_again(folder: FolderTarget) -> None:
+    with opened(folder) as sink:
+        assert isinstance(sink, FolderSink)
+        sink.write(batch(START, Position.end(120)))
+        sink.redeliver(past(1))
+        moved = next(folder.path.glob("*-R*.jsonl"))
+        assert moved.name == "0000000000000078-FFFFFFFFFFFF-R00001.jsonl"
+        moved.unlink()  # its reader has taken it
+        sink.redeliver(past(2))
+        sink.write(batch(Position.end(120), END))
+    with opened(folder) as sink:
+        assert isinstance(sink, FolderSink)
+        sink.redeliver(past(3))
+    assert [name for name in names(folder) if "-R" in name] == [
+        "0000000000000078-FFFFFFFFFFFF-R00002.jsonl",
+        "0000000000000096-FFFFFFFFFFFF-R00003.jsonl",
+    ]
+
+
+def test_redelivery_that_could_not_be_shown_is_shown_by_the_next_try_and_not_written_twice(
+    folder: FolderTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(folder) as sink:
+        assert isinstance(sink, FolderSink)
+        sink.write(batch(START, Position.end(120)))
+        real, failures = os.rename, [OSError(5, "Input/output error")]
+
+        def rename(*names: Path) -> None:
+            if failures:
+                raise failures.pop()
+            real(*names)
+
+        monkeypatch.setattr(os, "rename", rename)
+        with pytest.raises(SinkUnavailable, match="Input/output error"):
+            sink.redeliver(past(10))
+        assert WHOLE[10] not in folder.lines()
+        sink.redeliver(past(10))
+        assert folder.lines().count(WHOLE[10]) == 1
+        sink.redeliver(past(10))  # asked for once more: a second time
+        assert folder.lines().count(WHOLE[10]) == 2
+
+
+def test_crash_in_a_redelivery_leaves_all_of_it_or_nothing(
+    folder: FolderTarget, crash_at: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(folder) as sink:
+        assert isinstance(sink, FolderSink)
+        sink.write(batch(START, Position.end(120)))
+        crash_at("folder.before_redelivered")
+        with pytest.raises(FailpointError):
+            sink.redeliver(past(10))
+    with opened(folder) as sink:
+        assert WHOLE[10] not in folder.lines()
+        assert hidden(folder) == []
+        monkeypatch.setattr(FolderSink, "_show", _broken)
+        assert isinstance(sink, FolderSink)
+        with pytest.raises(SinkUnavailable):
+            sink.redeliver(past(10))
+    monkeypatch.undo()
+    with opened(folder):
+        assert folder.lines().count(WHOLE[10]) == 1

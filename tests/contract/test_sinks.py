@@ -26,13 +26,12 @@ from sink_targets import (
     FileTarget,
     Target,
     batch,
-    batch_of,
     check_all_arrived,
     fresh,
-    line,
     opened,
     up_to,
 )
+from targets.events import many
 
 from pgcdc.errors import SinkError, StateError
 from pgcdc.ops.failpoint import FailpointError
@@ -97,8 +96,9 @@ def test_ack_survives_and_the_next_process_goes_on_there(target: Target) -> None
 
 
 def test_large_batch(target: Target) -> None:
-    lines = [line(Position(110, number)) for number in range(1, target.large + 1)]
-    table = batch_of(START, Position.end(110), lines).events
+    lines = many(target.large)
+    positions = [str(Position(110, number)) for number in range(1, target.large + 1)]
+    table = pa.table({"position": positions, "line": lines})
     with opened(target) as sink:
         sink.write(Batch(START, Position.end(110), table))
         sink.write(Batch(START, Position.end(110), table))
@@ -165,6 +165,7 @@ def test_any_cuts_with_restarts_between_give_every_event_once(
             assert sink.ack == max(before, end)
             assert target.lines() == up_to(sink.ack)
             if restart:
+                sink.close()  # one process has one sink; those that are killed are in test_kills.py
                 sink = stack.enter_context(opened(target))
         sink.write(batch(sink.ack, END))
         assert target.lines() == WHOLE

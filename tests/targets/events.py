@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import uuid
 from collections.abc import Sequence
@@ -70,7 +71,18 @@ def batch_of(start: Position, end: Position, lines: Sequence[str]) -> Batch:
     return Batch(start, end, pa.table({"position": positions, "line": pa.array(lines, pa.string())}))
 
 
+def cut(lines: Sequence[str], start: Position, end: Position) -> Batch:
+    """Those of these lines that lie in (start, end]."""
+    return batch_of(start, end, [one for one in lines if str(start) < position_of(one) <= str(end)])
+
+
 WHOLE = [line(position) for position in STREAM]
+
+
+@functools.cache
+def many(count: int) -> list[str]:
+    """So many lines of one transaction."""
+    return [line(Position(110, number)) for number in range(1, count + 1)]
 
 
 def up_to(end: Position) -> list[str]:

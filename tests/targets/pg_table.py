@@ -1,9 +1,11 @@
-"""PostgreSQL as a target: events as rows of a table, and applied to a table like the source's."""
+"""PostgreSQL as a target: events as rows of a table, and applied to a table like the source's.
+
+All targets share one database, each with a schema of its own.
+"""
 
 from __future__ import annotations
 
 import itertools
-import json
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,80 +13,97 @@ from typing import Any
 
 import psycopg
 import pyarrow as pa
-from psycopg import sql
 
-from pgcdc.position import Position
+from pgcdc.position import SCHEMA_SUB, Position
+from pgcdc.relation import Column, Relation
 from pgcdc.sink.base import Batch, Sink
+from pgcdc.sink.pg_table.append import Appender
+from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.parts import export_url
 from pgcdc.sink.pg_table.sink import PgTableSink
+from pgcdc.spool.shapes import ShapeChange, append_shapes
 from targets.base import SERVERS, BaseTarget
 from targets.events import event, to_line
 
 _NUMBERS = itertools.count(1)
-_RUN = uuid.uuid4().hex[:8]
+_DATABASE = f"targets_{uuid.uuid4().hex[:8]}"
+ITEMS = Relation(
+    1, "public", "items", "d",
+    (Column("id", 20, -1, True), Column("position", 25, -1, False), Column("text", 25, -1, False)),
+)  # fmt: skip
 
 
-class PgAppendTarget(BaseTarget):
-    """A table of events, in a database of its own that is reached with a password."""
-
+class _PgTarget(BaseTarget):
     type, before_ack = "pg_table", "pg_table.before_ack"
     kill_points: Sequence[str] = ("pg_table.before_ack", "pg_table.committed", "pg_table.after_ack")
-    can_break = True
+    can_break, large = True, 5_000
     secret = "correct-horse-battery"
 
     def __init__(self, folder: Path) -> None:
         self.acks = folder / "acks"
         self.acks.mkdir()
-        self._database = f"target_{_RUN}_{next(_NUMBERS)}"
-        self._admin = psycopg.connect(SERVERS.postgres.url(), autocommit=True)
-        self._admin.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(self._database)))
+        self.schema = f"s{next(_NUMBERS)}"
+        with psycopg.connect(SERVERS.postgres.url(), autocommit=True) as admin:
+            if not admin.execute("SELECT 1 FROM pg_database WHERE datname = %s", (_DATABASE,)).fetchone():
+                admin.execute(f"CREATE DATABASE {_DATABASE}".encode())
+        self.query(f"CREATE SCHEMA {self.schema}")
 
     @property
     def url(self) -> str:
         """With a password that the server does not ask for."""
-        return SERVERS.postgres.url(self._database).replace("postgres@", f"postgres:{self.secret}@", 1)
-
-    def options(self) -> Mapping[str, Any]:
-        return {"db": self.url}
+        return SERVERS.postgres.url(_DATABASE).replace("postgres@", f"postgres:{self.secret}@", 1)
 
     def query(self, statement: str) -> list[tuple[Any, ...]]:
         with psycopg.connect(self.url, autocommit=True) as conn:
             done = conn.execute(statement.encode())
             return done.fetchall() if done.description else []
 
+    def break_target(self) -> None:
+        with psycopg.connect(SERVERS.postgres.url(), autocommit=True) as admin:
+            admin.execute(f"ALTER DATABASE {_DATABASE} WITH ALLOW_CONNECTIONS false".encode())
+            admin.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", (_DATABASE,))
+
+    def heal_target(self) -> None:
+        with psycopg.connect(SERVERS.postgres.url(), autocommit=True) as admin:
+            admin.execute(f"ALTER DATABASE {_DATABASE} WITH ALLOW_CONNECTIONS true".encode())
+
+    def bad_line(self, position: Position) -> str | None:
+        return to_line(event(position, text="refused"))
+
+    def close(self) -> None:
+        self.query(f"DROP SCHEMA {self.schema} CASCADE")
+
+
+class PgAppendTarget(_PgTarget):
+    """A table of events."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.table = f"{self.schema}.events"
+        self.query(Appender(self.table).ddl())
+        self.query(
+            f"ALTER TABLE {self.table} ADD CONSTRAINT taste CHECK (payload #>> '{{row,text}}' IS DISTINCT FROM 'refused')"
+        )
+
+    def options(self) -> Mapping[str, Any]:
+        return {"db": self.url, "table": self.table}
+
     def lines(self) -> list[str]:
-        return self._lines("position")
+        return self._lines('"position"')
 
     def arrived(self) -> list[str]:
         return self._lines("ctid")
 
     def _lines(self, order: str) -> list[str]:
-        if self.query("SELECT to_regclass('public.pgcdc_events')") == [(None,)]:
-            return []
-        rows = self.query(
-            "SELECT id::text, channel, operation, payload, source, "
-            "to_char(created_at AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US\"Z\"'), position "
-            f"FROM pgcdc_events ORDER BY {order}"
-        )
         names = ("id", "channel", "operation", "payload", "source", "created_at", "position")
+        rows = self.query(
+            "SELECT id::text, channel, operation, payload, source, to_char(created_at AT TIME ZONE 'UTC', "
+            f'\'YYYY-MM-DD"T"HH24:MI:SS.US"Z"\'), position FROM {self.table} ORDER BY {order}'
+        )
         return [to_line(_ordered(dict(zip(names, row, strict=True)))) for row in rows]
 
-    def break_target(self) -> None:
-        self._admin.execute(
-            sql.SQL("ALTER DATABASE {} WITH ALLOW_CONNECTIONS false").format(sql.Identifier(self._database))
-        )
-        self._admin.execute(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", (self._database,)
-        )
-
-    def heal_target(self) -> None:
-        self._admin.execute(
-            sql.SQL("ALTER DATABASE {} WITH ALLOW_CONNECTIONS true").format(sql.Identifier(self._database))
-        )
-
-    def bad_line(self, position: Position) -> str | None:
-        """A NUL has no place in jsonb."""
-        return to_line(event(position, text="\0"))
+    def accept_bad(self) -> None:
+        self.query(f"ALTER TABLE {self.table} DROP CONSTRAINT taste")
 
     def wrong_options(self) -> Sequence[tuple[Mapping[str, Any], str]]:
         gone = SERVERS.postgres.url("no_such_database")
@@ -100,17 +119,59 @@ class PgAppendTarget(BaseTarget):
             ({"db": gone}, "does not exist"),
         ]
 
-    def close(self) -> None:
-        self._admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(self._database)))
-        self._admin.close()
+
+class PgApplyTarget(_PgTarget):
+    """The table `items`, kept equal."""
+
+    keeps_history = False
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        append_shapes(folder / "shapes.jsonl", [ShapeChange(Position(100, 0, SCHEMA_SUB), ITEMS)])
+        self.table = f"{self.schema}.items"
+        self.query(
+            f"CREATE TABLE {self.table} (id bigint PRIMARY KEY, position text, text text, "
+            "CONSTRAINT taste CHECK (text IS DISTINCT FROM 'refused'))"
+        )
+
+    def options(self) -> Mapping[str, Any]:
+        return {"db": self.url, "mode": "apply", "target_schema": self.schema, "origin": "none"}
+
+    def lines(self) -> list[str]:
+        rows = self.query(f'SELECT id, "position", text FROM {self.table} ORDER BY "position" COLLATE "C"')
+        return [to_line(event(Position.parse(position), key=key, text=text)) for key, position, text in rows]
+
+    def accept_bad(self) -> None:
+        self.query(f"ALTER TABLE {self.table} DROP CONSTRAINT taste")
+
+    def wrong_options(self) -> Sequence[tuple[Mapping[str, Any], str]]:
+        given = {"db": self.url, "mode": "apply"}
+        return [
+            ({**given, "table": "events"}, "is for --pg-table-mode append"),
+            ({**given, "evolve": "sometimes"}, "evolve"),
+            ({**given, "tables": ["orders"]}, "orders"),
+        ]
 
 
 class PgAppendInTwoParts(PgAppendTarget):
     """The same, written as executors do: each batch in two parts, with a task that ran twice."""
 
     def sink(self) -> Sink:
-        export_url(self.name or self.type, self.url)
-        return InTwoParts(self.spec().options, self.acks, self.name or self.type)  # type: ignore[arg-type]
+        return _in_two_parts(self)
+
+
+class PgApplyInTwoParts(PgApplyTarget):
+    """The same, written as executors do: each batch in two parts, with a task that ran twice."""
+
+    def sink(self) -> Sink:
+        return _in_two_parts(self)
+
+
+def _in_two_parts(target: _PgTarget) -> PgTableSink:
+    spec = target.spec()
+    assert isinstance(spec.options, PgTableOptions)
+    export_url(spec.name, target.url)
+    return InTwoParts(spec.options, target.acks, spec.name)
 
 
 class InTwoParts(PgTableSink):
@@ -134,8 +195,5 @@ class InTwoParts(PgTableSink):
 def _ordered(found: dict[str, Any]) -> dict[str, Any]:
     """jsonb sorts its keys: here they are as they were."""
     payload = found["payload"]
-    row = payload["row"]
-    if row is not None:
-        payload["row"] = {key: row[key] for key in ("id", "position", "text") if key in row}
-    found["payload"] = {key: payload[key] for key in ("op", "table", "row", "old")}
-    return json.loads(json.dumps(found))  # type: ignore[no-any-return]
+    row = {key: payload["row"][key] for key in ("id", "position", "text") if key in payload["row"]}
+    return {**found, "payload": {"op": payload["op"], "table": payload["table"], "row": row, "old": payload["old"]}}

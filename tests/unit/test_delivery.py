@@ -6,124 +6,22 @@ Time is made up: what would be waited for has passed, unless a write really runs
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pyarrow as pa
 import pytest
+from deliveries import END, REAL_TIMEOUT_S, START, Diary, FakeClock, ScriptedSink, batch, down
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pgcdc import errors
-from pgcdc.errors import PgcdcError, Policy, SinkError, SinkRejected, SinkUnavailable, policy_of
+from pgcdc.errors import PgcdcError, Policy, Reject, SinkError, SinkRejected, SinkUnavailable, policy_of
 from pgcdc.ops.backoff import full_jitter_s
 from pgcdc.position import Position
 from pgcdc.sink.base import Batch
 from pgcdc.sink.delivery import CircuitOpen, Delivery, DeliveryStopped, SinkTimeout
 from pgcdc.sink.pace import BreakerState, CircuitBreaker, TokenBucket
 from pgcdc.sink.spec import DeliveryOptions
-
-START = Position.end(100)
-END = Position.end(110)
-REAL_TIMEOUT_S = 10.0
-
-
-class FakeClock:
-    """Moves on by itself. While the sink works, it waits for it; a sink that hangs is not waited for."""
-
-    def __init__(self) -> None:
-        self.time = 1000.0
-        self.is_working: Callable[[], bool] = lambda: False
-        self.at: list[tuple[float, Callable[[], None]]] = []
-        """What happens when, while somebody waits."""
-
-    def now(self) -> float:
-        return self.time
-
-    def wait(self, condition: threading.Condition, done: Callable[[], bool], timeout_s: float) -> bool:
-        end = self.time + timeout_s
-        while True:
-            while not done() and self.is_working():
-                condition.wait(0.001)
-            if done() or self.time >= end:
-                return done()
-            if self.at and self.at[0][0] <= end:
-                self.time, action = self.at.pop(0)
-                action()
-            else:
-                self.time = end
-
-
-class ScriptedSink:
-    """Does in each write what the script says: an error to raise, "hang", or None to succeed. At its end it succeeds."""
-
-    name = "scripted"
-
-    def __init__(self, *script: Exception | str | None) -> None:
-        self.script = list(script)
-        self.ack = START
-        self.written: list[str] = []
-        self.sizes: list[int] = []
-        self.writers = 0
-        self.most_writers = 0
-        self.is_hanging = False
-        self.is_closed = False
-        self._gate = threading.Event()
-        self.fails_late: Exception | None = None
-
-    def let_go(self) -> None:
-        """A write that hangs goes on."""
-        self.is_hanging = False
-        self._gate.set()
-
-    def check(self) -> None:
-        pass
-
-    def open(self, start: Position) -> None:
-        pass
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    def write(self, batch: Batch) -> None:
-        self.writers += 1
-        self.most_writers = max(self.most_writers, self.writers)
-        try:
-            self._write(batch)
-        finally:
-            self.writers -= 1
-
-    def _write(self, batch: Batch) -> None:
-        self.sizes.append(batch.events.num_rows)
-        step = self.script.pop(0) if self.script else None
-        if isinstance(step, Exception):
-            raise step
-        if step == "hang":
-            self.is_hanging = True
-            assert self._gate.wait(REAL_TIMEOUT_S)
-            if self.fails_late:
-                raise self.fails_late
-        self.written += batch.after(self.ack).events.column("line").to_pylist()
-        self.ack = max(self.ack, batch.end)
-
-
-class Diary:
-    """Hooks that write down what they are told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
-
-    def on_write(self, events: int, seconds: float) -> None:
-        self.told.append(("write", events, seconds))
-
-    def on_retry(self, attempt: int, delay_s: float, error: BaseException) -> None:
-        self.told.append(("retry", attempt, delay_s))
-
-    def on_failure(self, error: BaseException) -> None:
-        self.told.append(("failure", type(error)))
-
-    def on_breaker(self, state: BreakerState) -> None:
-        self.told.append(("breaker", state))
 
 
 class Setup:
@@ -147,15 +45,6 @@ class Setup:
             assert self.delivery._condition.wait_for(lambda: not self.delivery._is_writing, REAL_TIMEOUT_S)
 
 
-def down() -> SinkUnavailable:
-    return SinkUnavailable("it is down", "start it")
-
-
-def batch(count: int = 3, start: Position = START, end: Position = END) -> Batch:
-    positions = [str(Position(start.lsn + 1, number)) for number in range(1, count + 1)]
-    return Batch(start, end, pa.table({"position": positions, "line": [f"{one}\n" for one in positions]}))
-
-
 # --- which errors
 
 
@@ -166,6 +55,7 @@ def batch(count: int = 3, start: Position = START, end: Position = END) -> Batch
         (errors.ConnectionLost("x"), Policy.RETRY),
         (SinkError("x"), Policy.STOP),
         (SinkRejected("x"), Policy.STOP),
+        (SinkRejected("x", "", [Reject("1", "http_400", "no")]), Policy.DEAD_LETTER),
         (errors.StateError("x"), Policy.STOP),
         (errors.GapError("x"), Policy.STOP),
         (ConnectionRefusedError(111, "refused"), Policy.RETRY),
@@ -176,7 +66,7 @@ def batch(count: int = 3, start: Position = START, end: Position = END) -> Batch
     ],
     ids=repr,
 )
-def test_every_error_has_one_policy_and_there_are_no_dead_letters_yet(error: BaseException, policy: Policy) -> None:
+def test_every_error_has_one_policy_and_a_refusal_needs_names(error: BaseException, policy: Policy) -> None:
     assert policy_of(error) is policy
 
 

@@ -28,6 +28,9 @@ TWO_WAY = ("streaming",)
 class SettingsCommand(TyperCommand):
     """A command that takes every setting as a flag, beside those of its function."""
 
+    left_out: tuple[str, ...] = ()
+    """Settings that it does not take."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "epilog": EPILOG})
         self._own: list[str] | None = None
@@ -36,7 +39,8 @@ class SettingsCommand(TyperCommand):
         """With the settings first."""
         if self._own is None:
             self._own = [param.name or "" for param in self.params]
-            self.params = [*_make_params(), *self.params]
+            settings = [one for one in _make_params() if one.name not in self.left_out]
+            self.params = [*settings, *self.params]
         return super().get_params(ctx)
 
     def invoke(self, ctx: Any) -> Any:

@@ -9,6 +9,7 @@ import typer
 from pgcdc.cli.config import config_app
 from pgcdc.cli.consumer import consumer_app
 from pgcdc.cli.describe import describe
+from pgcdc.cli.dlq import dlq_app
 from pgcdc.cli.flags import SettingsCommand
 from pgcdc.cli.listen import listen
 from pgcdc.cli.playground import playground
@@ -38,6 +39,7 @@ app.command()(resync)
 app.command()(playground)
 app.command()(version)
 app.add_typer(config_app, name="config")
+app.add_typer(dlq_app, name="dlq")
 app.add_typer(slot_app, name="slot")
 app.add_typer(consumer_app, name="consumer")
 

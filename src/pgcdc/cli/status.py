@@ -57,11 +57,12 @@ def _print_lanes(lanes: list[dict[str, Any]]) -> None:
             one["ack"] or "-",
             "-" if one["lag_bytes"] is None else f"{one['lag_bytes']:,}",
             f"{one['dropped']:,}",
+            f"{one.get('dead_letters', 0):,}",
             one["last_error"] or "-",
         ]
         for one in lanes
     ]
-    print_table(["adapter", "lane", "ack", "lag bytes", "dropped", "last error"], rows)
+    print_table(["adapter", "lane", "ack", "lag bytes", "dropped", "dead letters", "last error"], rows)
 
 
 def read_status(state_dir: Path) -> dict[str, Any]:

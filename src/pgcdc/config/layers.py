@@ -20,6 +20,7 @@ from pgcdc.config.explain import explain
 from pgcdc.config.fields import parse_priorities, parse_routes, setting_of
 from pgcdc.config.misfit import KeyPath, Misfit, name_key
 from pgcdc.config.model import Config
+from pgcdc.config.option_secrets import check_literals, option_secrets
 from pgcdc.config.secrets import hide, literal_part, read_secret
 from pgcdc.config.yaml_file import YamlFile, read_yaml
 from pgcdc.errors import ConfigError, PgcdcError
@@ -29,7 +30,12 @@ __all__ = ["Loaded", "load", "load_config"]
 
 DEFAULT_FILE = "pgcdc.yaml"
 PREFIX = "PGCDC_"
-_ALTERNATIVES = (("db", "db_file"), ("snapshot_mode", "snapshot_first"), ("toast", "toast_cache"))
+_ALTERNATIVES = (
+    ("db", "db_file"),
+    ("dlq_db", "dlq_db_file"),
+    ("snapshot_mode", "snapshot_first"),
+    ("toast", "toast_cache"),
+)
 """Two ways to say one thing: the one of the higher layer holds."""
 _MERGED: dict[str, Callable[[Any], Any]] = {"routes": parse_routes, "adapter_priority": parse_priorities}
 """What is said by the names of adapters: a flag for one of them leaves the others as the file has them."""
@@ -111,9 +117,13 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None
     variables = _read_variables(environ)
     _add(loaded, variables, {key: PREFIX + key.upper() for key in variables})
     _add(loaded, flags, {key: f"--{_flag(key)}" for key in flags})
+    loaded.secrets |= option_secrets(loaded.values)
     try:
         _take_database(loaded)
         _take_target_databases(loaded)
+        _take_letters_database(loaded)
+        if loaded.file is not None:
+            check_literals(loaded.file.raw)
         loaded.config = Config.model_validate(loaded.values)
     except ValidationError as error:
         raise loaded.safe(explain(error, loaded.place, loaded.raw)) from None
@@ -209,6 +219,28 @@ def _take_database(loaded: Loaded) -> None:
         values["db"] = make_conninfo("", **{**params, "password": password})
 
 
+def _take_letters_database(loaded: Loaded) -> None:
+    """The URL of the dead letters' database, from where it is said to be."""
+    values = loaded.values
+    if values.get("dlq_db") and values.get("dlq_db_file"):
+        raise Misfit(("dlq_db_file",), "dlq_db and dlq_db_file are given", "Leave one of them out")
+    if isinstance(values.get("dlq_db_file"), (str, Path)) and values["dlq_db_file"]:
+        _check_not_in_file(loaded, "dlq_db_file")
+        values["dlq_db"] = _read(("dlq_db_file",), values["dlq_db_file"], "the database URL").strip()
+        loaded.secrets.add(values["dlq_db"])
+        loaded.origins["dlq_db",] = "dlq_db_file"
+    url = values.get("dlq_db")
+    if not isinstance(url, str) or not url:
+        return
+    try:
+        params = parse_url(url)
+    except PgcdcError as error:
+        key = "dlq_db_file" if loaded.origins.get(("dlq_db",)) == "dlq_db_file" else "dlq_db"
+        raise Misfit((key,), error.message, error.advice) from None
+    loaded.secrets.update(str(value) for key, value in params.items() if "password" in key and value)
+    _check_no_literal(loaded, ("dlq_db",))
+
+
 def _read(path: KeyPath, file: str | Path, what: str) -> str:
     try:
         return read_secret(Path(file), what)
@@ -234,7 +266,7 @@ def _check_no_literal(loaded: Loaded, path: KeyPath) -> None:
     except PgcdcError:
         return  # it is made of variables
     if any("password" in key and value for key, value in params.items()):
-        other = "password_file, or put the whole URL into PGCDC_DB" if path == ("db",) else "db_file"
+        other = "password_file, or put the whole URL into PGCDC_DB" if path == ("db",) else f"{path[-1]}_file"
         raise Misfit(
             path, "the password stands in this file", f"Write ${{NAME}} for it and set that variable, or use {other}"
         )

@@ -43,7 +43,8 @@ TYPED_KEYS = ("changelog", "truncate", "numeric", "out_of_range", "arrays", "com
 
 DATABASE, TABLES, SNAPSHOTS = "Database", "Tables", "Rows that are there"
 EVENTS, TYPED, ADAPTERS, TRANSFORMS, RUNNING = "Events", "Typed rows", "Adapters", "Transforms", "Running"
-GROUPS = (DATABASE, TABLES, ADAPTERS, TRANSFORMS, SNAPSHOTS, EVENTS, TYPED, RUNNING)
+DEAD = "Dead letters"
+GROUPS = (DATABASE, TABLES, ADAPTERS, DEAD, TRANSFORMS, SNAPSHOTS, EVENTS, TYPED, RUNNING)
 """In the order in which they are shown."""
 
 
@@ -121,7 +122,7 @@ class Config(AdapterKeys):
     # --- where events go
 
     adapters: tuple[AdapterItem, ...] = setting(
-        ("stdout",), "Where events go: stdout, file, noop. Repeatable.", ADAPTERS, flag="adapter", metavar="NAME",
+        ("stdout",), "Where events go: stdout, file, pg_table, noop. Repeatable.", ADAPTERS, flag="adapter", metavar="NAME",
         is_repeated=True, example="[stdout]",
     )  # fmt: skip
     routes: Routes = setting(
@@ -140,6 +141,26 @@ class Config(AdapterKeys):
     )
     cooperative_checkpoint: bool | None = setting(
         None, "Accepted; PostgreSQL hears of an event when every adapter has it.", ADAPTERS, example="true"
+    )
+
+    # --- what becomes of events that a target refuses
+
+    dlq: Literal["file", "pg_table", "stderr", "none"] = setting(
+        "file", "Where refused events go: file, pg_table, stderr, or none (they are lost).", DEAD, metavar="STORE"
+    )
+    dlq_file: Path | None = setting(
+        None, "With --dlq file: this one. (default: dead_letters.jsonl in the state directory)", DEAD, metavar="PATH",
+        example="dead_letters.jsonl",
+    )  # fmt: skip
+    dlq_db: DatabaseUrl = setting(
+        "", "With --dlq pg_table: the database. Better in PGCDC_DLQ_DB. (default: the source)", DEAD, metavar="URL",
+        example="postgresql://app@localhost:5432/ops",
+    )  # fmt: skip
+    dlq_db_file: Path | None = setting(
+        None, "The file that holds the URL of that database.", DEAD, metavar="PATH", example="/run/secrets/pgcdc_dlq_db"
+    )
+    dlq_table: TableName = setting(
+        "pgcdc_dead_letters", "With --dlq pg_table: the table; created if it is missing.", DEAD, metavar="NAME"
     )
 
     # --- what is done to them

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pgcdc.capture.database import split_table
 from pgcdc.capture.selection import Selection
 from pgcdc.config.adapters import FLAT_KEYS, Entry, option_path
 from pgcdc.config.misfit import KeyPath, Misfit
@@ -40,6 +41,7 @@ def check_together(config: Config) -> None:
     _check_snapshot(config)
     _check_toast(config)
     _check_adapters(config)
+    _check_dead_letters(config)
     _check_names(config)
     _check_transforms(config)
     _check_typed(config)
@@ -163,6 +165,28 @@ def _check_adapters(config: Config) -> None:
                 "Give each a target of its own",
             )
         targets[target] = spec.name
+
+
+def _check_dead_letters(config: Config) -> None:
+    needs = {"dlq_file": "file", "dlq_db": "pg_table", "dlq_db_file": "pg_table", "dlq_table": "pg_table"}
+    for key, store in needs.items():
+        if _is_given(config, key) and config.dlq != store:
+            flag = key.replace("_", "-")
+            raise Misfit((key,), f"--{flag} is for --dlq {store}", f"Add --dlq {store}, or leave it out")
+    if config.dlq == "pg_table" and split_table(config.dlq_table) in map(split_table, config.tables):
+        raise Misfit(
+            ("tables",),
+            f"table {config.dlq_table} is to be captured, and dead letters are written to it: each one would be an event",
+            "Leave it out of tables, or give another --dlq-table",
+        )
+    name = split_table(config.dlq_table)[1]
+    is_source = not config.dlq_db or config.dlq_db == config.db
+    if config.dlq == "pg_table" and is_source and (config.all_tables or config.schemas) and name[:6] != "pgcdc_":
+        raise Misfit(
+            ("dlq_table",),
+            "all tables are captured, and dead letters are written to one of them: each one would be an event",
+            "Give it a name that begins with pgcdc_: such tables are left out; or another database with --dlq-db",
+        )
 
 
 def _check_names(config: Config) -> None:

@@ -11,6 +11,7 @@ from pgcdc.capture.database import redact
 from pgcdc.config.fields import setting_of
 from pgcdc.config.layers import Loaded
 from pgcdc.config.model import GROUPS, Config
+from pgcdc.config.option_secrets import hide_options
 from pgcdc.config.secrets import redact_text
 
 __all__ = ["effective", "show_yaml"]
@@ -29,11 +30,12 @@ def effective(loaded: Loaded) -> dict[str, tuple[Any, str]]:
 
 def _value(loaded: Loaded, name: str) -> tuple[Any, str]:
     config, origin = loaded.config, loaded.origin(name)
-    if name == "db":
-        raw = loaded.raw(("db",)) if loaded.origins.get(("db",)) == "" else None
+    if name in ("db", "dlq_db"):
+        raw = loaded.raw((name,)) if loaded.origins.get((name,)) == "" else None
         if isinstance(raw, str):
             return redact_text(raw), origin
-        return redact(config.db) if config.db else "", origin
+        url: str = getattr(config, name)
+        return redact(url) if url else "", origin
     if name == "snapshot_mode" and config.snapshot_first:
         return config.effective_snapshot_mode, loaded.origin("snapshot_first")
     if name == "snapshot_mode":
@@ -42,8 +44,8 @@ def _value(loaded: Loaded, name: str) -> tuple[Any, str]:
         return "cache", loaded.origin("toast_cache")
     raw = loaded.raw((name,)) if loaded.origins.get((name,)) == "" else None
     if _has_variable(raw):  # what a variable holds may be a secret
-        return _hidden(raw), origin
-    return _hidden(_plain(getattr(config, name))), origin
+        return _hidden(hide_options(name, raw)), origin
+    return _hidden(hide_options(name, _plain(getattr(config, name)))), origin
 
 
 def _has_variable(value: Any) -> bool:

@@ -50,6 +50,7 @@ def run_checks(config: Config) -> Iterator[Check]:
     yield from _check_database(config)
     for spec in config.adapter_specs:
         yield _try(f"adapter {spec.name}", partial(_look_at_adapter, config, spec))
+    yield _try("dead letters", partial(_look_at_dead_letters, config))
     for transform in dict.fromkeys(_python_transforms(config)):
         yield _try("transform", partial(_load_function, transform))
 
@@ -151,6 +152,18 @@ def _look_at_adapter(config: Config, spec: AdapterSpec) -> str:
     said = ", ".join(f"{name} {value}" for name, value in spec.options if isinstance(value, (str, int, float, Path)))
     routes = f", only {', '.join(spec.routes)}" if spec.routes else ""
     return redact_text(f"type {spec.type}{f', {said}' if said else ''}{routes}")
+
+
+def _look_at_dead_letters(config: Config) -> str:
+    from pgcdc.dlq.choose import check_not_captured, make_store
+
+    check_not_captured(config)
+    store = make_store(config)
+    store.check()
+    if config.dlq == "pg_table":
+        where = "another database" if config.dlq_db else "the source's database"
+        return f"go to table {config.dlq_table} in {where}"
+    return "are lost (dlq: none)" if config.dlq == "none" else f"go to {getattr(store, 'path', 'standard error')}"
 
 
 def _python_transforms(config: Config) -> Iterator[str]:

@@ -1,8 +1,9 @@
-"""One wrapper for all sinks: retry, circuit breaker, rate limit, timeout and hooks for metrics, with a sink's own protocol.
+"""One wrapper for all sinks: retry, circuit breaker, rate limit, timeout, dead letters and hooks; a sink's own protocol.
 
-What becomes of an error is decided in `errors.policy_of`: only what may pass is tried again here. A sink has one writer at a
-time, whatever happens: a write that did not end in time is left alone, and no other one starts before it has ended. What it
-did until then is told by the sink's ack, which is asked before every try.
+What becomes of an error is decided in `errors.policy_of`: what may pass is tried again here; events that will never be taken
+are set aside as dead letters, durably, and then the others are delivered without them. A sink has one writer at a time,
+whatever happens: a write that did not end in time is left alone, and no other one starts before it has ended. What it did
+until then is told by the sink's ack, which is asked before every try.
 """
 
 from __future__ import annotations
@@ -11,15 +12,19 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from pgcdc.errors import PgcdcError, Policy, SinkError, SinkUnavailable, policy_of
+from pgcdc.dlq.aside import SetAside
+from pgcdc.dlq.record import DeadLetter
+from pgcdc.dlq.stores import DeadLetters
+from pgcdc.errors import PgcdcError, Policy, Reject, SinkError, SinkRejected, SinkUnavailable, policy_of
 from pgcdc.ops.backoff import full_jitter_s
 from pgcdc.position import Position
-from pgcdc.sink.base import Batch, Sink, takes_parts
+from pgcdc.sink.base import Batch, ReplayableSink, Sink, takes_parts
 from pgcdc.sink.pace import BreakerState, CircuitBreaker, TokenBucket
 from pgcdc.sink.spec import DeliveryOptions
 
@@ -33,6 +38,10 @@ __all__ = [
     "SinkTimeout",
     "SystemClock",
 ]
+
+
+EXHAUSTED = "exhausted"
+"""The kind of a dead letter whose tries were used up."""
 
 
 class CircuitOpen(SinkUnavailable):
@@ -85,6 +94,9 @@ class DeliveryHooks(Protocol):
     def on_breaker(self, state: BreakerState) -> None:
         """The circuit breaker has another state."""
 
+    def on_dead_letters(self, letters: Sequence[DeadLetter]) -> None:
+        """These events were refused, and are recorded."""
+
 
 class NoHooks:
     """Nobody wants to know."""
@@ -101,6 +113,17 @@ class NoHooks:
     def on_breaker(self, state: BreakerState) -> None:
         pass
 
+    def on_dead_letters(self, letters: Sequence[DeadLetter]) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """How a delivery ended that is worth another one, without some events."""
+
+    rejects: tuple[Reject, ...]
+    attempts: int
+
 
 class Delivery:
     """A sink that is called with care. `stop` ends every wait at once, from any thread."""
@@ -110,10 +133,12 @@ class Delivery:
         sink: Sink,
         options: DeliveryOptions = DeliveryOptions(),  # noqa: B008 - frozen
         hooks: DeliveryHooks | None = None,
+        dead_letters: DeadLetters | None = None,
         *,
         clock: Clock | None = None,
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
+        """Without `dead_letters`, an event that is refused ends the delivery."""
         self.sink = sink
         self.name = sink.name
         self.options = options
@@ -124,6 +149,9 @@ class Delivery:
         self._bucket = (
             TokenBucket(options.rate_limit, options.rate_limit_burst, self._clock.now()) if options.rate_limit else None
         )
+        self._aside = SetAside(dead_letters, sink.name, options.dead_letter_limit) if dead_letters is not None else None
+        self._rest_until = -math.inf
+        """The target wants to be left alone until then."""
         self._condition = threading.Condition()
         self._is_taken = False
         """Somebody is inside of `write` or `deliver`."""
@@ -143,6 +171,11 @@ class Delivery:
         return self._breaker.state
 
     @property
+    def dead_letters(self) -> int:
+        """How many events of this run were set aside."""
+        return self._aside.count if self._aside is not None else 0
+
+    @property
     def is_busy(self) -> bool:
         """Whether somebody delivers, or a write that was given up still runs."""
         with self._condition:
@@ -159,14 +192,32 @@ class Delivery:
         with self._taken():
             while batch.end > self.sink.ack:
                 batch = batch.after(self.sink.ack)
-                part = self._cut(batch)
-                self._deliver(part.end, part.events.num_rows, partial(self.sink.write, part))
+                with self._telling():
+                    self._write(self._cut(batch))
 
     def deliver(self, end: Position, events: int, write: Callable[[], None], timeout_s: float | None = None) -> None:
-        """Like `write`, for one that is not made by the sink's `write`: `write` makes everything up to `end` durable."""
+        """Like `write`, for one that is not made by the sink's `write`: `write` makes everything up to `end` durable.
+
+        SinkRejected comes out: only `write` knows the events, and can set some aside.
+        """
         with self._taken():
             if end > self.sink.ack:
-                self._deliver(end, events, write, timeout_s)
+                with self._telling():
+                    self._deliver(end, events, write, timeout_s)
+
+    def redeliver(self, batch: Batch) -> Collection[str]:
+        """Deliver dead letters again (`ReplayableSink`). SinkRejected comes out: these have their letters."""
+        sink, left_out = self.sink, list[str]()
+        if not isinstance(sink, ReplayableSink):
+            raise SinkError(f"adapter {self.name} cannot deliver dead letters again", "Deliver them in another way")
+
+        def write() -> None:
+            left_out[:] = sink.redeliver(batch)
+
+        with self._taken():
+            self._pass_breaker()
+            self._try_often(None, batch.events.num_rows, write, self.options.timeout)
+        return left_out
 
     def stop(self) -> None:
         """End all waits: a write that runs may finish, nothing is tried again. What is not delivered raises."""
@@ -206,44 +257,101 @@ class Delivery:
                 self._is_taken = False
                 self._condition.notify_all()
 
-    def _deliver(self, end: Position, events: int, write: Callable[[], None], timeout_s: float | None = None) -> None:
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
         try:
-            self._pass_breaker()
-            self._try_often(end, events, write, timeout_s or self.options.timeout)
-            if self.sink.ack < end:
-                raise SinkError(
-                    f"adapter {self.name} has written up to {end}, but acknowledges only {self.sink.ack}",
-                    "This is a defect of the adapter: nothing goes on over it",
-                )
+            yield
         except BaseException as error:
             self._hooks.on_failure(error)
             raise
 
-    def _try_often(self, end: Position, events: int, write: Callable[[], None], timeout_s: float) -> None:
+    def _write(self, whole: Batch) -> None:
+        """Everything of a batch that the target takes; what it refuses is in the dead letters first."""
+        part, out = whole, set[str]()
+        while True:
+            write = partial(self.sink.write, part)
+            refusal = self._deliver(part.end, part.events.num_rows, write, may_refuse=self._aside is not None)
+            if self._aside is None or refusal is None:
+                break
+            letters = self._aside.take(whole, out, refusal.rejects, refusal.attempts, self.sink.ack)
+            if letters:
+                self._hooks.on_dead_letters(letters)
+            part = whole.without(out)
+        if self._aside is not None:
+            self._aside.settle(whole, out)
+
+    def _deliver(
+        self,
+        end: Position,
+        events: int,
+        write: Callable[[], None],
+        timeout_s: float | None = None,
+        *,
+        may_refuse: bool = False,
+    ) -> _Refusal | None:
+        self._pass_breaker()
+        refusal = self._try_often(end, events, write, timeout_s or self.options.timeout, may_refuse=may_refuse)
+        if refusal is None and self.sink.ack < end:
+            raise SinkError(
+                f"adapter {self.name} has written up to {end}, but acknowledges only {self.sink.ack}",
+                "This is a defect of the adapter: nothing goes on over it",
+            )
+        return refusal
+
+    def _try_often(
+        self,
+        end: Position | None,
+        events: int,
+        write: Callable[[], None],
+        timeout_s: float,
+        *,
+        may_refuse: bool = False,
+    ) -> _Refusal | None:
+        """Until it succeeds, by its own word or by the ack, which is at `end` then; what ends it otherwise is raised."""
         # Half open, one try decides.
         last = 0 if self._breaker.state is BreakerState.HALF_OPEN else self.options.max_retries
         for attempt in range(last + 1):
+            if (rest_s := self._rest_until - self._clock.now()) > 0:
+                self._pause(rest_s)
             self._wait_for_tokens(events)
             began = self._clock.now()
             error = self._run(write, timeout_s)
-            if error is None or (self.sink.ack >= end and policy_of(error) is Policy.RETRY):
+            policy = policy_of(error) if error is not None else None
+            if error is None or (end is not None and self.sink.ack >= end and policy is Policy.RETRY):
                 self._move_breaker(self._breaker.succeed)
                 self._hooks.on_write(events, self._clock.now() - began)
-                return
-            if policy_of(error) is not Policy.RETRY:
+                return None
+            if may_refuse and policy is Policy.DEAD_LETTER and isinstance(error, SinkRejected):
+                self._move_breaker(self._breaker.succeed)  # it has answered
+                return _Refusal(error.rejects, attempt + 1)
+            if policy is not Policy.RETRY:
                 if self._breaker.state is BreakerState.HALF_OPEN:
                     self._move_breaker(lambda: self._breaker.fail(self._clock.now()))
                 raise error
+            rest_s = error.retry_in_s if isinstance(error, SinkUnavailable) else 0.0
+            self._rest_until = self._clock.now() + rest_s
             if attempt == last or isinstance(error, SinkTimeout):
                 self._move_breaker(lambda: self._breaker.fail(self._clock.now()))
+                if may_refuse and attempt == self.options.max_retries and (given_up := self._give_up(error)):
+                    return _Refusal(given_up, attempt + 1)
                 if isinstance(error, PgcdcError):
                     raise error
                 raise SinkUnavailable(
                     f"adapter {self.name}: {error or type(error).__name__}", "Is the target up and reachable?"
                 ) from error
             delay_s = full_jitter_s(attempt, self.options.backoff_base, self.options.backoff_cap, self._uniform)
+            delay_s = max(delay_s, rest_s)
             self._hooks.on_retry(attempt + 1, delay_s, error)
             self._pause(delay_s, error)
+        return None
+
+    def _give_up(self, error: BaseException) -> tuple[Reject, ...]:
+        """The events whose tries are used up, if the sink can tell which, and if they are not to be waited for."""
+        is_named = isinstance(error, SinkUnavailable) and not isinstance(error, SinkTimeout)
+        if self.options.on_exhausted != "dead_letter" or not is_named:
+            return ()
+        assert isinstance(error, SinkUnavailable)
+        return tuple(Reject(position, EXHAUSTED, error.message) for position in error.positions)
 
     def _run(self, write: Callable[[], None], timeout_s: float) -> BaseException | None:
         """Write in a thread of its own, for so long at most; what it failed with."""
@@ -317,7 +425,9 @@ class Delivery:
                 raise
 
     def _cut(self, batch: Batch) -> Batch:
-        """As much of a batch as the rate limit gives at once, if the sink takes parts."""
+        """As much of a batch as the sink can do in time, and the rate limit gives at once, if the sink takes parts."""
+        first_part: Callable[[Batch], Batch] | None = getattr(self.sink, "first_part", None)
+        batch = first_part(batch) if first_part is not None else batch
         if self._bucket is None or batch.events.num_rows <= self._bucket.burst or not takes_parts(self.sink):
             return batch
         return batch.first(self._bucket.burst)

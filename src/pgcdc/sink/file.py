@@ -2,6 +2,9 @@
 
 The ack holds the position and the file's size at that position. After a crash the file is cut back to that size, so that a
 half-written batch is written again from its beginning.
+
+With a largest size the file rotates (`sink/rotation.py`): the ack first says that it does, then the file gets its number,
+then the ack says that the next one has begun. A crash between is finished at the next start.
 """
 
 from __future__ import annotations
@@ -9,15 +12,22 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
 
 from pgcdc.errors import SinkError, SinkUnavailable, StateError
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Batch
-from pgcdc.sink.state import KeyStore, read_lines
+from pgcdc.sink.rotation import Compression, Housekeeper, Numbers, find_rotated, highest_number, rotated_name
+from pgcdc.sink.state import KeyStore, content_kind, read_lines
+from pgcdc.sink.tell import tell
 from pgcdc.state import fsync_folder, write_all
 
 __all__ = ["FileSink"]
@@ -26,12 +36,24 @@ __all__ = ["FileSink"]
 class FileSink:
     """Appends every event as one line to `path`."""
 
-    def __init__(self, path: Path, acks: Path, name: str = "file") -> None:
+    def __init__(
+        self,
+        path: Path,
+        acks: Path,
+        name: str = "file",
+        *,
+        max_bytes: int = 0,
+        max_files: int = 0,
+        compression: Compression = "none",
+    ) -> None:
+        """A file rotates before it gets larger than `max_bytes` (0: never); `max_files` rotated ones are kept (0: all)."""
         self.name = name
         self._path = path.absolute()
         self._ack = AckFile(acks, name)
         self._descriptor = -1
-        self._size = 0
+        self._max_bytes = max_bytes
+        self._max_files = max_files
+        self._housekeeper = Housekeeper(self._path, compression, partial(tell, name))
 
     @property
     def path(self) -> Path:
@@ -53,16 +75,99 @@ class FileSink:
 
     def open(self, start: Position) -> None:
         with self._explain():
-            self._open(start)
+            known = self._look()
+            if not known:
+                from pgcdc.sink.folder import leave_folder  # which imports this
 
-    @contextlib.contextmanager
-    def _explain(self, done: str = "written") -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise SinkError(
-                f"{self._path} cannot be {done}: {error.strerror}", "Check the folder and its permissions"
-            ) from error
+                leave_folder(self._ack.detail)
+                os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644))  # before the ack says that it is ours
+                self._save(self._ack.position or start, {"size": 0})
+            self._restore()
+
+    def write(self, batch: Batch) -> None:
+        if batch.end <= self.ack:
+            return
+        batch = batch.after(self.ack)
+        with self._explain(kind=SinkUnavailable, advice="Is the disk full? Nothing is lost: it is tried again"):
+            self._restore()
+            while self.ack < batch.end:
+                part = self._fitting(batch)
+                self._append(part.lines(), part.end)
+                batch = batch.after(part.end)
+
+    def redeliver(self, batch: Batch) -> Collection[str]:
+        """Append lines of the past; they get the size of the ack, and not its position."""
+        with self._explain(kind=SinkUnavailable, advice="Is the disk full? Nothing is lost: try again"):
+            self._restore()
+            if self._size and self._max_bytes and self._size + sum(map(len, batch.lines())) > self._max_bytes:
+                self._rotate()
+            self._append(batch.lines(), self.ack)
+        return ()
+
+    def close(self) -> None:
+        self._release()
+        self._housekeeper.close()
+
+    # --- what stands in it
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is anything to read."""
+        return bool(self._contents())
+
+    @property
+    def kind(self) -> str:
+        """What stands in it, as `content_kind` says."""
+        return next(filter(None, (content_kind(path) for path, _ in self._contents())), "")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything that was written is kept: not if files were removed, as `max_files` says."""
+        numbers = self._numbers
+        return numbers is None or numbers.oldest == numbers.first
+
+    def read_back(self, store: KeyStore) -> None:
+        """Hand every event that the ack covers to `store`, in order."""
+        with self._explain("read"):
+            if not self._look():
+                return
+            if not self.is_complete:
+                raise SinkError(
+                    f"older files of {self._path} were removed, as max_files says", "It cannot be read back any more"
+                )
+            sizes = [read_lines(path, size, store) for path, size in self._contents()]
+            expected = self._ack.detail.get("bytes", 0) + self._ack.detail["size"]
+            if sum(sizes) != expected:
+                raise SinkError(
+                    f"{self._path} and its rotated files have {sum(sizes)} bytes, but {expected} were written to them",
+                    "Move back what was moved away",
+                )
+
+    def _contents(self) -> list[tuple[Path, int | None]]:
+        """The files that are there, in order, and how much of each counts; None: all."""
+        found: list[tuple[Path, int | None]] = []
+        detail, numbers = self._ack.detail, self._numbers
+        if numbers is not None:
+            for number in range(numbers.oldest, numbers.last + 1):
+                if (rotated := find_rotated(self._path, number)) is not None:
+                    found.append((rotated, None))
+                elif number == numbers.last and "moving" in detail:
+                    return [*found, (self._path, detail["moving"])]
+        if self._path.exists():
+            found.append((self._path, detail.get("size", 0)))
+        return found
+
+    # --- the file
+
+    @property
+    def _size(self) -> int:
+        return int(self._ack.detail["size"])
+
+    @property
+    def _numbers(self) -> Numbers | None:
+        """Which rotated files are ours."""
+        detail = self._ack.detail
+        return Numbers(detail["first"], detail["oldest"], detail["number"]) if "number" in detail else None
 
     def _look(self) -> bool:
         """Whether the file is the one that was written before. Raises SinkError if it is not as it was left."""
@@ -70,73 +175,118 @@ class FileSink:
         # The same path may have been a folder before.
         known = self._ack.position is not None and "size" in detail and detail["path"] == str(self._path)
         exists = self._path.exists()
-        if known and not exists:
+        size = self._path.stat().st_size if exists else 0
+        if not known:
+            if size:
+                raise SinkError(
+                    f"{self._path} exists and was not written by this pipeline",
+                    "Move it away, or give another --file-path",
+                )
+            return False
+        is_moved = "moving" in detail and find_rotated(self._path, detail["number"]) is not None
+        expected = detail["size"] if is_moved else detail.get("moving", detail["size"])
+        if not exists and not is_moved:
             raise SinkError(
                 f"{self._path} is gone, but events up to {self.ack} were written to it",
                 "Move it back, or give another --file-path: the next events go there",
             )
-        size = self._path.stat().st_size if exists else 0
-        if known and size < detail["size"]:
+        if size < expected:
             raise SinkError(
-                f"{self._path} has {size} bytes, but {detail['size']} were written to it",
+                f"{self._path} has {size} bytes, but {expected} were written to it",
                 "Restore it, or give another --file-path: the next events go there",
             )
-        if not known and size:
-            raise SinkError(
-                f"{self._path} exists and was not written by this pipeline",
-                "Move it away, or give another --file-path",
-            )
-        return known
+        return True
 
-    def _open(self, start: Position) -> None:
-        known = self._look()
-        if not known:
-            from pgcdc.sink.folder import leave_folder  # which imports this
-
-            leave_folder(self._ack.detail)
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
-        self._size = self._ack.detail["size"] if known else 0
+    def _restore(self) -> None:
+        """Have the file open and as the ack says: what a failed attempt, or a crash, has left behind that is cut off."""
+        if "moving" in self._ack.detail:
+            self._move()
+        is_new = self._descriptor < 0
+        if is_new:
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         os.ftruncate(self._descriptor, self._size)
         os.lseek(self._descriptor, self._size, os.SEEK_SET)
-        os.fsync(self._descriptor)
-        fsync_folder(self._path.parent)
-        self._save(self._ack.position or start, self._size)
+        if is_new:
+            os.fsync(self._descriptor)
+            fsync_folder(self._path.parent)
+            if numbers := self._numbers:
+                self._housekeeper.ask(numbers)
 
-    def write(self, batch: Batch) -> None:
-        if batch.end <= self.ack:
-            return
-        batch = batch.after(self.ack)
-        try:
-            os.ftruncate(self._descriptor, self._size)  # a failed attempt may have left something
-            os.lseek(self._descriptor, self._size, os.SEEK_SET)
-            size = self._size
-            for lines in batch.lines():
-                size += write_all(self._descriptor, lines)
-                hit("file.half_written")
-            if size != self._size:
-                os.fsync(self._descriptor)
-        except OSError as error:
-            raise SinkUnavailable(
-                f"{self._path} cannot be written: {error.strerror}", "Is the disk full? Nothing is lost: start again"
-            ) from error
+    def _append(self, lines: Iterable[memoryview], end: Position) -> None:
+        size = self._size
+        for piece in lines:
+            size += write_all(self._descriptor, piece)
+            hit("file.half_written")
+        if size != self._size:
+            os.fsync(self._descriptor)
         hit("file.before_ack")
-        self._save(batch.end, size)
+        self._save(end, {**self._ack.detail, "size": size})
         hit("file.after_ack")
 
-    def close(self) -> None:
+    def _fitting(self, batch: Batch) -> Batch:
+        """As much of a batch as this file takes: at least one event, and a new file for it if need be."""
+        if not self._max_bytes or not batch.events.num_rows:
+            return batch
+        ends = np.cumsum(pc.binary_length(batch.events.column("line")).to_numpy().astype(np.int64))
+        count = int(np.searchsorted(ends, self._max_bytes - self._size, side="right"))
+        if count == 0 and self._size:
+            self._rotate()
+            count = int(np.searchsorted(ends, self._max_bytes, side="right"))
+        return batch.first(max(count, 1))
+
+    # --- rotation
+
+    def _rotate(self) -> None:
+        """Begin with the next file. The steps are written down first, so that they can be ended after a crash."""
+        known = self._numbers
+        number = known.last + 1 if known else highest_number(self._path) + 1
+        if (foreign := find_rotated(self._path, number)) is not None:
+            raise SinkError(f"{foreign} exists and was not written by this pipeline", "Move it away")
+        first, oldest = (known.first, known.oldest) if known else (number, number)
+        if self._max_files:
+            oldest = max(oldest, number - self._max_files + 1)
+        detail = self._ack.detail
+        rotated = {"number": number, "first": first, "oldest": oldest, "bytes": detail.get("bytes", 0) + self._size}
+        hit("file.before_rotation")
+        self._save(self.ack, {**detail, **rotated, "size": 0, "moving": self._size})
+        hit("file.rotation_noted")
+        self._restore()
+
+    def _move(self) -> None:
+        """End a rotation that the ack has noted."""
+        self._release()
+        detail = dict(self._ack.detail)
+        if find_rotated(self._path, detail["number"]) is None:
+            os.truncate(self._path, detail["moving"])
+            os.rename(self._path, rotated_name(self._path, detail["number"]))
+        hit("file.renamed")
+        os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644))  # before the ack says that it is there
+        fsync_folder(self._path.parent)
+        del detail["moving"]
+        self._save(self.ack, detail)
+        hit("file.rotated")
+
+    # --- all of it
+
+    def _release(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def read_back(self, store: KeyStore) -> None:
-        """Hand every event that the ack covers to `store`, in order."""
-        with self._explain("read"):
-            if self._look():
-                read_lines(self._path, self._ack.detail["size"], store)
-
-    def _save(self, position: Position, size: int) -> None:
+    def _save(self, position: Position, detail: dict[str, Any]) -> None:
         try:
-            self._ack.save(position, {"path": str(self._path), "size": size})
+            self._ack.save(position, {**detail, "path": str(self._path)})
         except StateError as error:
             raise SinkUnavailable(error.message, error.advice) from error
-        self._size = size
+
+    @contextlib.contextmanager
+    def _explain(
+        self,
+        done: str = "written",
+        kind: type[SinkError] = SinkError,
+        advice: str = "Check the folder and its permissions",
+    ) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise kind(f"{self._path} cannot be {done}: {error.strerror or error}", advice) from error

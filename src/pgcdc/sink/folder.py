@@ -6,7 +6,8 @@ parts are to be shown, and everything else in the hidden folder is a part that n
 there says whose folder it is: another pipeline would delete what this one is just writing.
 
 The names sort in the order of the stream: the end of the batch, then the number of the part. Within a batch that was written
-in parallel, every key's events stand in one part, in order.
+in parallel, every key's events stand in one part, in order. Dead letters that are delivered again get a part behind what is
+there: `R` and a number that no other part ever has, since a reader may have moved older ones away.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import re
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from pgcdc.position import Position
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Batch, Receipt, line_buffers
 from pgcdc.sink.file import FileSink
-from pgcdc.sink.state import KeyStore, read_lines
+from pgcdc.sink.rotation import Compression
+from pgcdc.sink.state import KeyStore, content_kind, read_lines
 from pgcdc.state import fsync_folder, write_all
 
 __all__ = ["FolderPartWriter", "FolderSink", "file_sink", "leave_folder"]
@@ -38,15 +40,24 @@ HIDDEN = "_pgcdc"
 """Spark's readers, and many others, leave out what begins with an underscore."""
 OWNER = "owner"
 """The file with the random name that also stands in the ack of the sink whose folder it is."""
-_PART = re.compile(r"[0-9A-F]{16}-[0-9A-F]{12}(?:\.[0-9A-F]{8})?-[0-9]{5}\.jsonl")
+_PART = re.compile(r"[0-9A-F]{16}-[0-9A-F]{12}(?:\.[0-9A-F]{8})?-R?[0-9]{5}\.jsonl")
 
 
-def file_sink(path: Path | str, acks: Path, name: str = "file", *, is_folder: bool = False) -> FileSink | FolderSink:
+def file_sink(
+    path: Path | str,
+    acks: Path,
+    name: str = "file",
+    *,
+    is_folder: bool = False,
+    max_bytes: int = 0,
+    max_files: int = 0,
+    compression: Compression = "none",
+) -> FileSink | FolderSink:
     """The sink for a path: a folder if it is one, or if it ends with a slash."""
     text = str(path)
     if is_folder or text.endswith(os.sep) or Path(text).is_dir():
         return FolderSink(Path(text), acks, name)
-    return FileSink(Path(text), acks, name)
+    return FileSink(Path(text), acks, name, max_bytes=max_bytes, max_files=max_files, compression=compression)
 
 
 def leave_folder(detail: Mapping[str, Any]) -> None:
@@ -129,11 +140,28 @@ class FolderSink:
         self._owner: str = self._file.detail.get("owner", "") if self._is_known else ""
         self._written: set[str] = set()
         """Parts that this process has acknowledged, and not seen under their names yet."""
+        self._again: list[str] = []
+        """The positions of a redelivery that is in the ack, and maybe not shown yet."""
 
     @property
     def path(self) -> Path:
         """The folder."""
         return self._path
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is anything to read."""
+        return self._path.exists()
+
+    @property
+    def kind(self) -> str:
+        """What stands in it, as `content_kind` says."""
+        return content_kind(self._path) if self._path.exists() else ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything that was written is to be there: nothing is ever removed."""
+        return True
 
     @property
     def ack(self) -> Position:
@@ -172,6 +200,35 @@ class FolderSink:
         receipt = self.part_writer().write_part(0, batch.events.to_batches())
         self.commit_parts(batch.start, batch.end, [receipt] if receipt else [])
 
+    def redeliver(self, batch: Batch) -> Collection[str]:
+        """One more part, which the ack names; its position stays."""
+        self._catch_up()
+        positions = batch.events.column("position").to_pylist()
+        before, self._again = self._again, []
+        if positions and positions == before:  # the last try got as far as the ack
+            return ()
+        self.discard_parts()
+        receipt = self.part_writer().write_part(0, batch.events.to_batches())
+        if receipt is None:
+            return ()
+        detail, number = self._file.detail, self._file.detail.get("redelivered", 0) + 1
+        stem = str(self.ack).replace("/", "-")
+        self._written = {receipt["file"]}
+        hit("folder.before_redelivered")
+        self._save(
+            self.ack,
+            {
+                "parts": detail["parts"] + 1,
+                "bytes": detail["bytes"] + int(receipt["size"]),
+                "redelivered": number,
+                "shown": [[receipt["file"], f"{stem}-R{number:05d}.jsonl"]],
+            },
+        )
+        self._again = positions
+        self._catch_up()
+        self._again = []
+        return ()
+
     def part_writer(self) -> FolderPartWriter:
         """What executors write with."""
         return FolderPartWriter(str(self._hidden))
@@ -201,6 +258,7 @@ class FolderSink:
             {
                 "parts": detail["parts"] + len(shown),
                 "bytes": detail["bytes"] + sum(int(receipt["size"]) for receipt in receipts),
+                **({"redelivered": detail["redelivered"]} if "redelivered" in detail else {}),
                 **({"shown": shown} if shown else {}),
             },
         )
@@ -301,7 +359,7 @@ class FolderSink:
 
     def _catch_up(self) -> None:
         """Show what the ack on disk covers: a commit counts from there on, whatever happens."""
-        if self._file.position != self._acked:
+        if self._file.position != self._acked or self._written:
             with self._explain(kind=SinkUnavailable):
                 self._show()
             self._acked = self._file.position

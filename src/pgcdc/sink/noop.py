@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from pgcdc.ops.failpoint import hit
@@ -36,6 +37,9 @@ class NoopSink:
             return
         hit("noop.before_ack")
         self._ack.save(batch.end, {})
+
+    def redeliver(self, batch: Batch) -> Collection[str]:
+        return ()
 
     def close(self) -> None:
         pass

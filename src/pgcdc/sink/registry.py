@@ -5,6 +5,7 @@ The configuration makes its keys, flags and its JSON schema of this; a new adapt
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from pydantic import BaseModel
 
 from pgcdc.errors import ConfigError
 from pgcdc.sink.base import Sink
+from pgcdc.sink.exec.options import ExecOptions
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.spec import AdapterSpec, FileOptions, NoopOptions, StdoutOptions
+from pgcdc.sink.webhook.options import WebhookOptions
 
 __all__ = ["ADAPTERS", "AdapterType", "check_adapters", "make_sink"]
 
@@ -73,19 +76,40 @@ def check_adapters(specs: Sequence[AdapterSpec]) -> None:
 def _make_stdout(spec: AdapterSpec, acks: Path) -> Sink:
     from pgcdc.sink.stdout import StdoutSink
 
-    return StdoutSink(acks, spec.name)
+    assert isinstance(spec.options, StdoutOptions)
+    return StdoutSink(acks, spec.name, format=spec.options.format)
 
 
 def _make_file(spec: AdapterSpec, acks: Path) -> Sink:
     from pgcdc.sink.folder import file_sink
 
-    assert isinstance(spec.options, FileOptions)
-    return file_sink(spec.options.target, acks, spec.name, is_folder=spec.options.is_folder)
+    options = spec.options
+    assert isinstance(options, FileOptions)
+    return file_sink(
+        options.target,
+        acks,
+        spec.name,
+        is_folder=options.is_folder,
+        max_bytes=options.max_size,
+        max_files=options.max_files,
+        compression=options.compress,
+    )
 
 
 def _check_file(options: FileOptions) -> None:
     if not options.target.parent.is_dir():
         raise ConfigError(f"the folder of the file {options.path} does not exist", "Create it first")
+    if options.is_folder and options.max_size:
+        raise ConfigError(
+            f"{options.path} is a folder: there is nothing to rotate in it", "Leave max_size out, or name a file"
+        )
+
+
+def _make_exec(spec: AdapterSpec, acks: Path) -> Sink:
+    from pgcdc.sink.exec.sink import ExecSink
+
+    assert isinstance(spec.options, ExecOptions)
+    return ExecSink(spec.options, acks, spec.name, timeout_s=spec.delivery.timeout)
 
 
 def _make_noop(spec: AdapterSpec, acks: Path) -> Sink:
@@ -104,13 +128,30 @@ def _make_pg_table(spec: AdapterSpec, acks: Path) -> Sink:
     return PgTableSink(options, acks, spec.name, timeout_s=spec.delivery.timeout)
 
 
+def _make_webhook(spec: AdapterSpec, acks: Path) -> Sink:
+    from pgcdc.sink.webhook.sink import WebhookSink
+
+    assert isinstance(spec.options, WebhookOptions)
+    return WebhookSink(spec.options, acks, spec.name, spec.delivery.timeout)
+
+
+def _check_webhook(options: WebhookOptions) -> None:
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError("the adapter webhook needs the package aiohttp", "Run: pip install 'pgcdc[webhook]'")
+    options.read_url()
+    options.read_headers()
+    options.read_signing_key()
+
+
 ADAPTERS: dict[str, AdapterType] = {
     kind.name: kind
     for kind in (
         AdapterType("stdout", StdoutOptions, _make_stdout, target=lambda options: "standard output"),
         AdapterType("file", FileOptions, _make_file, lambda options: os.path.realpath(options.target), _check_file),
+        AdapterType("exec", ExecOptions, _make_exec),
         AdapterType("noop", NoopOptions, _make_noop),
         AdapterType("pg_table", PgTableOptions, _make_pg_table, PgTableOptions.target, PgTableOptions.check),
+        AdapterType("webhook", WebhookOptions, _make_webhook, check=_check_webhook),
     )
 }
 """The types by name."""

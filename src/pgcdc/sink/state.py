@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import orjson
 
 from pgcdc.errors import SinkError, StateError
+from pgcdc.sink.rotation import open_lines
 from pgcdc.state import fsync_folder
 
 __all__ = ["KeyStore", "ReadableSink", "TableName", "content_kind", "read_lines"]
@@ -149,17 +150,17 @@ class KeyStore:
             ) from error
 
 
-def read_lines(path: Path, size: int, store: KeyStore) -> None:
-    """Hand the events in the first `size` bytes of a file of JSON lines to `store`."""
-    left, number = size, 0
-    with open(path, "rb") as file:
+def read_lines(path: Path, size: int | None, store: KeyStore) -> int:
+    """Hand the events in the first `size` bytes of a file of JSON lines to `store`, or all; how many bytes that were."""
+    done, number = 0, 0
+    with open_lines(path) as file:
         for line in file:
-            if left <= 0:
-                return
+            if size is not None and done >= size:
+                break
             number += 1
-            left -= len(line)
+            done += len(line)
             try:
-                if left < 0 or not line.endswith(b"\n"):
+                if (size is not None and done > size) or not line.endswith(b"\n"):
                     raise ValueError("it does not end where it ended when it was written")
                 store.apply(orjson.loads(line))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -168,6 +169,7 @@ def read_lines(path: Path, size: int, store: KeyStore) -> None:
                     "Restore the file; if transforms wrote it in another form, give --truncate; or begin a new one: delete "
                     "acks/file.json in the state directory and give another --file-path",
                 ) from error
+    return done
 
 
 def content_kind(path: Path) -> str:
@@ -177,7 +179,7 @@ def content_kind(path: Path) -> str:
     """
     if path.is_dir():
         return next((content_kind(part) for part in sorted(path.glob("*.jsonl"))), "")
-    with open(path, "rb") as file:
+    with open_lines(path) as file:
         line = file.readline()
     try:
         first = orjson.loads(line)

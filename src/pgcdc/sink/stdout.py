@@ -1,27 +1,49 @@
-"""JSON lines on standard output. A pipe cannot be taken back: after a crash the last batch may come twice, with its ids."""
+"""Events on standard output: JSON lines, or a form for people.
+
+A pipe cannot be taken back: after a crash the last batch may come twice, with its ids. Within a process nothing does: what
+is out is remembered, to the byte, until the batch is acknowledged.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import select
+from collections.abc import Collection
 from pathlib import Path
+from typing import Literal
 
-from pgcdc.errors import SinkError
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pgcdc.errors import SinkError, SinkUnavailable
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position
 from pgcdc.sink.ack import AckFile
-from pgcdc.sink.base import Batch
-from pgcdc.state import write_all
+from pgcdc.sink.base import Batch, line_buffers
+from pgcdc.sink.pretty import Pretty
 
 __all__ = ["StdoutSink"]
 
+Format = Literal["auto", "json", "pretty"]
+_MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOBUFS)
+"""Of standard output that goes to a file."""
+
 
 class StdoutSink:
-    """Writes every event as one line to a descriptor, standard output by default."""
+    """Writes every event to a descriptor, standard output by default."""
 
-    def __init__(self, acks: Path, name: str = "stdout", descriptor: int = 1) -> None:
+    def __init__(self, acks: Path, name: str = "stdout", descriptor: int = 1, format: Format = "json") -> None:
         self.name = name
         self._ack = AckFile(acks, name)
         self._descriptor = descriptor
+        self._format = format
+        self._pretty: Pretty | None = None
+        self._out = ""
+        """All events up to this position are out, acknowledged or not."""
+        self._begun = ("", 0)
+        """The position that is out in part, and how many bytes of it."""
 
     @property
     def ack(self) -> Position:
@@ -37,21 +59,81 @@ class StdoutSink:
             ) from error
 
     def open(self, start: Position) -> None:
+        is_terminal = os.isatty(self._descriptor)
+        if self._format == "pretty" or (self._format == "auto" and is_terminal):
+            self._pretty = Pretty(is_terminal=is_terminal)
         if self._ack.position is None:
             self._ack.save(start, {})
 
     def write(self, batch: Batch) -> None:
         if batch.end <= self.ack:
             return
-        try:
-            for lines in batch.after(self.ack).lines():
-                write_all(self._descriptor, lines)
-        except OSError as error:
-            raise SinkError(
-                f"standard output is closed: {error.strerror}", "Nothing is lost: start again with a reader at the pipe"
-            ) from error
+        events = batch.after(self.ack).events
+        if self._out:
+            events = events.filter(pc.greater(events.column("position"), self._out))
+        positions, texts = events.column("position"), self._texts(events)
+        begun, out = self._begun
+        skipped = out if events.num_rows and positions[0].as_py() == begun else 0
+        self._send(positions, texts, skipped)
+        self._out, self._begun = str(batch.end), ("", 0)
         hit("stdout.before_ack")
         self._ack.save(batch.end, {})
 
+    def redeliver(self, batch: Batch) -> Collection[str]:
+        """Write events of the past once more."""
+        before = self._out, self._begun
+        try:
+            self._send(batch.events.column("position"), self._texts(batch.events), 0)
+        finally:
+            self._out, self._begun = before
+        return ()
+
     def close(self) -> None:
         pass
+
+    def _texts(self, events: pa.Table) -> pa.ChunkedArray:
+        lines = events.column("line")
+        if self._pretty is None:
+            return lines
+        return pa.chunked_array([[self._pretty.write(line) for line in lines.to_pylist()]], pa.large_string())
+
+    def _send(self, positions: pa.ChunkedArray, texts: pa.ChunkedArray, skipped: int) -> None:
+        """Write texts, without the first `skipped` bytes. After an error it is known what is out."""
+        sent = 0
+        try:
+            for piece in line_buffers(texts.chunks):
+                rest = piece[max(0, skipped - sent) :]
+                sent += len(piece) - len(rest)
+                while rest:
+                    count = self._write_some(rest)
+                    sent += count
+                    rest = rest[count:]
+        except OSError as error:
+            self._remember(positions, texts, sent)
+            if error.errno in _MAY_PASS:
+                raise SinkUnavailable(
+                    f"standard output cannot be written: {error.strerror}",
+                    "Is the disk of the file full to which it goes? Nothing is lost: it is tried again",
+                ) from error
+            raise SinkError(
+                f"standard output is closed: {error.strerror}", "Nothing is lost: start again with a reader at the pipe"
+            ) from error
+
+    def _write_some(self, data: memoryview) -> int:
+        while True:
+            try:
+                return os.write(self._descriptor, data)
+            except BlockingIOError:  # whoever shares the pipe or terminal may have switched it to that
+                select.select([], [self._descriptor], [])
+
+    def _remember(self, positions: pa.ChunkedArray, texts: pa.ChunkedArray, sent: int) -> None:
+        ends = np.cumsum(pc.binary_length(texts).to_numpy().astype(np.int64))
+        count = int(np.searchsorted(ends, sent, side="right"))  # whole events
+        names = positions.to_pylist()
+        current = names[count] if count < len(names) else ""
+        first = count
+        while first and names[first - 1] == current:  # several events can have one position
+            first -= 1
+        if first:
+            self._out = names[first - 1]
+        self._begun = (current, sent - (int(ends[first - 1]) if first else 0))

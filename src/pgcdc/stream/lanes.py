@@ -103,7 +103,7 @@ class Lanes:
         return min(lane.place for lane in list(self._moves.lanes.values()))
 
     def status(self) -> list[dict[str, Any]]:
-        """Of each adapter: its lane, ack, lag in bytes of WAL, what it skipped, and the last error."""
+        """Of each adapter: its lane, ack, lag in bytes of WAL, what it skipped, what was refused, and the last error."""
         capture = read_json(self._state.capture_status) or {}
         received = parse_lsn(capture["received_lsn"]) if "received_lsn" in capture else 0
         report = []
@@ -120,6 +120,7 @@ class Lanes:
                     "ack": str(ack) if ack else None,
                     "lag_bytes": behind,
                     "dropped": place.dropped,
+                    "dead_letters": member.dead_letters,
                     "last_error": str(error) if error else None,
                 }
             )

@@ -78,7 +78,7 @@ class Member:
         self._left = 0
         self._is_closed = False
         self._lock = threading.Lock()
-        self._tasks: queue.SimpleQueue[tuple[str, Callable[[], bool], WriteFuture] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[str | None, Callable[[], bool], WriteFuture] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name=f"adapter-{self.name}", daemon=True).start()
 
     @property
@@ -110,6 +110,11 @@ class Member:
         """Whether the sink is still at a write that nobody waits for any more (`sink/delivery.py`: its time was over)."""
         return bool(getattr(self.sink, "is_busy", False))
 
+    @property
+    def dead_letters(self) -> int:
+        """How many events of this run its target refused."""
+        return int(getattr(self.sink, "dead_letters", 0))
+
     def submit(self, lane: str, batch: Batch) -> WriteFuture:
         """Write a batch, after everything that was submitted before."""
         return self._submit(lane, lambda: self._write(batch))
@@ -118,7 +123,11 @@ class Member:
         """Have executors write a large batch that ends at `end`, after everything that was submitted before."""
         return self._submit(lane, lambda: self._write_large(end, batch))
 
-    def _submit(self, lane: str, write: Callable[[], bool]) -> WriteFuture:
+    def submit_other(self, do: Callable[[], object]) -> WriteFuture:
+        """Do something else with the sink, between two batches. What that raises is no failure of the adapter."""
+        return self._submit(None, lambda: bool(do()) or True)
+
+    def _submit(self, lane: str | None, write: Callable[[], bool]) -> WriteFuture:
         future = WriteFuture()
         with self._lock:
             if not self._is_closed:
@@ -148,12 +157,12 @@ class Member:
             done = True
             try:
                 error: BaseException | None = None
-                done = self._as_member(lane, write)
+                done = self._as_member(lane or self._membership[self.name].lane, write)
             except BaseException as raised:
                 error = raised
             with self._lock:
                 self._left -= 1
-            if not isinstance(error, NotAMember):
+            if lane is not None and not isinstance(error, NotAMember):
                 self.last_error = error
             future.ended = time.monotonic()
             future.set_result(done) if error is None else future.set_exception(error)
@@ -169,9 +178,9 @@ class Member:
     def _write(self, batch: Batch) -> bool:
         reached = self.reached
         if batch.end > reached:
-            batch = batch.after(reached)
+            batch, dead = batch.after(reached), self.dead_letters
             self.sink.write(batch)
-            counters.add(EVENTS_DELIVERED, batch.events.num_rows, adapter=self.name)
+            counters.add(EVENTS_DELIVERED, batch.events.num_rows - self.dead_letters + dead, adapter=self.name)
         return True
 
     def _write_large(self, end: Position, batch: LargeBatch) -> bool:

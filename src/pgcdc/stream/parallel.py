@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pgcdc.errors import PgcdcError
+from pgcdc.errors import PgcdcError, SinkRejected
 from pgcdc.ops.failpoint import hit
 from pgcdc.position import Position
 from pgcdc.sink.base import ParallelSink, PartWriter, Receipt
@@ -80,8 +80,12 @@ _PIECES_DDL = (
 
 
 def can_write_parts(member: Delivery) -> bool:
-    """Whether executors may write to this sink: it can, and no rate limit wants its events one after the other."""
-    return isinstance(member.sink, ParallelSink) and not member.options.rate_limit
+    """Whether executors may write to this sink: it can, and no rate limit wants its events one after the other.
+
+    A sink that has found that executors cannot reach its target says `takes_executors = False`.
+    """
+    can = isinstance(member.sink, ParallelSink) and getattr(member.sink, "takes_executors", True)
+    return can and not member.options.rate_limit
 
 
 class LargeBatches:
@@ -227,14 +231,23 @@ class LargeBatch:
                 self._pieces.unpersist()
 
     def write(self, member: Delivery, reached: Position | None = None) -> bool:
-        """Have the executors write to this sink what lies behind its ack and `reached`. False: it needs it as it is."""
+        """Have the executors write to this sink what lies behind its ack and `reached`. False: it needs it as it is.
+
+        A sink that refuses events needs that, too: they are set aside, and the rest is written, by the driver.
+        """
         reached = max(member.ack, reached or member.ack)
         if reached >= self._end:
             return True
         if not can_write_parts(member):
             return False
         assert isinstance(member.sink, ParallelSink)
-        if not member.sink.needs_key_order:
+        try:
+            return self._write(member, member.sink, reached)
+        except SinkRejected:  # which events it is about is known where they are: the driver finds out
+            return False
+
+    def _write(self, member: Delivery, sink: ParallelSink, reached: Position) -> bool:
+        if not sink.needs_key_order:
             self._deliver(member, self._frame, Segment(self._start, self._end, self.events), reached)
             return True
         pieces, segments = self._split()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import psycopg
 import pyarrow as pa
 
+from pgcdc.capture.database import Connection
 from pgcdc.errors import SinkRejected
 from pgcdc.ops.failpoint import hit
 from pgcdc.sink.base import Receipt
@@ -23,6 +24,7 @@ from pgcdc.sink.pg_table.append import Appender
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.session import SessionPlan, connect_target
 from pgcdc.sink.pg_table.sqlstate import Blame, blame, describe, explain
+from pgcdc.spool.shapes import ShapeHistory
 
 __all__ = ["PgTablePartWriter", "export_url", "url_variable"]
 
@@ -48,8 +50,8 @@ class PgTablePartWriter:
     """Without the URL."""
     stage: str
     """Append: the table for the parts, as SQL takes it. Apply: what the names of such tables begin with."""
-    shapes: str = ""
-    """Apply: the file with the shapes of the source's tables."""
+    shapes: ShapeHistory | None = None
+    """Apply: the shapes of the source's tables, read."""
 
     def write_part(self, part: int, lines: Iterable[pa.RecordBatch]) -> Receipt | None:
         """Make the events of one task durable where nobody looks for them."""
@@ -60,18 +62,28 @@ class PgTablePartWriter:
             with connect_target(SessionPlan(self.adapter, url)) as conn:
                 receipt = self._write(conn, lines)
         except psycopg.Error as error:
-            if blame(error) is Blame.EVENT:
+            if blame(error) is Blame.EVENT or (self.shapes is not None and blame(error) is Blame.SHAPE):
                 # The driver looks for the event that is to blame.
                 raise SinkRejected(f"adapter {self.adapter}: {describe(error)}") from None
             raise explain(self.adapter, "write a part", error) from None
         return {**receipt, "part": part}
 
-    def _write(self, conn: psycopg.Connection[tuple[object, ...]], lines: Iterable[pa.RecordBatch]) -> Receipt:
-        token = str(uuid.uuid4())
+    def _write(self, conn: Connection, lines: Iterable[pa.RecordBatch]) -> Receipt:
         with conn.transaction():
-            rows = Appender(self.options.table).stage(conn, self.stage, token, _tables(lines))
+            if self.shapes is not None:
+                from pgcdc.sink.pg_table.apply import Applier
+
+                receipt = Applier(self.options, self.shapes, self.adapter, _say_nothing).stage(conn, self.stage, lines)
+            else:
+                token = str(uuid.uuid4())
+                rows = Appender(self.options.table).stage(conn, self.stage, token, _tables(lines))
+                receipt = {"token": token, "rows": rows}
             hit("pg_table.part_written")
-        return {"token": token, "rows": rows}
+        return receipt
+
+
+def _say_nothing(text: str) -> None:
+    """The driver says it, when it merges."""
 
 
 def _tables(lines: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import psycopg
 
-from pgcdc.capture.database import Connection, connect
+from pgcdc.capture.database import Connection, connect, quote_literal
 from pgcdc.errors import ConnectionLost, SinkError, SinkUnavailable, SourceError
 from pgcdc.position import Position, format_lsn, stream_lsn
 from pgcdc.sink.pg_table.sqlstate import describe, explain
@@ -70,12 +70,13 @@ def connect_target(plan: SessionPlan) -> Connection:
     except SourceError as error:
         raise SinkError(f"adapter {plan.adapter}: {error.message}", error.advice) from None
     try:
-        for setting, value in {**_SETTINGS, "lock_timeout": f"{_lock_timeout_ms(plan)}ms"}.items():
-            conn.execute("SELECT set_config(%s, %s, false)", (setting, value))
+        settings = {**_SETTINGS, "lock_timeout": f"{_lock_timeout_ms(plan)}ms"}
         # What is acknowledged must survive a crash of the target; stricter settings of the role or the URL stay.
-        conn.execute(
-            "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'"
-        )
+        keep = "coalesce(nullif(current_setting('synchronous_commit'), 'off'), 'on')"
+        calls = [
+            f"set_config({quote_literal(name)}, {quote_literal(value)}, false)" for name, value in settings.items()
+        ]
+        conn.execute(f"SELECT {', '.join(calls)}, set_config('synchronous_commit', {keep}, false)".encode())
     except psycopg.Error as error:
         conn.close()
         raise explain(plan.adapter, "begin a session", error) from error

@@ -24,12 +24,14 @@ from pgcdc.position import Position
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Batch, Receipt
 from pgcdc.sink.pg_table.append import Appender
+from pgcdc.sink.pg_table.faults import is_row_fault
 from pgcdc.sink.pg_table.options import NO_ORIGIN, PgTableOptions
 from pgcdc.sink.pg_table.parts import PgTablePartWriter, url_variable
 from pgcdc.sink.pg_table.positions import Positions, TargetName
 from pgcdc.sink.pg_table.session import Say, SessionPlan, connect_target, mark_transaction, open_session, say_on_stderr
 from pgcdc.sink.pg_table.sqlstate import Blame, blame, describe, explain
 from pgcdc.sink.pg_table.target import Target
+from pgcdc.spool.shapes import ShapeHistory
 from pgcdc.state import StateDir
 
 if TYPE_CHECKING:
@@ -66,7 +68,6 @@ class PgTableSink:
             self._appender = Appender(options.table)
         else:
             from pgcdc.sink.pg_table.apply import Applier
-            from pgcdc.spool.shapes import ShapeHistory
 
             self._applier = Applier(options, ShapeHistory(self._state.shapes_file), name, self._say_once)
         self._target = Target(options, name, self._positions, self._appender, self._state)
@@ -242,7 +243,9 @@ class PgTableSink:
         conn = self._connect()
         try:
             rejects: list[Reject] = []
+            assert self._written is not None
             with conn.transaction(force_rollback=True):
+                self._positions.advance(conn, self._owner, self._written, batch.end)
                 if self._appender is not None:
                     rejects = self._appender.find_rejects(conn, batch.events)
                 elif self._applier is not None:
@@ -286,10 +289,11 @@ class PgTableSink:
         """One transaction with what is done inside, and the position behind it; then the ack in the file."""
         assert self._written is not None
         with conn.transaction():
-            yield
+            # First: if another one writes, nothing of the target is what we think, and no event is to blame.
             self._positions.advance(conn, self._owner, self._written, end)
             if self._has_origin:
                 mark_transaction(conn, end)
+            yield
             hit("pg_table.before_ack")
         hit("pg_table.committed")
         self._written = self._acked = end
@@ -345,7 +349,9 @@ class PgTableSink:
                 self._stage = quote_qualified(self._options.own_schema, stage)
                 self._appender.create_stage(conn, self._stage)
                 return PgTablePartWriter(self.name, names, plain, self._stage)
-        return PgTablePartWriter(self.name, names, plain, stage, str(self._state.shapes_file))
+        shapes = ShapeHistory(self._state.shapes_file)
+        shapes.refresh()
+        return PgTablePartWriter(self.name, names, plain, stage, shapes)
 
     def _source_variable(self) -> list[str]:
         return ["PGCDC_DB"] if os.environ.get("PGCDC_DB") == self._options.db else []
@@ -408,8 +414,7 @@ class PgTableSink:
     # --- errors
 
     def _is_event(self, error: psycopg.Error) -> bool:
-        found = blame(error)
-        return found is Blame.EVENT or (found is Blame.SHAPE and self._applier is not None)
+        return blame(error) is Blame.EVENT if self._applier is None else is_row_fault(error)
 
     def _explained(self, action: str, error: psycopg.Error) -> SinkError:
         return explain(self.name, action, error)

@@ -1,0 +1,369 @@
+"""`pgcdc dlq`: look at dead letters, deliver them again, throw them away; also beside a pipeline that runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pgcdc.cli.flags import CONFIG_OPTION, SettingsCommand, given_flags
+from pgcdc.cli.report import exit_on_error, print_table
+
+if TYPE_CHECKING:
+    from pgcdc.config import Config
+    from pgcdc.dlq.record import DeadLetter
+    from pgcdc.dlq.stores import Query, ReadableDeadLetters
+    from pgcdc.state import StateDir
+
+__all__ = ["dlq_app"]
+
+dlq_app = typer.Typer(help="Events that a target refused: look, deliver again, throw away.", no_args_is_help=True)
+
+Adapter = Annotated[str | None, typer.Option("--adapter", help="Only of this adapter.")]
+Since = Annotated[
+    str | None, typer.Option(help="Only those of the last 30m, 24h, 7d; or since a time.", metavar="TIME")
+]
+Before = Annotated[
+    str | None, typer.Option(help="Only older ones than 30m, 24h, 7d; or before a time.", metavar="TIME")
+]
+Ids = Annotated[list[str] | None, typer.Option("--id", help="Only this one. Repeatable.", metavar="ID")]
+Limit = Annotated[int, typer.Option(help="At most so many, the oldest first; 0: all.", min=0)]
+Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
+All = Annotated[bool, typer.Option("--all", help="Also letters of other pipelines in the same store.")]
+Db = Annotated[str | None, typer.Option(help="URL of the source. Better in PGCDC_DB.", metavar="URL")]
+Dlq = Annotated[str | None, typer.Option(help="The store: file or pg_table. (default: as the last run)")]
+DlqDb = Annotated[str | None, typer.Option(help="Database of the letters. Better in PGCDC_DLQ_DB.", metavar="URL")]
+DlqFile = Annotated[str | None, typer.Option(help="File of the letters.", metavar="PATH")]
+DlqTable = Annotated[str | None, typer.Option(help="Table of the letters.", metavar="NAME")]
+State = Annotated[str | None, typer.Option(help="The state directory of the pipeline.", metavar="PATH")]
+
+
+@dlq_app.command("list")
+@exit_on_error()
+def list_command(
+    adapter: Adapter = None,
+    since: Since = None,
+    before: Before = None,
+    ids: Ids = None,
+    limit: Limit = 100,
+    waiting: Annotated[bool, typer.Option("--waiting", help="Only those that are still to be delivered.")] = False,
+    every: All = False,
+    as_json: Json = False,
+    config: Annotated[Path | None, CONFIG_OPTION] = None,
+    db: Db = None,
+    dlq: Dlq = None,
+    dlq_db: DlqDb = None,
+    dlq_file: DlqFile = None,
+    dlq_table: DlqTable = None,
+    state_dir: State = None,
+) -> None:
+    """Dead letters, the oldest first."""
+    flags = _given(db=db, dlq=dlq, dlq_db=dlq_db, dlq_file=dlq_file, dlq_table=dlq_table, state_dir=state_dir)
+    settings, store = _open(flags, config)
+    found = list(store.find(_query(settings, adapter, since, before, ids, every, 0, True if waiting else None)))
+    shown = found[:limit] if limit else found
+    if as_json:
+        typer.echo(json.dumps([_brief(one) for one in shown], indent=2))
+        return
+    if shown:
+        print_table(
+            ["id", "adapter", "position", "channel", "operation", "error", "tries", "created", "outcome"],
+            [
+                [
+                    one.id, one.adapter, one.position, one.channel or "-", one.operation or "-",
+                    f"{one.error_kind}: {one.error}"[:80], str(one.attempts), _ago(one.created_at),
+                    one.outcome or "waiting",
+                ]
+                for one in shown
+            ],
+        )  # fmt: skip
+    typer.echo(_summary(found, len(shown)), err=True)
+
+
+@dlq_app.command("show")
+@exit_on_error()
+def show_command(
+    letter_id: Annotated[str, typer.Argument(metavar="ID")],
+    as_json: Json = False,
+    config: Annotated[Path | None, CONFIG_OPTION] = None,
+    db: Db = None,
+    dlq: Dlq = None,
+    dlq_db: DlqDb = None,
+    dlq_file: DlqFile = None,
+    dlq_table: DlqTable = None,
+    state_dir: State = None,
+) -> None:
+    """One dead letter, with its event."""
+    flags = _given(db=db, dlq=dlq, dlq_db=dlq_db, dlq_file=dlq_file, dlq_table=dlq_table, state_dir=state_dir)
+    letter = _get(_open(flags, config)[1], letter_id)
+    if as_json:
+        typer.echo(json.dumps(letter.to_json(), indent=2, ensure_ascii=False))
+        return
+    raw = letter.to_json()
+    event = raw.pop("event")
+    print_table(["letter", letter.id], [[name, str(value)] for name, value in raw.items() if name != "id" and value])
+    typer.echo(event)
+
+
+@dlq_app.command("purge")
+@exit_on_error()
+def purge_command(
+    adapter: Adapter = None,
+    since: Since = None,
+    before: Before = None,
+    ids: Ids = None,
+    settled: Annotated[bool, typer.Option("--settled", help="Only those that are delivered or superseded.")] = False,
+    everything: Annotated[bool, typer.Option("--everything", help="All of this pipeline.")] = False,
+    dry_run: DryRun = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    config: Annotated[Path | None, CONFIG_OPTION] = None,
+    db: Db = None,
+    dlq: Dlq = None,
+    dlq_db: DlqDb = None,
+    dlq_file: DlqFile = None,
+    dlq_table: DlqTable = None,
+    state_dir: State = None,
+) -> None:
+    """Delete dead letters for good."""
+    from pgcdc.errors import ConfigError
+
+    if not (adapter or since or before or ids or settled or everything):
+        raise ConfigError(
+            "it is not said which dead letters", "Give --adapter, --before, --id, --settled or --everything"
+        )
+    flags = _given(db=db, dlq=dlq, dlq_db=dlq_db, dlq_file=dlq_file, dlq_table=dlq_table, state_dir=state_dir)
+    settings, store = _open(flags, config)
+    query = _query(settings, adapter, since, before, ids, False, 0, False if settled else None)
+    found = list(store.find(query))
+    waiting = sum(one.is_waiting for one in found)
+    what = f"{_count(len(found))}, of which {waiting:,} still wait" if waiting else _count(len(found))
+    if dry_run or not found:
+        typer.echo(f"{what}; nothing is deleted" if found else "there are none")
+        return
+    if waiting and not yes:
+        if not sys.stdin.isatty():
+            raise ConfigError(f"deleting {what} needs a confirmation", "Add --yes; or --settled to keep those")
+        typer.confirm(f"Delete {what}? Their events are lost then", abort=True)
+    from dataclasses import replace
+
+    deleted = store.purge(replace(query, ids=tuple(one.id for one in found)))  # what came meanwhile was not asked about
+    typer.echo(f"{_count(deleted)} deleted")
+
+
+class ReplayCommand(SettingsCommand):
+    """All settings but which adapters there are: `--adapter` says whose letters."""
+
+    left_out = ("adapters",)
+
+
+@dlq_app.command("replay", cls=ReplayCommand)
+@exit_on_error()
+def replay_command(
+    ctx: typer.Context,
+    adapter: Adapter = None,
+    since: Since = None,
+    before: Before = None,
+    ids: Ids = None,
+    limit: Limit = 0,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    config: Annotated[Path | None, CONFIG_OPTION] = None,
+) -> None:
+    """Deliver dead letters again: by the run if there is one, else from here. Flags of an adapter name another target."""
+    from dataclasses import asdict
+
+    from pgcdc.dlq.office import ask_run
+    from pgcdc.dlq.offline import own_options
+    from pgcdc.dlq.replay import Tally, find_batches
+    from pgcdc.errors import SinkError
+    from pgcdc.state import Lock, StateDir
+
+    flags = given_flags(ctx)
+    plain = {key: value for key, value in flags.items() if key not in own_options(flags)}
+    settings, store = _open(plain, config)
+    state = StateDir(settings.state_dir)
+    query = _query(settings, adapter, since, before, ids, False, limit, True)
+    for one in ids or ():
+        if not (letter := _get(store, one)).is_waiting:
+            typer.echo(f"pgcdc: {one} is {letter.outcome} since {letter.replayed_at}: it does not go again", err=True)
+    names = sorted({letters[0].adapter for letters in find_batches(store, query)})
+    is_running = Lock.holder(state.run_lock) is not None
+    if dry_run:
+        _say_plan(flags, config, store, query, names, is_running=is_running and not own_options(flags))
+        return
+    if not names:
+        tally = Tally()
+    elif is_running and not own_options(flags):
+        tally = ask_run(state, query)
+    else:
+        tally = _replay_here(flags, config, state, store, query, names)
+    if as_json:
+        typer.echo(json.dumps(asdict(tally)))
+    else:
+        typer.echo(f"{tally.delivered:,} delivered, {tally.superseded:,} superseded, {tally.failed:,} refused again")
+    if tally.error:
+        raise SinkError(f"the rest was not delivered: {tally.error}")
+    if tally.failed:
+        raise typer.Exit(1)
+
+
+def _replay_here(
+    flags: dict[str, Any],
+    file: Path | None,
+    state: StateDir,
+    store: ReadableDeadLetters,
+    query: Query,
+    names: list[str],
+) -> Any:
+    from dataclasses import replace
+
+    from pgcdc.dlq.offline import open_destination, plan_destinations
+    from pgcdc.dlq.replay import Tally, deliver_again, find_batches
+
+    tally = Tally()
+    for name, destination in plan_destinations(flags, file, names).items():
+        with open_destination(state, destination) as delivery:
+            for letters in find_batches(store, replace(query, adapter=name)):
+                part = deliver_again(store, letters, delivery.redeliver)
+                tally.add(part)
+                if part.error:
+                    break
+    return tally
+
+
+def _say_plan(
+    flags: dict[str, Any],
+    file: Path | None,
+    store: ReadableDeadLetters,
+    query: Query,
+    names: list[str],
+    *,
+    is_running: bool,
+) -> None:
+    from collections import Counter
+
+    from pgcdc.config.secrets import redact_text
+    from pgcdc.dlq.offline import plan_destinations
+
+    counts = Counter(letter.adapter for letter in store.find(query))
+    if not names:
+        typer.echo("there are none that wait")
+    destinations = {} if is_running else plan_destinations(flags, file, names)
+    for name in names:
+        where = "by the run"
+        if name in destinations:
+            spec = destinations[name].spec
+            said = ", ".join(f"{key} {value}" for key, value in spec.options if isinstance(value, (str, int, Path)))
+            other = "another target: " if destinations[name].is_other else ""
+            where = f"to {other}type {spec.type}{', ' * bool(said)}{said}"
+        typer.echo(redact_text(f"would deliver {_count(counts[name])} of adapter {name} {where}"))
+
+
+# --- what the commands have in common
+
+
+def _given(**flags: str | None) -> dict[str, Any]:
+    return {name: value for name, value in flags.items() if value is not None}
+
+
+def _open(flags: dict[str, Any], file: Path | None) -> tuple[Config, ReadableDeadLetters]:
+    """The configuration, and the store that it means: or that of the last run, if it says nothing."""
+    from pgcdc.config.layers import load
+    from pgcdc.dlq.choose import make_store
+    from pgcdc.dlq.stores import ReadableDeadLetters
+    from pgcdc.errors import ConfigError
+    from pgcdc.state import StateDir, read_json
+
+    loaded = load(flags, os.environ, file)
+    settings = loaded.config
+    if not any((key,) in loaded.origins for key in ("dlq", "dlq_file", "dlq_db", "dlq_table")):
+        last = read_json(StateDir(settings.state_dir).run_status) or {}
+        known = {key: last[key] for key in ("dlq", "dlq_file", "dlq_table") if last.get(key)}
+        path = {"dlq_file": Path(known["dlq_file"])} if "dlq_file" in known else {}
+        settings = settings.model_copy(update={**known, **path})
+    elif ("dlq",) not in loaded.origins:
+        settings = settings.model_copy(update={"dlq": "file" if settings.dlq_file else "pg_table"})
+    if settings.dlq == "pg_table" and not (settings.dlq_db or settings.db):
+        raise ConfigError("no database is given for the dead letters", "Use --dlq-db, --db, PGCDC_DLQ_DB or PGCDC_DB")
+    store = make_store(settings)
+    if not isinstance(store, ReadableDeadLetters):
+        raise ConfigError(f"dead letters go to {settings.dlq}, where they cannot be read again", "Give --dlq")
+    return settings, store
+
+
+def _query(
+    settings: Config,
+    adapter: str | None,
+    since: str | None,
+    before: str | None,
+    ids: list[str] | None,
+    every: bool,
+    limit: int,
+    is_waiting: bool | None,
+) -> Query:
+    from pgcdc.dlq.choose import name_pipeline
+    from pgcdc.dlq.stores import Query
+    from pgcdc.state import StateDir
+
+    identity = StateDir(settings.state_dir).identity()
+    pipeline = None if every or identity is None else name_pipeline(identity)
+    return Query(pipeline, adapter, tuple(ids or ()), _time(since), _time(before), is_waiting, None, limit)
+
+
+def _time(text: str | None) -> datetime | None:
+    """`24h` ago, or a time as ISO 8601 writes it (UTC, if it does not say)."""
+    from pgcdc.errors import ConfigError
+    from pgcdc.stream.options import parse_seconds
+
+    if text is None:
+        return None
+    try:
+        return datetime.now(UTC) - timedelta(seconds=parse_seconds(text))
+    except ValueError:
+        pass
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigError(f"{text!r} is not a time", "Write 30m, 24h, 7d, or 2026-01-31T12:00:00") from None
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def _get(store: ReadableDeadLetters, name: str) -> DeadLetter:
+    from pgcdc.dlq.stores import Query
+    from pgcdc.errors import ConfigError
+
+    letter = next(store.find(Query(ids=(name,))), None)
+    if letter is None:
+        raise ConfigError(f"there is no dead letter {name}", "See: pgcdc dlq list")
+    return letter
+
+
+def _brief(letter: DeadLetter) -> dict[str, Any]:
+    return {name: value for name, value in letter.to_json().items() if name != "event"}
+
+
+def _count(number: int) -> str:
+    return f"{number:,} dead letter{'' if number == 1 else 's'}"
+
+
+def _summary(found: list[DeadLetter], shown: int) -> str:
+    if not found:
+        return "no dead letters"
+    times = [one.created_at for one in found]
+    waiting = sum(one.is_waiting for one in found)
+    text = f"{_count(len(found))} ({waiting:,} waiting), oldest {_ago(min(times))}, newest {_ago(max(times))}"
+    return f"{text}; {shown:,} are shown, see --limit" if shown < len(found) else text
+
+
+def _ago(time: datetime) -> str:
+    seconds = max(0, int((datetime.now(UTC) - time).total_seconds()))
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= size:
+            return f"{seconds // size}{unit} ago"
+    return f"{seconds}s ago"

@@ -1,0 +1,94 @@
+"""Secrets among the options of adapters: they do not stand in a shared file, and are never shown.
+
+A field with `json_schema_extra={"secret": True}` holds one, or may (a URL); with `"literal": False` the file may not have it
+in plain text, only `${NAME}`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pgcdc.config.adapters import FLAT_KEYS
+from pgcdc.config.misfit import KeyPath, Misfit
+from pgcdc.config.secrets import literal_part, redact_text
+from pgcdc.sink.registry import ADAPTERS
+from pgcdc.sink.webhook.options import is_secret_header, parse_headers, redact_url
+
+__all__ = ["check_literals", "hide_options", "option_secrets"]
+
+
+def _extra(kind: str, field: str) -> Mapping[str, Any]:
+    known = ADAPTERS[kind].options.model_fields.get(field) if kind in ADAPTERS else None
+    extra = known.json_schema_extra if known is not None else None
+    return extra if isinstance(extra, dict) and extra.get("secret") else {}
+
+
+def _options(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Mapping[str, Any], Any]]:
+    """Every secret option that is given: where, what is said of it, and its value."""
+    for key, value in values.items():
+        if key in FLAT_KEYS and (extra := _extra(*FLAT_KEYS[key])):
+            yield (key,), extra, value
+    items = values.get("adapters")
+    for number, item in enumerate(items if isinstance(items, (list, tuple)) else ()):
+        if isinstance(item, Mapping):
+            kind = str(item.get("type", item.get("name")))
+            for field, value in item.items():
+                if isinstance(field, str) and (extra := _extra(kind, field)):
+                    yield ("adapters", number, field), extra, value
+
+
+def option_secrets(values: Mapping[str, Any]) -> set[str]:
+    """Texts that must not be seen in a message."""
+    found: set[str] = set()
+    for _, extra, value in _options(values):
+        if isinstance(value, Mapping):
+            found.update(one for one in value.values() if isinstance(one, str))
+        elif isinstance(value, str) and ("literal" in extra or "://" not in value or "?" in value):
+            found.add(value)
+    return found
+
+
+def check_literals(raw: Mapping[str, Any]) -> None:
+    """Raise Misfit for a secret that stands in the file itself. `raw` is what the file says, with its `${NAME}`."""
+    for path, extra, value in _options(raw):
+        if extra.get("literal", True):
+            continue
+        found = value
+        if isinstance(value, str) and str(path[-1]).endswith("headers"):
+            with contextlib.suppress(ValueError):  # which is told later
+                found = parse_headers(value)
+        texts = (
+            [text for name, text in found.items() if is_secret_header(str(name))]
+            if isinstance(found, Mapping)
+            else [found]
+        )
+        if any(isinstance(text, str) and text and literal_part(text) == text for text in texts):
+            raise Misfit(
+                path,
+                "a secret stands in this file",
+                f"Write ${{NAME}} for it and set that variable, or use {path[-1]}_file",
+            )
+
+
+def hide_options(name: str, value: Any) -> Any:
+    """A value of the configuration as it may be shown: `name` is its key."""
+    if name == "adapters" and isinstance(value, list):
+        return [_hide_item(item) if isinstance(item, dict) else item for item in value]
+    return _hide(value) if name in FLAT_KEYS and _extra(*FLAT_KEYS[name]) else value
+
+
+def _hide_item(item: dict[str, Any]) -> dict[str, Any]:
+    kind = str(item.get("type", item.get("name")))
+    return {field: _hide(value) if _extra(kind, field) else value for field, value in item.items()}
+
+
+def _hide(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: "***" if isinstance(one, str) and "${" not in one else one for key, one in value.items()}
+    if not isinstance(value, str) or not value or "${" in value:
+        return value
+    if value.startswith(("http://", "https://")):
+        return redact_url(value)
+    return redact_text(value) if "://" in value else "***"

@@ -1,0 +1,293 @@
+"""One process of a command: its pipes, its environment without secrets, and its end together with all that it started.
+
+A command gets a session of its own, so that everything it starts can be ended with it: first it is asked (SIGTERM), then it
+is killed. Its error output goes to ours, line by line, with the name of the adapter.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import subprocess
+import termios
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from typing import IO
+from urllib.parse import quote
+
+import psutil
+
+from pgcdc.errors import SinkError
+from pgcdc.sink.tell import tell
+
+__all__ = ["Process", "clean_environment", "end_all", "end_leftover"]
+
+GRACE_S = 2.0
+"""How long a command may take to end when it is asked to."""
+MAX_ERROR_LINE = 4096
+_OF_LIBPQ = ("PGPASSWORD", "PGSSLPASSWORD")
+
+_alive: set[Process] = set()
+_lock = threading.Lock()
+
+
+class Process:
+    """A command that runs. Its standard input is written without blocking."""
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str], name: str, *, reads: bool) -> None:
+        """`reads`: its output is for us; else it goes where ours goes. SinkError: there is no such command."""
+        self._name = name
+        self.last_words: deque[str] = deque(maxlen=1)
+        """The last line of its error output."""
+        try:
+            self._popen = subprocess.Popen(
+                words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if reads else None,
+                stderr=subprocess.PIPE,
+                env=dict(environment),
+                start_new_session=True,
+                bufsize=0,
+            )
+        except OSError as error:
+            raise SinkError(
+                f"the command of adapter {name} cannot be started: {words[0]}: {error.strerror}",
+                "Correct exec_command or exec_argv; nothing is lost",
+            ) from error
+        assert self._popen.stdin is not None and self._popen.stderr is not None
+        self.pid = self._popen.pid
+        self._input: IO[bytes] | None = self._popen.stdin
+        self._output: IO[bytes] | None = self._popen.stdout
+        os.set_blocking(self._popen.stdin.fileno(), False)
+        if self._output is not None:
+            os.set_blocking(self._output.fileno(), False)
+        self._is_reaped = False
+        self._ending = threading.Lock()
+        self._errors = threading.Thread(target=self._pass_errors, name=f"stderr-{name}", daemon=True)
+        self._errors.start()
+        with _lock:
+            _alive.add(self)
+
+    @property
+    def started_at(self) -> float:
+        """When it was started, as the system says: a process with the same number and another time is another one."""
+        try:
+            return psutil.Process(self.pid).create_time()
+        except psutil.Error:  # it has ended already
+            return 0.0
+
+    # --- talking to it
+
+    def exchange(self, data: memoryview, timeout_s: float) -> tuple[int, bytes]:
+        """Wait until it takes some of `data`, says something, or the time is over. How much it took, and what it said.
+
+        BrokenPipeError: it reads no more. `b""` with its output closed: see `has_output`.
+        """
+        poll = select.poll()
+        if data and self._input is not None:
+            poll.register(self._input, select.POLLOUT)
+        if self._output is not None:
+            poll.register(self._output, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(max(0, timeout_s) * 1000)}
+        taken = 0
+        if (
+            self._input is not None and self._input.fileno() in ready
+        ):  # first: what it said must not get lost by an error
+            with contextlib.suppress(BlockingIOError):
+                taken = os.write(self._input.fileno(), data[: 1 << 16])
+        is_heard = self._output is not None and self._output.fileno() in ready
+        return taken, self._read() if is_heard else b""
+
+    def _read(self) -> bytes:
+        assert self._output is not None
+        try:
+            said = os.read(self._output.fileno(), 1 << 16)
+        except BlockingIOError:
+            return b""
+        if not said:
+            self._output.close()
+            self._output = None
+        return said
+
+    @property
+    def unread(self) -> int:
+        """How many bytes it has been given, and has not read."""
+        if self._input is None:
+            return 0
+        count = array.array("i", [0])
+        fcntl.ioctl(self._input, termios.FIONREAD, count)
+        return count[0]
+
+    @property
+    def has_output(self) -> bool:
+        """Whether its output can still say something."""
+        return self._output is not None
+
+    def close_input(self) -> None:
+        """No more events: a command that reads to the end of its input ends now."""
+        if self._input is not None:
+            self._input.close()
+            self._input = None
+
+    # --- its end
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit status when it has ended within this time, negative for a signal; None if it has not.
+
+        What it left running is ended first, while its number still cannot be anybody else's.
+        """
+        deadline, pause_s = time.monotonic() + timeout_s, 0.0005
+        while not self.has_ended:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            time.sleep(min(left, pause_s))
+            pause_s = min(2 * pause_s, 0.01)
+        return self._finish()
+
+    def end(self, grace_s: float = GRACE_S) -> int:
+        """End it and everything that it started."""
+        self.close_input()
+        if not self.has_ended:
+            self._signal(signal.SIGTERM)
+            if (status := self.wait(grace_s)) is not None:
+                return status
+            self._signal(signal.SIGKILL)
+        while not self.has_ended:  # nothing outlives SIGKILL, but it takes a moment
+            time.sleep(0.002)
+        return self._finish()
+
+    def kill(self) -> None:
+        """End it at once, from any thread."""
+        self._signal(signal.SIGKILL)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has. Nobody takes note of it here, which would give its number back."""
+        if self._is_reaped:
+            return True
+        with contextlib.suppress(ChildProcessError):
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return True
+
+    def _finish(self) -> int:
+        with self._ending:
+            if not self._is_reaped:
+                self._end_rest()
+                self._popen.wait()
+                self._is_reaped = True
+                with _lock:
+                    _alive.discard(self)
+        self.close_input()
+        if self._output is not None:
+            self._output.close()
+            self._output = None
+        self._errors.join(0.2)  # somebody who left the session may have it open
+        return self._popen.returncode
+
+    def _end_rest(self) -> None:
+        """End what a command has left in its session: its own end means that it is done."""
+        for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+            deadline = time.monotonic() + patience_s
+            is_told = False
+            while self._has_company() and time.monotonic() < deadline:
+                if not is_told:
+                    self._signal(number)
+                    is_told = True
+                time.sleep(0.005)
+
+    def _has_company(self) -> bool:
+        """Whether anybody else is in its process group."""
+        for pid in psutil.pids():
+            with contextlib.suppress(OSError, psutil.Error):
+                if pid != self.pid and os.getpgid(pid) == self.pid and psutil.Process(pid).status() != "zombie":
+                    return True
+        return False
+
+    def _signal(self, number: int) -> None:
+        if not self._is_reaped:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+    def _pass_errors(self) -> None:
+        assert self._popen.stderr is not None
+        with contextlib.suppress(OSError, ValueError), self._popen.stderr as errors:
+            while raw := errors.readline(MAX_ERROR_LINE):
+                text = raw.decode(errors="replace").rstrip()
+                if text:
+                    self.last_words.append(text)
+                    tell(self._name, text)
+
+
+# --- processes that nobody waits for any more
+
+
+def end_all() -> None:
+    """Kill what is left of all commands: for the end of this process, when nothing can be waited for."""
+    with _lock:
+        left = list(_alive)
+    for process in left:
+        process.kill()
+
+
+atexit.register(end_all)
+
+
+def end_leftover(pid: int, started_at: float, grace_s: float = GRACE_S) -> bool:
+    """End a command of an earlier run that was killed, if it still runs. Whether it did."""
+    try:
+        process = psutil.Process(pid)
+        if abs(process.create_time() - started_at) > 0.1 or process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            os.killpg(pid, number)
+            with contextlib.suppress(psutil.TimeoutExpired):
+                process.wait(grace_s)
+                break
+        with contextlib.suppress(ProcessLookupError):  # what it had started
+            os.killpg(pid, signal.SIGKILL)
+    except (psutil.Error, OSError):
+        return False
+    return True
+
+
+# --- its environment
+
+
+def clean_environment(environ: Mapping[str, str], keep: Collection[str] = ()) -> dict[str, str]:
+    """The environment without secrets of pgcdc: its variables, and whatever holds the password of its database."""
+    secrets = _passwords(environ)
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in keep
+        or not (name.startswith("PGCDC_") or name in _OF_LIBPQ or any(_holds(value, secret) for secret in secrets))
+    }
+
+
+def _passwords(environ: Mapping[str, str]) -> set[str]:
+    from psycopg import Error
+    from psycopg.conninfo import conninfo_to_dict
+
+    found = {environ.get(name) for name in _OF_LIBPQ}
+    with contextlib.suppress(Error):
+        known = conninfo_to_dict(environ.get("PGCDC_DB", ""))
+        found |= {str(known.get("password") or ""), str(known.get("sslpassword") or "")}
+    return {one for one in found if one}
+
+
+def _holds(value: str, secret: str) -> bool:
+    """Whether a variable is the password, or a URL or DSN with it. A short password is part of many other words."""
+    return (
+        value == secret
+        or f":{secret}@" in value
+        or f":{quote(secret, safe='')}@" in value
+        or f"password={secret}" in value
+    )

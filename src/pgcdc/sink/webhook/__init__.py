@@ -1,0 +1,1 @@
+"""The adapter `webhook`: events as HTTP requests."""

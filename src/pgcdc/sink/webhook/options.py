@@ -1,0 +1,203 @@
+"""What the adapter `webhook` is told."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+
+__all__ = ["WebhookOptions", "is_secret_header", "parse_headers", "redact_url", "secrets_of"]
+
+MAX_CONCURRENCY = 1024
+MAX_BATCH_SIZE = 100_000
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_VALUE = re.compile(r"[\t\x20-\x7e]*")
+_OURS = re.compile(
+    r"(?i)x-pgcdc-.*|content-(length|encoding)|transfer-encoding|connection|host|expect|te|trailer|upgrade"
+)
+_SECRET_HEADER = re.compile(r"(?i)auth|cookie|token|secret|key|password|signature|credential")
+
+
+def parse_headers(value: Any) -> Any:
+    """A mapping in YAML; in flags, variables and files lines of `Name: value`, or a JSON object."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            raise ValueError('this is no JSON object; write {"Name": "value"}, or lines of Name: value') from None
+    found = {}
+    for line in filter(str.strip, value.splitlines()):
+        name, colon, text = line.partition(":")
+        if not colon:
+            raise ValueError("a header has no colon; write Name: value, one in each line")
+        found[name.strip()] = text.strip()
+    return found
+
+
+Headers = Annotated[
+    dict[str, str],
+    BeforeValidator(parse_headers),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object", "additionalProperties": {"type": "string"}}]}),
+]
+
+
+class WebhookOptions(BaseModel):
+    """Events as HTTP requests to one URL."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    url: str = Field(
+        default="",
+        repr=False,
+        description="where events are posted to, https://...; one with a secret better in PGCDC_WEBHOOK_URL",
+        json_schema_extra={"secret": True},
+    )
+    url_file: str | None = Field(default=None, description="the file that holds the URL, instead of url")
+    headers: Headers = Field(
+        default={},
+        repr=False,
+        description="more headers, a mapping in YAML, else lines of Name: value",
+        json_schema_extra={"secret": True, "literal": False},
+    )
+    headers_file: str | None = Field(default=None, description="the file with more headers, lines of Name: value")
+    signing_key: str = Field(
+        default="",
+        repr=False,
+        description="key of the signature X-PGCDC-Signature, better in PGCDC_WEBHOOK_SIGNING_KEY",
+        json_schema_extra={"secret": True, "literal": False},
+    )
+    signing_key_file: str | None = Field(default=None, description="the file that holds the key of the signature")
+    batch_size: int = Field(
+        default=1, ge=1, le=MAX_BATCH_SIZE, description="events in a request; more than 1: as a JSON array"
+    )
+    concurrency: int = Field(
+        default=8, ge=1, le=MAX_CONCURRENCY, description="requests at the same time; events of one key stay in order"
+    )
+    request_timeout: float = Field(default=10.0, gt=0, description="seconds for one request and its answer")
+    gzip: bool = Field(default=False, description="compress requests (Content-Encoding: gzip)")
+    allow_private: bool = Field(
+        default=False, description="also private, loopback and link-local addresses, and those of cloud metadata"
+    )
+    proxy_from_env: bool = Field(default=False, description="use the proxy of HTTPS_PROXY, HTTP_PROXY and NO_PROXY")
+    ca_file: str | None = Field(default=None, description="certificates that are trusted, instead of the system's")
+    cert_file: str | None = Field(default=None, description="our own certificate, for servers that ask for one")
+    key_file: str | None = Field(default=None, description="the key of cert_file, if it is not in it")
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        return check_url(url) if url else url
+
+    @field_validator("headers")
+    @classmethod
+    def _check_headers(cls, headers: dict[str, str]) -> dict[str, str]:
+        return check_headers(headers)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> WebhookOptions:
+        if bool(self.url) == bool(self.url_file):
+            raise ValueError("url or url_file is needed" if not self.url else "url and url_file are both given")
+        if self.signing_key and self.signing_key_file:
+            raise ValueError("signing_key and signing_key_file are both given")
+        if self.key_file and not self.cert_file:
+            raise ValueError("key_file is given without cert_file")
+        return self
+
+    def read_url(self) -> str:
+        """The URL, from where it is said to be. ConfigError: the file cannot be read, or has none."""
+        if not self.url_file:
+            return self.url
+        return self._read(self.url_file, "the URL", lambda text: check_url(text.strip()))
+
+    def read_signing_key(self) -> str:
+        """The key of the signature; empty: none."""
+        if not self.signing_key_file:
+            return self.signing_key
+        return self._read(self.signing_key_file, "the key of the signature", str)
+
+    def read_headers(self) -> dict[str, str]:
+        """All headers that the user wants; those of the file win."""
+        if not self.headers_file:
+            return dict(self.headers)
+        from pgcdc.errors import ConfigError
+
+        path = Path(self.headers_file)
+        try:
+            found = check_headers(parse_headers(path.read_text()))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}", "It is to hold headers") from None
+        except ValueError as error:
+            reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error
+            raise ConfigError(f"{path}: {reason}", "It is to hold headers, lines of Name: value") from None
+        return {**self.headers, **found}
+
+    def _read(self, file: str, what: str, check: Any) -> str:
+        from pgcdc.config.secrets import read_secret
+        from pgcdc.errors import ConfigError
+
+        text = read_secret(Path(file), what)
+        try:
+            return str(check(text))
+        except ValueError as error:
+            raise ConfigError(f"{file}: {error}", f"It is to hold {what}") from None
+
+
+def check_url(url: str) -> str:
+    """The URL. ValueError: it is none that can be used; the text says nothing of what may be secret in it."""
+    try:
+        parts = urlsplit(url)
+        port, host = parts.port, parts.hostname
+    except ValueError:
+        raise ValueError("this is no URL; write https://host/path") from None
+    if parts.scheme not in ("http", "https") or not host or port == 0 or re.search(r"[\s\x00-\x1f\x7f]", url):
+        raise ValueError("this is no URL of a webhook; write https://host/path")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("user and password stand in the URL; put them into headers, as Authorization")
+    if parts.fragment:
+        raise ValueError("a URL of a webhook has no #; leave it out, or write %23")
+    return url
+
+
+def check_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """The headers. ValueError: one that cannot be sent, or is ours; values are not told."""
+    for name, value in headers.items():
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{name!r:.60} is no name of a header")
+        if not isinstance(value, str) or not _VALUE.fullmatch(value):
+            raise ValueError(f"the value of the header {name} cannot be sent")
+        if _OURS.fullmatch(name):
+            raise ValueError(f"the header {name} is set by pgcdc")
+    return dict(headers)
+
+
+def is_secret_header(name: str) -> bool:
+    """Whether the value of a header with this name is likely a secret."""
+    return bool(_SECRET_HEADER.search(name))
+
+
+def redact_url(url: str) -> str:
+    """A URL as it may be shown: neither user nor query, which may be secret."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        port = f":{parts.port}" if parts.port else ""
+    except ValueError:
+        return "***"
+    host = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{host}{port}{parts.path}" + ("?***" if parts.query else "")
+
+
+def secrets_of(url: str, headers: Mapping[str, str], signing_key: str) -> set[str]:
+    """Texts that must not be seen in any message."""
+    query = urlsplit(url).query
+    found = {url, query, unquote(query), signing_key, *(value for _, value in parse_qsl(query))}
+    for value in headers.values():
+        found |= {value, value.rpartition(" ")[2]}  # also without its `Bearer`
+    return found - {""}

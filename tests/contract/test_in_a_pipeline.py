@@ -1,0 +1,199 @@
+"""The contract of sinks, in a real pipeline: all of them at once, each with its target."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from databases import Database
+from laning import Run
+from listening import wait_until
+from sink_targets import PLAIN, Target, fresh
+
+from pgcdc.errors import SinkUnavailable
+from pgcdc.position import Position
+from pgcdc.sink.base import Batch, ParallelSink
+from pgcdc.sink.delivery import Delivery
+from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
+from pgcdc.stream.member import Adapter
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+NAMES = [name for name in PLAIN if name not in ("file_picky", "folder_in_two_parts")]
+ROWS = 100_000
+
+
+class Gate:
+    """Stands before the `write` of a sink: lets through, refuses, or takes its time."""
+
+    def __init__(self, sink: Any) -> None:
+        self.is_shut = False
+        self.pause_s = 0.0
+        self.commits = 0
+        self.in_flight = threading.Event()
+        self._write, self._commit = sink.write, getattr(sink, "commit_parts", None)
+        sink.write = self._pass
+        if self._commit is not None:
+            sink.commit_parts = self._pass_parts
+
+    def _pass(self, batch: Batch) -> None:
+        if self.is_shut:
+            raise SinkUnavailable("the gate is shut", "Open it")
+        if self.pause_s and batch.events.num_rows:
+            self.in_flight.set()
+            time.sleep(self.pause_s)
+        self._write(batch)
+
+    def _pass_parts(self, start: Position, end: Position, receipts: Sequence[dict[str, Any]]) -> None:
+        assert self._commit is not None
+        self._commit(start, end, receipts)
+        self.commits += len(receipts)
+
+
+class All(Run):
+    """A pipeline with a sink for each target."""
+
+    def __init__(self, spark: SparkSession, url: str, folder: Path, targets: dict[str, Target]) -> None:
+        super().__init__(spark, url, folder, list(targets))
+        self.targets = targets
+        self.gates: dict[str, Gate] = {}
+
+    def _make_adapters(self, specs: Sequence[AdapterSpec]) -> list[Adapter]:
+        made = []
+        for one in specs:
+            target = self.targets[one.name]
+            target.acks, target.name = self.state.acks, one.name
+            sink = target.sink()
+            self.gates[one.name] = Gate(sink)
+            delivery = Delivery(sink, DeliveryOptions(max_retries=0, cb_max_failures=0, timeout=120.0))
+            delivery.check()
+            made.append(Adapter(one.name, delivery, self._chain(one), one.priority))
+        return made
+
+    def wait_for_all(self, last: Position, names: Sequence[str] = NAMES, timeout_s: float = 60.0) -> None:
+        def behind() -> list[str]:
+            return [name for name in names if (self.seen.ack(name) or Position.end(0)) < last]
+
+        wait_until(lambda: not behind(), timeout_s, f"{behind()} have everything up to {last}: {self.lines[-5:]}")
+
+
+class Source:
+    """Fills the table `items`. What a row says of its position is a number that counts up."""
+
+    def __init__(self, url: str) -> None:
+        self._conn = psycopg.connect(url, autocommit=True)
+        self._conn.execute("CREATE TABLE items (id bigint PRIMARY KEY, position text, text text)")
+        self.rows = 0
+
+    def insert(self, count: int, transactions: int = 1) -> Position:
+        """Rows in so many transactions of the same size; up to where a sink must be that has them."""
+        for _ in range(transactions):
+            first, self.rows = self.rows + 1, self.rows + count // transactions
+            self._conn.execute(
+                "INSERT INTO items SELECT n, '0000000000000001/' || lpad(upper(to_hex(n)), 12, '0'), 'ä🐘 ' || n "
+                "FROM generate_series(%s::int, %s::int) AS n",
+                [first, self.rows],
+            )
+        row = self._conn.execute("SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn").fetchone()
+        assert row is not None
+        return Position(int(row[0]), 0)
+
+    def close(self) -> None:
+        self._conn.close()
+
+
+@pytest.fixture
+def source(database: Database) -> Iterator[Source]:
+    one = Source(database.url)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def start(spark: SparkSession, database: Database, tmp_path: Path) -> Iterator[Callable[[], All]]:
+    runs: list[All] = []
+    with contextlib.ExitStack() as stack:
+        targets = {name: stack.enter_context(fresh(name)) for name in NAMES}
+
+        def begin() -> All:
+            runs.append(All(spark, database.url, tmp_path, targets))
+            runs[-1].begin()
+            wait_until(lambda: runs[-1].said("ready:"), 60, "the pipeline is ready")
+            return runs[-1]
+
+        yield begin
+        for run in runs:
+            for gate in run.gates.values():
+                gate.is_shut, gate.pause_s = False, 0.0
+            run.stop()
+            with contextlib.suppress(Exception):
+                run.wait(30)
+
+
+def check_all(targets: dict[str, Target], rows: int) -> None:
+    """Every row is at every target, once: nothing has crashed."""
+    expected = [str(Position(1, number)) for number in range(1, rows + 1)]
+    for name, target in targets.items():
+        if target.keeps:
+            got = [json.loads(line)["payload"]["row"]["position"] for line in target.lines()]
+            twice = [one for one, count in Counter(got).items() if count > 1]
+            assert sorted(got) == expected, f"{name}: {len(got)} of {rows}, twice: {twice[:5]}"
+
+
+def test_every_sink_moves_to_a_lane_of_its_own_and_back_and_stops_in_the_middle_of_traffic(
+    start: Callable[[], All], source: Source
+) -> None:
+    run = start()
+    targets = run.targets
+    movers = [name for name in NAMES if name != "noop"]  # one stays, and goes on
+    run.wait_for_all(source.insert(30, 3))
+    for name in movers:
+        run.gates[name].is_shut = True
+    run.wait_for_all(source.insert(20, 2), ["noop"])
+    wait_until(lambda: all(map(run.seen.is_out, movers)), 60, f"all leave: {run.seen.lanes()}")
+    run.wait_for_all(source.insert(20, 2), ["noop"])
+    for name in movers:
+        run.gates[name].is_shut = False
+    last = source.insert(20, 2)
+    run.wait_for_all(last)
+    wait_until(lambda: not any(map(run.seen.is_out, movers)), 60, f"all come back: {run.seen.lanes()}")
+    run.wait_for_all(source.insert(10))
+    check_all(targets, source.rows)
+
+    for gate in run.gates.values():
+        gate.pause_s = 0.5
+        gate.in_flight.clear()
+    last = source.insert(20, 4)
+    for name, gate in run.gates.items():
+        assert gate.in_flight.wait(30), f"{name} is not in the middle of a write"
+    run.end()
+    again = start()
+    again.wait_for_all(max(last, source.insert(5)))
+    again.end()
+    check_all(targets, source.rows)  # each once: a stop is no crash
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_rows_at_once(start: Callable[[], All], source: Source, spark: SparkSession) -> None:
+    run = start()
+    # Executors find URLs in their environment; the JVM of all tests is older than the databases of this one.
+    found = {name: value for name, value in os.environ.items() if name.startswith("PGCDC_EXECUTOR_DB_")}
+    spark.sparkContext.environment.update(found)
+    run.wait_for_all(source.insert(5))
+    run.wait_for_all(source.insert(ROWS), timeout_s=240)
+    run.wait_for_all(source.insert(5))
+    run.end()
+    check_all(run.targets, source.rows)
+    for name, gate in run.gates.items():
+        if isinstance(run.targets[name].sink(), ParallelSink):
+            assert gate.commits >= 2, f"executors have not written to {name}"

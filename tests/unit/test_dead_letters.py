@@ -1,0 +1,627 @@
+"""Events that a target refuses: each goes to the dead letters once, durably, before the others are delivered."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from deliveries import END, START, Diary, FakeClock, ScriptedSink, batch, down
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pgcdc.dlq import DeadLetter, DeadLetters, Dropped, Query, StderrDeadLetters
+from pgcdc.dlq.file_store import FileDeadLetters
+from pgcdc.dlq.record import make_letter
+from pgcdc.errors import Policy, Reject, SinkError, SinkRejected, SinkUnavailable, StateError, policy_of
+from pgcdc.ops.counters import DEAD_LETTERS, counters
+from pgcdc.position import Position
+from pgcdc.sink.base import Batch
+from pgcdc.sink.delivery import CircuitOpen, Delivery, SinkTimeout
+from pgcdc.sink.pace import BreakerState
+from pgcdc.sink.spec import DeliveryOptions
+
+
+class Memory:
+    """A store that can fail."""
+
+    def __init__(self) -> None:
+        self.pipeline = "1/slot"
+        self.letters: dict[str, DeadLetter] = {}
+        self.calls: list[int] = []
+        self.fails: Exception | None = None
+
+    def check(self) -> None: ...
+    def open(self) -> None: ...
+    def close(self) -> None: ...
+
+    def record(self, letters: Sequence[DeadLetter]) -> None:
+        if self.fails is not None:
+            raise self.fails
+        self.calls.append(len(letters))
+        for letter in letters:
+            self.letters.setdefault(letter.id, letter)
+
+    def find(self, query: Query) -> Iterator[DeadLetter]:
+        return iter(sorted(filter(query.matches, self.letters.values()), key=lambda one: one.position))
+
+    def mark(self, ids: Sequence[str], outcome: str, at: datetime | None, error: str = "") -> None:
+        for name in ids:
+            self.letters[name] = replace(self.letters[name], outcome=outcome, replayed_at=at)
+
+    def purge(self, query: Query) -> int:
+        raise NotImplementedError
+
+    @property
+    def positions(self) -> list[str]:
+        return sorted(one.position for one in self.letters.values())
+
+
+class PickySink(ScriptedSink):
+    """Refuses events for good, whenever it is asked: `bad` by position. After what the script says."""
+
+    def __init__(self, bad: Sequence[str], *script: Exception | str | None, at_once: int = 1_000_000) -> None:
+        super().__init__(*script)
+        self.bad = set(bad)
+        self.at_once = at_once
+
+    def _write(self, batch: Batch) -> None:
+        if not self.script or self.script[0] is None:
+            found = [one for one in batch.events.column("position").to_pylist() if one in self.bad]
+            if found:
+                del self.script[:1]
+                self.sizes.append(batch.events.num_rows)
+                rejects = [Reject(one, "http_400", f"no {one}") for one in found[: self.at_once]]
+                raise SinkRejected("refused", "look at it", rejects)
+        super()._write(batch)
+
+
+class Setup:
+    def __init__(self, sink: ScriptedSink, store: DeadLetters | None = None, **options: Any) -> None:
+        self.clock, self.sink, self.diary = FakeClock(), sink, Diary()
+        self.store = store or Memory()
+        self.delivery = Delivery(
+            sink, DeliveryOptions(**options), self.diary, self.store, clock=self.clock, uniform=lambda low, high: high
+        )
+        self.clock.is_working = lambda: self.delivery._is_writing and not self.sink.is_hanging
+
+
+def at(*numbers: int) -> list[str]:
+    return [str(Position(101, number)) for number in numbers]
+
+
+# --- delivery
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 10])
+def test_refused_events_are_recorded_and_the_others_are_delivered(at_once: int) -> None:
+    setup = Setup(PickySink(at(2, 4, 5), at_once=at_once))
+    before = counters.get(DEAD_LETTERS, adapter="scripted")
+    setup.delivery.write(batch(6))
+    assert setup.sink.written == [f"{one}\n" for one in at(1, 3, 6)]
+    assert setup.sink.ack == END
+    assert isinstance(setup.store, Memory) and setup.store.positions == at(2, 4, 5)
+    letter = next(iter(setup.store.letters.values()))
+    assert (letter.pipeline, letter.adapter, letter.error_kind, letter.attempts) == (
+        "1/slot",
+        "scripted",
+        "http_400",
+        1,
+    )
+    assert letter.lines() == [f"{letter.position}\n"]
+    assert setup.delivery.dead_letters == 3 == counters.get(DEAD_LETTERS, adapter="scripted") - before
+    assert [one[1] for one in setup.diary.told if one[0] == "failure"] == []
+
+
+def test_letters_are_there_before_anything_is_delivered_without_them() -> None:
+    sink, seen = PickySink(at(2)), []
+    setup = Setup(sink)
+    inner = sink._write
+
+    def write(batch: Batch) -> None:
+        assert isinstance(setup.store, Memory)
+        seen.append((batch.events.num_rows, setup.store.positions))
+        inner(batch)
+
+    sink._write = write  # type: ignore[method-assign]
+    setup.delivery.write(batch(3))
+    assert seen == [(3, []), (2, at(2))]
+
+
+def test_batch_of_which_everything_is_refused_moves_the_ack() -> None:
+    setup = Setup(PickySink(at(1, 2, 3)))
+    setup.delivery.write(batch(3))
+    assert setup.sink.written == [] and setup.sink.ack == END and setup.delivery.dead_letters == 3
+
+
+def test_tries_before_the_refusal_count_and_the_rest_has_all_its_tries() -> None:
+    setup = Setup(PickySink(at(2), down(), down(), None), max_retries=2, backoff_base=0.1)
+    setup.delivery.write(batch(3))
+    assert isinstance(setup.store, Memory)
+    assert [one.attempts for one in setup.store.letters.values()] == [3]
+    assert setup.sink.ack == END
+
+
+def test_without_a_store_a_refused_event_stops_everything() -> None:
+    delivery = Delivery(sink := PickySink(at(2)))
+    with pytest.raises(SinkRejected):
+        delivery.write(batch(3))
+    assert sink.ack == START
+
+
+def test_nameless_refusal_stops_everything() -> None:
+    setup = Setup(ScriptedSink(SinkRejected("some of them")))
+    with pytest.raises(SinkRejected):
+        setup.delivery.write(batch(3))
+    assert setup.sink.ack == START and setup.delivery.dead_letters == 0
+
+
+@pytest.mark.parametrize("error", [StateError("disk full", "make room"), OSError(5, "I/O"), ValueError("x")], ids=repr)
+def test_store_that_is_down_stops_the_adapter_and_nothing_is_passed_over(error: Exception) -> None:
+    setup = Setup(PickySink(at(2)))
+    assert isinstance(setup.store, Memory)
+    setup.store.fails = error
+    with pytest.raises(SinkError, match="could not be written") as caught:
+        setup.delivery.write(batch(3))
+    assert policy_of(caught.value) is Policy.STOP and not isinstance(caught.value, SinkUnavailable)
+    assert at(2)[0] in caught.value.message and "http_400" in caught.value.message
+    assert setup.sink.ack == START and setup.sink.written == [] and setup.delivery.dead_letters == 0
+    setup.store.fails = None
+    setup.delivery.write(batch(3))
+    assert setup.store.positions == at(2) and setup.sink.ack == END
+
+
+def test_event_that_it_was_not_given_is_a_defect() -> None:
+    setup = Setup(ScriptedSink(SinkRejected("x", "", [Reject(str(Position(999, 1)), "k", "t")])))
+    with pytest.raises(SinkError, match="was not given"):
+        setup.delivery.write(batch(3))
+
+
+def test_event_that_is_refused_again_when_it_was_left_out_is_a_defect_and_no_endless_loop() -> None:
+    reject = SinkRejected("x", "", [Reject(at(2)[0], "k", "t")])
+    setup = Setup(ScriptedSink(reject, reject))
+    with pytest.raises(SinkError, match="was not given"):
+        setup.delivery.write(batch(3))
+
+
+def test_lines_that_share_a_position_are_one_letter() -> None:
+    positions = at(1, 2, 2, 3)
+    table = pa.table({"position": positions, "line": ["a\n", "b\n", "c\n", "d\n"]})
+    setup = Setup(PickySink(at(2)))
+    setup.delivery.write(Batch(START, END, table))
+    assert isinstance(setup.store, Memory)
+    assert [one.lines() for one in setup.store.letters.values()] == [["b\n", "c\n"]]
+    assert setup.sink.written == ["a\n", "d\n"]
+
+
+# --- again, after a failure or a crash
+
+
+def test_refused_again_by_a_later_try_or_process_it_has_one_letter() -> None:
+    store = Memory()
+    first = Setup(PickySink(at(2), None, down(), down()), store, max_retries=1)
+    with pytest.raises(SinkUnavailable):
+        first.delivery.write(batch(3))
+    assert store.positions == at(2) and first.sink.ack == START
+    first.delivery.write(batch(3))
+    assert store.calls == [1] and first.delivery.dead_letters == 1
+    second = Setup(PickySink(at(2)), store)  # its process crashed before the ack
+    second.delivery.write(batch(3))
+    assert store.calls == [1] and len(store.letters) == 1 and second.delivery.dead_letters == 0
+    assert second.sink.written == [f"{one}\n" for one in at(1, 3)]
+
+
+def test_event_that_is_taken_after_all_is_no_dead_letter_any_more() -> None:
+    store = Memory()
+    sink = PickySink(at(2, 3), None, down(), down())
+    setup = Setup(sink, store, max_retries=1)
+    with pytest.raises(SinkUnavailable):
+        setup.delivery.write(batch(3))
+    sink.bad = set(at(3))  # somebody repaired the target
+    setup.delivery.write(batch(3))
+    assert {one.position: one.outcome for one in store.letters.values()} == dict(
+        zip(at(2, 3), ["delivered", None], strict=True)
+    )
+
+
+def test_what_is_left_of_an_older_delivery_does_not_settle_what_was_filtered_out() -> None:
+    store = Memory()
+    setup = Setup(PickySink(at(2), None, down(), down()), store, max_retries=1)
+    with pytest.raises(SinkUnavailable):
+        setup.delivery.write(batch(3))
+    setup.delivery.write(batch(3).without(at(2)))  # another route now
+    assert [one.is_waiting for one in store.letters.values()] == [True]
+
+
+# --- too many
+
+
+def test_more_refused_events_in_a_row_than_allowed_stop_the_adapter() -> None:
+    setup = Setup(PickySink(at(*range(1, 6))), dead_letter_limit=4)
+    with pytest.raises(SinkError, match="refuses 5 events in a row") as caught:
+        setup.delivery.write(batch(6))
+    assert policy_of(caught.value) is Policy.STOP
+    assert "scripted_dead_letter_limit" in caught.value.advice
+    assert setup.sink.ack == START
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_row_goes_over_batches_and_one_success_ends_it(at_once: int) -> None:
+    def story(sink_bad: Sequence[str]) -> Setup:
+        setup = Setup(PickySink(sink_bad, at_once=at_once), dead_letter_limit=3)
+        setup.delivery.write(batch(2))
+        setup.delivery.write(batch(2, END, Position.end(120)))
+        return setup
+
+    first, second = at(1, 2), [str(Position(111, number)) for number in (1, 2)]
+    with pytest.raises(SinkError, match="4 events in a row"):
+        story([*first, *second])
+    assert story([*first, second[1]]).delivery.dead_letters == 3
+    assert story([first[1], *second]).delivery.dead_letters == 3
+
+
+def test_row_may_be_endless() -> None:
+    setup = Setup(PickySink(at(*range(1, 3001))), dead_letter_limit=0)
+    setup.delivery.write(batch(3000))
+    assert setup.delivery.dead_letters == 3000
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 5), st.integers(1, 4), st.integers(1, 30))
+def test_the_longest_row_decides_whatever_the_cuts(bad: list[bool], limit: int, at_once: int, size: int) -> None:
+    longest = max(map(len, "".join("x" if one else " " for one in bad).split()), default=0)
+    numbers = range(1, len(bad) + 1)
+    setup = Setup(
+        PickySink([one for one, is_bad in zip(at(*numbers), bad, strict=True) if is_bad], at_once=at_once),
+        dead_letter_limit=limit, rate_limit=1e6, rate_limit_burst=size,
+    )  # fmt: skip
+    if longest > limit:
+        with pytest.raises(SinkError, match="in a row"):
+            setup.delivery.write(batch(len(bad)))
+    else:
+        setup.delivery.write(batch(len(bad)))
+        assert setup.delivery.dead_letters == sum(bad)
+        assert len(setup.sink.written) == len(bad) - sum(bad)
+
+
+# --- tries that are used up
+
+
+def busy(*numbers: int) -> SinkUnavailable:
+    error = down()
+    error.positions = tuple(at(*numbers))
+    return error
+
+
+def test_used_up_tries_wait_unless_told_otherwise() -> None:
+    setup = Setup(ScriptedSink(busy(2), busy(2)), max_retries=1)
+    with pytest.raises(SinkUnavailable):
+        setup.delivery.write(batch(3))
+    assert setup.delivery.dead_letters == 0
+
+
+def test_event_that_used_up_its_tries_is_set_aside_if_that_is_wanted() -> None:
+    setup = Setup(ScriptedSink(busy(2), busy(2)), max_retries=1, on_exhausted="dead_letter")
+    setup.delivery.write(batch(3))
+    assert isinstance(setup.store, Memory)
+    (letter,) = setup.store.letters.values()
+    assert (letter.position, letter.error_kind, letter.attempts) == (at(2)[0], "exhausted", 2)
+    assert setup.sink.ack == END and setup.sink.written == [f"{one}\n" for one in at(1, 3)]
+
+
+def test_target_that_is_down_takes_nobody_with_it() -> None:
+    setup = Setup(ScriptedSink(down(), down()), max_retries=1, on_exhausted="dead_letter")
+    with pytest.raises(SinkUnavailable):
+        setup.delivery.write(batch(3))
+    assert setup.delivery.dead_letters == 0 and setup.sink.ack == START
+
+
+def test_breaker_opens_before_everything_has_used_up_its_tries() -> None:
+    setup = Setup(ScriptedSink(busy(1), busy(2), busy(3)), max_retries=0, on_exhausted="dead_letter", cb_max_failures=2)
+    with pytest.raises(CircuitOpen):
+        setup.delivery.write(batch(3))
+    assert setup.delivery.dead_letters == 2 and setup.sink.ack == START
+
+
+def test_one_try_in_a_half_open_breaker_is_not_all_tries() -> None:
+    setup = Setup(
+        ScriptedSink(down(), busy(2)), max_retries=0, on_exhausted="dead_letter", cb_max_failures=1, cb_reset=60
+    )
+    with pytest.raises(SinkUnavailable):
+        setup.delivery.write(batch(3))
+    setup.delivery.options = DeliveryOptions(max_retries=3, on_exhausted="dead_letter")
+    setup.clock.time += 60
+    with pytest.raises(SinkUnavailable):
+        setup.delivery.write(batch(3))
+    assert setup.delivery.dead_letters == 0
+
+
+def test_write_that_hangs_is_no_reason_for_a_dead_letter() -> None:
+    setup = Setup(ScriptedSink("hang"), max_retries=0, on_exhausted="dead_letter", timeout=30)
+    with pytest.raises(SinkTimeout):
+        setup.delivery.write(batch(3))
+    assert setup.delivery.dead_letters == 0
+    setup.sink.let_go()
+
+
+def test_refusal_is_an_answer_for_the_breaker() -> None:
+    setup = Setup(PickySink(at(2), down()), max_retries=0, cb_max_failures=1, cb_reset=60)
+    with pytest.raises(SinkUnavailable):
+        setup.delivery.write(batch(3))
+    setup.clock.time += 60
+    setup.delivery.write(batch(3))
+    assert setup.delivery.breaker is BreakerState.CLOSED and setup.delivery.dead_letters == 1
+
+
+# --- how long the target wants to be left alone
+
+
+def wait(seconds: float) -> SinkUnavailable:
+    error = down()
+    error.retry_in_s = seconds
+    return error
+
+
+def test_pause_is_at_least_what_the_target_asks_for() -> None:
+    setup = Setup(ScriptedSink(wait(7.0), wait(0.01)), backoff_base=0.5, backoff_cap=1.0)
+    setup.delivery.write(batch())
+    assert setup.clock.time == 1000 + 7.0 + 1.0
+    assert [one for one in setup.diary.told if one[0] == "retry"] == [("retry", 1, 7.0), ("retry", 2, 1.0)]
+
+
+def test_target_is_left_alone_by_the_next_delivery_as_well() -> None:
+    setup = Setup(ScriptedSink(wait(7.0)), max_retries=0)
+    with pytest.raises(SinkUnavailable):
+        setup.delivery.write(batch())
+    assert setup.clock.time == 1000
+    setup.delivery.write(batch())
+    assert setup.clock.time == 1007
+
+
+# --- again to the target
+
+
+class Replayable(ScriptedSink):
+    def __init__(self, *script: Exception | str | None) -> None:
+        super().__init__(*script)
+        self.again: list[str] = []
+
+    def redeliver(self, batch: Batch) -> set[str]:
+        step = self.script.pop(0) if self.script else None
+        if isinstance(step, Exception):
+            raise step
+        self.again += batch.events.column("line").to_pylist()
+        return {at(1)[0]}
+
+
+def test_redelivery_is_tried_again_and_the_ack_stays() -> None:
+    setup = Setup(Replayable(down(), None))
+    assert set(setup.delivery.redeliver(batch(3))) == {at(1)[0]}
+    assert isinstance(setup.sink, Replayable) and len(setup.sink.again) == 3 and setup.sink.ack == START
+
+
+def test_redelivery_that_failed_is_no_success_though_the_ack_is_far() -> None:
+    setup = Setup(Replayable(down(), down()), max_retries=1)
+    setup.sink.ack = END
+    with pytest.raises(SinkUnavailable):
+        setup.delivery.redeliver(batch(3))
+
+
+def test_what_is_refused_again_comes_out_and_makes_no_letter() -> None:
+    setup = Setup(Replayable(SinkRejected("no", "", [Reject(at(2)[0], "k", "t")])))
+    with pytest.raises(SinkRejected):
+        setup.delivery.redeliver(batch(3))
+    assert setup.delivery.dead_letters == 0
+
+
+def test_sink_that_cannot_deliver_again_says_so() -> None:
+    with pytest.raises(SinkError, match="cannot deliver dead letters again"):
+        Setup(ScriptedSink()).delivery.redeliver(batch(1))
+
+
+# --- letters
+
+
+def letter(
+    number: int, adapter: str = "webhook", event: str = '{"id":"e","channel":"pgcdc:o"}', **other: Any
+) -> DeadLetter:
+    made = make_letter("1/slot", adapter, [event + "\n"], Reject(at(number)[0], "http_400", "bad"), 1)
+    return replace(made, **other)
+
+
+def test_letter_says_what_is_known_of_its_event_and_hides_secrets() -> None:
+    line = '{"id":"abc","channel":"pgcdc:orders","operation":"INSERT"}\n'
+    made = make_letter("p", "a", [line], Reject("1", "k", "to https://user:geheim@host/x failed\0"), 3)
+    assert (made.event_id, made.channel, made.operation) == ("abc", "pgcdc:orders", "INSERT")
+    assert "geheim" not in made.error and "\0" not in made.error
+    assert DeadLetter.from_json(json.loads(json.dumps(made.to_json()))) == made
+    for other in ("no json", "[1]", '{"id": 5}', "[" * 100_000):
+        assert make_letter("p", "a", [other], Reject("1", "k", "t"), 1).event_id == ""
+
+
+def test_same_event_of_the_same_adapter_has_the_same_id_and_no_other_has() -> None:
+    def make(pipeline: str, adapter: str, position: str) -> str:
+        return make_letter(pipeline, adapter, ["x"], Reject(position, "k", "t"), 1).id
+
+    assert make("p", "a", "1") == make("p", "a", "1")
+    assert len({make("p", "a", "1"), make("q", "a", "1"), make("p", "b", "1"), make("p", "a", "2")}) == 4
+
+
+# --- the file
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> FileDeadLetters:
+    return FileDeadLetters(tmp_path / "dead_letters.jsonl")
+
+
+def test_letters_in_a_file_are_read_back_in_order_once_each(file: FileDeadLetters) -> None:
+    assert list(file.find(Query())) == []
+    letters = [letter(number, event=f'{{"id":"{number}","ä":"\\u0000🐘"}}') for number in (3, 1, 2)]
+    file.record(letters)
+    file.record([replace(letters[0], error="another")])
+    assert list(FileDeadLetters(file.path).find(Query())) == sorted(letters, key=lambda one: one.position)
+    assert file.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_letters_are_found_by_what_is_known_of_them(file: FileDeadLetters) -> None:
+    now = datetime.now(UTC)
+    old = letter(1, created_at=now - timedelta(days=2))
+    new, other = letter(2, created_at=now), letter(3, "file", created_at=now)
+    file.record([old, new, other])
+    file.mark([other.id], "delivered", now)
+    day = timedelta(days=1)
+
+    def found(**query: Any) -> list[str]:
+        return [one.id for one in file.find(Query(**query))]
+
+    assert found(adapter="webhook") == [old.id, new.id]
+    assert found(since=now - day) == [new.id, other.id]
+    assert found(before=now - day) == [old.id]
+    assert found(ids=(new.id,)) == [new.id]
+    assert found(is_waiting=True) == [old.id, new.id]
+    assert found(is_waiting=False) == [other.id]
+    assert found(after=old.position) == [new.id, other.id]
+    assert found(limit=2) == [old.id, new.id]
+    assert found(pipeline="another") == []
+
+
+def test_half_a_line_at_the_end_is_nobody_s_letter_and_the_next_one_is_whole(file: FileDeadLetters) -> None:
+    file.record([letter(1)])
+    whole = file.path.read_bytes()
+    for half in (b'{"id":"ha', b"x" * 200_000):
+        file.path.write_bytes(whole + half)
+        assert len(list(file.find(Query()))) == 1
+        file.record([letter(2)])
+        assert [one.position for one in file.find(Query())] == at(1, 2)
+        assert file.path.read_bytes().startswith(whole) and half not in file.path.read_bytes()
+
+
+def test_disk_that_is_full_in_the_middle_leaves_the_file_as_it_was(
+    file: FileDeadLetters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.record([letter(1)])
+    before = file.path.read_bytes()
+
+    def write_half(descriptor: int, data: memoryview) -> int:
+        os.write(descriptor, data[:20])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pgcdc.dlq.file_store.write_all", write_half)
+    with pytest.raises(StateError, match="No space left") as caught:
+        file.record([letter(2)])
+    assert caught.value.advice
+    assert file.path.read_bytes() == before
+
+
+def test_letter_is_on_disk_before_record_returns(file: FileDeadLetters, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[str, int]] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced.append((name, os.fstat(descriptor).st_size))
+        real(descriptor)
+
+    monkeypatch.setattr("os.fsync", fsync)
+    file.record([letter(1)])
+    assert (str(file.path.parent), file.path.parent.stat().st_size) in synced
+    assert (str(file.path), file.path.stat().st_size) in synced
+    file.mark([letter(1).id], "delivered", datetime.now(UTC))
+    assert synced[-1] == (str(file.path), file.path.stat().st_size)
+
+
+def test_marks_say_what_became_of_letters(file: FileDeadLetters) -> None:
+    now = datetime.now(UTC)
+    file.record([letter(1), letter(2)])
+    file.mark([letter(1).id], "delivered", now)
+    file.mark([letter(2).id], "failed", None, "still bad")
+    first, second = file.find(Query())
+    assert (first.outcome, first.replayed_at, first.is_waiting) == ("delivered", now, False)
+    assert (second.outcome, second.is_waiting, second.error) == ("failed", True, "still bad")
+    file.record([letter(1)])  # again after a crash: what became of it stays
+    assert not next(file.find(Query(adapter="webhook"))).is_waiting
+
+
+def test_purge_deletes_what_is_meant_and_keeps_marks(file: FileDeadLetters) -> None:
+    assert file.purge(Query()) == 0
+    file.record([letter(1), letter(2), letter(3, "file")])
+    file.mark([letter(1).id, letter(3).id], "delivered", datetime.now(UTC))
+    assert file.purge(Query(adapter="file")) == 1
+    assert [(one.position, one.outcome) for one in file.find(Query())] == list(
+        zip(at(1, 2), ["delivered", None], strict=True)
+    )
+    assert file.purge(Query(is_waiting=False)) == 1
+    assert [one.position for one in file.find(Query())] == at(2)
+    assert file.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_nothing_is_lost_between_a_purge_and_letters_that_come_meanwhile(file: FileDeadLetters) -> None:
+    count, failed = 60, []
+
+    def record() -> None:
+        try:
+            for number in range(1, count + 1):
+                FileDeadLetters(file.path).record([letter(number)])
+        except BaseException as error:
+            failed.append(error)
+
+    writer = threading.Thread(target=record)
+    writer.start()
+    for _ in range(20):
+        file.record([letter(1, "nobody")])
+        assert file.purge(Query(adapter="nobody")) == 1
+    writer.join(60)
+    assert not failed and not writer.is_alive()
+    assert [one.position for one in file.find(Query(adapter="webhook"))] == at(*range(1, count + 1))
+
+
+def test_line_that_is_no_letter_is_named(file: FileDeadLetters) -> None:
+    file.record([letter(1), letter(2)])
+    lines = file.path.read_bytes().splitlines(keepends=True)
+    for wrong in (b"garbage\n", b"{}\n", b"[]\n"):
+        file.path.write_bytes(lines[0] + wrong + lines[1])
+        with pytest.raises(StateError, match="line 2 of"):
+            list(file.find(Query()))
+
+
+def test_file_that_cannot_be_written_is_found_before_it_is_needed(tmp_path: Path) -> None:
+    FileDeadLetters(tmp_path / "new.jsonl").check()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    for place in ("missing/d.jsonl", "file/d.jsonl", "folder"):
+        with pytest.raises(StateError, match=place) as caught:
+            FileDeadLetters(tmp_path / place).check()
+        assert caught.value.advice
+        with pytest.raises(StateError, match=place):
+            FileDeadLetters(tmp_path / place).open()
+
+
+# --- those that are not read again
+
+
+def test_stderr_gets_a_line_of_json_for_each_letter_and_a_closed_one_is_an_error() -> None:
+    stream = StringIO()
+    store = StderrDeadLetters(stream)
+    store.record([letter(1), letter(2)])
+    raw = [json.loads(line)["dead_letter"] for line in stream.getvalue().splitlines()]
+    assert [one["position"] for one in raw] == at(1, 2)
+    stream.close()
+    with pytest.raises(SinkError, match="standard error"):
+        store.record([letter(1)])
+
+
+def test_none_drops_and_says_so() -> None:
+    said: list[str] = []
+    setup = Setup(PickySink(at(2)), Dropped(said.append))
+    setup.delivery.write(batch(3))
+    assert setup.sink.ack == END and setup.delivery.dead_letters == 1
+    assert len(said) == 1 and at(2)[0] in said[0] and "dropped" in said[0]
