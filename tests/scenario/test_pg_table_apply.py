@@ -262,6 +262,17 @@ def test_a_table_that_is_missing_is_not_made_unless_it_may_be(server: EmbeddedPo
         source.close()
 
 
+def test_what_somebody_does_to_the_target_is_noticed(pair: tuple[Source, Mirror]) -> None:
+    source, mirror = pair
+    mirror.apply(source.read("CREATE TABLE t (id int PRIMARY KEY, a int)", "INSERT INTO t VALUES (1, 5)"))
+    mirror.sql.execute("ALTER TABLE t RENAME a TO b")
+    mirror.apply(source.read("INSERT INTO t VALUES (2, 6)"))
+    assert mirror.rows("SELECT * FROM t ORDER BY id") == [(1, 5, None), (2, None, 6)]
+    mirror.sql.execute("DROP TABLE t")
+    mirror.apply(source.read("INSERT INTO t VALUES (3, 7)"))
+    assert mirror.rows("SELECT * FROM t") == [(3, 7)]
+
+
 # --- rows that the target refuses
 
 
