@@ -13,7 +13,7 @@ import pytest
 from applying import Mirror, Source, content, cuts, two_databases
 from histories import NAMES, History
 
-from pgcdc.errors import SinkError
+from pgcdc.errors import SinkError, SinkUnavailable
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.sink.base import Batch
 
@@ -262,6 +262,17 @@ def test_a_table_that_is_missing_is_not_made_unless_it_may_be(server: EmbeddedPo
         source.close()
 
 
+def test_what_somebody_does_to_the_target_is_noticed(pair: tuple[Source, Mirror]) -> None:
+    source, mirror = pair
+    mirror.apply(source.read("CREATE TABLE t (id int PRIMARY KEY, a int)", "INSERT INTO t VALUES (1, 5)"))
+    mirror.sql.execute("ALTER TABLE t RENAME a TO b")
+    mirror.apply(source.read("INSERT INTO t VALUES (2, 6)"))
+    assert mirror.rows("SELECT * FROM t ORDER BY id") == [(1, 5, None), (2, None, 6)]
+    mirror.sql.execute("DROP TABLE t")
+    mirror.apply(source.read("INSERT INTO t VALUES (3, 7)"))
+    assert mirror.rows("SELECT * FROM t") == [(3, 7)]
+
+
 # --- rows that the target refuses
 
 
@@ -359,6 +370,56 @@ def test_an_update_without_its_long_value_is_refused_where_the_row_is_missing(pa
     assert [kind for _, kind, _ in faults] == ["missing_row"]
     assert "--toast cache" in faults[0][2]
     assert mirror.rows("SELECT * FROM docs") == [(2, 2, "there")]
+
+
+# --- parts of executors
+
+
+def test_parts_are_merged_whole_or_not_at_all(pair: tuple[Source, Mirror]) -> None:
+    source, mirror = pair
+    mirror.apply(
+        source.read("CREATE TABLE t (id int PRIMARY KEY, a text)", "INSERT INTO t VALUES (1, 'a'), (2, 'b'), (3, 'c')")
+    )
+    batch = source.read(
+        "UPDATE t SET a = 'new' WHERE id = 1",
+        "DELETE FROM t WHERE id = 2",
+        "INSERT INTO t SELECT i, E'\\\\x\\t' FROM generate_series(10, 200) i",
+        "CREATE TABLE bag (a int, b json)",
+        "ALTER TABLE bag REPLICA IDENTITY FULL",
+        "INSERT INTO bag VALUES (1, '{}'), (1, '{}'), (NULL, NULL)",
+    )
+    receipts = mirror.stage(batch)
+    staged = mirror.rows(
+        "SELECT relname::text FROM pg_class WHERE relname LIKE 'pgcdc_stage%' AND relkind = 'r' ORDER BY 1"
+    )
+    assert len(staged) == 4
+    mirror.sql.execute(f"TRUNCATE {staged[-1][0]}".encode())  # as a crash of the server leaves it
+    with pytest.raises(SinkUnavailable, match="0 are there"), mirror.sql.transaction():
+        mirror.applier.merge(mirror.sql, receipts, batch.start, batch.end)
+    assert mirror.rows("SELECT count(*) FROM t") == [(3,)]
+    assert mirror.by_parts(batch)
+    assert_equal(source, mirror, ("public", "t"))
+    assert_equal(source, mirror, ("public", "bag"))
+    batch = source.read(
+        "DELETE FROM bag WHERE ctid = (SELECT ctid FROM bag WHERE a = 1 LIMIT 1)",
+        "UPDATE bag SET a = 2 WHERE a IS NULL",
+    )
+    assert mirror.by_parts(batch)
+    assert_equal(source, mirror, ("public", "bag"))
+
+
+def test_the_driver_applies_what_parts_cannot_tell(pair: tuple[Source, Mirror]) -> None:
+    source, mirror = pair
+    mirror.sql.execute("CREATE TABLE t (id int PRIMARY KEY, a text CHECK (a <> 'bad'), mine int)")
+    mirror.apply(source.read("CREATE TABLE t (id int PRIMARY KEY, a text)", "INSERT INTO t VALUES (1, 'a')"))
+    batch = source.read("UPDATE t SET id = 2 WHERE id = 1")
+    assert not mirror.by_parts(batch)
+    mirror.apply(batch)
+    assert len(mirror.deliver(source.read("INSERT INTO t VALUES (3, 'bad')"))) == 1
+    batch = source.read("UPDATE t SET a = 'newer' WHERE id = 3")
+    assert not mirror.by_parts(batch)  # it supersedes a dead letter
+    mirror.apply(batch)
+    assert rejected(mirror) == [('["3"]', True)]
 
 
 # --- transforms

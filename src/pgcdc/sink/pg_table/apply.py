@@ -9,6 +9,7 @@ before is written before.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -19,7 +20,7 @@ from pgcdc.capture.database import Connection
 from pgcdc.errors import Reject, SinkRejected
 from pgcdc.position import Position
 from pgcdc.sink.base import Batch, Receipt
-from pgcdc.sink.pg_table.faults import describe_fault, is_conflict, is_row_fault
+from pgcdc.sink.pg_table.faults import describe_fault, is_conflict, is_other_shape, is_row_fault
 from pgcdc.sink.pg_table.folding import Folding, Sources
 from pgcdc.sink.pg_table.lines import Event, parse_events, scan_lines
 from pgcdc.sink.pg_table.mapping import TargetNames
@@ -32,6 +33,8 @@ from pgcdc.spool.shapes import ShapeChange, ShapeHistory
 
 __all__ = ["Applier"]
 
+KNOWN_S = 60.0
+"""So long the target's catalog is believed to say the same."""
 _LAST = Position.end((1 << 63) - 1)
 _Faulty = Callable[[psycopg.Error, pa.Table], None]
 
@@ -54,6 +57,9 @@ class Applier:
         self._conn: Connection | None = None
         self._targets: Targets | None = None
         self._writer: Writer | None = None
+        self._is_warm = False
+        """What is known of the target is of an earlier transaction."""
+        self._known_until = 0.0
 
     def connected(self, conn: Connection) -> None:
         """A new connection: what was known of the old one is forgotten."""
@@ -68,6 +74,7 @@ class Applier:
             if self._rejected.waiting:  # what was noted may have been rolled back
                 self._rejected.look(conn)
             self._divide(conn, batch.events, changes, self._stop_at, is_conflict)
+            self._is_warm = True
             if self._rejected.waiting:
                 self._supersede(conn, batch.events, changes)
         except BaseException:
@@ -119,11 +126,20 @@ class Applier:
         `shapes` need only be a history that has been read, wherever its file is. Their names begin with the prefix, and
         differ from those of any other call.
         """
+        self._shapes.refresh()
         targets = Targets(conn, self._options, self._names, self._say)
         stager = PartStager(conn, self._schema, tables_prefix)
         folding = Folding(Sources(self._shapes, targets.of), stager)
+        last = ""
         for batch in lines:
+            first, until = last or batch.column("position")[0].as_py(), batch.column("position")[-1].as_py()
+            changes = self._shapes.between(Position.parse(first), Position.parse(until))
+            if any(
+                self._is_cut(change) for change in changes
+            ):  # a batch is cut there, but for a table that was made anew
+                stager.refuse()
             take_all(folding, pa.Table.from_batches([batch]))
+            last = until
         folding.end()
         return stager.receipt()
 
@@ -152,6 +168,8 @@ class Applier:
         self._shapes.refresh()
         if conn is not self._conn:
             self.connected(conn)
+        if time.monotonic() > self._known_until:  # somebody may have altered the target's tables
+            self._forget()
         self._open(conn).begin()
         return self._shapes.between(start, end)
 
@@ -159,11 +177,13 @@ class Applier:
         if self._writer is None or self._targets is None:
             self._targets = Targets(conn, self._options, self._names, self._say)
             self._writer = Writer(conn, self._targets)
+            self._known_until = time.monotonic() + KNOWN_S
         return self._writer
 
     def _forget(self) -> None:
         """After a rollback the target may be other than we know."""
         self._targets = self._writer = None
+        self._is_warm = False
 
     def _divide(
         self,
@@ -179,7 +199,11 @@ class Applier:
                 self._run(conn, events, changes)
             return
         except psycopg.Error as error:
+            was_warm = self._is_warm
             self._forget()
+            if was_warm and is_other_shape(error):  # we knew an older state of the target's tables
+                self._divide(conn, events, changes, fault, is_divisible)
+                return
             if not is_divisible(error):
                 raise
             if events.num_rows <= 1:
@@ -213,7 +237,7 @@ class Applier:
         due: list[ShapeChange] = []
         begin, texts = 0, events.column("position")
         for change in changes:
-            if change.before is None and not self._is_known(change):
+            if not self._is_cut(change):
                 continue
             place = bisect_left(range(events.num_rows), str(change.position), key=lambda row: texts[row].as_py())
             if place > begin:
@@ -222,10 +246,11 @@ class Applier:
             due.append(change)
         yield events.slice(begin), due
 
-    def _is_known(self, change: ShapeChange) -> bool:
-        """Whether there was another table of this name: it was dropped and made again."""
-        earlier = self._shapes.of(change.after.namespace, change.after.name)
-        first = next(earlier, None)
+    def _is_cut(self, change: ShapeChange) -> bool:
+        """Whether a table looks otherwise from here on: it was altered, or dropped and made again."""
+        if change.before is not None:
+            return True
+        first = next(self._shapes.of(change.after.namespace, change.after.name), None)
         return first is not None and first.position < change.position
 
     # --- dead letters

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import psycopg
 
 from pgcdc.capture.database import Connection, quote_identifier
-from pgcdc.errors import SinkError
+from pgcdc.errors import SinkError, SinkUnavailable
 from pgcdc.sink.pg_table import staging
 from pgcdc.sink.pg_table.copy_text import read_value
 from pgcdc.sink.pg_table.fold import Bag, Fold, Keyed, Move, Patch, values_of
@@ -184,6 +184,12 @@ class Writer:
         rows: int,
     ) -> None:
         """Do with a staging table of an executor what its kind says, and drop it."""
+        found = self._conn.execute(f"SELECT count(*) FROM {name}".encode()).fetchone()
+        if found != (rows,):
+            raise SinkUnavailable(
+                f"of {rows} rows that executors wrote for table {source.title}, {found[0] if found else 0} are there",
+                "The target has crashed meanwhile, it seems. They are written again",
+            )
         is_gone = kind in ("delete", "gone")
         target = self._find(source, [] if is_gone else list(columns), key)
         if target is not None:
