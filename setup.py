@@ -27,6 +27,7 @@ def compiled_modules() -> list[Extension]:
         for name in (
             "capture/_copy",
             "capture/_rows",
+            "sink/pg_table/_scan",
             "stream/_hmac",
             "stream/_lines",
             "types/_interval",

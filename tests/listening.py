@@ -37,6 +37,8 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
 class Listener:
     """One `pgcdc listen --adapter file` with its state directory; may be started again after it ended."""
 
+    adapter = "file"
+
     def __init__(
         self, url: str, folder: Path, *flags: str, slot: str = "s1", env: Mapping[str, str] | None = None
     ) -> None:
@@ -58,7 +60,7 @@ class Listener:
         assert self.process is None or self.process.poll() is not None
         command = [
             *(sys.executable, "-m", "pgcdc", "listen", "--slot-name", self.slot, "--state-dir", str(self.state.path)),
-            *("--adapter", "file", "--file-path", str(self.output), "--no-warm-up", *self.flags, *more),
+            *("--adapter", self.adapter, *self.adapter_flags(), "--no-warm-up", *self.flags, *more),
         ]
         self._mark = self.log.stat().st_size if self.log.exists() else 0
         with open(self.log, "ab") as log:
@@ -67,6 +69,9 @@ class Listener:
             )
         if wait:
             self.wait_ready()
+
+    def adapter_flags(self) -> tuple[str, ...]:
+        return "--file-path", str(self.output)
 
     def said(self) -> str:
         """What this run has printed."""
@@ -140,7 +145,7 @@ class Listener:
         return json.loads(path.read_text())["detail"] if path.exists() else None
 
     def ack(self) -> Position | None:
-        path = self.state.acks / "file.json"
+        path = self.state.acks / f"{self.adapter}.json"
         return Position.parse(json.loads(path.read_text())["position"]) if path.exists() else None
 
     def delivered_lsn(self) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psycopg
+import pyarrow as pa
 import pytest
 from databases import Database
 from psycopg import sql
@@ -91,7 +93,7 @@ def test_events_become_rows_and_what_transforms_made_of_them_is_kept_whole(datab
     table = everything.events
     for number, position in enumerate([Position(110, 7), Position(110, 7)]):
         row = {"position": [str(position)], "line": [envelope.replace('"-"', str(number))]}
-        table = psycopg_concat(table, row)
+        table = pa.concat_tables([table, pa.table(row)])
     made.opened().write(type(everything)(START, END, table))
     rows = database.query("SELECT id::text, channel, operation, payload, source, created_at::text, position, transaction "
                           "FROM pgcdc_events ORDER BY position, payload->>'position'")  # fmt: skip
@@ -104,12 +106,6 @@ def test_events_become_rows_and_what_transforms_made_of_them_is_kept_whole(datab
     )
     assert number == "12345678901234567890123456789.10"
     assert [row[3]["position"] for row in rows[6:]] == [0, 1] and len({row[0] for row in rows}) == len(rows)
-
-
-def psycopg_concat(table: Any, row: dict[str, list[str]]) -> Any:
-    import pyarrow as pa
-
-    return pa.concat_tables([table, pa.table(row)])
 
 
 def test_table_may_have_more_columns_and_another_name(database: Database, made: Made) -> None:
@@ -185,6 +181,25 @@ def test_adapter_of_another_pipeline_is_refused_and_left_alone(database: Databas
     assert positions(database) == expected(HALF)
 
 
+def test_target_in_which_nothing_was_written_is_free_again(database: Database, made: Made, tmp_path: Path) -> None:
+    """A replay to another target than the adapter's opens it with a state directory that nobody keeps."""
+    (tmp_path / "other").mkdir()
+    other = Made(database.url, tmp_path / "other")
+    first = other.opened()
+    assert list(first.redeliver(batch(START, HALF))) == []
+    first.write(batch_of(START, Position.end(105), []))
+    first.close()
+    sink = made.opened()
+    sink.write(batch(HALF, END))
+    sink.close()
+    assert positions(database) == expected()
+    with pytest.raises(SinkError, match="of another pipeline"):
+        other.opened()
+    database.execute("DELETE FROM pgcdc_positions")
+    assert other.opened().ack == Position.end(105)
+    other.close()
+
+
 def test_process_that_was_taken_for_dead_cannot_write_over_the_next_one(database: Database, made: Made) -> None:
     old = made.opened()
     old.write(batch(START, Position.end(110)))
@@ -248,8 +263,10 @@ def test_locked_table_is_waited_for_and_no_longer_than_a_write_may_take(database
     sink = made.opened(timeout_s=0.4)
     with database.connect(autocommit=False) as other:
         other.execute("LOCK TABLE pgcdc_events IN ACCESS EXCLUSIVE MODE")
+        began = time.monotonic()
         with pytest.raises(SinkUnavailable, match="lock timeout") as caught:
             sink.write(batch(START, END))
+        assert time.monotonic() - began < 5
         assert "pg_locks" in caught.value.advice
     sink.write(batch(START, END))
     assert positions(database) == expected()
@@ -440,3 +457,20 @@ def test_ack_file_tells_the_owner_and_no_secret(database: Database, made: Made) 
     text = (made.folder / "acks" / "pg_table.json").read_text()
     assert "hunter2" not in text
     assert json.loads(text)["detail"]["owner"] == database.query("SELECT owner::text FROM pgcdc_positions")[0][0]
+
+
+@pytest.mark.parametrize("mode", ["append", "apply"])
+def test_older_server(tmp_path: Path, mode: str) -> None:
+    with EmbeddedPostgres.temporary(version=16, settings={"fsync": "off"}) as server:
+        append_shapes(tmp_path / "shapes.jsonl", [ShapeChange(Position(100, 0, SCHEMA_SUB), ITEMS)])
+        made = Made(server.url(), tmp_path)
+        made.opened(mode=mode).write(batch(START, HALF))
+        made.close()
+        sink = made.opened(mode=mode)
+        sink.write(batch(START, END))
+        table = "items" if mode == "apply" else "pgcdc_events"
+        with psycopg.connect(server.url(), autocommit=True) as conn:
+            rows = conn.execute(f'SELECT "position" FROM {table} ORDER BY "position" COLLATE "C"'.encode()).fetchall()
+        assert [one for (one,) in rows] == expected()
+        assert made.said == (["table items created"] if mode == "apply" else [])
+        made.close()

@@ -63,7 +63,6 @@ class WebhookTarget(BaseTarget):
         return self.receiver.lines
 
     def expect_many(self) -> None:
-        self.batch_size = 1000
         """In large requests: the receiver of tests is slow."""
         self.batch_size = 500
 

@@ -259,6 +259,8 @@ def wrong_text(name: str) -> str | None:
     }  # fmt: skip
     if name in ("tables", "schemas", "table", "signal_table", "snapshot_table"):
         return "two words"
+    if name.startswith("pg_table_"):
+        return "postgresql://h:notaport/x"  # also for what takes any text: there is no such adapter
     if name.startswith("webhook_"):
         return "no/such/file"  # and there is no such adapter
     return named.get(name)

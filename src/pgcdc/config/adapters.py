@@ -180,8 +180,8 @@ def _spec(config: Config, number: int, item: AdapterItem) -> AdapterSpec:
             given[field] = value
     for field, info in kind.options.model_fields.items():
         extra = info.json_schema_extra
-        said = {field, f"{field}_file"} & given.keys()
-        if not said and isinstance(extra, dict) and extra.get("cascade") == "db":
+        is_said = given.get(field) or given.get(f"{field}_file")
+        if not is_said and isinstance(extra, dict) and extra.get("cascade") == "db":
             given[field] = config.db  # the database URL cascade: what is not said otherwise is the source's
         if field not in given and info.is_required():
             flag = f"{kind.name}-{field}".replace("_", "-")

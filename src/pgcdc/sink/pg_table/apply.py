@@ -9,6 +9,7 @@ before is written before.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -19,9 +20,9 @@ from pgcdc.capture.database import Connection
 from pgcdc.errors import Reject, SinkRejected
 from pgcdc.position import Position
 from pgcdc.sink.base import Batch, Receipt
-from pgcdc.sink.pg_table.faults import describe_fault, is_conflict, is_row_fault
-from pgcdc.sink.pg_table.folding import Folding, Sources, iterate
-from pgcdc.sink.pg_table.lines import Event, parse_lines
+from pgcdc.sink.pg_table.faults import describe_fault, is_conflict, is_other_shape, is_row_fault
+from pgcdc.sink.pg_table.folding import Folding, Sources
+from pgcdc.sink.pg_table.lines import Event, parse_events, scan_lines
 from pgcdc.sink.pg_table.mapping import TargetNames
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.rejected import Rejected
@@ -32,6 +33,9 @@ from pgcdc.spool.shapes import ShapeChange, ShapeHistory
 
 __all__ = ["Applier"]
 
+KNOWN_S = 60.0
+"""So long the target's catalog is believed to say the same."""
+_LAST = Position.end((1 << 63) - 1)
 _Faulty = Callable[[psycopg.Error, pa.Table], None]
 
 
@@ -53,6 +57,9 @@ class Applier:
         self._conn: Connection | None = None
         self._targets: Targets | None = None
         self._writer: Writer | None = None
+        self._is_warm = False
+        """What is known of the target is of an earlier transaction."""
+        self._known_until = 0.0
 
     def connected(self, conn: Connection) -> None:
         """A new connection: what was known of the old one is forgotten."""
@@ -67,6 +74,7 @@ class Applier:
             if self._rejected.waiting:  # what was noted may have been rolled back
                 self._rejected.look(conn)
             self._divide(conn, batch.events, changes, self._stop_at, is_conflict)
+            self._is_warm = True
             if self._rejected.waiting:
                 self._supersede(conn, batch.events, changes)
         except BaseException:
@@ -79,8 +87,8 @@ class Applier:
         rejects: list[Reject] = []
 
         def note(fault: psycopg.Error, events: pa.Table) -> None:
-            event = next(iterate(parse_lines(events)))
-            kind, text = describe_fault(fault, self._title(event))
+            event = next(parse_events(events))
+            kind, text = describe_fault(fault, _title(Sources(self._shapes, lambda source: None), event))
             rejects.append(Reject(event["position"], kind, text))
 
         try:
@@ -104,7 +112,7 @@ class Applier:
         left_out: set[str] = set()
         try:
             self._rejected.look(conn)
-            for event in sorted(iterate(parse_lines(batch.events)), key=lambda one: str(one["position"])):
+            for event in sorted(parse_events(batch.events), key=lambda one: str(one["position"])):
                 if not self._redeliver(conn, event):
                     left_out.add(event["position"])
         except BaseException:
@@ -118,12 +126,20 @@ class Applier:
         `shapes` need only be a history that has been read, wherever its file is. Their names begin with the prefix, and
         differ from those of any other call.
         """
+        self._shapes.refresh()
         targets = Targets(conn, self._options, self._names, self._say)
         stager = PartStager(conn, self._schema, tables_prefix)
         folding = Folding(Sources(self._shapes, targets.of), stager)
+        last = ""
         for batch in lines:
-            for piece in parse_lines(pa.Table.from_batches([batch])):
-                folding.take(piece)
+            first, until = last or batch.column("position")[0].as_py(), batch.column("position")[-1].as_py()
+            changes = self._shapes.between(Position.parse(first), Position.parse(until))
+            if any(
+                self._is_cut(change) for change in changes
+            ):  # a batch is cut there, but for a table that was made anew
+                stager.refuse()
+            take_all(folding, pa.Table.from_batches([batch]))
+            last = until
         folding.end()
         return stager.receipt()
 
@@ -152,6 +168,8 @@ class Applier:
         self._shapes.refresh()
         if conn is not self._conn:
             self.connected(conn)
+        if time.monotonic() > self._known_until:  # somebody may have altered the target's tables
+            self._forget()
         self._open(conn).begin()
         return self._shapes.between(start, end)
 
@@ -159,11 +177,13 @@ class Applier:
         if self._writer is None or self._targets is None:
             self._targets = Targets(conn, self._options, self._names, self._say)
             self._writer = Writer(conn, self._targets)
+            self._known_until = time.monotonic() + KNOWN_S
         return self._writer
 
     def _forget(self) -> None:
         """After a rollback the target may be other than we know."""
         self._targets = self._writer = None
+        self._is_warm = False
 
     def _divide(
         self,
@@ -179,7 +199,11 @@ class Applier:
                 self._run(conn, events, changes)
             return
         except psycopg.Error as error:
+            was_warm = self._is_warm
             self._forget()
+            if was_warm and is_other_shape(error):  # we knew an older state of the target's tables
+                self._divide(conn, events, changes, fault, is_divisible)
+                return
             if not is_divisible(error):
                 raise
             if events.num_rows <= 1:
@@ -205,8 +229,7 @@ class Applier:
                 folding.end()
                 for change in due:
                     self._targets.follow(change)
-            for piece in parse_lines(part):
-                folding.take(piece)
+            take_all(folding, part)
         folding.end()
 
     def _cut(self, events: pa.Table, changes: Sequence[ShapeChange]) -> Iterator[tuple[pa.Table, list[ShapeChange]]]:
@@ -214,7 +237,7 @@ class Applier:
         due: list[ShapeChange] = []
         begin, texts = 0, events.column("position")
         for change in changes:
-            if change.before is None and not self._is_known(change):
+            if not self._is_cut(change):
                 continue
             place = bisect_left(range(events.num_rows), str(change.position), key=lambda row: texts[row].as_py())
             if place > begin:
@@ -223,10 +246,11 @@ class Applier:
             due.append(change)
         yield events.slice(begin), due
 
-    def _is_known(self, change: ShapeChange) -> bool:
-        """Whether there was another table of this name: it was dropped and made again."""
-        earlier = self._shapes.of(change.after.namespace, change.after.name)
-        first = next(earlier, None)
+    def _is_cut(self, change: ShapeChange) -> bool:
+        """Whether a table looks otherwise from here on: it was altered, or dropped and made again."""
+        if change.before is not None:
+            return True
+        first = next(self._shapes.of(change.after.namespace, change.after.name), None)
         return first is not None and first.position < change.position
 
     # --- dead letters
@@ -241,7 +265,7 @@ class Applier:
         for part, due in self._cut(events, changes):
             if due:
                 sources.forget()
-            for event in iterate(parse_lines(part)):
+            for event in parse_events(part):
                 if event["payload"]["table"] is not None and event["payload"]["row"] is not None:
                     yield event, sources
 
@@ -249,12 +273,12 @@ class Applier:
         waiting = {table for table, _ in self._rejected.waiting}
         newest: dict[tuple[str, str], str] = {}
         for event, sources in self._keyed(conn, events, changes):
-            if sources.of(event)[0].title in waiting:
+            if sources.of_event(event)[0].title in waiting:
                 newest |= {(one.table, one.key): one.position for one in sources.effects(event)}
         sources = Sources(self._shapes, lambda source: None)
         cleared = {
-            sources.describe(event).title: event["position"]
-            for event in iterate(parse_lines(events))
+            _title(sources, event): event["position"]
+            for event in parse_events(events)
             if event["operation"] == "TRUNCATE"
         }
         self._rejected.supersede(conn, newest, cleared)
@@ -267,7 +291,7 @@ class Applier:
         writer = self._open(conn)
         assert self._targets is not None
         sources = Sources(self._shapes, self._targets.of)
-        _, key = sources.of(event)
+        _, key = sources.of_event(event)
         self._refuse_old_columns(event, sources)
         folding = Folding(sources, writer)
         old, row = event["payload"]["old"], event["payload"]["row"]
@@ -278,7 +302,7 @@ class Applier:
             payload |= {"op": "DELETE", "row": {name: old[name] for name in key}, "old": None}
         elif not all(may):
             payload |= {"op": "UPDATE", "row": {**(old or {}), **row}, "old": None}
-        folding.take([{**event, "operation": payload["op"], "payload": payload}])
+        folding.take_event({**event, "operation": payload["op"], "payload": payload})
         folding.end()
         self._rejected.forget(conn, event["position"])
         newest = {effect: event["position"] for effect, ok in zip(effects, may, strict=True) if ok}
@@ -287,9 +311,9 @@ class Applier:
 
     def _refuse_old_columns(self, event: Event, sources: Sources) -> None:
         """An old row may have columns that are called otherwise now: they are not made again."""
-        source, _ = sources.of(event)
+        source, _ = sources.of_event(event)
         target = sources.find(source)
-        now = sources.describe({**event, "position": str(Position.end((1 << 63) - 1))})
+        now = sources.describe((event["channel"], event["payload"]["table"]), str(_LAST))
         if target is None or not now.is_known:
             return
         gone = [name for name in event["payload"]["row"] if name not in target.columns and name not in now.types]
@@ -299,5 +323,14 @@ class Applier:
                 f"the event of table {source.title} has the column {', '.join(gone)}, which the table has no more",
             )
 
-    def _title(self, event: Event) -> str:
-        return Sources(self._shapes, lambda source: None).describe(event).title
+
+def take_all(folding: Folding, events: pa.Table) -> None:
+    """Fold all of these events."""
+    first = 0
+    for piece in scan_lines(events):
+        folding.take(piece, events.column("position"), first)
+        first += len(piece)
+
+
+def _title(sources: Sources, event: Event) -> str:
+    return sources.describe((event["channel"], event["payload"]["table"]), event["position"]).title

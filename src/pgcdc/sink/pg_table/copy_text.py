@@ -1,53 +1,33 @@
-"""Rows in the text format of COPY, in large pieces."""
+"""Values and rows in the text format of COPY: the form in which rows are folded and written."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import islice
+import re
+from collections.abc import Iterable
 
-__all__ = ["NULL", "copy_pieces"]
+__all__ = ["NULL", "read_value", "write_row", "write_value"]
 
-NULL = "\x01"
-"""What stands for NULL. Not PostgreSQL's own \\N: without a backslash, a whole piece is looked at for escapes at once."""
-PIECE_ROWS = 1000
+NULL = b"\\N"
 
-_ESCAPES = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r", NULL: f"\\{NULL}"})
-
-
-def copy_pieces(rows: Iterable[Collection[str | None]], width: int) -> Iterator[bytes]:
-    """The rows, each of so many values, as text for COPY ... (NULL E'\\x01')."""
-    rows = iter(rows)
-    while piece := list(islice(rows, PIECE_ROWS)):
-        yield _write_piece(piece, width)
+_ESCAPES = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r", "\b": "\\b", "\f": "\\f"})
+_ESCAPED = re.compile(rb"\\(.)", re.S)
+_LETTERS = {b"t": b"\t", b"n": b"\n", b"r": b"\r", b"b": b"\b", b"f": b"\f"}
 
 
-def _write_piece(rows: Sequence[Collection[str | None]], width: int) -> bytes:
-    """Most values need no escape: so the rows are only joined, and looked at together."""
-    lines: list[str] = []
-    nulls = 0
-    join = "\t".join
-    for values in rows:
-        if not nulls:
-            try:
-                lines.append(join(values))  # type: ignore[arg-type]
-                continue
-            except TypeError:  # the next row has some NULL, too, more likely than not
-                pass
-        texts = list(values)
-        nulls += texts.count(None)
-        lines.append(join([NULL if text is None else text for text in texts]))
-    text = "\n".join(lines)
-    is_clean = (
-        text.count("\t") == len(rows) * (width - 1)
-        and text.count("\n") == len(rows) - 1
-        and text.count(NULL) == nulls
-        and "\\" not in text
-        and "\r" not in text
-    )
-    if not is_clean:
-        text = "\n".join("\t".join([_escape(value) for value in values]) for values in rows)
-    return f"{text}\n".encode()
+def write_value(value: str | None) -> bytes:
+    """A value; None is NULL."""
+    return NULL if value is None else value.translate(_ESCAPES).encode()
 
 
-def _escape(value: str | None) -> str:
-    return NULL if value is None else value.translate(_ESCAPES)
+def write_row(values: Iterable[str | None]) -> bytes:
+    """A row, without the newline at its end."""
+    return b"\t".join(map(write_value, values))
+
+
+def read_value(text: bytes) -> str | None:
+    """The value behind `write_value`."""
+    if text == NULL:
+        return None
+    if b"\\" in text:
+        text = _ESCAPED.sub(lambda match: _LETTERS.get(match[1], match[1]), text)
+    return text.decode()

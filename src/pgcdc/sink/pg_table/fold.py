@@ -1,94 +1,136 @@
 """What many events leave of a table: for every key the last row, or that it is gone. Pure.
 
-A row is the mapping of an event: column to PostgreSQL's text. Where an update did not bring a long value (unchanged TOAST),
-it is taken from an earlier event of the same batch, or else left to the target: then the row is a Patch.
+A row is its columns and a line in the text format of COPY. Where an update did not bring a long value (unchanged TOAST), it
+is taken from an earlier event of the same batch, or else left to the target: then the row is a Patch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any
 
-__all__ = ["Bag", "Fold", "Keyed", "Move", "Patch", "Row"]
+from pgcdc.sink.pg_table.copy_text import read_value
+from pgcdc.sink.pg_table.lines import Columns
 
-Row = dict[str, str | None]
+__all__ = ["Bag", "Fold", "Keyed", "Move", "Patch", "Row", "values_of"]
+
+Row = tuple[Columns, bytes]
 
 
-class Patch(Row):
+class Patch(tuple[Columns, bytes]):
     """Some columns of a row that the target has; the others keep their values."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
     """A row gets another key where it stands: the target has values of it that are not in the event."""
 
-    old: Row
-    """With the columns of the key."""
+    old: dict[str, str | None]
+    """The columns of the key."""
     row: Row
     is_partial: bool
     """Values are missing: without the row at the target they are not known."""
 
 
-_ABSENT: Any = object()
+def values_of(columns: Columns, line: bytes) -> dict[str, bytes]:
+    """A row taken apart; the values are texts of COPY."""
+    return dict(zip(columns, line.split(b"\t"), strict=True)) if columns else {}
+
+
+def _row_of(values: dict[str, bytes]) -> Row:
+    return tuple(values), b"\t".join(values.values())
 
 
 class Keyed:
     """Rows of a table with a key."""
 
-    def __init__(self, key: tuple[str, ...], keeps_more: Callable[[Row], bool] = lambda row: False) -> None:
-        """`keeps_more`: whether the target has values that a row does not bring; then the row is not inserted anew."""
+    def __init__(self, key: Columns, keeps_more: Callable[[Iterable[str]], bool] = lambda columns: False) -> None:
+        """`keeps_more`: whether the target has other columns than these; then a row that moves is not inserted anew."""
         self.key = key
-        self._key_of: Callable[[Row], Any] = itemgetter(*key)
         self._keeps_more = keeps_more
-        self.rows: dict[Any, Row | None] = {}
-        """By key (a text, or a tuple of texts): the row, a Patch, or None if it is gone."""
-        self.stale: set[Any] = set()
+        self._finders: dict[Columns, Callable[[bytes], bytes]] = {}
+        self.rows: dict[bytes, Row | None] = {}
+        """By key, as a line of COPY: the row, a Patch, or None if it is gone."""
+        self.stale: set[bytes] = set()
         """Keys that the target may have: those whose first event here was no INSERT."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def insert(self, row: Row) -> None:
-        """The row is now this."""
-        self.rows[self._key_of(row)] = row
+    def key_of(self, columns: Columns, line: bytes) -> bytes:
+        """The key of a row. KeyError: it does not have one of the columns."""
+        find = self._finders.get(columns)
+        if find is None:
+            find = self._finders[columns] = _make_finder(self.key, columns)
+        return find(line)
 
-    def delete(self, row: Row) -> None:
+    def insert(self, columns: Columns, line: bytes) -> None:
+        """The row is now this."""
+        self.rows[self.key_of(columns, line)] = columns, line
+
+    def delete(self, columns: Columns, line: bytes) -> None:
         """The row is gone."""
-        key = self._key_of(row)
+        key = self.key_of(columns, line)
         self.rows[key] = None
         self.stale.add(key)
 
-    def update(self, row: Row, old: Row | None, unchanged: Iterable[str] = ()) -> Move | None:
+    def update(
+        self,
+        columns: Columns,
+        line: bytes,
+        old_columns: Columns | None = None,
+        old: bytes | None = None,
+        unchanged: Iterable[str] = (),
+    ) -> Move | None:
         """The row is now this, as far as it is told. A Move is to be done by the caller, after all that was before it."""
-        if unchanged and old:
-            row = {**old, **row}
-        key = self._key_of(row)
-        is_partial = any(name not in row for name in unchanged)
-        if old:
-            old_key = self._key_of(old)
+        if unchanged and old_columns is not None and old is not None:
+            columns, line = _row_of({**values_of(old_columns, old), **values_of(columns, line)})
+        key = self.key_of(columns, line)
+        is_partial = any(name not in columns for name in unchanged)
+        if old_columns is not None and old is not None:
+            old_key = self.key_of(old_columns, old)
             if old_key != key:
-                return self._move(old_key, key, old, row, is_partial)
-        if is_partial:
-            row = _complete(self.rows.get(key), row)
-        if key not in self.rows:
+                return self._move(old_key, key, (columns, line), is_partial)
+        rows = self.rows
+        if key not in rows:
             self.stale.add(key)
-        self.rows[key] = row
+        rows[key] = _complete(rows.get(key), (columns, line)) if is_partial else (columns, line)
         return None
 
-    def _move(self, old_key: Any, key: Any, old: Row, row: Row, is_partial: bool) -> Move | None:
+    def _move(self, old_key: bytes, key: bytes, row: Row, is_partial: bool) -> Move | None:
         before = self.rows.get(old_key)
-        is_known = type(before) is dict
+        is_known = type(before) is tuple
         if is_partial and is_known:
             row, is_partial = _complete(before, row), False
         is_ours = is_known and old_key not in self.stale
-        if is_partial or (not is_ours and self._keeps_more(row)):
-            return Move({name: old[name] for name in self.key}, row, is_partial)
+        if is_partial or (not is_ours and self._keeps_more(row[0])):
+            values = map(read_value, old_key.split(b"\t"))
+            return Move(dict(zip(self.key, values, strict=True)), row, is_partial)
         self.rows[old_key] = None
         self.stale.update((old_key, key))
         self.rows[key] = row
         return None
+
+
+def _make_finder(key: Columns, columns: Columns) -> Callable[[bytes], bytes]:
+    places = [columns.index(name) if name in columns else -1 for name in key]
+    if -1 in places:
+        raise KeyError(key[places.index(-1)])
+    count = len(places)
+    if places == list(range(count)):  # the first columns, as nearly always
+        if count == len(columns):
+            return lambda line: line
+        if count == 1:
+            return lambda line: line[: line.index(b"\t")]
+        return lambda line: b"\t".join(line.split(b"\t", count)[:count])
+
+    def find(line: bytes) -> bytes:
+        values = line.split(b"\t")
+        return b"\t".join([values[place] for place in places])
+
+    return find
 
 
 def _complete(before: Row | None, row: Row) -> Row:
@@ -96,56 +138,59 @@ def _complete(before: Row | None, row: Row) -> Row:
     if before is None:
         return Patch(row)
     # In the order of the row before: rows with the same columns are written together.
-    together = {**before, **row}
-    return together if type(before) is dict else Patch(together)
+    together = _row_of({**values_of(*before), **values_of(*row)})
+    return together if type(before) is tuple else Patch(together)
 
 
 class Bag:
     """Rows of a table without a key: how many of each came, and how many went."""
 
-    key: tuple[str, ...] = ()
+    key: Columns = ()
 
     def __init__(self) -> None:
         self._rows: list[Row] = []
-        self._counts: dict[tuple[tuple[str, str | None], ...], int] = {}
-        self._gone: list[Row] = []
+        self._counts: dict[Row, int] = {}
+        self.deleted: list[Row] = []
+        """Rows of which one of each must go."""
 
     def __len__(self) -> int:
-        return len(self._rows) + len(self._counts) + len(self._gone)
+        return len(self._rows) + len(self._counts) + len(self.deleted)
 
     @property
     def inserted(self) -> list[Row]:
         """Rows that are new, after those that are gone went."""
-        more = [dict(items) for items, count in self._counts.items() for _ in range(count)]
-        return [*self._rows, *more]
+        return [*self._rows, *(row for row, count in self._counts.items() for _ in range(count))]
 
-    @property
-    def deleted(self) -> list[Row]:
-        """Rows of which one of each must go."""
-        return self._gone
-
-    def insert(self, row: Row) -> None:
+    def insert(self, columns: Columns, line: bytes) -> None:
         """One more of these rows."""
-        self._rows.append(row)
+        self._rows.append((columns, line))
 
-    def delete(self, row: Row) -> None:
+    def delete(self, columns: Columns, line: bytes) -> None:
         """One less: of those that came here, or else of the target's."""
         for one in self._rows:
-            items = tuple(one.items())
-            self._counts[items] = self._counts.get(items, 0) + 1
+            self._counts[one] = self._counts.get(one, 0) + 1
         self._rows = []
-        items = tuple(row.items())
-        if self._counts.get(items):
-            self._counts[items] -= 1
+        row = columns, line
+        if self._counts.get(row):
+            self._counts[row] -= 1
         else:
-            self._gone.append(row)
+            self.deleted.append(row)
 
-    def update(self, row: Row, old: Row | None, unchanged: Iterable[str] = ()) -> Move | None:
+    def update(
+        self,
+        columns: Columns,
+        line: bytes,
+        old_columns: Columns | None = None,
+        old: bytes | None = None,
+        unchanged: Iterable[str] = (),
+    ) -> Move | None:
         """One row instead of another."""
-        if old is None:
+        if old_columns is None or old is None:
             raise KeyError("old")
-        self.delete(old)
-        self.insert({**old, **row} if unchanged else row)
+        self.delete(old_columns, old)
+        if unchanged:
+            columns, line = _row_of({**values_of(old_columns, old), **values_of(columns, line)})
+        self.insert(columns, line)
         return None
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from pgcdc.capture.database import name_table, parse_url, split_table
 from pgcdc.capture.selection import split_outside_quotes
@@ -40,6 +41,15 @@ TableRules = Annotated[
 ]  # fmt: skip
 
 
+def _table(text: str) -> str:
+    try:
+        split_table(text)
+    except ConfigError as error:
+        context = {"message": error.message, "advice": error.advice}
+        raise PydanticCustomError("pgcdc_refused", "{message}", context) from None  # the kind with an advice of its own
+    return text
+
+
 class PgTableOptions(BaseModel):
     """Events as rows of a table in PostgreSQL, or applied to tables like those of the source."""
 
@@ -55,7 +65,9 @@ class PgTableOptions(BaseModel):
     mode: Literal["append", "apply"] = Field(
         default="append", description="append: a row per event; apply: the tables of the source, kept equal"
     )
-    table: str = Field(default="pgcdc_events", min_length=1, description="append: the table that gets the events")
+    table: Annotated[str, AfterValidator(_table)] = Field(
+        default="pgcdc_events", description="append: the table that gets the events"
+    )
     target_schema: str | None = Field(
         default=None, min_length=1, description="apply: all tables go to this schema (default: as in the source)"
     )
@@ -113,7 +125,6 @@ class PgTableOptions(BaseModel):
             parse_url(self.resolved().db)
         except SourceError as error:
             raise ConfigError(f"pg_table: {error.message}", error.advice) from None
-        split_table(self.table)
         if self.mode == "append":
             for name in _APPLY_ONLY:
                 if getattr(self, name) != type(self).model_fields[name].default:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pgcdc.capture.database import Connection, quote_qualified
@@ -42,9 +42,13 @@ class PartStager:
                 self._stage(kind, source, groups.delete_columns, fold.key, groups.deletes)
             for kind, by_columns in (("put", groups.puts), ("patch", groups.patches), ("fresh", groups.fresh)):
                 for columns, rows in by_columns.items():
-                    self._stage(kind, source, columns, fold.key, [row.values() for row in rows])
+                    self._stage(kind, source, columns, fold.key, rows)
 
     def move(self, source: SourceTable, fold: Keyed, move: Move) -> None:
+        self.refuse()
+
+    def refuse(self) -> None:
+        """Leave the batch to the driver."""
         self._steps.append({"do": "refuse"})
 
     def _stage(
@@ -53,7 +57,7 @@ class PartStager:
         source: SourceTable,
         columns: Sequence[str],
         key: Sequence[str],
-        rows: Collection[Collection[str | None]],
+        rows: Sequence[bytes],
     ) -> None:
         name = quote_qualified(self._schema, f"{self._prefix}_{len(self._steps)}")
         self._conn.execute(staging.text_staging(name, columns).encode())
@@ -67,9 +71,7 @@ class PartStager:
 def take_part(receipt: Receipt, writer: Writer, find: Callable[[TableName], ShapeChange | None]) -> None:
     """Do what a receipt says, and drop its tables. SinkRejected: only the driver can."""
     if any(step["do"] == "refuse" for step in receipt["steps"]):
-        raise SinkRejected(
-            "a key changes of a row with values that only the target has: the driver looks at every event"
-        )
+        raise SinkRejected("keys or tables change in a way that needs the order of all events: the driver applies them")
     for step in receipt["steps"]:
         if step["do"] == "truncate":
             writer.truncate([SourceTable((schema, name)) for schema, name in step["tables"]])

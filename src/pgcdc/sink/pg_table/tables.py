@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from pgcdc.capture.database import Connection, name_table, quote_identifier, quote_qualified
 from pgcdc.errors import SinkError
@@ -159,21 +158,21 @@ def find_types(conn: Connection, wanted: Mapping[str, tuple[str, ...]]) -> tuple
     return found, without
 
 
-def choose_key(source: SourceTable, target: TargetTable | None, row: Mapping[str, Any]) -> tuple[str, ...]:
+def choose_key(source: SourceTable, target: TargetTable | None, columns: Collection[str]) -> tuple[str, ...]:
     """The columns by which rows are found at the target; empty: the whole row.
 
     Those of the source, unless transforms have renamed or dropped them: then those of the target's primary key.
     """
-    if source.key and all(name in row for name in source.key):
+    if source.key and all(name in columns for name in source.key):
         return source.key
     primary = target.primary_key if target is not None else ()
-    if primary and all(name in row for name in primary):
+    if primary and all(name in columns for name in primary):
         return primary
     if source.is_known and not source.key:
         return ()
     if source.is_known:
         raise SinkError(
-            f"rows of table {source.title} come without {_list_missing(source.key, row)}, by which changes find their rows",
+            f"rows of table {source.title} come without {_list_missing(source.key, columns)}, by which rows are found",
             "Leave the columns of the key as they are, or create the table at the target with a primary key of columns "
             "that the events have",
         )
@@ -183,8 +182,8 @@ def choose_key(source: SourceTable, target: TargetTable | None, row: Mapping[str
     )
 
 
-def _list_missing(key: Iterable[str], row: Mapping[str, Any]) -> str:
-    return ", ".join(quote_identifier(name) for name in key if name not in row)
+def _list_missing(key: Iterable[str], columns: Collection[str]) -> str:
+    return ", ".join(quote_identifier(name) for name in key if name not in columns)
 
 
 _TABLE = """

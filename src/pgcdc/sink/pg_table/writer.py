@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import psycopg
 
 from pgcdc.capture.database import Connection, quote_identifier
-from pgcdc.errors import SinkError
+from pgcdc.errors import SinkError, SinkUnavailable
 from pgcdc.sink.pg_table import staging
-from pgcdc.sink.pg_table.fold import Bag, Fold, Keyed, Move, Patch, Row
+from pgcdc.sink.pg_table.copy_text import read_value
+from pgcdc.sink.pg_table.fold import Bag, Fold, Keyed, Move, Patch, values_of
+from pgcdc.sink.pg_table.lines import Columns
 from pgcdc.sink.pg_table.tables import SourceTable, TargetTable
 from pgcdc.sink.pg_table.targets import Targets
 
@@ -34,52 +35,58 @@ class Groups:
     """Rows by what becomes of them, and by their columns: each group is one statement."""
 
     def __init__(self) -> None:
-        self.deletes: list[Collection[str | None]] = []
+        self.delete_columns: Columns = ()
+        self.deletes: list[bytes] = []
         """Keys; of a table without one, rows."""
-        self.fresh: dict[tuple[str, ...], list[Row]] = {}
+        self.fresh: dict[Columns, list[bytes]] = {}
         """Rows that the target should not have."""
-        self.puts: dict[tuple[str, ...], list[Row]] = {}
-        self.patches: dict[tuple[str, ...], list[Row]] = {}
-        self.delete_columns: tuple[str, ...] = ()
+        self.puts: dict[Columns, list[bytes]] = {}
+        self.patches: dict[Columns, list[bytes]] = {}
 
     @property
-    def columns(self) -> dict[str, None]:
+    def columns(self) -> list[str]:
         """All columns that rows bring, in their order."""
-        return dict.fromkeys(
-            column for group in (self.fresh, self.puts, self.patches) for columns in group for column in columns
-        )
+        groups = (self.fresh, self.puts, self.patches)
+        return list(dict.fromkeys(column for group in groups for columns in group for column in columns))
 
 
 def group_rows(fold: Fold) -> Iterable[Groups]:
-    """The rows of a fold. More than one group of groups only for rows without a key, of which deletes have other columns."""
-    groups = Groups()
-    if isinstance(fold, Bag):
-        for one in fold.inserted:
-            groups.fresh.setdefault(tuple(one), []).append(one)
-        by_columns: dict[tuple[str, ...], list[Collection[str | None]]] = {}
-        for one in fold.deleted:
-            by_columns.setdefault(tuple(one), []).append(one.values())
-        for columns, rows in by_columns.items():
-            gone = Groups()
-            gone.delete_columns, gone.deletes = columns, rows
-            yield gone
+    """The rows of a fold. Several of them only without a key, since deletes may have other columns then."""
+    return _group_bag(fold) if isinstance(fold, Bag) else [_group_keyed(fold)]
+
+
+def _group_bag(fold: Bag) -> Iterator[Groups]:
+    gone: dict[Columns, list[bytes]] = {}
+    for columns, line in fold.deleted:
+        gone.setdefault(columns, []).append(line)
+    for columns, lines in gone.items():
+        groups = Groups()
+        groups.delete_columns, groups.deletes = columns, lines
         yield groups
-        return
+    groups = Groups()
+    for columns, line in fold.inserted:
+        groups.fresh.setdefault(columns, []).append(line)
+    yield groups
+
+
+def _group_keyed(fold: Keyed) -> Groups:
+    groups, stale = Groups(), fold.stale
     groups.delete_columns = fold.key
-    is_single, stale = len(fold.key) == 1, fold.stale
+    kinds = groups.puts, groups.fresh
+    last: Columns | None = None
+    last_kind: dict[Columns, list[bytes]] = {}
+    lines: list[bytes] = []
     for key, row in fold.rows.items():
         if row is None:
-            groups.deletes.append((key,) if is_single else key)
-        elif type(row) is Patch:
-            groups.patches.setdefault(tuple(row), []).append(row)
-        else:
-            kind = groups.puts if key in stale else groups.fresh
-            columns = tuple(row)
-            if columns in kind:
-                kind[columns].append(row)
-            else:
-                kind[columns] = [row]
-    yield groups
+            groups.deletes.append(key)
+            continue
+        kind = groups.patches if type(row) is Patch else kinds[key not in stale]
+        columns, line = row
+        if columns is not last or kind is not last_kind:
+            lines = kind.setdefault(columns, [])
+            last, last_kind = columns, kind
+        lines.append(line)
+    return groups
 
 
 class Writer:
@@ -112,65 +119,57 @@ class Writer:
     def write(self, source: SourceTable, fold: Fold) -> None:
         """Make the target's table what the fold says, as far as it says something."""
         for groups in group_rows(fold):
-            columns = groups.columns
-            target = self._find(source, list(columns), fold.key)
+            target = self._find(source, groups.columns, fold.key)
             if target is None:
                 continue
             if groups.deletes:
                 self._delete(target, groups, has_key=bool(fold.key))
-            for names, rows in groups.puts.items():
-                self._merge(target, names, rows, fold.key)
-            for names, rows in groups.patches.items():
-                self._patch(source, target, names, rows, fold.key)
-            for names, rows in groups.fresh.items():
-                self._insert(target, names, rows, fold.key)
+            for columns, lines in groups.puts.items():
+                self._merge(target, columns, lines, fold.key)
+            for columns, lines in groups.patches.items():
+                self._patch(source, target, columns, lines, fold.key)
+            for columns, lines in groups.fresh.items():
+                self._insert(target, columns, lines, fold.key)
 
-    def _find(self, source: SourceTable, columns: list[str], key: tuple[str, ...]) -> TargetTable | None:
+    def _find(self, source: SourceTable, columns: list[str], key: Columns) -> TargetTable | None:
         """Where to write. A table that is not there has nothing to delete."""
         if columns:
             return self._targets.prepare(source, columns, key)
         return self._targets.of(source)
 
     def _delete(self, target: TargetTable, groups: Groups, *, has_key: bool) -> None:
-        columns = target.writable(groups.delete_columns) if not has_key else groups.delete_columns
-        rows = groups.deletes
-        if len(columns) != len(groups.delete_columns):
-            places = [groups.delete_columns.index(column) for column in columns]
-            rows = [[list(row)[place] for place in places] for row in rows]
-        name = self._staging.fill(target, columns, rows)
+        columns, lines = _writable(target, groups.delete_columns, groups.deletes)
+        name = self._staging.fill(target, columns, lines)
         write = staging.delete_statement if has_key else staging.delete_rows_statement
         self._conn.execute(write(target, name, columns).encode())
 
-    def _merge(self, target: TargetTable, names: Sequence[str], rows: list[Row], key: Sequence[str]) -> None:
-        columns = target.writable(names)
-        name = self._staging.fill(target, columns, _values(rows, names, columns))
+    def _merge(self, target: TargetTable, names: Columns, rows: list[bytes], key: Columns) -> None:
+        columns, lines = _writable(target, names, rows)
+        name = self._staging.fill(target, columns, lines)
         self._conn.execute(staging.merge_statement(target, name, columns, key).encode())
 
-    def _insert(self, target: TargetTable, names: Sequence[str], rows: list[Row], key: Sequence[str]) -> None:
+    def _insert(self, target: TargetTable, names: Columns, rows: list[bytes], key: Columns) -> None:
         """Rows that should be new: if some are not, all of them are merged."""
-        columns = target.writable(names)
+        columns, lines = _writable(target, names, rows)
         if not columns:
             raise RowFault("no_columns", f"rows of table {target.title} have no column that could be written")
         if key and (self._met.get(target.name, 0) or not target.is_unique(key)):
             self._met[target.name] = max(0, self._met.get(target.name, 0) - 1)
             self._merge(target, names, rows, key)
             return
-        values = _values(rows, names, columns)
         if not key:
-            staging.copy_rows(self._conn, target.sql, columns, values)
+            staging.copy_rows(self._conn, target.sql, columns, lines)
             return
         try:
             with self._conn.transaction():
-                staging.copy_rows(self._conn, target.sql, columns, values)
+                staging.copy_rows(self._conn, target.sql, columns, lines)
         except (psycopg.errors.UniqueViolation, psycopg.errors.FeatureNotSupported):
             self._met[target.name] = STEADY_FLUSHES
             self._merge(target, names, rows, key)
 
-    def _patch(
-        self, source: SourceTable, target: TargetTable, names: Sequence[str], rows: list[Row], key: Sequence[str]
-    ) -> None:
-        columns = target.writable(names)
-        name = self._staging.fill(target, columns, _values(rows, names, columns))
+    def _patch(self, source: SourceTable, target: TargetTable, names: Columns, rows: list[bytes], key: Columns) -> None:
+        columns, lines = _writable(target, names, rows)
+        name = self._staging.fill(target, columns, lines)
         done = self._conn.execute(staging.patch_statement(target, name, columns, key).encode())
         if done.rowcount < len(rows):
             raise missing_row(source, target)
@@ -185,6 +184,12 @@ class Writer:
         rows: int,
     ) -> None:
         """Do with a staging table of an executor what its kind says, and drop it."""
+        found = self._conn.execute(f"SELECT count(*) FROM {name}".encode()).fetchone()
+        if found != (rows,):
+            raise SinkUnavailable(
+                f"of {rows} rows that executors wrote for table {source.title}, {found[0] if found else 0} are there",
+                "The target has crashed meanwhile, it seems. They are written again",
+            )
         is_gone = kind in ("delete", "gone")
         target = self._find(source, [] if is_gone else list(columns), key)
         if target is not None:
@@ -215,18 +220,19 @@ class Writer:
 
     def move(self, source: SourceTable, fold: Keyed, move: Move) -> None:
         """Give a row of the target another key, and its other new values."""
-        target = self._targets.prepare(source, move.row, fold.key)
-        columns = target.writable(move.row)
+        row = values_of(*move.row)
+        target = self._targets.prepare(source, row, fold.key)
+        columns = target.writable(row)
         sets = ", ".join(f"{quote_identifier(name)} = %s::{target.columns[name].type}" for name in columns)
         where = " AND ".join(f"{quote_identifier(name)} = %s::{target.columns[name].type}" for name in fold.key)
-        values: list[Any] = [move.row[name] for name in columns] + [move.old[name] for name in fold.key]
+        values = [read_value(row[name]) for name in columns] + [move.old[name] for name in fold.key]
         statement = f"UPDATE {target.sql} SET {sets} WHERE {where}"
         done = self._conn.execute(_keep_percent(statement, len(values)).encode(), values)
         if done.rowcount:
             return
         if move.is_partial:
             raise missing_row(source, target)
-        fold.insert(move.row)
+        fold.insert(*move.row)
 
 
 def _keep_percent(statement: str, count: int) -> str:
@@ -237,11 +243,14 @@ def _keep_percent(statement: str, count: int) -> str:
     return "%s::".join(part.replace("%", "%%") for part in parts)
 
 
-def _values(rows: list[Row], names: Sequence[str], columns: Sequence[str]) -> Iterable[Collection[str | None]]:
-    """The values of these columns; `names` are those that the rows have."""
-    if len(names) == len(columns):
-        return (row.values() for row in rows)
-    return ([row[column] for column in columns] for row in rows)
+def _writable(target: TargetTable, names: Columns, lines: list[bytes]) -> tuple[list[str], list[bytes]]:
+    """Columns and lines without what the target computes itself."""
+    columns = target.writable(names)
+    if len(columns) == len(names):
+        return columns, lines
+    places = [names.index(column) for column in columns]
+    split = (line.split(b"\t") for line in lines)
+    return columns, [b"\t".join([values[place] for place in places]) for values in split]
 
 
 def missing_row(source: SourceTable, target: TargetTable) -> RowFault:

@@ -1,0 +1,221 @@
+"""For tests of pg_table's apply mode: a real server's stream as lines, and a target that they are applied to. No Spark."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psycopg
+import pyarrow as pa
+from databases import drop_database
+from psycopg import sql
+
+from pgcdc.capture.database import connect, quote_qualified
+from pgcdc.capture.shapes import ShapeObserver
+from pgcdc.capture.slots import create_slot
+from pgcdc.capture.stream import Capture
+from pgcdc.capture.toast import ToastOptions, ToastStep
+from pgcdc.errors import SinkRejected
+from pgcdc.playground.postgres import EmbeddedPostgres
+from pgcdc.position import Position
+from pgcdc.relation import Relations
+from pgcdc.sink.base import Batch
+from pgcdc.sink.pg_table.apply import Applier
+from pgcdc.sink.pg_table.options import PgTableOptions
+from pgcdc.spool.shapes import ShapeHistory
+from pgcdc.state import StateDir
+from pgcdc.stream.events import LINES, events_of
+from pgcdc.stream.frame import EventOptions, make_frame
+from pgcdc.stream.texts import IdSeed
+
+_NUMBERS = itertools.count(1)
+SEED = IdSeed.of("1", "applying")
+
+
+@contextmanager
+def two_databases(server: EmbeddedPostgres) -> Iterator[tuple[str, str]]:
+    """The URLs of a source and a target, gone afterwards."""
+    number = next(_NUMBERS)
+    names = [f"apply_source_{number}", f"apply_target_{number}"]
+    with psycopg.connect(server.url(), autocommit=True) as admin:
+        for name in names:
+            admin.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+        try:
+            yield server.url(names[0]), server.url(names[1])
+        finally:
+            for name in names:
+                drop_database(admin, name)
+
+
+class Source:
+    """A database whose changes are read as the capture process reads them, from its creation on."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.url = url
+        self.sql = connect(url)
+        self.sql.execute("CREATE PUBLICATION p FOR ALL TABLES")
+        slot = f"slot_{next(_NUMBERS)}"
+        with psycopg.connect(f"{url}?replication=database", autocommit=True) as conn:
+            lsn = create_slot(conn, slot)
+        self.state = StateDir(folder)
+        self.state.create()
+        self.start = self.end = Position.end(lsn)
+        self._toast = ToastStep(ToastOptions(), ("p",), self.state, resume_lsn=lsn, instance="1")
+        self._observer = ShapeObserver(self.state.shapes_file, self.start)
+        self._capture = Capture(
+            url, slot=slot, publications=["p"], start_lsn=lsn, confirmed_lsn=lsn, relations=Relations()
+        )
+        self._capture.connect()
+
+    def close(self) -> None:
+        self._capture.close()
+        self.sql.close()
+
+    def run(self, *statements: str) -> None:
+        for statement in statements:
+            self.sql.execute(statement.encode())
+
+    def read(self, *statements: str) -> Batch:
+        """Run the statements; everything since the last call."""
+        self.run(*statements)
+        self.sql.execute("SELECT pg_logical_emit_message(true, 'flush', '')")
+        row = self.sql.execute("SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn").fetchone()
+        assert row is not None
+        self._capture.target_lsn = target = int(row[0])
+        start, tables = self.end, []
+        deadline = time.monotonic() + 120
+        while self._capture.handed_out_lsn < target:
+            assert time.monotonic() < deadline
+            batch = self._capture.receive_batch(timeout_s=0.05)
+            if batch is None:
+                self._capture.ask_for_progress()
+                continue
+            for piece in self._toast.resolve(batch, self.sql):
+                self._observer.observe(piece, self.sql)
+                self.end = max(self.end, piece.end)
+                if piece.rows:
+                    tables.append(lines_of(piece))
+        return Batch(start, self.end, pa.concat_tables([LINES.empty_table(), *tables]))
+
+
+def lines_of(piece: Any) -> pa.Table:
+    counts = piece.transactions.column("rows").to_numpy()
+    owners = piece.transactions.take(pa.array(np.repeat(np.arange(len(counts)), counts)))
+    changes = piece.data.combine_chunks().to_batches()[0]
+    frame = make_frame(changes, owners, piece.relations.shapes, EventOptions())
+    return pa.Table.from_batches([events_of(frame, SEED, LINES, EventOptions())])
+
+
+class Mirror:
+    """A target, as the sink drives the engine."""
+
+    def __init__(self, url: str, state: StateDir, **options: Any) -> None:
+        self.url = url
+        self.said: list[str] = []
+        self.options = PgTableOptions(mode="apply", **options)
+        self.shapes = ShapeHistory(state.shapes_file)
+        self.restart()
+
+    def restart(self) -> None:
+        """A new process, with a session of its own."""
+        self.applier = Applier(self.options, self.shapes, "mirror", self.said.append)
+        self.sql = connect(self.url)
+        self.sql.execute("SET session_replication_role = replica")
+        self.applier.connected(self.sql)
+
+    def close(self) -> None:
+        self.sql.close()
+
+    def apply(self, batch: Batch) -> None:
+        with self.sql.transaction():
+            self.applier.apply(self.sql, batch)
+
+    def deliver(self, batch: Batch) -> list[tuple[str, str, str]]:
+        """As Delivery and the sink do it together: rejects are noted, and the rest is applied. (position, kind, text)."""
+        try:
+            self.apply(batch)
+            return []
+        except psycopg.Error as error:
+            with self.sql.transaction(force_rollback=True):
+                rejects = self.applier.find_rejects(self.sql, batch, error)
+            if not rejects:
+                raise
+        positions = {one.position for one in rejects}
+        everything = batch.events.column("position").to_pylist()
+        out = Batch(batch.start, batch.end, batch.events.filter(pa.array([one in positions for one in everything])))
+        with self.sql.transaction():
+            self.applier.note_rejects(self.sql, out)
+            self.applier.apply(self.sql, batch.without(positions))
+        return [(one.position, one.kind, one.text) for one in rejects]
+
+    def redeliver(self, batch: Batch) -> set[str]:
+        with self.sql.transaction():
+            return self.applier.redeliver(self.sql, batch)
+
+    def stage(self, batch: Batch, parts: int = 2) -> list[dict[str, Any]]:
+        """What executors do, each for some tables."""
+        receipts = []
+        with connect(self.url) as conn:
+            for part in range(parts):
+                mine = batch.events.filter(pa.array([_part_of(line) % parts == part for line in _lines(batch)]))
+                with conn.transaction():
+                    stage = self.applier.stage(conn, f"pgcdc_stage_{part}", mine.to_batches())
+                receipts.append(stage)
+        return receipts
+
+    def by_parts(self, batch: Batch) -> bool:
+        """As executors do it. False: the driver has to."""
+        receipts = self.stage(batch)
+        try:
+            with self.sql.transaction():
+                self.applier.merge(self.sql, receipts, batch.start, batch.end)
+        except SinkRejected:
+            return False
+        return True
+
+    def rows(self, statement: str) -> list[tuple[Any, ...]]:
+        return self.sql.execute(statement.encode()).fetchall()
+
+
+def _lines(batch: Batch) -> list[str]:
+    lines: list[str] = batch.events.column("line").to_pylist()
+    return lines
+
+
+def _part_of(line: str) -> int:
+    """By table: that keeps keys together in any case."""
+    return sum(line.split('"channel":"', 1)[1].split('"', 1)[0].encode())
+
+
+def content(conn: psycopg.Connection[Any], table: tuple[str, str], columns: list[str] | None = None) -> list[str]:
+    """All rows, as PostgreSQL writes them, in one order."""
+    if columns is None:
+        found = conn.execute(
+            "SELECT attname::text FROM pg_attribute WHERE attrelid = %s::regclass AND attnum > 0 AND NOT attisdropped "
+            'ORDER BY attname COLLATE "C"',
+            (quote_qualified(*table),),
+        ).fetchall()
+        columns = [name for (name,) in found]
+    listed = ", ".join('"' + name.replace('"', '""') + '"' for name in columns)
+    statement = f'SELECT ROW({listed})::text COLLATE "C" FROM {quote_qualified(*table)} ORDER BY 1'
+    return [f"({','.join(columns)})", *(row for (row,) in conn.execute(statement.encode()))]
+
+
+def cuts(batch: Batch, seed: int, most: int = 6) -> Iterator[Batch]:
+    """The batch in some pieces that follow each other, cut anywhere."""
+    chance = random.Random(seed)
+    count = batch.events.num_rows
+    places = sorted({chance.randint(0, count) for _ in range(chance.randint(0, most))} - {0, count})
+    positions = batch.events.column("position")
+    start, begin = batch.start, 0
+    for place in places:
+        end = Position.parse(positions[place - 1].as_py())
+        yield Batch(start, end, batch.events.slice(begin, place - begin))
+        start, begin = end, place
+    yield Batch(start, batch.end, batch.events.slice(begin))
