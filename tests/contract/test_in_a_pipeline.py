@@ -202,7 +202,7 @@ def test_a_hundred_thousand_rows_at_once(start: Callable[..., All], source: Sour
     found = {name: value for name, value in os.environ.items() if name.startswith("PGCDC_EXECUTOR_DB_")}
     spark.sparkContext.environment.update(found)
     run.wait_for_all(source.insert(5))
-    run.wait_for_all(source.insert(ROWS), timeout_s=240)
+    run.wait_for_all(source.insert(ROWS), timeout_s=200)
     run.wait_for_all(source.insert(5))
     run.end()
     check_all(run.targets, source.rows)
