@@ -212,6 +212,7 @@ def test_events_that_are_refused_are_found_and_the_others_arrive_once(
     while sink.ack < END:
         try:
             sink.write(left)
+            assert sink.ack == END
         except SinkRejected as error:
             (reject,) = error.rejects
             assert (reject.kind, reject.text) == ("exec_65", "bad one")
@@ -261,9 +262,12 @@ def test_what_a_command_leaves_in_the_background_is_ended(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pgcdc.sink.exec.process.GRACE_S", 0.2)
-    sink = make(f"cat > /dev/null; (trap '' TERM; echo $$ > {quote(tmp_path)}/pid; exec sleep 600) < /dev/null &")
+    left = f"sh -c 'trap \"\" TERM; echo $$ > {quote(tmp_path)}/pid; exec sleep 600'"
+    sink = make(f"{left} < /dev/null & cat > /dev/null; until test -s {quote(tmp_path)}/pid; do sleep 0.01; done")
     sink.write(batch(START, END))
     assert sink.ack == END
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 # --- by line
