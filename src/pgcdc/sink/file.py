@@ -182,7 +182,7 @@ class FileSink:
             if size:
                 raise SinkError(
                     f"{self._path} exists and was not written by this pipeline",
-                    "Move it away, or give another --file-path",
+                    "Move it away, or give the adapter another path",
                 )
             return False
         is_moved = "moving" in detail and find_rotated(self._path, detail["number"]) is not None
@@ -190,12 +190,12 @@ class FileSink:
         if not exists and not is_moved:
             raise SinkError(
                 f"{self._path} is gone, but events up to {self.ack} were written to it",
-                "Move it back, or give another --file-path: the next events go there",
+                "Move it back, or give the adapter another path: the next events go there",
             )
         if size < expected:
             raise SinkError(
                 f"{self._path} has {size} bytes, but {expected} were written to it",
-                "Restore it, or give another --file-path: the next events go there",
+                "Restore it, or give the adapter another path: the next events go there",
             )
         return True
 
