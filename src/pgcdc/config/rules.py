@@ -173,6 +173,8 @@ def _check_dead_letters(config: Config) -> None:
         if _is_given(config, key) and config.dlq != store:
             flag = key.replace("_", "-")
             raise Misfit((key,), f"--{flag} is for --dlq {store}", f"Add --dlq {store}, or leave it out")
+    if config.dlq_file is not None and not config.dlq_file.absolute().parent.is_dir():
+        raise Misfit(("dlq_file",), f"the folder of the file {config.dlq_file} does not exist", "Create it first")
     if config.dlq == "pg_table" and split_table(config.dlq_table) in map(split_table, config.tables):
         raise Misfit(
             ("tables",),
