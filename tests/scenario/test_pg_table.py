@@ -22,6 +22,7 @@ from pgcdc.ops import failpoint
 from pgcdc.ops.failpoint import FailpointError
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.position import SCHEMA_SUB, Position
+from pgcdc.sink.ack import AckFile
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.sink import PgTableSink
 from pgcdc.spool.shapes import ShapeChange, append_shapes
@@ -168,6 +169,19 @@ def test_target_that_was_restored_to_an_older_state_is_refused(database: Databas
     with pytest.raises(SinkError, match="was deleted, or an older state"):
         made.opened()
     assert database.query("TABLE pgcdc_positions") == []
+
+
+def test_positions_go_back_where_a_resync_says_so(database: Database, made: Made) -> None:
+    """Those of another server can be smaller: what comes from there is not what was written before."""
+    made.opened().write(batch(Position.end(125), END))
+    ack = AckFile(made.folder / "acks", "pg_table")
+    ack.save(START, ack.detail)  # as `pgcdc resync` does
+    sink = made.opened()
+    assert sink.ack == START
+    sink.write(batch(START, Position.end(125)))
+    assert positions(database) == expected()
+    assert database.query("SELECT position FROM pgcdc_positions") == [(str(Position.end(125)),)]
+    assert made.opened().ack == Position.end(125)
 
 
 def test_adapter_of_another_pipeline_is_refused_and_left_alone(database: Database, made: Made, tmp_path: Path) -> None:

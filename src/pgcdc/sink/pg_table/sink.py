@@ -175,6 +175,11 @@ class PgTableSink:
                 f"without what is missing: UPDATE {self._positions.quoted} SET position = '{known}' WHERE adapter = "
                 f"'{self.name}'",
             )
+        if known is not None and self._file.position is not None and self._file.position < known:
+            # An ack is never behind the row, but where `pgcdc resync` begins anew: positions of another server are smaller.
+            self._positions.advance(conn, self._owner, place.position, self._file.position)
+            self._written = self._acked = self._file.position
+            return self._save(target)
         self._written = place.position
         # Behind the row the ack may have moved over batches that had nothing for it.
         self._acked = max(place.position, self._file.position or place.position, self._acked or place.position)
