@@ -17,9 +17,11 @@ from psycopg import sql
 from targets.events import END, START, STREAM, batch, batch_of, event, to_line
 from targets.pg_table import ITEMS
 
+from pgcdc.config import load_config
 from pgcdc.errors import SinkError, SinkRejected, SinkUnavailable
 from pgcdc.ops import failpoint
 from pgcdc.ops.failpoint import FailpointError
+from pgcdc.ops.validation import Check, run_checks
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.position import SCHEMA_SUB, Position
 from pgcdc.sink.ack import AckFile
@@ -488,3 +490,27 @@ def test_older_server(tmp_path: Path, mode: str) -> None:
         assert [one for (one,) in rows] == expected()
         assert made.said == (["table items created"] if mode == "apply" else [])
         made.close()
+
+
+def test_server_without_merge_is_refused_for_applying(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pgcdc.sink.pg_table.target.MERGE_SINCE", 990000)
+    made.sink().check()
+    with pytest.raises(SinkError, match="applies with MERGE, which PostgreSQL 18 lacks"):
+        made.sink(mode="apply").check()
+
+
+def test_validation_looks_at_the_target_and_leaves_it_as_it_is(database: Database, tmp_path: Path) -> None:
+    target = database.url.replace("postgres@", "postgres:hunter2@", 1)
+    database.execute("CREATE TABLE orders (id int PRIMARY KEY)")
+
+    def look(**more: Any) -> Check:
+        given = {"db": database.url, "all_tables": True, "adapters": ["pg_table"], "state_dir": str(tmp_path / "state")}
+        config = load_config({**given, "pg_table_db": target, **more}, {}, None)
+        return next(one for one in run_checks(config) if one.name == "adapter pg_table")
+
+    found = look()
+    assert found.status == "ok" and "hunter2" not in repr(found), found
+    assert database.query("SELECT to_regclass('pgcdc_events'), to_regclass('pgcdc_positions')") == [(None, None)]
+    database.execute("CREATE TABLE pgcdc_events (id int)")
+    found = look()
+    assert found.status == "failed" and "has no column" in found.detail and "ALTER TABLE" in found.advice
