@@ -12,7 +12,7 @@ import os
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import psycopg
 import pyarrow as pa
@@ -359,6 +359,11 @@ class PgTableSink:
         plain = self._options.model_copy(update={"db": "", "db_file": None})
         stage = f"{STAGE}_{self._owner[:8]}_{uuid.uuid4().hex[:8]}"
         with self._explain("prepare parts"):
+            if not self._target.takes_stages(conn):
+                schema = self._options.own_schema
+                self._leave_to_driver(
+                    f"role {conn.info.user} may not create tables in schema {schema}, for their parts"
+                )
             if self._appender is not None:
                 self._stage = quote_qualified(self._options.own_schema, stage)
                 self._appender.create_stage(conn, self._stage)
@@ -366,6 +371,12 @@ class PgTableSink:
         shapes = ShapeHistory(self._state.shapes_file)
         shapes.refresh()
         return PgTablePartWriter(self.name, names, plain, stage, shapes)
+
+    def _leave_to_driver(self, reason: str) -> NoReturn:
+        """From now on executors are not asked; this batch comes again, whole."""
+        self.takes_executors = False
+        self._say_once(f"large batches are written by the driver alone: {reason}")
+        raise SinkRejected(f"adapter {self.name}: {reason}")
 
     def _source_variable(self) -> list[str]:
         return ["PGCDC_DB"] if os.environ.get("PGCDC_DB") == self._options.db else []
@@ -382,13 +393,7 @@ class PgTableSink:
             )
         missing = next((one["missing"] for one in receipts if "missing" in one), None)
         if missing is not None:
-            self.takes_executors = False
-            self._say_once(
-                f"the driver writes alone, since executors lack the variable {missing} with the target's URL"
-            )
-            raise SinkRejected(
-                f"executors lack the variable {missing}", "Set it where the workers of Spark are started"
-            )
+            self._leave_to_driver(f"executors lack the variable {missing} with the target's URL")
         try:
             with self._commit(conn, end):
                 if self._applier is not None:
