@@ -346,6 +346,42 @@ def test_a_newer_dead_letter_supersedes_an_older_one_and_a_truncate_all(pair: tu
     assert mirror.rows("SELECT * FROM t") == []
 
 
+def test_a_dead_letter_finds_its_table_under_another_name(pair: tuple[Source, Mirror]) -> None:
+    source, mirror = pair
+    mirror.sql.execute("CREATE TABLE t (id int PRIMARY KEY, a text CONSTRAINT good CHECK (a <> 'bad'), b int)")
+    batch = source.read(
+        "CREATE TABLE t (id int PRIMARY KEY, a text, b int)", "INSERT INTO t VALUES (1, 'bad'), (2, 'bad'), (3, 'bad')"
+    )
+    assert len(mirror.deliver(batch)) == 3
+    mirror.apply(source.read("ALTER TABLE t RENAME TO u", "UPDATE u SET a = 'newer' WHERE id = 1"))
+    mirror.sql.execute("ALTER TABLE u DROP CONSTRAINT good")
+    dead = [Batch(batch.start, batch.end, batch.events.slice(number, 1)) for number in range(3)]
+    assert mirror.redeliver(dead[0]) and not mirror.redeliver(dead[1])
+    assert mirror.rows("SELECT id, a FROM u ORDER BY id") == [(1, "newer"), (2, "bad")]
+    assert mirror.rows("SELECT to_regclass('t')") == [(None,)]
+    mirror.apply(source.read("ALTER TABLE u RENAME b TO c", "UPDATE u SET c = 1 WHERE id = 1"))
+    with pytest.raises(psycopg.DataError, match="has the column b, which the table has no more"):
+        mirror.redeliver(dead[2])
+    mirror.apply(
+        source.read("ALTER TABLE u DROP CONSTRAINT t_pkey, ADD PRIMARY KEY (a, id)", "UPDATE u SET c = 2 WHERE id = 1")
+    )
+    assert mirror.redeliver(dead[2])  # by another key nobody knows what is newer
+
+
+def test_of_very_many_refused_rows_the_first_are_found(
+    pair: tuple[Source, Mirror], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, mirror = pair
+    monkeypatch.setattr("pgcdc.sink.pg_table.apply.MOST_REJECTS", 5)
+    mirror.sql.execute("CREATE TABLE t (id int PRIMARY KEY CHECK (id < 10))")
+    batch = source.read("CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t SELECT generate_series(1, 40)")
+    with pytest.raises(psycopg.errors.CheckViolation):
+        mirror.apply(batch)
+    with mirror.sql.transaction(force_rollback=True):
+        rejects = mirror.applier.find_rejects(mirror.sql, batch, psycopg.errors.CheckViolation())
+    assert [one.position for one in rejects] == batch.events.column("position").to_pylist()[9:14]
+
+
 def test_a_key_that_a_refused_row_left_is_free_after_its_replay(pair: tuple[Source, Mirror]) -> None:
     source, mirror = pair
     mirror.sql.execute("CREATE TABLE t (id int PRIMARY KEY, a text CHECK (a <> 'bad'))")
