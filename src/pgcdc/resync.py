@@ -223,8 +223,8 @@ class Resync:
                 lines.append(f"{where}, but {reason} cannot be read back: {_NOT_DELETED}")
             else:
                 lines.append(f"{where}; rows that it has and the source has not any more are deleted by events")
-        if (self.state.acks / "stdout.json").exists() and not self.options.truncate:
-            lines.append(f"adapter stdout cannot be read back: {_NOT_DELETED}")
+        for name in [] if self.options.truncate else self._blind():
+            lines.append(f"adapter {name} cannot be read back: {_NOT_DELETED}")
         if not self.options.truncate:
             for table in self._published():
                 if not table.key:
@@ -242,8 +242,8 @@ class Resync:
         for sink in self._sinks():
             if reason := self._why_unreadable(sink):
                 lines.append(f"{reason} in {sink.path} cannot be read back: deletes of rows that vanished are not sent")
-        if (self.state.acks / "stdout.json").exists():
-            lines.append("adapter stdout cannot be read back: deletes of rows that vanished are not sent for it")
+        for name in self._blind():
+            lines.append(f"adapter {name} cannot be read back: deletes of rows that vanished are not sent for it")
         return lines
 
     def _chosen(self) -> list[PublishedTable]:
@@ -456,6 +456,12 @@ class Resync:
     def _sinks(self) -> list[FileSink | FolderSink]:
         """The sinks that wrote a file."""
         return list(_file_sinks(self.state.acks))
+
+    def _blind(self) -> list[str]:
+        """Adapters whose targets cannot be read back by us at all: all that are not files."""
+        acks = [AckFile(self.state.acks, path.stem) for path in sorted(self.state.acks.glob("*.json"))]
+        names = [path.stem for path in sorted(self.state.acks.glob("*.json"))]
+        return [name for name, ack in zip(names, acks, strict=True) if "path" not in ack.detail and name != "noop"]
 
     def _readable(self) -> list[FileSink | FolderSink]:
         return [one for one in self._sinks() if one.is_there and not self._why_unreadable(one)]

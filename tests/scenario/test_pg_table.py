@@ -22,6 +22,7 @@ from pgcdc.ops import failpoint
 from pgcdc.ops.failpoint import FailpointError
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.position import SCHEMA_SUB, Position
+from pgcdc.sink.ack import AckFile
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.sink import PgTableSink
 from pgcdc.spool.shapes import ShapeChange, append_shapes
@@ -170,6 +171,19 @@ def test_target_that_was_restored_to_an_older_state_is_refused(database: Databas
     assert database.query("TABLE pgcdc_positions") == []
 
 
+def test_positions_go_back_where_a_resync_says_so(database: Database, made: Made) -> None:
+    """Those of another server can be smaller: what comes from there is not what was written before."""
+    made.opened().write(batch(Position.end(125), END))
+    ack = AckFile(made.folder / "acks", "pg_table")
+    ack.save(START, ack.detail)  # as `pgcdc resync` does
+    sink = made.opened()
+    assert sink.ack == START
+    sink.write(batch(START, Position.end(125)))
+    assert positions(database) == expected()
+    assert database.query("SELECT position FROM pgcdc_positions") == [(str(Position.end(125)),)]
+    assert made.opened().ack == Position.end(125)
+
+
 def test_adapter_of_another_pipeline_is_refused_and_left_alone(database: Database, made: Made, tmp_path: Path) -> None:
     made.opened().write(batch(START, HALF))
     (tmp_path / "other").mkdir()
@@ -179,6 +193,25 @@ def test_adapter_of_another_pipeline_is_refused_and_left_alone(database: Databas
             call()
         assert "name of its own" in caught.value.advice
     assert positions(database) == expected(HALF)
+
+
+def test_target_in_which_nothing_was_written_is_free_again(database: Database, made: Made, tmp_path: Path) -> None:
+    """A replay to another target than the adapter's opens it with a state directory that nobody keeps."""
+    (tmp_path / "other").mkdir()
+    other = Made(database.url, tmp_path / "other")
+    first = other.opened()
+    assert list(first.redeliver(batch(START, HALF))) == []
+    first.write(batch_of(START, Position.end(105), []))
+    first.close()
+    sink = made.opened()
+    sink.write(batch(HALF, END))
+    sink.close()
+    assert positions(database) == expected()
+    with pytest.raises(SinkError, match="of another pipeline"):
+        other.opened()
+    database.execute("DELETE FROM pgcdc_positions")
+    assert other.opened().ack == Position.end(105)
+    other.close()
 
 
 def test_process_that_was_taken_for_dead_cannot_write_over_the_next_one(database: Database, made: Made) -> None:

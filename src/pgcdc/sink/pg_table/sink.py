@@ -84,6 +84,8 @@ class PgTableSink:
         self._rejected: Batch | None = None
         """What was refused of the batch that comes next without it."""
         self._stage = ""
+        self._is_fresh = False
+        """The row in the target is of this process, and has not moved."""
 
     def __repr__(self) -> str:
         return f"PgTableSink({self.name!r}, {redact(self._options.db)!r}, {self._options.mode!r})"
@@ -173,6 +175,11 @@ class PgTableSink:
                 f"without what is missing: UPDATE {self._positions.quoted} SET position = '{known}' WHERE adapter = "
                 f"'{self.name}'",
             )
+        if known is not None and self._file.position is not None and self._file.position < known:
+            # An ack is never behind the row, but where `pgcdc resync` begins anew: positions of another server are smaller.
+            self._positions.advance(conn, self._owner, place.position, self._file.position)
+            self._written = self._acked = self._file.position
+            return self._save(target)
         self._written = place.position
         # Behind the row the ack may have moved over batches that had nothing for it.
         self._acked = max(place.position, self._file.position or place.position, self._acked or place.position)
@@ -195,12 +202,14 @@ class PgTableSink:
                     "Copy the tables and pgcdc_positions from there (pg_dump), or begin anew with another --slot-name and "
                     "--state-dir",
                 )
+        self._start = max(self._start, self._acked or self._start)
         self._written = self._acked = self._start
         self._save(target, is_claimed=False)  # first: a row whose owner nobody knows would be a foreign one
         hit("pg_table.before_claim")
         identity = self._state.identity()
         source = f"slot {identity.slot} of database {identity.database}" if identity else ""
         self._positions.claim(conn, self._owner, self._start, source)
+        self._is_fresh = True
 
     def _save(self, target: TargetName | None = None, *, is_claimed: bool = True) -> None:
         assert self._acked is not None and self._written is not None
@@ -297,6 +306,7 @@ class PgTableSink:
             hit("pg_table.before_ack")
         hit("pg_table.committed")
         self._written = self._acked = end
+        self._is_fresh = False
         self._save()
         hit("pg_table.after_ack")
 
@@ -334,6 +344,10 @@ class PgTableSink:
         raise SinkError(text, "Look at the target") from error
 
     def close(self) -> None:
+        if self._is_fresh and self._conn is not None and self._written is not None:
+            with contextlib.suppress(psycopg.Error, SinkError):  # nothing was written: whoever wants it may have it
+                self._save(is_claimed=False)
+                self._positions.release(self._conn, self._owner, self._written)
         self._disconnect()
 
     # --- parts of executors
