@@ -11,11 +11,15 @@ import psycopg
 import pyarrow as pa
 import pytest
 from applying import Mirror, Source, content, cuts, two_databases
+from databases import Database
 from histories import NAMES, History
 
 from pgcdc.errors import SinkError, SinkUnavailable
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.sink.base import Batch
+from pgcdc.sink.pg_table.options import PgTableOptions
+from pgcdc.sink.pg_table.sink import PgTableSink
+from pgcdc.state import Identity, StateDir
 
 
 @pytest.fixture(scope="module", params=[18, pytest.param(16, marks=pytest.mark.slow)])
@@ -456,6 +460,23 @@ def test_the_driver_applies_what_parts_cannot_tell(pair: tuple[Source, Mirror]) 
     assert not mirror.by_parts(batch)  # it supersedes a dead letter
     mirror.apply(batch)
     assert rejected(mirror) == [('["3"]', True)]
+
+
+def test_a_table_that_would_feed_itself_is_refused(database: Database, tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    state.create()
+    database.execute("CREATE TABLE t (id int PRIMARY KEY)")
+    database.execute("CREATE PUBLICATION p FOR TABLE t")
+    ((system,),) = database.query("SELECT system_identifier::text FROM pg_control_system()")
+    state.save_identity(Identity(system, 1, database.name, "s", "i", [{"name": "p"}], 0))
+
+    def check(**more: str) -> None:
+        options = PgTableOptions(db=database.url, mode="apply", **more)
+        PgTableSink(options, state.path / "acks", "mirror").check()
+
+    with pytest.raises(SinkError, match="would apply the rows of t to a table that it captures"):
+        check()
+    check(target_schema="mirror")
 
 
 # --- transforms
