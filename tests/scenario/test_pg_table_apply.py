@@ -470,13 +470,13 @@ def test_a_table_that_would_feed_itself_is_refused(database: Database, tmp_path:
     ((system,),) = database.query("SELECT system_identifier::text FROM pg_control_system()")
     state.save_identity(Identity(system, 1, database.name, "s", "i", [{"name": "p"}], 0))
 
-    def check(**more: str) -> None:
-        options = PgTableOptions(db=database.url, mode="apply", **more)
+    def check(schema: str | None = None) -> None:
+        options = PgTableOptions(db=database.url, mode="apply", target_schema=schema)
         PgTableSink(options, state.path / "acks", "mirror").check()
 
     with pytest.raises(SinkError, match="would apply the rows of t to a table that it captures"):
         check()
-    check(target_schema="mirror")
+    check("mirror")
 
 
 # --- transforms
