@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
 PY := .venv/bin/python
 STAMP := .venv/.installed
-EXTRAS := playground,dev,bench
+EXTRAS := playground,webhook,dev,bench
 SOURCES := pyproject.toml $(wildcard setup.py) $(shell find src -name '*.pyx' -o -name '*.pxd')
 ROUNDS ?= 30
 JOBS ?= 2

@@ -36,7 +36,7 @@ from pgcdc.capture.rows import decoder_name
 
 QUICK = Scale(
     changes=50_000, rounds=1, decoded_rows=50_000, large_rows=(100_000, 300_000), toast_keys=50_000, warm_s=5,
-    latency_s=10, starts=1, settle_s=5, idle_s=10, existing_rows=(20_000, 100_000), reloads=10,
+    latency_s=10, starts=1, settle_s=5, idle_s=10, existing_rows=(20_000, 100_000), reloads=10, posted=4_000,
 )  # fmt: skip
 
 
@@ -175,6 +175,9 @@ def _notes(scale: Scale, peer_server: str) -> list[str]:
         f"the line in the file. Memory: the same with tables of {scale.existing_rows[0]:,} and {scale.existing_rows[1]:,} "
         "rows, the largest RSS of one process. Initial snapshot: `--snapshot-mode initial_only`, from the first line in the "
         "file to the last.",
+        f"Webhook: the sink in the wrapper that all sinks have, with {scale.posted:,} events of about 500 bytes one by one, "
+        "and ten times as many in arrays, over 1,000 keys, signed; the receiver (asyncio, another process) answers 200 at "
+        "once and says afterwards whether all of them came, each key in order.",
         f"Decoder: {scale.decoded_rows:,} Insert messages of 10 texts of 16 characters, recorded from the server; `add` for "
         "each and `take` for every 65,536, the median of 5 rounds.",
         "TLS: the capture with `sslmode=require` against `pg_recvlogical` without TLS on the same server, whose certificate "

@@ -35,6 +35,7 @@ from report import Figure, at_least, at_most, skipped
 from snapshot import measure_reading
 from tls import describe_tls, tls_enabled, with_tls
 from toast import drop_toast, prepare_toast, run_toast
+from webhook import BATCH_SIZE, WORKERS, Posted, measure_webhook
 from workload import Backlog, Writer, connect, drop_slot, new_slot, prepare_backlog, start_server
 
 from pgcdc.errors import ConfigError
@@ -67,6 +68,7 @@ class Scale:
     idle_s: float = 30
     reloads: int = 100
     existing_rows: tuple[int, int] = (250_000, 1_000_000)
+    posted: int = 20_000
 
 
 @dataclass(slots=True)
@@ -443,6 +445,22 @@ def measure_hot_reload(bench: Bench) -> None:
     bench.figures.append(at_most(f"{found.reloads} hot reloads under load: wrong events", wrong, 0, "", note))
 
 
+def measure_webhooks(bench: Bench) -> None:
+    """Events to a receiver in another process, one by one and in arrays."""
+    for name, size, events, bar in (
+        ("one event in a request", 1, bench.scale.posted, 2_000),
+        (f"{BATCH_SIZE} events in a request", BATCH_SIZE, bench.scale.posted * 10, 15_000),
+    ):
+        rounds: list[Posted] = [measure_webhook(events, size) for _ in range(bench.scale.rounds)]
+        wrong = sum(one.wrong for one in rounds)
+        if wrong:
+            raise AssertionError(f"webhook, {name}: {wrong} events are missing or have overtaken others of their key")
+        found = sorted(rounds, key=lambda one: one.rate)[len(rounds) // 2]
+        note = f"{WORKERS} at a time, signed; {found.cpu_us:.0f} µs CPU an event; each key in order"
+        rate, passed = f"{found.rate:,.0f} events/s", found.rate >= bar
+        bench.figures.append(Figure(f"webhook: {name}", f">= {bar:,} events/s", rate, passed, note))
+
+
 def measure_demo(bench: Bench) -> None:
     """What the playground says about its own first event."""
     began = time.monotonic()
@@ -489,6 +507,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "sinks": measure_more_sinks,
     "blocked": measure_one_blocked,
     "reload": measure_hot_reload,
+    "webhook": measure_webhooks,
     "tls": measure_tls,
     "peers": measure_peers,
     "large": measure_large,

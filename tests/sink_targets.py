@@ -267,7 +267,6 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "pg_apply": PgApplyTarget,
     "webhook": WebhookTarget,
     "webhook_batched": BatchedWebhook,
-    "webhook_delivered": delivered(WebhookTarget, max_retries=5),
 }
 """A class, or a function of the folder in which a target may keep what it needs."""
 PLAIN = [name for name in TARGETS if "_delivered" not in name]

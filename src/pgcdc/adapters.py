@@ -19,11 +19,12 @@ from pydantic import BaseModel, ValidationError
 
 from pgcdc.config.fields import ADAPTER_NAME
 from pgcdc.errors import ConfigError
+from pgcdc.sink.exec.options import AckMode, ExecOptions
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, FileOptions, NoopOptions, Priority, StdoutOptions
 from pgcdc.sink.webhook.options import WebhookOptions
 
-__all__ = ["checked", "file", "noop", "pg_table", "stdout", "webhook"]
+__all__ = ["checked", "exec", "file", "noop", "pg_table", "stdout", "webhook"]
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -31,26 +32,53 @@ _M = TypeVar("_M", bound=BaseModel)
 def stdout(
     *,
     name: str = "stdout",
+    format: Literal["auto", "json", "pretty"] = "auto",
     transforms: Sequence[Any] = (),
     routes: Sequence[str] = (),
     priority: Priority = "normal",
     **delivery: Any,
 ) -> AdapterSpec:
-    """JSON lines on standard output."""
-    return _spec("stdout", name, StdoutOptions, {}, transforms, routes, priority, delivery)
+    """JSON lines on standard output; on a terminal a form for people, unless `format` says otherwise."""
+    return _spec("stdout", name, StdoutOptions, {"format": format}, transforms, routes, priority, delivery)
 
 
 def file(
     path: str | PathLike[str],
     *,
     name: str = "file",
+    max_size: int | str = 0,
+    max_files: int = 0,
+    compress: Literal["none", "gzip", "zstd"] = "none",
     transforms: Sequence[Any] = (),
     routes: Sequence[str] = (),
     priority: Priority = "normal",
     **delivery: Any,
 ) -> AdapterSpec:
-    """JSON lines in a file, or in the files of a folder (`path` ends with a slash, or is one)."""
-    return _spec("file", name, FileOptions, {"path": os.fspath(path)}, transforms, routes, priority, delivery)
+    """JSON lines in a file, or in the files of a folder (`path` ends with a slash, or is one).
+
+    A file that would grow larger than `max_size` ("100MB") is rotated, and maybe compressed. All rotated files are kept,
+    unless `max_files` says how many.
+    """
+    options = {"path": os.fspath(path), "max_size": max_size, "max_files": max_files, "compress": compress}
+    return _spec("file", name, FileOptions, options, transforms, routes, priority, delivery)
+
+
+def exec(
+    command: str | Sequence[str] = "",
+    *,
+    argv: Sequence[str] = (),
+    name: str = "exec",
+    ack: AckMode = "exit",
+    keep_env: Sequence[str] = (),
+    transforms: Sequence[Any] = (),
+    routes: Sequence[str] = (),
+    priority: Priority = "normal",
+    **delivery: Any,
+) -> AdapterSpec:
+    """JSON lines to the standard input of a command: a text for a shell, or a list of the command and its arguments."""
+    text, words = (command, argv) if isinstance(command, str) else ("", (*command, *argv))
+    values = {"command": text, "argv": words, "ack": ack, "keep_env": tuple(keep_env)}
+    return _spec("exec", name, ExecOptions, values, transforms, routes, priority, delivery)
 
 
 def noop(

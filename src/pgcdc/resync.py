@@ -223,8 +223,8 @@ class Resync:
                 lines.append(f"{where}, but {reason} cannot be read back: {_NOT_DELETED}")
             else:
                 lines.append(f"{where}; rows that it has and the source has not any more are deleted by events")
-        for name in [] if self.options.truncate else self._blind():
-            lines.append(f"adapter {name} cannot be read back: {_NOT_DELETED}")
+        if not self.options.truncate:
+            lines += [f"adapter {name} cannot be read back: {_NOT_DELETED}" for name in _blind(self.state.acks)]
         if not self.options.truncate:
             for table in self._published():
                 if not table.key:
@@ -242,7 +242,7 @@ class Resync:
         for sink in self._sinks():
             if reason := self._why_unreadable(sink):
                 lines.append(f"{reason} in {sink.path} cannot be read back: deletes of rows that vanished are not sent")
-        for name in self._blind():
+        for name in _blind(self.state.acks):
             lines.append(f"adapter {name} cannot be read back: deletes of rows that vanished are not sent for it")
         return lines
 
@@ -457,12 +457,6 @@ class Resync:
         """The sinks that wrote a file."""
         return list(_file_sinks(self.state.acks))
 
-    def _blind(self) -> list[str]:
-        """Adapters whose targets cannot be read back by us at all: all that are not files."""
-        acks = [AckFile(self.state.acks, path.stem) for path in sorted(self.state.acks.glob("*.json"))]
-        names = [path.stem for path in sorted(self.state.acks.glob("*.json"))]
-        return [name for name, ack in zip(names, acks, strict=True) if "path" not in ack.detail and name != "noop"]
-
     def _readable(self) -> list[FileSink | FolderSink]:
         return [one for one in self._sinks() if one.is_there and not self._why_unreadable(one)]
 
@@ -489,3 +483,10 @@ def _file_sinks(acks: Path) -> Iterator[FileSink | FolderSink]:
         ack = AckFile(acks, path.stem)
         if "path" in ack.detail:
             yield file_sink(ack.detail["path"], acks, path.stem, is_folder="parts" in ack.detail)
+
+
+def _blind(acks: Path) -> Iterator[str]:
+    """The adapters whose events are gone when they are delivered."""
+    for path in sorted(acks.glob("*.json")):
+        if path.stem == "stdout" or AckFile(acks, path.stem).detail.get("type") == "exec":
+            yield path.stem

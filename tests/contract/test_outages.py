@@ -6,7 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from sink_targets import END, PLAIN, START, Target, batch, check_all_arrived, fresh, having, kind_of, opened, up_to
+from sink_targets import (
+    END,
+    PLAIN,
+    START,
+    WHOLE,
+    Target,
+    batch,
+    check_all_arrived,
+    fresh,
+    having,
+    kind_of,
+    opened,
+    up_to,
+)
 
 from pgcdc.errors import PgcdcError, Policy, SinkUnavailable, policy_of
 from pgcdc.position import Position
@@ -103,3 +116,25 @@ def test_sink_that_is_made_during_an_outage_works_or_says_so_and_loses_nothing(n
             assert sink.ack == MIDDLE
             sink.write(batch(START, END))
         check_all_arrived(target)
+
+
+@pytest.mark.parametrize("name", having("break_after"))
+def test_outage_in_the_middle_of_a_batch_sends_nothing_twice(name: str) -> None:
+    """Nothing has crashed: a target that cannot take anything back does not get again what it has taken."""
+    with fresh(name) as target:
+        delivery = Delivery(target.sink(), QUICK)
+        delivery.open(START)
+        target.break_after(6)
+        with pytest.raises(SinkUnavailable):
+            delivery.write(batch(START, END))
+        taken = len(target.lines())
+        assert 6 <= taken < len(WHOLE), "the outage was not in the middle"
+        target.heal_target()
+        delivery.write(batch(START, END))
+        delivery.close()
+        assert target.lines() == WHOLE
+
+
+def test_every_target_that_takes_nothing_back_has_an_outage_in_the_middle() -> None:
+    kinds = {kind_of(name).type for name in PLAIN if kind_of(name).repeats}
+    assert kinds - {kind_of(name).type for name in having("break_after")} == {"stdout"}

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import proving
 import pytest
 from databases import Database
 from listening import wait_until
@@ -22,6 +23,7 @@ from pgcdc.cli.status import read_status
 from pgcdc.errors import ConfigError, GapError, SinkError, SourceError, StateError
 from pgcdc.position import Position
 from pgcdc.resync import Resync, ResyncOptions
+from pgcdc.sink.file import FileSink
 from pgcdc.state import Lock, read_json, write_json
 from pgcdc.transform.program import Chain
 from pgcdc.transform.written import note_chains
@@ -144,6 +146,34 @@ def test_a_lost_slot_is_begun_anew_with_the_same_file(delivery: Delivery, databa
     positions = [event["position"] for event in delivery.events()]
     assert positions == sorted(set(positions))
     assert ("2",) in fold(delivery.events(), KEYS, complete=False, resynced=True)["public.t"]
+
+
+@pytest.fixture
+def rotating(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Files that are delivered to rotate."""
+    given: dict[str, Any] = {"max_bytes": 800, "compression": "zstd"}
+    monkeypatch.setattr(proving, "FileSink", lambda path, acks: FileSink(path, acks, **given))
+    return given
+
+
+def test_keys_are_read_from_rotated_files(rotating: dict[str, Any], delivery: Delivery, database: Database) -> None:
+    assert len(list(delivery.output.parent.glob("events.jsonl.*.zst"))) > 3
+    lose_slot(database)
+    said = "\n".join(resync(delivery))
+    assert "rows that it has and the source has not any more are deleted" in said
+    assert vanished(delivery) == {"t": [["1"], ["2"], ["3"], ["4"], ["5"]], "pair": [["a", "1"], ["b", "2"]]}
+
+
+def test_files_that_were_removed_are_not_taken_for_rows_that_never_were(
+    rotating: dict[str, Any], delivery: Delivery, database: Database
+) -> None:
+    rotating["max_files"] = 1
+    database.execute("INSERT INTO t SELECT n, 'x' FROM generate_series(20, 30) n")
+    delivery.deliver()
+    lose_slot(database)
+    said = "\n".join(resync(delivery))
+    assert "files that were removed (max_files) cannot be read back" in said
+    assert vanished(delivery) == {}
 
 
 def test_the_file_is_brought_back_to_the_source_while_writers_are_at_work(database: Database, tmp_path: Path) -> None:

@@ -67,8 +67,15 @@ class BaseTarget:
         """Like `lines`, in the order of arrival. If not `keeps_history`: what is there now, one line for each key."""
         return self.lines()
 
+    def expect_many(self) -> None:
+        """100,000 events will come: asked before the sink is made."""
+
     def break_target(self) -> None:
         """From now on the target cannot be reached: what is tried is SinkUnavailable."""
+        raise NotImplementedError
+
+    def break_after(self, events: int) -> None:
+        """Like `break_target`, in the middle of a batch: so many events are taken before."""
         raise NotImplementedError
 
     def heal_target(self) -> None:

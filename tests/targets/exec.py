@@ -35,6 +35,8 @@ if os.path.exists(out + ".broken"):
     sys.exit(1)
 with open(out, "ab") as file:
     for line in sys.stdin.buffer:
+        if os.path.exists(out + ".limit") and len(open(out).readlines()) >= int(open(out + ".limit").read()):
+            sys.exit(1)
         if os.path.exists(out + ".broken"):
             sys.exit(1)
         if refused in line and not os.path.exists(out + ".accepts"):
@@ -97,6 +99,13 @@ class ExecByLine(_Refusing):
 
     def options(self) -> Mapping[str, Any]:
         return {"argv": [sys.executable, "-I", "-S", "-c", _BY_LINE, str(self.out), _REFUSED], "ack": "line"}
+
+    def break_after(self, events: int) -> None:
+        self.out.with_name("out.limit").write_text(str(events))
+
+    def heal_target(self) -> None:
+        for name in ("out.limit", "out.broken"):
+            self.out.with_name(name).unlink(missing_ok=True)
 
 
 class ExecByWrite(_ExecTarget):

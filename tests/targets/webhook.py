@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,13 @@ class WebhookTarget(BaseTarget):
         self.receiver: Receiver = self._stack.enter_context(receiver())
         self.receiver.how = self._answer
         self._takes_bad = False
+        self._limit: float = math.inf
 
     def _answer(self, request: Request) -> How | None:
         is_bad = not self._takes_bad and any(one["payload"]["row"].get("text") == _BAD for one in request.events)
-        return answer(422, b"this text is never taken") if is_bad else None
+        if is_bad:
+            return answer(422, b"this text is never taken")
+        return answer(503) if len(self.receiver.lines) >= self._limit else None
 
     def options(self) -> Mapping[str, Any]:
         return {
@@ -59,10 +62,18 @@ class WebhookTarget(BaseTarget):
     def arrived(self) -> list[str]:
         return self.receiver.lines
 
+    def expect_many(self) -> None:
+        """In large requests: the receiver of tests is slow."""
+        self.batch_size = 500
+
     def break_target(self) -> None:
         self.receiver.is_broken = True
 
+    def break_after(self, events: int) -> None:
+        self._limit = events
+
     def heal_target(self) -> None:
+        self._limit = math.inf
         self.receiver.is_broken = False
 
     def bad_line(self, position: Position) -> str | None:
@@ -93,7 +104,3 @@ class BatchedWebhook(WebhookTarget):
     """Up to three events in a request."""
 
     batch_size = 3
-
-
-def ids(lines: Sequence[str]) -> list[str]:
-    return [json.loads(line)["id"] for line in lines]

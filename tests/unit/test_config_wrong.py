@@ -255,7 +255,7 @@ def wrong_text(name: str) -> str | None:
         "db": "postgresql://h:notaport/x", "slot_name": "Bad-Name", "adapters": "carrier-pigeon", "routes": "orders",
         "adapter_priority": "stdout=hgih", "filter_operations": "INSRT", "publication": "p" * 64,
         "db_file": "no/such/file", "password_file": "no/such/file", "file_path": "no/such/folder",
-        "row_filters": "orders", "columns": "orders", "spark_master": "10.0.0.5:7077",
+        "row_filters": "orders", "columns": "orders", "spark_master": "10.0.0.5:7077", "exec_argv": "'",
     }  # fmt: skip
     if name in ("tables", "schemas", "table", "signal_table", "snapshot_table"):
         return "two words"
@@ -268,7 +268,7 @@ def wrong_text(name: str) -> str | None:
 
 FLAGS = {name: setting_of(name, field) for name, field in Config.model_fields.items()}
 TEXTS = {name: text for name, one in FLAGS.items() if one.flag and (text := wrong_text(name))}
-ANY_TEXT = {"drop_columns", "state_dir"}
+ANY_TEXT = {"drop_columns", "state_dir", "exec_command", "exec_keep_env"}
 
 
 def test_every_setting_has_a_wrong_text_or_takes_any() -> None:
@@ -333,7 +333,7 @@ def test_names_from_elsewhere_are_explained(nowhere: Path, name: str) -> None:
 LISTS = {
     "unknown adapter": ("adapters:\n  - stdout\n  - fiel\n", 3, "adapters[1]", "Did you mean file?"),
     "unknown type": ("adapters:\n  - name: a\n    type: fiel\n", 3, "adapters[0].type", "Did you mean file?"),
-    "no type": ("adapters:\n  - name: a\n    path: x\n", 2, "adapters[0]", "Give one of: stdout, file, noop"),
+    "no type": ("adapters:\n  - name: a\n    path: x\n", 2, "adapters[0]", "Give one of: stdout, file, "),
     "no name": ("adapters:\n  - type: file\n    path: x\n", 2, "adapters[0]", "Add name: ..."),
     "bad name": ("adapters:\n  - {type: noop, name: a/b}\n", 2, "adapters[0].name", "Where events go"),
     "reserved name": ("adapters:\n  - {type: noop, name: main}\n", 2, "adapters[0].name", "another name"),

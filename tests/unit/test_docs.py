@@ -68,7 +68,8 @@ def test_configuration_page_names_how_every_adapter_is_called_with_its_default()
         f"file_{name}" for name in DeliveryOptions.model_fields
     ]
     for name, field in DeliveryOptions.model_fields.items():
-        assert f"| `file_{name}` | {field.default:g} |" in _read("configuration.md")
+        default = field.default if isinstance(field.default, str) else f"{field.default:g}"
+        assert f"| `file_{name}` | {default} |" in _read("configuration.md")
 
 
 def test_snapshots_page_names_every_flag_of_the_command() -> None:

@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -32,7 +32,7 @@ def listen(ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] = N
         flags = given_flags(ctx)
         settings = load_config(flags, os.environ, config)
         pipeline = Pipeline(settings, say=_say, read_again=lambda: load_config(flags, os.environ, config))
-        pipeline.on_stuck = lambda: os._exit(0)
+        pipeline.on_stuck = lambda: _end_at_once(0)
         shares_terminal = any(one.type in ("stdout", "exec") for one in settings.adapter_specs) and sys.stdout.isatty()
         pipeline.snapshot.show = SnapshotProgress(_say, live=sys.stderr.isatty() and not shares_terminal).show
         _stop_on_signals(pipeline)
@@ -42,6 +42,13 @@ def listen(ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] = N
 
 def _say(text: str) -> None:
     print(f"pgcdc: {text}", file=sys.stderr, flush=True)
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """End this process without waiting for anything, and the commands of adapters with it."""
+    if commands := sys.modules.get("pgcdc.sink.exec.process"):  # not loaded: there are none
+        commands.end_all()
+    os._exit(code)
 
 
 def _stop_on_signals(pipeline: Pipeline) -> None:
@@ -54,7 +61,7 @@ def _stop_on_signals(pipeline: Pipeline) -> None:
         nonlocal seen
         seen += 1
         if seen > 1:
-            os._exit(128 + number)
+            _end_at_once(128 + number)
         _say("stopping after this batch (a second signal ends at once)")
         pipeline.stop()
         if pipeline.is_starting:

@@ -122,7 +122,7 @@ class Config(AdapterKeys):
     # --- where events go
 
     adapters: tuple[AdapterItem, ...] = setting(
-        ("stdout",), "Where events go: stdout, file, pg_table, noop. Repeatable.", ADAPTERS, flag="adapter", metavar="NAME",
+        ("stdout",), "Where events go: stdout, file, exec, ... Repeatable.", ADAPTERS, flag="adapter", metavar="NAME",
         is_repeated=True, example="[stdout]",
     )  # fmt: skip
     routes: Routes = setting(

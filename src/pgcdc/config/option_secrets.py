@@ -44,7 +44,7 @@ def option_secrets(values: Mapping[str, Any]) -> set[str]:
     found: set[str] = set()
     for _, extra, value in _options(values):
         if isinstance(value, Mapping):
-            found.update(one for one in value.values() if isinstance(one, str))
+            found.update(one for key, one in value.items() if isinstance(one, str) and is_secret_header(str(key)))
         elif isinstance(value, str) and ("literal" in extra or "://" not in value or "?" in value):
             found.add(value)
     return found

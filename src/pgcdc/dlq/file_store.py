@@ -49,8 +49,9 @@ class FileDeadLetters:
             tempfile.TemporaryFile(dir=folder).close()
 
     def open(self) -> None:
-        with self._explain(), self._locked():
-            pass
+        with self._explain(), self._locked() as descriptor:
+            _cut_half_line(descriptor)
+            os.fsync(descriptor)  # what a run wrote that was killed before its own: it is not written again
 
     def record(self, letters: Sequence[DeadLetter]) -> None:
         self._append([letter.to_json() for letter in letters])

@@ -80,7 +80,9 @@ class FileSink:
                 from pgcdc.sink.folder import leave_folder  # which imports this
 
                 leave_folder(self._ack.detail)
-                os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644))  # before the ack says that it is ours
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+                os.fsync(self._descriptor)
+                fsync_folder(self._path.parent)
                 self._save(self._ack.position or start, {"size": 0})
             self._restore()
 

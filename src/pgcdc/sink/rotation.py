@@ -116,6 +116,7 @@ def _compress(plain: Path, compression: Compression, should_stop: Callable[[], b
     if not any(plain.with_name(plain.name + ending).exists() for ending in _ENDINGS.values()):
         try:
             if not _write_compressed(plain, partial, compression, should_stop):
+                partial.unlink()
                 return
         except OSError:
             partial.unlink(missing_ok=True)  # a full disk needs the room

@@ -75,7 +75,9 @@ class StdoutSink:
         begun, out = self._begun
         skipped = out if events.num_rows and positions[0].as_py() == begun else 0
         self._send(positions, texts, skipped)
-        self._out, self._begun = str(batch.end), ("", 0)
+        self._out = max(self._out, str(batch.end))  # a failed attempt may have got further
+        if self._begun[0] <= self._out:
+            self._begun = ("", 0)
         hit("stdout.before_ack")
         self._ack.save(batch.end, {})
 

@@ -60,7 +60,8 @@ class Feed:
         self.reached = ""
         """All events up to this position are done."""
         self.progress = 0
-        """Grows with every byte that it takes, or with every event that it acknowledges."""
+        """Grows with every byte that it reads, or with every event that it acknowledges."""
+        self._taken = 0
         self._by_line = by_line
         self._open: deque[_Event] = deque()
         """Events that are not done, or stand behind one that is not."""
@@ -109,7 +110,8 @@ class Feed:
                 raise FeedEnded from None
             self._data = self._data[taken:]
             if not self._by_line:
-                self.progress += taken
+                self._taken += taken
+                self.progress = max(self.progress, self._taken - self.process.unread)
                 if not self.process.has_ended:
                     self._settle_written()
             elif said:

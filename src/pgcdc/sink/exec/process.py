@@ -32,6 +32,7 @@ __all__ = ["Process", "clean_environment", "end_all", "end_leftover"]
 GRACE_S = 2.0
 """How long a command may take to end when it is asked to."""
 MAX_ERROR_LINE = 4096
+SAME_START_S = 0.1
 _OF_LIBPQ = ("PGPASSWORD", "PGSSLPASSWORD")
 
 _alive: set[Process] = set()
@@ -205,11 +206,7 @@ class Process:
 
     def _has_company(self) -> bool:
         """Whether anybody else is in its process group."""
-        for pid in psutil.pids():
-            with contextlib.suppress(OSError, psutil.Error):
-                if pid != self.pid and os.getpgid(pid) == self.pid and psutil.Process(pid).status() != "zombie":
-                    return True
-        return False
+        return any(member.pid != self.pid for member in _group(self.pid))
 
     def _signal(self, number: int) -> None:
         if not self._is_reaped:
@@ -244,18 +241,39 @@ def end_leftover(pid: int, started_at: float, grace_s: float = GRACE_S) -> bool:
     """End a command of an earlier run that was killed, if it still runs. Whether it did."""
     try:
         process = psutil.Process(pid)
-        if abs(process.create_time() - started_at) > 0.1 or process.status() == psutil.STATUS_ZOMBIE:
+        if abs(process.create_time() - started_at) > SAME_START_S or not _runs(process):
             return False
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            os.killpg(pid, number)
-            with contextlib.suppress(psutil.TimeoutExpired):
-                process.wait(grace_s)
-                break
-        with contextlib.suppress(ProcessLookupError):  # what it had started
-            os.killpg(pid, signal.SIGKILL)
-    except (psutil.Error, OSError):
+        members = _group(pid)
+    except psutil.Error:
         return False
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        members = [member for member in members if _runs(member)]
+        for member in members:
+            with contextlib.suppress(
+                psutil.Error
+            ):  # each by itself: psutil knows when a number is another one's by now
+                member.send_signal(number)
+        deadline = time.monotonic() + grace_s
+        while any(map(_runs, members)) and time.monotonic() < deadline:
+            time.sleep(0.005)
     return True
+
+
+def _group(pid: int) -> list[psutil.Process]:
+    """Everybody in a process group who runs."""
+    found = []
+    for one in psutil.pids():
+        with contextlib.suppress(OSError, psutil.Error):
+            if os.getpgid(one) == pid and _runs(process := psutil.Process(one)):
+                found.append(process)
+    return found
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether it does. One that has ended may stay a zombie for long: whose child it is, is not for us to say."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 # --- its environment

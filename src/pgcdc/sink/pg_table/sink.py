@@ -112,6 +112,7 @@ class PgTableSink:
         self._start = self._file.position or start
         try:
             self._connect()
+            self.discard_parts()
         except SinkUnavailable as error:
             if self._file.position is None or not self._file.detail.get("is_claimed"):
                 raise
@@ -246,6 +247,8 @@ class PgTableSink:
             if not self._is_event(error):
                 raise self._explained("write", error) from error
             self._write_again(batch, error)
+        if self._stage:  # what executors could not do is done
+            self.discard_parts()
 
     def _write_again(self, batch: Batch, error: psycopg.Error) -> None:
         """After an error in which an event may be to blame: find out which, or do it another way."""
@@ -357,7 +360,7 @@ class PgTableSink:
         conn = self._connect()
         names = tuple(dict.fromkeys([url_variable(self.name), *self._source_variable()]))
         plain = self._options.model_copy(update={"db": "", "db_file": None})
-        stage = f"{STAGE}_{self._owner[:8]}_{uuid.uuid4().hex[:8]}"
+        stage = self._stage = f"{STAGE}_{self._owner[:8]}_{uuid.uuid4().hex[:8]}"
         with self._explain("prepare parts"):
             if not self._target.takes_stages(conn):
                 schema = self._options.own_schema
@@ -429,6 +432,7 @@ class PgTableSink:
                 with contextlib.suppress(psycopg.errors.LockNotAvailable), conn.transaction():
                     conn.execute("SET LOCAL lock_timeout = '500ms'")  # a task that was given up may still write to it
                     conn.execute(f"DROP TABLE IF EXISTS {quote_qualified(schema, table)}".encode())
+        self._stage = ""
 
     # --- errors
 

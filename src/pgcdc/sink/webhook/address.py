@@ -16,6 +16,7 @@ _NEVER = [
     ipaddress.ip_network(text)
     for text in (
         "168.63.129.16/32",  # Azure's own services: a public address, and yet inside
+        "192.0.0.0/24",  # of protocols, and metadata of a cloud; older versions of Python know a part of it
         "192.88.99.0/24",  # relays of 6to4
         "::/96",  # IPv4 in its oldest disguise
         "64:ff9b:1::/48",  # translation inside of a network

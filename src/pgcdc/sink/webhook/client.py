@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import ssl
 import threading
 from collections.abc import Callable, Coroutine, Mapping
@@ -28,6 +29,8 @@ __all__ = ["Client", "make_tls", "proxy_of"]
 BODY_BYTES = 4096
 BODY_S = 1.0
 """How long the rest of an answer is waited for: what counts is its status."""
+CLOSED = "closed"
+"""The kind of an answer that never came, because the connection ended."""
 KEEP_ALIVE_S = 4.0
 """Less than the 5 s after which many servers close a connection: a POST must not meet that."""
 
@@ -95,7 +98,11 @@ class Client:
         )
 
     async def post(self, body: bytes, headers: Mapping[str, str]) -> Verdict:
-        """What became of one request."""
+        """What became of one request. The server may close a kept connection just when we use it: that is tried again."""
+        verdict = await self._post(body, headers)
+        return await self._post(body, headers) if verdict.kind == CLOSED else verdict
+
+    async def _post(self, body: bytes, headers: Mapping[str, str]) -> Verdict:
         import aiohttp
 
         if self._session is None:
@@ -140,10 +147,15 @@ class Client:
             return Verdict(Means.LATER, "proxy", f"the proxy answers {error.status}")
         if isinstance(error, aiohttp.ClientResponseError):
             return Verdict(Means.LATER, "no_http", f"the answer is not HTTP: {shorten(error.message, self._scrub)}")
-        if isinstance(error, aiohttp.ServerDisconnectedError):
-            return Verdict(Means.LATER, "disconnected", "the connection was closed before there was an answer")
-        said = getattr(error, "strerror", None) or str(getattr(error, "os_error", "")) or type(error).__name__
-        return Verdict(Means.LATER, "network", shorten(str(said), self._scrub))
+        if isinstance(error, aiohttp.InvalidURL):
+            return Verdict(Means.STOP, "url", "this is no URL that can be used", "Correct it")
+        if isinstance(error, aiohttp.ClientConnectorError):
+            number = error.os_error.errno
+            said = os.strerror(number) if number else str(error.os_error)
+            return Verdict(Means.LATER, "network", f"no connection: {shorten(said, self._scrub)}")
+        if isinstance(error, (aiohttp.ServerDisconnectedError, OSError)):
+            return Verdict(Means.LATER, CLOSED, "the connection was closed before there was an answer")
+        return Verdict(Means.LATER, "network", type(error).__name__)
 
 
 async def _read_some(response: aiohttp.ClientResponse) -> bytes:

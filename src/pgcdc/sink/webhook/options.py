@@ -15,6 +15,7 @@ __all__ = ["WebhookOptions", "is_secret_header", "parse_headers", "redact_url", 
 
 MAX_CONCURRENCY = 1024
 MAX_BATCH_SIZE = 100_000
+_IPV4 = re.compile(r"(?:(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])(?:\.(?!$)|$)){4}")
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(r"[\t\x20-\x7e]*")
 _OURS = re.compile(
@@ -158,6 +159,8 @@ def check_url(url: str) -> str:
         raise ValueError("this is no URL; write https://host/path") from None
     if parts.scheme not in ("http", "https") or not host or port == 0 or re.search(r"[\s\x00-\x1f\x7f]", url):
         raise ValueError("this is no URL of a webhook; write https://host/path")
+    if re.search(r"(^|\.)(0x[0-9a-f]*|[0-9]+)\.?$", host) and ":" not in host and not _IPV4.fullmatch(host):
+        raise ValueError("this is an address in a strange form; write it with four numbers")
     if parts.username is not None or parts.password is not None:
         raise ValueError("user and password stand in the URL; put them into headers, as Authorization")
     if parts.fragment:

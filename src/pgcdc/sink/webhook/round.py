@@ -80,8 +80,7 @@ class Round:
         try:
             while begin < len(queue) and not self._is_over:
                 end = self._cut(queue, begin)
-                if not await self._send_allowed(queue[begin:end]):
-                    return
+                await self._send_allowed(queue[begin:end])
                 begin = end
         except BaseException:
             self._is_over = True
@@ -97,19 +96,18 @@ class Round:
             end += 1
         return end
 
-    async def _send_allowed(self, events: Sequence[Event]) -> bool:
-        """Send those that nothing holds. False: everything behind them is held."""
-        allowed = []
-        is_open = True
+    async def _send_allowed(self, events: Sequence[Event]) -> None:
+        """Send those that nothing holds. A barrier that is held ends the round: everything is behind it."""
+        allowed, is_held = [], False
         for event in events:
-            if self._held and _is_barrier(event):
-                is_open = False
+            is_held = bool(self._held) and _is_barrier(event)
+            if is_held:
                 break
             if event.key not in self._held:
                 allowed.append(event)
         if allowed and not self._is_over:
             await self._send(allowed)
-        return is_open and not self._is_over
+        self._is_over |= is_held
 
     async def _send(self, events: Sequence[Event]) -> None:
         verdict = await self._post(events)
@@ -118,8 +116,8 @@ class Round:
         elif verdict.means is Means.REFUSED and len(events) > 1:
             # One of them is to blame: halves find it. In order, and what a refused one holds is not sent.
             half = len(events) // 2
-            if await self._send_allowed(events[:half]):
-                await self._send_allowed(events[half:])
+            await self._send_allowed(events[:half])
+            await self._send_allowed(events[half:])
         elif verdict.means is Means.REFUSED:
             event = events[0]
             self.rejects.append(Reject(event.position, verdict.kind, verdict.text))

@@ -1,0 +1,248 @@
+"""Dead letters are delivered again: in order, each marked when it is at its target, also by a run that goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from letters import PIPELINE, PickyFile, at, letter
+from sink_targets import END, START, Target, batch, fresh, opened
+
+from pgcdc.config import Config
+from pgcdc.dlq import Query
+from pgcdc.dlq.file_store import FileDeadLetters
+from pgcdc.dlq.office import LetterOffice, ask_run
+from pgcdc.dlq.replay import MAX_CHARS, MAX_LETTERS, as_batch, deliver_again, find_batches
+from pgcdc.errors import PgcdcError, Reject, SinkError, SinkRejected, SinkUnavailable, StateError
+from pgcdc.ops import failpoint
+from pgcdc.position import Position
+from pgcdc.sink.base import Batch, ReplayableSink
+from pgcdc.sink.folder import FolderSink
+from pgcdc.sink.noop import NoopSink
+from pgcdc.state import Lock, StateDir
+from pgcdc.stream.member import Adapter, Member
+from pgcdc.stream.membership import Membership, Place, Roster
+
+
+@pytest.fixture
+def crash_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    return lambda point: monkeypatch.setattr(failpoint, "_POINTS", failpoint._parse(point))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileDeadLetters:
+    made = FileDeadLetters(tmp_path / "letters.jsonl")
+    made.pipeline = PIPELINE
+    return made
+
+
+def outcomes(store: FileDeadLetters) -> list[str | None]:
+    return [one.outcome for one in store.find(Query())]
+
+
+# --- one batch
+
+
+def test_letters_come_in_batches_of_one_adapter_in_the_order_of_the_stream(store: FileDeadLetters) -> None:
+    store.record([letter(number, adapter) for number in (3, 1, 2) for adapter in ("b", "a")])
+    found = [[(one.adapter, one.position) for one in part] for part in find_batches(store, Query())]
+    assert found == [[(adapter, one) for one in at(1, 2, 3)] for adapter in ("a", "b")]
+    store.record([letter(number, "many") for number in range(1, MAX_LETTERS + 2)])
+    assert [len(part) for part in find_batches(store, Query(adapter="many"))] == [MAX_LETTERS, 1]
+    store.record([letter(number, "large", "x" * (MAX_CHARS // 2)) for number in (1, 2, 3)])
+    assert [len(part) for part in find_batches(store, Query(adapter="large"))] == [2, 1]
+
+
+def test_a_batch_has_the_lines_as_they_were(store: FileDeadLetters) -> None:
+    made = as_batch([letter(1, event="a\nb"), letter(2, event="c")])
+    assert made.events.to_pylist() == [
+        {"position": position, "line": line} for position, line in zip(at(1, 1, 2), ["a\n", "b\n", "c\n"], strict=True)
+    ]
+    assert str(made.end) == at(2)[0]
+
+
+def test_delivered_and_superseded_letters_are_marked_and_refused_ones_stay(store: FileDeadLetters) -> None:
+    store.record([letter(number) for number in range(1, 5)])
+    calls: list[list[str]] = []
+
+    def redeliver(batch: Batch) -> Collection[str]:
+        calls.append(batch.events.column("position").to_pylist())
+        if at(2)[0] in calls[-1]:
+            raise SinkRejected("no", "", [Reject(at(2)[0], "http_422", "still bad")])
+        return at(3)
+
+    tally = deliver_again(store, list(store.find(Query())), redeliver)
+    assert (tally.delivered, tally.superseded, tally.failed, tally.error) == (2, 1, 1, "")
+    assert calls == [at(1, 2, 3, 4), at(1, 3, 4)]
+    assert outcomes(store) == ["delivered", "failed", "superseded", "delivered"]
+    waiting = list(store.find(Query(is_waiting=True)))
+    assert [one.position for one in waiting] == at(2) and "still bad" in waiting[0].error
+
+
+@pytest.mark.parametrize("error", [SinkUnavailable("down"), SinkError("x"), SinkRejected("nameless")], ids=repr)
+def test_target_that_cannot_be_reached_leaves_letters_as_they_are(store: FileDeadLetters, error: PgcdcError) -> None:
+    store.record([letter(1)])
+
+    def redeliver(batch: Batch) -> Collection[str]:
+        raise error
+
+    assert deliver_again(store, [letter(1)], redeliver).error
+    assert outcomes(store) == [None]
+
+
+def test_nothing_is_marked_before_it_is_delivered(store: FileDeadLetters, crash_at: Callable[[str], None]) -> None:
+    store.record([letter(1)])
+    crash_at("dlq.redelivered")
+    with pytest.raises(RuntimeError):
+        deliver_again(store, [letter(1)], lambda batch: ())
+    assert outcomes(store) == [None]
+
+
+# --- every sink
+
+
+@pytest.fixture(params=["file", "stdout_to_file", "folder"])
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    with fresh(request.param) as made:
+        yield made
+
+
+def test_every_sink_takes_events_of_the_past_again_and_its_ack_stays(target: Target) -> None:
+    middle, past = Position.end(120), batch(START, Position(110, 2))
+    with opened(target) as sink:
+        assert isinstance(sink, ReplayableSink)
+        sink.write(batch(START, middle).without(past.events.column("position").to_pylist()))
+        before = target.lines()
+        for _ in range(2):
+            assert list(sink.redeliver(past)) == []
+            assert sink.ack == middle == target.sink().ack
+        again = past.events.column("line").to_pylist() * 2
+        assert target.lines() == before + again
+        sink.write(batch(middle, Position.end(130)))
+    with opened(target) as sink:
+        sink.write(batch(Position.end(130), END))
+    assert target.lines() == before + again + batch(middle, END).events.column("line").to_pylist()
+
+
+def test_noop_takes_them_too(tmp_path: Path) -> None:
+    sink = NoopSink(tmp_path)
+    sink.open(START)
+    assert list(sink.redeliver(batch(START, END))) == [] and sink.ack == START
+
+
+def test_folder_shows_dead_letters_after_a_crash_before_they_had_their_name(
+    tmp_path: Path, crash_at: Callable[[str], None]
+) -> None:
+    (tmp_path / "acks").mkdir()
+    sink = FolderSink(tmp_path / "out", tmp_path / "acks")
+    sink.open(START)
+    sink.write(batch(START, Position.end(120)))
+    crash_at("folder.before_shown")
+    with pytest.raises(RuntimeError):
+        sink.redeliver(batch(START, Position(110, 2)))
+    sink = FolderSink(tmp_path / "out", tmp_path / "acks")
+    sink.open(START)
+    sink.write(batch(Position.end(120), END))
+    lines = [line for part in sorted((tmp_path / "out").glob("*.jsonl")) for line in part.read_text().splitlines()]
+    assert len(lines) == batch(START, END).events.num_rows + batch(START, Position(110, 2)).events.num_rows
+
+
+# --- by a run
+
+
+class _Outside:
+    def join(self, lane: str, start: Position) -> None: ...
+    def save(self, roster: Roster) -> None: ...
+    def forget(self, lane: str) -> None: ...
+
+
+class Running:
+    """As much of a run as a replay needs: one adapter with its thread, in the main lane."""
+
+    def __init__(self, folder: Path, **more: Any) -> None:
+        raw = {"db": "postgresql://h/x", "tables": ["t"], "state_dir": folder / "state", **more}
+        self.state = StateDir(folder / "state")
+        self.state.create()
+        self.office = LetterOffice(Config.model_validate(raw), self.state, lambda text: None, None)
+        self.office.store.pipeline = PIPELINE
+        self.sink = PickyFile(folder / "file.jsonl", self.state.acks, "file")
+        self.delivery = self.office.deliver(self.sink, Config.model_validate(raw).adapter_specs[0].delivery)
+        self.member = Member(Adapter("file", self.delivery), Membership(Roster({"file": Place()}, 0), _Outside()))
+        self.member.open(START)
+        self.lanes: Any = SimpleNamespace(members=lambda: [self.member])
+        self._ended = threading.Event()
+        self._lock = Lock(self.state.run_lock)
+
+    def __enter__(self) -> Running:
+        assert self._lock.acquire() is not None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        while not self._ended.wait(0.01):
+            self.office._due = 0.0
+            self.office.serve(self.lanes)
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.office.close()
+        self.member.close()
+        self._lock.release()
+
+
+def test_run_delivers_again_what_a_command_asks_for(tmp_path: Path) -> None:
+    with Running(tmp_path) as run:
+        rows = [f'{{"id":{number},"v":"{"bad" if number in (2, 4) else "good"}"}}' for number in range(1, 5)]
+        events = as_batch([letter(number, event=row) for number, row in enumerate(rows, 1)])
+        assert run.member.submit("main", Batch(START, Position.end(110), events.events)).result(10)
+        store = run.office.store
+        assert isinstance(store, FileDeadLetters) and [one.position for one in store.find(Query())] == at(2, 4)
+        assert run.member.dead_letters == 2
+        again = ask_run(run.state, Query(PIPELINE, is_waiting=True))
+        assert (again.delivered, again.failed) == (0, 2)
+        (tmp_path / "mended").touch()
+        done = ask_run(run.state, Query(PIPELINE, "file", is_waiting=True))
+        assert (done.delivered, done.failed, done.error) == (2, 0, "")
+        assert outcomes(store) == ["delivered"] * 2 and run.member.last_error is None
+        assert [json.loads(one)["id"] for one in (tmp_path / "file.jsonl").read_text().splitlines()] == [1, 3, 2, 4]
+        assert list(run.state.replays.iterdir()) == []
+
+
+def test_letters_of_an_adapter_that_the_run_does_not_have_stay(tmp_path: Path) -> None:
+    with Running(tmp_path) as run:
+        run.office.store.record([letter(1, "gone")])
+        tally = ask_run(run.state, Query(PIPELINE, is_waiting=True))
+        assert tally.delivered == 0 and "gone is not in this run" in tally.error
+
+
+def test_run_that_ends_meanwhile_is_said_and_a_dead_command_s_wish_is_thrown_away(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    state.create()
+    with pytest.raises(StateError, match="has ended"):
+        ask_run(state, Query())
+    assert list(state.replays.iterdir()) == []
+    left = state.replays / "x.ask.json"
+    left.write_text(json.dumps({"pid": _dead_pid(), "query": {}}))
+    with Running(tmp_path):
+        deadline = time.monotonic() + 10
+        while left.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert list(state.replays.iterdir()) == []
+
+
+def _dead_pid() -> int:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid

@@ -1,0 +1,474 @@
+"""The parts of the webhook that need no server: addresses, answers, options, keys, and who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import pickle
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pgcdc import adapters
+from pgcdc.config.layers import load, load_config
+from pgcdc.config.show import show_yaml
+from pgcdc.errors import ConfigError
+from pgcdc.position import Position
+from pgcdc.relation import Column, Relation
+from pgcdc.sink.registry import check_adapters
+from pgcdc.sink.webhook.address import is_public
+from pgcdc.sink.webhook.answer import Answer, Means, Verdict, judge, parse_retry_after
+from pgcdc.sink.webhook.events import Event, Place, ShapeKeys, read_events
+from pgcdc.sink.webhook.options import WebhookOptions, redact_url, secrets_of
+from pgcdc.sink.webhook.request import Requests
+from pgcdc.sink.webhook.round import REQUEST_BYTES, Round, segments
+from pgcdc.spool.shapes import ShapeChange
+
+URL = "https://example.com/hook"
+NOW = datetime(2026, 11, 16, 12, 0, 0, tzinfo=UTC)
+
+# --- addresses
+
+
+@pytest.mark.parametrize(
+    "text", ["8.8.8.8", "93.184.216.34", "2606:2800:220:1::1", "::ffff:8.8.8.8", "64:ff9b::808:808"]
+)
+def test_addresses_of_the_internet_are_public(text: str) -> None:
+    assert is_public(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "127.0.0.1", "127.8.8.8", "0.0.0.0", "10.1.2.3", "172.16.0.1", "172.31.255.255", "192.168.1.1",
+        "169.254.169.254", "169.254.170.2", "100.64.0.1", "100.100.100.200", "168.63.129.16", "192.0.0.192",
+        "192.0.2.1", "198.18.0.1", "224.0.0.1", "240.0.0.1", "255.255.255.255", "::", "::1", "::7f00:1", "::a00:1",
+        "::ffff:127.0.0.1", "::ffff:10.0.0.1", "::ffff:169.254.169.254", "fe80::1", "fe80::1%eth0", "fc00::1",
+        "fd00:ec2::254", "fec0::1", "ff02::1", "2002:7f00:1::", "2002:a9fe:a9fe::", "64:ff9b::7f00:1",
+        "64:ff9b::a9fe:a9fe", "64:ff9b:1::1", "2001:db8::1", "2001:0:4136:e378:8000:63bf:3fff:fdd2", "localhost", "",
+    ],
+)  # fmt: skip
+def test_addresses_inside_of_a_network_are_not_public(text: str) -> None:
+    assert not is_public(text)
+
+
+# --- answers
+
+
+@pytest.mark.parametrize(
+    ("status", "means"),
+    [
+        *((status, Means.DELIVERED) for status in (200, 201, 202, 204, 299)),
+        *((status, Means.STOP) for status in (300, 301, 302, 303, 304, 307, 308, 401, 405, 407, 410)),
+        *((status, Means.REFUSED) for status in (400, 402, 403, 404, 406, 409, 411, 413, 414, 415, 418, 422, 451, 499)),
+        *((status, Means.LATER) for status in (408, 425, 429, 500, 501, 502, 503, 504, 599)),
+    ],
+)
+def test_status_says_what_becomes_of_events(status: int, means: Means) -> None:
+    verdict = judge(Answer(status, b"why"), str)
+    assert verdict.means is means
+    assert verdict.kind == ("" if means is Means.DELIVERED else f"http_{status}")
+    assert bool(verdict.advice) == (means is Means.STOP)
+
+
+def test_what_a_receiver_says_is_one_short_line_without_secrets() -> None:
+    body = b"\x1b[31mno\r\n\tway\x00 s3cr3t " + b"x" * 1000 + b"\xff"
+    text = judge(Answer(400, body), lambda said: said.replace("s3cr3t", "***")).text
+    assert text.startswith("answer 400: [31mno way *** xxx")
+    assert len(text) < 230 and text.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("0", 0), ("7", 7), (" 120 ", 120), ("999999999", 3600), ("Mon, 16 Nov 2026 12:00:30 GMT", 30),
+        ("Mon, 16 Nov 2026 11:00:00 GMT", 0), ("Mon, 16 Nov 2037 11:00:00 GMT", 3600), ("", 0), ("soon", 0),
+        ("-5", 0), ("1e9", 0), ("\u0663", 0),
+    ],
+)  # fmt: skip
+def test_retry_after_is_seconds_or_a_date(text: str, seconds: float) -> None:
+    assert parse_retry_after(text, NOW) == seconds
+
+
+# --- options
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "url or url_file is needed"),
+        ({"url": URL, "url_file": "x"}, "both given"),
+        ({"url": "ftp://example.com"}, "no URL of a webhook"),
+        ({"url": "https:///path"}, "no URL of a webhook"),
+        ({"url": "https://2130706433/"}, "strange form"),
+        ({"url": "https://127.1/"}, "strange form"),
+        ({"url": "https://0x7f.0.0.1/"}, "strange form"),
+        ({"url": "https://0177.0.0.1/"}, "strange form"),
+        ({"url": "https://example.com:99999/"}, "no URL"),
+        ({"url": "https://example.com/\nHost: x"}, "no URL of a webhook"),
+        ({"url": "https://s3cr3t@example.com/"}, "user and password"),
+        ({"url": URL + "#s3cr3t"}, "has no #"),
+        ({"url": URL, "headers": "Authorization s3cr3t"}, "no colon"),
+        ({"url": URL, "headers": '{"Authorization": s3cr3t}'}, "no JSON object"),
+        ({"url": URL, "headers": {"A b": "s3cr3t"}}, "no name of a header"),
+        ({"url": URL, "headers": {"X": "s3cr3t\r\nY: z"}}, "cannot be sent"),
+        ({"url": URL, "headers": {"content-length": "1"}}, "set by pgcdc"),
+        ({"url": URL, "signing_key": "s3cr3t", "signing_key_file": "x"}, "both given"),
+        ({"url": URL, "key_file": "x"}, "without cert_file"),
+        ({"url": URL, "concurrency": 0}, "concurrency"),
+        ({"url": URL, "request_timeout": 0}, "request_timeout"),
+    ],
+)
+def test_wrong_options_are_refused_and_secrets_not_told(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        adapters.checked(WebhookOptions, options, "adapter webhook")
+    assert "s3cr3t" not in str(caught.value)
+
+
+def test_secrets_are_not_in_a_repr(tmp_path: Path) -> None:
+    (tmp_path / "headers").write_text("X-Token: from a file\n\nX-Plain: a: b\n")
+    (tmp_path / "key").write_text("the key\n")
+    (tmp_path / "url").write_text(f"{URL}?s3cr3t\n")
+    spec = adapters.webhook(
+        url_file=tmp_path / "url", headers={"Authorization": "Bearer s3cr3t"}, headers_file=tmp_path / "headers",
+        signing_key_file=tmp_path / "key", timeout=5,
+    )  # fmt: skip
+    check_adapters([spec, adapters.webhook(f"{URL}?s3cr3t", name="other", signing_key="s3cr3t")])
+    assert "s3cr3t" not in repr(spec) + repr(adapters.webhook(f"{URL}?s3cr3t", signing_key="s3cr3t"))
+    options = spec.options
+    assert isinstance(options, WebhookOptions)
+    assert options.read_url() == f"{URL}?s3cr3t" and options.read_signing_key() == "the key"
+    assert options.read_headers() == {"Authorization": "Bearer s3cr3t", "X-Token": "from a file", "X-Plain": "a: b"}
+    assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+@pytest.mark.parametrize("file", ["url_file", "headers_file", "signing_key_file"])
+def test_files_with_something_else_are_refused(tmp_path: Path, file: str) -> None:
+    (tmp_path / "bad").write_bytes(b"s3cr3t \xff")
+    given: dict[str, Any] = {file: tmp_path / "bad"}
+    spec = adapters.webhook("" if file == "url_file" else URL, **given)
+    with pytest.raises(ConfigError, match="bad") as caught:
+        check_adapters([spec])
+    assert "s3cr3t" not in str(caught.value)
+
+
+def test_url_is_shown_without_what_may_be_secret() -> None:
+    assert redact_url("https://u:p@example.com:8443/a/b?token=x") == "https://example.com:8443/a/b?***"
+    assert redact_url("http://[::1]:80/") == "http://[::1]:80/"
+    assert secrets_of(f"{URL}?a=b%20c", {"Authorization": "Bearer tok"}, "key") >= {"b c", "tok", "Bearer tok", "key"}
+
+
+BASE = {"PGCDC_DB": "postgresql://h/x", "PGCDC_ALL_TABLES": "true", "PGCDC_ADAPTERS": "webhook"}
+
+
+def test_configuration_takes_secrets_from_variables_and_shows_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pgcdc.yaml").write_text(
+        "adapters:\n"
+        "  - webhook\n"
+        "  - {name: other, type: webhook, url: 'https://example.com/x?s3cr3t', headers: {X-Token: '${TOKEN}'}}\n"
+        "webhook_headers: {Authorization: 'Bearer ${TOKEN}', X-Stage: test}\n"
+    )
+    variables = {
+        "TOKEN": "s3cr3t", "PGCDC_WEBHOOK_URL": f"{URL}?s3cr3t", "PGCDC_WEBHOOK_SIGNING_KEY": "s3cr3t",
+        "PGCDC_DB": "postgresql://h/x", "PGCDC_ALL_TABLES": "true",
+    }  # fmt: skip
+    loaded = load({}, variables, None)
+    loaded.check()
+    first, second = (spec.options for spec in loaded.config.adapter_specs)
+    assert isinstance(first, WebhookOptions) and isinstance(second, WebhookOptions)
+    assert first.url == f"{URL}?s3cr3t" and first.signing_key == "s3cr3t"
+    assert first.headers == {"Authorization": "Bearer s3cr3t", "X-Stage": "test"}
+    assert second.headers == {"X-Token": "s3cr3t"}
+    shown = show_yaml(loaded)
+    assert "s3cr3t" not in shown
+    assert f"webhook_url: {URL}?***" in shown and "webhook_signing_key: '***'" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("webhook_signing_key: s3cr3t", "webhook_signing_key"),
+        ("webhook_headers: {Authorization: Bearer s3cr3t}", "webhook_headers"),
+        ("webhook_headers: 'X-Api-Key: s3cr3t'", "webhook_headers"),
+        ("adapters: [{name: a, type: webhook, url: 'https://h', signing_key: s3cr3t}]", r"adapters\[0\].signing_key"),
+        ("adapters: [{name: webhook, url: 'https://h', headers: {cookie: s3cr3t}}]", r"adapters\[0\].headers"),
+    ],
+)
+def test_secret_in_the_file_is_refused_without_being_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, key: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pgcdc.yaml").write_text(text)
+    environ = {**BASE, "PGCDC_WEBHOOK_URL": URL} if "adapters" not in text else BASE
+    if "adapters" in text:
+        environ = {name: value for name, value in BASE.items() if name != "PGCDC_ADAPTERS"}
+    with pytest.raises(ConfigError, match=rf"line 1: {key}: a secret stands in this file") as caught:
+        load_config({}, environ, None)
+    assert "s3cr3t" not in str(caught.value) and "${NAME}" in caught.value.advice
+
+
+def test_flags_and_variables_say_headers_in_lines() -> None:
+    config = load_config(
+        {"webhook_headers": "X-A: 1\nX-B: 2: 3", "webhook_allow_private": True},
+        {**BASE, "PGCDC_WEBHOOK_URL": URL},
+        None,
+    )
+    options = config.adapter_specs[0].options
+    assert isinstance(options, WebhookOptions)
+    assert options.headers == {"X-A": "1", "X-B": "2: 3"} and options.allow_private
+
+
+# --- requests
+
+
+def test_request_has_the_headers_of_the_manual_and_a_signature_over_what_is_sent() -> None:
+    events = read_events([str(Position(9, 1))], [to_line("k", channel="pgcdc:tisch ä%\n")], ShapeKeys())
+    body, headers = Requests({"user-agent": "mine"}, "key", is_batched=False, is_zipped=False).make(events)
+    assert body + b"\n" == to_line("k", channel="pgcdc:tisch ä%\n").encode()
+    assert headers["Content-Type"] == "application/json" and headers["user-agent"] == "mine"
+    assert "User-Agent" not in headers
+    assert headers["X-PGCDC-Event-ID"] == "id of k" and headers["X-PGCDC-Channel"] == "pgcdc:tisch%20%C3%A4%25%0A"
+    assert headers["X-PGCDC-Signature"] == "sha256=" + hmac.new(b"key", body, hashlib.sha256).hexdigest()
+    zipped, more = Requests({}, "key", is_batched=True, is_zipped=True).make(events)
+    assert more["Content-Encoding"] == "gzip" and more["X-PGCDC-Batch-Size"] == "1"
+    assert more["X-PGCDC-Signature"] == "sha256=" + hmac.new(b"key", zipped, hashlib.sha256).hexdigest()
+    assert "X-PGCDC-Signature" not in Requests({}, "", is_batched=False, is_zipped=False).make(events)[1]
+
+
+TRACE = {"traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01", "tracestate": "x=y"}
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        ({"payload": {"op": "INSERT", "row": TRACE}}, TRACE),
+        ({**TRACE, "payload": {"op": "INSERT", "row": {}}}, TRACE),
+        ({"payload": {"op": "INSERT", "row": {**TRACE, "tracestate": "x\ny"}}}, {"traceparent": TRACE["traceparent"]}),
+        ({"payload": {"op": "INSERT", "row": {"traceparent": "00-x\r\nEvil: 1"}}}, {}),
+    ],
+)
+def test_trace_of_an_event_goes_on(event: dict[str, Any], expected: dict[str, str]) -> None:
+    line = json.dumps({"channel": "pgcdc:t", "operation": "INSERT", **event})
+    assert read_events([str(Position(9, 1))], [line], ShapeKeys())[0].trace == expected
+
+
+# --- keys
+
+
+def table(name: str, *columns: str, key: Sequence[str] = ("id",), identity: str = "d") -> Relation:
+    return Relation(7, "public", name, identity, tuple(Column(one, 25, -1, one in key) for one in columns))
+
+
+def to_line(key: str, operation: str = "INSERT", old: Any = None, channel: str = "pgcdc:orders") -> str:
+    payload = {"op": operation, "table": "orders", "row": {"id": key, "n": "1"}, "old": old}
+    return json.dumps({"id": f"id of {key}", "channel": channel, "operation": operation, "payload": payload}) + "\n"
+
+
+def keys_of(lines: Sequence[str], *changes: ShapeChange) -> list[Event]:
+    keys = ShapeKeys()
+    keys.set(changes)
+    return read_events([str(Position(10, number)) for number in range(1, len(lines) + 1)], lines, keys)
+
+
+ORDERS = ShapeChange(Position(5, 0), table("orders", "id", "n"))
+
+
+def test_rows_have_the_key_of_their_table_and_what_concerns_more_has_none() -> None:
+    lines = [
+        to_line("a"), to_line("a", "UPDATE"), to_line("a", "DELETE"), to_line("b", "SNAPSHOT"),
+        to_line("c", "UPDATE", old={"id": "b"}), to_line("x", "TRUNCATE"), to_line("x", "COMMIT"), to_line("x", "MESSAGE"),
+        to_line("x", "SCHEMA_CHANGE"), to_line("a", channel="pgcdc:unknown"),
+    ]  # fmt: skip
+    found = [event.key for event in keys_of(lines, ORDERS)]
+    a, b = ("pgcdc:orders", "a"), ("pgcdc:orders", "b")
+    assert found == [a, a, a, b, None, None, None, None, None, ("pgcdc:unknown",)]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [table("orders", "id", "n", identity="f"), table("orders", "id", "n", identity="n"), table("orders", "id", key=())],
+)
+def test_table_without_a_key_is_kept_in_order_as_a_whole(shape: Relation) -> None:
+    events = keys_of([to_line("a"), to_line("b", "UPDATE", old={"id": "a"})], ShapeChange(Position(5, 0), shape))
+    assert [event.key for event in events] == [("pgcdc:orders",), ("pgcdc:orders",)]
+
+
+def test_row_without_its_key_waits_for_all() -> None:
+    line = json.dumps(
+        {"channel": "pgcdc:orders", "operation": "INSERT", "payload": {"op": "INSERT", "row": {"n": "1"}}}
+    )
+    assert keys_of([line], ORDERS)[0].key is None
+
+
+def test_new_shape_is_a_cut_and_brings_its_key() -> None:
+    other = ShapeChange(Position(10, 1, 1), table("orders", "id", "n", key=("n",)), ORDERS.after)
+    events = keys_of([to_line("a"), to_line("a"), to_line("b")], ORDERS, other)
+    assert [(event.key, event.is_cut) for event in events] == [
+        (("pgcdc:orders", "a"), False), (("pgcdc:orders", "1"), True), (("pgcdc:orders", "1"), False),
+    ]  # fmt: skip
+
+
+def test_envelopes_have_keys_too_and_anything_else_is_one_queue() -> None:
+    cloud = {"specversion": "1.0", "id": "7", "channel": "pgcdc:orders", "data": {"op": "INSERT", "row": {"id": "a"}}}
+    source = {"schema": "public", "table": "orders"}
+    debezium = {"before": None, "after": {"id": 1}, "source": source, "op": "c"}
+    lines = [
+        cloud, debezium, {**debezium, "op": "d", "before": {"id": 1}, "after": None}, {**debezium, "op": "t"},
+        {**debezium, "op": "u", "before": {"id": 2}}, {"id": "5", "_op": "insert"}, [1], 
+    ]  # fmt: skip
+    events = keys_of([*map(json.dumps, lines), "no JSON"], ORDERS)
+    one = ("pgcdc:orders", "1")
+    assert [event.key for event in events] == [("pgcdc:orders", "a"), one, one, None, None, *[("", "")] * 3]
+    assert [event.id for event in events][:2] == ["7", str(Position(10, 2))]
+    assert events[5].id == str(Position(10, 6))  # the id of a typed row is a column
+
+
+def test_events_that_share_a_position_are_told_apart() -> None:
+    position = str(Position(10, 1))
+    events = read_events([position, position], ["{}\n", "{}\n"], ShapeKeys())
+    assert [event.id for event in events] == [position, f"{position}.1"]
+    assert len({event.place for event in events}) == 2
+
+
+# --- rounds
+
+
+def item(number: int, key: str | None, is_cut: bool = False, size: int = 1) -> Event:
+    place = (f"{number:06}", 0)
+    return Event(place, b"x" * size, str(number), "c", None if key is None else ("c", key), is_cut, {})
+
+
+class Target:
+    """Answers as it is told, after a while, and checks who overtakes whom."""
+
+    def __init__(self, bad: set[str] = set(), verdict: Verdict | None = None) -> None:
+        self.bad, self.verdict = bad, verdict or Verdict(Means.REFUSED, "http_400", "no")
+        self.arrived: list[Event] = []
+        self.requests: list[int] = []
+
+    async def post(self, events: Sequence[Event]) -> Verdict:
+        self.requests.append(len(events))
+        await asyncio.sleep(hash(events[0].id) % 7 / 1e5)
+        if any(event.position in self.bad for event in events):
+            return self.verdict
+        self.arrived += events
+        return Verdict(Means.DELIVERED)
+
+
+def deliver(events: Sequence[Event], target: Target, workers: int, batch_size: int) -> tuple[Round, set[Place]]:
+    delivered: set[Place] = set()
+    one = Round(target.post, workers, batch_size, delivered)
+    asyncio.run(one.run(events))
+    return one, delivered
+
+
+def check_order(events: Sequence[Event], arrived: Sequence[Event]) -> None:
+    """Each key in order, and nothing crosses a barrier."""
+    place = {event.place: number for number, event in enumerate(arrived)}
+    last: dict[Any, int] = {}
+    barrier, highest = -1, -1
+    for event in events:
+        if event.place not in place:
+            continue
+        now = place[event.place]
+        if event.key is None or event.is_cut:
+            assert now > highest or event.key is not None
+            barrier = highest if event.is_cut and event.key is not None else now
+        assert now > barrier or (event.key is None and now == barrier)
+        assert now > last.get(event.key, -1)
+        last[event.key] = now
+        highest = max(highest, now)
+
+
+streams = st.lists(
+    st.tuples(st.sampled_from(["a", "b", "c", "d", "e", None]), st.sampled_from([False] * 9 + [True])), max_size=40
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(streams, st.sampled_from([1, 3, 16]), st.sampled_from([1, 2, 10]), st.sets(st.integers(0, 39), max_size=4))
+def test_rounds_keep_order_and_dead_letters_come_before_what_is_behind_them(
+    stream: list[tuple[str | None, bool]], workers: int, batch_size: int, bad: set[int]
+) -> None:
+    events = [item(number, key, is_cut) for number, (key, is_cut) in enumerate(stream)]
+    wrong = {f"{number:06}" for number in bad if number < len(events)}
+    target, delivered, letters = Target(wrong), set[Place](), set[str]()
+    for _ in range(len(wrong) + 1):
+        left = [event for event in events if event.place not in delivered and event.position not in letters]
+        one = Round(target.post, workers, batch_size, delivered)
+        asyncio.run(one.run(left))
+        found = {reject.position for reject in one.rejects}
+        for position in found:  # nothing that must wait for it has overtaken it
+            number = int(position)
+            held = [e for e in events[number + 1 :] if e.key == events[number].key or events[number].key is None]
+            assert not any(event.place in delivered for event in held)
+        letters |= found
+        if not found:
+            break
+    assert letters == wrong
+    assert {event.position for event in target.arrived} == {event.position for event in events} - wrong
+    assert len(target.arrived) == len(events) - len(wrong)
+    check_order(events, target.arrived)
+
+
+def test_workers_are_busy_at_the_same_time_and_barriers_hold_them() -> None:
+    events = [item(number, f"k{number}") for number in range(20)] + [item(20, None)] + [item(21, "z")]
+    queues = list(segments(events, 4))
+    assert [sum(map(len, one)) for one in queues] == [20, 1, 1]
+    assert len(queues[0]) > 1
+    assert [list(map(len, one)) for one in segments(events, 1)] == [[22]]
+
+
+def test_bad_event_of_a_batch_is_found_by_halves() -> None:
+    events = [item(number, f"k{number}") for number in range(64)]
+    target = Target({"000013"})
+    one, delivered = deliver(events, target, 1, 64)
+    assert [reject.position for reject in one.rejects] == ["000013"]
+    assert len(delivered) == 63 and len(target.requests) <= 13
+
+
+def test_what_may_pass_ends_the_round_and_names_its_events() -> None:
+    target = Target({"000002"}, Verdict(Means.LATER, "http_503", "no", retry_in_s=7))
+    one, delivered = deliver([item(number, f"k{number}") for number in range(9)], target, 1, 1)
+    assert one.later is not None and one.later.retry_in_s == 7
+    assert one.failed == ["000002"] and len(delivered) == 2 and not one.rejects
+
+
+def test_request_does_not_grow_without_end() -> None:
+    target = Target()
+    deliver([item(number, "k", size=REQUEST_BYTES // 3) for number in range(5)], target, 1, 100)
+    assert target.requests == [2, 2, 1]
+    target = Target()
+    deliver([item(number, "k", size=REQUEST_BYTES * 2) for number in range(2)], target, 1, 100)
+    assert target.requests == [1, 1]
+
+
+def test_error_of_one_worker_ends_the_others_before_it_is_told() -> None:
+    running, gate = 0, asyncio.Event()
+
+    async def post(events: Sequence[Event]) -> Verdict:
+        nonlocal running
+        running += 1
+        await asyncio.sleep(0)
+        if events[0].id == "0":
+            running -= 1
+            asyncio.get_running_loop().call_later(0.05, gate.set)
+            raise RuntimeError("a defect")
+        await gate.wait()
+        running -= 1
+        return Verdict(Means.DELIVERED)
+
+    one = Round(post, 8, 1, set())
+    with pytest.raises(RuntimeError, match="a defect"):
+        asyncio.run(one.run([item(number, f"k{number}") for number in range(50)]))
+    assert running == 0
