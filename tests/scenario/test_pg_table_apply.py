@@ -11,11 +11,15 @@ import psycopg
 import pyarrow as pa
 import pytest
 from applying import Mirror, Source, content, cuts, two_databases
+from databases import Database
 from histories import NAMES, History
 
 from pgcdc.errors import SinkError, SinkUnavailable
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.sink.base import Batch
+from pgcdc.sink.pg_table.options import PgTableOptions
+from pgcdc.sink.pg_table.sink import PgTableSink
+from pgcdc.state import Identity, StateDir
 
 
 @pytest.fixture(scope="module", params=[18, pytest.param(16, marks=pytest.mark.slow)])
@@ -346,6 +350,42 @@ def test_a_newer_dead_letter_supersedes_an_older_one_and_a_truncate_all(pair: tu
     assert mirror.rows("SELECT * FROM t") == []
 
 
+def test_a_dead_letter_finds_its_table_under_another_name(pair: tuple[Source, Mirror]) -> None:
+    source, mirror = pair
+    mirror.sql.execute("CREATE TABLE t (id int PRIMARY KEY, a text CONSTRAINT good CHECK (a <> 'bad'), b int)")
+    batch = source.read(
+        "CREATE TABLE t (id int PRIMARY KEY, a text, b int)", "INSERT INTO t VALUES (1, 'bad'), (2, 'bad'), (3, 'bad')"
+    )
+    assert len(mirror.deliver(batch)) == 3
+    mirror.apply(source.read("ALTER TABLE t RENAME TO u", "UPDATE u SET a = 'newer' WHERE id = 1"))
+    mirror.sql.execute("ALTER TABLE u DROP CONSTRAINT good")
+    dead = [Batch(batch.start, batch.end, batch.events.slice(number, 1)) for number in range(3)]
+    assert mirror.redeliver(dead[0]) and not mirror.redeliver(dead[1])
+    assert mirror.rows("SELECT id, a FROM u ORDER BY id") == [(1, "newer"), (2, "bad")]
+    assert mirror.rows("SELECT to_regclass('t')") == [(None,)]
+    mirror.apply(source.read("ALTER TABLE u RENAME b TO c", "UPDATE u SET c = 1 WHERE id = 1"))
+    with pytest.raises(psycopg.DataError, match="has the column b, which the table has no more"):
+        mirror.redeliver(dead[2])
+    mirror.apply(
+        source.read("ALTER TABLE u DROP CONSTRAINT t_pkey, ADD PRIMARY KEY (a, id)", "UPDATE u SET c = 2 WHERE id = 1")
+    )
+    assert mirror.redeliver(dead[2])  # by another key nobody knows what is newer
+
+
+def test_of_very_many_refused_rows_the_first_are_found(
+    pair: tuple[Source, Mirror], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, mirror = pair
+    monkeypatch.setattr("pgcdc.sink.pg_table.apply.MOST_REJECTS", 5)
+    mirror.sql.execute("CREATE TABLE t (id int PRIMARY KEY CHECK (id < 10))")
+    batch = source.read("CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t SELECT generate_series(1, 40)")
+    with pytest.raises(psycopg.errors.CheckViolation):
+        mirror.apply(batch)
+    with mirror.sql.transaction(force_rollback=True):
+        rejects = mirror.applier.find_rejects(mirror.sql, batch, psycopg.errors.CheckViolation())
+    assert [one.position for one in rejects] == batch.events.column("position").to_pylist()[9:14]
+
+
 def test_a_key_that_a_refused_row_left_is_free_after_its_replay(pair: tuple[Source, Mirror]) -> None:
     source, mirror = pair
     mirror.sql.execute("CREATE TABLE t (id int PRIMARY KEY, a text CHECK (a <> 'bad'))")
@@ -420,6 +460,23 @@ def test_the_driver_applies_what_parts_cannot_tell(pair: tuple[Source, Mirror]) 
     assert not mirror.by_parts(batch)  # it supersedes a dead letter
     mirror.apply(batch)
     assert rejected(mirror) == [('["3"]', True)]
+
+
+def test_a_table_that_would_feed_itself_is_refused(database: Database, tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    state.create()
+    database.execute("CREATE TABLE t (id int PRIMARY KEY)")
+    database.execute("CREATE PUBLICATION p FOR TABLE t")
+    ((system,),) = database.query("SELECT system_identifier::text FROM pg_control_system()")
+    state.save_identity(Identity(system, 1, database.name, "s", "i", [{"name": "p"}], 0))
+
+    def check(schema: str | None = None) -> None:
+        options = PgTableOptions(db=database.url, mode="apply", target_schema=schema)
+        PgTableSink(options, state.path / "acks", "mirror").check()
+
+    with pytest.raises(SinkError, match="would apply the rows of t to a table that it captures"):
+        check()
+    check("mirror")
 
 
 # --- transforms

@@ -228,7 +228,15 @@ def _check_transforms(config: Config) -> None:
             "Leave one of them out",
         )
     for adapter in config.adapter_specs:
-        _check_chain(config, adapter.name, (*config.global_transforms, *adapter.transforms))
+        chain = (*config.global_transforms, *adapter.transforms)
+        _check_chain(config, adapter.name, chain)
+        envelope = next((one for one in chain if isinstance(one, (DebeziumSpec, CloudEventsSpec))), None)
+        if envelope is not None and adapter.type == "pg_table" and getattr(adapter.options, "mode", "") == "apply":
+            raise Misfit(
+                ("adapters",),
+                f"adapter {adapter.name} applies pgcdc's own events to tables, and {envelope.type} makes others of them",
+                f"Leave {envelope.type} out, or use --pg-table-mode append",
+            )
 
 
 def _check_chain(config: Config, name: str, chain: Sequence[Any]) -> None:
