@@ -1,7 +1,7 @@
 """Builds what is optionally compiled: decoder, JSON renderer, hashes, splitters. All else is in pyproject.toml.
 
-Without Cython or without a compiler the package is complete: `capture.rows`, `capture.copy`, `stream.lines`, `stream.masks`
-and `types.split` then work in Python.
+Without Cython or without a compiler the package is complete: `capture.rows`, `capture.copy`, `stream.lines`, `stream.masks`,
+`sink.pg_table.lines` and `types.split` then work in Python.
 """
 
 from __future__ import annotations

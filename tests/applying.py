@@ -158,8 +158,8 @@ class Mirror:
         with self.sql.transaction():
             return self.applier.redeliver(self.sql, batch)
 
-    def by_parts(self, batch: Batch, parts: int = 2) -> bool:
-        """As executors do it, with any cuts between keys. False: the driver has to."""
+    def stage(self, batch: Batch, parts: int = 2) -> list[dict[str, Any]]:
+        """What executors do, each for some tables."""
         receipts = []
         with connect(self.url) as conn:
             for part in range(parts):
@@ -167,6 +167,11 @@ class Mirror:
                 with conn.transaction():
                     stage = self.applier.stage(conn, f"pgcdc_stage_{part}", mine.to_batches())
                 receipts.append(stage)
+        return receipts
+
+    def by_parts(self, batch: Batch) -> bool:
+        """As executors do it. False: the driver has to."""
+        receipts = self.stage(batch)
         try:
             with self.sql.transaction():
                 self.applier.merge(self.sql, receipts, batch.start, batch.end)

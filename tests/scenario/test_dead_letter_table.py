@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -12,6 +13,7 @@ import pytest
 from databases import Database
 from letters import PIPELINE, at, letter
 
+from pgcdc import Pipeline, adapters, sources
 from pgcdc.config import Config
 from pgcdc.dlq import Query
 from pgcdc.dlq.choose import check_not_captured
@@ -202,3 +204,30 @@ def test_json_of_the_table_is_that_of_the_event(store: PgDeadLetters, database: 
     store.record([letter(1)])
     ((text,),) = database.query("SELECT payload::text FROM pgcdc_dead_letters")
     assert json.loads(text)["id"] == "e1" and text == letter(1).event
+
+
+# --- a pipeline that cannot keep its letters does not begin
+
+
+def test_store_that_cannot_be_written_is_found_at_the_start_and_nothing_is_made(
+    database: Database, tmp_path: Path
+) -> None:
+    database.execute("CREATE TABLE t (id int PRIMARY KEY)")
+    (tmp_path / "folder").mkdir()
+    given = PgDeadLetters("postgresql://user:geheim@127.0.0.1:1/x")
+    stories: list[tuple[dict[str, Any], PgDeadLetters | None, str]] = [
+        ({"dlq_file": tmp_path / "folder"}, None, "the file of dead letters"),
+        ({"dlq": "pg_table", "dlq_db": "postgresql://user:geheim@127.0.0.1:1/x"}, None, "cannot connect"),
+        ({}, given, "cannot connect"),
+    ]
+    for settings, store, said in stories:
+        source = sources.postgres(database.url, tables=["t"], state_dir=tmp_path / "state", **settings)
+        pipeline = Pipeline(source, [adapters.noop()], dead_letters=store)
+        with pytest.raises(ConfigError, match=said) as caught:
+            pipeline.run()
+        assert caught.value.advice and "geheim" not in str(caught.value)
+        assert not (tmp_path / "state").exists()
+        assert database.query("SELECT count(*) FROM pg_replication_slots WHERE database = current_database()") == [(0,)]
+        assert database.query("SELECT count(*) FROM pg_publication") == [(0,)]
+        with pytest.raises(PgcdcError, match="does not run"):
+            pipeline.replay()

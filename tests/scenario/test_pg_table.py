@@ -17,11 +17,14 @@ from psycopg import sql
 from targets.events import END, START, STREAM, batch, batch_of, event, to_line
 from targets.pg_table import ITEMS
 
+from pgcdc.config import load_config
 from pgcdc.errors import SinkError, SinkRejected, SinkUnavailable
 from pgcdc.ops import failpoint
 from pgcdc.ops.failpoint import FailpointError
+from pgcdc.ops.validation import Check, run_checks
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.position import SCHEMA_SUB, Position
+from pgcdc.sink.ack import AckFile
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.sink import PgTableSink
 from pgcdc.spool.shapes import ShapeChange, append_shapes
@@ -170,6 +173,19 @@ def test_target_that_was_restored_to_an_older_state_is_refused(database: Databas
     assert database.query("TABLE pgcdc_positions") == []
 
 
+def test_positions_go_back_where_a_resync_says_so(database: Database, made: Made) -> None:
+    """Those of another server can be smaller: what comes from there is not what was written before."""
+    made.opened().write(batch(Position.end(125), END))
+    ack = AckFile(made.folder / "acks", "pg_table")
+    ack.save(START, ack.detail)  # as `pgcdc resync` does
+    sink = made.opened()
+    assert sink.ack == START
+    sink.write(batch(START, Position.end(125)))
+    assert positions(database) == expected()
+    assert database.query("SELECT position FROM pgcdc_positions") == [(str(Position.end(125)),)]
+    assert made.opened().ack == Position.end(125)
+
+
 def test_adapter_of_another_pipeline_is_refused_and_left_alone(database: Database, made: Made, tmp_path: Path) -> None:
     made.opened().write(batch(START, HALF))
     (tmp_path / "other").mkdir()
@@ -179,6 +195,25 @@ def test_adapter_of_another_pipeline_is_refused_and_left_alone(database: Databas
             call()
         assert "name of its own" in caught.value.advice
     assert positions(database) == expected(HALF)
+
+
+def test_target_in_which_nothing_was_written_is_free_again(database: Database, made: Made, tmp_path: Path) -> None:
+    """A replay to another target than the adapter's opens it with a state directory that nobody keeps."""
+    (tmp_path / "other").mkdir()
+    other = Made(database.url, tmp_path / "other")
+    first = other.opened()
+    assert list(first.redeliver(batch(START, HALF))) == []
+    first.write(batch_of(START, Position.end(105), []))
+    first.close()
+    sink = made.opened()
+    sink.write(batch(HALF, END))
+    sink.close()
+    assert positions(database) == expected()
+    with pytest.raises(SinkError, match="of another pipeline"):
+        other.opened()
+    database.execute("DELETE FROM pgcdc_positions")
+    assert other.opened().ack == Position.end(105)
+    other.close()
 
 
 def test_process_that_was_taken_for_dead_cannot_write_over_the_next_one(database: Database, made: Made) -> None:
@@ -306,7 +341,11 @@ def test_rights_that_are_missing_are_named_with_what_to_run(database: Database, 
     with pytest.raises(SinkError, match="permission denied for table pgcdc_positions"):
         made.opened()
     database.execute(f"GRANT SELECT, INSERT, UPDATE ON pgcdc_positions TO {role}")
-    made.opened(create=False).write(batch(START, END))
+    sink = made.opened(create=False)
+    with pytest.raises(SinkRejected, match="may not create tables in schema public, for their parts"):
+        sink.part_writer()
+    assert not sink.takes_executors and "written by the driver alone" in made.said[-1]
+    sink.write(batch(START, END))
     assert positions(database) == expected()
 
 
@@ -455,3 +494,27 @@ def test_older_server(tmp_path: Path, mode: str) -> None:
         assert [one for (one,) in rows] == expected()
         assert made.said == (["table items created"] if mode == "apply" else [])
         made.close()
+
+
+def test_server_without_merge_is_refused_for_applying(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pgcdc.sink.pg_table.target.MERGE_SINCE", 990000)
+    made.sink().check()
+    with pytest.raises(SinkError, match="applies with MERGE, which PostgreSQL 18 lacks"):
+        made.sink(mode="apply").check()
+
+
+def test_validation_looks_at_the_target_and_leaves_it_as_it_is(database: Database, tmp_path: Path) -> None:
+    target = database.url.replace("postgres@", "postgres:hunter2@", 1)
+    database.execute("CREATE TABLE orders (id int PRIMARY KEY)")
+
+    def look(**more: Any) -> Check:
+        given = {"db": database.url, "all_tables": True, "adapters": ["pg_table"], "state_dir": str(tmp_path / "state")}
+        config = load_config({**given, "pg_table_db": target, **more}, {}, None)
+        return next(one for one in run_checks(config) if one.name == "adapter pg_table")
+
+    found = look()
+    assert found.status == "ok" and "hunter2" not in repr(found), found
+    assert database.query("SELECT to_regclass('pgcdc_events'), to_regclass('pgcdc_positions')") == [(None, None)]
+    database.execute("CREATE TABLE pgcdc_events (id int)")
+    found = look()
+    assert found.status == "failed" and "has no column" in found.detail and "ALTER TABLE" in found.advice

@@ -11,11 +11,15 @@ import psycopg
 import pyarrow as pa
 import pytest
 from applying import Mirror, Source, content, cuts, two_databases
+from databases import Database
 from histories import NAMES, History
 
-from pgcdc.errors import SinkError
+from pgcdc.errors import SinkError, SinkUnavailable
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.sink.base import Batch
+from pgcdc.sink.pg_table.options import PgTableOptions
+from pgcdc.sink.pg_table.sink import PgTableSink
+from pgcdc.state import Identity, StateDir
 
 
 @pytest.fixture(scope="module", params=[18, pytest.param(16, marks=pytest.mark.slow)])
@@ -262,6 +266,17 @@ def test_a_table_that_is_missing_is_not_made_unless_it_may_be(server: EmbeddedPo
         source.close()
 
 
+def test_what_somebody_does_to_the_target_is_noticed(pair: tuple[Source, Mirror]) -> None:
+    source, mirror = pair
+    mirror.apply(source.read("CREATE TABLE t (id int PRIMARY KEY, a int)", "INSERT INTO t VALUES (1, 5)"))
+    mirror.sql.execute("ALTER TABLE t RENAME a TO b")
+    mirror.apply(source.read("INSERT INTO t VALUES (2, 6)"))
+    assert mirror.rows("SELECT * FROM t ORDER BY id") == [(1, 5, None), (2, None, 6)]
+    mirror.sql.execute("DROP TABLE t")
+    mirror.apply(source.read("INSERT INTO t VALUES (3, 7)"))
+    assert mirror.rows("SELECT * FROM t") == [(3, 7)]
+
+
 # --- rows that the target refuses
 
 
@@ -335,6 +350,42 @@ def test_a_newer_dead_letter_supersedes_an_older_one_and_a_truncate_all(pair: tu
     assert mirror.rows("SELECT * FROM t") == []
 
 
+def test_a_dead_letter_finds_its_table_under_another_name(pair: tuple[Source, Mirror]) -> None:
+    source, mirror = pair
+    mirror.sql.execute("CREATE TABLE t (id int PRIMARY KEY, a text CONSTRAINT good CHECK (a <> 'bad'), b int)")
+    batch = source.read(
+        "CREATE TABLE t (id int PRIMARY KEY, a text, b int)", "INSERT INTO t VALUES (1, 'bad'), (2, 'bad'), (3, 'bad')"
+    )
+    assert len(mirror.deliver(batch)) == 3
+    mirror.apply(source.read("ALTER TABLE t RENAME TO u", "UPDATE u SET a = 'newer' WHERE id = 1"))
+    mirror.sql.execute("ALTER TABLE u DROP CONSTRAINT good")
+    dead = [Batch(batch.start, batch.end, batch.events.slice(number, 1)) for number in range(3)]
+    assert mirror.redeliver(dead[0]) and not mirror.redeliver(dead[1])
+    assert mirror.rows("SELECT id, a FROM u ORDER BY id") == [(1, "newer"), (2, "bad")]
+    assert mirror.rows("SELECT to_regclass('t')") == [(None,)]
+    mirror.apply(source.read("ALTER TABLE u RENAME b TO c", "UPDATE u SET c = 1 WHERE id = 1"))
+    with pytest.raises(psycopg.DataError, match="has the column b, which the table has no more"):
+        mirror.redeliver(dead[2])
+    mirror.apply(
+        source.read("ALTER TABLE u DROP CONSTRAINT t_pkey, ADD PRIMARY KEY (a, id)", "UPDATE u SET c = 2 WHERE id = 1")
+    )
+    assert mirror.redeliver(dead[2])  # by another key nobody knows what is newer
+
+
+def test_of_very_many_refused_rows_the_first_are_found(
+    pair: tuple[Source, Mirror], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, mirror = pair
+    monkeypatch.setattr("pgcdc.sink.pg_table.apply.MOST_REJECTS", 5)
+    mirror.sql.execute("CREATE TABLE t (id int PRIMARY KEY CHECK (id < 10))")
+    batch = source.read("CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t SELECT generate_series(1, 40)")
+    with pytest.raises(psycopg.errors.CheckViolation):
+        mirror.apply(batch)
+    with mirror.sql.transaction(force_rollback=True):
+        rejects = mirror.applier.find_rejects(mirror.sql, batch, psycopg.errors.CheckViolation())
+    assert [one.position for one in rejects] == batch.events.column("position").to_pylist()[9:14]
+
+
 def test_a_key_that_a_refused_row_left_is_free_after_its_replay(pair: tuple[Source, Mirror]) -> None:
     source, mirror = pair
     mirror.sql.execute("CREATE TABLE t (id int PRIMARY KEY, a text CHECK (a <> 'bad'))")
@@ -359,6 +410,73 @@ def test_an_update_without_its_long_value_is_refused_where_the_row_is_missing(pa
     assert [kind for _, kind, _ in faults] == ["missing_row"]
     assert "--toast cache" in faults[0][2]
     assert mirror.rows("SELECT * FROM docs") == [(2, 2, "there")]
+
+
+# --- parts of executors
+
+
+def test_parts_are_merged_whole_or_not_at_all(pair: tuple[Source, Mirror]) -> None:
+    source, mirror = pair
+    mirror.apply(
+        source.read("CREATE TABLE t (id int PRIMARY KEY, a text)", "INSERT INTO t VALUES (1, 'a'), (2, 'b'), (3, 'c')")
+    )
+    batch = source.read(
+        "UPDATE t SET a = 'new' WHERE id = 1",
+        "DELETE FROM t WHERE id = 2",
+        "INSERT INTO t SELECT i, E'\\\\x\\t' FROM generate_series(10, 200) i",
+        "CREATE TABLE bag (a int, b json)",
+        "ALTER TABLE bag REPLICA IDENTITY FULL",
+        "INSERT INTO bag VALUES (1, '{}'), (1, '{}'), (NULL, NULL)",
+    )
+    receipts = mirror.stage(batch)
+    staged = mirror.rows(
+        "SELECT relname::text FROM pg_class WHERE relname LIKE 'pgcdc_stage%' AND relkind = 'r' ORDER BY 1"
+    )
+    assert len(staged) == 4
+    mirror.sql.execute(f"TRUNCATE {staged[-1][0]}".encode())  # as a crash of the server leaves it
+    with pytest.raises(SinkUnavailable, match="0 are there"), mirror.sql.transaction():
+        mirror.applier.merge(mirror.sql, receipts, batch.start, batch.end)
+    assert mirror.rows("SELECT count(*) FROM t") == [(3,)]
+    assert mirror.by_parts(batch)
+    assert_equal(source, mirror, ("public", "t"))
+    assert_equal(source, mirror, ("public", "bag"))
+    batch = source.read(
+        "DELETE FROM bag WHERE ctid = (SELECT ctid FROM bag WHERE a = 1 LIMIT 1)",
+        "UPDATE bag SET a = 2 WHERE a IS NULL",
+    )
+    assert mirror.by_parts(batch)
+    assert_equal(source, mirror, ("public", "bag"))
+
+
+def test_the_driver_applies_what_parts_cannot_tell(pair: tuple[Source, Mirror]) -> None:
+    source, mirror = pair
+    mirror.sql.execute("CREATE TABLE t (id int PRIMARY KEY, a text CHECK (a <> 'bad'), mine int)")
+    mirror.apply(source.read("CREATE TABLE t (id int PRIMARY KEY, a text)", "INSERT INTO t VALUES (1, 'a')"))
+    batch = source.read("UPDATE t SET id = 2 WHERE id = 1")
+    assert not mirror.by_parts(batch)
+    mirror.apply(batch)
+    assert len(mirror.deliver(source.read("INSERT INTO t VALUES (3, 'bad')"))) == 1
+    batch = source.read("UPDATE t SET a = 'newer' WHERE id = 3")
+    assert not mirror.by_parts(batch)  # it supersedes a dead letter
+    mirror.apply(batch)
+    assert rejected(mirror) == [('["3"]', True)]
+
+
+def test_a_table_that_would_feed_itself_is_refused(database: Database, tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    state.create()
+    database.execute("CREATE TABLE t (id int PRIMARY KEY)")
+    database.execute("CREATE PUBLICATION p FOR TABLE t")
+    ((system,),) = database.query("SELECT system_identifier::text FROM pg_control_system()")
+    state.save_identity(Identity(system, 1, database.name, "s", "i", [{"name": "p"}], 0))
+
+    def check(schema: str | None = None) -> None:
+        options = PgTableOptions(db=database.url, mode="apply", target_schema=schema)
+        PgTableSink(options, state.path / "acks", "mirror").check()
+
+    with pytest.raises(SinkError, match="would apply the rows of t to a table that it captures"):
+        check()
+    check("mirror")
 
 
 # --- transforms

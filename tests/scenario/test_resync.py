@@ -164,6 +164,7 @@ def test_keys_are_read_from_rotated_files(rotating: dict[str, Any], delivery: De
     assert vanished(delivery) == {"t": [["1"], ["2"], ["3"], ["4"], ["5"]], "pair": [["a", "1"], ["b", "2"]]}
 
 
+@pytest.mark.slow
 def test_files_that_were_removed_are_not_taken_for_rows_that_never_were(
     rotating: dict[str, Any], delivery: Delivery, database: Database
 ) -> None:

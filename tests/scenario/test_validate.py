@@ -51,6 +51,7 @@ def test_everything_is_looked_at_and_nothing_is_left(database: Database, folder:
     assert {one["status"] for one in checks.values()} == {"ok"}, checks
     assert list(checks) == [
         "configuration", "java", "state directory", "database", "slot", "tables", "rows", "adapter stdout", "adapter audit",
+        "dead letters",
     ]  # fmt: skip
     assert checks["configuration"]["detail"] == "pgcdc.yaml"
     assert "will be created" in checks["slot"]["detail"] and "will be created" in checks["state directory"]["detail"]

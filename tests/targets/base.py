@@ -67,6 +67,9 @@ class BaseTarget:
         """Like `lines`, in the order of arrival. If not `keeps_history`: what is there now, one line for each key."""
         return self.lines()
 
+    def expect_many(self) -> None:
+        """100,000 events will come: asked before the sink is made."""
+
     def break_target(self) -> None:
         """From now on the target cannot be reached: what is tried is SinkUnavailable."""
         raise NotImplementedError

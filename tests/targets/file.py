@@ -70,6 +70,9 @@ class RotatingFile(BaseTarget):
             parts.append(self.path.read_bytes())
         return [line for part in parts for line in part.decode().splitlines(keepends=True)]
 
+    def expect_many(self) -> None:
+        self.max_size = "2MB"
+
     def break_target(self) -> None:
         self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, self._limits[1]))

@@ -45,7 +45,8 @@ class WebhookTarget(BaseTarget):
         is_bad = not self._takes_bad and any(one["payload"]["row"].get("text") == _BAD for one in request.events)
         if is_bad:
             return answer(422, b"this text is never taken")
-        return answer(503) if len(self.receiver.lines) >= self._limit else None
+        is_over = self._limit < math.inf and len(self.receiver.lines) >= self._limit
+        return answer(503) if is_over else None
 
     def options(self) -> Mapping[str, Any]:
         return {

@@ -255,9 +255,10 @@ def wrong_text(name: str) -> str | None:
         "db": "postgresql://h:notaport/x", "slot_name": "Bad-Name", "adapters": "carrier-pigeon", "routes": "orders",
         "adapter_priority": "stdout=hgih", "filter_operations": "INSRT", "publication": "p" * 64,
         "db_file": "no/such/file", "password_file": "no/such/file", "file_path": "no/such/folder",
+        "dlq_db": "postgresql://h:notaport/x", "dlq_db_file": "no/such/file", "dlq_file": "no/such/folder",
         "row_filters": "orders", "columns": "orders", "spark_master": "10.0.0.5:7077", "exec_argv": "'",
     }  # fmt: skip
-    if name in ("tables", "schemas", "table", "signal_table", "snapshot_table"):
+    if name in ("tables", "schemas", "table", "signal_table", "snapshot_table", "dlq_table"):
         return "two words"
     if name.startswith("pg_table_"):
         return "postgresql://h:notaport/x"  # also for what takes any text: there is no such adapter

@@ -237,9 +237,9 @@ def test_settings_that_can_be_are_taken(state: StateDir) -> None:
 
 
 def test_validate_finds_a_store_that_cannot_be_written(state: StateDir) -> None:
-    Path("a_file").touch()
+    Path("a_folder").mkdir()
     good = CliRunner().invoke(app, ["validate", "--json", "--db", DB, "--tables", "t"])
-    bad = CliRunner().invoke(app, ["validate", "--json", "--db", DB, "--tables", "t", "--dlq-file", "a_file/x"])
+    bad = CliRunner().invoke(app, ["validate", "--json", "--db", DB, "--tables", "t", "--dlq-file", "a_folder"])
     table = CliRunner().invoke(app, ["validate", "--json", "--db", DB, "--tables", "t", "--dlq", "pg_table"])
 
     def look(text: str) -> tuple[str, str]:
@@ -248,5 +248,5 @@ def test_validate_finds_a_store_that_cannot_be_written(state: StateDir) -> None:
         )
 
     assert look(good.stdout) == ("ok", f"go to {state.letters_file}")
-    assert look(bad.stdout)[0] == "failed" and "a_file/x" in look(bad.stdout)[1]
+    assert look(bad.stdout)[0] == "failed" and "a_folder" in look(bad.stdout)[1]
     assert look(table.stdout)[0] == "failed" and "geheim" not in table.stdout

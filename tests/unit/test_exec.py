@@ -212,6 +212,7 @@ def test_events_that_are_refused_are_found_and_the_others_arrive_once(
     while sink.ack < END:
         try:
             sink.write(left)
+            assert sink.ack == END
         except SinkRejected as error:
             (reject,) = error.rejects
             assert (reject.kind, reject.text) == ("exec_65", "bad one")
@@ -261,9 +262,12 @@ def test_what_a_command_leaves_in_the_background_is_ended(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pgcdc.sink.exec.process.GRACE_S", 0.2)
-    sink = make(f"cat > /dev/null; (trap '' TERM; echo $$ > {quote(tmp_path)}/pid; exec sleep 600) < /dev/null &")
+    left = f"sh -c 'trap \"\" TERM; echo $$ > {quote(tmp_path)}/pid; exec sleep 600'"
+    sink = make(f"{left} < /dev/null & cat > /dev/null; until test -s {quote(tmp_path)}/pid; do sleep 0.01; done")
     sink.write(batch(START, END))
     assert sink.ack == END
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 # --- by line
@@ -433,12 +437,12 @@ def test_slow_command_is_left_to_work_and_gets_nothing_twice(make: Make, tmp_pat
     assert lines(out) == WHOLE
 
 
-def test_command_may_end_when_it_has_done_a_batch(make: Make, tmp_path: Path) -> None:
+def test_command_may_end_when_it_has_done_a_batch(make: Make) -> None:
     program = "import sys\nfor n, line in enumerate(sys.stdin):\n  print('ok', flush=True)\n  if n == 3: sys.exit()\n"
-    sink = make(python(program), ack="line")
+    delivery = Delivery(make(python(program), ack="line"), DeliveryOptions(backoff_base=0.001))  # it may just be ending
     for start, end in ((START, 110), (FIRST, 120), (Position.end(120), 130)):
-        sink.write(batch(start, Position.end(end)))
-        assert sink.ack == Position.end(end)
+        delivery.write(batch(start, Position.end(end)))
+        assert delivery.ack == Position.end(end)
 
 
 # --- by write
@@ -463,16 +467,29 @@ def test_command_that_reads_nothing_is_ended(make: Make) -> None:
     assert sink.ack == START
 
 
+LEAVES = """
+import os, sys, time
+sys.stdin.buffer.raw.read(1 << 20)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+sys.exit(4)
+"""
+
+
 def test_command_that_ended_between_batches_is_said_and_started_again(
     make: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    sink = make(python("import sys; sys.stdin.buffer.raw.read(1 << 20); sys.exit(4)"), ack="write")
+    go = tmp_path / "go"
+    sink = make(python(LEAVES, str(go)), ack="write")
     sink.write(batch(START, FIRST))
+    go.touch()
     assert sink._process is not None
     wait_for(lambda: sink._process is not None and sink._process.has_ended)
+    go.unlink()
     sink.write(batch(FIRST, END))
     assert "ended with status 4 between two batches" in capfd.readouterr().err
     assert sink.ack == END
+    go.touch()
 
 
 # --- events of the past

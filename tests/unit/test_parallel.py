@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pyspark.errors import PySparkException
 from spools import START_LSN, write_spool
 
-from pgcdc.errors import PgcdcError, SinkUnavailable, TransformError
+from pgcdc.errors import PgcdcError, SinkError, SinkRejected, SinkUnavailable, TransformError
 from pgcdc.position import SCHEMA_SUB, Position
 from pgcdc.relation import Column, Relation
 from pgcdc.sink.base import Receipt
@@ -421,3 +421,22 @@ def test_executors_write_what_is_behind_the_place_that_a_sink_has_skipped_to(
     assert member.ack == END
     assert batch.write(member, END)
     assert len(told) == 1
+
+
+def test_batch_of_which_events_are_refused_goes_the_ordinary_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = FolderSink(tmp_path / "out", tmp_path)
+    sink.open(START)
+    sink.needs_key_order = False
+    batch = LargeBatch(MagicMock(), MagicMock(), START, END)
+    error: Exception = SinkRejected("an executor says: no")  # its rejects do not come through Spark
+
+    def deliver(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(LargeBatch, "_deliver", deliver)
+    assert batch.write(Delivery(sink)) is False
+    error = SinkError("another one")
+    with pytest.raises(SinkError, match="another one"):
+        batch.write(Delivery(sink))

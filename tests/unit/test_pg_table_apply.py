@@ -11,12 +11,13 @@ from event_streams import SEED, START, Transaction, spooled, streams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pgcdc.config import load_config
 from pgcdc.errors import ConfigError, SinkError
 from pgcdc.position import Position
 from pgcdc.sink.pg_table import lines
 from pgcdc.sink.pg_table.copy_text import read_value, write_row, write_value
 from pgcdc.sink.pg_table.fold import Bag, Keyed, Move, Patch
-from pgcdc.sink.pg_table.mapping import TargetNames, source_name
+from pgcdc.sink.pg_table.mapping import TargetNames, find_loops, source_name
 from pgcdc.stream.events import LINES, event_batch
 
 texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=8)
@@ -48,6 +49,23 @@ def test_tables_are_renamed_by_rules_for_tables_then_schemas_then_the_one_schema
 def test_rules_that_make_no_sense_are_refused(rules: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TargetNames(rules)
+
+
+def test_tables_that_would_feed_themselves_are_found() -> None:
+    tables = [("public", "a"), ("public", "b"), ("mirror", "a")]
+    assert find_loops(TargetNames(), tables) == sorted(tables)
+    assert find_loops(TargetNames(schema="mirror"), tables) == [("mirror", "a"), ("public", "a")]
+    assert find_loops(TargetNames(schema="mirror"), tables[:2]) == []
+
+
+@pytest.mark.parametrize("envelope", ["debezium_envelope", "cloudevents_envelope"])
+def test_an_envelope_is_refused_before_anything_starts(envelope: str) -> None:
+    values = {"db": "postgresql:///x", "all_tables": True, "adapters": ["pg_table"], envelope: True}
+    with pytest.raises(
+        ConfigError, match=r"adapter pg_table applies pgcdc's own events .* or use --pg-table-mode append"
+    ):
+        load_config(values | {"pg_table_mode": "apply"}, {}, None)
+    load_config(values | {"pg_table_mode": "append"}, {}, None)
 
 
 def test_a_channel_and_a_table_name_a_table_whatever_dots_they_have() -> None:

@@ -18,7 +18,7 @@ from sink_targets import END, START, Target, batch, fresh, opened
 from pgcdc.config import Config
 from pgcdc.dlq import Query
 from pgcdc.dlq.file_store import FileDeadLetters
-from pgcdc.dlq.office import LetterOffice, ask_run
+from pgcdc.dlq.office import LetterOffice, _Telling, ask_run
 from pgcdc.dlq.replay import MAX_CHARS, MAX_LETTERS, as_batch, deliver_again, find_batches
 from pgcdc.errors import PgcdcError, Reject, SinkError, SinkRejected, SinkUnavailable, StateError
 from pgcdc.ops import failpoint
@@ -246,3 +246,18 @@ def _dead_pid() -> int:
         os._exit(0)
     os.waitpid(pid, 0)
     return pid
+
+
+def test_refusals_are_said_at_once_and_then_counted_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    hooks = _Telling(said.append)
+    now = 100.0
+    monkeypatch.setattr("pgcdc.dlq.office.time.monotonic", lambda: now)
+    hooks.on_dead_letters([letter(1)])
+    hooks.on_dead_letters([letter(2)])
+    assert len(said) == 1 and "refused an event" in said[0] and letter(1).id in said[0]
+    now += 60
+    hooks.on_dead_letters([letter(3)])
+    assert len(said) == 2 and "refused 2 events" in said[1]

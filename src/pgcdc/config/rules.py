@@ -173,6 +173,8 @@ def _check_dead_letters(config: Config) -> None:
         if _is_given(config, key) and config.dlq != store:
             flag = key.replace("_", "-")
             raise Misfit((key,), f"--{flag} is for --dlq {store}", f"Add --dlq {store}, or leave it out")
+    if config.dlq_file is not None and not config.dlq_file.absolute().parent.is_dir():
+        raise Misfit(("dlq_file",), f"the folder of the file {config.dlq_file} does not exist", "Create it first")
     if config.dlq == "pg_table" and split_table(config.dlq_table) in map(split_table, config.tables):
         raise Misfit(
             ("tables",),
@@ -226,7 +228,15 @@ def _check_transforms(config: Config) -> None:
             "Leave one of them out",
         )
     for adapter in config.adapter_specs:
-        _check_chain(config, adapter.name, (*config.global_transforms, *adapter.transforms))
+        chain = (*config.global_transforms, *adapter.transforms)
+        _check_chain(config, adapter.name, chain)
+        envelope = next((one for one in chain if isinstance(one, (DebeziumSpec, CloudEventsSpec))), None)
+        if envelope is not None and adapter.type == "pg_table" and getattr(adapter.options, "mode", "") == "apply":
+            raise Misfit(
+                ("adapters",),
+                f"adapter {adapter.name} applies pgcdc's own events to tables, and {envelope.type} makes others of them",
+                f"Leave {envelope.type} out, or use --pg-table-mode append",
+            )
 
 
 def _check_chain(config: Config, name: str, chain: Sequence[Any]) -> None:

@@ -60,7 +60,7 @@ class Process:
         except OSError as error:
             raise SinkError(
                 f"the command of adapter {name} cannot be started: {words[0]}: {error.strerror}",
-                "Correct exec_command or exec_argv; nothing is lost",
+                "Correct its command or argv; nothing is lost",
             ) from error
         assert self._popen.stdin is not None and self._popen.stderr is not None
         self.pid = self._popen.pid

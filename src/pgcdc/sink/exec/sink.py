@@ -92,7 +92,7 @@ class ExecSink:
         if word:
             raise SinkError(
                 f"adapter {self.name}: the command {word} does not exist, or cannot be executed",
-                "Correct exec_command or exec_argv, install it, or give its whole path",
+                "Correct its command or argv, install it, or give its whole path",
             )
 
     def open(self, start: Position) -> None:
@@ -311,17 +311,13 @@ class ExecSink:
             found = ask("-n", "-c", self._options.command)
             if found.returncode:
                 reason = redact_text((found.stderr.strip().splitlines() or ["?"])[-1])
-                raise SinkError(
-                    f"adapter {self.name}: the shell cannot read the command: {reason}", "Correct exec_command"
-                )
+                raise SinkError(f"adapter {self.name}: the shell cannot read the command: {reason}", "Correct it")
             word = next(iter(shlex.split(self._options.command, comments=True)), "")
             if not _WORD.fullmatch(word):
                 return ""
             return "" if ask("-c", 'command -v -- "$1"', "sh", word).returncode == 0 else word
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise SinkError(
-                f"adapter {self.name}: there is no shell: {error}", "Use exec_argv, which needs none"
-            ) from error
+            raise SinkError(f"adapter {self.name}: there is no shell: {error}", "Use argv, which needs none") from error
         except ValueError:
             return ""
 
@@ -333,7 +329,7 @@ class ExecSink:
         if status in NOT_FOUND:
             return SinkError(
                 f"the command of adapter {self.name} does not exist, or cannot be executed (status {status}){behind}",
-                "Correct exec_command or exec_argv, or install it; nothing is lost",
+                "Correct its command or argv, or install it; nothing is lost",
             )
         if status < 0:
             with contextlib.suppress(ValueError):

@@ -9,6 +9,7 @@ before is written before.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -19,21 +20,31 @@ from pgcdc.capture.database import Connection
 from pgcdc.errors import Reject, SinkRejected
 from pgcdc.position import Position
 from pgcdc.sink.base import Batch, Receipt
-from pgcdc.sink.pg_table.faults import describe_fault, is_conflict, is_row_fault
+from pgcdc.sink.pg_table.faults import describe_fault, is_conflict, is_other_shape, is_row_fault
 from pgcdc.sink.pg_table.folding import Folding, Sources
 from pgcdc.sink.pg_table.lines import Event, parse_events, scan_lines
-from pgcdc.sink.pg_table.mapping import TargetNames
+from pgcdc.sink.pg_table.mapping import TargetNames, source_name
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.rejected import Rejected
 from pgcdc.sink.pg_table.staged import PartStager, take_part
+from pgcdc.sink.pg_table.tables import describe_change
 from pgcdc.sink.pg_table.targets import Targets
 from pgcdc.sink.pg_table.writer import RowFault, Writer
+from pgcdc.spool.diff import diff_shapes
 from pgcdc.spool.shapes import ShapeChange, ShapeHistory
 
 __all__ = ["Applier"]
 
+KNOWN_S = 60.0
+"""So long the target's catalog is believed to say the same."""
+MOST_REJECTS = 200
+"""So many are looked for at once: the search takes time, and the batch comes again without them."""
 _LAST = Position.end((1 << 63) - 1)
 _Faulty = Callable[[psycopg.Error, pa.Table], None]
+
+
+class _Enough(Exception):
+    """No more rejects are looked for."""
 
 
 class Applier:
@@ -54,6 +65,9 @@ class Applier:
         self._conn: Connection | None = None
         self._targets: Targets | None = None
         self._writer: Writer | None = None
+        self._is_warm = False
+        """What is known of the target is of an earlier transaction."""
+        self._known_until = 0.0
 
     def connected(self, conn: Connection) -> None:
         """A new connection: what was known of the old one is forgotten."""
@@ -68,6 +82,7 @@ class Applier:
             if self._rejected.waiting:  # what was noted may have been rolled back
                 self._rejected.look(conn)
             self._divide(conn, batch.events, changes, self._stop_at, is_conflict)
+            self._is_warm = True
             if self._rejected.waiting:
                 self._supersede(conn, batch.events, changes)
         except BaseException:
@@ -75,7 +90,10 @@ class Applier:
             raise
 
     def find_rejects(self, conn: Connection, batch: Batch, error: psycopg.Error) -> list[Reject]:
-        """Which events are to blame for an error; empty: none of them alone. In a transaction that is rolled back then."""
+        """Which events are to blame for an error, the first of them if they are many; empty: none of them alone.
+
+        In a transaction that is rolled back then.
+        """
         changes = self._begin(conn, batch.start, batch.end)
         rejects: list[Reject] = []
 
@@ -83,9 +101,13 @@ class Applier:
             event = next(parse_events(events))
             kind, text = describe_fault(fault, _title(Sources(self._shapes, lambda source: None), event))
             rejects.append(Reject(event["position"], kind, text))
+            if len(rejects) == MOST_REJECTS:
+                raise _Enough
 
         try:
             self._divide(conn, batch.events, changes, note, is_row_fault)
+        except _Enough:
+            pass
         finally:
             self._forget()
         return rejects
@@ -119,11 +141,20 @@ class Applier:
         `shapes` need only be a history that has been read, wherever its file is. Their names begin with the prefix, and
         differ from those of any other call.
         """
+        self._shapes.refresh()
         targets = Targets(conn, self._options, self._names, self._say)
         stager = PartStager(conn, self._schema, tables_prefix)
         folding = Folding(Sources(self._shapes, targets.of), stager)
+        last = ""
         for batch in lines:
+            first, until = last or batch.column("position")[0].as_py(), batch.column("position")[-1].as_py()
+            changes = self._shapes.between(Position.parse(first), Position.parse(until))
+            if any(
+                self._is_cut(change) for change in changes
+            ):  # a batch is cut there, but for a table that was made anew
+                stager.refuse()
             take_all(folding, pa.Table.from_batches([batch]))
+            last = until
         folding.end()
         return stager.receipt()
 
@@ -152,6 +183,8 @@ class Applier:
         self._shapes.refresh()
         if conn is not self._conn:
             self.connected(conn)
+        if time.monotonic() > self._known_until:  # somebody may have altered the target's tables
+            self._forget()
         self._open(conn).begin()
         return self._shapes.between(start, end)
 
@@ -159,11 +192,13 @@ class Applier:
         if self._writer is None or self._targets is None:
             self._targets = Targets(conn, self._options, self._names, self._say)
             self._writer = Writer(conn, self._targets)
+            self._known_until = time.monotonic() + KNOWN_S
         return self._writer
 
     def _forget(self) -> None:
         """After a rollback the target may be other than we know."""
         self._targets = self._writer = None
+        self._is_warm = False
 
     def _divide(
         self,
@@ -179,7 +214,11 @@ class Applier:
                 self._run(conn, events, changes)
             return
         except psycopg.Error as error:
+            was_warm = self._is_warm
             self._forget()
+            if was_warm and is_other_shape(error):  # we knew an older state of the target's tables
+                self._divide(conn, events, changes, fault, is_divisible)
+                return
             if not is_divisible(error):
                 raise
             if events.num_rows <= 1:
@@ -204,7 +243,7 @@ class Applier:
             if due:
                 folding.end()
                 for change in due:
-                    self._targets.follow(change)
+                    self._follow(conn, change)
             take_all(folding, part)
         folding.end()
 
@@ -213,7 +252,7 @@ class Applier:
         due: list[ShapeChange] = []
         begin, texts = 0, events.column("position")
         for change in changes:
-            if change.before is None and not self._is_known(change):
+            if not self._is_cut(change):
                 continue
             place = bisect_left(range(events.num_rows), str(change.position), key=lambda row: texts[row].as_py())
             if place > begin:
@@ -222,10 +261,11 @@ class Applier:
             due.append(change)
         yield events.slice(begin), due
 
-    def _is_known(self, change: ShapeChange) -> bool:
-        """Whether there was another table of this name: it was dropped and made again."""
-        earlier = self._shapes.of(change.after.namespace, change.after.name)
-        first = next(earlier, None)
+    def _is_cut(self, change: ShapeChange) -> bool:
+        """Whether a table looks otherwise from here on: it was altered, or dropped and made again."""
+        if change.before is not None:
+            return True
+        first = next(self._shapes.of(change.after.namespace, change.after.name), None)
         return first is not None and first.position < change.position
 
     # --- dead letters
@@ -259,44 +299,68 @@ class Applier:
         self._rejected.supersede(conn, newest, cleared)
 
     def _redeliver(self, conn: Connection, event: Event) -> bool:
-        """Whether it was applied, to one of its keys at least."""
-        known = self._rejected.of(conn, event["position"])
+        """Whether it was applied, to the key of its row at least."""
+        position = event["position"]
+        known = self._rejected.of(conn, position)
         if not any(known.values()):
             return False
         writer = self._open(conn)
         assert self._targets is not None
         sources = Sources(self._shapes, self._targets.of)
-        _, key = sources.of_event(event)
-        self._refuse_old_columns(event, sources)
-        folding = Folding(sources, writer)
+        event = self._as_of_now(event, sources)
+        source, key = sources.of_event(event)
         old, row = event["payload"]["old"], event["payload"]["row"]
-        effects = [(one.table, one.key) for one in sources.effects(event)]
-        may = [known.get(effect, True) for effect in effects]
+        keys = [one.key for one in sources.effects(event)]
+        may = [known.get(one, True) for one in keys]
         payload = dict(event["payload"])
         if not may[0]:  # its row has become another one, but it has left this key
             payload |= {"op": "DELETE", "row": {name: old[name] for name in key}, "old": None}
         elif not all(may):
-            payload |= {"op": "UPDATE", "row": {**(old or {}), **row}, "old": None}
+            payload |= {"row": {**old, **row}, "old": None}
+        folding = Folding(sources, writer)
         folding.take_event({**event, "operation": payload["op"], "payload": payload})
         folding.end()
-        self._rejected.forget(conn, event["position"])
-        newest = {effect: event["position"] for effect, ok in zip(effects, may, strict=True) if ok}
-        self._rejected.supersede(conn, newest, {})
+        self._rejected.forget(conn, position)
+        done = {(source.title, one): position for one, ok in zip(keys, may, strict=True) if ok}
+        self._rejected.supersede(conn, done, {})
         return may[0]
 
-    def _refuse_old_columns(self, event: Event, sources: Sources) -> None:
-        """An old row may have columns that are called otherwise now: they are not made again."""
+    def _as_of_now(self, event: Event, sources: Sources) -> Event:
+        """An event of the past, under the name that its table has now. RowFault: a column is gone, or called otherwise."""
+        payload = event["payload"]
+        name = source_name(event["channel"], payload["table"])
+        then = self._shapes.in_force(*name, Position.parse(event["position"]))
+        if then is None:
+            return event
+        now = [change.after for change in self._shapes.changes if change.after.oid == then.after.oid][-1]
+        event = {**event, "channel": now.channel, "position": str(_LAST), "payload": {**payload, "table": now.name}}
         source, _ = sources.of_event(event)
         target = sources.find(source)
-        now = sources.describe((event["channel"], event["payload"]["table"]), str(_LAST))
-        if target is None or not now.is_known:
-            return
-        gone = [name for name in event["payload"]["row"] if name not in target.columns and name not in now.types]
-        if gone:
+        known = {*source.types, *(target.columns if target else ())}
+        gone = [one for one in payload["row"] if one not in known]
+        if target is not None and gone:
             raise RowFault(
                 "undefined_column",
                 f"the event of table {source.title} has the column {', '.join(gone)}, which the table has no more",
             )
+        return event
+
+    def _follow(self, conn: Connection, change: ShapeChange) -> None:
+        """Do to the target what was done to the source."""
+        assert self._targets is not None
+        self._targets.follow(change)
+        if self._rejected.waiting and change.before is not None:
+            names = [(one.namespace, one.name) for one in (change.before, change.after)]
+            before = describe_change(names[0], ShapeChange(change.position, change.before, None, change.before_details))
+            after = describe_change(names[1], change)
+            self._rejected.follow(conn, before.title, after.title)
+            if len(before.key) != len(after.key) or not _same_key(change):
+                self._rejected.supersede(conn, {}, {after.title: str(change.position)})
+
+
+def _same_key(change: ShapeChange) -> bool:
+    kinds = {one["type"] for one in diff_shapes(change)}
+    return not kinds & {"primary_key_changed", "key_columns_changed", "replica_identity_changed"}
 
 
 def take_all(folding: Folding, events: pa.Table) -> None:

@@ -10,7 +10,7 @@ from psycopg import errors
 from pgcdc.sink.pg_table.sqlstate import Blame, blame, describe, kind_of
 from pgcdc.sink.pg_table.writer import RowFault
 
-__all__ = ["describe_fault", "is_conflict", "is_row_fault"]
+__all__ = ["describe_fault", "is_conflict", "is_other_shape", "is_row_fault"]
 
 _COLUMN = re.compile(r"^COPY [^\n]*?, line \d+, column (.+?)(?:: |$)", re.M)
 _CONFLICTS = (
@@ -25,6 +25,11 @@ _CONFLICTS = (
 def is_conflict(error: psycopg.Error) -> bool:
     """Whether the order of changes may be what is wrong: one after the other they may pass."""
     return isinstance(error, _CONFLICTS)
+
+
+def is_other_shape(error: psycopg.Error) -> bool:
+    """Whether a table is not as it was when we looked."""
+    return blame(error) is Blame.SHAPE
 
 
 def is_row_fault(error: psycopg.Error) -> bool:

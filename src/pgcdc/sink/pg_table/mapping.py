@@ -8,7 +8,7 @@ from pgcdc.capture.database import name_table, parse_identifier, split_table
 from pgcdc.capture.selection import split_outside_quotes
 from pgcdc.errors import ConfigError
 
-__all__ = ["TableName", "TargetNames", "source_name"]
+__all__ = ["TableName", "TargetNames", "find_loops", "source_name"]
 
 TableName = tuple[str, str]
 """Schema and table."""
@@ -58,6 +58,12 @@ class TargetNames:
             return self._tables[table]
         schema, name = table
         return self._schemas.get(schema, self._schema or schema), name
+
+
+def find_loops(names: TargetNames, captured: Iterable[TableName]) -> list[TableName]:
+    """Captured tables of a database whose rows would go to a captured table of the same database."""
+    tables = set(captured)
+    return sorted(table for table in tables if names(table) in tables)
 
 
 def source_name(channel: str, table: str) -> TableName:

@@ -95,6 +95,11 @@ class Positions:
         query = f"INSERT INTO {self._table} ({columns}) VALUES (%s, %s, %s, %s) ON CONFLICT DO NOTHING"
         conn.execute(query.encode(), (self._adapter, owner, str(position), source))
 
+    def release(self, conn: Connection, owner: str, position: Position) -> None:
+        """Take the row away, if nothing was written since it was made."""
+        query = f'DELETE FROM {self._table} WHERE adapter = %s AND owner = %s AND "position" = %s'
+        conn.execute(query.encode(), (self._adapter, owner, str(position)))
+
     def advance(self, conn: Connection, owner: str, before: Position, after: Position) -> None:
         """Move the row, in the transaction of what lies between. SinkUnavailable: it is not where we left it."""
         query = (

@@ -83,13 +83,19 @@ class Rejected:
         conn.cursor().executemany(query.encode(), found)
         self.look(conn)
 
-    def of(self, conn: Connection, position: str) -> dict[tuple[str, str], bool]:
+    def follow(self, conn: Connection, old: str, new: str) -> None:
+        """A table has another name."""
+        if old != new:
+            query = f'UPDATE {self._table} SET "table" = %s WHERE adapter = %s AND "table" = %s'
+            conn.execute(query.encode(), (new, self._adapter, old))
+            self.look(conn)
+
+    def of(self, conn: Connection, position: str) -> dict[str, bool]:
         """The keys of a rejected event, and whether it may still be applied to each. Empty: it is done, or never was one."""
         if not self._exists:
             return {}
-        query = f'SELECT "table", key, superseded_by IS NULL FROM {self._table} WHERE adapter = %s AND "position" = %s'
-        rows = conn.execute(query.encode(), (self._adapter, position)).fetchall()
-        return {(table, key): waits for table, key, waits in rows}
+        query = f'SELECT key, superseded_by IS NULL FROM {self._table} WHERE adapter = %s AND "position" = %s'
+        return dict(conn.execute(query.encode(), (self._adapter, position)).fetchall())
 
     def forget(self, conn: Connection, position: str) -> None:
         """An event was replayed."""

@@ -12,7 +12,7 @@ import os
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import psycopg
 import pyarrow as pa
@@ -84,6 +84,8 @@ class PgTableSink:
         self._rejected: Batch | None = None
         """What was refused of the batch that comes next without it."""
         self._stage = ""
+        self._is_fresh = False
+        """The row in the target is of this process, and has not moved."""
 
     def __repr__(self) -> str:
         return f"PgTableSink({self.name!r}, {redact(self._options.db)!r}, {self._options.mode!r})"
@@ -110,6 +112,7 @@ class PgTableSink:
         self._start = self._file.position or start
         try:
             self._connect()
+            self.discard_parts()
         except SinkUnavailable as error:
             if self._file.position is None or not self._file.detail.get("is_claimed"):
                 raise
@@ -173,6 +176,11 @@ class PgTableSink:
                 f"without what is missing: UPDATE {self._positions.quoted} SET position = '{known}' WHERE adapter = "
                 f"'{self.name}'",
             )
+        if known is not None and self._file.position is not None and self._file.position < known:
+            # An ack is never behind the row, but where `pgcdc resync` begins anew: positions of another server are smaller.
+            self._positions.advance(conn, self._owner, place.position, self._file.position)
+            self._written = self._acked = self._file.position
+            return self._save(target)
         self._written = place.position
         # Behind the row the ack may have moved over batches that had nothing for it.
         self._acked = max(place.position, self._file.position or place.position, self._acked or place.position)
@@ -195,12 +203,14 @@ class PgTableSink:
                     "Copy the tables and pgcdc_positions from there (pg_dump), or begin anew with another --slot-name and "
                     "--state-dir",
                 )
+        self._start = max(self._start, self._acked or self._start)
         self._written = self._acked = self._start
         self._save(target, is_claimed=False)  # first: a row whose owner nobody knows would be a foreign one
         hit("pg_table.before_claim")
         identity = self._state.identity()
         source = f"slot {identity.slot} of database {identity.database}" if identity else ""
         self._positions.claim(conn, self._owner, self._start, source)
+        self._is_fresh = True
 
     def _save(self, target: TargetName | None = None, *, is_claimed: bool = True) -> None:
         assert self._acked is not None and self._written is not None
@@ -237,6 +247,8 @@ class PgTableSink:
             if not self._is_event(error):
                 raise self._explained("write", error) from error
             self._write_again(batch, error)
+        if self._stage:  # what executors could not do is done
+            self.discard_parts()
 
     def _write_again(self, batch: Batch, error: psycopg.Error) -> None:
         """After an error in which an event may be to blame: find out which, or do it another way."""
@@ -297,6 +309,7 @@ class PgTableSink:
             hit("pg_table.before_ack")
         hit("pg_table.committed")
         self._written = self._acked = end
+        self._is_fresh = False
         self._save()
         hit("pg_table.after_ack")
 
@@ -334,6 +347,10 @@ class PgTableSink:
         raise SinkError(text, "Look at the target") from error
 
     def close(self) -> None:
+        if self._is_fresh and self._conn is not None and self._written is not None:
+            with contextlib.suppress(psycopg.Error, SinkError):  # nothing was written: whoever wants it may have it
+                self._save(is_claimed=False)
+                self._positions.release(self._conn, self._owner, self._written)
         self._disconnect()
 
     # --- parts of executors
@@ -343,8 +360,13 @@ class PgTableSink:
         conn = self._connect()
         names = tuple(dict.fromkeys([url_variable(self.name), *self._source_variable()]))
         plain = self._options.model_copy(update={"db": "", "db_file": None})
-        stage = f"{STAGE}_{self._owner[:8]}_{uuid.uuid4().hex[:8]}"
+        stage = self._stage = f"{STAGE}_{self._owner[:8]}_{uuid.uuid4().hex[:8]}"
         with self._explain("prepare parts"):
+            if not self._target.takes_stages(conn):
+                schema = self._options.own_schema
+                self._leave_to_driver(
+                    f"role {conn.info.user} may not create tables in schema {schema}, for their parts"
+                )
             if self._appender is not None:
                 self._stage = quote_qualified(self._options.own_schema, stage)
                 self._appender.create_stage(conn, self._stage)
@@ -352,6 +374,12 @@ class PgTableSink:
         shapes = ShapeHistory(self._state.shapes_file)
         shapes.refresh()
         return PgTablePartWriter(self.name, names, plain, stage, shapes)
+
+    def _leave_to_driver(self, reason: str) -> NoReturn:
+        """From now on executors are not asked; this batch comes again, whole."""
+        self.takes_executors = False
+        self._say_once(f"large batches are written by the driver alone: {reason}")
+        raise SinkRejected(f"adapter {self.name}: {reason}")
 
     def _source_variable(self) -> list[str]:
         return ["PGCDC_DB"] if os.environ.get("PGCDC_DB") == self._options.db else []
@@ -368,13 +396,7 @@ class PgTableSink:
             )
         missing = next((one["missing"] for one in receipts if "missing" in one), None)
         if missing is not None:
-            self.takes_executors = False
-            self._say_once(
-                f"the driver writes alone, since executors lack the variable {missing} with the target's URL"
-            )
-            raise SinkRejected(
-                f"executors lack the variable {missing}", "Set it where the workers of Spark are started"
-            )
+            self._leave_to_driver(f"executors lack the variable {missing} with the target's URL")
         try:
             with self._commit(conn, end):
                 if self._applier is not None:
@@ -410,6 +432,7 @@ class PgTableSink:
                 with contextlib.suppress(psycopg.errors.LockNotAvailable), conn.transaction():
                     conn.execute("SET LOCAL lock_timeout = '500ms'")  # a task that was given up may still write to it
                     conn.execute(f"DROP TABLE IF EXISTS {quote_qualified(schema, table)}".encode())
+        self._stage = ""
 
     # --- errors
 

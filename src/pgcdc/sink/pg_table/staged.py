@@ -45,6 +45,10 @@ class PartStager:
                     self._stage(kind, source, columns, fold.key, rows)
 
     def move(self, source: SourceTable, fold: Keyed, move: Move) -> None:
+        self.refuse()
+
+    def refuse(self) -> None:
+        """Leave the batch to the driver."""
         self._steps.append({"do": "refuse"})
 
     def _stage(
@@ -67,9 +71,7 @@ class PartStager:
 def take_part(receipt: Receipt, writer: Writer, find: Callable[[TableName], ShapeChange | None]) -> None:
     """Do what a receipt says, and drop its tables. SinkRejected: only the driver can."""
     if any(step["do"] == "refuse" for step in receipt["steps"]):
-        raise SinkRejected(
-            "a key changes of a row with values that only the target has: the driver looks at every event"
-        )
+        raise SinkRejected("keys or tables change in a way that needs the order of all events: the driver applies them")
     for step in receipt["steps"]:
         if step["do"] == "truncate":
             writer.truncate([SourceTable((schema, name)) for schema, name in step["tables"]])

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import psycopg
 
 from pgcdc.capture.database import Connection, quote_identifier
-from pgcdc.errors import SinkError
+from pgcdc.errors import SinkError, SinkUnavailable
 from pgcdc.sink.pg_table import staging
 from pgcdc.sink.pg_table.copy_text import read_value
 from pgcdc.sink.pg_table.fold import Bag, Fold, Keyed, Move, Patch, values_of
@@ -141,12 +141,12 @@ class Writer:
         columns, lines = _writable(target, groups.delete_columns, groups.deletes)
         name = self._staging.fill(target, columns, lines)
         write = staging.delete_statement if has_key else staging.delete_rows_statement
-        self._conn.execute(write(target, name, columns).encode())
+        self._run(write(target, name, columns))
 
     def _merge(self, target: TargetTable, names: Columns, rows: list[bytes], key: Columns) -> None:
         columns, lines = _writable(target, names, rows)
         name = self._staging.fill(target, columns, lines)
-        self._conn.execute(staging.merge_statement(target, name, columns, key).encode())
+        self._run(staging.merge_statement(target, name, columns, key))
 
     def _insert(self, target: TargetTable, names: Columns, rows: list[bytes], key: Columns) -> None:
         """Rows that should be new: if some are not, all of them are merged."""
@@ -170,8 +170,7 @@ class Writer:
     def _patch(self, source: SourceTable, target: TargetTable, names: Columns, rows: list[bytes], key: Columns) -> None:
         columns, lines = _writable(target, names, rows)
         name = self._staging.fill(target, columns, lines)
-        done = self._conn.execute(staging.patch_statement(target, name, columns, key).encode())
-        if done.rowcount < len(rows):
+        if self._run(staging.patch_statement(target, name, columns, key)) < len(rows):
             raise missing_row(source, target)
 
     def take(
@@ -184,6 +183,12 @@ class Writer:
         rows: int,
     ) -> None:
         """Do with a staging table of an executor what its kind says, and drop it."""
+        found = self._conn.execute(f"SELECT count(*) FROM {name}".encode()).fetchone()
+        if found != (rows,):
+            raise SinkUnavailable(
+                f"of {rows} rows that executors wrote for table {source.title}, {found[0] if found else 0} are there",
+                "The target has crashed meanwhile, it seems. They are written again",
+            )
         is_gone = kind in ("delete", "gone")
         target = self._find(source, [] if is_gone else list(columns), key)
         if target is not None:
@@ -206,11 +211,15 @@ class Writer:
             insert = staging.insert_statement(target, name, columns, cast=True)
             try:
                 with self._conn.transaction():
-                    return self._conn.execute(insert.encode()).rowcount
+                    return self._run(insert)
             except psycopg.errors.UniqueViolation:
                 if not key:
                     raise
-        return self._conn.execute(statement.encode()).rowcount
+        return self._run(statement)
+
+    def _run(self, statement: str) -> int:
+        """Planned each time: tables grow, and a plan for a small one would be kept."""
+        return self._conn.execute(statement.encode(), prepare=False).rowcount
 
     def move(self, source: SourceTable, fold: Keyed, move: Move) -> None:
         """Give a row of the target another key, and its other new values."""
