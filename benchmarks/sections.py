@@ -25,11 +25,11 @@ from backlog import (
 )
 from cast import SMALL_ROWS, measure_casting
 from decode import measure_decoding
-from deliveries import measure_append, measure_apply, measure_three
 from fanout import MORE_SINKS, measure_blocked, measure_sinks
 from incremental import measure_beside, measure_initial
 from large import drop_large, prepare_large, run_capture, run_pipeline
 from latency import measure_idle, measure_latency, measure_start
+from mirrors import measure_append, measure_apply, measure_three
 from peers import peer_contenders
 from reloads import measure_reloads
 from report import Figure, at_least, at_most, skipped
