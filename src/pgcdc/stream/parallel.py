@@ -36,6 +36,7 @@ from pgcdc.spool.shapes import ShapeHistory
 from pgcdc.state import StateDir
 from pgcdc.stream.events import KEYED_LINES, open_blocks, pack_block
 from pgcdc.stream.failure import Explain, explained
+from pgcdc.stream.session import is_local
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -82,10 +83,12 @@ _PIECES_DDL = (
 def can_write_parts(member: Delivery) -> bool:
     """Whether executors may write to this sink: it can, and no rate limit wants its events one after the other.
 
-    A sink that has found that executors cannot reach its target says `takes_executors = False`.
+    A sink that has found that executors cannot reach its target says `takes_executors = False`. One to which they write with
+    more work in total says `only_elsewhere = True`: then it is worth it only if they are on other machines.
     """
-    can = isinstance(member.sink, ParallelSink) and getattr(member.sink, "takes_executors", True)
-    return can and not member.options.rate_limit
+    sink = member.sink
+    can = isinstance(sink, ParallelSink) and getattr(sink, "takes_executors", True) and not member.options.rate_limit
+    return can and not (getattr(sink, "only_elsewhere", False) and is_local())
 
 
 class LargeBatches:

@@ -28,7 +28,16 @@ if TYPE_CHECKING:
     from pyspark.conf import SparkConf
     from pyspark.sql import SparkSession
 
-__all__ = ["check_java", "check_running", "register", "session", "settings", "stop_session", "with_settings"]
+__all__ = [
+    "check_java",
+    "check_running",
+    "is_local",
+    "register",
+    "session",
+    "settings",
+    "stop_session",
+    "with_settings",
+]
 
 MINIMUM_JAVA = 17
 END_TIMEOUT_S = 3.0
@@ -100,6 +109,14 @@ def check_running(url: str) -> bool:
                 "Set PGCDC_DB before Spark starts, or run each database's pipeline in a process of its own",
             )
     return SparkContext._active_spark_context is None
+
+
+def is_local() -> bool:
+    """Whether Spark's tasks run in this machine's JVM, or Spark is not there yet."""
+    from pyspark import SparkContext
+
+    context = SparkContext._active_spark_context
+    return context is None or context.master.startswith("local")
 
 
 def stop_session(spark: SparkSession, timeout_s: float) -> None:

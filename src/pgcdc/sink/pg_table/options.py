@@ -87,6 +87,11 @@ class PgTableOptions(BaseModel):
         default="off", description="whether triggers and foreign keys of the target fire"
     )
 
+    executors: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="whether Spark's executors write large batches; auto: if they are on other machines than the driver",
+    )
+
     @property
     def own_schema(self) -> str:
         """Where tables of our own are made: `pgcdc_positions` and others."""

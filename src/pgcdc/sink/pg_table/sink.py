@@ -72,8 +72,9 @@ class PgTableSink:
             self._applier = Applier(options, ShapeHistory(self._state.shapes_file), name, self._say_once)
         self._target = Target(options, name, self._positions, self._appender, self._state)
         self.needs_key_order = self._applier is not None
-        self.takes_executors = True
-        """False once an executor was found that does not know the target's URL."""
+        self.takes_executors = options.executors != "never"
+        """Also False once an executor was found that does not know the target's URL."""
+        self.only_elsewhere = options.executors == "auto"
         self._owner: str = self._file.detail.get("owner", "")
         self._conn: Connection | None = None
         self._has_origin = False
