@@ -45,7 +45,9 @@ def test_command_and_rotated_files_have_everything_and_nothing_is_left_running(
         "--file-compress", "zstd", env={"MY_DB": database.url, "PGCDC_EXEC_TIMEOUT": "20", "PGPASSWORD": HIDDEN},
     )  # fmt: skip
     for number in range(10):
-        database.execute("INSERT INTO t SELECT n, 'x' FROM generate_series(%s, %s) n", [number * 10, number * 10 + 9])
+        database.execute(
+            "INSERT INTO t SELECT n, 'x' FROM generate_series(%s::int, %s::int) n", [number * 10, number * 10 + 9]
+        )
         listener.wait_delivered()
     found = [json.loads(line)["payload"]["row"]["id"] for line in out.read_text().splitlines()]
     assert found == [str(number) for number in range(100)]
