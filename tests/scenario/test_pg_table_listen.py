@@ -165,7 +165,7 @@ def test_refused_row_of_a_large_batch_is_a_dead_letter_and_comes_again(
     other.execute(f"CREATE TABLE pgcdc_events ({EVENTS}, CONSTRAINT taste CHECK (payload #>> '{{row,text}}' <> 'bad'))")
     table = "items" if mode == "apply" else "pgcdc_events"
     flags = ["--tables", "items", "--slot-name", "m3", "--state-dir", str(tmp_path / "state"), "--adapter", "pg_table"]
-    flags += ["--pg-table-mode", mode]
+    flags += ["--pg-table-mode", mode, "--pg-table-executors", "always"]
     environment = {**os.environ, "PGCDC_DB": database.url, "PGCDC_PG_TABLE_DB": other.url}
 
     def run(*arguments: str) -> str:

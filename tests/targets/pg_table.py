@@ -86,7 +86,7 @@ class PgAppendTarget(_PgTarget):
         )
 
     def options(self) -> Mapping[str, Any]:
-        return {"db": self.url, "table": self.table}
+        return {"db": self.url, "table": self.table, "executors": "always"}
 
     def lines(self) -> list[str]:
         return self._lines('"position"')
@@ -135,7 +135,7 @@ class PgApplyTarget(_PgTarget):
         )
 
     def options(self) -> Mapping[str, Any]:
-        return {"db": self.url, "mode": "apply", "target_schema": self.schema, "origin": "none"}
+        return {"db": self.url, "mode": "apply", "target_schema": self.schema, "origin": "none", "executors": "always"}
 
     def lines(self) -> list[str]:
         rows = self.query(f'SELECT id, "position", text FROM {self.table} ORDER BY "position" COLLATE "C"')
