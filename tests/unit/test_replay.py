@@ -24,7 +24,6 @@ from pgcdc.errors import PgcdcError, Reject, SinkError, SinkRejected, SinkUnavai
 from pgcdc.ops import failpoint
 from pgcdc.position import Position
 from pgcdc.sink.base import Batch, ReplayableSink
-from pgcdc.sink.folder import FolderSink
 from pgcdc.sink.noop import NoopSink
 from pgcdc.state import Lock, StateDir
 from pgcdc.stream.member import Adapter, Member
@@ -135,23 +134,6 @@ def test_noop_takes_them_too(tmp_path: Path) -> None:
     sink = NoopSink(tmp_path)
     sink.open(START)
     assert list(sink.redeliver(batch(START, END))) == [] and sink.ack == START
-
-
-def test_folder_shows_dead_letters_after_a_crash_before_they_had_their_name(
-    tmp_path: Path, crash_at: Callable[[str], None]
-) -> None:
-    (tmp_path / "acks").mkdir()
-    sink = FolderSink(tmp_path / "out", tmp_path / "acks")
-    sink.open(START)
-    sink.write(batch(START, Position.end(120)))
-    crash_at("folder.before_shown")
-    with pytest.raises(RuntimeError):
-        sink.redeliver(batch(START, Position(110, 2)))
-    sink = FolderSink(tmp_path / "out", tmp_path / "acks")
-    sink.open(START)
-    sink.write(batch(Position.end(120), END))
-    lines = [line for part in sorted((tmp_path / "out").glob("*.jsonl")) for line in part.read_text().splitlines()]
-    assert len(lines) == batch(START, END).events.num_rows + batch(START, Position(110, 2)).events.num_rows
 
 
 # --- by a run
