@@ -217,6 +217,35 @@ def test_run_delivers_again_what_a_command_asks_for(tmp_path: Path) -> None:
         assert list(run.state.replays.iterdir()) == []
 
 
+def test_two_commands_at_the_same_time_deliver_a_letter_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Running(tmp_path) as run:
+        assert isinstance(run.office.store, FileDeadLetters)
+        run.office.store.record([letter(1)])
+        entered, go_on, inner = threading.Semaphore(0), threading.Event(), run.sink.redeliver
+
+        def redeliver(batch: Batch) -> Collection[str]:
+            entered.release()
+            assert go_on.wait(10)
+            return inner(batch)
+
+        monkeypatch.setattr(run.sink, "redeliver", redeliver)
+        counts: list[int] = []
+        query = Query(PIPELINE, is_waiting=True)
+        both = [
+            threading.Thread(target=lambda: counts.append(run.office.replay(run.lanes, query).delivered))
+            for _ in range(2)
+        ]
+        both[0].start()
+        assert entered.acquire(timeout=10)
+        both[1].start()
+        both[1].join(0.3)  # time enough to read the letters, if nothing holds it
+        go_on.set()
+        for one in both:
+            one.join(10)
+        assert sorted(counts) == [0, 1]
+        assert (tmp_path / "file.jsonl").read_text().splitlines() == [letter(1).event]
+
+
 def test_letters_of_an_adapter_that_the_run_does_not_have_stay(tmp_path: Path) -> None:
     with Running(tmp_path) as run:
         run.office.store.record([letter(1, "gone")])

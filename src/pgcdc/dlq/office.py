@@ -52,6 +52,7 @@ class LetterOffice:
         self._due = 0.0
         self._serving: set[str] = set()
         self._is_closed = threading.Event()
+        self._replaying = threading.Lock()
 
     def check(self) -> None:
         """Before anything is made. ConfigError, if the pipeline is new, or another one: letters could not be kept."""
@@ -91,14 +92,15 @@ class LetterOffice:
         if not isinstance(self.store, ReadableDeadLetters):
             raise ConfigError("these dead letters cannot be read again", "Use --dlq file or --dlq pg_table from now on")
         tally, failed = Tally(), set[str]()
-        for letters in find_batches(self.store, query):
-            adapter = letters[0].adapter
-            if adapter in failed:
-                continue
-            part = self._deliver(lanes, self.store, adapter, letters)
-            tally.add(part)
-            if part.error:
-                failed.add(adapter)
+        with self._replaying:  # one after the other: what the one delivers does not wait any more for the next
+            for letters in find_batches(self.store, query):
+                adapter = letters[0].adapter
+                if adapter in failed:
+                    continue
+                part = self._deliver(lanes, self.store, adapter, letters)
+                tally.add(part)
+                if part.error:
+                    failed.add(adapter)
         return tally
 
     def _deliver(self, lanes: Lanes, store: ReadableDeadLetters, adapter: str, letters: list[DeadLetter]) -> Tally:
