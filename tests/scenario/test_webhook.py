@@ -407,6 +407,20 @@ def test_redelivery_sends_again_and_leaves_the_ack(hook: Receiver, tmp_path: Pat
         assert sink.ack == END
 
 
+def test_redelivery_whose_last_event_is_refused_sends_the_others_once(hook: Receiver, tmp_path: Path) -> None:
+    with sink_to(hook.url, tmp_path, concurrency=1) as sink:
+        sink.write(batch(START, END))
+        hook.accepted.clear()
+        bad = str(STREAM[7])
+        hook.how = lambda request: answer(400) if request.events[0]["position"] == bad else None
+        letters = batch(START, Position.end(120))
+        with pytest.raises(SinkRejected):
+            sink.redeliver(letters)
+        rest = letters.without([bad])
+        sink.redeliver(Batch(START, STREAM[6], rest.events))  # as `dlq/replay.py` does: its end is that of its last letter
+        assert [one["position"] for one in hook.events] == [str(one) for one in STREAM[:7]]
+
+
 # --- TLS
 
 

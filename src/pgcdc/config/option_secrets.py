@@ -45,7 +45,7 @@ def option_secrets(values: Mapping[str, Any]) -> set[str]:
     for _, extra, value in _options(values):
         if isinstance(value, Mapping):
             found.update(one for key, one in value.items() if isinstance(one, str) and is_secret_header(str(key)))
-        elif isinstance(value, str) and ("literal" in extra or "://" not in value or "?" in value):
+        elif isinstance(value, str) and ("literal" in extra or "://" not in value or _hide(value) != value):
             found.add(value)
     return found
 
