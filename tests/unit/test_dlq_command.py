@@ -174,6 +174,36 @@ def test_target_that_is_gone_leaves_letters_as_they_are(run: Run, store: FileDea
     assert [one.outcome for one in store.find(Query(PIPELINE))] == [None] * 3
 
 
+def test_another_path_without_a_configuration_does_not_take_the_place_of_the_first(
+    run: Run, store: FileDeadLetters, delivered: Path, state: StateDir
+) -> None:
+    Path("pgcdc.yaml").unlink()
+    ack = (state.acks / "file.json").read_text()
+    result = run("replay", "--adapter", "file", "--file-path", "other.jsonl")
+    assert result.exit_code == 2 and f"has delivered to {delivered}" in result.stderr
+    assert (state.acks / "file.json").read_text() == ack and not Path("other.jsonl").exists()
+    assert run("replay", "--adapter", "file", "--file-path", str(delivered)).stdout.startswith("2 delivered")
+
+
+def test_plan_shows_no_secret(run: Run, store: FileDeadLetters, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGCDC_WEBHOOK_SIGNING_KEY", "geheim-key")
+    plan = run("replay", "--adapter", "webhook", "--dry-run", "--webhook-url", "https://example.com/a?x=geheim-query")
+    assert "would deliver 1 dead letter of adapter webhook to type webhook, url https://example.com/a?***" in plan.stdout
+    assert "geheim" not in plan.output + plan.stderr
+
+
+@pytest.mark.parametrize("command", [["purge", "--everything", "--yes"], ["replay"]])
+def test_letters_are_not_touched_if_nobody_knows_whose_they_are(
+    run: Run, store: FileDeadLetters, command: list[str]
+) -> None:
+    where = ["--dlq-file", str(store.path), "--state-dir", "nowhere"]
+    result = run(*command, *where)
+    assert result.exit_code == 2 and "not known whose" in result.stderr
+    assert len(list(store.find(Query(is_waiting=True)))) == 4
+    assert len(ids(run("list", "--json", *where))) == 4
+    assert run("purge", "--id", letter(1).id, "--yes", *where).stdout == "1 dead letter deleted\n"
+
+
 # --- which store
 
 
@@ -187,6 +217,9 @@ def test_store_is_that_of_the_last_run_if_nobody_says_another(run: Run, state: S
     write_json(state.run_status, {"dlq": "pg_table", "dlq_file": None, "dlq_table": "x"})
     gone = run("list")
     assert gone.exit_code == 2 and "no database is given" in gone.stderr
+    write_json(state.run_status, {"dlq": "pg_table", "dlq_file": None, "dlq_table": "x", "dlq_elsewhere": True})
+    elsewhere = run("list", "--db", DB)
+    assert elsewhere.exit_code == 2 and "database of their own" in elsewhere.stderr
     unreadable = run("list", "--dlq", "stderr")
     assert unreadable.exit_code == 2 and "cannot be read again" in unreadable.stderr
 
