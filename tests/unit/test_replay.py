@@ -75,7 +75,7 @@ def test_delivered_and_superseded_letters_are_marked_and_refused_ones_stay(store
     def redeliver(batch: Batch) -> Collection[str]:
         calls.append(batch.events.column("position").to_pylist())
         if at(2)[0] in calls[-1]:
-            raise SinkRejected("no", "", [Reject(at(2)[0], "http_422", "still bad")])
+            raise SinkRejected("no", "", [Reject(at(2)[0], "http_422", "still bad: password=geheim" + "x" * 5000)])
         return at(3)
 
     tally = deliver_again(store, list(store.find(Query())), redeliver)
@@ -84,6 +84,7 @@ def test_delivered_and_superseded_letters_are_marked_and_refused_ones_stay(store
     assert outcomes(store) == ["delivered", "failed", "superseded", "delivered"]
     waiting = list(store.find(Query(is_waiting=True)))
     assert [one.position for one in waiting] == at(2) and "still bad" in waiting[0].error
+    assert "geheim" not in waiting[0].error and len(waiting[0].error) <= 2000
 
 
 @pytest.mark.parametrize("error", [SinkUnavailable("down"), SinkError("x"), SinkRejected("nameless")], ids=repr)
