@@ -139,8 +139,22 @@ def test_busy_receiver_says_when_it_wants_more(
     error = refused(tmp_path, hook.url, SinkUnavailable, concurrency=1)
     assert isinstance(error, SinkUnavailable)
     assert low <= error.retry_in_s <= high
-    assert error.positions == (str(STREAM[0]),)
+    assert error.positions == ()  # no event is to blame
     assert len(hook.seen) == 1  # nothing more was tried
+
+
+def test_receiver_that_is_down_is_waited_for_also_if_used_up_tries_are_dead_letters(
+    hook: Receiver, tmp_path: Path
+) -> None:
+    """A failure of one event may be set aside then; one of the receiver as a whole must not empty the stream."""
+    gone = refused(tmp_path, f"http://127.0.0.1:{free_port()}/", SinkUnavailable, concurrency=1)
+    hook.always(answer(503))
+    busy = refused(tmp_path, hook.url, SinkUnavailable, concurrency=1)
+    hook.always(answer(500))
+    failed = refused(tmp_path, hook.url, SinkUnavailable, concurrency=1)
+    assert isinstance(gone, SinkUnavailable) and isinstance(busy, SinkUnavailable)
+    assert isinstance(failed, SinkUnavailable)
+    assert (gone.positions, busy.positions, failed.positions) == ((), (), (str(STREAM[0]),))
 
 
 def _never(handler: BaseHTTPRequestHandler, request: Request) -> None:

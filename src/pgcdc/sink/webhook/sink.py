@@ -167,7 +167,7 @@ class WebhookSink:
                 f"adapter {self.name}: {self.shown}: {one.later.text}", "Is the receiver up and reachable?"
             )
             error.retry_in_s = one.later.retry_in_s
-            error.positions = tuple(one.failed)
+            error.positions = () if one.is_general else tuple(one.failed)
             raise error
 
     def _scrub(self, text: str) -> str:
