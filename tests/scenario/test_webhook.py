@@ -431,7 +431,9 @@ def test_redelivery_whose_last_event_is_refused_sends_the_others_once(hook: Rece
         with pytest.raises(SinkRejected):
             sink.redeliver(letters)
         rest = letters.without([bad])
-        sink.redeliver(Batch(START, STREAM[6], rest.events))  # as `dlq/replay.py` does: its end is that of its last letter
+        sink.redeliver(
+            Batch(START, STREAM[6], rest.events)
+        )  # as `dlq/replay.py` does: its end is that of its last letter
         assert [one["position"] for one in hook.events] == [str(one) for one in STREAM[:7]]
 
 

@@ -424,7 +424,6 @@ def test_redelivery_is_tried_again_and_the_ack_stays() -> None:
     assert setup.delivery.failing is None  # else the adapter would be taken for a slow one
 
 
-
 def test_redelivery_that_failed_is_no_success_though_the_ack_is_far() -> None:
     setup = Setup(Replayable(down(), down()), max_retries=1)
     setup.sink.ack = END

@@ -188,7 +188,9 @@ def test_another_path_without_a_configuration_does_not_take_the_place_of_the_fir
 def test_plan_shows_no_secret(run: Run, store: FileDeadLetters, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PGCDC_WEBHOOK_SIGNING_KEY", "geheim-key")
     plan = run("replay", "--adapter", "webhook", "--dry-run", "--webhook-url", "https://example.com/a?x=geheim-query")
-    assert "would deliver 1 dead letter of adapter webhook to type webhook, url https://example.com/a?***" in plan.stdout
+    assert (
+        "would deliver 1 dead letter of adapter webhook to type webhook, url https://example.com/a?***" in plan.stdout
+    )
     assert "geheim" not in plan.output + plan.stderr
 
 

@@ -270,6 +270,16 @@ def test_run_that_ends_meanwhile_is_said_and_a_dead_command_s_wish_is_thrown_awa
     assert list(state.replays.iterdir()) == []
 
 
+@pytest.mark.parametrize("wish", [{}, {"pid": 0}])
+def test_wish_that_was_taken_back_is_not_answered(tmp_path: Path, wish: dict[str, Any]) -> None:
+    with Running(tmp_path) as run:
+        run.state.replays.mkdir(exist_ok=True)
+        path = run.state.replays / "x.ask.txt"  # not one that the run finds by itself
+        path.write_text(json.dumps(wish))
+        run.office._answer(path, run.lanes)
+        assert list(run.state.replays.iterdir()) == []
+
+
 def _dead_pid() -> int:
     pid = os.fork()
     if pid == 0:

@@ -288,9 +288,12 @@ def _open(flags: dict[str, Any], file: Path | None) -> tuple[Config, ReadableDea
     settings = loaded.config
     if not any((key,) in loaded.origins for key in ("dlq", "dlq_file", "dlq_db", "dlq_table")):
         last = read_json(StateDir(settings.state_dir).run_status) or {}
-        if last.get("dlq") == "pg_table" and last.get("dlq_elsewhere"):  # else a table would be looked for at the source
+        if last.get("dlq") == "pg_table" and last.get(
+            "dlq_elsewhere"
+        ):  # else a table would be looked for at the source
             raise ConfigError(
-                "the dead letters of the last run are in a database of their own", "Give it in PGCDC_DLQ_DB, or --dlq-db"
+                "the dead letters of the last run are in a database of their own",
+                "Give it in PGCDC_DLQ_DB, or --dlq-db",
             )
         known = {key: last[key] for key in ("dlq", "dlq_file", "dlq_table") if last.get(key)}
         path = {"dlq_file": Path(known["dlq_file"])} if "dlq_file" in known else {}

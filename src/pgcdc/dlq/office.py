@@ -129,9 +129,10 @@ class LetterOffice:
 
     def _answer(self, path: Path, lanes: Lanes) -> None:
         answer: dict[str, Any] = {}
+        asked: dict[str, Any] = {}
         try:
             asked = read_json(path) or {}
-            if not is_alive(int(asked.get("pid", 0))):
+            if not _is_waited_for(asked):
                 path.unlink(missing_ok=True)
                 return
             answer = asdict(self.replay(lanes, _read_query(asked["query"])))
@@ -140,9 +141,16 @@ class LetterOffice:
         except Exception as error:
             answer = {"refused": StateError(f"the replay failed: {type(error).__name__}: {error}").to_json()}
         with contextlib.suppress(PgcdcError):
-            write_json(path.with_name(path.name.replace(".ask.", ".answer.")), answer)
+            if _is_waited_for(asked):
+                write_json(path.with_name(path.name.replace(".ask.", ".answer.")), answer)
             path.unlink(missing_ok=True)
         self._serving.discard(path.name)
+
+
+def _is_waited_for(asked: dict[str, Any]) -> bool:
+    """Whether the command that asks still runs; a wish that has just been taken back is empty."""
+    pid = int(asked.get("pid", 0))
+    return pid > 0 and is_alive(pid)
 
 
 def ask_run(state: StateDir, query: Query) -> Tally:

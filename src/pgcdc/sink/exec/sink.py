@@ -290,9 +290,7 @@ class ExecSink:
             self._has_failed = False
         environment = clean_environment(os.environ, self._options.keep_env)
         ack = self._options.ack
-        self._process = Process(
-            self._options.words, environment, self.name, reads=ack == "line", counts=ack == "exit"
-        )
+        self._process = Process(self._options.words, environment, self.name, reads=ack == "line", counts=ack == "exit")
         self._note_process(self._process)
         return self._process
 
