@@ -140,6 +140,8 @@ def test_replay_without_a_run_delivers_as_the_configuration_says(
     assert now["position"] == json.loads(ack)["position"] and now["detail"]["size"] == delivered.stat().st_size
     assert run("replay", "--adapter", "file").stdout == "0 delivered, 0 superseded, 0 refused again\n"
     assert [one.outcome for one in store.find(Query(PIPELINE))] == ["delivered", "delivered", None]
+    foreign = run("replay", "--id", next(store.find(Query("another/slot"))).id)
+    assert "is of another pipeline, another/slot" in foreign.stderr and foreign.stdout.startswith("0 delivered")
     again = run("replay", "--id", letter(1).id)
     assert "it does not go again" in again.stderr and again.stdout.startswith("0 delivered")
 

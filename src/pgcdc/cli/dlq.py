@@ -194,6 +194,8 @@ def replay_command(
     for one in ids or ():
         if not (letter := _get(store, one)).is_waiting:
             typer.echo(f"pgcdc: {one} is {letter.outcome} since {letter.replayed_at}: it does not go again", err=True)
+        elif query.pipeline not in (None, letter.pipeline):
+            typer.echo(f"pgcdc: {one} is of another pipeline, {letter.pipeline}: it does not go", err=True)
     names = sorted({letters[0].adapter for letters in find_batches(store, query)})
     is_running = Lock.holder(state.run_lock) is not None
     if dry_run:
