@@ -327,11 +327,18 @@ def write_json_durably(path: Path, content: Any) -> None:
     write_durably(path, json.dumps(content).encode())
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Replace a file in one step; when this returns, it survives a crash of the machine."""
+def write_durably(path: Path, content: bytes, like: os.stat_result | None = None) -> None:
+    """Replace a file in one step; when this returns, it survives a crash of the machine.
+
+    `like`: with the rights and, if we may give it away, the owner of this one, at every moment.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with explain_writing(path):
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o600 if like else 0o666)) as file:
+            if like is not None:
+                with contextlib.suppress(PermissionError):
+                    os.fchown(file.fileno(), like.st_uid, like.st_gid)
+                os.fchmod(file.fileno(), like.st_mode & 0o777)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -20,6 +20,7 @@ from sink_targets import (
     to_line,
 )
 
+from pgcdc.errors import SinkError
 from pgcdc.position import Position
 from pgcdc.sink.base import ReplayableSink
 
@@ -58,6 +59,15 @@ def test_redelivery_of_nothing_changes_nothing(name: str) -> None:
         assert list(sink.redeliver(batch_of(STREAM[2], STREAM[3], []))) == []
         assert sink.ack == END
         assert target.lines() == WHOLE
+
+
+def test_rows_of_a_database_that_refused_nothing_are_not_called_superseded() -> None:
+    """Another target of a replay: it does not know what is newer, and nothing is marked that was not delivered."""
+    with fresh("pg_apply") as target, opened(target) as sink:
+        assert isinstance(sink, ReplayableSink)
+        with pytest.raises(SinkError, match="has applied nothing to this database"):
+            sink.redeliver(batch_of(STREAM[2], STREAM[3], [WHOLE[3]]))
+        assert target.lines() == []
 
 
 # --- order

@@ -139,8 +139,22 @@ def test_busy_receiver_says_when_it_wants_more(
     error = refused(tmp_path, hook.url, SinkUnavailable, concurrency=1)
     assert isinstance(error, SinkUnavailable)
     assert low <= error.retry_in_s <= high
-    assert error.positions == (str(STREAM[0]),)
+    assert error.positions == ()  # no event is to blame
     assert len(hook.seen) == 1  # nothing more was tried
+
+
+def test_receiver_that_is_down_is_waited_for_also_if_used_up_tries_are_dead_letters(
+    hook: Receiver, tmp_path: Path
+) -> None:
+    """A failure of one event may be set aside then; one of the receiver as a whole must not empty the stream."""
+    gone = refused(tmp_path, f"http://127.0.0.1:{free_port()}/", SinkUnavailable, concurrency=1)
+    hook.always(answer(503))
+    busy = refused(tmp_path, hook.url, SinkUnavailable, concurrency=1)
+    hook.always(answer(500))
+    failed = refused(tmp_path, hook.url, SinkUnavailable, concurrency=1)
+    assert isinstance(gone, SinkUnavailable) and isinstance(busy, SinkUnavailable)
+    assert isinstance(failed, SinkUnavailable)
+    assert (gone.positions, busy.positions, failed.positions) == ((), (), (str(STREAM[0]),))
 
 
 def _never(handler: BaseHTTPRequestHandler, request: Request) -> None:
@@ -405,6 +419,22 @@ def test_redelivery_sends_again_and_leaves_the_ack(hook: Receiver, tmp_path: Pat
         sink.redeliver(letters.without([bad]))  # asked for once more
         assert len(hook.events) == 14
         assert sink.ack == END
+
+
+def test_redelivery_whose_last_event_is_refused_sends_the_others_once(hook: Receiver, tmp_path: Path) -> None:
+    with sink_to(hook.url, tmp_path, concurrency=1) as sink:
+        sink.write(batch(START, END))
+        hook.accepted.clear()
+        bad = str(STREAM[7])
+        hook.how = lambda request: answer(400) if request.events[0]["position"] == bad else None
+        letters = batch(START, Position.end(120))
+        with pytest.raises(SinkRejected):
+            sink.redeliver(letters)
+        rest = letters.without([bad])
+        sink.redeliver(
+            Batch(START, STREAM[6], rest.events)
+        )  # as `dlq/replay.py` does: its end is that of its last letter
+        assert [one["position"] for one in hook.events] == [str(one) for one in STREAM[:7]]
 
 
 # --- TLS

@@ -225,6 +225,29 @@ def test_event_that_is_taken_after_all_is_no_dead_letter_any_more() -> None:
     )
 
 
+def test_event_that_is_taken_after_a_crash_is_no_dead_letter_though_nothing_else_is_refused() -> None:
+    store = Memory()
+    first = Setup(PickySink(at(2), None, down(), down()), store, max_retries=1)
+    with pytest.raises(SinkUnavailable):
+        first.delivery.write(batch(3))
+    second = Setup(ScriptedSink(), store)  # the next run: somebody repaired the target meanwhile
+    second.delivery.open(START)
+    second.delivery.write(batch(3))
+    assert len(second.sink.written) == 3
+    assert [one.outcome for one in store.letters.values()] == ["delivered"]
+
+
+def test_store_that_is_down_is_no_reason_not_to_open() -> None:
+    class Down(Memory):
+        def find(self, query: Query) -> Iterator[DeadLetter]:
+            raise StateError("down")
+
+    setup = Setup(ScriptedSink(), Down())
+    setup.delivery.open(START)
+    setup.delivery.write(batch(3))
+    assert setup.sink.ack == END
+
+
 def test_what_is_left_of_an_older_delivery_does_not_settle_what_was_filtered_out() -> None:
     store = Memory()
     setup = Setup(PickySink(at(2), None, down(), down()), store, max_retries=1)
@@ -398,6 +421,7 @@ def test_redelivery_is_tried_again_and_the_ack_stays() -> None:
     setup = Setup(Replayable(down(), None))
     assert set(setup.delivery.redeliver(batch(3))) == {at(1)[0]}
     assert isinstance(setup.sink, Replayable) and len(setup.sink.again) == 3 and setup.sink.ack == START
+    assert setup.delivery.failing is None  # else the adapter would be taken for a slow one
 
 
 def test_redelivery_that_failed_is_no_success_though_the_ack_is_far() -> None:

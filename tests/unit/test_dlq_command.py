@@ -140,6 +140,8 @@ def test_replay_without_a_run_delivers_as_the_configuration_says(
     assert now["position"] == json.loads(ack)["position"] and now["detail"]["size"] == delivered.stat().st_size
     assert run("replay", "--adapter", "file").stdout == "0 delivered, 0 superseded, 0 refused again\n"
     assert [one.outcome for one in store.find(Query(PIPELINE))] == ["delivered", "delivered", None]
+    foreign = run("replay", "--id", next(store.find(Query("another/slot"))).id)
+    assert "is of another pipeline, another/slot" in foreign.stderr and foreign.stdout.startswith("0 delivered")
     again = run("replay", "--id", letter(1).id)
     assert "it does not go again" in again.stderr and again.stdout.startswith("0 delivered")
 
@@ -174,6 +176,38 @@ def test_target_that_is_gone_leaves_letters_as_they_are(run: Run, store: FileDea
     assert [one.outcome for one in store.find(Query(PIPELINE))] == [None] * 3
 
 
+def test_another_path_without_a_configuration_does_not_take_the_place_of_the_first(
+    run: Run, store: FileDeadLetters, delivered: Path, state: StateDir
+) -> None:
+    Path("pgcdc.yaml").unlink()
+    ack = (state.acks / "file.json").read_text()
+    result = run("replay", "--adapter", "file", "--file-path", "other.jsonl")
+    assert result.exit_code == 2 and f"has delivered to {delivered}" in result.stderr
+    assert (state.acks / "file.json").read_text() == ack and not Path("other.jsonl").exists()
+    assert run("replay", "--adapter", "file", "--file-path", str(delivered)).stdout.startswith("2 delivered")
+
+
+def test_plan_shows_no_secret(run: Run, store: FileDeadLetters, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGCDC_WEBHOOK_SIGNING_KEY", "geheim-key")
+    plan = run("replay", "--adapter", "webhook", "--dry-run", "--webhook-url", "https://example.com/a?x=geheim-query")
+    assert (
+        "would deliver 1 dead letter of adapter webhook to type webhook, url https://example.com/a?***" in plan.stdout
+    )
+    assert "geheim" not in plan.output + plan.stderr
+
+
+@pytest.mark.parametrize("command", [["purge", "--everything", "--yes"], ["replay"]])
+def test_letters_are_not_touched_if_nobody_knows_whose_they_are(
+    run: Run, store: FileDeadLetters, command: list[str]
+) -> None:
+    where = ["--dlq-file", str(store.path), "--state-dir", "nowhere"]
+    result = run(*command, *where)
+    assert result.exit_code == 2 and "not known whose" in result.stderr
+    assert len(list(store.find(Query(is_waiting=True)))) == 4
+    assert len(ids(run("list", "--json", *where))) == 4
+    assert run("purge", "--id", letter(1).id, "--yes", *where).stdout == "1 dead letter deleted\n"
+
+
 # --- which store
 
 
@@ -187,6 +221,9 @@ def test_store_is_that_of_the_last_run_if_nobody_says_another(run: Run, state: S
     write_json(state.run_status, {"dlq": "pg_table", "dlq_file": None, "dlq_table": "x"})
     gone = run("list")
     assert gone.exit_code == 2 and "no database is given" in gone.stderr
+    write_json(state.run_status, {"dlq": "pg_table", "dlq_file": None, "dlq_table": "x", "dlq_elsewhere": True})
+    elsewhere = run("list", "--db", DB)
+    assert elsewhere.exit_code == 2 and "database of their own" in elsewhere.stderr
     unreadable = run("list", "--dlq", "stderr")
     assert unreadable.exit_code == 2 and "cannot be read again" in unreadable.stderr
 

@@ -245,6 +245,14 @@ def test_command_that_ends_well_without_reading_everything_is_not_believed(make:
     assert sink.ack == START
 
 
+@pytest.mark.parametrize("command", ["sleep 0.2", "read line; sleep 0.2", "exec 0<&-; sleep 0.2"])
+def test_small_batch_that_was_not_read_is_not_delivered_either(make: Make, command: str) -> None:
+    sink = make(command)
+    with pytest.raises(SinkUnavailable, match="has not read all events"):
+        sink.write(batch(START, FIRST))
+    assert sink.ack == START
+
+
 @pytest.mark.parametrize(
     "command",
     ["sleep 600", "trap '' TERM; cat > /dev/null; sleep 600", "sleep 600 & cat > /dev/null; wait", "kill -STOP $$"],
@@ -504,6 +512,16 @@ def test_events_of_the_past_have_a_process_of_their_own(make: Make, tmp_path: Pa
     assert sink.ack == END
     sink.close()
     assert sorted(lines(tmp_path / "out")) == sorted(WHOLE)
+
+
+@pytest.mark.parametrize("ack", ["line", "write"])
+def test_the_process_that_goes_on_is_the_one_that_the_next_run_would_end(make: Make, tmp_path: Path, ack: str) -> None:
+    sink = make(["tee", "-a", str(tmp_path / "out")], ack=ack)
+    sink.write(batch(START, END).without([str(STREAM[2])]))
+    assert sink._feed is not None
+    sink.redeliver(batch_of(STREAM[1], STREAM[2], [WHOLE[2]]))
+    assert json.loads((tmp_path / "exec.process").read_text())["pid"] == sink._feed.process.pid
+    assert sink._process is sink._feed.process
 
 
 def test_events_of_the_past_that_were_taken_are_not_given_again_without_those_that_were_not(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import threading
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -15,6 +16,7 @@ import pytest
 
 from pgcdc.dlq import DeadLetter, Query, StderrDeadLetters
 from pgcdc.dlq.file_store import FileDeadLetters
+from pgcdc.dlq.pg_store import _from_json, _to_json
 from pgcdc.dlq.record import make_letter
 from pgcdc.errors import Reject, SinkError, StateError
 from pgcdc.position import Position
@@ -162,6 +164,30 @@ def test_purge_deletes_what_is_meant_and_keeps_marks(file: FileDeadLetters) -> N
     assert file.purge(Query(is_waiting=False)) == 1
     assert [one.position for one in file.find(Query())] == at(2)
     assert file.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_purge_never_shows_letters_to_others(file: FileDeadLetters, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.record([letter(1), letter(2)])
+    modes: list[int] = []
+
+    def fsync(descriptor: int) -> None:
+        modes.append(os.fstat(descriptor).st_mode)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert file.purge(Query(ids=(letter(1).id,))) == 1
+    assert [mode & 0o777 for mode in modes if stat.S_ISREG(mode)] == [0o600]
+
+
+def test_only_what_is_meant_is_kept_in_memory(file: FileDeadLetters) -> None:
+    file.record([letter(number, adapter) for number in (1, 2, 3) for adapter in ("webhook", "file")])
+    assert len(file._read(Query(adapter="file", after=at(1)[0], is_waiting=True))) == 2
+
+
+@pytest.mark.parametrize("event", ['["a","b"]', "[]", '{"a":1}', "a\nb", "no json"])
+def test_any_event_comes_back_from_the_table_as_it_was(event: str) -> None:
+    kept = _to_json(event)
+    json.loads(kept)
+    assert _from_json(kept) == event
 
 
 def test_nothing_is_lost_between_a_purge_and_letters_that_come_meanwhile(file: FileDeadLetters) -> None:

@@ -74,7 +74,7 @@ def test_delivered_and_superseded_letters_are_marked_and_refused_ones_stay(store
     def redeliver(batch: Batch) -> Collection[str]:
         calls.append(batch.events.column("position").to_pylist())
         if at(2)[0] in calls[-1]:
-            raise SinkRejected("no", "", [Reject(at(2)[0], "http_422", "still bad")])
+            raise SinkRejected("no", "", [Reject(at(2)[0], "http_422", "still bad: password=geheim" + "x" * 5000)])
         return at(3)
 
     tally = deliver_again(store, list(store.find(Query())), redeliver)
@@ -83,6 +83,7 @@ def test_delivered_and_superseded_letters_are_marked_and_refused_ones_stay(store
     assert outcomes(store) == ["delivered", "failed", "superseded", "delivered"]
     waiting = list(store.find(Query(is_waiting=True)))
     assert [one.position for one in waiting] == at(2) and "still bad" in waiting[0].error
+    assert "geheim" not in waiting[0].error and len(waiting[0].error) <= 2000
 
 
 @pytest.mark.parametrize("error", [SinkUnavailable("down"), SinkError("x"), SinkRejected("nameless")], ids=repr)
@@ -199,6 +200,35 @@ def test_run_delivers_again_what_a_command_asks_for(tmp_path: Path) -> None:
         assert list(run.state.replays.iterdir()) == []
 
 
+def test_two_commands_at_the_same_time_deliver_a_letter_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Running(tmp_path) as run:
+        assert isinstance(run.office.store, FileDeadLetters)
+        run.office.store.record([letter(1)])
+        entered, go_on, inner = threading.Semaphore(0), threading.Event(), run.sink.redeliver
+
+        def redeliver(batch: Batch) -> Collection[str]:
+            entered.release()
+            assert go_on.wait(10)
+            return inner(batch)
+
+        monkeypatch.setattr(run.sink, "redeliver", redeliver)
+        counts: list[int] = []
+        query = Query(PIPELINE, is_waiting=True)
+        both = [
+            threading.Thread(target=lambda: counts.append(run.office.replay(run.lanes, query).delivered))
+            for _ in range(2)
+        ]
+        both[0].start()
+        assert entered.acquire(timeout=10)
+        both[1].start()
+        both[1].join(0.3)  # time enough to read the letters, if nothing holds it
+        go_on.set()
+        for one in both:
+            one.join(10)
+        assert sorted(counts) == [0, 1]
+        assert (tmp_path / "file.jsonl").read_text().splitlines() == [letter(1).event]
+
+
 def test_letters_of_an_adapter_that_the_run_does_not_have_stay(tmp_path: Path) -> None:
     with Running(tmp_path) as run:
         run.office.store.record([letter(1, "gone")])
@@ -220,6 +250,16 @@ def test_run_that_ends_meanwhile_is_said_and_a_dead_command_s_wish_is_thrown_awa
             assert time.monotonic() < deadline
             time.sleep(0.01)
     assert list(state.replays.iterdir()) == []
+
+
+@pytest.mark.parametrize("wish", [{}, {"pid": 0}])
+def test_wish_that_was_taken_back_is_not_answered(tmp_path: Path, wish: dict[str, Any]) -> None:
+    with Running(tmp_path) as run:
+        run.state.replays.mkdir(exist_ok=True)
+        path = run.state.replays / "x.ask.txt"  # not one that the run finds by itself
+        path.write_text(json.dumps(wish))
+        run.office._answer(path, run.lanes)
+        assert list(run.state.replays.iterdir()) == []
 
 
 def _dead_pid() -> int:

@@ -258,15 +258,40 @@ def test_pipe_that_somebody_made_non_blocking_is_waited_for(tmp_path: Path) -> N
     os.close(reading)
 
 
-def test_events_of_the_past_are_written_and_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("room", [0, 10, len(WHOLE[0].encode()), len(WHOLE[0].encode()) + 7])
+def test_events_of_the_past_are_written_and_no_line_is_left_in_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    sink = StdoutSink(tmp_path)
+    sink.open(START)
+    with monkeypatch.context() as patched:
+        disk = Disk(patched)
+        disk.room = room
+        with pytest.raises(SinkUnavailable):
+            sink.redeliver(batch_of(START, STREAM[3], WHOLE[:3]))
+        begun = disk.data.decode().splitlines(keepends=True)
+        disk.room = 5  # the rest of the line in two pieces
+        with pytest.raises(SinkUnavailable):
+            sink.redeliver(batch_of(START, STREAM[3], WHOLE[:3]))
+        disk.room = 10**6
+        assert sink.redeliver(batch_of(START, STREAM[3], WHOLE[:3])) == ()
+        sink.write(batch(START, END))
+    written = disk.data.decode().splitlines(keepends=True)
+    again = max(len(begun), 1) + (room == len(WHOLE[0].encode()))
+    assert written[again:] == [*WHOLE[:3], *WHOLE] and set(written) == set(WHOLE)
+
+
+def test_event_that_is_out_in_part_ends_before_one_of_the_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = StdoutSink(tmp_path)
     sink.open(START)
     with monkeypatch.context() as patched:
         disk = Disk(patched)
         disk.room = 10
         with pytest.raises(SinkUnavailable):
+            sink.write(batch(START, END))
+        disk.room = 10**6
+        with pytest.raises(SinkUnavailable, match="out in part"):
             sink.redeliver(batch_of(START, STREAM[3], WHOLE[:3]))
-        disk.room, disk.data = 10**6, b""
-        assert sink.redeliver(batch_of(START, STREAM[3], WHOLE[:3])) == ()
         sink.write(batch(START, END))
-    assert disk.data.decode() == "".join([*WHOLE[:3], *WHOLE])
+        sink.redeliver(batch_of(START, STREAM[3], WHOLE[:3]))
+    assert disk.data.decode() == "".join([*WHOLE, *WHOLE[:3]])

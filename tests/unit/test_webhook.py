@@ -162,6 +162,9 @@ def test_files_with_something_else_are_refused(tmp_path: Path, file: str) -> Non
 def test_url_is_shown_without_what_may_be_secret() -> None:
     assert redact_url("https://u:p@example.com:8443/a/b?token=x") == "https://example.com:8443/a/b?***"
     assert redact_url("http://[::1]:80/") == "http://[::1]:80/"
+    slack = "https://hooks.example.com/services/T00000000/B00000000/XxXxXxXxXxXxXxXxXxXxXxXx"
+    assert redact_url(slack) == "https://hooks.example.com/services/T00000000/B00000000/***"
+    assert "XxXxXxXxXxXxXxXxXxXxXxXx" in secrets_of(slack, {}, "")
     assert secrets_of(f"{URL}?a=b%20c", {"Authorization": "Bearer tok"}, "key") >= {"b c", "tok", "Bearer tok", "key"}
 
 

@@ -139,6 +139,7 @@ def purge_command(
         )
     flags = _given(db=db, dlq=dlq, dlq_db=dlq_db, dlq_file=dlq_file, dlq_table=dlq_table, state_dir=state_dir)
     settings, store = _open(flags, config)
+    _check_whose(settings, ids)
     query = _query(settings, adapter, since, before, ids, False, 0, False if settled else None)
     found = list(store.find(query))
     waiting = sum(one.is_waiting for one in found)
@@ -188,10 +189,13 @@ def replay_command(
     plain = {key: value for key, value in flags.items() if key not in own_options(flags)}
     settings, store = _open(plain, config)
     state = StateDir(settings.state_dir)
+    _check_whose(settings, ids)
     query = _query(settings, adapter, since, before, ids, False, limit, True)
     for one in ids or ():
         if not (letter := _get(store, one)).is_waiting:
             typer.echo(f"pgcdc: {one} is {letter.outcome} since {letter.replayed_at}: it does not go again", err=True)
+        elif query.pipeline not in (None, letter.pipeline):
+            typer.echo(f"pgcdc: {one} is of another pipeline, {letter.pipeline}: it does not go", err=True)
     names = sorted({letters[0].adapter for letters in find_batches(store, query)})
     is_running = Lock.holder(state.run_lock) is not None
     if dry_run:
@@ -248,6 +252,7 @@ def _say_plan(
 ) -> None:
     from collections import Counter
 
+    from pgcdc.config.option_secrets import hide_option
     from pgcdc.config.secrets import redact_text
     from pgcdc.dlq.offline import plan_destinations
 
@@ -259,7 +264,8 @@ def _say_plan(
         where = "by the run"
         if name in destinations:
             spec = destinations[name].spec
-            said = ", ".join(f"{key} {value}" for key, value in spec.options if isinstance(value, (str, int, Path)))
+            shown = {key: hide_option(spec.type, key, value) for key, value in spec.options if value != ""}
+            said = ", ".join(f"{key} {value}" for key, value in shown.items() if isinstance(value, (str, int, Path)))
             other = "another target: " if destinations[name].is_other else ""
             where = f"to {other}type {spec.type}{', ' * bool(said)}{said}"
         typer.echo(redact_text(f"would deliver {_count(counts[name])} of adapter {name} {where}"))
@@ -284,6 +290,13 @@ def _open(flags: dict[str, Any], file: Path | None) -> tuple[Config, ReadableDea
     settings = loaded.config
     if not any((key,) in loaded.origins for key in ("dlq", "dlq_file", "dlq_db", "dlq_table")):
         last = read_json(StateDir(settings.state_dir).run_status) or {}
+        if last.get("dlq") == "pg_table" and last.get(
+            "dlq_elsewhere"
+        ):  # else a table would be looked for at the source
+            raise ConfigError(
+                "the dead letters of the last run are in a database of their own",
+                "Give it in PGCDC_DLQ_DB, or --dlq-db",
+            )
         known = {key: last[key] for key in ("dlq", "dlq_file", "dlq_table") if last.get(key)}
         path = {"dlq_file": Path(known["dlq_file"])} if "dlq_file" in known else {}
         settings = settings.model_copy(update={**known, **path})
@@ -295,6 +308,18 @@ def _open(flags: dict[str, Any], file: Path | None) -> tuple[Config, ReadableDea
     if not isinstance(store, ReadableDeadLetters):
         raise ConfigError(f"dead letters go to {settings.dlq}, where they cannot be read again", "Give --dlq")
     return settings, store
+
+
+def _check_whose(settings: Config, ids: list[str] | None) -> None:
+    """Several pipelines may share a store: what changes letters must know whose they are."""
+    from pgcdc.errors import ConfigError
+    from pgcdc.state import StateDir
+
+    if not ids and StateDir(settings.state_dir).identity() is None:
+        raise ConfigError(
+            f"there is no pipeline in {settings.state_dir}: it is not known whose dead letters are meant",
+            "Give its --state-dir; or name letters, by --id",
+        )
 
 
 def _query(

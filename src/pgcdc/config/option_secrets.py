@@ -16,7 +16,7 @@ from pgcdc.config.secrets import literal_part, redact_text
 from pgcdc.sink.registry import ADAPTERS
 from pgcdc.sink.webhook.options import is_secret_header, parse_headers, redact_url
 
-__all__ = ["check_literals", "hide_options", "option_secrets"]
+__all__ = ["check_literals", "hide_option", "hide_options", "option_secrets"]
 
 
 def _extra(kind: str, field: str) -> Mapping[str, Any]:
@@ -45,7 +45,7 @@ def option_secrets(values: Mapping[str, Any]) -> set[str]:
     for _, extra, value in _options(values):
         if isinstance(value, Mapping):
             found.update(one for key, one in value.items() if isinstance(one, str) and is_secret_header(str(key)))
-        elif isinstance(value, str) and ("literal" in extra or "://" not in value or "?" in value):
+        elif isinstance(value, str) and ("literal" in extra or "://" not in value or _hide(value) != value):
             found.add(value)
     return found
 
@@ -79,9 +79,14 @@ def hide_options(name: str, value: Any) -> Any:
     return _hide(value) if name in FLAT_KEYS and _extra(*FLAT_KEYS[name]) else value
 
 
+def hide_option(kind: str, field: str, value: Any) -> Any:
+    """The value of one option of an adapter of this type, as it may be shown."""
+    return _hide(value) if _extra(kind, field) else value
+
+
 def _hide_item(item: dict[str, Any]) -> dict[str, Any]:
     kind = str(item.get("type", item.get("name")))
-    return {field: _hide(value) if _extra(kind, field) else value for field, value in item.items()}
+    return {field: hide_option(kind, field, value) for field, value in item.items()}
 
 
 def _hide(value: Any) -> Any:

@@ -36,6 +36,11 @@ class SetAside:
         self.count = 0
         """Letters of this run."""
 
+    def begin(self, ack: Position) -> None:
+        """Look which events behind the ack have letters, of a run that crashed: they may be taken now."""
+        with contextlib.suppress(Exception):  # then it is looked at when an event is refused
+            self._recorded = self._read_recorded(ack)
+
     def take(
         self, whole: Batch, out: set[str], rejects: Sequence[Reject], attempts: int, ack: Position
     ) -> list[DeadLetter]:

@@ -38,7 +38,8 @@ def name_pipeline(identity: Identity) -> str:
 def describe_store(config: Config) -> dict[str, Any]:
     """What `pgcdc dlq` has to know of the store of a run, without secrets."""
     file = str(Path(config.dlq_file).absolute()) if config.dlq_file is not None else None
-    return {"dlq": config.dlq, "dlq_file": file, "dlq_table": config.dlq_table}
+    elsewhere = bool(config.dlq_db) and config.dlq_db != config.db
+    return {"dlq": config.dlq, "dlq_file": file, "dlq_table": config.dlq_table, "dlq_elsewhere": elsewhere}
 
 
 def check_not_captured(config: Config) -> None:

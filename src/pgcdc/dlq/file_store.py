@@ -63,20 +63,20 @@ class FileDeadLetters:
 
     def find(self, query: Query) -> Iterator[DeadLetter]:
         """The letters, in the order of their positions; the file is read to its end first."""
-        found = sorted(filter(query.matches, self._read().values()), key=lambda one: (one.position, one.adapter))
+        found = sorted(filter(query.matches, self._read(query).values()), key=lambda one: (one.position, one.adapter))
         return iter(found[: query.limit] if query.limit else found)
 
     def purge(self, query: Query) -> int:
         """Write the others to a new file, which takes the place of this one."""
         if not self.path.exists():
             return 0
-        with self._explain(), self._locked():
+        with self._explain(), self._locked() as descriptor:
             letters = self._read()
             chosen = {one.id for one in list(filter(query.matches, letters.values()))[: query.limit or None]}
             kept = [one for one in letters.values() if one.id not in chosen]
             if chosen:
-                write_durably(self.path, b"".join(_line(one.to_json()) for one in kept))
-                os.chmod(self.path, 0o600)
+                content = b"".join(_line(one.to_json()) for one in kept)
+                write_durably(self.path, content, os.fstat(descriptor))
         return len(chosen)
 
     def close(self) -> None:
@@ -116,16 +116,17 @@ class FileDeadLetters:
             finally:
                 os.close(descriptor)
 
-    def _read(self) -> dict[str, DeadLetter]:
+    def _read(self, query: Query = Query()) -> dict[str, DeadLetter]:  # noqa: B008 - frozen
+        """What the file has of what is meant; whether a letter waits may be said by a later line."""
         letters: dict[str, DeadLetter] = {}
-        number = 0
+        number, query = 0, replace(query, is_waiting=None)
         try:
             with self._explain("read"), open(self.path, "rb") as file:
                 for line in file:
                     number += 1
                     if not line.endswith(b"\n"):
                         break  # half written, or just being written
-                    _fold(letters, json.loads(line))
+                    _fold(letters, json.loads(line), query)
         except FileNotFoundError:
             return {}
         except (ValueError, KeyError, TypeError) as error:
@@ -151,10 +152,11 @@ class FileDeadLetters:
             ) from error
 
 
-def _fold(letters: dict[str, DeadLetter], raw: dict[str, Any]) -> None:
+def _fold(letters: dict[str, DeadLetter], raw: dict[str, Any], query: Query) -> None:
     if "mark" not in raw:
         letter = DeadLetter.from_json(raw)
-        letters.setdefault(letter.id, letter)
+        if query.matches(letter):
+            letters.setdefault(letter.id, letter)
         return
     for name in raw["mark"]:
         if name in letters:

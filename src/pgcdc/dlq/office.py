@@ -52,6 +52,7 @@ class LetterOffice:
         self._due = 0.0
         self._serving: set[str] = set()
         self._is_closed = threading.Event()
+        self._replaying = threading.Lock()
 
     def check(self) -> None:
         """Before anything is made. ConfigError, if the pipeline is new, or another one: letters could not be kept."""
@@ -91,14 +92,15 @@ class LetterOffice:
         if not isinstance(self.store, ReadableDeadLetters):
             raise ConfigError("these dead letters cannot be read again", "Use --dlq file or --dlq pg_table from now on")
         tally, failed = Tally(), set[str]()
-        for letters in find_batches(self.store, query):
-            adapter = letters[0].adapter
-            if adapter in failed:
-                continue
-            part = self._deliver(lanes, self.store, adapter, letters)
-            tally.add(part)
-            if part.error:
-                failed.add(adapter)
+        with self._replaying:  # one after the other: what the one delivers does not wait any more for the next
+            for letters in find_batches(self.store, query):
+                adapter = letters[0].adapter
+                if adapter in failed:
+                    continue
+                part = self._deliver(lanes, self.store, adapter, letters)
+                tally.add(part)
+                if part.error:
+                    failed.add(adapter)
         return tally
 
     def _deliver(self, lanes: Lanes, store: ReadableDeadLetters, adapter: str, letters: list[DeadLetter]) -> Tally:
@@ -127,9 +129,10 @@ class LetterOffice:
 
     def _answer(self, path: Path, lanes: Lanes) -> None:
         answer: dict[str, Any] = {}
+        asked: dict[str, Any] = {}
         try:
             asked = read_json(path) or {}
-            if not is_alive(int(asked.get("pid", 0))):
+            if not _is_waited_for(asked):
                 path.unlink(missing_ok=True)
                 return
             answer = asdict(self.replay(lanes, _read_query(asked["query"])))
@@ -138,9 +141,16 @@ class LetterOffice:
         except Exception as error:
             answer = {"refused": StateError(f"the replay failed: {type(error).__name__}: {error}").to_json()}
         with contextlib.suppress(PgcdcError):
-            write_json(path.with_name(path.name.replace(".ask.", ".answer.")), answer)
+            if _is_waited_for(asked):
+                write_json(path.with_name(path.name.replace(".ask.", ".answer.")), answer)
             path.unlink(missing_ok=True)
         self._serving.discard(path.name)
+
+
+def _is_waited_for(asked: dict[str, Any]) -> bool:
+    """Whether the command that asks still runs; a wish that has just been taken back is empty."""
+    pid = int(asked.get("pid", 0))
+    return pid > 0 and is_alive(pid)
 
 
 def ask_run(state: StateDir, query: Query) -> Tally:

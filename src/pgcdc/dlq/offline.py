@@ -15,6 +15,8 @@ from pgcdc.config.adapters import FLAT_KEYS
 from pgcdc.config.layers import Loaded, load
 from pgcdc.errors import ConfigError, StateError
 from pgcdc.position import Position
+from pgcdc.sink.ack import AckFile
+from pgcdc.sink.base import Sink
 from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.registry import ADAPTERS, make_sink
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
@@ -99,12 +101,24 @@ def open_destination(state: StateDir, destination: Destination) -> Iterator[Deli
                     f"adapter {spec.name} has not delivered anything from {state.path}",
                     "Check --state-dir, or name another target by the flags of the adapter",
                 )
-        delivery = Delivery(make_sink(spec, acks), spec.delivery)
+        sink = make_sink(spec, acks)
+        _check_path(sink, acks)
+        delivery = Delivery(sink, spec.delivery)
         delivery.check()
         identity = state.identity()
         delivery.open(Position.end(identity.created_lsn if identity else 0))
         stack.callback(delivery.close)
         yield delivery
+
+
+def _check_path(sink: Sink, acks: Path) -> None:
+    """The ack of a file knows its path: with another one, a replay would forget how far the first file is written."""
+    known, path = AckFile(acks, sink.name).detail.get("path"), getattr(sink, "path", None)
+    if known is not None and path is not None and known != str(path):
+        raise StateError(
+            f"adapter {sink.name} has delivered to {known}, and not to {path}",
+            "Name that one; or, for another target, give the flag beside a configuration file that has the adapter",
+        )
 
 
 @contextlib.contextmanager

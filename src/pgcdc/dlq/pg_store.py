@@ -223,9 +223,9 @@ def _letter(row: tuple[Any, ...]) -> DeadLetter:
 
 
 def _to_json(event: str) -> str:
-    """The event itself, which `json` keeps as it is; several lines, or what is no JSON, as a list of texts."""
+    """The event itself, which `json` keeps as it is; several lines, a list, or what is no JSON, as a list of texts."""
     try:
-        if "\n" in event:
+        if "\n" in event or event.startswith("["):
             raise ValueError
         json.loads(event, parse_constant=_refuse)
     except (ValueError, RecursionError):

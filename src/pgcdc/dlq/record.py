@@ -12,7 +12,7 @@ from typing import Any
 from pgcdc.config.secrets import redact_text
 from pgcdc.errors import Reject
 
-__all__ = ["DELIVERED", "FAILED", "SUPERSEDED", "DeadLetter", "make_letter"]
+__all__ = ["DELIVERED", "FAILED", "SUPERSEDED", "DeadLetter", "make_letter", "safe_error"]
 
 _NAMESPACE = uuid.UUID("3f0c5e0e-6d0b-5b52-9d5f-0d1b8f5f6c11")
 MAX_ERROR = 2000
@@ -83,11 +83,16 @@ def make_letter(pipeline: str, adapter: str, lines: Sequence[str], reject: Rejec
         channel=_word(known, "channel"),
         operation=_word(known, "operation"),
         error_kind=_plain(reject.kind)[:100],
-        error=_plain(redact_text(reject.text))[:MAX_ERROR],
+        error=safe_error(reject.text),
         attempts=attempts,
         event="\n".join(line.rstrip("\n") for line in lines),
         created_at=datetime.now(UTC),
     )
+
+
+def safe_error(text: str) -> str:
+    """What a target said, as it may be kept: without secrets, and not endless."""
+    return _plain(redact_text(text))[:MAX_ERROR]
 
 
 def _read(line: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from itertools import groupby
 
 import pyarrow as pa
 
-from pgcdc.dlq.record import DELIVERED, FAILED, SUPERSEDED, DeadLetter
+from pgcdc.dlq.record import DELIVERED, FAILED, SUPERSEDED, DeadLetter, safe_error
 from pgcdc.dlq.stores import Query, ReadableDeadLetters
 from pgcdc.errors import PgcdcError, Policy, SinkRejected, policy_of
 from pgcdc.ops.failpoint import hit
@@ -82,7 +82,7 @@ def deliver_again(store: ReadableDeadLetters, letters: Iterable[DeadLetter], red
                 tally.error = str(error)
                 return tally
             for one in refused:
-                store.mark([waiting.pop(one.position).id], FAILED, None, f"{one.kind}: {one.text}")
+                store.mark([waiting.pop(one.position).id], FAILED, None, safe_error(f"{one.kind}: {one.text}"))
             tally.failed += len(refused)
             continue
         except (PgcdcError, ConnectionError, TimeoutError) as error:

@@ -189,6 +189,8 @@ class Delivery:
     def open(self, start: Position) -> None:
         with self._taken():
             self.sink.open(start)
+            if self._aside is not None:
+                self._aside.begin(self.sink.ack)
 
     def write(self, batch: Batch) -> None:
         with self._taken():
@@ -218,7 +220,10 @@ class Delivery:
 
         with self._taken():
             self._pass_breaker()
-            self._try_often(None, batch.events.num_rows, write, self.options.timeout)
+            try:
+                self._try_often(None, batch.events.num_rows, write, self.options.timeout)
+            finally:
+                self.failing = None
         return left_out
 
     def stop(self) -> None:

@@ -225,6 +225,7 @@ class FolderSink:
             },
         )
         self._again = positions
+        hit("folder.before_shown")
         self._catch_up()
         self._again = []
         return ()

@@ -42,8 +42,12 @@ class StdoutSink:
         self._pretty: Pretty | None = None
         self._out = ""
         """All events up to this position are out, acknowledged or not."""
+        self._sent = 0
+        """How many bytes the last attempt has written, if it failed."""
         self._begun = ("", 0)
         """The position that is out in part, and how many bytes of it."""
+        self._owed = memoryview(b"")
+        """The rest of a line of the past that is out in part: it comes before anything else."""
 
     @property
     def ack(self) -> Position:
@@ -84,8 +88,14 @@ class StdoutSink:
     def redeliver(self, batch: Batch) -> Collection[str]:
         """Write events of the past once more."""
         before = self._out, self._begun
+        if before[1][1]:
+            raise SinkUnavailable("an event is out in part, and ends first", "Try again when the stream goes on")
+        texts = self._texts(batch.events)
         try:
-            self._send(batch.events.column("position"), self._texts(batch.events), 0)
+            self._send(batch.events.column("position"), texts, 0)
+        except SinkError:
+            self._owe(texts)
+            raise
         finally:
             self._out, self._begun = before
         return ()
@@ -103,6 +113,8 @@ class StdoutSink:
         """Write texts, without the first `skipped` bytes. After an error it is known what is out."""
         sent = 0
         try:
+            while self._owed:
+                self._owed = self._owed[self._write_some(self._owed) :]
             for piece in line_buffers(texts.chunks):
                 rest = piece[max(0, skipped - sent) :]
                 sent += len(piece) - len(rest)
@@ -112,6 +124,7 @@ class StdoutSink:
                     rest = rest[count:]
         except OSError as error:
             self._remember(positions, texts, sent)
+            self._sent = sent
             if error.errno in _MAY_PASS:
                 raise SinkUnavailable(
                     f"standard output cannot be written: {error.strerror}",
@@ -127,6 +140,15 @@ class StdoutSink:
                 return os.write(self._descriptor, data)
             except BlockingIOError:  # whoever shares the pipe or terminal may have switched it to that
                 select.select([], [self._descriptor], [])
+
+    def _owe(self, texts: pa.ChunkedArray) -> None:
+        """What is missing of the line in which the last attempt ended."""
+        for text in texts.to_pylist():
+            line = text.encode()
+            if self._sent < len(line):
+                self._owed = memoryview(line[self._sent :]) if self._sent else self._owed
+                return
+            self._sent -= len(line)
 
     def _remember(self, positions: pa.ChunkedArray, texts: pa.ChunkedArray, sent: int) -> None:
         ends = np.cumsum(pc.binary_length(texts).to_numpy().astype(np.int64))

@@ -116,7 +116,7 @@ def is_local() -> bool:
     from pyspark import SparkContext
 
     context = SparkContext._active_spark_context
-    return context is None or context.master.startswith("local")
+    return context is None or (context.master or "").startswith("local")
 
 
 def stop_session(spark: SparkSession, timeout_s: float) -> None:

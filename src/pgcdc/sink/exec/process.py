@@ -42,15 +42,23 @@ _lock = threading.Lock()
 class Process:
     """A command that runs. Its standard input is written without blocking."""
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str], name: str, *, reads: bool) -> None:
-        """`reads`: its output is for us; else it goes where ours goes. SinkError: there is no such command."""
+    def __init__(
+        self, words: Sequence[str], environment: Mapping[str, str], name: str, *, reads: bool, counts: bool = False
+    ) -> None:
+        """`reads`: its output is for us; else it goes where ours goes. SinkError: there is no such command.
+
+        `counts`: when it has ended, `left` says how much it has not read. Then its end does not break the pipe.
+        """
         self._name = name
+        self.left = 0
+        """Bytes that it was given and has not read when it ended."""
+        self._reader, writer = os.pipe()
         self.last_words: deque[str] = deque(maxlen=1)
         """The last line of its error output."""
         try:
             self._popen = subprocess.Popen(
                 words,
-                stdin=subprocess.PIPE,
+                stdin=self._reader,
                 stdout=subprocess.PIPE if reads else None,
                 stderr=subprocess.PIPE,
                 env=dict(environment),
@@ -58,15 +66,18 @@ class Process:
                 bufsize=0,
             )
         except OSError as error:
+            os.close(self._reader)
+            os.close(writer)
             raise SinkError(
                 f"the command of adapter {name} cannot be started: {words[0]}: {error.strerror}",
                 "Correct its command or argv; nothing is lost",
             ) from error
-        assert self._popen.stdin is not None and self._popen.stderr is not None
+        if not counts:
+            self._close_reader()
         self.pid = self._popen.pid
-        self._input: IO[bytes] | None = self._popen.stdin
+        self._input: IO[bytes] | None = os.fdopen(writer, "wb", 0)
         self._output: IO[bytes] | None = self._popen.stdout
-        os.set_blocking(self._popen.stdin.fileno(), False)
+        os.set_blocking(writer, False)
         if self._output is not None:
             os.set_blocking(self._output.fileno(), False)
         self._is_reaped = False
@@ -120,11 +131,7 @@ class Process:
     @property
     def unread(self) -> int:
         """How many bytes it has been given, and has not read."""
-        if self._input is None:
-            return 0
-        count = array.array("i", [0])
-        fcntl.ioctl(self._input, termios.FIONREAD, count)
-        return count[0]
+        return _count_bytes(self._input.fileno()) if self._input is not None else 0
 
     @property
     def has_output(self) -> bool:
@@ -184,6 +191,9 @@ class Process:
                 self._end_rest()
                 self._popen.wait()
                 self._is_reaped = True
+                if self._reader >= 0:
+                    self.left = _count_bytes(self._reader)
+                    self._close_reader()
                 with _lock:
                     _alive.discard(self)
         self.close_input()
@@ -192,6 +202,10 @@ class Process:
             self._output = None
         self._errors.join(0.2)  # somebody who left the session may have it open
         return self._popen.returncode
+
+    def _close_reader(self) -> None:
+        os.close(self._reader)
+        self._reader = -1
 
     def _end_rest(self) -> None:
         """End what a command has left in its session: its own end means that it is done."""
@@ -221,6 +235,13 @@ class Process:
                 if text:
                     self.last_words.append(text)
                     tell(self._name, text)
+
+
+def _count_bytes(descriptor: int) -> int:
+    """What is in a pipe."""
+    count = array.array("i", [0])
+    fcntl.ioctl(descriptor, termios.FIONREAD, count)
+    return count[0]
 
 
 # --- processes that nobody waits for any more

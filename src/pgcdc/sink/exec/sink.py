@@ -129,6 +129,9 @@ class ExecSink:
                 feed.process.close_input()
                 if feed.process.wait(self._grace_s) is None:
                     feed.process.end(self._grace_s)
+                self._process = self._feed.process if self._feed is not None else None
+                if self._process is not None:  # which goes on
+                    self._note_process(self._process)
         self._redelivered.clear()
         return ()
 
@@ -191,7 +194,7 @@ class ExecSink:
             raise
         self._process = None
         self._has_failed = status != 0
-        if status == 0 and not is_read:
+        if status == 0 and (process.left or not is_read):
             self._has_failed = True
             raise SinkUnavailable(
                 f"the command of adapter {self.name} has ended with 0, but has not read all events",
@@ -286,11 +289,15 @@ class ExecSink:
             counters.add(EXEC_RESTARTS, adapter=self.name)
             self._has_failed = False
         environment = clean_environment(os.environ, self._options.keep_env)
-        process = Process(self._options.words, environment, self.name, reads=self._options.ack == "line")
-        self._process = process
+        ack = self._options.ack
+        self._process = Process(self._options.words, environment, self.name, reads=ack == "line", counts=ack == "exit")
+        self._note_process(self._process)
+        return self._process
+
+    def _note_process(self, process: Process) -> None:
+        """So that the next run can end it, if this one is killed."""
         with contextlib.suppress(StateError):
             write_json(self._note, {"pid": process.pid, "started_at": process.started_at})
-        return process
 
     def _check_shell(self) -> str:
         """The first word of the text if there is no such command; "" if all is well, or only the shell can tell."""

@@ -201,8 +201,8 @@ class PgTableSink:
             if self._applier is not None:
                 raise SinkError(
                     f"{where} were written to another database: its tables would lack their rows",
-                    "Copy the tables and pgcdc_positions from there (pg_dump), or begin anew with another --slot-name and "
-                    "--state-dir",
+                    "Copy the tables, pgcdc_positions and pgcdc_rejected from there (pg_dump), or begin anew with another "
+                    "--slot-name and --state-dir",
                 )
         self._start = max(self._start, self._acked or self._start)
         self._written = self._acked = self._start
@@ -317,6 +317,12 @@ class PgTableSink:
     def redeliver(self, batch: Batch) -> Collection[str]:
         """Deliver events of the past again; the positions of those for which the target has something newer."""
         conn = self._connect()
+        if self._applier is not None and self._is_fresh and batch.events.num_rows:
+            raise SinkError(
+                f"adapter {self.name} has applied nothing to this database: which of these events are superseded is known "
+                "where they were refused",
+                "Deliver them to the adapter's own database; or to another one as events: --pg-table-mode append",
+            )
         try:
             with conn.transaction():
                 if self._applier is not None:

@@ -14,6 +14,8 @@ __all__ = ["Answer", "Means", "Verdict", "judge", "parse_retry_after"]
 MAX_RETRY_S = 3600.0
 TEXT_CHARS = 200
 _LATER = {408, 425, 429}
+_BUSY = {429, 503}
+"""Statuses that say nothing of the event: the receiver takes none now."""
 _STOP = {
     401: "it does not accept our credentials. Check the headers (Authorization) and the signing key",
     405: "it takes no POST. Check the URL",
@@ -51,6 +53,8 @@ class Verdict:
     text: str = ""
     advice: str = ""
     retry_in_s: float = 0.0
+    is_general: bool = False
+    """Of LATER: any other event would have got it, too."""
 
 
 def judge(answer: Answer, scrub: Callable[[str], str], now: datetime | None = None) -> Verdict:
@@ -62,7 +66,8 @@ def judge(answer: Answer, scrub: Callable[[str], str], now: datetime | None = No
     text = f"answer {status}" + (f": {said}" if said else "")
     kind = f"http_{status}"
     if status in _LATER or status >= 500:
-        return Verdict(Means.LATER, kind, text, retry_in_s=parse_retry_after(answer.retry_after, now))
+        wait_s = parse_retry_after(answer.retry_after, now)
+        return Verdict(Means.LATER, kind, text, retry_in_s=wait_s, is_general=status in _BUSY)
     if 300 <= status < 400:
         where = shorten(answer.location.partition("?")[0], scrub)
         advice = "Redirects are not followed, since they may lead anywhere. Give the URL of the receiver itself"

@@ -142,9 +142,9 @@ class Client:
                 "Check where the name leads to. If the receiver is inside of your network: allow_private",
             )
         if isinstance(error, aiohttp.ClientConnectorDNSError):
-            return Verdict(Means.LATER, "dns", "the name of the host cannot be resolved")
+            return Verdict(Means.LATER, "dns", "the name of the host cannot be resolved", is_general=True)
         if isinstance(error, aiohttp.ClientHttpProxyError):
-            return Verdict(Means.LATER, "proxy", f"the proxy answers {error.status}")
+            return Verdict(Means.LATER, "proxy", f"the proxy answers {error.status}", is_general=True)
         if isinstance(error, aiohttp.ClientResponseError):
             return Verdict(Means.LATER, "no_http", f"the answer is not HTTP: {shorten(error.message, self._scrub)}")
         if isinstance(error, aiohttp.InvalidURL):
@@ -152,7 +152,8 @@ class Client:
         if isinstance(error, aiohttp.ClientConnectorError):
             number = error.os_error.errno
             said = os.strerror(number) if number else str(error.os_error)
-            return Verdict(Means.LATER, "network", f"no connection: {shorten(said, self._scrub)}")
+            said = f"no connection: {shorten(said, self._scrub)}"
+            return Verdict(Means.LATER, "network", said, is_general=True)
         if isinstance(error, (aiohttp.ServerDisconnectedError, OSError)):
             return Verdict(Means.LATER, CLOSED, "the connection was closed before there was an answer")
         return Verdict(Means.LATER, "network", type(error).__name__)

@@ -21,6 +21,8 @@ _VALUE = re.compile(r"[\t\x20-\x7e]*")
 _OURS = re.compile(
     r"(?i)x-pgcdc-.*|content-(length|encoding)|transfer-encoding|connection|host|expect|te|trailer|upgrade"
 )
+_LONG_SEGMENT = re.compile(r"[^/]{16,}")
+"""Of a path: a word that nobody can guess. Many services have the secret of a webhook there, and nowhere else."""
 _SECRET_HEADER = re.compile(r"(?i)auth|cookie|token|secret|key|password|signature|credential")
 
 
@@ -186,7 +188,7 @@ def is_secret_header(name: str) -> bool:
 
 
 def redact_url(url: str) -> str:
-    """A URL as it may be shown: neither user nor query, which may be secret."""
+    """A URL as it may be shown: neither user nor query nor long words of the path, which may be secret."""
     try:
         parts = urlsplit(url)
         host = parts.hostname or ""
@@ -194,13 +196,16 @@ def redact_url(url: str) -> str:
     except ValueError:
         return "***"
     host = f"[{host}]" if ":" in host else host
-    return f"{parts.scheme}://{host}{port}{parts.path}" + ("?***" if parts.query else "")
+    path = _LONG_SEGMENT.sub("***", parts.path)
+    return f"{parts.scheme}://{host}{port}{path}" + ("?***" if parts.query else "")
 
 
 def secrets_of(url: str, headers: Mapping[str, str], signing_key: str) -> set[str]:
     """Texts that must not be seen in any message."""
-    query = urlsplit(url).query
+    parts = urlsplit(url)
+    query, words = parts.query, _LONG_SEGMENT.findall(parts.path)
     found = {url, query, unquote(query), signing_key, *(value for _, value in parse_qsl(query))}
+    found.update(words, map(unquote, words))
     for value in headers.values():
         found |= {value, value.rpartition(" ")[2]}  # also without its `Bearer`
     return found - {""}

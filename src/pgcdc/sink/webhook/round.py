@@ -64,6 +64,8 @@ class Round:
         self.stop: Verdict | None = None
         self.failed: list[str] = []
         """Positions of what may be taken later."""
+        self.is_general = False
+        """It is the receiver, and not these events."""
 
     async def run(self, events: Sequence[Event]) -> None:
         """Send all of them, as far as it goes."""
@@ -131,5 +133,6 @@ class Round:
                 self.stop = self.stop or verdict
             else:
                 self.failed += [event.position for event in events]
+                self.is_general |= verdict.is_general
                 if self.later is None or verdict.retry_in_s > self.later.retry_in_s:
                     self.later = verdict

@@ -53,8 +53,8 @@ class WebhookSink:
         self._client: Client | None = None
         self._delivered: set[Place] = set()
         """What the receiver has behind the ack."""
-        self._again: tuple[Position, Position, set[Place]] | None = None
-        """The same for a redelivery that was interrupted."""
+        self._again: set[Place] = set()
+        """What it has of redeliveries that were interrupted."""
         self._part_s = write_timeout_s * PART_OF_TIMEOUT
         self._part = 4 * options.concurrency * options.batch_size
 
@@ -115,10 +115,9 @@ class WebhookSink:
 
     def redeliver(self, batch: Batch) -> Collection[str]:
         """Post events of the past again. None is left out: only the receiver knows what it has."""
-        if self._again is None or self._again[:2] != (batch.start, batch.end):
-            self._again = batch.start, batch.end, set()
-        self._send(self._read(batch), self._again[2])
-        self._again = None
+        events = self._read(batch)
+        self._send(events, self._again)
+        self._again.difference_update(event.place for event in events)
         return ()
 
     def first_part(self, batch: Batch) -> Batch:
@@ -168,7 +167,7 @@ class WebhookSink:
                 f"adapter {self.name}: {self.shown}: {one.later.text}", "Is the receiver up and reachable?"
             )
             error.retry_in_s = one.later.retry_in_s
-            error.positions = tuple(one.failed)
+            error.positions = () if one.is_general else tuple(one.failed)
             raise error
 
     def _scrub(self, text: str) -> str:
