@@ -128,7 +128,7 @@ def describe_shapes(sql: Connection, shapes: Iterable[Relation]) -> dict[Relatio
 
     `columns` in their order, each with name, attnum, type (as SQL writes it, with its schema if it is not PostgreSQL's own),
     ndims and not_null; `primary_key` with its columns in order; `types`: what types that are not PostgreSQL's own are made
-    of, as TypeCatalog.to_json() writes it (None if there are none).
+    of, as TypeCatalog.to_json() writes it (None if there are none); `is_key_deferrable` if the primary key is.
     """
     wanted = list(shapes)
     if not wanted:
@@ -169,7 +169,9 @@ def _details(shape: Relation, columns: dict[str, Any]) -> dict[str, Any]:
         _, name, attnum, _, _, ndims, not_null, text, _, _ = columns[column.name]
         described.append({"name": name, "attnum": attnum, "type": text, "ndims": ndims, "not_null": not_null})
     in_key = sorted((row[8], name) for name, row in columns.items() if row[8] is not None)
-    return {"columns": described, "primary_key": [name for _, name in in_key], "types": None}
+    found = {"columns": described, "primary_key": [name for _, name in in_key], "types": None}
+    is_deferrable = any(row[8] is not None and not row[9] for row in columns.values())
+    return {**found, "is_key_deferrable": True} if is_deferrable else found
 
 
 # Two primary keys cannot be. One that is deferrable is no replica identity.

@@ -120,15 +120,16 @@ class Applier:
         effects = (one for event, sources in self._keyed(conn, batch.events, changes) for one in sources.effects(event))
         self._rejected.note(conn, effects)
 
-    def redeliver(self, conn: Connection, batch: Batch) -> set[str]:
+    def redeliver(self, conn: Connection, batch: Batch, *, is_new: bool = False) -> set[str]:
         """Apply dead letters, in the caller's transaction. The positions of those that were left out: their keys have been
-        changed by something newer, or they have been delivered."""
+        changed by something newer, or they have been delivered. `is_new`: this adapter has never written to this target, so
+        nobody knows of them there, and all of them are applied."""
         self._begin(conn, batch.start, batch.end)
         left_out: set[str] = set()
         try:
             self._rejected.look(conn)
             for event in sorted(parse_events(batch.events), key=lambda one: str(one["position"])):
-                if not self._redeliver(conn, event):
+                if not self._redeliver(conn, event, is_new=is_new):
                     left_out.add(event["position"])
         except BaseException:
             self._forget()
@@ -298,11 +299,11 @@ class Applier:
         }
         self._rejected.supersede(conn, newest, cleared)
 
-    def _redeliver(self, conn: Connection, event: Event) -> bool:
+    def _redeliver(self, conn: Connection, event: Event, *, is_new: bool) -> bool:
         """Whether it was applied, to the key of its row at least."""
         position = event["position"]
         known = self._rejected.of(conn, position)
-        if not any(known.values()):
+        if not any(known.values()) and not (is_new and not known):
             return False
         writer = self._open(conn)
         assert self._targets is not None
@@ -348,6 +349,8 @@ class Applier:
     def _follow(self, conn: Connection, change: ShapeChange) -> None:
         """Do to the target what was done to the source."""
         assert self._targets is not None
+        if change.before is None:
+            self._targets.say_anew((change.after.namespace, change.after.name))
         self._targets.follow(change)
         if self._rejected.waiting and change.before is not None:
             names = [(one.namespace, one.name) for one in (change.before, change.after)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pgcdc.sink.pg_table.copy_text import read_value
 from pgcdc.sink.pg_table.lines import Columns
 
-__all__ = ["Bag", "Fold", "Keyed", "Move", "Patch", "Row", "values_of"]
+__all__ = ["Bag", "Fold", "Keyed", "Late", "Move", "Patch", "Row", "values_of"]
 
 Row = tuple[Columns, bytes]
 
@@ -112,6 +112,63 @@ class Keyed:
         self.stale.update((old_key, key))
         self.rows[key] = row
         return None
+
+
+class Late(Keyed):
+    """Rows of a table whose key is checked at the end of a transaction: until then several rows may have the same one, as
+    with `UPDATE t SET id = id + 1`. Every change brings the whole old row, which says of which of them it is."""
+
+    def __init__(self, key: Columns) -> None:
+        super().__init__(key)
+        self._here: dict[bytes, list[Row]] = {}
+        """By key, the rows that came."""
+        self.gone: dict[bytes, list[Row]] = {}
+        """By key, the rows that the target may have, and that went."""
+
+    def insert(self, columns: Columns, line: bytes) -> None:
+        """A row more."""
+        key = self.key_of(columns, line)
+        self._here.setdefault(key, []).append((columns, line))
+        self._settle(key)
+
+    def delete(self, columns: Columns, line: bytes) -> None:
+        """One less: of those that came here, or else the target's."""
+        key, row = self.key_of(columns, line), (columns, line)
+        here = self._here.get(key, [])
+        if row in here:
+            here.remove(row)
+        else:
+            self.gone.setdefault(key, []).append(row)
+            self.stale.add(key)
+        self._settle(key)
+
+    def update(
+        self,
+        columns: Columns,
+        line: bytes,
+        old_columns: Columns | None = None,
+        old: bytes | None = None,
+        unchanged: Iterable[str] = (),
+    ) -> Move | None:
+        """One row instead of another."""
+        if old_columns is None or old is None:
+            raise KeyError("old")
+        self.delete(old_columns, old)
+        if unchanged:
+            columns, line = _row_of({**values_of(old_columns, old), **values_of(columns, line)})
+        self.insert(columns, line)
+        return None
+
+    def _settle(self, key: bytes) -> None:
+        here = self._here.get(key)
+        if here:
+            self.rows[key] = here[-1]
+            return
+        self._here.pop(key, None)
+        if key in self.gone:
+            self.rows[key] = None
+        else:  # what came has gone again
+            self.rows.pop(key, None)
 
 
 def _make_finder(key: Columns, columns: Columns) -> Callable[[bytes], bytes]:

@@ -12,7 +12,7 @@ import pyarrow as pa
 from pgcdc.errors import SinkError
 from pgcdc.position import Position
 from pgcdc.sink.pg_table.copy_text import write_row
-from pgcdc.sink.pg_table.fold import Bag, Fold, Keyed, Move
+from pgcdc.sink.pg_table.fold import Bag, Fold, Keyed, Late, Move
 from pgcdc.sink.pg_table.lines import Columns, Event, Scanned, parse_head, parse_line
 from pgcdc.sink.pg_table.mapping import source_name
 from pgcdc.sink.pg_table.rejected import Effect, key_text
@@ -205,6 +205,8 @@ class Folding:
     def _make(self, source: SourceTable, key: tuple[str, ...]) -> Fold:
         if not key:
             return Bag()
+        if source.is_key_deferrable:
+            return Late(key)
 
         def keeps_more(columns: Iterable[str]) -> bool:
             target = self._sources.find(source)

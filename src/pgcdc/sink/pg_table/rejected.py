@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import orjson
 
 from pgcdc.capture.database import Connection, quote_qualified
+from pgcdc.sink.pg_table.positions import lock_creation
 
 __all__ = ["REJECTED", "Effect", "Rejected", "key_text"]
 
@@ -57,6 +58,7 @@ class Rejected:
     def note(self, conn: Connection, effects: Iterable[Effect]) -> None:
         """Write down events that were rejected."""
         if not self._exists:
+            lock_creation(conn)
             conn.execute(
                 f'CREATE TABLE IF NOT EXISTS {self._table} (adapter text, "table" text, key text, '
                 '"position" text COLLATE "C", superseded_by text COLLATE "C", noted_at timestamptz DEFAULT now(), '
@@ -99,6 +101,9 @@ class Rejected:
 
     def forget(self, conn: Connection, position: str) -> None:
         """An event was replayed."""
+        if not self._exists:
+            return
         query = f'DELETE FROM {self._table} WHERE adapter = %s AND "position" = %s'
         conn.execute(query.encode(), (self._adapter, position))
-        self.look(conn)
+        left = {place: [one for one in found if one != position] for place, found in self.waiting.items()}
+        self.waiting = {place: found for place, found in left.items() if found}

@@ -2,9 +2,9 @@
 
 | class | meaning | what becomes of it |
 | --- | --- | --- |
-| none, 08, 40, 53, 55P03, 55006, 57, 58, 25006, 25P03 | connection, deadlock, full, locked, read-only | tried again |
+| none, 08, 40, 53, 55P03, 55006, 57, 58, 25006, 25P03, 25P04 | connection, deadlock, full, locked, read-only | tried again |
 | 22, 23, 44, 54, P0 | a value, a constraint, a limit, a trigger that says no | an event is to blame |
-| 42703, 42804, 42P01, 428C9 | a table or column is not as expected | applied: an event is to blame; else stop |
+| 42701, 42703, 42804, 42P01, 42P07, 428C9 | a table is not as expected | applied: an event is to blame; else stop |
 | anything else | rights, shape, a defect | stop |
 """
 
@@ -30,9 +30,9 @@ class Blame(Enum):
     SETUP = "stop"
 
 
-_PASSES = ("08", "40", "53", "57", "58", "55P03", "55006", "25006", "25P03")
+_PASSES = ("08", "40", "53", "57", "58", "55P03", "55006", "25006", "25P03", "25P04")
 _EVENTS = ("22", "23", "44", "54", "P0")
-_SHAPES = ("42703", "42804", "42P01", "428C9")
+_SHAPES = ("42701", "42703", "42804", "42P01", "42P07", "428C9")
 _ADVICE = {
     "25006": "It takes no writes now: is it a standby, or is default_transaction_read_only on? Nothing is lost meanwhile",
     "53100": "Make room on the disk of the target; nothing is lost meanwhile",

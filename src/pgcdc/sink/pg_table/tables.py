@@ -35,6 +35,8 @@ class SourceTable:
     key: tuple[str, ...] = ()
     """The columns by which its changes name a row; empty if that is the whole row, or unknown."""
     is_known: bool = False
+    is_key_deferrable: bool = False
+    """Within a transaction several rows may have the same key; changes bring their whole old rows then."""
 
     @property
     def title(self) -> str:
@@ -51,7 +53,8 @@ def describe_change(name: TableName, change: ShapeChange | None) -> SourceTable:
     """The table as a change has left it."""
     if change is None or (change.after.namespace, change.after.name) != name:
         return SourceTable(name)
-    return SourceTable(name, _types_of(change), _key_of(change), is_known=True)
+    is_deferrable = change.after.replica_identity == "f" and bool((change.details or {}).get("is_key_deferrable"))
+    return SourceTable(name, _types_of(change), _key_of(change), is_known=True, is_key_deferrable=is_deferrable)
 
 
 def _types_of(change: ShapeChange) -> dict[str, tuple[str, ...]]:

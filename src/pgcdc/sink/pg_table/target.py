@@ -7,7 +7,7 @@ from pgcdc.errors import SinkError, SinkUnavailable
 from pgcdc.sink.pg_table.append import Appender
 from pgcdc.sink.pg_table.mapping import TargetNames, find_loops
 from pgcdc.sink.pg_table.options import PgTableOptions
-from pgcdc.sink.pg_table.positions import Positions
+from pgcdc.sink.pg_table.positions import Positions, lock_creation
 from pgcdc.state import StateDir
 
 __all__ = ["Target"]
@@ -114,9 +114,15 @@ class Target:
         """Make what is missing, unless we are told not to."""
         if not self._options.create:
             return
-        namespace = conn.execute("SELECT to_regnamespace(%s)", (quote_identifier(self._options.own_schema),)).fetchone()
-        if namespace == (None,):
-            conn.execute(f"CREATE SCHEMA IF NOT EXISTS {quote_identifier(self._options.own_schema)}".encode())
-        self._positions.create(conn)
-        if self._appender is not None and not self._appender.look(conn):
-            conn.execute(self._appender.ddl().encode())
+        schema = quote_identifier(self._options.own_schema)
+        namespace = conn.execute("SELECT to_regnamespace(%s)", (schema,)).fetchone()
+        has_table = self._appender is None or self._appender.look(conn)
+        if namespace != (None,) and has_table and self._positions.exists(conn):
+            return
+        with conn.transaction():
+            lock_creation(conn)
+            if namespace == (None,):
+                conn.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}".encode())
+            self._positions.create(conn)
+            if self._appender is not None and not has_table:
+                conn.execute(self._appender.ddl().encode())

@@ -7,7 +7,7 @@ from typing import Any
 
 import psycopg
 
-from pgcdc.capture.database import Connection, name_table
+from pgcdc.capture.database import Connection, name_table, quote_identifier, quote_qualified
 from pgcdc.errors import SinkError
 from pgcdc.sink.pg_table import ddl
 from pgcdc.sink.pg_table.mapping import TableName, TargetNames
@@ -111,9 +111,26 @@ class Targets:
             if target is not None:
                 self._follow_column(target, one)
 
+    def say_anew(self, source: TableName) -> None:
+        """A table that was dropped and made again: nothing tells the target which rows are gone."""
+        target = self.find(self._names(source))
+        if target is not None:
+            self._say(
+                f"table {name_table(*source)} was made anew at the source; the rows of the one before stay in "
+                f"{target.title}: TRUNCATE that, and take a snapshot of the table, if they should not"
+            )
+
     def _rename(self, old: TableName, new: TableName) -> None:
-        if old == new or self.find(old) is None or self.find(new) is not None:
+        if old == new or self.find(old) is None:
             return
+        if self.find(new) is not None:
+            olds, news = quote_qualified(*old), quote_qualified(*new)
+            raise SinkError(
+                f"table {name_table(*old)} was renamed to {name_table(*new)} at the source, but the target has both: rows "
+                "of two tables would be mixed",
+                f"Do at the target what was done at the source, like: ALTER TABLE {news} RENAME TO ...; ALTER TABLE {olds} "
+                f"RENAME TO {quote_identifier(new[1])}",
+            )
         action = f"cannot rename table {name_table(*old)} at the target"
         if not self._conn.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (new[0],)).fetchone():
             self._run(ddl.create_schema(new[0]), action)

@@ -10,7 +10,7 @@ from pgcdc.capture.database import Connection, quote_identifier
 from pgcdc.errors import SinkError, SinkUnavailable
 from pgcdc.sink.pg_table import staging
 from pgcdc.sink.pg_table.copy_text import read_value
-from pgcdc.sink.pg_table.fold import Bag, Fold, Keyed, Move, Patch, values_of
+from pgcdc.sink.pg_table.fold import Bag, Fold, Keyed, Late, Move, Patch, Row, values_of
 from pgcdc.sink.pg_table.lines import Columns
 from pgcdc.sink.pg_table.tables import SourceTable, TargetTable
 from pgcdc.sink.pg_table.targets import Targets
@@ -37,7 +37,7 @@ class Groups:
     def __init__(self) -> None:
         self.delete_columns: Columns = ()
         self.deletes: list[bytes] = []
-        """Keys; of a table without one, rows."""
+        """Keys; of a table without one, or with one that is checked late, rows."""
         self.fresh: dict[Columns, list[bytes]] = {}
         """Rows that the target should not have."""
         self.puts: dict[Columns, list[bytes]] = {}
@@ -51,18 +51,31 @@ class Groups:
 
 
 def group_rows(fold: Fold) -> Iterable[Groups]:
-    """The rows of a fold. Several of them only without a key, since deletes may have other columns then."""
-    return _group_bag(fold) if isinstance(fold, Bag) else [_group_keyed(fold)]
+    """The rows of a fold. Several of them only where whole rows are deleted, which may have different columns."""
+    if isinstance(fold, Bag):
+        return _group_bag(fold)
+    return _group_late(fold) if isinstance(fold, Late) else [_group_keyed(fold)]
 
 
-def _group_bag(fold: Bag) -> Iterator[Groups]:
+def _group_gone(rows: Iterable[Row]) -> Iterator[Groups]:
     gone: dict[Columns, list[bytes]] = {}
-    for columns, line in fold.deleted:
+    for columns, line in rows:
         gone.setdefault(columns, []).append(line)
     for columns, lines in gone.items():
         groups = Groups()
         groups.delete_columns, groups.deletes = columns, lines
         yield groups
+
+
+def _group_late(fold: Late) -> Iterator[Groups]:
+    yield from _group_gone(gone for key, row in fold.rows.items() if row is None for gone in fold.gone[key])
+    groups = _group_keyed(fold)
+    groups.deletes = []
+    yield groups
+
+
+def _group_bag(fold: Bag) -> Iterator[Groups]:
+    yield from _group_gone(fold.deleted)
     groups = Groups()
     for columns, line in fold.inserted:
         groups.fresh.setdefault(columns, []).append(line)
@@ -113,17 +126,31 @@ class Writer:
             with self._conn.transaction():
                 self._conn.execute(f"TRUNCATE {listed}".encode())
         except psycopg.errors.FeatureNotSupported:  # a table that refers to one of these stays
+            self._empty(targets)
+
+    def _empty(self, targets: list[TargetTable]) -> None:
+        """Delete all rows: those that refer to others first, in whatever order that is."""
+        while targets:
+            left, fault = [], None
             for target in targets:
-                self._conn.execute(f"DELETE FROM {target.sql}".encode())
+                try:
+                    with self._conn.transaction():
+                        self._conn.execute(f"DELETE FROM {target.sql}".encode())
+                except (psycopg.errors.ForeignKeyViolation, psycopg.errors.RestrictViolation) as error:
+                    left.append(target)
+                    fault = error
+            if fault is not None and len(left) == len(targets):
+                raise fault
+            targets = left
 
     def write(self, source: SourceTable, fold: Fold) -> None:
         """Make the target's table what the fold says, as far as it says something."""
         for groups in group_rows(fold):
-            target = self._find(source, groups.columns, fold.key)
+            target = self._find(source, groups.columns, fold.key, groups.delete_columns if groups.deletes else ())
             if target is None:
                 continue
             if groups.deletes:
-                self._delete(target, groups, has_key=bool(fold.key))
+                self._delete(target, groups, fold.key)
             for columns, lines in groups.puts.items():
                 self._merge(target, columns, lines, fold.key)
             for columns, lines in groups.patches.items():
@@ -131,22 +158,33 @@ class Writer:
             for columns, lines in groups.fresh.items():
                 self._insert(target, columns, lines, fold.key)
 
-    def _find(self, source: SourceTable, columns: list[str], key: Columns) -> TargetTable | None:
-        """Where to write. A table that is not there has nothing to delete."""
-        if columns:
-            return self._targets.prepare(source, columns, key)
-        return self._targets.of(source)
+    def _find(
+        self, source: SourceTable, columns: Sequence[str], key: Columns, gone: Sequence[str]
+    ) -> TargetTable | None:
+        """Where to write. A table that is not there has nothing to delete; one that is has the columns of what goes."""
+        if columns or self._targets.of(source) is not None:
+            return self._targets.prepare(source, list(dict.fromkeys((*columns, *gone))), key)
+        return None
 
-    def _delete(self, target: TargetTable, groups: Groups, *, has_key: bool) -> None:
+    def _delete(self, target: TargetTable, groups: Groups, key: Columns) -> None:
         columns, lines = _writable(target, groups.delete_columns, groups.deletes)
         name = self._staging.fill(target, columns, lines)
-        write = staging.delete_statement if has_key else staging.delete_rows_statement
-        self._run(write(target, name, columns))
+        if key:
+            self._run(staging.delete_statement(target, name, columns, key))
+        else:
+            self._run(staging.delete_rows_statement(target, name, columns))
 
     def _merge(self, target: TargetTable, names: Columns, rows: list[bytes], key: Columns) -> None:
         columns, lines = _writable(target, names, rows)
         name = self._staging.fill(target, columns, lines)
-        self._run(staging.merge_statement(target, name, columns, key))
+        self._merge_from(target, name, columns, key, cast=False)
+
+    def _merge_from(
+        self, target: TargetTable, name: str, columns: Sequence[str], key: Sequence[str], *, cast: bool
+    ) -> int:
+        if staging.fixed_columns(target, columns, key):
+            self._run(staging.make_way_statement(target, name, columns, key, cast=cast))
+        return self._run(staging.merge_statement(target, name, columns, key, cast=cast))
 
     def _insert(self, target: TargetTable, names: Columns, rows: list[bytes], key: Columns) -> None:
         """Rows that should be new: if some are not, all of them are merged."""
@@ -190,7 +228,7 @@ class Writer:
                 "The target has crashed meanwhile, it seems. They are written again",
             )
         is_gone = kind in ("delete", "gone")
-        target = self._find(source, [] if is_gone else list(columns), key)
+        target = self._find(source, *((), key, columns) if is_gone else (columns, key, ()))
         if target is not None:
             writable = target.writable(columns)
             done = self._take(target, kind, name, writable, key)
@@ -200,13 +238,13 @@ class Writer:
 
     def _take(self, target: TargetTable, kind: str, name: str, columns: Sequence[str], key: tuple[str, ...]) -> int:
         if kind == "delete":
-            statement = staging.delete_statement(target, name, key, cast=True)
+            statement = staging.delete_statement(target, name, columns, key, cast=True)
         elif kind == "gone":
             statement = staging.delete_rows_statement(target, name, columns, cast=True)
         elif kind == "patch":
             statement = staging.patch_statement(target, name, columns, key, cast=True)
         else:
-            statement = staging.merge_statement(target, name, columns, key, cast=True) if key else ""
+            statement = ""
         if kind == "fresh" and (not key or target.is_unique(key)):
             insert = staging.insert_statement(target, name, columns, cast=True)
             try:
@@ -215,7 +253,7 @@ class Writer:
             except psycopg.errors.UniqueViolation:
                 if not key:
                     raise
-        return self._run(statement)
+        return self._run(statement) if statement else self._merge_from(target, name, columns, key, cast=True)
 
     def _run(self, statement: str) -> int:
         """Planned each time: tables grow, and a plan for a small one would be kept."""
