@@ -28,6 +28,7 @@ __all__ = [
     "execute_one",
     "explain_errors",
     "explain_right",
+    "lock_creation",
     "name_table",
     "parse_identifier",
     "parse_url",
@@ -41,6 +42,8 @@ __all__ = [
 Connection: TypeAlias = "psycopg.Connection[tuple[Any, ...]]"
 """An open session; rows are tuples."""
 
+_CREATION = 0x70676364635F7462
+"""The key of an advisory lock."""
 _FALLBACKS = {
     "keepalives": "1",
     "keepalives_idle": "30",
@@ -239,6 +242,11 @@ def explain_right(title: str, table: str, role: str, error: psycopg.Error) -> So
 def execute_one(conn: Connection, statement: str) -> None:
     """Run exactly one statement, also if the user's words in it hold a semicolon: the extended protocol takes no more."""
     conn.execute(statement.encode(), binary=True)
+
+
+def lock_creation(conn: Connection) -> None:
+    """Be the only one who creates tables of ours, until the transaction ends: IF NOT EXISTS fails if two do it at once."""
+    conn.execute("SELECT pg_advisory_xact_lock(%s)", (_CREATION,))
 
 
 def quote_identifier(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import psycopg
 from psycopg import sql
 
-from pgcdc.capture.database import Connection, connect, explain_errors, name_table, split_table
+from pgcdc.capture.database import Connection, connect, explain_errors, lock_creation, name_table, split_table
 from pgcdc.dlq.record import DeadLetter
 from pgcdc.dlq.stores import Query
 from pgcdc.errors import ConnectionLost, PgcdcError, SourceError
@@ -177,9 +177,13 @@ class PgDeadLetters:
         return found is not None and found[0] is not None
 
     def _create(self, conn: Connection) -> None:
-        if not self._exists(conn):
-            conn.execute(sql.SQL(_DDL).format(table=self._name))
-            conn.execute(sql.SQL("CREATE INDEX ON {} (adapter, position)").format(self._name))
+        if self._exists(conn):
+            return
+        with conn.transaction():
+            lock_creation(conn)
+            if not self._exists(conn):
+                conn.execute(sql.SQL(_DDL).format(table=self._name))
+                conn.execute(sql.SQL("CREATE INDEX ON {} (adapter, position)").format(self._name))
 
     def _check_encoding(self, conn: Connection) -> None:
         found = conn.execute("SHOW server_encoding").fetchone()

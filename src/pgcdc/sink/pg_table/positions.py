@@ -14,11 +14,9 @@ from pgcdc.capture.database import Connection, name_table, quote_qualified
 from pgcdc.errors import SinkError, SinkUnavailable
 from pgcdc.position import Position
 
-__all__ = ["POSITIONS", "Place", "Positions", "TargetName", "lock_creation"]
+__all__ = ["POSITIONS", "Place", "Positions", "TargetName"]
 
 POSITIONS = "pgcdc_positions"
-_CREATION = 0x70676364635F7462
-"""The key of an advisory lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +46,6 @@ class TargetName:
         found = conn.execute("SELECT oid::text FROM pg_database WHERE datname = current_database()").fetchone()
         assert found is not None
         return cls(row[0] if row else "", found[0])
-
-
-def lock_creation(conn: Connection) -> None:
-    """Be the only one who creates tables of ours, until the transaction ends: IF NOT EXISTS fails if two do it at once."""
-    conn.execute("SELECT pg_advisory_xact_lock(%s)", (_CREATION,))
 
 
 class Positions:

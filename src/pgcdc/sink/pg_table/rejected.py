@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from pgcdc.capture.database import Connection, quote_qualified
-from pgcdc.sink.pg_table.positions import lock_creation
+from pgcdc.capture.database import Connection, lock_creation, quote_qualified
 
 __all__ = ["REJECTED", "Effect", "Rejected", "key_text"]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pgcdc.capture.database import Connection, name_table, quote_identifier, redact
+from pgcdc.capture.database import Connection, lock_creation, name_table, quote_identifier, redact
 from pgcdc.errors import SinkError, SinkUnavailable
 from pgcdc.sink.pg_table.append import Appender
 from pgcdc.sink.pg_table.mapping import TargetNames, find_loops
 from pgcdc.sink.pg_table.options import PgTableOptions
-from pgcdc.sink.pg_table.positions import Positions, lock_creation
+from pgcdc.sink.pg_table.positions import Positions
 from pgcdc.state import StateDir
 
 __all__ = ["Target"]
