@@ -11,7 +11,7 @@ import pytest
 from applying import Mirror, Source, content, cuts, two_databases
 
 from pgcdc.capture.database import connect
-from pgcdc.errors import SinkError
+from pgcdc.errors import SinkError, SinkRejected
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.sink.base import Batch
 from pgcdc.sink.pg_table.options import PgTableOptions
@@ -105,6 +105,21 @@ def test_a_row_without_a_key_goes_though_its_table_has_a_new_column(pair: tuple[
     mirror.restart()
     assert mirror.by_parts(source.read("DELETE FROM k WHERE a = 2"))
     assert_equal(source, mirror, "k")
+
+
+def test_equal_keys_with_other_texts_are_not_left_to_parts(pair: tuple[Source, Mirror]) -> None:
+    source, mirror = pair
+    mirror.apply(source.read("CREATE TABLE n (id numeric PRIMARY KEY, a text)", "INSERT INTO n VALUES (1.0, 'a')"))
+    batch = source.read("DELETE FROM n", "INSERT INTO n VALUES (1.00, 'b')")
+    receipts = []
+    with connect(mirror.url) as conn, conn.transaction():
+        for row in (1, 0):  # by their texts they go to different parts
+            part = batch.events.slice(row, 1).to_batches()
+            receipts.append(mirror.applier.stage(conn, f"pgcdc_stage_{row}", part))
+    with pytest.raises(SinkRejected), mirror.sql.transaction():
+        mirror.applier.merge(mirror.sql, receipts, batch.start, batch.end)
+    mirror.apply(batch)
+    assert_equal(source, mirror, "n")
 
 
 # --- tables
