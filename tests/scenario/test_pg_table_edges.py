@@ -13,7 +13,6 @@ from applying import Mirror, Source, content, cuts, two_databases
 from pgcdc.capture.database import connect
 from pgcdc.errors import SinkError, SinkRejected
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.sink.base import Batch
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.rejected import Effect, Rejected
 from pgcdc.sink.pg_table.sink import PgTableSink
@@ -254,27 +253,3 @@ def test_two_adapters_note_their_first_rejects_at_once(pair: tuple[Source, Mirro
     thread.join()
     assert faults == []
     assert mirror.rows("SELECT count(*) FROM pgcdc_rejected") == [(2,)]
-
-
-# --- dead letters
-
-
-def test_dead_letters_are_applied_to_another_database_that_knows_nothing_of_them(
-    pair: tuple[Source, Mirror], tmp_path: Path
-) -> None:
-    source, mirror = pair
-    batch = source.read("CREATE TABLE t (id int PRIMARY KEY, a text)", "INSERT INTO t VALUES (1, 'x'), (2, 'y')")
-    state = StateDir(tmp_path / "other")
-    state.create()
-    state.shapes_file.write_bytes(source.state.shapes_file.read_bytes())
-    sink = PgTableSink(PgTableOptions(db=mirror.url, mode="apply", origin="none"), state.acks)
-    sink.open(source.start)
-    assert list(sink.redeliver(batch)) == []
-    assert_equal(source, mirror, "t")
-    newer = source.read("UPDATE t SET a = 'z'")
-    sink.write(newer)  # from here on it has a history there, and what is not noted has been replayed
-    assert set(sink.redeliver(Batch(batch.start, batch.end, batch.events))) == set(
-        batch.events.column("position").to_pylist()
-    )
-    assert_equal(source, mirror, "t")
-    sink.close()

@@ -120,16 +120,15 @@ class Applier:
         effects = (one for event, sources in self._keyed(conn, batch.events, changes) for one in sources.effects(event))
         self._rejected.note(conn, effects)
 
-    def redeliver(self, conn: Connection, batch: Batch, *, is_new: bool = False) -> set[str]:
+    def redeliver(self, conn: Connection, batch: Batch) -> set[str]:
         """Apply dead letters, in the caller's transaction. The positions of those that were left out: their keys have been
-        changed by something newer, or they have been delivered. `is_new`: this adapter has never written to this target, so
-        nobody knows of them there, and all of them are applied."""
+        changed by something newer, or they have been delivered."""
         self._begin(conn, batch.start, batch.end)
         left_out: set[str] = set()
         try:
             self._rejected.look(conn)
             for event in sorted(parse_events(batch.events), key=lambda one: str(one["position"])):
-                if not self._redeliver(conn, event, is_new=is_new):
+                if not self._redeliver(conn, event):
                     left_out.add(event["position"])
         except BaseException:
             self._forget()
@@ -299,11 +298,11 @@ class Applier:
         }
         self._rejected.supersede(conn, newest, cleared)
 
-    def _redeliver(self, conn: Connection, event: Event, *, is_new: bool) -> bool:
+    def _redeliver(self, conn: Connection, event: Event) -> bool:
         """Whether it was applied, to the key of its row at least."""
         position = event["position"]
         known = self._rejected.of(conn, position)
-        if not any(known.values()) and not (is_new and not known):
+        if not any(known.values()):
             return False
         writer = self._open(conn)
         assert self._targets is not None

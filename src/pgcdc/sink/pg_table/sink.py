@@ -326,7 +326,7 @@ class PgTableSink:
         try:
             with conn.transaction():
                 if self._applier is not None:
-                    left_out: set[str] = self._applier.redeliver(conn, batch, is_new=self._is_fresh)
+                    left_out: set[str] = self._applier.redeliver(conn, batch)
                     return left_out
                 assert self._appender is not None
                 self._appender.insert_missing(conn, batch.events)
