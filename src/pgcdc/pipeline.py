@@ -393,7 +393,7 @@ class Pipeline:
                 self._phase = "streaming" if self._lanes.main.query is not None else "restarting the query"
                 self._prepared = self._tables.follow(self._prepared)
                 self._write_status()
-                self._tables.tell_changes()
+                self._tables.tell_changes(self._prepared, [self._chain(spec) for spec in self._specs])
                 self._requests.follow(self.capture_status)
                 if self.snapshot.follow(self.capture_status, self._lanes):
                     self._stop.set()

@@ -140,5 +140,5 @@ def test_a_pipeline_tells_what_changed_since_it_began_and_not_what_an_earlier_ru
     pipeline._tables.begin()
     append_shapes(pipeline.state.shapes_file, changes[2:])
     for _ in range(2):
-        pipeline._tables.tell_changes()
+        pipeline._tables.tell_changes(None, [])
     assert said == ["table public.orders: column note (text) removed"]

@@ -11,7 +11,9 @@ import pytest
 
 from pgcdc import sources, transform
 from pgcdc.capture.prepare import Prepared
+from pgcdc.position import Position
 from pgcdc.relation import Column, Relation
+from pgcdc.spool.shapes import ShapeChange, append_shapes
 from pgcdc.stream import table_watch
 from pgcdc.stream.table_watch import TableWatch
 from pgcdc.transform.program import Chain
@@ -35,3 +37,22 @@ def test_columns_that_no_table_has_are_told_if_the_server_answers(
     monkeypatch.setattr(table_watch, "read_published", lambda *_: [table])
     watch.tell_missing(prepared, [Chain((transform.mask("Email"),))])
     assert said == ["warning: mask: no captured table has a column Email; did you mean email?"]
+
+
+def test_column_that_was_renamed_is_told_at_once_to_be_no_longer_masked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    shapes = tmp_path / "shapes.jsonl"
+    watch = TableWatch(sources.postgres("postgresql://h/x", tables=["a"]), shapes, said.append)
+    prepared = cast(Prepared, SimpleNamespace(identity=SimpleNamespace(publications=[{"name": "p"}])))
+    before, after = (Relation(1, "public", "a", "d", (Column(name, 25, -1, False),)) for name in ("email", "mail"))
+    monkeypatch.setattr(table_watch, "connect", lambda *_, **__: cast(Any, memoryview(b"")))
+    monkeypatch.setattr(table_watch, "read_published", lambda *_: [SimpleNamespace(relation=after)])
+    chains = [Chain((transform.mask("email"),))]
+    append_shapes(shapes, [ShapeChange(Position(100, 1), before)])
+    watch.tell_changes(prepared, chains)
+    assert said == []  # a table that is seen for the first time was looked at before
+    append_shapes(shapes, [ShapeChange(Position(200, 1), after, before)])
+    watch.tell_changes(prepared, chains)
+    assert said[-1] == "warning: mask: no captured table has a column email; did you mean mail?"

@@ -56,11 +56,14 @@ class TableWatch:
         self._say(f"new tables are captured from now on: {', '.join(added)}")
         return replace(prepared, publications=infos)
 
-    def tell_changes(self) -> None:
-        """Tables that were altered."""
-        for change in self._shapes.refresh():
+    def tell_changes(self, prepared: Prepared | None, chains: Sequence[Chain]) -> None:
+        """Tables that were altered; and what transforms do not find any more: a column that was renamed is not masked."""
+        changes = self._shapes.refresh()
+        for change in changes:
             for line in describe_change(change):
                 self._say(line)
+        if any(change.before is not None for change in changes):
+            self.tell_missing(prepared, chains)
 
     def tell_missing(self, prepared: Prepared | None, chains: Sequence[Chain]) -> None:
         """Columns that no table has are no error: the table may come later. But a mask that hides nothing has to be told."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pgcdc.errors import ConfigError
 from pgcdc.relation import Relation
-from pgcdc.stream.edits import full_pattern
 from pgcdc.stream.events import EVENT_SCHEMA
 from pgcdc.transform.program import Chain, compile_chains
 from pgcdc.transform.transforms import Transform, from_spec
@@ -45,17 +43,15 @@ def check_chains(spark: SparkSession | None, chains: Sequence[Chain]) -> None:
 def missing_columns(chains: Sequence[Chain], tables: Sequence[Relation]) -> list[str]:
     """A line for each column that drop_columns, mask or rename_fields names and none of the tables has: a slip, mostly.
 
-    Tables are those that are captured; a chain with routes is compared with those that it gets.
+    Tables are those that are captured, also for a chain with routes: its transforms may be there for others.
     """
-    return list(dict.fromkeys(line for chain in chains for line in _missing(chain, tables)))
-
-
-def _missing(chain: Chain, tables: Sequence[Relation]) -> Iterator[str]:
-    routes = [full_pattern(one) for one in chain.routes]
-    of_chain = [one for one in tables if not routes or any(fnmatch.fnmatchcase(one.channel, way) for way in routes)]
-    known = {column.name for one in of_chain for column in one.columns}
+    known = frozenset(column.name for one in tables for column in one.columns)
     if not known:  # nothing is there yet to compare with
-        return
+        return []
+    return list(dict.fromkeys(line for chain in chains for line in _missing(chain, set(known))))
+
+
+def _missing(chain: Chain, known: set[str]) -> Iterator[str]:
     for one in chain.transforms:
         spec = from_spec(one).spec
         if spec.type == "python":  # it may add what it likes
