@@ -293,19 +293,19 @@ def test_validate_finds_a_store_that_cannot_be_written(state: StateDir) -> None:
     assert look(table.stdout)[0] == "failed" and "geheim" not in table.stdout
 
 
-def test_options_are_described_without_secrets_and_without_empty_ones() -> None:
+def test_options_are_described_without_secrets_and_without_defaults() -> None:
     hook = adapters.webhook("https://example.com/hook?x=geheim", signing_key="geheim", request_timeout=2.5)
     said = describe_options(hook.type, hook.options)
     assert "geheim" not in said and ", signing_key ***" in said and ", request_timeout 2.5" in said
     hook = adapters.webhook("https://example.com/hook")
-    assert "signing_key" not in describe_options(hook.type, hook.options)
+    assert describe_options(hook.type, hook.options) == ", url https://example.com/hook"
     command = adapters.exec(["cat", "a b"], ack="line")
     assert describe_options(command.type, command.options) == ", argv cat 'a b', ack line"
 
 
 def test_validation_describes_an_adapter_without_its_secrets(tmp_path: Path) -> None:
     config = Config(tables=("t",), adapters=["webhook"], state_dir=tmp_path, webhook_url="http://127.0.0.1:1/hook",
-                    webhook_signing_key="geheim")  # fmt: skip
+                    webhook_signing_key="geheim", webhook_allow_private=True)  # fmt: skip
     said = _look_at_adapter(config, config.adapter_specs[0])
     assert "signing_key ***" in said and "geheim" not in said
     assert _try("adapter a", lambda: _fail("adapter a: it is down")).detail == "it is down"

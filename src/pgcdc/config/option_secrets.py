@@ -89,7 +89,7 @@ def hide_option(kind: str, field: str, value: Any) -> Any:
 
 
 def describe_options(kind: str, options: BaseModel) -> str:
-    """The options of an adapter of this type for people: `, path a.jsonl, max_files 3`, without secrets, and without defaults."""
+    """The options of an adapter for people, `, path a.jsonl, max_files 3`: without secrets, and without defaults."""
     said = ""
     for field, value in options:
         if value == type(options).model_fields[field].default:

@@ -17,7 +17,7 @@ from pgcdc.capture.rehearsal import check_server, check_slot, rehearse
 from pgcdc.config import TYPED_KEYS, Config
 from pgcdc.config.option_secrets import describe_options
 from pgcdc.errors import ConfigError, PgcdcError, StateError
-from pgcdc.sink.registry import make_sink
+from pgcdc.sink.registry import ADAPTERS, make_sink
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.state import Lock, StateDir
 from pgcdc.transform.check import missing_columns
@@ -149,6 +149,7 @@ def _look_at_state(config: Config) -> str:
 
 def _look_at_adapter(config: Config, spec: AdapterSpec) -> str:
     make_sink(spec, StateDir(config.state_dir).acks).check()
+    ADAPTERS[spec.type].check_source(spec, config.source_options())
     routes = f", only {', '.join(spec.routes)}" if spec.routes else ""
     return f"type {spec.type}{describe_options(spec.type, spec.options)}{routes}"
 

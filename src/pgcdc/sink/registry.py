@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
@@ -21,6 +21,9 @@ from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.spec import AdapterSpec, FileOptions, NoopOptions, StdoutOptions
 from pgcdc.sink.webhook.options import WebhookOptions
 
+if TYPE_CHECKING:
+    from pgcdc.capture.prepare import SourceOptions
+
 __all__ = ["ADAPTERS", "AdapterType", "check_adapters", "make_sink"]
 
 
@@ -29,6 +32,10 @@ def _nothing(options: Any) -> str:
 
 
 def _anything(options: Any) -> None:
+    return None
+
+
+def _any_source(spec: AdapterSpec, source: SourceOptions) -> None:
     return None
 
 
@@ -44,6 +51,8 @@ class AdapterType:
     """What no other adapter of a pipeline may write to; empty: it does not matter."""
     check: Callable[[Any], None] = _anything
     """Raises ConfigError for options that cannot work, without asking the target."""
+    check_source: Callable[[AdapterSpec, SourceOptions], None] = _any_source
+    """Raises ConfigError if it must not get the events of this source. Both are asked, and nothing is left behind."""
 
 
 def make_sink(spec: AdapterSpec, acks: Path) -> Sink:
@@ -128,6 +137,12 @@ def _make_pg_table(spec: AdapterSpec, acks: Path) -> Sink:
     return PgTableSink(options, acks, spec.name, timeout_s=spec.delivery.timeout)
 
 
+def _check_pg_table_source(spec: AdapterSpec, source: SourceOptions) -> None:
+    from pgcdc.sink.pg_table.loops import check_source
+
+    check_source(spec, source)
+
+
 def _make_webhook(spec: AdapterSpec, acks: Path) -> Sink:
     from pgcdc.sink.webhook.sink import WebhookSink
 
@@ -150,7 +165,14 @@ ADAPTERS: dict[str, AdapterType] = {
         AdapterType("file", FileOptions, _make_file, lambda options: os.path.realpath(options.target), _check_file),
         AdapterType("exec", ExecOptions, _make_exec),
         AdapterType("noop", NoopOptions, _make_noop),
-        AdapterType("pg_table", PgTableOptions, _make_pg_table, PgTableOptions.target, PgTableOptions.check),
+        AdapterType(
+            "pg_table",
+            PgTableOptions,
+            _make_pg_table,
+            PgTableOptions.target,
+            PgTableOptions.check,
+            _check_pg_table_source,
+        ),
         AdapterType("webhook", WebhookOptions, _make_webhook, check=_check_webhook),
     )
 }
