@@ -33,7 +33,7 @@ from pgcdc.errors import ConfigError, ConnectionLost, PgcdcError, SinkError, Sin
 from pgcdc.position import format_lsn
 from pgcdc.reload import Own, Reloads, change_specs
 from pgcdc.sink.base import Batch
-from pgcdc.sink.registry import check_adapters, make_sink
+from pgcdc.sink.registry import ADAPTERS, check_adapters, make_sink
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.state import Lock, StateDir, read_json, write_json
 from pgcdc.stream.lanes import STOP_TIMEOUT_S, Lanes
@@ -202,6 +202,8 @@ class Pipeline:
             self._check_transforms()
             self._letters.check()
             self._adapters = self._make_adapters(self._specs)
+            for spec in self._specs:
+                ADAPTERS[spec.type].check_source(spec, self.config.source_options())
             if self.config.table:
                 from pgcdc.stream.table import load_table  # with all that typed rows need
 

@@ -14,7 +14,10 @@ from applying import Mirror, Source, content, cuts, two_databases
 from databases import Database
 from histories import NAMES, History
 
-from pgcdc.errors import SinkError, SinkUnavailable
+from pgcdc.config.layers import load_config
+from pgcdc.errors import ConfigError, SinkError, SinkUnavailable
+from pgcdc.ops.validation import Check, run_checks
+from pgcdc.pipeline import Pipeline
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.sink.base import Batch
 from pgcdc.sink.pg_table.options import PgTableOptions
@@ -477,6 +480,25 @@ def test_a_table_that_would_feed_itself_is_refused(database: Database, tmp_path:
     with pytest.raises(SinkError, match="would apply the rows of t to a table that it captures"):
         check()
     check("mirror")
+
+
+def test_a_table_that_would_feed_itself_is_refused_before_anything_is_made(database: Database, tmp_path: Path) -> None:
+    database.execute("CREATE TABLE t (id int PRIMARY KEY)")
+    given = {"db": database.url, "tables": ["t"], "adapters": ["pg_table"], "pg_table_mode": "apply",
+             "slot_name": f"s_{database.name}", "state_dir": str(tmp_path / "state")}  # fmt: skip
+
+    def look(**more: str) -> Check:
+        config = load_config({**given, **more}, {}, None)
+        return next(one for one in run_checks(config) if one.name == "adapter pg_table")
+
+    found = look()
+    assert found.status == "failed" and "would apply the rows of t to a table that it captures" in found.detail
+    assert look(pg_table_target_schema="mirror").status == "ok"
+    with pytest.raises(ConfigError, match="would apply the rows of t to a table that it captures"):
+        Pipeline(load_config(given, {}, None)).run()
+    assert not (tmp_path / "state").exists()
+    assert database.query("SELECT pubname FROM pg_publication") == []
+    assert database.query("SELECT FROM pg_replication_slots WHERE database = current_database()") == []
 
 
 # --- transforms

@@ -165,7 +165,8 @@ def test_breaker_opens_after_failures_in_a_row_and_says_when_the_next_try_is() -
             setup.delivery.write(batch())
     assert setup.delivery.breaker is BreakerState.OPEN
     setup.clock.time += 18.5
-    with pytest.raises(CircuitOpen, match="failed 2 times in a row: the next try is in 42 s") as caught:
+    said = "failed 2 times in a row: the next try is in 42 s; the last failure: it is down"
+    with pytest.raises(CircuitOpen, match=said) as caught:
         setup.delivery.write(batch())
     assert caught.value.retry_in_s == pytest.approx(41.5)
     assert policy_of(caught.value) is Policy.RETRY

@@ -15,13 +15,17 @@ from letters import PIPELINE, at, letter
 from sink_targets import START, batch
 from typer.testing import CliRunner
 
+from pgcdc import adapters
 from pgcdc.cli.main import app
+from pgcdc.config import Config
 from pgcdc.config.layers import load
+from pgcdc.config.option_secrets import describe_options
 from pgcdc.config.schema import json_schema
 from pgcdc.config.show import show_yaml
 from pgcdc.dlq import Query
 from pgcdc.dlq.file_store import FileDeadLetters
-from pgcdc.errors import ConfigError
+from pgcdc.errors import ConfigError, SinkError
+from pgcdc.ops.validation import _look_at_adapter, _try
 from pgcdc.position import Position
 from pgcdc.sink.file import FileSink
 from pgcdc.state import Identity, Lock, StateDir, write_json
@@ -287,3 +291,25 @@ def test_validate_finds_a_store_that_cannot_be_written(state: StateDir) -> None:
     assert look(good.stdout) == ("ok", f"go to {state.letters_file}")
     assert look(bad.stdout)[0] == "failed" and "a_folder" in look(bad.stdout)[1]
     assert look(table.stdout)[0] == "failed" and "geheim" not in table.stdout
+
+
+def test_options_are_described_without_secrets_and_without_defaults() -> None:
+    hook = adapters.webhook("https://example.com/hook?x=geheim", signing_key="geheim", request_timeout=2.5)
+    said = describe_options(hook.type, hook.options)
+    assert "geheim" not in said and ", signing_key ***" in said and ", request_timeout 2.5" in said
+    hook = adapters.webhook("https://example.com/hook")
+    assert describe_options(hook.type, hook.options) == ", url https://example.com/hook"
+    command = adapters.exec(["cat", "a b"], ack="line")
+    assert describe_options(command.type, command.options) == ", argv cat 'a b', ack line"
+
+
+def test_validation_describes_an_adapter_without_its_secrets(tmp_path: Path) -> None:
+    config = Config(tables=("t",), adapters=["webhook"], state_dir=tmp_path, webhook_url="http://127.0.0.1:1/hook",
+                    webhook_signing_key="geheim", webhook_allow_private=True)  # fmt: skip
+    said = _look_at_adapter(config, config.adapter_specs[0])
+    assert "signing_key ***" in said and "geheim" not in said
+    assert _try("adapter a", lambda: _fail("adapter a: it is down")).detail == "it is down"
+
+
+def _fail(message: str) -> str:
+    raise SinkError(message)

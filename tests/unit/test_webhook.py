@@ -138,7 +138,7 @@ def test_secrets_are_not_in_a_repr(tmp_path: Path) -> None:
     (tmp_path / "url").write_text(f"{URL}?s3cr3t\n")
     spec = adapters.webhook(
         url_file=tmp_path / "url", headers={"Authorization": "Bearer s3cr3t"}, headers_file=tmp_path / "headers",
-        signing_key_file=tmp_path / "key", timeout=5,
+        signing_key_file=tmp_path / "key", timeout=15,
     )  # fmt: skip
     check_adapters([spec, adapters.webhook(f"{URL}?s3cr3t", name="other", signing_key="s3cr3t")])
     assert "s3cr3t" not in repr(spec) + repr(adapters.webhook(f"{URL}?s3cr3t", signing_key="s3cr3t"))
@@ -475,3 +475,11 @@ def test_error_of_one_worker_ends_the_others_before_it_is_told() -> None:
     with pytest.raises(RuntimeError, match="a defect"):
         asyncio.run(one.run([item(number, f"k{number}") for number in range(50)]))
     assert running == 0
+
+
+def test_a_request_has_less_time_than_a_write() -> None:
+    check_adapters([adapters.webhook(URL, request_timeout=29.0)])
+    with pytest.raises(ConfigError, match="request_timeout is 40 s, and a write of several requests has 30 s"):
+        check_adapters([adapters.webhook(URL, request_timeout=40)])
+    with pytest.raises(ConfigError, match="--webhook-request-timeout"):
+        load({"adapters": ["webhook"], "webhook_url": URL, "webhook_timeout": 10, "tables": "t"}, {}, None).check()

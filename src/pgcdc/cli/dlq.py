@@ -252,8 +252,7 @@ def _say_plan(
 ) -> None:
     from collections import Counter
 
-    from pgcdc.config.option_secrets import hide_option
-    from pgcdc.config.secrets import redact_text
+    from pgcdc.config.option_secrets import describe_options
     from pgcdc.dlq.offline import plan_destinations
 
     counts = Counter(letter.adapter for letter in store.find(query))
@@ -264,11 +263,9 @@ def _say_plan(
         where = "by the run"
         if name in destinations:
             spec = destinations[name].spec
-            shown = {key: hide_option(spec.type, key, value) for key, value in spec.options if value != ""}
-            said = ", ".join(f"{key} {value}" for key, value in shown.items() if isinstance(value, (str, int, Path)))
             other = "another target: " if destinations[name].is_other else ""
-            where = f"to {other}type {spec.type}{', ' * bool(said)}{said}"
-        typer.echo(redact_text(f"would deliver {_count(counts[name])} of adapter {name} {where}"))
+            where = f"to {other}type {spec.type}{describe_options(spec.type, spec.options)}"
+        typer.echo(f"would deliver {_count(counts[name])} of adapter {name} {where}")
 
 
 # --- what the commands have in common

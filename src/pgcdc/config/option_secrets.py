@@ -7,8 +7,12 @@ in plain text, only `${NAME}`.
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from pgcdc.config.adapters import FLAT_KEYS
 from pgcdc.config.misfit import KeyPath, Misfit
@@ -16,7 +20,7 @@ from pgcdc.config.secrets import literal_part, redact_text
 from pgcdc.sink.registry import ADAPTERS
 from pgcdc.sink.webhook.options import is_secret_header, parse_headers, redact_url
 
-__all__ = ["check_literals", "hide_option", "hide_options", "option_secrets"]
+__all__ = ["check_literals", "describe_options", "hide_option", "hide_options", "option_secrets"]
 
 
 def _extra(kind: str, field: str) -> Mapping[str, Any]:
@@ -82,6 +86,20 @@ def hide_options(name: str, value: Any) -> Any:
 def hide_option(kind: str, field: str, value: Any) -> Any:
     """The value of one option of an adapter of this type, as it may be shown."""
     return _hide(value) if _extra(kind, field) else value
+
+
+def describe_options(kind: str, options: BaseModel) -> str:
+    """The options of an adapter for people, `, path a.jsonl, max_files 3`: without secrets, and without defaults."""
+    said = ""
+    for field, value in options:
+        if value == type(options).model_fields[field].default:
+            continue
+        shown = hide_option(kind, field, value)
+        if isinstance(shown, tuple):
+            shown = shlex.join(map(str, shown))
+        if isinstance(shown, (str, int, float, Path)) and shown != "":
+            said += f", {field} {shown}"
+    return redact_text(said)
 
 
 def _hide_item(item: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pgcdc.config.adapters import FLAT_KEYS, Entry, option_path
 from pgcdc.config.misfit import KeyPath, Misfit
 from pgcdc.config.secrets import read_secret
 from pgcdc.errors import ConfigError
-from pgcdc.sink.registry import ADAPTERS
+from pgcdc.sink.registry import ADAPTERS, check_options
 from pgcdc.spool.schema import Op
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, FilterSpec, MaskSpec
 
@@ -156,7 +156,7 @@ def _check_adapters(config: Config) -> None:
     for number, spec in enumerate(config.adapter_specs):
         known = ADAPTERS[spec.type]
         path = option_path(config, number, next(iter(known.options.model_fields), "type"))
-        _place(path, partial(known.check, spec.options))
+        _place(path, partial(check_options, spec))
         target = known.target(spec.options)
         if target and target in targets:
             raise Misfit(

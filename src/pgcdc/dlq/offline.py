@@ -18,7 +18,7 @@ from pgcdc.position import Position
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Sink
 from pgcdc.sink.delivery import Delivery
-from pgcdc.sink.registry import ADAPTERS, make_sink
+from pgcdc.sink.registry import ADAPTERS, check_options, make_sink
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
 from pgcdc.state import Lock, StateDir
 
@@ -77,8 +77,9 @@ def _change(spec: AdapterSpec, given: Mapping[str, Any]) -> AdapterSpec:
         and f"{name}_file" not in given
     }
     options = checked(type(spec.options), {**kept, **given}, f"adapter {spec.name}")
-    ADAPTERS[spec.type].check(options)
-    return AdapterSpec(spec.name, spec.type, options, spec.delivery)
+    changed = AdapterSpec(spec.name, spec.type, options, spec.delivery)
+    check_options(changed)
+    return changed
 
 
 @contextlib.contextmanager

@@ -15,9 +15,9 @@ from typing import Literal
 from pgcdc.capture.preflight import ServerInfo
 from pgcdc.capture.rehearsal import check_server, check_slot, rehearse
 from pgcdc.config import TYPED_KEYS, Config
-from pgcdc.config.secrets import redact_text
+from pgcdc.config.option_secrets import describe_options
 from pgcdc.errors import ConfigError, PgcdcError, StateError
-from pgcdc.sink.registry import make_sink
+from pgcdc.sink.registry import ADAPTERS, make_sink
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.state import Lock, StateDir
 from pgcdc.transform.check import missing_columns
@@ -59,7 +59,7 @@ def _try(name: str, look: Callable[[], str]) -> Check:
     try:
         return Check(name, "ok", look())
     except PgcdcError as error:
-        return Check(name, "failed", error.message, error.advice)
+        return Check(name, "failed", error.message.removeprefix(f"{name}: "), error.advice)
 
 
 def _check_database(config: Config) -> Iterator[Check]:
@@ -149,9 +149,9 @@ def _look_at_state(config: Config) -> str:
 
 def _look_at_adapter(config: Config, spec: AdapterSpec) -> str:
     make_sink(spec, StateDir(config.state_dir).acks).check()
-    said = ", ".join(f"{name} {value}" for name, value in spec.options if isinstance(value, (str, int, float, Path)))
+    ADAPTERS[spec.type].check_source(spec, config.source_options())
     routes = f", only {', '.join(spec.routes)}" if spec.routes else ""
-    return redact_text(f"type {spec.type}{f', {said}' if said else ''}{routes}")
+    return f"type {spec.type}{describe_options(spec.type, spec.options)}{routes}"
 
 
 def _look_at_dead_letters(config: Config) -> str:

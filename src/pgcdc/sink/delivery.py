@@ -162,6 +162,8 @@ class Delivery:
         """How the last write ended."""
         self.failing: BaseException | None = None
         """What the last try failed with, while there is another one to come."""
+        self._cause = ""
+        """What the sink failed with when it last counted as failed."""
 
     @property
     def ack(self) -> Position:
@@ -335,12 +337,12 @@ class Delivery:
                 return _Refusal(error.rejects, attempt + 1)
             if policy is not Policy.RETRY:
                 if self._breaker.state is BreakerState.HALF_OPEN:
-                    self._move_breaker(lambda: self._breaker.fail(self._clock.now()))
+                    self._fail(error)
                 raise error
             rest_s = error.retry_in_s if isinstance(error, SinkUnavailable) else 0.0
             self._rest_until = self._clock.now() + rest_s
             if attempt == last or isinstance(error, SinkTimeout):
-                self._move_breaker(lambda: self._breaker.fail(self._clock.now()))
+                self._fail(error)
                 if may_refuse and attempt == self.options.max_retries and (given_up := self._give_up(error)):
                     return _Refusal(given_up, attempt + 1)
                 if isinstance(error, PgcdcError):
@@ -409,13 +411,19 @@ class Delivery:
 
         self._move_breaker(ask)
         if left:
+            cause = f"; the last failure: {self._cause}" if self._cause else ""
             error = CircuitOpen(
                 f"adapter {self.name} failed {self._breaker.failures} times in a row: the next try is in "
-                f"{math.ceil(left)} s",
+                f"{math.ceil(left)} s{cause}",
                 "Look at the target; nothing is lost meanwhile",
             )
             error.retry_in_s = left
             raise error
+
+    def _fail(self, error: BaseException) -> None:
+        text = error.message if isinstance(error, PgcdcError) else str(error) or type(error).__name__
+        self._cause = text.removeprefix(f"adapter {self.name}: ")
+        self._move_breaker(lambda: self._breaker.fail(self._clock.now()))
 
     def _move_breaker(self, move: Callable[[], None]) -> None:
         before = self._breaker.state

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
@@ -18,10 +18,13 @@ from pgcdc.errors import ConfigError
 from pgcdc.sink.base import Sink
 from pgcdc.sink.exec.options import ExecOptions
 from pgcdc.sink.pg_table.options import PgTableOptions
-from pgcdc.sink.spec import AdapterSpec, FileOptions, NoopOptions, StdoutOptions
+from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, FileOptions, NoopOptions, StdoutOptions
 from pgcdc.sink.webhook.options import WebhookOptions
 
-__all__ = ["ADAPTERS", "AdapterType", "check_adapters", "make_sink"]
+if TYPE_CHECKING:
+    from pgcdc.capture.prepare import SourceOptions
+
+__all__ = ["ADAPTERS", "AdapterType", "check_adapters", "check_options", "make_sink"]
 
 
 def _nothing(options: Any) -> str:
@@ -29,6 +32,14 @@ def _nothing(options: Any) -> str:
 
 
 def _anything(options: Any) -> None:
+    return None
+
+
+def _any_delivery(options: Any, delivery: DeliveryOptions) -> None:
+    return None
+
+
+def _any_source(spec: AdapterSpec, source: SourceOptions) -> None:
     return None
 
 
@@ -44,11 +55,22 @@ class AdapterType:
     """What no other adapter of a pipeline may write to; empty: it does not matter."""
     check: Callable[[Any], None] = _anything
     """Raises ConfigError for options that cannot work, without asking the target."""
+    check_delivery: Callable[[Any, DeliveryOptions], None] = _any_delivery
+    """Raises ConfigError for options that do not go with how it is called."""
+    check_source: Callable[[AdapterSpec, SourceOptions], None] = _any_source
+    """Raises ConfigError if it must not get the events of this source. Both are asked, and nothing is left behind."""
 
 
 def make_sink(spec: AdapterSpec, acks: Path) -> Sink:
     """The sink of one adapter; its ack stands in the folder `acks`."""
     return ADAPTERS[spec.type].make(spec, acks)
+
+
+def check_options(spec: AdapterSpec) -> None:
+    """Raise ConfigError for an adapter that cannot work, without asking its target."""
+    kind = ADAPTERS[spec.type]
+    kind.check(spec.options)
+    kind.check_delivery(spec.options, spec.delivery)
 
 
 def check_adapters(specs: Sequence[AdapterSpec]) -> None:
@@ -63,7 +85,7 @@ def check_adapters(specs: Sequence[AdapterSpec]) -> None:
         kind = ADAPTERS[spec.type]
         if any(spec.name == other.name for other in specs[:number]):
             raise ConfigError(f"there are two adapters {spec.name}", "Give each a name of its own: name=...")
-        kind.check(spec.options)
+        check_options(spec)
         target = kind.target(spec.options)
         if target and target in targets:
             raise ConfigError(
@@ -128,6 +150,12 @@ def _make_pg_table(spec: AdapterSpec, acks: Path) -> Sink:
     return PgTableSink(options, acks, spec.name, timeout_s=spec.delivery.timeout)
 
 
+def _check_pg_table_source(spec: AdapterSpec, source: SourceOptions) -> None:
+    from pgcdc.sink.pg_table.loops import check_source
+
+    check_source(spec, source)
+
+
 def _make_webhook(spec: AdapterSpec, acks: Path) -> Sink:
     from pgcdc.sink.webhook.sink import WebhookSink
 
@@ -143,6 +171,16 @@ def _check_webhook(options: WebhookOptions) -> None:
     options.read_signing_key()
 
 
+def _check_webhook_delivery(options: WebhookOptions, delivery: DeliveryOptions) -> None:
+    if options.request_timeout >= delivery.timeout:
+        raise ConfigError(
+            f"request_timeout is {options.request_timeout:g} s, and a write of several requests has {delivery.timeout:g} s "
+            "(timeout): it would never be given up by itself",
+            "Make request_timeout less than timeout: --webhook-request-timeout, --webhook-timeout; in a mapping of the "
+            "YAML file, request_timeout and timeout",
+        )
+
+
 ADAPTERS: dict[str, AdapterType] = {
     kind.name: kind
     for kind in (
@@ -150,8 +188,17 @@ ADAPTERS: dict[str, AdapterType] = {
         AdapterType("file", FileOptions, _make_file, lambda options: os.path.realpath(options.target), _check_file),
         AdapterType("exec", ExecOptions, _make_exec),
         AdapterType("noop", NoopOptions, _make_noop),
-        AdapterType("pg_table", PgTableOptions, _make_pg_table, PgTableOptions.target, PgTableOptions.check),
-        AdapterType("webhook", WebhookOptions, _make_webhook, check=_check_webhook),
+        AdapterType(
+            "pg_table",
+            PgTableOptions,
+            _make_pg_table,
+            PgTableOptions.target,
+            PgTableOptions.check,
+            check_source=_check_pg_table_source,
+        ),
+        AdapterType(
+            "webhook", WebhookOptions, _make_webhook, check=_check_webhook, check_delivery=_check_webhook_delivery
+        ),
     )
 }
 """The types by name."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pgcdc.capture.database import Connection, lock_creation, name_table, quote_identifier, redact
+from pgcdc.capture.database import Connection, lock_creation, quote_identifier, redact
 from pgcdc.errors import SinkError, SinkUnavailable
 from pgcdc.sink.pg_table.append import Appender
-from pgcdc.sink.pg_table.mapping import TargetNames, find_loops
+from pgcdc.sink.pg_table.loops import check_captured
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.positions import Positions
 from pgcdc.state import StateDir
@@ -80,35 +80,16 @@ class Target:
         if same != (identity.system_identifier, identity.database):
             return
         names = [one["name"] for one in identity.publications if "name" in one]
-        if self._appender is None:
-            self._check_applied(conn, names)
-            return
-        found = conn.execute(
-            "SELECT FROM pg_publication_tables WHERE pubname = ANY(%s) AND schemaname = %s AND tablename = %s",
-            (names, self._appender.schema, self._appender.table),
-        ).fetchone()
-        if found is not None:
-            raise SinkError(
-                f"adapter {self._adapter} writes to table {self._appender.title}, which this pipeline captures: each event "
-                "would make another one",
-                "Give another --pg-table-table, one that begins with pgcdc_ say, or leave the table out of --tables",
-            )
+        query = "SELECT schemaname::text, tablename::text FROM pg_publication_tables WHERE pubname = ANY(%s)"
+        check_captured(
+            self._options, self._adapter, {(schema, table) for schema, table in conn.execute(query, (names,))}
+        )
 
     def takes_stages(self, conn: Connection) -> bool:
         """Whether tables can be made beside the target, for what executors write."""
         schema = quote_identifier(self._options.own_schema)
         row = conn.execute("SELECT has_schema_privilege(%s::regnamespace, 'CREATE')", (schema,)).fetchone()
         return row is not None and bool(row[0])
-
-    def _check_applied(self, conn: Connection, publications: list[str]) -> None:
-        query = "SELECT schemaname::text, tablename::text FROM pg_publication_tables WHERE pubname = ANY(%s)"
-        captured = [(schema, table) for schema, table in conn.execute(query, (publications,))]
-        for table in find_loops(TargetNames(self._options.tables, self._options.target_schema), captured):
-            raise SinkError(
-                f"adapter {self._adapter} would apply the rows of {name_table(*table)} to a table that it captures",
-                "Give the URL of another database with --pg-table-db, or other names with --pg-table-tables or "
-                "--pg-table-target-schema, and capture only the source's tables",
-            )
 
     def create(self, conn: Connection) -> None:
         """Make what is missing, unless we are told not to."""

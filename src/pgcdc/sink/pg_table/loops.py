@@ -1,0 +1,64 @@
+"""A table that is captured must not get the events of its own changes: each would make another one, for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pgcdc.capture.database import connect, explain_errors, name_table, split_table
+from pgcdc.errors import ConfigError, PgcdcError, SinkError
+from pgcdc.sink.pg_table.mapping import TableName, TargetNames, find_loops
+from pgcdc.sink.pg_table.options import PgTableOptions
+from pgcdc.sink.pg_table.positions import TargetName
+from pgcdc.sink.spec import AdapterSpec
+
+if TYPE_CHECKING:
+    from pgcdc.capture.prepare import SourceOptions
+
+__all__ = ["check_captured", "check_source"]
+
+
+def check_captured(options: PgTableOptions, adapter: str, captured: Collection[TableName]) -> None:
+    """Raise SinkError if the adapter writes to one of these tables, which its pipeline captures, in the same database."""
+    if options.mode == "append":
+        table = split_table(options.table)
+        if table in captured:
+            raise SinkError(
+                f"adapter {adapter} writes to table {name_table(*table)}, which this pipeline captures: each event "
+                "would make another one",
+                "Give another --pg-table-table, one that begins with pgcdc_ say, or leave the table out of --tables",
+            )
+        return
+    for table in find_loops(TargetNames(options.tables, options.target_schema), captured):
+        raise SinkError(
+            f"adapter {adapter} would apply the rows of {name_table(*table)} to a table that it captures",
+            "Give the URL of another database with --pg-table-db, or other names with --pg-table-tables or "
+            "--pg-table-target-schema, and capture only the source's tables",
+        )
+
+
+def check_source(spec: AdapterSpec, source: SourceOptions) -> None:
+    """The same for tables that a start would capture, before anything is made for it. ConfigError: it must not begin.
+
+    A database that cannot be asked is no matter of this check: who needs it says so.
+    """
+    from pgcdc.capture.rehearsal import rehearse  # with all that a capture needs
+
+    assert isinstance(spec.options, PgTableOptions)
+    options = spec.options.resolved()
+    try:
+        if _name(options.db) != _name(source.url):
+            return
+        published = rehearse(replace(source, snapshot_mode="never")).published
+    except PgcdcError:
+        return
+    try:
+        check_captured(options, spec.name, {(one.relation.namespace, one.relation.name) for one in published})
+    except SinkError as error:
+        raise ConfigError(error.message, error.advice) from None
+
+
+def _name(url: str) -> TargetName:
+    with explain_errors("ask which database it is"), connect(url, may_retry=False) as conn:
+        return TargetName.of(conn)
