@@ -27,6 +27,7 @@ from pgcdc.config import Config
 from pgcdc.config.adapters import choose_specs, with_source_db
 from pgcdc.config.spark import spark_options
 from pgcdc.dlq.office import LetterOffice
+from pgcdc.dlq.places import note_places
 from pgcdc.dlq.replay import Tally
 from pgcdc.dlq.stores import DeadLetters, Query
 from pgcdc.errors import ConfigError, ConnectionLost, PgcdcError, SinkError, SinkUnavailable, StateError
@@ -253,6 +254,7 @@ class Pipeline:
             bus_mode=self.config.bus_mode, bus_buffer=self.config.bus_buffer,
         )  # fmt: skip
         note_chains(self.state.transforms_file, [(spec, self._chain(spec)) for spec in self._specs])
+        note_places(self.state, self._specs)
         self._lanes.open(self._adapters, self.on_batch)
         self._is_open = True
 
@@ -267,6 +269,7 @@ class Pipeline:
         def add() -> None:  # adapters and transforms may be others by then
             check_adapters((*self._specs, spec))
             note_chains(self.state.transforms_file, [(spec, self._chain(spec))])
+            note_places(self.state, [spec])
             made = replace(looked, chain=self._chain(spec))
             lanes.add_adapter(made, lambda: self._make_adapters([spec])[0].sink)
             self._specs = (*self._specs, spec)

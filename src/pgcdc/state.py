@@ -9,6 +9,7 @@ run.json          the driver's status, once a second
 consumers.json    where every consumer is, and what was confirmed
 lanes.json        which adapter is in which lane
 transforms.json   which columns transforms have changed, by adapter
+places.json       digests of the targets, by adapter, for replays of dead letters
 shapes.jsonl      which shape every table had from which position on
 spool/            segments and index
 snapshot/         rows of snapshots that were released, and what is asked of incremental ones (requests.json)
@@ -88,6 +89,7 @@ class StateDir:
         self.consumers_file = self.path / "consumers.json"
         self.lanes_file = self.path / "lanes.json"
         self.transforms_file = self.path / "transforms.json"
+        self.places_file = self.path / "places.json"
         self.shapes_file = self.path / "shapes.jsonl"
         self.toast = self.path / "toast"
         self.snapshot = self.path / "snapshot"

@@ -13,6 +13,7 @@ from typing import Any
 from pgcdc.adapters import checked
 from pgcdc.config.adapters import FLAT_KEYS
 from pgcdc.config.layers import Loaded, load
+from pgcdc.dlq.places import check_place
 from pgcdc.errors import ConfigError, StateError
 from pgcdc.position import Position
 from pgcdc.sink.ack import AckFile
@@ -102,6 +103,7 @@ def open_destination(state: StateDir, destination: Destination) -> Iterator[Deli
                     f"adapter {spec.name} has not delivered anything from {state.path}",
                     "Check --state-dir, or name another target by the flags of the adapter",
                 )
+            check_place(state, spec)
         sink = make_sink(spec, acks)
         _check_path(sink, acks)
         delivery = Delivery(sink, spec.delivery)

@@ -59,6 +59,12 @@ class AdapterType:
     """Raises ConfigError for options that do not go with how it is called."""
     check_source: Callable[[AdapterSpec, SourceOptions], None] = _any_source
     """Raises ConfigError if it must not get the events of this source. Both are asked, and nothing is left behind."""
+    place: Callable[[Any], str] | None = None
+    """Where it delivers to, to the letter; None: that is `target`."""
+
+    def where(self, options: Any) -> str:
+        """Where it delivers to. It may be a secret."""
+        return (self.place or self.target)(options)
 
 
 def make_sink(spec: AdapterSpec, acks: Path) -> Sink:
@@ -186,7 +192,7 @@ ADAPTERS: dict[str, AdapterType] = {
     for kind in (
         AdapterType("stdout", StdoutOptions, _make_stdout, target=lambda options: "standard output"),
         AdapterType("file", FileOptions, _make_file, lambda options: os.path.realpath(options.target), _check_file),
-        AdapterType("exec", ExecOptions, _make_exec),
+        AdapterType("exec", ExecOptions, _make_exec, place=lambda options: repr((options.command, options.argv))),
         AdapterType("noop", NoopOptions, _make_noop),
         AdapterType(
             "pg_table",
@@ -195,9 +201,15 @@ ADAPTERS: dict[str, AdapterType] = {
             PgTableOptions.target,
             PgTableOptions.check,
             check_source=_check_pg_table_source,
+            place=PgTableOptions.place,
         ),
         AdapterType(
-            "webhook", WebhookOptions, _make_webhook, check=_check_webhook, check_delivery=_check_webhook_delivery
+            "webhook",
+            WebhookOptions,
+            _make_webhook,
+            check=_check_webhook,
+            check_delivery=_check_webhook_delivery,
+            place=WebhookOptions.read_url,
         ),
     )
 }

@@ -116,6 +116,14 @@ class PgTableOptions(BaseModel):
         where = f"{params.get('host', '')}:{params.get('port', '')}/{params.get('dbname', '')}"
         return f"table {name_table(*split_table(self.table))} in {where}"
 
+    def place(self) -> str:
+        """Where rows go, whoever connects and however."""
+        params = parse_url(self.resolved().db)
+        where = [params.get(one, "") for one in ("host", "port", "dbname")]
+        return repr(
+            (*where, self.mode, *((self.table,) if self.mode == "append" else (self.target_schema, self.tables)))
+        )
+
     def check(self) -> None:
         """Raise ConfigError for what cannot work."""
         if self.db and self.db_file is not None:
