@@ -87,6 +87,8 @@ def test_letters_are_found_marked_and_purged_by_what_is_known_of_them(store: PgD
     store.mark([other.id], "superseded", now)
     store.mark([new.id], "failed", None, "still bad")
 
+    assert [one.attempts for one in store.find(Query())] == [old.attempts, new.attempts + 1, other.attempts]
+
     def found(**query: Any) -> list[str]:
         return [one.position for one in store.find(Query(**query))]
 

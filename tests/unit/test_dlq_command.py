@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -81,6 +82,24 @@ def test_list_shows_what_is_meant_and_counts_all(run: Run, store: FileDeadLetter
         "1s ago", "0s ago"
     )
     assert "event" not in json.loads(run("list", "--json").stdout)[0]
+
+
+@pytest.mark.parametrize("command", [["list"], ["replay"], ["purge", "--settled"]])
+def test_wrong_names_are_told(run: Run, store: FileDeadLetters, state: StateDir, command: list[str]) -> None:
+    (state.acks / "audit.json").write_text("{}")
+    wrong = run(*command, "--adapter", "audti")
+    assert wrong.exit_code == 2 and "there is no adapter audti" in wrong.stderr and "audit" in wrong.stderr
+    assert run(*command, "--adapter", "audit").exit_code == 0
+    wrong = run(*command, "--state-dir", "nosuch")
+    assert wrong.exit_code == 2 and "the state directory nosuch does not exist" in wrong.stderr
+
+
+def test_letters_that_are_named_need_no_state_directory(run: Run, store: FileDeadLetters, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.jsonl"
+    store.path.rename(copy)
+    shutil.rmtree(tmp_path / ".pgcdc")
+    assert run("list").exit_code == 2
+    assert ids(run("list", "--json", "--dlq-file", str(copy))) == at(1, 2, 3, 4)
 
 
 def test_show_has_the_event(run: Run, store: FileDeadLetters) -> None:

@@ -83,7 +83,22 @@ def test_delivered_and_superseded_letters_are_marked_and_refused_ones_stay(store
     assert outcomes(store) == ["delivered", "failed", "superseded", "delivered"]
     waiting = list(store.find(Query(is_waiting=True)))
     assert [one.position for one in waiting] == at(2) and "still bad" in waiting[0].error
+    assert waiting[0].attempts == letter(2).attempts + 1
     assert "geheim" not in waiting[0].error and len(waiting[0].error) <= 2000
+
+
+def test_the_kind_of_an_error_stands_before_it_once(store: FileDeadLetters) -> None:
+    store.record([letter(1)])
+    kind = letter(1).error_kind
+    for refused, error in ((kind, "still bad"), ("other", "other: still bad")):
+        rejected = SinkRejected("no", "", [Reject(at(1)[0], refused, "still bad")])
+
+        def redeliver(batch: Batch, error: SinkRejected = rejected) -> Collection[str]:
+            raise error
+
+        deliver_again(store, list(store.find(Query())), redeliver)
+        (found,) = store.find(Query())
+        assert (found.error_kind, found.error) == (kind, error)
 
 
 @pytest.mark.parametrize("error", [SinkUnavailable("down"), SinkError("x"), SinkRejected("nameless")], ids=repr)

@@ -66,6 +66,7 @@ def list_command(
     """Dead letters, the oldest first."""
     flags = _given(db=db, dlq=dlq, dlq_db=dlq_db, dlq_file=dlq_file, dlq_table=dlq_table, state_dir=state_dir)
     settings, store = _open(flags, config)
+    _check_adapter(settings, store, adapter)
     found = list(store.find(_query(settings, adapter, since, before, ids, every, 0, True if waiting else None)))
     shown = found[:limit] if limit else found
     if as_json:
@@ -140,6 +141,7 @@ def purge_command(
     flags = _given(db=db, dlq=dlq, dlq_db=dlq_db, dlq_file=dlq_file, dlq_table=dlq_table, state_dir=state_dir)
     settings, store = _open(flags, config)
     _check_whose(settings, ids)
+    _check_adapter(settings, store, adapter)
     query = _query(settings, adapter, since, before, ids, False, 0, False if settled else None)
     found = list(store.find(query))
     waiting = sum(one.is_waiting for one in found)
@@ -190,6 +192,7 @@ def replay_command(
     settings, store = _open(plain, config)
     state = StateDir(settings.state_dir)
     _check_whose(settings, ids)
+    _check_adapter(settings, store, adapter)
     query = _query(settings, adapter, since, before, ids, False, limit, True)
     for one in ids or ():
         if not (letter := _get(store, one)).is_waiting:
@@ -280,12 +283,19 @@ def _open(flags: dict[str, Any], file: Path | None) -> tuple[Config, ReadableDea
     from pgcdc.config.layers import load
     from pgcdc.dlq.choose import make_store
     from pgcdc.dlq.stores import ReadableDeadLetters
-    from pgcdc.errors import ConfigError
+    from pgcdc.errors import ConfigError, StateError
     from pgcdc.state import StateDir, read_json
 
     loaded = load(flags, os.environ, file)
     settings = loaded.config
-    if not any((key,) in loaded.origins for key in ("dlq", "dlq_file", "dlq_db", "dlq_table")):
+    is_said = any((key,) in loaded.origins for key in ("dlq", "dlq_file", "dlq_db", "dlq_table"))
+    is_needed = not is_said or (settings.dlq == "file" and settings.dlq_file is None)
+    if is_needed and not settings.state_dir.is_dir():
+        raise StateError(
+            f"the state directory {settings.state_dir} does not exist",
+            "Give that of the pipeline with --state-dir; or the letters themselves, with --dlq-file or --dlq-db",
+        )
+    if not is_said:
         last = read_json(StateDir(settings.state_dir).run_status) or {}
         if last.get("dlq") == "pg_table" and last.get(
             "dlq_elsewhere"
@@ -317,6 +327,19 @@ def _check_whose(settings: Config, ids: list[str] | None) -> None:
             f"there is no pipeline in {settings.state_dir}: it is not known whose dead letters are meant",
             "Give its --state-dir; or name letters, by --id",
         )
+
+
+def _check_adapter(settings: Config, store: ReadableDeadLetters, name: str | None) -> None:
+    """A misspelt name must not look as if there were no letters."""
+    from pgcdc.config.rules import suggest
+    from pgcdc.dlq.stores import Query
+    from pgcdc.errors import ConfigError
+    from pgcdc.state import StateDir
+
+    acks = (path.stem for path in StateDir(settings.state_dir).acks.glob("*.json"))
+    known = sorted({*settings.adapter_names, *acks})
+    if name is not None and name not in known and next(store.find(Query(adapter=name, limit=1)), None) is None:
+        raise ConfigError(f"there is no adapter {name}, and no dead letter of one", suggest(name, known))
 
 
 def _query(

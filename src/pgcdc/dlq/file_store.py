@@ -166,6 +166,7 @@ def _fold(letters: dict[str, DeadLetter], raw: dict[str, Any], query: Query) -> 
                 outcome=raw["outcome"],
                 replayed_at=datetime.fromisoformat(at) if at else None,
                 error=raw["error"] or letters[name].error,
+                attempts=letters[name].attempts + (not at),
             )
 
 

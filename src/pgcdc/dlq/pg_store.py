@@ -117,9 +117,11 @@ class PgDeadLetters:
     def mark(self, ids: Sequence[str], outcome: str, at: datetime | None, error: str = "") -> None:
         """Change these rows."""
         update = sql.SQL(
-            "UPDATE {} SET outcome = %s, replayed_at = %s, error = coalesce(nullif(%s, ''), error) WHERE id = ANY (%s)"
+            "UPDATE {} SET outcome = %s, replayed_at = %s, error = coalesce(nullif(%s, ''), error), "
+            "attempts = attempts + %s WHERE id = ANY (%s)"
         ).format(self._name)
-        self._call("write to", lambda conn: conn.execute(update, [outcome, at, error.replace("\0", ""), list(ids)]))
+        values = [outcome, at, error.replace("\0", ""), int(at is None), list(ids)]
+        self._call("write to", lambda conn: conn.execute(update, values))
 
     def purge(self, query: Query) -> int:
         """Delete these rows."""

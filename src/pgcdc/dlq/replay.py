@@ -82,7 +82,9 @@ def deliver_again(store: ReadableDeadLetters, letters: Iterable[DeadLetter], red
                 tally.error = str(error)
                 return tally
             for one in refused:
-                store.mark([waiting.pop(one.position).id], FAILED, None, safe_error(f"{one.kind}: {one.text}"))
+                letter = waiting.pop(one.position)
+                text = one.text if one.kind == letter.error_kind else f"{one.kind}: {one.text}"
+                store.mark([letter.id], FAILED, None, safe_error(text))
             tally.failed += len(refused)
             continue
         except (PgcdcError, ConnectionError, TimeoutError) as error:

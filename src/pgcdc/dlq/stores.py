@@ -71,7 +71,7 @@ class ReadableDeadLetters(DeadLetters, Protocol):
         """The letters, in the order of their positions."""
 
     def mark(self, ids: Sequence[str], outcome: str, at: datetime | None, error: str = "") -> None:
-        """What became of letters, durably. Without `at` they still wait."""
+        """What became of letters, durably. Without `at` they still wait, and were tried once more."""
 
     def purge(self, query: Query) -> int:
         """Delete letters for good; how many. Those that are recorded meanwhile stay."""
