@@ -27,6 +27,7 @@ from pgcdc.position import Position
 from pgcdc.relation import Relations
 from pgcdc.sink.base import Batch
 from pgcdc.sink.pg_table.apply import Applier
+from pgcdc.sink.pg_table.known import KnownTables
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.spool.shapes import ShapeHistory
 from pgcdc.state import StateDir
@@ -120,11 +121,13 @@ class Mirror:
         self.said: list[str] = []
         self.options = PgTableOptions(mode="apply", **options)
         self.shapes = ShapeHistory(state.shapes_file)
+        self.known_file = state.path / "mirror.tables"
         self.restart()
 
     def restart(self) -> None:
         """A new process, with a session of its own."""
-        self.applier = Applier(self.options, self.shapes, "mirror", self.said.append)
+        known = KnownTables(self.known_file)
+        self.applier = Applier(self.options, self.shapes, "mirror", self.said.append, known)
         self.sql = connect(self.url)
         self.sql.execute("SET session_replication_role = replica")
         self.applier.connected(self.sql)

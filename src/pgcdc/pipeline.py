@@ -35,6 +35,7 @@ from pgcdc.position import format_lsn
 from pgcdc.reload import Own, Reloads, change_specs
 from pgcdc.sink.base import Batch
 from pgcdc.sink.registry import ADAPTERS, check_adapters, make_sink
+from pgcdc.sink.secrecy import keep_secrets
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.state import Lock, StateDir, read_json, write_json
 from pgcdc.stream.lanes import STOP_TIMEOUT_S, Lanes
@@ -86,6 +87,7 @@ class Pipeline:
         self._transforms = config.global_transforms if transforms is None else as_many(transforms)
         self._spark: SparkSession | None = None
         check_adapters(self._specs)
+        keep_secrets(config, self._specs, self._transforms)
         self._check_chains({spec.name: self._chain(spec) for spec in self._specs})
         self.reloads = Reloads(source, read_again, say)
         self._say = say

@@ -275,9 +275,42 @@ def test_what_somebody_does_to_the_target_is_noticed(pair: tuple[Source, Mirror]
     mirror.sql.execute("ALTER TABLE t RENAME a TO b")
     mirror.apply(source.read("INSERT INTO t VALUES (2, 6)"))
     assert mirror.rows("SELECT * FROM t ORDER BY id") == [(1, 5, None), (2, None, 6)]
+    assert any("column a added; rows that are there have NULL in it" in one for one in mirror.said)
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_table_that_somebody_dropped_is_not_made_again_without_its_rows(
+    pair: tuple[Source, Mirror], is_restarted: bool
+) -> None:
+    source, mirror = pair
+    batch = source.read("CREATE TABLE t (id int PRIMARY KEY, a int)", "INSERT INTO t VALUES (1, 5)")
+    with mirror.sql.transaction(force_rollback=True):  # what is rolled back was never there
+        mirror.applier.apply(mirror.sql, batch)
+    mirror.applier.connected(mirror.sql)
+    mirror.apply(batch)
+    mirror.apply(source.read("INSERT INTO t VALUES (2, 6)"))
+    if is_restarted:
+        mirror.close()
+        mirror.restart()
     mirror.sql.execute("DROP TABLE t")
-    mirror.apply(source.read("INSERT INTO t VALUES (3, 7)"))
+    later = source.read("INSERT INTO t VALUES (3, 7)")
+    with pytest.raises(SinkError, match=r"table t is not at the target any more") as caught:
+        mirror.apply(later)
+    assert 'CREATE TABLE "public"."t"' in caught.value.advice and "snapshot" in caught.value.advice
+    mirror.sql.execute("CREATE TABLE t (id int PRIMARY KEY, a int)")
+    mirror.apply(later)
     assert mirror.rows("SELECT * FROM t") == [(3, 7)]
+
+
+def test_a_name_that_is_free_by_right_is_taken_again(pair: tuple[Source, Mirror]) -> None:
+    source, mirror = pair
+    mirror.apply(source.read("CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (1)"))
+    mirror.apply(source.read("ALTER TABLE t RENAME TO u", "INSERT INTO u VALUES (2)"))
+    mirror.apply(source.read("CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (3)"))
+    mirror.apply(source.read("INSERT INTO t VALUES (4)"))
+    mirror.sql.execute("DROP TABLE t")
+    mirror.apply(source.read("DROP TABLE t", "CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (5)"))
+    assert mirror.rows("SELECT id FROM t") == [(5,)] and mirror.rows("SELECT id FROM u ORDER BY 1") == [(1,), (2,)]
 
 
 # --- rows that the target refuses

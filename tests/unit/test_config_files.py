@@ -196,6 +196,7 @@ def test_variables_stand_for_any_value_and_can_be_written_plainly() -> None:
 
 SECRET_ERRORS = {
     "literal": f"db: postgresql://app:{SECRET}@h/shop",
+    "literal default": f"db: postgresql://app:${{NONE:-{SECRET}}}@h/shop",
     "literal dsn": f"db: host=h password={SECRET}",
     "two passwords": "db: postgresql://app:${PW}@h/shop\npassword_file: password",
     "no file": "db: postgresql://app@h/shop\npassword_file: nowhere",

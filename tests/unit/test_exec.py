@@ -18,10 +18,12 @@ import pyarrow as pa
 import pytest
 from targets.events import END, START, STREAM, WHOLE, batch, batch_of, up_to
 
-from pgcdc import adapters
+from pgcdc import Pipeline, adapters
+from pgcdc.config.layers import load_config
 from pgcdc.errors import ConfigError, Policy, SinkError, SinkRejected, SinkUnavailable
 from pgcdc.ops.counters import EXEC_RESTARTS, counters
 from pgcdc.position import Position
+from pgcdc.sink import secrecy
 from pgcdc.sink.base import Batch
 from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.exec.process import clean_environment, end_all
@@ -110,11 +112,48 @@ def test_environment_has_no_secret_of_ours() -> None:
     assert clean_environment({"A": "1", "PGCDC_DB": "no url: ://"}) == {"A": "1"}
 
 
+def test_environment_has_no_secret_of_other_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrecy, "_known", set())
+    variables = {
+        "HOOK_TOKEN": "tok-1", "FIRST": "first-half", "SECOND": "second-half", "MIRROR": "postgresql://m:pw-of-m@h/x",
+        "SOURCE_PW": "pw-of-source", "LETTERS": "host=h password=pw-of-letters", "MASK": "the-key-of-the-mask",
+        "ROOM": "/services/abcdefghijklmnopqrst",
+    }  # fmt: skip
+    plain = {
+        "PATH": "/usr/lib/hooks.example.com:/bin",
+        "HOST": "hooks.example.com",
+        "STAGE": "test",
+        "V": "2",
+        "HOME": "/home/m",
+    }
+    for name, value in {**variables, **plain, "KEPT": "tok-1"}.items():
+        monkeypatch.setenv(name, value)
+    file = tmp_path / "pgcdc.yaml"
+    file.write_text("""
+        db: postgresql://app:${SOURCE_PW}@source/shop
+        all_tables: true
+        dlq: pg_table
+        dlq_db: ${LETTERS}
+        transforms: {global: [{type: mask, columns: [email], mode: hash, key_env: MASK}]}
+        adapters:
+        - {name: exec, command: cat, keep_env: KEPT}
+        - {name: webhook, url: 'https://${HOST}${ROOM}?v=2', signing_key: '${FIRST}${SECOND}',
+           headers: {Authorization: 'Bearer ${HOOK_TOKEN}', X-Stage: '${STAGE}'}}
+        - {name: pg_table, db: '${MIRROR}'}
+    """)
+    Pipeline(load_config({}, os.environ, file))
+    found = clean_environment(os.environ, ["KEPT"], secrecy.known_secrets())
+    assert not set(found) & set(variables)
+    assert {name: found.get(name) for name in plain} == plain and found["KEPT"] == "tok-1"
+
+
 @pytest.mark.parametrize("ack", ["exit", "line", "write"])
 def test_command_sees_no_secret(make: Make, tmp_path: Path, ack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PGCDC_DB", "postgresql://app:hush-hush@host/shop")
     monkeypatch.setenv("MY_URL", "postgresql://app:hush-hush@host/shop")
     monkeypatch.setenv("PGCDC_X", "kept")
+    monkeypatch.setenv("HOOK_KEY", "also-hush-hush")
+    monkeypatch.setattr(secrecy, "_known", {"also-hush-hush"})
     out = tmp_path / "env"
     answers = "while read -r line; do echo done; done" if ack == "line" else "cat > /dev/null"
     sink = make(f"env > {quote(out)}.new; mv {quote(out)}.new {quote(out)}; {answers}", ack=ack, keep_env=["PGCDC_X"])

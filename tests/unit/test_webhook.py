@@ -201,7 +201,12 @@ def test_configuration_takes_secrets_from_variables_and_shows_none(
     ("text", "key"),
     [
         ("webhook_signing_key: s3cr3t", "webhook_signing_key"),
+        ("webhook_signing_key: s3cr3t${TOKEN}", "webhook_signing_key"),
+        ("webhook_signing_key: ${TOKEN:-s3cr3t}", "webhook_signing_key"),
         ("webhook_headers: {Authorization: Bearer s3cr3t}", "webhook_headers"),
+        ("webhook_headers: {Authorization: 'Bearer s3cr3t${TOKEN}'}", "webhook_headers"),
+        ("webhook_headers: {Authorization: 'Bearer ${TOKEN:-s3cr3t}'}", "webhook_headers"),
+        ("webhook_headers: {Cookie: 'a=${TOKEN}; b=s3cr3t'}", "webhook_headers"),
         ("webhook_headers: 'X-Api-Key: s3cr3t'", "webhook_headers"),
         ("adapters: [{name: a, type: webhook, url: 'https://h', signing_key: s3cr3t}]", r"adapters\[0\].signing_key"),
         ("adapters: [{name: webhook, url: 'https://h', headers: {cookie: s3cr3t}}]", r"adapters\[0\].headers"),
@@ -216,8 +221,28 @@ def test_secret_in_the_file_is_refused_without_being_told(
     if "adapters" in text:
         environ = {name: value for name, value in BASE.items() if name != "PGCDC_ADAPTERS"}
     with pytest.raises(ConfigError, match=rf"line 1: {key}: a secret stands in this file") as caught:
-        load_config({}, environ, None)
+        load_config({}, {**environ, "TOKEN": "other"}, None)
     assert "s3cr3t" not in str(caught.value) and "${NAME}" in caught.value.advice
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("webhook_signing_key: ${TOKEN}${TOKEN}", "${TOKEN}${TOKEN}"),
+        ("webhook_headers: {Cookie: 'a=${TOKEN}; b=\"${TOKEN}\"'}", "a=${TOKEN}"),
+        ("webhook_headers: {Authorization: 'Bearer ${TOKEN}'}", "Bearer ${TOKEN}"),
+        ("webhook_url: https://h/x/${TOKEN}?key=s3cr3t${TOKEN}", "https://h/x/${TOKEN}?***"),
+        ("webhook_url: https://h/s3cr3ts3cr3ts3cr3t${TOKEN}/x?${TOKEN}", "https://h/***/x?${TOKEN}"),
+    ],
+)
+def test_variables_are_shown_by_name_and_nothing_secret_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, shown: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pgcdc.yaml").write_text(text)
+    url = {} if "url" in text else {"PGCDC_WEBHOOK_URL": URL}
+    found = show_yaml(load({}, {**BASE, **url, "TOKEN": "other"}, None))
+    assert shown in found and "s3cr3t" not in found and "other" not in found
 
 
 def test_flags_and_variables_say_headers_in_lines() -> None:

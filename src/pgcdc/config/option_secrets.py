@@ -7,6 +7,7 @@ in plain text, only `${NAME}`.
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,10 @@ from pgcdc.sink.registry import ADAPTERS
 from pgcdc.sink.webhook.options import is_secret_header, parse_headers, redact_url
 
 __all__ = ["check_literals", "describe_options", "hide_option", "hide_options", "option_secrets"]
+
+_BEFORE_VARIABLE = re.compile(r"^[A-Za-z-]{1,20} +(?=\S)|[\w.-]+=(?=[\"']?\$\{)")
+LONG_WORD = 16
+"""In the path of a URL: as `redact_url` has it."""
 
 
 def _extra(kind: str, field: str) -> Mapping[str, Any]:
@@ -68,12 +73,23 @@ def check_literals(raw: Mapping[str, Any]) -> None:
             if isinstance(found, Mapping)
             else [found]
         )
-        if any(isinstance(text, str) and text and literal_part(text) == text for text in texts):
+        is_header = isinstance(found, Mapping)
+        if any(isinstance(text, str) and _has_literal(text, is_header=is_header) for text in texts):
             raise Misfit(
                 path,
                 "a secret stands in this file",
                 f"Write ${{NAME}} for it and set that variable, or use {path[-1]}_file",
             )
+
+
+def _has_literal(text: str, *, is_header: bool) -> bool:
+    """Whether a part of a secret is written there.
+
+    A header may name how it is meant: `Bearer ${TOKEN}`, `id=${ID}; key=${KEY}`.
+    """
+    if is_header and "${" in text:
+        text = _BEFORE_VARIABLE.sub("", text)
+    return bool(literal_part(text).strip(" ;,\"'"))
 
 
 def hide_options(name: str, value: Any) -> Any:
@@ -110,8 +126,19 @@ def _hide_item(item: dict[str, Any]) -> dict[str, Any]:
 def _hide(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: "***" if isinstance(one, str) and "${" not in one else one for key, one in value.items()}
-    if not isinstance(value, str) or not value or "${" in value:
+    if not isinstance(value, str) or not value:
         return value
+    if "${" in value:
+        return _hide_between(value)
     if value.startswith(("http://", "https://")):
         return redact_url(value)
     return redact_text(value) if "://" in value else "***"
+
+
+def _hide_between(text: str) -> str:
+    """A text with variables; of a URL's query and long words only those are shown."""
+    if not literal_part(text).startswith(("http://", "https://", "/", "?")):
+        return text
+    before, mark, query = text.partition("?")
+    path = "/".join("***" if len(literal_part(word)) >= LONG_WORD else word for word in before.split("/"))
+    return path + (mark and ("?***" if literal_part(query) else f"?{query}"))

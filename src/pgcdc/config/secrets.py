@@ -63,8 +63,8 @@ def expand(text: str, environ: Mapping[str, str], see: Callable[[str, str], None
 
 
 def literal_part(text: str) -> str:
-    """What of a text stands there itself, without what comes from variables."""
-    return _VARIABLE.sub(lambda found: "" if not found[1] else found[0], text)
+    """What of a text stands there itself, without what comes from variables; a default (`${NAME:-default}`) stands there."""
+    return _VARIABLE.sub(lambda found: found[2].partition(":-")[2] if not found[1] else found[0], text)
 
 
 def hide(text: str, secrets: Iterable[str]) -> str:

@@ -20,6 +20,7 @@ from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Sink
 from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.registry import ADAPTERS, check_options, make_sink
+from pgcdc.sink.secrecy import keep_secrets
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
 from pgcdc.state import Lock, StateDir
 
@@ -49,6 +50,7 @@ def plan_destinations(flags: Mapping[str, Any], file: Path | None, adapters: lis
     base = load({key: value for key, value in flags.items() if key not in others}, os.environ, file)
     known = base.config.adapter_names if ("adapters",) in base.origins else ()
     specs = {spec.name: spec for spec in base.config.adapter_specs} if known else {}
+    keep_secrets(base.config, list(specs.values()), base.config.global_transforms)
     found: dict[str, Destination] = {}
     for name in adapters:
         if name in specs:

@@ -18,6 +18,7 @@ from pgcdc.errors import ConfigError
 from pgcdc.sink.base import Sink
 from pgcdc.sink.exec.options import ExecOptions
 from pgcdc.sink.pg_table.options import PgTableOptions
+from pgcdc.sink.secrecy import keep_secrets
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, FileOptions, NoopOptions, StdoutOptions
 from pgcdc.sink.webhook.options import WebhookOptions
 
@@ -69,6 +70,7 @@ class AdapterType:
 
 def make_sink(spec: AdapterSpec, acks: Path) -> Sink:
     """The sink of one adapter; its ack stands in the folder `acks`."""
+    keep_secrets(None, [spec])
     return ADAPTERS[spec.type].make(spec, acks)
 
 

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import fcntl
 import os
+import re
 import select
 import signal
 import subprocess
@@ -33,6 +34,10 @@ GRACE_S = 2.0
 """How long a command may take to end when it is asked to."""
 MAX_ERROR_LINE = 4096
 SAME_START_S = 0.1
+UNLIKELY_CHARS = 16
+"""A secret of so many characters is in no other text by chance."""
+PART_CHARS = 8
+"""Less than that is not looked for in other texts."""
 _OF_LIBPQ = ("PGPASSWORD", "PGSSLPASSWORD")
 
 _alive: set[Process] = set()
@@ -300,9 +305,11 @@ def _runs(process: psutil.Process) -> bool:
 # --- its environment
 
 
-def clean_environment(environ: Mapping[str, str], keep: Collection[str] = ()) -> dict[str, str]:
-    """The environment without secrets of pgcdc: its variables, and whatever holds the password of its database."""
-    secrets = _passwords(environ)
+def clean_environment(
+    environ: Mapping[str, str], keep: Collection[str] = (), known: Collection[str] = ()
+) -> dict[str, str]:
+    """The environment without secrets of pgcdc: its variables, and whatever holds a password of it or one of `known`."""
+    secrets = _passwords(environ) | {one for one in known if one}
     return {
         name: value
         for name, value in environ.items()
@@ -323,10 +330,18 @@ def _passwords(environ: Mapping[str, str]) -> set[str]:
 
 
 def _holds(value: str, secret: str) -> bool:
-    """Whether a variable is the password, or a URL or DSN with it. A short password is part of many other words."""
-    return (
-        value == secret
-        or f":{secret}@" in value
-        or f":{quote(secret, safe='')}@" in value
-        or f"password={secret}" in value
-    )
+    """Whether a variable is the secret, has it in it (a URL, DSN or header), or is a part of it (`${FIRST}${SECOND}`).
+
+    A short one is part of many other words: it counts only at the places of passwords.
+    """
+    if value == secret or (len(value) >= PART_CHARS and "://" not in secret and value in secret):
+        return True
+    forms = {secret, quote(secret, safe="")}
+    if any(f":{form}@" in value or f"password={form}" in value for form in forms):
+        return True
+    if len(secret) >= UNLIKELY_CHARS:
+        return any(form in value for form in forms)
+    if len(secret) < PART_CHARS:
+        return False
+    either = "|".join(map(re.escape, forms))
+    return re.search(rf"(?:^|[:=\s\"',;&])(?:{either})(?:$|[@\s\"',;&])", value) is not None

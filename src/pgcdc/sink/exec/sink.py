@@ -31,6 +31,7 @@ from pgcdc.sink.base import Batch
 from pgcdc.sink.exec.feed import LOOK_S, Feed, FeedEnded, FeedStalled
 from pgcdc.sink.exec.options import ExecOptions
 from pgcdc.sink.exec.process import GRACE_S, Process, clean_environment, end_leftover
+from pgcdc.sink.secrecy import known_secrets
 from pgcdc.sink.tell import tell
 from pgcdc.state import read_json, write_json
 
@@ -288,7 +289,7 @@ class ExecSink:
         if self._has_failed:
             counters.add(EXEC_RESTARTS, adapter=self.name)
             self._has_failed = False
-        environment = clean_environment(os.environ, self._options.keep_env)
+        environment = clean_environment(os.environ, self._options.keep_env, known_secrets())
         ack = self._options.ack
         self._process = Process(self._options.words, environment, self.name, reads=ack == "line", counts=ack == "exit")
         self._note_process(self._process)
@@ -301,7 +302,7 @@ class ExecSink:
 
     def _check_shell(self) -> str:
         """The first word of the text if there is no such command; "" if all is well, or only the shell can tell."""
-        environment = clean_environment(os.environ, self._options.keep_env)
+        environment = clean_environment(os.environ, self._options.keep_env, known_secrets())
 
         def ask(*words: str) -> subprocess.CompletedProcess[str]:
             return subprocess.run(

@@ -22,6 +22,7 @@ from pgcdc.position import Position
 from pgcdc.sink.base import Batch, Receipt
 from pgcdc.sink.pg_table.faults import describe_fault, is_conflict, is_other_shape, is_row_fault
 from pgcdc.sink.pg_table.folding import Folding, Sources
+from pgcdc.sink.pg_table.known import KnownTables
 from pgcdc.sink.pg_table.lines import Event, parse_events, scan_lines
 from pgcdc.sink.pg_table.mapping import TargetNames, source_name
 from pgcdc.sink.pg_table.options import PgTableOptions
@@ -54,7 +55,14 @@ class Applier:
     created or altered.
     """
 
-    def __init__(self, options: PgTableOptions, shapes: ShapeHistory, adapter: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        options: PgTableOptions,
+        shapes: ShapeHistory,
+        adapter: str,
+        say: Callable[[str], None],
+        known: KnownTables | None = None,
+    ) -> None:
         """ConfigError: the names of tables cannot be read. `shapes` may be read already: it is refreshed where it can be."""
         self._options = options
         self._shapes = shapes
@@ -62,6 +70,7 @@ class Applier:
         self._names = TargetNames(options.tables, options.target_schema)
         self._schema = options.target_schema or "public"
         self._rejected = Rejected(self._schema, adapter)
+        self._tables = known or KnownTables()
         self._conn: Connection | None = None
         self._targets: Targets | None = None
         self._writer: Writer | None = None
@@ -85,6 +94,8 @@ class Applier:
             self._is_warm = True
             if self._rejected.waiting:
                 self._supersede(conn, batch.events, changes)
+            if self._targets is not None:
+                self._tables.see(conn, self._targets.present)
         except BaseException:
             self._forget()
             raise
@@ -172,6 +183,7 @@ class Applier:
                 self._targets.follow(change)
             for receipt in receipts:
                 take_part(receipt, self._writer, lambda name: self._shapes.in_force(*name, end))
+            self._tables.see(conn, self._targets.present)
         except BaseException:
             self._forget()
             raise
@@ -183,6 +195,7 @@ class Applier:
         self._shapes.refresh()
         if conn is not self._conn:
             self.connected(conn)
+        self._tables.settle(conn)
         if time.monotonic() > self._known_until:  # somebody may have altered the target's tables
             self._forget()
         self._open(conn).begin()
@@ -190,7 +203,7 @@ class Applier:
 
     def _open(self, conn: Connection) -> Writer:
         if self._writer is None or self._targets is None:
-            self._targets = Targets(conn, self._options, self._names, self._say)
+            self._targets = Targets(conn, self._options, self._names, self._say, self._tables)
             self._writer = Writer(conn, self._targets)
             self._known_until = time.monotonic() + KNOWN_S
         return self._writer
@@ -198,6 +211,7 @@ class Applier:
     def _forget(self) -> None:
         """After a rollback the target may be other than we know."""
         self._targets = self._writer = None
+        self._tables.forget()
         self._is_warm = False
 
     def _divide(

@@ -68,8 +68,11 @@ class PgTableSink:
             self._appender = Appender(options.table)
         else:
             from pgcdc.sink.pg_table.apply import Applier
+            from pgcdc.sink.pg_table.known import KnownTables
 
-            self._applier = Applier(options, ShapeHistory(self._state.shapes_file), name, self._say_once)
+            self._known = KnownTables(acks / f"{name}.tables")
+            shapes = ShapeHistory(self._state.shapes_file)
+            self._applier = Applier(options, shapes, name, self._say_once, self._known)
         self._target = Target(options, name, self._positions, self._appender, self._state)
         self.needs_key_order = self._applier is not None
         self.takes_executors = options.executors != "never"
@@ -181,6 +184,8 @@ class PgTableSink:
             # An ack is never behind the row, but where `pgcdc resync` begins anew: positions of another server are smaller.
             self._positions.advance(conn, self._owner, place.position, self._file.position)
             self._written = self._acked = self._file.position
+            if self._applier is not None:
+                self._known.clear()
             return self._save(target)
         self._written = place.position
         # Behind the row the ack may have moved over batches that had nothing for it.

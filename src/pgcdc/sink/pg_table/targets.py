@@ -10,6 +10,7 @@ import psycopg
 from pgcdc.capture.database import Connection, name_table, quote_identifier, quote_qualified
 from pgcdc.errors import SinkError
 from pgcdc.sink.pg_table import ddl
+from pgcdc.sink.pg_table.known import KnownTables
 from pgcdc.sink.pg_table.mapping import TableName, TargetNames
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.tables import SourceTable, TargetTable, find_types, load_target
@@ -24,12 +25,25 @@ Say = Callable[[str], None]
 class Targets:
     """What one session knows of the target's tables. After a rollback it must be made anew."""
 
-    def __init__(self, conn: Connection, options: PgTableOptions, names: TargetNames, say: Say) -> None:
+    def __init__(
+        self,
+        conn: Connection,
+        options: PgTableOptions,
+        names: TargetNames,
+        say: Say,
+        were_there: KnownTables | None = None,
+    ) -> None:
         self._conn = conn
         self._options = options
         self._names = names
         self._say = say
         self._known: dict[TableName, TargetTable | None] = {}
+        self._were_there = were_there or KnownTables()
+
+    @property
+    def present(self) -> list[TableName]:
+        """Tables that are there, as far as somebody has asked."""
+        return [name for name, target in self._known.items() if target is not None]
 
     def find(self, name: TableName) -> TargetTable | None:
         """The table of this name at the target; None if there is none."""
@@ -57,7 +71,10 @@ class Targets:
                 f"Run there: {statement}; or set evolve to add",
             )
         self._run(statement, f"cannot add columns to table {target.title} at the target")
-        self._say(f"table {target.title}: column {', '.join(missing)} added{_say_without(without)}")
+        self._say(
+            f"table {target.title}: column {', '.join(missing)} added{_say_without(without)}; rows that are there have "
+            "NULL in it until they change or a snapshot brings them"
+        )
         return self._load_again(name)
 
     def _create(
@@ -68,6 +85,12 @@ class Targets:
             raise SinkError(
                 f"table {name_table(*name)} is not at the target",
                 f"Run there: {statement}; or set create to true",
+            )
+        if name in self._were_there:
+            raise SinkError(
+                f"table {name_table(*name)} is not at the target any more: made anew, it would lack all rows but those that "
+                "change",
+                f"Restore it, or run there: {statement}; and take a snapshot of the table: pgcdc snapshot",
             )
         action = f"cannot create table {name_table(*name)} at the target"
         if not self._conn.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (name[0],)).fetchone():
@@ -114,7 +137,9 @@ class Targets:
     def say_anew(self, source: TableName) -> None:
         """A table that was dropped and made again: nothing tells the target which rows are gone."""
         target = self.find(self._names(source))
-        if target is not None:
+        if target is None:
+            self._were_there.drop(self._names(source))
+        else:
             self._say(
                 f"table {name_table(*source)} was made anew at the source; the rows of the one before stay in "
                 f"{target.title}: TRUNCATE that, and take a snapshot of the table, if they should not"
@@ -137,6 +162,7 @@ class Targets:
         for statement in ddl.move_table(old, new):
             self._run(statement, action)
         self._known.clear()
+        self._were_there.drop(old)
         self._say(f"table {name_table(*old)} renamed to {name_table(*new)}")
 
     def _follow_column(self, target: TargetTable, one: Mapping[str, Any]) -> None:
