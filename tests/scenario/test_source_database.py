@@ -305,6 +305,14 @@ def test_a_missing_publication_names_the_command_that_creates_it(conn: Connectio
     assert caught.value.exit_code == 2
 
 
+def test_a_database_that_is_read_only_is_not_called_a_standby(conn: Connection) -> None:
+    conn.execute("CREATE TABLE a (id int PRIMARY KEY)")
+    conn.execute("SET default_transaction_read_only = on")
+    with pytest.raises(SourceError, match="this database is read-only") as caught:
+        ensure(conn, "ours", ["a"])
+    assert "default_transaction_read_only" in caught.value.advice
+
+
 def test_a_publication_of_the_user_is_only_read(conn: Connection) -> None:
     conn.execute("CREATE TABLE a (id int PRIMARY KEY); CREATE TABLE b (id int)")
     conn.execute("CREATE PUBLICATION theirs FOR TABLE a, b WITH (publish = 'insert')")

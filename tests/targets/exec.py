@@ -67,7 +67,7 @@ class _ExecTarget(BaseTarget):
     def wrong_options(self) -> Sequence[tuple[Mapping[str, Any], str]]:
         return [
             ({}, "command or argv"),
-            ({"command": "cat", "argv": ["cat"]}, "command or argv"),
+            ({"command": "cat", "argv": ["cat"]}, "command and argv are both given"),
             ({"command": "  "}, "command or argv"),
             ({"argv": "'"}, "not a list of words"),
             ({"argv": [""]}, "is empty"),

@@ -19,7 +19,7 @@ from pgcdc.cli.main import app
 from pgcdc.config.adapters import ENTRIES, Entry
 from pgcdc.config.explain import ELSEWHERE
 from pgcdc.config.fields import is_switch, setting_of
-from pgcdc.config.layers import load_config
+from pgcdc.config.layers import load, load_config
 from pgcdc.config.model import Config, Transforms
 from pgcdc.config.secrets import read_secret
 from pgcdc.errors import ConfigError
@@ -480,3 +480,25 @@ def test_path_of_a_secret_that_is_none_is_an_error_of_the_configuration() -> Non
     for path in ("a\0b", "~no-such-user/key"):
         with pytest.raises(ConfigError, match="the key of a mask cannot be read"):
             read_key(None, path)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"adapters": ["exec"]}, "adapter exec: command or argv is needed. The flags are --exec-command, --exec-argv; "
+         "in the YAML file, exec_command, exec_argv"),
+        ({"adapters": ["exec"], "exec_command": "cat", "exec_argv": "cat"}, "command and argv are both given. The flags"),
+        ({"adapters": [{"name": "a", "type": "exec"}]}, "adapter a: command or argv is needed. They are keys of"),
+        ({"adapters": ["webhook"]}, "url or url_file is needed. The flags are --webhook-url, --webhook-url-file; in the"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_go_together_are_named_as_they_are_written(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"tables": "t", **flags}, {}, None).check()
+    assert message in str(caught.value)
+
+
+def test_a_flag_stands_once_in_a_message() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"tables": "t", "adapters": ["stdout"], "file_path": "x"}, {}, None).check()
+    assert caught.value.message == "--file-path is given without --adapter file"

@@ -323,8 +323,9 @@ def test_options_are_described_without_secrets_and_without_defaults() -> None:
 
 
 def test_validation_describes_an_adapter_without_its_secrets(tmp_path: Path) -> None:
-    config = Config(tables=("t",), adapters=["webhook"], state_dir=tmp_path, webhook_url="http://127.0.0.1:1/hook",
-                    webhook_signing_key="geheim", webhook_allow_private=True)  # fmt: skip
+    raw = {"tables": ["t"], "adapters": ["webhook"], "state_dir": tmp_path, "webhook_url": "http://127.0.0.1:1/hook",
+           "webhook_signing_key": "geheim", "webhook_allow_private": True}  # fmt: skip
+    config = Config.model_validate(raw)
     said = _look_at_adapter(config, config.adapter_specs[0])
     assert "signing_key ***" in said and "geheim" not in said
     assert _try("adapter a", lambda: _fail("adapter a: it is down")).detail == "it is down"

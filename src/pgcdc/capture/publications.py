@@ -314,6 +314,11 @@ def _execute(conn: Connection, statements: Sequence[str], tables: Sequence[Table
     except psycopg.errors.InsufficientPrivilege as exc:
         raise _explain_rights(conn, str(exc.diag.message_primary), statements, tables) from None
     except psycopg.errors.ReadOnlySqlTransaction:
+        if conn.execute("SELECT pg_is_in_recovery()").fetchone() == (False,):
+            raise SourceError(
+                "this database is read-only: publications cannot be created or changed here",
+                "Set default_transaction_read_only to off for this role, or create the publication and use --publication",
+            ) from None
         advice = "Create the publication on the primary and use --publication"
         raise SourceError("this server is a standby: publications cannot be created or changed here", advice) from None
 

@@ -6,6 +6,7 @@ mapping in the list, which stands for itself: `{name: audit, type: file, path: a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from pydantic_core import PydanticCustomError
 
 from pgcdc.config.fields import UNKNOWN, AdapterName, Patterns, is_switch, setting
 from pgcdc.config.misfit import KeyPath, Misfit
-from pgcdc.sink.registry import ADAPTERS
+from pgcdc.sink.registry import ADAPTERS, AdapterType
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, Priority
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, TransformSpec
 
@@ -195,7 +196,8 @@ def _spec(config: Config, number: int, item: AdapterItem) -> AdapterSpec:
     except ValidationError as error:  # options that do not go together
         first = error.errors(include_url=False, include_input=False)[0]
         where = option_path(config, number, str(first["loc"][0])) if first["loc"] else ("adapters", number)
-        raise Misfit(where, first["msg"].removeprefix("Value error, "), f"See the adapter {kind.name}") from None
+        reason = first["msg"].removeprefix("Value error, ")
+        raise Misfit(where, f"adapter {name}: {reason}", _say_keys(kind, item, reason)) from None
     own: tuple[Any, ...] = config.transforms.adapter.get(name, ())
     routes, priority = config.routes.get(name), config.adapter_priority.get(name)
     if isinstance(item, Entry):
@@ -209,6 +211,18 @@ def _spec(config: Config, number: int, item: AdapterItem) -> AdapterSpec:
         routes=routes or (),
         priority=priority or "normal",
     )
+
+
+def _say_keys(kind: AdapterType, item: AdapterItem, reason: str) -> str:
+    """Where the options stand that a message names."""
+    named = [field for field in re.findall(r"\w+", reason) if field in kind.options.model_fields]
+    if not named:
+        return f"See the adapter {kind.name}"
+    if isinstance(item, Entry):
+        return f"They are keys of its mapping: {', '.join(dict.fromkeys(named))}"
+    keys = [f"{kind.name}_{field}" for field in dict.fromkeys(named)]
+    flags = ", ".join(f"--{key.replace('_', '-')}" for key in keys)
+    return f"The flags are {flags}; in the YAML file, {', '.join(keys)}"
 
 
 def choose_specs(config: Config, given: Any) -> tuple[Any, ...]:

@@ -87,6 +87,8 @@ class Loaded:
         except Misfit as error:
             key = error.path[0]
             where = f"{self.place(error.path)}: " if (key,) in self.origins else ""
+            if where and error.message.startswith(where.replace(": ", " ", 1)):  # a flag, which it begins with
+                where = ""
             raise self.safe(ConfigError(where + error.message, error.advice)) from None
         except ConfigError as error:
             raise self.safe(error) from None

@@ -51,7 +51,7 @@ class ExecOptions(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> ExecOptions:
         if bool(self.command.strip()) == bool(self.argv):
-            raise ValueError("give the command in one way: command or argv")
+            raise ValueError("command or argv is needed" if not self.argv else "command and argv are both given")
         if self.argv and not self.argv[0]:
             raise ValueError("the first word of argv is the command, and it is empty")
         if "\0" in self.command or any("\0" in word for word in self.argv):

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pgcdc.capture.database import connect, explain_errors, name_table, split_table
+from pgcdc.capture.database import connect, explain_errors, name_table, parse_url, split_table
 from pgcdc.errors import ConfigError, PgcdcError, SinkError
 from pgcdc.sink.pg_table.mapping import TableName, TargetNames, find_loops
 from pgcdc.sink.pg_table.options import PgTableOptions
@@ -48,7 +48,8 @@ def check_source(spec: AdapterSpec, source: SourceOptions) -> None:
     assert isinstance(spec.options, PgTableOptions)
     options = spec.options.resolved()
     try:
-        if _name(options.db) != _name(source.url):
+        target = _name(options.db)
+        if target != _name(source.url) or (not target.system and not _is_same_address(options.db, source.url)):
             return
         published = rehearse(replace(source, snapshot_mode="never")).published
     except PgcdcError:
@@ -57,6 +58,12 @@ def check_source(spec: AdapterSpec, source: SourceOptions) -> None:
         check_captured(options, spec.name, {(one.relation.namespace, one.relation.name) for one in published})
     except SinkError as error:
         raise ConfigError(error.message, error.advice) from None
+
+
+def _is_same_address(one: str, other: str) -> bool:
+    """For roles that may not ask which server it is: databases of two servers can have the same oid."""
+    first, second = parse_url(one), parse_url(other)
+    return all(first.get(key) == second.get(key) for key in ("host", "hostaddr", "port", "dbname"))
 
 
 def _name(url: str) -> TargetName:
