@@ -23,7 +23,7 @@ from pgcdc.sink.pg_table.append import copy_rows, copy_rows_one_by_one
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.parts import PgTablePartWriter, url_variable
 from pgcdc.sink.pg_table.sqlstate import Blame, blame, explain, kind_of
-from pgcdc.sink.registry import make_sink
+from pgcdc.sink.registry import check_adapters, make_sink
 from pgcdc.stream.lines import quote_json
 
 SOURCE = "postgresql://app@source/shop"
@@ -153,6 +153,18 @@ def test_two_adapters_do_not_append_to_one_table(tmp_path: Path) -> None:
     file.write_text("adapters: [{name: a, type: pg_table}, {name: b, type: pg_table}]\n")
     with pytest.raises(ConfigError, match="write to the same target: table pgcdc_events in source:/shop"):
         load_config({"db": SOURCE, "all_tables": True}, {}, file)
+
+
+def test_two_adapters_do_not_find_their_urls_in_one_variable(tmp_path: Path) -> None:
+    file = tmp_path / "pgcdc.yaml"
+    file.write_text("adapters: [{name: a-b, type: pg_table, mode: apply}, {name: a_B, type: pg_table, table: x}]\n")
+    with pytest.raises(
+        ConfigError, match=r"line 1: adapters: the names of the adapters a-b and a_B are too much alike"
+    ):
+        load_config({"db": SOURCE, "all_tables": True}, {}, file)
+    with pytest.raises(ConfigError, match="PGCDC_EXECUTOR_DB_A_B"):
+        check_adapters([adapters.pg_table(TARGET, name="a-b"), adapters.pg_table(TARGET, table="x", name="a_b")])
+    check_adapters([adapters.pg_table(TARGET, name="a-b"), adapters.stdout(name="a_b")])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pgcdc.config.adapters import FLAT_KEYS, Entry, option_path
 from pgcdc.config.misfit import KeyPath, Misfit
 from pgcdc.config.secrets import read_secret
 from pgcdc.errors import ConfigError
-from pgcdc.sink.registry import ADAPTERS, check_options
+from pgcdc.sink.registry import ADAPTERS, check_options, check_variables
 from pgcdc.spool.schema import Op
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, FilterSpec, MaskSpec
 
@@ -165,6 +165,7 @@ def _check_adapters(config: Config) -> None:
                 "Give each a target of its own",
             )
         targets[target] = spec.name
+    _place(("adapters",), partial(check_variables, config.adapter_specs))
 
 
 def _check_dead_letters(config: Config) -> None:

@@ -6,7 +6,7 @@ has no row that waits, it costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import orjson
@@ -82,7 +82,17 @@ class Rejected:
             'AND "position" = %s'
         )
         conn.cursor().executemany(query.encode(), found)
+        self._clean(conn, {position for *_, position in found})
         self.look(conn)
+
+    def _clean(self, conn: Connection, positions: Collection[str]) -> None:
+        """Of events that are superseded for all of their keys nothing is needed: what has no row here is not replayed."""
+        query = (
+            f'DELETE FROM {self._table} AS done WHERE adapter = %s AND "position" = ANY(%s) AND NOT EXISTS '
+            f'(SELECT FROM {self._table} AS other WHERE other.adapter = done.adapter AND other."position" = '
+            'done."position" AND other.superseded_by IS NULL)'
+        )
+        conn.execute(query.encode(), (self._adapter, list(positions)))
 
     def follow(self, conn: Connection, old: str, new: str) -> None:
         """A table has another name."""
