@@ -28,6 +28,7 @@ def check(one: Listener) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_once_delivers_rows_and_changes_though_the_driver_is_killed(database: Database, tmp_path: Path) -> None:
     fill(database, "t", 3000)
     environment = {"PGCDC_SNAPSHOT_CHUNK_BYTES": "65536", "PGCDC_FAILPOINT_ONCE": str(tmp_path)}

@@ -125,6 +125,7 @@ def test_the_playground_proves_that_source_and_delivered_content_are_equal(scrat
     assert code == 2 and "events.jsonl" in stderr  # never written over
 
 
+@pytest.mark.slow
 def test_a_lost_event_is_noticed(scratch: Path) -> None:
     code, stdout, stderr = play(scratch, "-c", LOSE_ONE_EVENT)
     assert code == 1, stdout + stderr
