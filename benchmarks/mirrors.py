@@ -108,9 +108,15 @@ def target_server() -> Iterator[str]:
 
 
 def _fill(conn: psycopg.Connection[Any]) -> None:
+    _forget(conn)
     conn.execute("TRUNCATE backlog")
     conn.execute(sql.SQL("INSERT INTO backlog " + VALUES).format(-1000, 0))
     conn.execute("CHECKPOINT")
+
+
+def _forget(conn: psycopg.Connection[Any]) -> None:
+    """What an earlier run has left: its place belongs to its pipeline."""
+    conn.execute("DROP TABLE IF EXISTS pgcdc_events, pgcdc_positions, pgcdc_rejected")
 
 
 def run_subscription(source: str, target: str, backlog: Backlog, number: int) -> dict[str, Any]:
@@ -152,7 +158,7 @@ def run_apply(source: str, target: str, backlog: Backlog, number: int) -> dict[s
 def run_append(source: str, target: str, backlog: Backlog, number: int) -> dict[str, Any]:
     """Every event as a row of a table."""
     with connect(target) as conn:
-        conn.execute("DROP TABLE IF EXISTS pgcdc_events")
+        _forget(conn)
     result = _run(source, backlog, f"bench_append_{number}", _pg_table(target, mode="append"))
     with connect(target) as conn:
         _check_count(conn, "pgcdc_events", backlog)
@@ -181,7 +187,7 @@ def run_copy(target: str, backlog: Backlog) -> dict[str, Any]:
 def run_three(source: str, target: str, url: str, backlog: Backlog) -> dict[str, Any]:
     """File, `pg_table append` and a webhook (100 events a request) on one slot."""
     with connect(target) as conn:
-        conn.execute("DROP TABLE IF EXISTS pgcdc_events")
+        _forget(conn)
     settings = {
         **_pg_table(target, mode="append"),
         "adapters": ["file", "pg_table", "webhook"],
