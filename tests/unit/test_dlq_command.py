@@ -333,3 +333,10 @@ def test_validation_describes_an_adapter_without_its_secrets(tmp_path: Path) -> 
 
 def _fail(message: str) -> str:
     raise SinkError(message)
+
+
+def test_several_adapters_are_refused_rather_than_all_but_the_last_forgotten(run: Run, store: FileDeadLetters) -> None:
+    for command in (["list"], ["replay"], ["purge", "--yes"]):
+        result = run(*command, "--adapter", "file", "--adapter", "other")
+        assert result.exit_code == 2 and "--adapter is given more than once" in result.stderr
+    assert [one.outcome for one in store.find(Query(PIPELINE))] == [None] * 3

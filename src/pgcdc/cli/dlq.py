@@ -24,7 +24,7 @@ __all__ = ["dlq_app"]
 
 dlq_app = typer.Typer(help="Events that a target refused: look, deliver again, throw away.", no_args_is_help=True)
 
-Adapter = Annotated[str | None, typer.Option("--adapter", help="Only of this adapter.")]
+Adapter = Annotated[list[str] | None, typer.Option("--adapter", help="Only of this adapter.")]
 Since = Annotated[
     str | None, typer.Option(help="Only those of the last 30m, 24h, 7d; or since a time.", metavar="TIME")
 ]
@@ -66,8 +66,8 @@ def list_command(
     """Dead letters, the oldest first."""
     flags = _given(db=db, dlq=dlq, dlq_db=dlq_db, dlq_file=dlq_file, dlq_table=dlq_table, state_dir=state_dir)
     settings, store = _open(flags, config)
-    _check_adapter(settings, store, adapter)
-    found = list(store.find(_query(settings, adapter, since, before, ids, every, 0, True if waiting else None)))
+    name = _one_adapter(settings, store, adapter)
+    found = list(store.find(_query(settings, name, since, before, ids, every, 0, True if waiting else None)))
     shown = found[:limit] if limit else found
     if as_json:
         typer.echo(json.dumps([_brief(one) for one in shown], indent=2))
@@ -141,8 +141,8 @@ def purge_command(
     flags = _given(db=db, dlq=dlq, dlq_db=dlq_db, dlq_file=dlq_file, dlq_table=dlq_table, state_dir=state_dir)
     settings, store = _open(flags, config)
     _check_whose(settings, ids)
-    _check_adapter(settings, store, adapter)
-    query = _query(settings, adapter, since, before, ids, False, 0, False if settled else None)
+    name = _one_adapter(settings, store, adapter)
+    query = _query(settings, name, since, before, ids, False, 0, False if settled else None)
     found = list(store.find(query))
     waiting = sum(one.is_waiting for one in found)
     what = f"{_count(len(found))}, of which {waiting:,} still wait" if waiting else _count(len(found))
@@ -192,8 +192,8 @@ def replay_command(
     settings, store = _open(plain, config)
     state = StateDir(settings.state_dir)
     _check_whose(settings, ids)
-    _check_adapter(settings, store, adapter)
-    query = _query(settings, adapter, since, before, ids, False, limit, True)
+    name = _one_adapter(settings, store, adapter)
+    query = _query(settings, name, since, before, ids, False, limit, True)
     for one in ids or ():
         if not (letter := _get(store, one)).is_waiting:
             typer.echo(f"pgcdc: {one} is {letter.outcome} since {letter.replayed_at}: it does not go again", err=True)
@@ -329,17 +329,21 @@ def _check_whose(settings: Config, ids: list[str] | None) -> None:
         )
 
 
-def _check_adapter(settings: Config, store: ReadableDeadLetters, name: str | None) -> None:
-    """A misspelt name must not look as if there were no letters."""
+def _one_adapter(settings: Config, store: ReadableDeadLetters, names: list[str] | None) -> str | None:
+    """A misspelt name, or the last of several, must not look as if there were no letters."""
     from pgcdc.config.rules import suggest
     from pgcdc.dlq.stores import Query
     from pgcdc.errors import ConfigError
     from pgcdc.state import StateDir
 
+    if len(names or ()) > 1:
+        raise ConfigError("--adapter is given more than once", "Name one adapter here; without it, all are meant")
+    name = names[0] if names else None
     acks = (path.stem for path in StateDir(settings.state_dir).acks.glob("*.json"))
     known = sorted({*settings.adapter_names, *acks})
     if name is not None and name not in known and next(store.find(Query(adapter=name, limit=1)), None) is None:
         raise ConfigError(f"there is no adapter {name}, and no dead letter of one", suggest(name, known))
+    return name
 
 
 def _query(
