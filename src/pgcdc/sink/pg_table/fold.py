@@ -151,12 +151,7 @@ class Late(Keyed):
         unchanged: Iterable[str] = (),
     ) -> Move | None:
         """One row instead of another."""
-        if old_columns is None or old is None:
-            raise KeyError("old")
-        self.delete(old_columns, old)
-        if unchanged:
-            columns, line = _row_of({**values_of(old_columns, old), **values_of(columns, line)})
-        self.insert(columns, line)
+        _replace(self, (columns, line), old_columns, old, unchanged)
         return None
 
     def _settle(self, key: bytes) -> None:
@@ -169,6 +164,16 @@ class Late(Keyed):
             self.rows[key] = None
         else:  # what came has gone again
             self.rows.pop(key, None)
+
+
+def _replace(
+    fold: Late | Bag, row: Row, old_columns: Columns | None, old: bytes | None, unchanged: Iterable[str]
+) -> None:
+    """Where every change brings the whole old row: that one goes, and the new one comes. KeyError: it does not."""
+    if old_columns is None or old is None:
+        raise KeyError("old")
+    fold.delete(old_columns, old)
+    fold.insert(*(_row_of({**values_of(old_columns, old), **values_of(*row)}) if unchanged else row))
 
 
 def _make_finder(key: Columns, columns: Columns) -> Callable[[bytes], bytes]:
@@ -242,12 +247,7 @@ class Bag:
         unchanged: Iterable[str] = (),
     ) -> Move | None:
         """One row instead of another."""
-        if old_columns is None or old is None:
-            raise KeyError("old")
-        self.delete(old_columns, old)
-        if unchanged:
-            columns, line = _row_of({**values_of(old_columns, old), **values_of(columns, line)})
-        self.insert(columns, line)
+        _replace(self, (columns, line), old_columns, old, unchanged)
         return None
 
 
