@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from streams import changes_of, load_messages
 from wire import (
     encode_begin,
     encode_begin_prepare,
@@ -30,6 +31,7 @@ from pgcdc.relation import Column, Relation, Relations
 ORDERS = Relation(1, "public", "orders", "d", (Column("id", 23, -1, True),))
 NOON = 1_700_000_000_000_000
 SHAPE = encode_relation(ORDERS)
+STREAMS = Path(__file__).parents[1] / "fixtures" / "streams"
 
 
 def assembler(start_lsn: int = 100, **options: Any) -> Assembler:
@@ -222,6 +224,20 @@ def test_abandon_drops_prepared_changes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir())
     made.abandon()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("release", ["15.18", "15.20"])
+def test_relations_of_a_streamed_prepare_are_known_afterwards_described_again_or_not(release: str) -> None:
+    """15.20 no longer describes them again before ordinary changes; both recordings are of real servers."""
+    messages = load_messages(STREAMS / f"{release}-stream-prepare.txt")
+    made = Assembler(Relations(), start_lsn=1)
+    made.begin(two_phase=True)
+    for lsn, message in messages:
+        made.feed(message, lsn)
+    changes = [change for batch in iter(made.pop, None) for change in changes_of(batch)]
+    assert [(one.table, one.row["v"]) for one in changes] == [("t", b"ordinary"), ("t", b"streamed")]
+    behind = "".join(chr(message[0]) for _, message in messages).partition("p")[2]
+    assert behind == {"15.18": "BRICK", "15.20": "BICK"}[release]
 
 
 NOT_IN_ORDER: dict[str, tuple[list[bytes], str]] = {

@@ -287,11 +287,6 @@ class Assembler:
         self._require_stream(commit.xid, "Stream Commit", lsn)
         is_old = self._is_old(commit.end_lsn, lsn)
         transaction = self._end_stream(commit.xid, "Stream Commit", lsn)
-        # From now on the server takes these relations as known, unless it has told newer ones since.
-        for oid, table in transaction.tables.items():
-            if oid not in self._tables or self._tables[oid].number < table.number:
-                self._tables[oid] = table
-                self._shared.define(oid, table.version, table.columns)
         self._decide(transaction, commit.end_lsn, commit.commit_time, is_old)
 
     def _take_stream_abort(self, message: _Bytes, lsn: int) -> None:
@@ -313,10 +308,18 @@ class Assembler:
             transaction.rows.forget()
 
     def _end_stream(self, xid: int, name: str, lsn: int) -> Transaction:
-        """A streamed transaction, with everything in parts; it is none any more."""
+        """A streamed transaction that ends with Stream Commit or Stream Prepare, with everything in parts.
+
+        The server now takes its relations as known: after Stream Commit always, after Stream Prepare since PostgreSQL 15.20
+        (before, it described them again, which does no harm). Relations described since then are newer and stay.
+        """
         transaction = self._require_stream(xid, name, lsn)
         self._set_aside(transaction)
         del self._streams[xid]
+        for oid, table in transaction.tables.items():
+            if oid not in self._tables or self._tables[oid].number < table.number:
+                self._tables[oid] = table
+                self._shared.define(oid, table.version, table.columns)
         return transaction
 
     def _require_stream(self, xid: int, name: str, lsn: int) -> Transaction:
