@@ -1,7 +1,7 @@
 """Builds what is optionally compiled: decoder, JSON renderer, hashes, splitters. All else is in pyproject.toml.
 
-Without Cython or without a compiler the package is complete: `capture.rows`, `capture.copy`, `stream.lines`, `stream.masks`,
-`sink.pg_table.lines` and `types.split` then work in Python.
+Without Cython or without a compiler the package is complete: each compiled module has one
+in Python beside it that does the same.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def compiled_modules() -> list[Extension]:
             extra_compile_args=[] if sys.platform == "win32" else ["-O3" if name.endswith("_rows") else "-O2", "-g0"],
         )
         for name in (
-            "capture/_copy",
-            "capture/_rows",
+            "source/postgres/snapshot/_copy",
+            "source/postgres/wire/_rows",
             "sink/pg_table/_scan",
-            "stream/_hmac",
-            "stream/_lines",
-            "types/_interval",
-            "types/_split",
+            "event/_hmac",
+            "event/_lines",
+            "postgres/types/_interval",
+            "postgres/types/_split",
         )
     ]
     # The C file goes to build/, so that the source tree holds only what people write.

@@ -17,7 +17,7 @@ from usage import cpu_s, peak_rss_bytes
 from workload import PUBLICATION
 
 import pgcdc
-from pgcdc.capture.stream import open_capture  # noqa: F401 - imported before the clock starts
+from pgcdc.source.postgres.wire.stream import open_capture  # noqa: F401 - imported before the clock starts
 
 FEEDBACK_INTERVAL_S = 1.0
 SILENCE_S = 300.0

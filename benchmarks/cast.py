@@ -9,11 +9,11 @@ import numpy as np
 import psycopg
 import pyarrow as pa
 
-from pgcdc.capture.database import connect
-from pgcdc.types.catalog import TypeCatalog
-from pgcdc.types.column import ColumnType, TypeOptions
-from pgcdc.types.mapping import map_type
-from pgcdc.types.rows import split_columns
+from pgcdc.postgres.database import connect
+from pgcdc.postgres.types.catalog import TypeCatalog
+from pgcdc.postgres.types.column import ColumnType, TypeOptions
+from pgcdc.postgres.types.mapping import map_type
+from pgcdc.postgres.types.rows import split_columns
 
 __all__ = ["Casting", "measure_casting"]
 

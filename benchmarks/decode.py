@@ -6,8 +6,8 @@ import time
 
 from workload import PUBLICATION, connect, drop_slot, new_slot
 
-from pgcdc.capture.messages import INSERT
-from pgcdc.capture.rows import new_row_buffer
+from pgcdc.source.postgres.wire.messages import INSERT
+from pgcdc.source.postgres.wire.rows import new_row_buffer
 
 __all__ = ["measure_decoding"]
 

@@ -16,11 +16,11 @@ from workload import PUBLICATION
 
 from pgcdc import adapters, sources
 from pgcdc.cli.listen import _say, _stop_on_signals
-from pgcdc.pipeline import Pipeline
+from pgcdc.run.member import Adapter
+from pgcdc.run.pipeline import Pipeline
 from pgcdc.sink.base import Batch
 from pgcdc.sink.noop import NoopSink
 from pgcdc.sink.spec import AdapterSpec
-from pgcdc.stream.member import Adapter
 
 
 class BlockedSink(NoopSink):

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pgcdc.capture.rows import decoder_name
 from pgcdc.playground.postgres import find_binaries
+from pgcdc.source.postgres.wire.rows import decoder_name
 
 __all__ = [
     "Figure",

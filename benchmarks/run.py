@@ -32,7 +32,7 @@ from report import (
 from rich.console import Console
 from sections import ARROW_RATE_PER_S, BESIDE_RATE_PER_S, RATE_PER_S, ROOT, SECTIONS, Bench, Scale, cpu_us, percentiles
 
-from pgcdc.capture.rows import decoder_name
+from pgcdc.source.postgres.wire.rows import decoder_name
 
 QUICK = Scale(
     changes=50_000, rounds=1, decoded_rows=50_000, large_rows=(100_000, 300_000), toast_keys=50_000, warm_s=5,

@@ -39,7 +39,7 @@ from toast import drop_toast, prepare_toast, run_toast
 from webhook import BATCH_SIZE, WORKERS, Posted, measure_webhook
 from workload import Backlog, Writer, connect, drop_slot, new_slot, prepare_backlog, start_server
 
-from pgcdc.errors import ConfigError
+from pgcdc.core.errors import ConfigError
 from pgcdc.playground.postgres import EmbeddedPostgres, find_binaries
 
 __all__ = ["ARROW_RATE_PER_S", "BESIDE_RATE_PER_S", "RATE_PER_S", "SECTIONS", "Bench", "Scale", "percentiles"]

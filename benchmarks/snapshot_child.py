@@ -21,7 +21,7 @@ from usage import cpu_of_tree, cpu_since
 from workload import connect
 
 import pgcdc
-from pgcdc.capture.database import parse_url
+from pgcdc.postgres.database import parse_url
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

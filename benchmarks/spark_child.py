@@ -22,8 +22,8 @@ from usage import cpu_of_tree, cpu_since, peak_rss_bytes
 from workload import PUBLICATION, wait_for_reader
 
 from pgcdc.config import Config
-from pgcdc.pipeline import Pipeline
-from pgcdc.position import parse_lsn
+from pgcdc.core.position import parse_lsn
+from pgcdc.run.pipeline import Pipeline
 from pgcdc.sink.base import Batch
 
 

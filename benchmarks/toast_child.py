@@ -18,12 +18,12 @@ import psutil
 from usage import cpu_s, peak_rss_bytes
 
 from pgcdc.capture.consumers import Consumers
-from pgcdc.capture.database import connect
-from pgcdc.capture.stream import Capture
-from pgcdc.capture.toast import ToastOptions, ToastStep
-from pgcdc.position import Position
+from pgcdc.core.position import Position
+from pgcdc.core.state import StateDir
+from pgcdc.postgres.database import connect
+from pgcdc.source.postgres.toast.resolver import ToastOptions, ToastStep
+from pgcdc.source.postgres.wire.stream import Capture
 from pgcdc.spool.writer import SpoolWriter
-from pgcdc.state import StateDir
 
 PUBLICATIONS = ("bench_toast",)
 CONFIRM_INTERVAL_S = 1.0

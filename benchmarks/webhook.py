@@ -18,8 +18,8 @@ import pyarrow as pa
 from http_clients import Receiver, receive
 
 from pgcdc import adapters
-from pgcdc.position import Position
-from pgcdc.relation import Column, Relation
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Column, Relation
 from pgcdc.sink.base import Batch
 from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.registry import make_sink

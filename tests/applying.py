@@ -16,24 +16,24 @@ import pyarrow as pa
 from databases import drop_database
 from psycopg import sql
 
-from pgcdc.capture.database import connect, quote_qualified
-from pgcdc.capture.shapes import ShapeObserver
-from pgcdc.capture.slots import create_slot
-from pgcdc.capture.stream import Capture
-from pgcdc.capture.toast import ToastOptions, ToastStep
-from pgcdc.errors import SinkRejected
+from pgcdc.core.errors import SinkRejected
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Relations
+from pgcdc.core.state import StateDir
+from pgcdc.event.events import LINES, events_of
+from pgcdc.event.frame import EventOptions, make_frame
+from pgcdc.event.texts import IdSeed
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.position import Position
-from pgcdc.relation import Relations
+from pgcdc.postgres.database import connect, quote_qualified
 from pgcdc.sink.base import Batch
 from pgcdc.sink.pg_table.apply import Applier
-from pgcdc.sink.pg_table.known import KnownTables
 from pgcdc.sink.pg_table.options import PgTableOptions
+from pgcdc.sink.pg_table.seen_tables import KnownTables
+from pgcdc.source.postgres.setup.shapes import ShapeObserver
+from pgcdc.source.postgres.setup.slots import create_slot
+from pgcdc.source.postgres.toast.resolver import ToastOptions, ToastStep
+from pgcdc.source.postgres.wire.stream import Capture
 from pgcdc.spool.shapes import ShapeHistory
-from pgcdc.state import StateDir
-from pgcdc.stream.events import LINES, events_of
-from pgcdc.stream.frame import EventOptions, make_frame
-from pgcdc.stream.texts import IdSeed
 
 _NUMBERS = itertools.count(1)
 SEED = IdSeed.of("1", "applying")

@@ -43,7 +43,7 @@ def postgres() -> Iterator[EmbeddedPostgres]:
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     """One Spark session for the run."""
-    from pgcdc.stream.session import session
+    from pgcdc.spark.session import session
 
     yield session(log_file=tmp_path_factory.mktemp("spark") / "spark.log")
 

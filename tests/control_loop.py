@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pgcdc.capture.server import ControlServer
-from pgcdc.errors import PgcdcError
+from pgcdc.core.errors import PgcdcError
 
 __all__ = ["Loop"]
 

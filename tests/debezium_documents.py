@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import StructType
 from queries import Query
 
-from pgcdc.stream.events import EVENT_SCHEMA, SHAPE_SCHEMA
+from pgcdc.event.events import EVENT_SCHEMA, SHAPE_SCHEMA
 
 __all__ = ["DIFFERENT", "LEFT_OUT", "Document", "EventQuery", "differences", "make_changes", "set_up"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from pgcdc.dlq import DeadLetter
-from pgcdc.errors import SinkUnavailable
-from pgcdc.position import Position
+from pgcdc.core.errors import SinkUnavailable
+from pgcdc.core.position import Position
 from pgcdc.sink.base import Batch
+from pgcdc.sink.letters import DeadLetter
 from pgcdc.sink.pace import BreakerState
 
 START = Position.end(100)

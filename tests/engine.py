@@ -10,15 +10,15 @@ import psycopg
 from databases import Database
 from listening import wait_until
 
-from pgcdc.capture.incremental import IncrementalSnapshots
-from pgcdc.capture.releases import Release, Releases
-from pgcdc.capture.requests import SnapshotRequest, new_id
-from pgcdc.capture.slots import create_slot
-from pgcdc.capture.stream import Capture
-from pgcdc.position import Position
-from pgcdc.relation import Relations
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Relations
+from pgcdc.core.state import StateDir
+from pgcdc.source.postgres.setup.slots import create_slot
+from pgcdc.source.postgres.snapshot.incremental import IncrementalSnapshots
+from pgcdc.source.postgres.snapshot.releases import Release, Releases
+from pgcdc.source.postgres.snapshot.requests import SnapshotRequest, new_id
+from pgcdc.source.postgres.wire.stream import Capture
 from pgcdc.spool.schema import Op
-from pgcdc.state import StateDir
 
 
 class Engine:

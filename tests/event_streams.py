@@ -28,12 +28,12 @@ from wire import (
     encode_update,
 )
 
-from pgcdc.capture.assemble import Assembler
-from pgcdc.position import Position
-from pgcdc.relation import Column, Relation
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Column, Relation
+from pgcdc.event.texts import IdSeed
+from pgcdc.source.postgres.wire.assemble import Assembler
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.spool.writer import SpoolWriter
-from pgcdc.stream.texts import IdSeed
 
 START = Position.end(100)
 NOON = 1_700_000_000_123_456

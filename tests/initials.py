@@ -18,8 +18,8 @@ from listening import wait_until
 from pyspark.sql.types import StringType, StructField, StructType
 from queries import Query
 
+from pgcdc.core.state import Lock
 from pgcdc.playground import contents
-from pgcdc.state import Lock
 
 EVENTS = StructType([StructField(name, StringType()) for name in ("position", "json")])
 WRITERS = 8

@@ -15,14 +15,14 @@ from listening import wait_until
 
 from pgcdc import adapters
 from pgcdc.config import Config
-from pgcdc.errors import SinkUnavailable
-from pgcdc.pipeline import Pipeline
-from pgcdc.position import Position
+from pgcdc.core.errors import SinkUnavailable
+from pgcdc.core.position import Position
+from pgcdc.core.state import read_json
+from pgcdc.run.member import Adapter
+from pgcdc.run.pipeline import Pipeline
 from pgcdc.sink.base import Batch
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.spec import AdapterSpec
-from pgcdc.state import read_json
-from pgcdc.stream.member import Adapter
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

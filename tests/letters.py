@@ -11,15 +11,15 @@ from typing import Any
 
 from pgcdc import adapters
 from pgcdc.config import Config
-from pgcdc.dlq import DeadLetter
-from pgcdc.dlq.record import make_letter
-from pgcdc.errors import Reject, SinkRejected
-from pgcdc.pipeline import Pipeline
-from pgcdc.position import Position
+from pgcdc.core.errors import Reject, SinkRejected
+from pgcdc.core.position import Position
+from pgcdc.run.member import Adapter
+from pgcdc.run.pipeline import Pipeline
 from pgcdc.sink.base import Batch
 from pgcdc.sink.file import FileSink
+from pgcdc.sink.letters import DeadLetter
+from pgcdc.sink.letters.record import make_letter
 from pgcdc.sink.spec import AdapterSpec
-from pgcdc.stream.member import Adapter
 
 PIPELINE = "7/slot"
 

@@ -18,9 +18,9 @@ import psutil
 import psycopg
 
 from pgcdc.capture.control import CaptureGone, ControlClient
+from pgcdc.core.position import Position
+from pgcdc.core.state import Lock, StateDir
 from pgcdc.playground import contents, shop
-from pgcdc.position import Position
-from pgcdc.state import Lock, StateDir
 
 START_TIMEOUT_S = 90.0
 

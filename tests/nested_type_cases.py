@@ -8,7 +8,7 @@ from typing import Any
 
 from type_cases import Case
 
-from pgcdc.types.column import Rejected, TypeOptions
+from pgcdc.postgres.types.column import Rejected, TypeOptions
 
 __all__ = ["CASES"]
 

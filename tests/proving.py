@@ -26,13 +26,13 @@ from pyspark.sql.types import StringType, StructField, StructType
 from queries import Query
 
 from pgcdc.capture.control import CaptureGone, ControlClient
-from pgcdc.capture.prepare import SourceOptions, prepare
+from pgcdc.core.position import Position
+from pgcdc.core.state import Lock, read_json
 from pgcdc.playground import contents
 from pgcdc.playground.contents import Tables
-from pgcdc.position import Position
 from pgcdc.sink.base import Batch
 from pgcdc.sink.file import FileSink
-from pgcdc.state import Lock, read_json
+from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
 
 WRITERS = 8
 BODY_BYTES = 9000

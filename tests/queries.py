@@ -12,8 +12,8 @@ from listening import wait_until
 from pyspark.sql.streaming.datasource import ReadMaxRows
 from pyspark.sql.types import StructType
 
-from pgcdc.state import Lock, StateDir
-from pgcdc.stream.source import ChangeSource
+from pgcdc.core.state import Lock, StateDir
+from pgcdc.spark.source import ChangeSource
 
 ROWS = 100_000
 

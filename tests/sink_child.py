@@ -17,7 +17,7 @@ from typing import Any
 
 from targets.base import Target
 
-from pgcdc.ops import failpoint
+from pgcdc.core import failpoint
 from pgcdc.sink.base import Batch
 
 
@@ -76,8 +76,8 @@ def _run(request: dict[str, Any], report: int) -> None:
     from sink_targets import START
 
     from pgcdc.adapters import checked
-    from pgcdc.dlq.file_store import FileDeadLetters
     from pgcdc.sink.delivery import Delivery
+    from pgcdc.sink.letters.file_store import FileDeadLetters
     from pgcdc.sink.registry import ADAPTERS, make_sink
     from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
 
@@ -104,7 +104,7 @@ def _run(request: dict[str, Any], report: int) -> None:
 def _batch(raw: list[Any]) -> Batch:
     import pyarrow as pa
 
-    from pgcdc.position import Position
+    from pgcdc.core.position import Position
 
     start, end, chunks, positions, lines = raw
     size = -(-len(lines) // chunks) if lines else 1

@@ -43,7 +43,7 @@ from targets.pg_table import PgAppendTarget, PgApplyTarget
 from targets.picky import PickyTarget
 from targets.webhook import BatchedWebhook, WebhookTarget
 
-from pgcdc.position import Position
+from pgcdc.core.position import Position
 from pgcdc.sink.base import Batch, Sink
 from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.file import FileSink

@@ -17,9 +17,9 @@ from listening import wait_until
 from pyspark.sql.types import ArrayType, MapType, StringType, StructField, StructType
 from queries import Query
 
-from pgcdc.errors import ConnectionLost
-from pgcdc.position import Position
-from pgcdc.state import Lock
+from pgcdc.core.errors import ConnectionLost
+from pgcdc.core.position import Position
+from pgcdc.core.state import Lock
 
 _TEXTS = MapType(StringType(), StringType())
 _EVENTS = StructType(

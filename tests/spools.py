@@ -8,9 +8,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from pgcdc.capture.batch import CaptureBatch, Part
-from pgcdc.position import Position
-from pgcdc.relation import Relation
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Relation
+from pgcdc.spool.batch import CaptureBatch, Part
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS, OldKind, Op
 from pgcdc.spool.writer import SpoolWriter
 

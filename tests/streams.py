@@ -16,8 +16,8 @@ from databases import drop_database
 from psycopg import sql
 
 import pgcdc
-from pgcdc.capture.stream import Capture
 from pgcdc.playground.postgres import EmbeddedPostgres
+from pgcdc.source.postgres.wire.stream import Capture
 
 SETTINGS = {
     "fsync": "off",

@@ -12,12 +12,12 @@ import psycopg
 from databases import Database
 from streams import Change, changes_of
 
-from pgcdc.capture.database import connect
-from pgcdc.capture.prepare import SourceOptions, prepare
-from pgcdc.capture.protocol import WireOptions
-from pgcdc.capture.stream import Capture
-from pgcdc.capture.toast import ToastOptions, ToastStep
-from pgcdc.state import StateDir
+from pgcdc.core.state import StateDir
+from pgcdc.postgres.database import connect
+from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
+from pgcdc.source.postgres.toast.resolver import ToastOptions, ToastStep
+from pgcdc.source.postgres.wire.protocol import WireOptions
+from pgcdc.source.postgres.wire.stream import Capture
 
 TABLE = """
 CREATE TABLE docs (id int PRIMARY KEY, n int NOT NULL DEFAULT 0, body text, note text);

@@ -10,9 +10,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from pgcdc.errors import TransformError
+from pgcdc.core.errors import TransformError
+from pgcdc.event.masks import LOOKS
 from pgcdc.spool.schema import Op
-from pgcdc.stream.masks import LOOKS
 from pgcdc.transform.program import Chain
 
 KEY_VARIABLE = "PGCDC_MASK_KEY"

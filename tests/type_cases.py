@@ -11,7 +11,7 @@ from datetime import UTC, date, datetime
 from decimal import Decimal
 from typing import Any
 
-from pgcdc.types.column import Rejected, TypeOptions
+from pgcdc.postgres.types.column import Rejected, TypeOptions
 
 __all__ = ["CASES", "Case"]
 

@@ -1,4 +1,4 @@
-"""Writes the messages that the server would send: the other direction of `pgcdc.capture.messages` and `rows`.
+"""Writes the messages that the server would send: the other direction of `pgcdc.source.postgres.wire.messages` and `rows`.
 
 Times are microseconds since 1970, as everywhere outside of the wire.
 """
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Literal
 
-from pgcdc.capture.messages import POSTGRES_EPOCH_US
-from pgcdc.relation import Relation
+from pgcdc.core.relation import Relation
+from pgcdc.source.postgres.wire.messages import POSTGRES_EPOCH_US
 
 __all__ = [
     "UNCHANGED",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pgcdc.errors import (
+from pgcdc.core.errors import (
     ConfigError,
     ConnectionLost,
     ConversionError,
@@ -23,16 +23,16 @@ from pgcdc.errors import (
     StateError,
     TransformError,
 )
-from pgcdc.position import Position
+from pgcdc.core.position import Position
 
 if TYPE_CHECKING:
     from pgcdc import adapters, functions, sources, transform
-    from pgcdc.capture.batch import CaptureBatch
-    from pgcdc.capture.stream import Capture, open_capture
-    from pgcdc.pipeline import Pipeline
-    from pgcdc.stream.session import register, session
-    from pgcdc.stream.tables import read_snapshot, read_table, read_tables
-    from pgcdc.types.describe import describe
+    from pgcdc.postgres.types.describe import describe
+    from pgcdc.run.pipeline import Pipeline
+    from pgcdc.source.postgres.wire.stream import Capture, open_capture
+    from pgcdc.spark.session import register, session
+    from pgcdc.spark.tables import read_snapshot, read_table, read_tables
+    from pgcdc.spool.batch import CaptureBatch
 
 __all__ = [
     "Capture",
@@ -65,16 +65,16 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Capture": "pgcdc.capture.stream",
-    "CaptureBatch": "pgcdc.capture.batch",
-    "Pipeline": "pgcdc.pipeline",
-    "describe": "pgcdc.types.describe",
-    "open_capture": "pgcdc.capture.stream",
-    "read_snapshot": "pgcdc.stream.tables",
-    "read_table": "pgcdc.stream.tables",
-    "read_tables": "pgcdc.stream.tables",
-    "register": "pgcdc.stream.session",
-    "session": "pgcdc.stream.session",
+    "Capture": "pgcdc.source.postgres.wire.stream",
+    "CaptureBatch": "pgcdc.spool.batch",
+    "Pipeline": "pgcdc.run.pipeline",
+    "describe": "pgcdc.postgres.types.describe",
+    "open_capture": "pgcdc.source.postgres.wire.stream",
+    "read_snapshot": "pgcdc.spark.tables",
+    "read_table": "pgcdc.spark.tables",
+    "read_tables": "pgcdc.spark.tables",
+    "register": "pgcdc.spark.session",
+    "session": "pgcdc.spark.session",
 }
 
 

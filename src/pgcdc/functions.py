@@ -17,8 +17,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, MapType, StructType, VariantType
 
-from pgcdc.errors import ConfigError
-from pgcdc.position import Position, parse_lsn
+from pgcdc.core.errors import ConfigError
+from pgcdc.core.position import Position, parse_lsn
 
 __all__ = [
     "METADATA",

@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from pgcdc.config import Config
+from pgcdc.config.conflict import KeyPath, name_key
 from pgcdc.config.explain import explain
-from pgcdc.config.misfit import KeyPath, name_key
-from pgcdc.errors import ConfigError
+from pgcdc.core.errors import ConfigError
 
 __all__ = ["postgres"]
 

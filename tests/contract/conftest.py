@@ -8,7 +8,7 @@ import pytest
 from sink_targets import PLAIN, TARGETS, Target, fresh
 from targets.base import SERVERS
 
-from pgcdc.ops import failpoint
+from pgcdc.core import failpoint
 from pgcdc.playground.postgres import EmbeddedPostgres
 
 

@@ -13,7 +13,7 @@ from targets.letters import Letters
 
 from pgcdc import adapters
 from pgcdc.adapters import checked
-from pgcdc.errors import ConfigError, PgcdcError, SinkError
+from pgcdc.core.errors import ConfigError, PgcdcError, SinkError
 from pgcdc.sink.base import ParallelSink, ReplayableSink
 from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.registry import ADAPTERS, make_sink

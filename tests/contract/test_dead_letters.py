@@ -23,9 +23,9 @@ from sink_targets import (
 )
 from targets.letters import Letters
 
-from pgcdc.errors import SinkError, SinkRejected
-from pgcdc.ops.failpoint import FailpointError
-from pgcdc.position import Position
+from pgcdc.core.errors import SinkError, SinkRejected
+from pgcdc.core.failpoint import FailpointError
+from pgcdc.core.position import Position
 from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.spec import DeliveryOptions
 

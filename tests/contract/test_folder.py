@@ -12,9 +12,9 @@ import pyarrow as pa
 import pytest
 from sink_targets import END, START, STREAM, WHOLE, FolderInTwoParts, FolderTarget, batch, batch_of, opened, up_to
 
-from pgcdc.errors import SinkError, SinkUnavailable
-from pgcdc.ops.failpoint import FailpointError
-from pgcdc.position import Position
+from pgcdc.core.errors import SinkError, SinkUnavailable
+from pgcdc.core.failpoint import FailpointError
+from pgcdc.core.position import Position
 from pgcdc.sink.base import Batch
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.folder import FolderSink, file_sink

@@ -19,12 +19,12 @@ from laning import Run
 from listening import wait_until
 from sink_targets import PLAIN, Target, fresh
 
-from pgcdc.errors import SinkUnavailable
-from pgcdc.position import Position
+from pgcdc.core.errors import SinkUnavailable
+from pgcdc.core.position import Position
+from pgcdc.run.member import Adapter
 from pgcdc.sink.base import Batch, ParallelSink
 from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
-from pgcdc.stream.member import Adapter
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

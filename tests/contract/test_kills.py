@@ -25,10 +25,10 @@ from sink_targets import (
     up_to,
 )
 
-from pgcdc.dlq.file_store import FileDeadLetters
-from pgcdc.dlq.stores import Query
-from pgcdc.position import Position
+from pgcdc.core.position import Position
 from pgcdc.sink.delivery import Delivery
+from pgcdc.sink.letters.file_store import FileDeadLetters
+from pgcdc.sink.letters.stores import Query
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from sink_targets import (
     up_to,
 )
 
-from pgcdc.errors import PgcdcError, Policy, SinkUnavailable, policy_of
-from pgcdc.position import Position
+from pgcdc.core.errors import PgcdcError, Policy, SinkUnavailable, policy_of
+from pgcdc.core.position import Position
 from pgcdc.sink.delivery import Delivery, NoHooks
 from pgcdc.sink.spec import DeliveryOptions
 

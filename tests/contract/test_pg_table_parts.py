@@ -10,9 +10,9 @@ import pytest
 from sink_targets import END, START, WHOLE, batch, opened, up_to
 from targets.pg_table import PgAppendInTwoParts, PgApplyInTwoParts
 
-from pgcdc.errors import SinkRejected, SinkUnavailable
-from pgcdc.ops.failpoint import FailpointError
-from pgcdc.position import Position
+from pgcdc.core.errors import SinkRejected, SinkUnavailable
+from pgcdc.core.failpoint import FailpointError
+from pgcdc.core.position import Position
 from pgcdc.sink.base import ParallelSink
 from pgcdc.sink.pg_table.parts import url_variable
 from pgcdc.sink.pg_table.sink import PgTableSink

@@ -20,8 +20,8 @@ from sink_targets import (
     to_line,
 )
 
-from pgcdc.errors import SinkError
-from pgcdc.position import Position
+from pgcdc.core.errors import SinkError
+from pgcdc.core.position import Position
 from pgcdc.sink.base import ReplayableSink
 
 MIDDLE = Position.end(125)

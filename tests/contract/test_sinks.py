@@ -33,9 +33,9 @@ from sink_targets import (
 )
 from targets.events import many
 
-from pgcdc.errors import SinkError, StateError
-from pgcdc.ops.failpoint import FailpointError
-from pgcdc.position import Position
+from pgcdc.core.errors import SinkError, StateError
+from pgcdc.core.failpoint import FailpointError
+from pgcdc.core.position import Position
 from pgcdc.sink.base import Batch
 
 # --- a quiet day

@@ -12,10 +12,10 @@ import pytest
 from databases import Database
 from pyspark.sql.types import StructType
 
-from pgcdc.capture.snapshot import hold_snapshot
-from pgcdc.errors import ConfigError, ConversionError, PgcdcError, SourceError
-from pgcdc.stream.batch import BatchReader, ChunkPartition, choose_count
-from pgcdc.stream.source import ChangeSource
+from pgcdc.core.errors import ConfigError, ConversionError, PgcdcError, SourceError
+from pgcdc.source.postgres.snapshot.held import hold_snapshot
+from pgcdc.spark.batch import BatchReader, ChunkPartition, choose_count
+from pgcdc.spark.source import ChangeSource
 
 MB = 1 << 20
 ORDERS = (
@@ -178,7 +178,7 @@ def test_a_table_that_is_truncated_while_it_is_planned_is_noticed(
         database.execute("TRUNCATE orders")
         return held
 
-    monkeypatch.setattr("pgcdc.stream.batch.hold_snapshot", truncate_and_hold)
+    monkeypatch.setattr("pgcdc.spark.batch.hold_snapshot", truncate_and_hold)
     with pytest.raises(SourceError, match="was truncated or altered while its reading was planned"):
         open_reader(database, "orders", partitions="2").partitions()
 

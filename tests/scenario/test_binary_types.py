@@ -12,14 +12,14 @@ from databases import Database
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pgcdc.capture.binary import BinaryDecoder, to_text, unsupported
-from pgcdc.capture.database import Connection, connect
-from pgcdc.capture.messages import parse_pgoutput
-from pgcdc.errors import DecodeError
+from pgcdc.core.errors import DecodeError
+from pgcdc.core.relation import Column, Relation
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.relation import Column, Relation
-from pgcdc.types.built_in import BUILT_IN
-from pgcdc.types.catalog import TypeCatalog
+from pgcdc.postgres.database import Connection, connect
+from pgcdc.postgres.types.built_in import BUILT_IN
+from pgcdc.postgres.types.catalog import TypeCatalog
+from pgcdc.source.postgres.wire.binary import BinaryDecoder, to_text, unsupported
+from pgcdc.source.postgres.wire.messages import parse_pgoutput
 
 
 @pytest.fixture(scope="module")

@@ -18,14 +18,14 @@ from listening import wait_until
 
 import pgcdc
 from pgcdc.capture.control import CaptureGone, ControlClient, ensure_capture
-from pgcdc.capture.prepare import Prepared, SourceOptions, prepare
 from pgcdc.capture.spec import CaptureSpec
-from pgcdc.errors import ConfigError, ConnectionLost, GapError, PgcdcError, SourceError
+from pgcdc.core.errors import ConfigError, ConnectionLost, GapError, PgcdcError, SourceError
+from pgcdc.core.position import Position, format_lsn
+from pgcdc.core.state import Lock, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.position import Position, format_lsn
+from pgcdc.source.postgres.setup.prepare import Prepared, SourceOptions, prepare
 from pgcdc.spool.reader import SpoolReader, read_slice
 from pgcdc.spool.schema import Op
-from pgcdc.state import Lock, StateDir
 
 
 def options(database: Database, folder: Path, **more: Any) -> SourceOptions:

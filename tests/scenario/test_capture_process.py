@@ -22,16 +22,16 @@ from listening import wait_until
 
 from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.control import CaptureLink, ControlClient, ensure_capture
-from pgcdc.capture.database import connect
-from pgcdc.capture.guard import Guard
-from pgcdc.capture.prepare import Prepared, SourceOptions, prepare
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.cli.status import read_status
-from pgcdc.errors import ConnectionLost, SourceError
+from pgcdc.core.errors import ConnectionLost, SourceError
+from pgcdc.core.position import Position
+from pgcdc.core.state import Lock, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.position import Position
+from pgcdc.postgres.database import connect
+from pgcdc.source.postgres.setup.guard import Guard
+from pgcdc.source.postgres.setup.prepare import Prepared, SourceOptions, prepare
 from pgcdc.spool.reader import SpoolReader
-from pgcdc.state import Lock, StateDir
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 from databases import Database
 
-from pgcdc.capture.chunks import Chunk, lock_chunks, plan_chunks, table_bytes
-from pgcdc.capture.copy import copy_rows, copy_statement
-from pgcdc.capture.database import Connection, connect
-from pgcdc.capture.tables import Table, find_table, read_tables
-from pgcdc.errors import SourceError
+from pgcdc.core.errors import SourceError
+from pgcdc.postgres.database import Connection, connect
+from pgcdc.source.postgres.setup.tables import Table, find_table, read_tables
+from pgcdc.source.postgres.snapshot.chunks import Chunk, lock_chunks, plan_chunks, table_bytes
+from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement
 
 TABLES = {
     "many": "CREATE TABLE many (id int PRIMARY KEY, v text); "
@@ -148,7 +148,7 @@ def test_before_tid_range_scans_keys_are_used_and_a_table_without_one_is_one_chu
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     database.execute(TABLES["many"] + "; CREATE TABLE keyless AS SELECT * FROM many")
-    monkeypatch.setattr("pgcdc.capture.chunks.TID_RANGE_SCAN", 10**9)
+    monkeypatch.setattr("pgcdc.source.postgres.snapshot.chunks.TID_RANGE_SCAN", 10**9)
     with connect(database.url) as conn:
         by_key = plan_chunks(conn, table_named(conn, "many"), count=3)
         assert len(by_key) == 3 and all(chunk.key == ("id",) and chunk.first_block is None for chunk in by_key)

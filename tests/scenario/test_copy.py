@@ -14,9 +14,9 @@ from psycopg.types.json import Json
 from streams import Stream, drain, new_stream
 from type_cases import CASES
 
-from pgcdc.capture.copy import copy_rows, copy_statement
-from pgcdc.capture.database import Connection, connect, quote_identifier
 from pgcdc.playground.postgres import EmbeddedPostgres
+from pgcdc.postgres.database import Connection, connect, quote_identifier
+from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement
 
 Row = list[bytes | None]
 

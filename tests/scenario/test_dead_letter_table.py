@@ -15,11 +15,11 @@ from letters import PIPELINE, at, letter
 
 from pgcdc import Pipeline, adapters, sources
 from pgcdc.config import Config
-from pgcdc.dlq import Query
-from pgcdc.dlq.choose import check_not_captured
-from pgcdc.dlq.pg_store import PgDeadLetters
-from pgcdc.errors import ConfigError, PgcdcError, SourceError
+from pgcdc.core.errors import ConfigError, PgcdcError, SourceError
 from pgcdc.playground.postgres import EmbeddedPostgres
+from pgcdc.sink.letters import Query
+from pgcdc.sink.letters.choose import check_not_captured
+from pgcdc.sink.letters.pg_store import PgDeadLetters
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ import pytest
 from databases import Database
 from listening import wait_until
 
-from pgcdc.dlq import Query
-from pgcdc.dlq.file_store import FileDeadLetters
-from pgcdc.state import Lock, StateDir, read_json
+from pgcdc.core.state import Lock, StateDir, read_json
+from pgcdc.sink.letters import Query
+from pgcdc.sink.letters.file_store import FileDeadLetters
 
 
 class Child:

@@ -9,9 +9,9 @@ from databases import Database
 from typer.testing import CliRunner
 
 import pgcdc
-from pgcdc.capture.database import connect
 from pgcdc.cli.main import app
-from pgcdc.types.describe import TableColumn, read_table_columns
+from pgcdc.postgres.database import connect
+from pgcdc.postgres.types.describe import TableColumn, read_table_columns
 
 _TABLES = """
 CREATE SCHEMA sales;

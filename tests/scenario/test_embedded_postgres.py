@@ -14,7 +14,7 @@ import psutil
 import psycopg
 import pytest
 
-from pgcdc.errors import ConfigError
+from pgcdc.core.errors import ConfigError
 from pgcdc.playground.binaries import Account, reachable_binaries
 from pgcdc.playground.postgres import EmbeddedPostgres, find_binaries
 

@@ -18,7 +18,7 @@ from debezium_engine import PREFIX, engine, is_installed
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from pgcdc.errors import ConfigError
+from pgcdc.core.errors import ConfigError
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.transform.cloudevents import cloudevents
 from pgcdc.transform.debezium import debezium, debezium_key

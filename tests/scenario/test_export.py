@@ -17,13 +17,13 @@ from databases import Database
 from listening import wait_until
 from pyspark.sql import SparkSession
 
-from pgcdc.errors import ConfigError, PgcdcError, SinkError, SourceError
-from pgcdc.export import target as target_module
-from pgcdc.export.events import copy_to_adapters
-from pgcdc.export.parquet import MANIFEST, copy_to_parquet
-from pgcdc.export.tables import Progress, Wanted
-from pgcdc.export.target import PartialFile, PartialFolder
-from pgcdc.state import write_all
+from pgcdc.core.errors import ConfigError, PgcdcError, SinkError, SourceError
+from pgcdc.core.state import write_all
+from pgcdc.run import copy_target as target_module
+from pgcdc.run.copy_events import copy_to_adapters
+from pgcdc.run.copy_parquet import MANIFEST, copy_to_parquet
+from pgcdc.run.copy_tables import Progress, Wanted
+from pgcdc.run.copy_target import PartialFile, PartialFolder
 
 Event = dict[str, Any]
 
@@ -211,7 +211,7 @@ def test_a_table_that_is_gone_before_its_turn_ends_the_copy_and_nothing_is_there
 def test_a_table_that_is_truncated_while_the_snapshot_is_taken_is_looked_at_again(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pgcdc.export import tables as tables_module
+    from pgcdc.run import copy_tables as tables_module
 
     database.execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)")
     export, again = tables_module._export, iter([True, False])

@@ -9,13 +9,13 @@ import pytest
 from pyspark.sql.pandas.types import to_arrow_type
 from streams import SETTINGS, Stream, new_stream
 
-from pgcdc.capture.database import connect
-from pgcdc.errors import ConfigError
+from pgcdc.core.errors import ConfigError
 from pgcdc.playground.postgres import EmbeddedPostgres, find_binaries
-from pgcdc.types.catalog import TypeCatalog
-from pgcdc.types.column import Exactness, TypeOptions
-from pgcdc.types.describe import read_table_columns
-from pgcdc.types.mapping import map_type
+from pgcdc.postgres.database import connect
+from pgcdc.postgres.types.catalog import TypeCatalog
+from pgcdc.postgres.types.column import Exactness, TypeOptions
+from pgcdc.postgres.types.describe import read_table_columns
+from pgcdc.postgres.types.mapping import map_type
 
 VALUES = {
     "''": {},

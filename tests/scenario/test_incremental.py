@@ -16,10 +16,10 @@ from listening import wait_until
 from snapshots import Backfill, Writers, contents, fold, make_table
 
 from pgcdc.capture.asking import ask_snapshots
-from pgcdc.capture.requests import RequestQueue
-from pgcdc.errors import ConfigError, SourceError
+from pgcdc.core.errors import ConfigError, SourceError
+from pgcdc.core.position import Position
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.position import Position
+from pgcdc.source.postgres.snapshot.requests import RequestQueue
 
 
 @pytest.fixture

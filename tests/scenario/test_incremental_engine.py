@@ -13,10 +13,10 @@ from engine import Engine
 from listening import wait_until
 from snapshots import long_text
 
-from pgcdc.capture import chunk_reader
-from pgcdc.capture.chunk_reader import ChunkOrder, ChunkRead, ChunkReader, find_table
-from pgcdc.errors import PgcdcError
+from pgcdc.core.errors import PgcdcError
 from pgcdc.playground.postgres import EmbeddedPostgres
+from pgcdc.source.postgres.snapshot import chunk_reader
+from pgcdc.source.postgres.snapshot.chunk_reader import ChunkOrder, ChunkRead, ChunkReader, find_table
 from pgcdc.spool.schema import Op
 
 Make = Callable[..., Engine]

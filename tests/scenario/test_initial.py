@@ -154,7 +154,7 @@ def test_a_start_that_was_killed_before_the_plan_is_begun_again(
     fill(database, "t", 500)
     query = begin()
     code = f"import sys; sys.path[:0] = {sys.path!r}\n"
-    code += "from pgcdc.stream.source import ChangeSource\nfrom initials import EVENTS\n"
+    code += "from pgcdc.spark.source import ChangeSource\nfrom initials import EVENTS\n"
     code += f"ChangeSource({query.options!r}).streamReader(EVENTS).initialOffset()"
     killed = subprocess.run(
         [sys.executable, "-c", code], check=False, env={**os.environ, "PGCDC_FAILPOINTS": "prepare.created=kill"}

@@ -14,8 +14,8 @@ from databases import Database
 from initials import fill, writers
 from listening import Listener, wait_until
 
+from pgcdc.core.state import Lock
 from pgcdc.playground import contents
-from pgcdc.state import Lock
 
 
 def check(one: Listener) -> None:

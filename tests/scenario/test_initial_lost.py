@@ -13,11 +13,11 @@ from databases import Database
 from initials import Initial, fill, writers
 from listening import wait_until
 
-from pgcdc.capture.chunks import Chunk
-from pgcdc.capture.prepare import SourceOptions, prepare
-from pgcdc.capture.staging import Work, stage
-from pgcdc.errors import SourceError, SpoolError
+from pgcdc.core.errors import SourceError, SpoolError
 from pgcdc.playground.postgres import EmbeddedPostgres
+from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
+from pgcdc.source.postgres.snapshot.chunks import Chunk
+from pgcdc.source.postgres.snapshot.staging import Work, stage
 
 KEY = {"public.t": ["id"]}
 

@@ -13,9 +13,9 @@ from listening import wait_until
 from queries import Query
 from type_cases import CASES
 
-from pgcdc.capture.prepare import SourceOptions, prepare
-from pgcdc.errors import ConfigError, SourceError
-from pgcdc.state import StateDir
+from pgcdc.core.errors import ConfigError, SourceError
+from pgcdc.core.state import StateDir
+from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
 
 PAIR = ["id", "region"]
 
@@ -209,7 +209,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=list(REFUSED))
 def test_what_cannot_be_is_refused(options: dict[str, str], message: str) -> None:
-    from pgcdc.stream.options import parse_options
+    from pgcdc.spark.options import parse_options
 
     with pytest.raises(ConfigError, match=message):
         parse_options({"url": "postgresql://localhost/x", "tables": "t", **options})

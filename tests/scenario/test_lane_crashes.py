@@ -13,7 +13,7 @@ from databases import Database
 from laning import Child
 from listening import wait_until
 
-from pgcdc.state import Lock
+from pgcdc.core.state import Lock
 
 
 class Traffic:

@@ -19,7 +19,7 @@ from pgcdc.sink.base import Receipt
 from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.folder import FolderPartWriter, FolderSink
 from pgcdc.sink.spec import DeliveryOptions
-from pgcdc.stream.parallel import LargeBatches
+from pgcdc.spark.parallel import LargeBatches
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -44,7 +44,7 @@ def run(spark: SparkSession, database: Database, tmp_path: Path) -> Iterator[Run
             import time
             from pathlib import Path
 
-            from pgcdc.errors import SinkUnavailable
+            from pgcdc.core.errors import SinkUnavailable
 
             while part == 0 and (what := Path(self.control).read_text()):
                 if what == "fail":
@@ -87,7 +87,7 @@ def keys(run: Run, name: str) -> list[int]:
 def test_one_sink_fails_in_the_executors_and_the_others_go_on(
     run: Run, database: Database, monkeypatch: pytest.MonkeyPatch, what: str, why: str, grace_s: float
 ) -> None:
-    monkeypatch.setattr("pgcdc.stream.lane.LARGE_GRACE_S", grace_s)
+    monkeypatch.setattr("pgcdc.run.lane.LARGE_GRACE_S", grace_s)
     with psycopg.connect(database.url, autocommit=True) as conn:
         conn.execute("CREATE TABLE items (id bigint PRIMARY KEY)")
 

@@ -16,13 +16,13 @@ from laning import Run, TestSink
 from listening import wait_until
 
 from pgcdc import adapters, transform
-from pgcdc.errors import ConfigError, GapError
-from pgcdc.ops.counters import EVENTS_DROPPED, counters
-from pgcdc.ops.failpoint import FailpointError
-from pgcdc.position import Position
+from pgcdc.core.counters import EVENTS_DROPPED, counters
+from pgcdc.core.errors import ConfigError, GapError
+from pgcdc.core.failpoint import FailpointError
+from pgcdc.core.position import Position
+from pgcdc.core.state import read_json
 from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.spec import DeliveryOptions
-from pgcdc.state import read_json
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -151,7 +151,7 @@ def test_a_batch_that_fails_after_a_sink_left_in_it_is_replayed_without_it(
             fired.append(name)
             raise FailpointError(name)
 
-    monkeypatch.setattr("pgcdc.stream.lane.hit", hit)
+    monkeypatch.setattr("pgcdc.run.lane.hit", hit)
     run.seen.tell("b", "fail")
     last = writer.write(10)
     run.seen.wait_for("a", last)
@@ -271,7 +271,7 @@ def test_in_fast_mode_a_sink_that_is_too_far_behind_skips_ahead_and_it_is_counte
 def test_the_end_does_not_wait_for_a_rate_limit(
     spark: SparkSession, database: Database, tmp_path: Path, writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pgcdc.stream.lanes.STOP_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("pgcdc.run.supervisor.STOP_TIMEOUT_S", 1.0)
 
     def begin(options: DeliveryOptions) -> Run:
         run = Run(spark, database.url, tmp_path, ["a"])

@@ -13,17 +13,17 @@ import pyarrow as pa
 import pytest
 from spools import START_LSN, Change, write_spool
 
-from pgcdc.errors import SinkUnavailable
-from pgcdc.position import SCHEMA_SUB, Position
-from pgcdc.relation import Column, Relation
+from pgcdc.core.errors import SinkUnavailable
+from pgcdc.core.position import SCHEMA_SUB, Position
+from pgcdc.core.relation import Column, Relation
+from pgcdc.event.events import KEYED_BLOCKS
 from pgcdc.sink.base import Receipt
 from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.folder import FolderPartWriter, FolderSink
 from pgcdc.sink.spec import DeliveryOptions
+from pgcdc.spark.parallel import write_parallel
 from pgcdc.spool.schema import Op
-from pgcdc.stream.events import KEYED_BLOCKS
-from pgcdc.stream.parallel import write_parallel
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -18,17 +18,17 @@ from targets.events import END, START, STREAM, batch, batch_of, event, to_line
 from targets.pg_table import ITEMS
 
 from pgcdc.config import load_config
-from pgcdc.errors import SinkError, SinkRejected, SinkUnavailable
-from pgcdc.ops import failpoint
-from pgcdc.ops.failpoint import FailpointError
-from pgcdc.ops.validation import Check, run_checks
+from pgcdc.core import failpoint
+from pgcdc.core.errors import SinkError, SinkRejected, SinkUnavailable
+from pgcdc.core.failpoint import FailpointError
+from pgcdc.core.position import SCHEMA_SUB, Position
+from pgcdc.core.state import Identity, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.position import SCHEMA_SUB, Position
+from pgcdc.run.validation import Check, run_checks
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.sink import PgTableSink
 from pgcdc.spool.shapes import ShapeChange, append_shapes
-from pgcdc.state import Identity, StateDir
 
 HALF = Position.end(120)
 

@@ -15,14 +15,14 @@ from databases import Database
 from histories import NAMES, History
 
 from pgcdc.config.layers import load_config
-from pgcdc.errors import ConfigError, SinkError, SinkUnavailable
-from pgcdc.ops.validation import Check, run_checks
-from pgcdc.pipeline import Pipeline
+from pgcdc.core.errors import ConfigError, SinkError, SinkUnavailable
+from pgcdc.core.state import Identity, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
+from pgcdc.run.pipeline import Pipeline
+from pgcdc.run.validation import Check, run_checks
 from pgcdc.sink.base import Batch
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.sink import PgTableSink
-from pgcdc.state import Identity, StateDir
 
 
 @pytest.fixture(scope="module", params=[18, pytest.param(16, marks=pytest.mark.slow)])

@@ -10,14 +10,14 @@ import psycopg
 import pytest
 from applying import Mirror, Source, content, cuts, two_databases
 
-from pgcdc.capture.database import connect
-from pgcdc.errors import SinkError, SinkRejected
+from pgcdc.core.errors import SinkError, SinkRejected
+from pgcdc.core.state import StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
+from pgcdc.postgres.database import connect
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.rejected import Effect, Rejected
 from pgcdc.sink.pg_table.sink import PgTableSink
 from pgcdc.sink.pg_table.staging import MOST_TABLES
-from pgcdc.state import StateDir
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from streams import SETTINGS, Change, Stream, changes_of, drain, new_stream, record
 
-from pgcdc.capture.batch import CaptureBatch
-from pgcdc.capture.protocol import WireOptions
-from pgcdc.errors import ConfigError, PgcdcError, SourceError
+from pgcdc.core.errors import ConfigError, PgcdcError, SourceError
 from pgcdc.playground.postgres import EmbeddedPostgres, find_binaries
+from pgcdc.source.postgres.wire.protocol import WireOptions
+from pgcdc.spool.batch import CaptureBatch
 
 
 @pytest.fixture(scope="module", params=[18, 16, 15])
@@ -423,7 +423,7 @@ def test_an_option_that_the_server_refuses_is_a_source_error_and_nothing_is_lost
         options = [given, "publication_names 'p'"]
         if not given.startswith("proto"):
             options.append("proto_version '1'")
-        patch.setattr("pgcdc.capture.stream.plugin_options", lambda *_: options)
+        patch.setattr("pgcdc.source.postgres.wire.stream.plugin_options", lambda *_: options)
         with pytest.raises(SourceError, match=named) as caught:
             stream.open(slot)
     assert "upgrade the server" in (caught.value.advice or "")

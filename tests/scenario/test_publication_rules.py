@@ -13,10 +13,10 @@ from databases import Database
 from listening import wait_until
 
 from pgcdc.capture.control import ensure_capture
-from pgcdc.capture.prepare import SourceOptions, follow_tables, prepare
-from pgcdc.capture.rules import check_version
-from pgcdc.errors import GapError, SourceError
+from pgcdc.core.errors import GapError, SourceError
 from pgcdc.playground.postgres import EmbeddedPostgres
+from pgcdc.source.postgres.setup.prepare import SourceOptions, follow_tables, prepare
+from pgcdc.source.postgres.setup.rules import check_version
 from pgcdc.spool.reader import SpoolReader, read_slice
 
 
@@ -215,7 +215,7 @@ def test_older_servers_refuse_in_words(tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def no_capture_is_left(tmp_path: Path) -> Iterator[None]:
-    from pgcdc.state import Lock, StateDir
+    from pgcdc.core.state import Lock, StateDir
 
     yield
     lock = StateDir(tmp_path / "state").capture_lock

@@ -20,15 +20,15 @@ from databases import Database
 from pgcdc import adapters, sources, transform
 from pgcdc.capture import process
 from pgcdc.capture.control import ControlClient, ensure_capture
-from pgcdc.capture.database import connect
-from pgcdc.capture.fingerprint import check_unchanged, read_fingerprint
-from pgcdc.capture.prepare import SourceOptions, follow_tables, prepare
-from pgcdc.capture.protocol import WireOptions
 from pgcdc.config import load_config
-from pgcdc.errors import GapError, SourceError, StateError
-from pgcdc.pipeline import Pipeline
+from pgcdc.core.errors import GapError, SourceError, StateError
+from pgcdc.core.state import Identity, Lock, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.state import Identity, Lock, StateDir
+from pgcdc.postgres.database import connect
+from pgcdc.run.pipeline import Pipeline
+from pgcdc.source.postgres.setup.fingerprint import check_unchanged, read_fingerprint
+from pgcdc.source.postgres.setup.prepare import SourceOptions, follow_tables, prepare
+from pgcdc.source.postgres.wire.protocol import WireOptions
 
 
 def options(database: Database, folder: Path, **more: Any) -> SourceOptions:
@@ -279,7 +279,7 @@ def test_a_start_that_is_refused_for_a_column_accepts_no_change(database: Databa
 
 CRASH = """
 import pickle, sys
-from pgcdc.capture.prepare import prepare
+from pgcdc.source.postgres.setup.prepare import prepare
 prepare(pickle.loads(bytes.fromhex(sys.argv[1])))
 """
 
@@ -320,7 +320,7 @@ def test_an_identity_of_an_older_version_learns_the_tables(database: Database, t
     old = [{key: item[key] for key in ("name", "oid", "publish", "via_root")} for item in known.publications]
     raw = {**asdict(known), "publications": old}
     del raw["planned"], raw["asked"]
-    from pgcdc.state import write_json_durably
+    from pgcdc.core.state import write_json_durably
 
     write_json_durably(state.identity_file, raw)
     prepare(source)
@@ -424,7 +424,7 @@ def test_a_run_is_locked_before_it_prepares_and_a_refused_one_leaves_nothing(
         assert not (config.state_dir / "run.json").exists(), "the status is of who has the lock"
         raise SourceError("refused")
 
-    monkeypatch.setattr("pgcdc.pipeline.prepare", refuse)
+    monkeypatch.setattr("pgcdc.run.pipeline.prepare", refuse)
     with pytest.raises(SourceError, match="refused"):
         Pipeline(config).run()
     assert list(tmp_path.iterdir()) == []

@@ -8,13 +8,13 @@ import psycopg
 import pytest
 from databases import Database
 
-from pgcdc.capture.added import note_tables
-from pgcdc.capture.database import connect
-from pgcdc.capture.published import PublishedTable, read_published
-from pgcdc.capture.requests import RequestQueue
-from pgcdc.capture.slots import create_slot
-from pgcdc.capture.stream import open_capture
-from pgcdc.relation import Relation
+from pgcdc.core.relation import Relation
+from pgcdc.postgres.database import connect
+from pgcdc.source.postgres.setup.published import PublishedTable, read_published
+from pgcdc.source.postgres.setup.slots import create_slot
+from pgcdc.source.postgres.snapshot.added_tables import note_tables
+from pgcdc.source.postgres.snapshot.requests import RequestQueue
+from pgcdc.source.postgres.wire.stream import open_capture
 
 TABLES = {
     "a primary key": ("CREATE TABLE t (b text, a int PRIMARY KEY)", "t"),

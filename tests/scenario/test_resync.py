@@ -17,16 +17,16 @@ from listening import wait_until
 from proving import LINES, Delivery, Hammer, assert_equal, create_tables, fold
 
 from pgcdc import adapters, transform
-from pgcdc.capture.releases import Releases
-from pgcdc.capture.requests import RequestQueue, RequestState, SnapshotRequest
 from pgcdc.cli.status import read_status
-from pgcdc.errors import ConfigError, GapError, SinkError, SourceError, StateError
-from pgcdc.position import Position
-from pgcdc.resync import Resync, ResyncOptions
+from pgcdc.core.errors import ConfigError, GapError, SinkError, SourceError, StateError
+from pgcdc.core.position import Position
+from pgcdc.core.state import Lock, read_json, write_json
+from pgcdc.run.resync import Resync, ResyncOptions
+from pgcdc.run.rewritten_columns import note_chains
 from pgcdc.sink.file import FileSink
-from pgcdc.state import Lock, read_json, write_json
+from pgcdc.source.postgres.snapshot.releases import Releases
+from pgcdc.source.postgres.snapshot.requests import RequestQueue, RequestState, SnapshotRequest
 from pgcdc.transform.program import Chain
-from pgcdc.transform.written import note_chains
 
 KEYS = {"public.t": ("id",), "public.pair": ("b", "a"), "public.log": ()}
 POINTS = ["keys", "noted", "dropped", "emptied", "prepared", "truncated", "kept", "queued", "acked"]

@@ -13,14 +13,14 @@ from databases import Database, drop_database
 from psycopg import sql
 
 import pgcdc
-from pgcdc.errors import DecodeError
+from pgcdc.core.errors import DecodeError
+from pgcdc.core.position import Position
+from pgcdc.event.events import LINES, event_batch
+from pgcdc.event.frame import EventOptions
+from pgcdc.event.texts import IdSeed
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.position import Position
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.spool.writer import SpoolWriter
-from pgcdc.stream.events import LINES, event_batch
-from pgcdc.stream.frame import EventOptions
-from pgcdc.stream.texts import IdSeed
 
 SEED = IdSeed.of("1", "s")
 

@@ -17,25 +17,25 @@ from listening import wait_until
 from pyspark.sql.types import StructType
 from streams import SETTINGS
 
-from pgcdc.capture import shapes as capture_shapes
 from pgcdc.capture.control import CaptureGone, ControlClient, ensure_capture
-from pgcdc.capture.database import connect
-from pgcdc.capture.prepare import SourceOptions, prepare
 from pgcdc.capture.process import CaptureProcess
-from pgcdc.capture.shapes import describe_shapes
 from pgcdc.cli.status import read_status
-from pgcdc.errors import ConfigError, ConnectionLost
+from pgcdc.core.errors import ConfigError, ConnectionLost
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Column, Relation
+from pgcdc.core.state import Lock, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres, find_binaries
-from pgcdc.position import Position
-from pgcdc.relation import Column, Relation
+from pgcdc.postgres.database import connect
+from pgcdc.postgres.types.built_in import BUILT_IN
+from pgcdc.postgres.types.catalog import TypeCatalog
+from pgcdc.postgres.types.names import type_name
+from pgcdc.source.postgres.setup import shapes as capture_shapes
+from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
+from pgcdc.source.postgres.setup.shapes import describe_shapes
+from pgcdc.spark.options import parse_options
+from pgcdc.spark.reader import ChangeReader
 from pgcdc.spool.diff import diff_shapes
 from pgcdc.spool.shapes import ShapeChange, ShapeHistory
-from pgcdc.state import Lock, StateDir
-from pgcdc.stream.options import parse_options
-from pgcdc.stream.reader import ChangeReader
-from pgcdc.types.built_in import BUILT_IN
-from pgcdc.types.catalog import TypeCatalog
-from pgcdc.types.names import type_name
 
 OLDER = [pytest.param(16, marks=pytest.mark.slow), pytest.param(15, marks=pytest.mark.slow)]
 

@@ -12,8 +12,8 @@ import pytest
 from databases import Database
 from listening import wait_until
 
-from pgcdc.capture.snapshot import HeldSnapshot, hold_snapshot, read_in_snapshot
-from pgcdc.errors import SourceError
+from pgcdc.core.errors import SourceError
+from pgcdc.source.postgres.snapshot.held import HeldSnapshot, hold_snapshot, read_in_snapshot
 
 
 @pytest.fixture

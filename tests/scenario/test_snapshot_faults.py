@@ -14,7 +14,7 @@ from queries import Query
 from snapshots import Backfill, long_text
 
 from pgcdc.capture.control import forget_consumer
-from pgcdc.errors import GapError, SourceError
+from pgcdc.core.errors import GapError, SourceError
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,9 @@ from initials import Initial
 from listening import wait_until
 from snapshots import Backfill
 
-from pgcdc.capture.planning import check_readable
-from pgcdc.capture.requests import KEPT_FINISHED, RequestQueue, SnapshotRequest
-from pgcdc.errors import SourceError
+from pgcdc.core.errors import SourceError
+from pgcdc.source.postgres.snapshot.planning import check_readable
+from pgcdc.source.postgres.snapshot.requests import KEPT_FINISHED, RequestQueue, SnapshotRequest
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from pgcdc.capture.consumers import Consumers
-from pgcdc.position import Position
-from pgcdc.state import Lock, StateDir
-from pgcdc.stream.events import EVENT_SCHEMA
+from pgcdc.core.position import Position
+from pgcdc.core.state import Lock, StateDir
+from pgcdc.event.events import EVENT_SCHEMA
 from pgcdc.transform.event_json import event_json
 
 Start = Callable[..., StreamingQuery]

@@ -14,15 +14,22 @@ import pytest
 from databases import Database
 from typer.testing import CliRunner
 
-from pgcdc.capture import preflight, publications, slots
-from pgcdc.capture.database import connect, quote_identifier, quote_literal, quote_qualified
-from pgcdc.capture.fingerprint import Fingerprint, check_unchanged, read_fingerprint
-from pgcdc.capture.publications import PublicationInfo
-from pgcdc.capture.selection import Selection
-from pgcdc.capture.slots import OpenTransaction, check_usable, create_slot, drop_slot, get_slot, list_slots
 from pgcdc.cli.slot import slot_app
-from pgcdc.errors import ConfigError, ConnectionLost, GapError, SourceError
+from pgcdc.core.errors import ConfigError, ConnectionLost, GapError, SourceError
 from pgcdc.playground.postgres import EmbeddedPostgres
+from pgcdc.postgres.database import connect, quote_identifier, quote_literal, quote_qualified
+from pgcdc.postgres.selection import Selection
+from pgcdc.source.postgres.setup import preflight, publications, slots
+from pgcdc.source.postgres.setup.fingerprint import Fingerprint, check_unchanged, read_fingerprint
+from pgcdc.source.postgres.setup.publications import PublicationInfo
+from pgcdc.source.postgres.setup.slots import (
+    OpenTransaction,
+    check_usable,
+    create_slot,
+    drop_slot,
+    get_slot,
+    list_slots,
+)
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 SECRET = "correct horse @ / battery"

@@ -13,13 +13,13 @@ from databases import Database, drop_database
 from streams import SETTINGS, Change
 from toasting import TABLE, Rig, text
 
-from pgcdc.capture import toast as toast_module
-from pgcdc.capture.batch import CaptureBatch
-from pgcdc.capture.prepare import SourceOptions, prepare
-from pgcdc.capture.protocol import WireOptions
-from pgcdc.capture.toast import ToastOptions
-from pgcdc.errors import ConfigError, ConversionError, SourceError, StateError
+from pgcdc.core.errors import ConfigError, ConversionError, SourceError, StateError
 from pgcdc.playground.postgres import EmbeddedPostgres
+from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
+from pgcdc.source.postgres.toast import resolver as toast_module
+from pgcdc.source.postgres.toast.resolver import ToastOptions
+from pgcdc.source.postgres.wire.protocol import WireOptions
+from pgcdc.spool.batch import CaptureBatch
 
 SLOW = pytest.mark.slow
 
@@ -410,7 +410,7 @@ def test_a_cache_that_is_damaged_starts_empty(rig: Rig, damage: str) -> None:
 
 
 def test_a_full_disk_is_an_error_with_advice(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pgcdc.capture import toast_log
+    from pgcdc.source.postgres.toast import cache_log as toast_log
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -477,7 +477,7 @@ def test_a_huge_transaction_comes_part_by_part(
     streaming_server: EmbeddedPostgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Streamed, spilled to disk, and with a subtransaction that is rolled back."""
-    from pgcdc.capture import assemble
+    from pgcdc.source.postgres.wire import assemble
 
     monkeypatch.setattr(assemble, "SPILL_BYTES", 100_000)
     with psycopg.connect(streaming_server.url(), autocommit=True) as admin:

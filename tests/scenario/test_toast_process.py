@@ -15,15 +15,15 @@ from listening import wait_until
 from toasting import TABLE, text
 
 from pgcdc.capture.control import CaptureLink, ControlClient
-from pgcdc.capture.prepare import SourceOptions, prepare
 from pgcdc.capture.spec import CaptureSpec
-from pgcdc.capture.toast import ToastOptions
 from pgcdc.cli.status import read_status
-from pgcdc.errors import ConversionError
+from pgcdc.core.errors import ConversionError
+from pgcdc.core.position import Position
+from pgcdc.core.state import StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.position import Position
+from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
+from pgcdc.source.postgres.toast.resolver import ToastOptions
 from pgcdc.spool.reader import SpoolReader, read_slice
-from pgcdc.state import StateDir
 
 Row = tuple[Position, dict[str, bytes | None], list[int] | None]
 WRITING = ("toast.after_write", "spool.before_index", "spool.after_index")

@@ -19,11 +19,11 @@ from transform_cases import KEY, KEY_VARIABLE, simple_chains
 from wire import UNCHANGED
 
 from pgcdc import transform
-from pgcdc.errors import ConfigError, TransformError
+from pgcdc.core.errors import ConfigError, TransformError
+from pgcdc.event.edits import parse_chains
+from pgcdc.event.events import chain_lines, event_batch
+from pgcdc.spark.session import with_settings
 from pgcdc.spool.reader import SpoolReader
-from pgcdc.stream.edits import parse_chains
-from pgcdc.stream.events import chain_lines, event_batch
-from pgcdc.stream.session import with_settings
 from pgcdc.transform.columns import ColumnProgram
 from pgcdc.transform.program import Chain, Steps, compile_chains, split_lines
 
@@ -250,7 +250,7 @@ def test_the_key_of_a_hash_stands_in_no_plan_and_no_page_of_the_ui(spark: SparkS
 
 
 def transform_pads() -> tuple[bytes, bytes]:
-    from pgcdc.stream.masks import hmac_pads
+    from pgcdc.event.masks import hmac_pads
 
     return hmac_pads(KEY.encode())
 

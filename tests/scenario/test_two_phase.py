@@ -14,12 +14,12 @@ from streams import SETTINGS, Change, Stream, drain, new_stream, record
 
 import pgcdc
 from pgcdc.capture.control import ControlClient, ensure_capture
-from pgcdc.capture.prepare import SourceOptions, prepare
-from pgcdc.errors import ConfigError, GapError, SourceError
+from pgcdc.core.errors import ConfigError, GapError, SourceError
+from pgcdc.core.position import Position
+from pgcdc.core.state import Lock, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres, find_binaries
-from pgcdc.position import Position
+from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
 from pgcdc.spool.reader import SpoolReader, read_slice
-from pgcdc.state import Lock, StateDir
 
 
 @pytest.fixture(scope="module", params=[18, 15])

@@ -15,8 +15,8 @@ from databases import Database
 from pyspark.sql.types import IntegerType, StringType, StructType
 from queries import Query
 
-from pgcdc.errors import ConfigError, ConversionError, GapError, SchemaChanged, SourceError
-from pgcdc.position import Position
+from pgcdc.core.errors import ConfigError, ConversionError, GapError, SchemaChanged, SourceError
+from pgcdc.core.position import Position
 
 Rows = list[dict[str, Any]]
 Ask = Callable[..., Query]

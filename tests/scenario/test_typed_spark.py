@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 
 import pgcdc
 from pgcdc import functions
-from pgcdc.state import Lock, StateDir
+from pgcdc.core.state import Lock, StateDir
 
 
 @pytest.fixture

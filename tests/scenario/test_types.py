@@ -20,14 +20,14 @@ from pyspark.sql.types import VariantVal
 from streams import Stream, new_stream
 from type_cases import CASES, Case
 
-from pgcdc.capture.binary import unsupported
-from pgcdc.capture.database import Connection, connect
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.types.built_in import BUILT_IN
-from pgcdc.types.catalog import TypeCatalog
-from pgcdc.types.column import ColumnType, Rejected, TypeOptions
-from pgcdc.types.describe import TableColumn, describe_columns, read_table_columns
-from pgcdc.types.mapping import map_type
+from pgcdc.postgres.database import Connection, connect
+from pgcdc.postgres.types.built_in import BUILT_IN
+from pgcdc.postgres.types.catalog import TypeCatalog
+from pgcdc.postgres.types.column import ColumnType, Rejected, TypeOptions
+from pgcdc.postgres.types.describe import TableColumn, describe_columns, read_table_columns
+from pgcdc.postgres.types.mapping import map_type
+from pgcdc.source.postgres.wire.binary import unsupported
 
 ALL_CASES = [*CASES, *nested_type_cases.CASES]
 

@@ -26,8 +26,8 @@ from receivers import How, Receiver, Request, answer, free_port, raw, receiver
 from targets.events import END, START, STREAM, batch, batch_of, by_key, event, line, to_line
 from targets.webhook import ITEMS
 
-from pgcdc.errors import PgcdcError, SinkError, SinkRejected, SinkUnavailable
-from pgcdc.position import Position
+from pgcdc.core.errors import PgcdcError, SinkError, SinkRejected, SinkUnavailable
+from pgcdc.core.position import Position
 from pgcdc.sink.base import Batch
 from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.spec import DeliveryOptions
@@ -561,7 +561,7 @@ def test_host_that_does_not_exist_is_found_by_the_check(tmp_path: Path) -> None:
 CHILD = """
     import sys
     from pathlib import Path
-    from pgcdc.position import Position
+    from pgcdc.core.position import Position
     from pgcdc.sink.webhook.options import WebhookOptions
     from pgcdc.sink.webhook.sink import WebhookSink
     from targets.events import START, batch_of

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pgcdc.adapters import checked
+from pgcdc.core.position import Position
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.position import Position
 from pgcdc.sink.base import Sink
 from pgcdc.sink.registry import ADAPTERS, make_sink
 from pgcdc.sink.spec import AdapterSpec

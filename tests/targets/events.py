@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pgcdc.position import Position
+from pgcdc.core.position import Position
 from pgcdc.sink.base import Batch
 
 START = Position.end(100)

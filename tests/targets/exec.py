@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from pgcdc.position import Position
+from pgcdc.core.position import Position
 from targets.base import BaseTarget
 from targets.events import event, to_line
 

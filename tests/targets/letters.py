@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from pgcdc.dlq import DeadLetter, Query
-from pgcdc.errors import SinkError
+from pgcdc.core.errors import SinkError
+from pgcdc.sink.letters import DeadLetter, Query
 
 
 class Letters:

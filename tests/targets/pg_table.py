@@ -14,8 +14,8 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 
-from pgcdc.position import SCHEMA_SUB, Position
-from pgcdc.relation import Column, Relation
+from pgcdc.core.position import SCHEMA_SUB, Position
+from pgcdc.core.relation import Column, Relation
 from pgcdc.sink.base import Batch, Sink
 from pgcdc.sink.pg_table.append import Appender
 from pgcdc.sink.pg_table.options import PgTableOptions

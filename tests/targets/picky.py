@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pgcdc.errors import Reject, SinkRejected, SinkUnavailable
-from pgcdc.position import Position
+from pgcdc.core.errors import Reject, SinkRejected, SinkUnavailable
+from pgcdc.core.position import Position
 from pgcdc.sink.base import Batch
 from pgcdc.sink.file import FileSink
 from targets.base import BaseTarget

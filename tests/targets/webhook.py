@@ -10,8 +10,8 @@ from typing import Any
 
 from receivers import How, Receiver, Request, answer, receiver
 
-from pgcdc.position import Position
-from pgcdc.relation import Column, Relation
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Column, Relation
 from pgcdc.spool.shapes import ShapeChange, append_shapes
 from targets.base import BaseTarget
 from targets.events import event, position_of, to_line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pgcdc.capture.rows import decoder_name
+from pgcdc.source.postgres.wire.rows import decoder_name
 
 
 @pytest.fixture(params=["python", "compiled"])

@@ -22,11 +22,11 @@ from wire import (
     encode_update,
 )
 
-from pgcdc.capture.assemble import Assembler
-from pgcdc.capture.batch import CaptureBatch
-from pgcdc.errors import DecodeError
-from pgcdc.position import Position
-from pgcdc.relation import Column, Relation, Relations
+from pgcdc.core.errors import DecodeError
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Column, Relation, Relations
+from pgcdc.source.postgres.wire.assemble import Assembler
+from pgcdc.spool.batch import CaptureBatch
 from pgcdc.spool.schema import CHANGES, Op
 
 ORDERS = Relation(1, "public", "orders", "d", (Column("id", 23, -1, True), Column("note", 25, -1, False)))

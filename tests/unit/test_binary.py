@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire import UNCHANGED, Value, encode_delete, encode_insert, encode_update
 
-from pgcdc.capture.binary import BinaryDecoder, rewrite_row, to_text
-from pgcdc.capture.rows import PythonRowBuffer
-from pgcdc.errors import DecodeError
-from pgcdc.relation import Column
-from pgcdc.types.built_in import BUILT_IN
-from pgcdc.types.catalog import TypeCatalog, TypeInfo
+from pgcdc.core.errors import DecodeError
+from pgcdc.core.relation import Column
+from pgcdc.postgres.types.built_in import BUILT_IN
+from pgcdc.postgres.types.catalog import TypeCatalog, TypeInfo
+from pgcdc.source.postgres.wire.binary import BinaryDecoder, rewrite_row, to_text
+from pgcdc.source.postgres.wire.rows import PythonRowBuffer
 
 OID = 16384
 LSN = 0x16_B374D848

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pgcdc.capture.control import _raise_failure
-from pgcdc.errors import SourceError
-from pgcdc.state import StateDir, write_json
+from pgcdc.core.errors import SourceError
+from pgcdc.core.state import StateDir, write_json
 
 
 def test_only_the_failure_of_the_process_that_was_started_is_raised(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pgcdc.config import Config, load_config
-from pgcdc.errors import ConfigError
+from pgcdc.core.errors import ConfigError
 from pgcdc.sink.spec import FileOptions
-from pgcdc.stream.options import parse_bytes
+from pgcdc.spark.options import parse_bytes
 
 DB = "postgresql://app:s3cret@localhost/shop"
 MINIMAL = {"db": DB, "all_tables": True}

@@ -14,7 +14,6 @@ import yaml
 from pydantic import BaseModel, Field
 from typer.testing import CliRunner
 
-from pgcdc.capture.database import parse_url
 from pgcdc.cli.main import app
 from pgcdc.config import Config, load_config
 from pgcdc.config.fields import setting_of
@@ -22,7 +21,8 @@ from pgcdc.config.layers import load
 from pgcdc.config.schema import json_schema
 from pgcdc.config.show import effective, show_yaml
 from pgcdc.config.template import make_template, write_template
-from pgcdc.errors import ConfigError
+from pgcdc.core.errors import ConfigError
+from pgcdc.postgres.database import parse_url
 from pgcdc.sink.registry import ADAPTERS, AdapterType, make_sink
 from pgcdc.sink.spec import FileOptions
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, DropColumnsSpec, FilterSpec

@@ -21,10 +21,10 @@ from pgcdc.config.explain import ELSEWHERE
 from pgcdc.config.fields import is_switch, setting_of
 from pgcdc.config.layers import load, load_config
 from pgcdc.config.model import Config, Transforms
-from pgcdc.config.secrets import read_secret
-from pgcdc.errors import ConfigError
+from pgcdc.core.errors import ConfigError
+from pgcdc.core.secrets import read_secret
+from pgcdc.event.masks import read_key
 from pgcdc.sink.registry import ADAPTERS
-from pgcdc.stream.masks import read_key
 from pgcdc.transform.specs import TransformSpec
 
 TRANSFORM_MODELS: list[type[BaseModel]] = list(get_args(get_args(TransformSpec)[0]))
@@ -40,7 +40,7 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def started(*args: object, **kwargs: object) -> None:
         raise AssertionError("something was started")
 
-    monkeypatch.setattr("pgcdc.pipeline.Pipeline.__init__", started)
+    monkeypatch.setattr("pgcdc.run.pipeline.Pipeline.__init__", started)
     return tmp_path
 
 

@@ -19,9 +19,9 @@ from control_loop import Loop
 from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.control import CaptureGone, ControlClient, forget_consumer
 from pgcdc.capture.server import ControlServer
-from pgcdc.errors import ConfigError, GapError, PgcdcError, SourceError, StateError
-from pgcdc.position import Position
-from pgcdc.state import Lock, StateDir
+from pgcdc.core.errors import ConfigError, GapError, PgcdcError, SourceError, StateError
+from pgcdc.core.position import Position
+from pgcdc.core.state import Lock, StateDir
 
 
 @pytest.fixture

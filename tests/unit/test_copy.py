@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pgcdc.capture.copy import CopyBuffer, PythonCopyBuffer, copy_statement, new_copy_buffer, row_lists
-from pgcdc.errors import DecodeError
+from pgcdc.core.errors import DecodeError
+from pgcdc.source.postgres.snapshot.copy import CopyBuffer, PythonCopyBuffer, copy_statement, new_copy_buffer, row_lists
 from pgcdc.spool.schema import CHANGES
 
 NewBuffer = Callable[[int], CopyBuffer]
@@ -25,7 +25,7 @@ ROWS = st.integers(1, 4).flatmap(lambda width: st.lists(st.lists(VALUES, min_siz
 def compiled(columns: int) -> CopyBuffer:
     """The one in C. Where it was not built: a skip on a laptop, a failure in CI."""
     try:
-        module = importlib.import_module("pgcdc.capture._copy")
+        module = importlib.import_module("pgcdc.source.postgres.snapshot._copy")
     except ImportError as error:
         if os.environ.get("CI"):
             pytest.fail(f"the compiled buffer was not built: {error}")

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from pgcdc.capture.database import (
+from pgcdc.core.errors import ConfigError, ConnectionLost, SourceError
+from pgcdc.postgres.database import (
     connect,
     explain_errors,
     name_table,
@@ -22,8 +23,7 @@ from pgcdc.capture.database import (
     redact,
     split_table,
 )
-from pgcdc.capture.preflight import check_wal
-from pgcdc.errors import ConfigError, ConnectionLost, SourceError
+from pgcdc.source.postgres.setup.preflight import check_wal
 
 names = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)
 

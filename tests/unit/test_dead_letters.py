@@ -13,12 +13,12 @@ from deliveries import END, START, Diary, FakeClock, ScriptedSink, batch, down
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgcdc.dlq import DeadLetter, DeadLetters, Dropped, Query
-from pgcdc.errors import Policy, Reject, SinkError, SinkRejected, SinkUnavailable, StateError, policy_of
-from pgcdc.ops.counters import DEAD_LETTERS, counters
-from pgcdc.position import Position
+from pgcdc.core.counters import DEAD_LETTERS, counters
+from pgcdc.core.errors import Policy, Reject, SinkError, SinkRejected, SinkUnavailable, StateError, policy_of
+from pgcdc.core.position import Position
 from pgcdc.sink.base import Batch
 from pgcdc.sink.delivery import CircuitOpen, Delivery, SinkTimeout
+from pgcdc.sink.letters import DeadLetter, DeadLetters, Dropped, Query
 from pgcdc.sink.pace import BreakerState
 from pgcdc.sink.spec import DeliveryOptions
 

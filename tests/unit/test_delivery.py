@@ -14,10 +14,10 @@ from deliveries import END, REAL_TIMEOUT_S, START, Diary, FakeClock, ScriptedSin
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgcdc import errors
-from pgcdc.errors import PgcdcError, Policy, Reject, SinkError, SinkRejected, SinkUnavailable, policy_of
-from pgcdc.ops.backoff import full_jitter_s
-from pgcdc.position import Position
+from pgcdc.core import errors
+from pgcdc.core.backoff import full_jitter_s
+from pgcdc.core.errors import PgcdcError, Policy, Reject, SinkError, SinkRejected, SinkUnavailable, policy_of
+from pgcdc.core.position import Position
 from pgcdc.sink.base import Batch
 from pgcdc.sink.delivery import CircuitOpen, Delivery, DeliveryStopped, SinkTimeout
 from pgcdc.sink.pace import BreakerState, CircuitBreaker, TokenBucket

@@ -23,13 +23,13 @@ from pgcdc.config.layers import load
 from pgcdc.config.option_secrets import describe_options
 from pgcdc.config.schema import json_schema
 from pgcdc.config.show import show_yaml
-from pgcdc.dlq import Query
-from pgcdc.dlq.file_store import FileDeadLetters
-from pgcdc.errors import ConfigError, SinkError
-from pgcdc.ops.validation import _look_at_adapter, _try
-from pgcdc.position import Position
+from pgcdc.core.errors import ConfigError, SinkError
+from pgcdc.core.position import Position
+from pgcdc.core.state import Identity, Lock, StateDir, write_json
+from pgcdc.run.validation import _look_at_adapter, _try
 from pgcdc.sink.file import FileSink
-from pgcdc.state import Identity, Lock, StateDir, write_json
+from pgcdc.sink.letters import Query
+from pgcdc.sink.letters.file_store import FileDeadLetters
 
 DB = "postgresql://app:geheim@127.0.0.1:1/shop"
 

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from transform_cases import KEY, KEY_VARIABLE, simple_chains, transformed
 from wire import UNCHANGED, encode_message, encode_truncate
 
-from pgcdc.capture.assemble import Assembler
-from pgcdc.errors import ConfigError, TransformError
-from pgcdc.relation import Column, Relation
+from pgcdc.core.errors import ConfigError, TransformError
+from pgcdc.core.relation import Column, Relation
+from pgcdc.event import lines, masks
+from pgcdc.event.edits import SimpleChain, dump_chains, full_pattern, parse_chains
+from pgcdc.event.events import BLOCKS, chain_column, chain_lines, drop_unwanted, event_batch
+from pgcdc.event.frame import EventOptions
+from pgcdc.source.postgres.wire.assemble import Assembler
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.spool.writer import SpoolWriter
-from pgcdc.stream import lines, masks
-from pgcdc.stream.edits import SimpleChain, dump_chains, full_pattern, parse_chains
-from pgcdc.stream.events import BLOCKS, chain_column, chain_lines, drop_unwanted, event_batch
-from pgcdc.stream.frame import EventOptions
 from pgcdc.transform.check import missing_columns
 from pgcdc.transform.program import BlockProgram, Chain, Steps, compile_chains
 from pgcdc.transform.python_function import CHANGEABLE, call_all
@@ -137,7 +137,7 @@ def test_masked_null_stays_null_and_masks_follow_each_other() -> None:
 @given(st.lists(st.none() | st.binary(max_size=300)), st.binary(max_size=100), st.integers(0, 5))
 @example([b"x" * size for size in (0, 54, 55, 56, 63, 64, 65, 119, 120)], b"k" * 64, 0)
 def test_compiled_hmac_is_that_of_the_standard_library(values: list[bytes | None], key: bytes, skipped: int) -> None:
-    compiled = pytest.importorskip("pgcdc.stream._hmac").hmac_texts
+    compiled = pytest.importorskip("pgcdc.event._hmac").hmac_texts
     column = pa.array(values, pa.binary()).slice(skipped)
     assert compiled(column, key) == masks.hmac_python(column, key)
 

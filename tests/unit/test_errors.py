@@ -9,8 +9,8 @@ import re
 
 import pytest
 
-from pgcdc import errors
-from pgcdc.errors import PgcdcError, Policy
+from pgcdc.core import errors
+from pgcdc.core.errors import PgcdcError, Policy
 
 KINDS = [
     kind

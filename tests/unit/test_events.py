@@ -43,16 +43,16 @@ from wire import (
     encode_relation,
 )
 
-from pgcdc.capture.assemble import Assembler
-from pgcdc.errors import DecodeError
-from pgcdc.position import LAST_SUB, Position
-from pgcdc.relation import Column, Relation
+from pgcdc.core.errors import DecodeError
+from pgcdc.core.position import LAST_SUB, Position
+from pgcdc.core.relation import Column, Relation
+from pgcdc.event import lines
+from pgcdc.event.events import EVENT_SCHEMA, PIECE_BYTES, event_batch, pack_block, unpack_blocks
+from pgcdc.event.frame import EventOptions
+from pgcdc.event.texts import IdSeed, event_ids, position_texts
+from pgcdc.source.postgres.wire.assemble import Assembler
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.spool.writer import SpoolWriter
-from pgcdc.stream import lines
-from pgcdc.stream.events import EVENT_SCHEMA, PIECE_BYTES, event_batch, pack_block, unpack_blocks
-from pgcdc.stream.frame import EventOptions
-from pgcdc.stream.texts import IdSeed, event_ids, position_texts
 
 
 def events_of(

@@ -20,9 +20,9 @@ from targets.events import END, START, STREAM, WHOLE, batch, batch_of, up_to
 
 from pgcdc import Pipeline, adapters
 from pgcdc.config.layers import load_config
-from pgcdc.errors import ConfigError, Policy, SinkError, SinkRejected, SinkUnavailable
-from pgcdc.ops.counters import EXEC_RESTARTS, counters
-from pgcdc.position import Position
+from pgcdc.core.counters import EXEC_RESTARTS, counters
+from pgcdc.core.errors import ConfigError, Policy, SinkError, SinkRejected, SinkUnavailable
+from pgcdc.core.position import Position
 from pgcdc.sink import secrecy
 from pgcdc.sink.base import Batch
 from pgcdc.sink.delivery import Delivery

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pgcdc.ops import failpoint
-from pgcdc.ops.failpoint import FailpointError, hit
+from pgcdc.core import failpoint
+from pgcdc.core.failpoint import FailpointError, hit
 
 
 def set_points(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -57,7 +57,9 @@ def test_marker_makes_it_fire_once_for_all_processes(tmp_path: Path, monkeypatch
     assert not fired("a")
 
 
-_CODE = "from pgcdc.ops.failpoint import hit; hit('a'); print('alive', flush=True); hit('a'); print('dead', flush=True)"
+_CODE = (
+    "from pgcdc.core.failpoint import hit; hit('a'); print('alive', flush=True); hit('a'); print('dead', flush=True)"
+)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import Change, changes_of, load_messages
 
-from pgcdc.capture import undecided
-from pgcdc.capture.assemble import Assembler
-from pgcdc.capture.batch import CaptureBatch
-from pgcdc.capture.messages import DELETE, INSERT, MESSAGE, TRUNCATE, UPDATE
-from pgcdc.capture.rows import decoder_name
-from pgcdc.errors import DecodeError, GapError
-from pgcdc.relation import Relations
+from pgcdc.core.errors import DecodeError, GapError
+from pgcdc.core.relation import Relations
+from pgcdc.source.postgres.wire import undecided
+from pgcdc.source.postgres.wire.assemble import Assembler
+from pgcdc.source.postgres.wire.messages import DELETE, INSERT, MESSAGE, TRUNCATE, UPDATE
+from pgcdc.source.postgres.wire.rows import decoder_name
+from pgcdc.spool.batch import CaptureBatch
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "streams"
 STREAMS = {path.stem: load_messages(path) for path in sorted(FOLDER.glob("*.txt"))}

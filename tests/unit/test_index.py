@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pgcdc.errors import SpoolError
-from pgcdc.position import LAST_ORDINAL, Position
+from pgcdc.core.errors import SpoolError
+from pgcdc.core.position import LAST_ORDINAL, Position
 from pgcdc.spool.index import IndexRecord, chunk_number, chunk_path, encode_record, list_chunks, parse_records
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS, Op
 from pgcdc.spool.segment import checksum_file, open_segment, read_segment, write_segment

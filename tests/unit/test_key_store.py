@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pgcdc.errors import SinkError
-from pgcdc.position import Position
+from pgcdc.core.errors import SinkError
+from pgcdc.core.position import Position
 from pgcdc.sink import state
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.file import FileSink

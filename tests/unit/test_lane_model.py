@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pgcdc.capture.consumers import MAIN, is_side_lane
-from pgcdc.errors import StateError
-from pgcdc.position import Position
+from pgcdc.core.errors import StateError
+from pgcdc.core.position import Position
+from pgcdc.event.events import LINES
+from pgcdc.run.lane import Lane, _look_at
+from pgcdc.run.member import Adapter, Member, NotAMember, WriteFuture
+from pgcdc.run.roster import Membership, Place, Roster, Write, WriteState, judge
 from pgcdc.sink.base import Batch
-from pgcdc.stream.events import LINES
-from pgcdc.stream.lane import Lane, _look_at
-from pgcdc.stream.member import Adapter, Member, NotAMember, WriteFuture
-from pgcdc.stream.membership import Membership, Place, Roster, Write, WriteState, judge
 
 NAMES = ("a", "b", "c")
 LATE = 1e9

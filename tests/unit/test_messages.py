@@ -22,8 +22,10 @@ from wire import (
     encode_xlog_data,
 )
 
-from pgcdc.capture import messages
-from pgcdc.capture.messages import (
+from pgcdc.core.errors import DecodeError
+from pgcdc.core.relation import Column, Relation
+from pgcdc.source.postgres.wire import messages
+from pgcdc.source.postgres.wire.messages import (
     Begin,
     Commit,
     Keepalive,
@@ -45,8 +47,6 @@ from pgcdc.capture.messages import (
     parse_type,
     parse_xlog_data,
 )
-from pgcdc.errors import DecodeError
-from pgcdc.relation import Column, Relation
 
 LSN = 0x16_B374D848
 NOW = 1_700_000_000_123_456  # microseconds since 1970

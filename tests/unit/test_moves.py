@@ -17,18 +17,18 @@ from spools import START_LSN, write_spool
 from pgcdc import Pipeline, adapters, sources, transform
 from pgcdc.capture.consumers import MAIN
 from pgcdc.capture.control import CaptureLink
-from pgcdc.errors import ConnectionLost, GapError, PgcdcError, SinkUnavailable, SourceError
-from pgcdc.position import Position
-from pgcdc.relation import Column, Relation
+from pgcdc.core.errors import ConnectionLost, GapError, PgcdcError, SinkUnavailable, SourceError
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Column, Relation
+from pgcdc.core.state import StateDir
+from pgcdc.event.events import LINES
+from pgcdc.run.lane import Lane, LaneStopped
+from pgcdc.run.member import Adapter, NotAMember
+from pgcdc.run.supervisor import RECOVERED_S, Lanes, Watched
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Batch
 from pgcdc.sink.registry import make_sink
 from pgcdc.spool.schema import Op
-from pgcdc.state import StateDir
-from pgcdc.stream.events import LINES
-from pgcdc.stream.lane import Lane, LaneStopped
-from pgcdc.stream.lanes import RECOVERED_S, Lanes, Watched
-from pgcdc.stream.member import Adapter, NotAMember
 from pgcdc.transform.program import Chain
 
 ORDERS = Relation(1, "public", "orders", "d", (Column("id", 23, -1, True),))
@@ -380,7 +380,7 @@ def test_a_run_that_failed_leaves_no_query_in_a_spark_of_somebody_else(
 ) -> None:
     done: list[str] = []
     pipeline = Pipeline(sources.postgres("postgresql://h/x", tables=["a"], state_dir=tmp_path), [adapters.noop()])
-    monkeypatch.setattr("pgcdc.pipeline.stop_session", lambda *_: done.append("spark"))
+    monkeypatch.setattr("pgcdc.run.pipeline.stop_session", lambda *_: done.append("spark"))
     pipeline._lanes, pipeline._spark, pipeline._owns_spark = lanes, cast(Any, object()), owns_spark
     pipeline._link = cast(Any, SimpleNamespace(stop=lambda: done.append("capture"), close=lambda: None))
     lanes.main.query = cast(Any, SimpleNamespace(stop=lambda: done.append("query")))

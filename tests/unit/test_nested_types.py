@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from nested_text import write_array, write_hstore, write_interval, write_multirange, write_range, write_row
 from pyspark.sql.pandas.types import to_arrow_type
 
-from pgcdc.types.built_in import BUILT_IN
-from pgcdc.types.catalog import TypeCatalog, TypeInfo
-from pgcdc.types.column import ColumnType, Exactness, Rejected, TypeOptions
-from pgcdc.types.geometry import split_numbers
-from pgcdc.types.mapping import map_type
+from pgcdc.postgres.types.built_in import BUILT_IN
+from pgcdc.postgres.types.catalog import TypeCatalog, TypeInfo
+from pgcdc.postgres.types.column import ColumnType, Exactness, Rejected, TypeOptions
+from pgcdc.postgres.types.geometry import split_numbers
+from pgcdc.postgres.types.mapping import map_type
 
 _OIDS = {info.name: info.oid for info in BUILT_IN.types.values()}
 _PAIR, _PAIRS, _HSTORE, _VECTOR, _OUTER, _WORDS = range(90_001, 90_007)

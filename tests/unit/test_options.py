@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES
-from pgcdc.capture.protocol import WireOptions
-from pgcdc.errors import ConfigError
-from pgcdc.position import SCHEMA_SUB, Position
-from pgcdc.relation import Column, Relation
+from pgcdc.core.errors import ConfigError
+from pgcdc.core.position import SCHEMA_SUB, Position
+from pgcdc.core.relation import Column, Relation
+from pgcdc.event.frame import EventOptions
+from pgcdc.source.postgres.setup.prepare import DEFAULT_SPOOL_LIMIT_BYTES
+from pgcdc.source.postgres.wire.protocol import WireOptions
+from pgcdc.spark.options import DEFAULT_MAX_BATCH_ROWS, parse_options
 from pgcdc.spool.shapes import ShapeChange, append_shapes
-from pgcdc.stream.frame import EventOptions
-from pgcdc.stream.options import DEFAULT_MAX_BATCH_ROWS, parse_options
 
 URL = "postgresql://app@localhost/shop"
 
@@ -127,7 +127,7 @@ def test_a_pipeline_passes_everything_about_wire_and_events_on_to_its_source(tmp
 
 def test_a_pipeline_tells_what_changed_since_it_began_and_not_what_an_earlier_run_told(tmp_path: Path) -> None:
     from pgcdc.config import Config
-    from pgcdc.pipeline import Pipeline
+    from pgcdc.run.pipeline import Pipeline
 
     said: list[str] = []
     raw = {"db": "postgresql://h/x", "all_tables": True, "state_dir": tmp_path}

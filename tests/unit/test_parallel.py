@@ -15,22 +15,22 @@ from hypothesis import strategies as st
 from pyspark.errors import PySparkException
 from spools import START_LSN, write_spool
 
-from pgcdc.errors import PgcdcError, SinkError, SinkRejected, SinkUnavailable, TransformError
-from pgcdc.position import SCHEMA_SUB, Position
-from pgcdc.relation import Column, Relation
+from pgcdc.core.errors import PgcdcError, SinkError, SinkRejected, SinkUnavailable, TransformError
+from pgcdc.core.position import SCHEMA_SUB, Position
+from pgcdc.core.relation import Column, Relation
+from pgcdc.core.state import StateDir
+from pgcdc.event.events import KEYED_LINES, events_of, open_blocks, pack_block, unpack_blocks
+from pgcdc.event.frame import EventOptions, Frame, make_frame
+from pgcdc.event.keys import find_barriers, key_hashes
+from pgcdc.event.texts import IdSeed
 from pgcdc.sink.base import Receipt
 from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.folder import FolderSink
 from pgcdc.sink.spec import DeliveryOptions
+from pgcdc.spark import parallel
+from pgcdc.spark.failure import explained
+from pgcdc.spark.parallel import LargeBatch, LargeBatches, Piece, Segment, _open, _Split, _Write, plan_segments
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS, OldKind, Op
-from pgcdc.state import StateDir
-from pgcdc.stream import parallel
-from pgcdc.stream.events import KEYED_LINES, events_of, open_blocks, pack_block, unpack_blocks
-from pgcdc.stream.failure import explained
-from pgcdc.stream.frame import EventOptions, Frame, make_frame
-from pgcdc.stream.keys import find_barriers, key_hashes
-from pgcdc.stream.parallel import LargeBatch, LargeBatches, Piece, Segment, _open, _Split, _Write, plan_segments
-from pgcdc.stream.texts import IdSeed
 
 START, END = Position.end(8), Position.end(160)
 
@@ -316,7 +316,7 @@ def test_block_with_very_many_barriers_stays_in_one_piece() -> None:
 
 
 def test_large_event_travels_in_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pgcdc.stream.events.PIECE_BYTES", 100)
+    monkeypatch.setattr("pgcdc.event.events.PIECE_BYTES", 100)
     events = pa.RecordBatch.from_pydict(
         {
             "position": [place(1), place(2)],

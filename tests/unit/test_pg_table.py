@@ -17,14 +17,14 @@ from psycopg import errors
 from pgcdc import Pipeline, adapters, sources
 from pgcdc.config.layers import load, load_config
 from pgcdc.config.show import show_yaml
-from pgcdc.errors import ConfigError, SinkError, SinkUnavailable
-from pgcdc.position import Position
+from pgcdc.core.errors import ConfigError, SinkError, SinkUnavailable
+from pgcdc.core.position import Position
+from pgcdc.event.lines import quote_json
 from pgcdc.sink.pg_table.append import copy_rows, copy_rows_one_by_one
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.parts import PgTablePartWriter, url_variable
 from pgcdc.sink.pg_table.sqlstate import Blame, blame, explain, kind_of
 from pgcdc.sink.registry import check_adapters, make_sink
-from pgcdc.stream.lines import quote_json
 
 SOURCE = "postgresql://app@source/shop"
 TARGET = "postgresql://app:hunter2@target/mirror"

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pgcdc.config import load_config
-from pgcdc.errors import ConfigError, SinkError
-from pgcdc.position import Position
+from pgcdc.core.errors import ConfigError, SinkError
+from pgcdc.core.position import Position
+from pgcdc.event.events import LINES, event_batch
 from pgcdc.sink.pg_table import lines
 from pgcdc.sink.pg_table.copy_text import read_value, write_row, write_value
 from pgcdc.sink.pg_table.fold import Bag, Keyed, Move, Patch
 from pgcdc.sink.pg_table.mapping import TargetNames, find_loops, source_name
-from pgcdc.stream.events import LINES, event_batch
 
 texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=8)
 nasty = st.text('\\\t\n\r\b\f\x01"/Nnu.', max_size=6)

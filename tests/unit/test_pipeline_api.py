@@ -11,10 +11,10 @@ from pyspark.core.context import SparkContext
 
 from pgcdc import Pipeline, adapters, sources, transform
 from pgcdc.config import Config
-from pgcdc.errors import ConfigError, PgcdcError
-from pgcdc.reload import Reloads, change_specs
-from pgcdc.state import read_json
-from pgcdc.stream.session import check_running
+from pgcdc.core.errors import ConfigError, PgcdcError
+from pgcdc.core.state import read_json
+from pgcdc.run.reload import Reloads, change_specs
+from pgcdc.spark.session import check_running
 
 DB = "postgresql://h/x"
 
@@ -230,7 +230,7 @@ def test_a_session_that_was_there_before_is_left_running(
     monkeypatch.setenv("PGCDC_WATCH_PID", "")
     monkeypatch.setattr(SparkContext, "_gateway", RunningJvm(DB))
     monkeypatch.setattr(SparkContext, "_active_spark_context", object() if was_there else None)
-    monkeypatch.setattr("pgcdc.pipeline.session", lambda **_: spark)
+    monkeypatch.setattr("pgcdc.run.pipeline.session", lambda **_: spark)
     pipeline = Pipeline(sources.postgres(DB, tables=["a"], state_dir=tmp_path), [adapters.noop()])
     pipeline._start_spark()
     pipeline._close()
@@ -240,8 +240,8 @@ def test_a_session_that_was_there_before_is_left_running(
 def test_what_transforms_change_is_remembered_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pgcdc.pipeline.CaptureLink", mock.Mock())
-    monkeypatch.setattr("pgcdc.pipeline.Lanes", mock.Mock())
+    monkeypatch.setattr("pgcdc.run.pipeline.CaptureLink", mock.Mock())
+    monkeypatch.setattr("pgcdc.run.pipeline.Lanes", mock.Mock())
     given = adapters.file(tmp_path / "x.jsonl", transforms=[transform.mask("email")])
     pipeline = Pipeline(sources.postgres(DB, tables=["a"], state_dir=tmp_path), [given, adapters.noop()])
     pipeline._prepared = mock.Mock()

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from pgcdc import adapters
-from pgcdc.dlq.places import check_place, note_places
-from pgcdc.errors import StateError
+from pgcdc.core.errors import StateError
+from pgcdc.core.state import StateDir
+from pgcdc.run.target_digests import check_place, note_places
 from pgcdc.sink.spec import AdapterSpec
-from pgcdc.state import StateDir
 
 MIRROR = adapters.pg_table("postgresql://app:one@b:5432/copy", mode="apply", target_schema="mirror")
 

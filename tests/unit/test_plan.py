@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgcdc.position import Position
+from pgcdc.core.position import Position
 from pgcdc.spool.index import IndexRecord
 from pgcdc.spool.reader import plan_end
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgcdc.position import (
+from pgcdc.core.position import (
     CHUNK_BITS,
     CHUNK_ROWS,
     LAST_CHUNK,

@@ -23,10 +23,10 @@ from wire import (
     in_stream,
 )
 
-from pgcdc.capture.assemble import Assembler
-from pgcdc.errors import DecodeError, GapError
-from pgcdc.position import Position
-from pgcdc.relation import Column, Relation, Relations
+from pgcdc.core.errors import DecodeError, GapError
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Column, Relation, Relations
+from pgcdc.source.postgres.wire.assemble import Assembler
 
 ORDERS = Relation(1, "public", "orders", "d", (Column("id", 23, -1, True),))
 NOON = 1_700_000_000_000_000

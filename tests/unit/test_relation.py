@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pgcdc.relation import Column, Relation, Relations
+from pgcdc.core.relation import Column, Relation, Relations
 
 ID = Column("id", 23, -1, True)
 ORDERS = Relation(16384, "public", "orders", "d", (ID, Column("note", 25, -1, False)))

@@ -7,11 +7,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pgcdc.capture.batch import CaptureBatch, Part, split_batch
-from pgcdc.capture.releases import Releases, stage_rows
-from pgcdc.errors import SpoolError, StateError
-from pgcdc.position import LAST_CHUNK, Position
-from pgcdc.relation import Column, Relation, Relations
+from pgcdc.core.errors import SpoolError, StateError
+from pgcdc.core.position import LAST_CHUNK, Position
+from pgcdc.core.relation import Column, Relation, Relations
+from pgcdc.source.postgres.snapshot.releases import Releases, stage_rows
+from pgcdc.spool.batch import CaptureBatch, Part, split_batch
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS, OldKind, Op
 
 ORDERS = Relation(16384, "public", "orders", "d", (Column("id", 23, -1, True),))

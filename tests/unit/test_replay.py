@@ -16,18 +16,18 @@ from letters import PIPELINE, PickyFile, at, letter
 from sink_targets import END, START, Target, batch, fresh, opened
 
 from pgcdc.config import Config
-from pgcdc.dlq import Query
-from pgcdc.dlq.file_store import FileDeadLetters
-from pgcdc.dlq.office import LetterOffice, _Telling, ask_run
-from pgcdc.dlq.replay import MAX_CHARS, MAX_LETTERS, as_batch, deliver_again, find_batches
-from pgcdc.errors import PgcdcError, Reject, SinkError, SinkRejected, SinkUnavailable, StateError
-from pgcdc.ops import failpoint
-from pgcdc.position import Position
+from pgcdc.core import failpoint
+from pgcdc.core.errors import PgcdcError, Reject, SinkError, SinkRejected, SinkUnavailable, StateError
+from pgcdc.core.position import Position
+from pgcdc.core.state import Lock, StateDir
+from pgcdc.run.letter_service import LetterOffice, _Telling, ask_run
+from pgcdc.run.member import Adapter, Member
+from pgcdc.run.roster import Membership, Place, Roster
 from pgcdc.sink.base import Batch, ReplayableSink
+from pgcdc.sink.letters import Query
+from pgcdc.sink.letters.file_store import FileDeadLetters
+from pgcdc.sink.letters.replay import MAX_CHARS, MAX_LETTERS, as_batch, deliver_again, find_batches
 from pgcdc.sink.noop import NoopSink
-from pgcdc.state import Lock, StateDir
-from pgcdc.stream.member import Adapter, Member
-from pgcdc.stream.membership import Membership, Place, Roster
 
 
 @pytest.fixture
@@ -291,7 +291,7 @@ def test_refusals_are_said_at_once_and_then_counted_for_a_while(
     said: list[str] = []
     hooks = _Telling(said.append)
     now = 100.0
-    monkeypatch.setattr("pgcdc.dlq.office.time.monotonic", lambda: now)
+    monkeypatch.setattr("pgcdc.run.letter_service.time.monotonic", lambda: now)
     hooks.on_dead_letters([letter(1)])
     hooks.on_dead_letters([letter(2)])
     assert len(said) == 1 and "refused an event" in said[0] and letter(1).id in said[0]

@@ -16,10 +16,10 @@ import pytest
 from targets.events import END, START, STREAM, WHOLE, batch, batch_of, up_to
 from targets.file import RotatingFile, RotatingGzip, RotatingZstd, read_rotated
 
-from pgcdc.errors import ConfigError, SinkError, SinkUnavailable, StateError
-from pgcdc.ops import failpoint
-from pgcdc.ops.failpoint import FailpointError
-from pgcdc.position import Position
+from pgcdc.core import failpoint
+from pgcdc.core.errors import ConfigError, SinkError, SinkUnavailable, StateError
+from pgcdc.core.failpoint import FailpointError
+from pgcdc.core.position import Position
 from pgcdc.sink import ack, rotation
 from pgcdc.sink.base import Batch
 from pgcdc.sink.file import FileSink

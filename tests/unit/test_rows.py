@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire import UNCHANGED, Value, encode_delete, encode_insert, encode_tuple, encode_update, in_stream
 
-from pgcdc.capture.rows import PythonRowBuffer, RowBuffer, decoder_name, new_row_buffer
-from pgcdc.errors import DecodeError
+from pgcdc.core.errors import DecodeError
+from pgcdc.source.postgres.wire.rows import PythonRowBuffer, RowBuffer, decoder_name, new_row_buffer
 from pgcdc.spool.schema import CHANGES, OldKind, Op
 
 OID = 16384
@@ -27,7 +27,7 @@ BufferClass = Callable[..., RowBuffer]
 def compiled_class() -> BufferClass:
     """The compiled class. Where it was not built: a skip on a laptop, a failure in CI."""
     try:
-        module = importlib.import_module("pgcdc.capture._rows")
+        module = importlib.import_module("pgcdc.source.postgres.wire._rows")
     except ImportError as error:
         if os.environ.get("CI"):
             pytest.fail(f"the compiled decoder was not built: {error}")
@@ -344,7 +344,7 @@ def test_the_environment_can_ask_for_python(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_python_is_used_where_nothing_was_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PGCDC_PURE_PYTHON", raising=False)
-    monkeypatch.setitem(sys.modules, "pgcdc.capture._rows", None)
+    monkeypatch.setitem(sys.modules, "pgcdc.source.postgres.wire._rows", None)
     assert decoder_name() == "python"
     assert type(new_row_buffer()) is PythonRowBuffer
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pgcdc.capture.prepare import SourceOptions
-from pgcdc.capture.selection import Rule, Selection, split_outside_quotes
 from pgcdc.config import load_config
-from pgcdc.errors import ConfigError
-from pgcdc.stream.options import parse_options
+from pgcdc.core.errors import ConfigError
+from pgcdc.postgres.selection import Rule, Selection, split_outside_quotes
+from pgcdc.source.postgres.setup.prepare import SourceOptions
+from pgcdc.spark.options import parse_options
 
 URL = "postgresql://h/d"
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from pgcdc.position import Position
-from pgcdc.relation import Column, Relation
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Column, Relation
+from pgcdc.event.events import events_of
+from pgcdc.event.frame import EventOptions, make_frame
+from pgcdc.event.shape import ARRAY, NO_MODIFIER, REQUIRED, ZERO, Described, Family, shape_array
+from pgcdc.event.texts import IdSeed
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS, Op
 from pgcdc.spool.shapes import ShapeChange
-from pgcdc.stream.events import events_of
-from pgcdc.stream.frame import EventOptions, make_frame
-from pgcdc.stream.shape import ARRAY, NO_MODIFIER, REQUIRED, ZERO, Described, Family, shape_array
-from pgcdc.stream.texts import IdSeed
 
 ORDERS = Relation(
     1, "public", "orders", "d",

@@ -19,17 +19,17 @@ from hypothesis import strategies as st
 from pyspark.sql.types import StructType
 from wire import encode_begin, encode_commit, encode_insert, encode_message, encode_relation, encode_truncate
 
-from pgcdc.capture import shapes as capture_shapes
-from pgcdc.capture.assemble import Assembler
-from pgcdc.capture.batch import CaptureBatch
-from pgcdc.capture.shapes import ShapeObserver
-from pgcdc.errors import ConnectionLost, StateError
-from pgcdc.position import SCHEMA_SUB, Position
-from pgcdc.relation import Column, Relation
+from pgcdc.core.errors import ConnectionLost, StateError
+from pgcdc.core.position import SCHEMA_SUB, Position
+from pgcdc.core.relation import Column, Relation
+from pgcdc.source.postgres.setup import shapes as capture_shapes
+from pgcdc.source.postgres.setup.shapes import ShapeObserver
+from pgcdc.source.postgres.wire.assemble import Assembler
+from pgcdc.spark.options import parse_options
+from pgcdc.spark.reader import ChangeReader
+from pgcdc.spool.batch import CaptureBatch
 from pgcdc.spool.shapes import ShapeChange, ShapeHistory, append_shapes, cut_tail
 from pgcdc.spool.writer import SpoolWriter
-from pgcdc.stream.options import parse_options
-from pgcdc.stream.reader import ChangeReader
 
 START = Position.end(100)
 NO_SQL: Any = None

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgcdc.errors import Policy, SinkError, SinkUnavailable, StateError
-from pgcdc.position import Position
+from pgcdc.core.errors import Policy, SinkError, SinkUnavailable, StateError
+from pgcdc.core.position import Position
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Batch
 from pgcdc.sink.file import FileSink

@@ -6,11 +6,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pgcdc.capture.batch import CaptureBatch, Part
-from pgcdc.capture.plan import SkipRule
-from pgcdc.capture.skipped import is_visible, leave_out
-from pgcdc.position import Position
-from pgcdc.relation import Column, Relation, Relations
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Column, Relation, Relations
+from pgcdc.source.postgres.snapshot.plan import SkipRule
+from pgcdc.source.postgres.snapshot.skipped import is_visible, leave_out
+from pgcdc.spool.batch import CaptureBatch, Part
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS, OldKind, Op
 
 WRAP = 1 << 32

@@ -12,12 +12,12 @@ import pytest
 from control_loop import Loop
 from typer.testing import CliRunner
 
-from pgcdc.capture.requests import RequestQueue
 from pgcdc.cli.copy_progress import PlainProgress, describe_rows, describe_seconds
 from pgcdc.cli.main import app
 from pgcdc.cli.status import read_status
-from pgcdc.errors import ConfigError
-from pgcdc.state import Identity, Lock, StateDir, write_json
+from pgcdc.core.errors import ConfigError
+from pgcdc.core.state import Identity, Lock, StateDir, write_json
+from pgcdc.source.postgres.snapshot.requests import RequestQueue
 
 
 @pytest.fixture

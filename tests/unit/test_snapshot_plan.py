@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from pgcdc.capture.chunks import Chunk
-from pgcdc.capture.plan import PLAN_FILE, Entry, Hold, PlannedTable, SkipRule, SnapshotPlan, begin_plan
-from pgcdc.capture.planning import requests_for_rest
-from pgcdc.capture.published import PublishedTable
-from pgcdc.capture.snapshot_mode import choose_snapshot_mode
 from pgcdc.cli.progress import SnapshotProgress
-from pgcdc.relation import Column, Relation
+from pgcdc.core.relation import Column, Relation
+from pgcdc.source.postgres.setup.published import PublishedTable
+from pgcdc.source.postgres.snapshot.chunks import Chunk
+from pgcdc.source.postgres.snapshot.mode import choose_snapshot_mode
+from pgcdc.source.postgres.snapshot.plan import PLAN_FILE, Entry, Hold, PlannedTable, SkipRule, SnapshotPlan, begin_plan
+from pgcdc.source.postgres.snapshot.planning import requests_for_rest
 
 SLOTS = Hold(1, "00000003-1", "holder-1-a.json", 100.0)
 YOUNGER = Hold(2, "00000003-2", "holder-2-b.json", 200.0, visible="10:20:12", lsn=0x900)

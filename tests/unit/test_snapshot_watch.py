@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pgcdc.stream.progress import RequestWatch, describe_stop
+from pgcdc.run.progress import RequestWatch, describe_stop
 
 READING = {
     "status": "reading",

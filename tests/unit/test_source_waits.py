@@ -6,14 +6,14 @@ from pathlib import Path
 
 from pyspark.sql.types import StructType
 
-from pgcdc.capture.batch import CaptureBatch
-from pgcdc.position import Position
-from pgcdc.relation import Relations
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Relations
+from pgcdc.spark.capture_client import StaticFeed
+from pgcdc.spark.options import parse_options
+from pgcdc.spark.reader import ChangeReader
+from pgcdc.spool.batch import CaptureBatch
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.spool.writer import SpoolWriter
-from pgcdc.stream.feed import StaticFeed
-from pgcdc.stream.options import parse_options
-from pgcdc.stream.reader import ChangeReader
 
 
 class SlowFeed(StaticFeed):

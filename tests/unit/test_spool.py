@@ -20,12 +20,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pgcdc.capture.batch import CaptureBatch, Part
-from pgcdc.errors import GapError, SpoolError
-from pgcdc.position import Position
-from pgcdc.relation import Column, Relation, Relations
+from pgcdc.core.errors import GapError, SpoolError
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Column, Relation, Relations
 from pgcdc.spool import reader as reader_module
 from pgcdc.spool import writer as writer_module
+from pgcdc.spool.batch import CaptureBatch, Part
 from pgcdc.spool.index import (
     IndexRecord,
     encode_record,

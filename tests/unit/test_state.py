@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from pgcdc.errors import GapError, StateError
-from pgcdc.state import (
+from pgcdc.core.errors import GapError, StateError
+from pgcdc.core.state import (
     Identity,
     Lock,
     StateDir,
@@ -30,7 +30,7 @@ IDENTITY = Identity("7300000000000000001", 1, "shop", "orders", "a1b2", [{"name"
 _HOLDER = """
 import sys
 from pathlib import Path
-from pgcdc.state import Lock
+from pgcdc.core.state import Lock
 lock = Lock(Path(sys.argv[1]))
 print(lock.acquire(), flush=True)
 lock.write({"pid": 1, "address": "/tmp/x"})

@@ -15,8 +15,8 @@ import pytest
 from targets.events import END, START, STREAM, WHOLE, batch, batch_of, event, to_line
 
 from pgcdc import adapters
-from pgcdc.errors import ConfigError, SinkError, SinkUnavailable, StateError
-from pgcdc.position import Position
+from pgcdc.core.errors import ConfigError, SinkError, SinkUnavailable, StateError
+from pgcdc.core.position import Position
 from pgcdc.sink import ack
 from pgcdc.sink.base import Batch
 from pgcdc.sink.pretty import MAX_VALUE, Pretty

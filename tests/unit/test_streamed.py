@@ -27,12 +27,12 @@ from wire import (
     in_stream,
 )
 
-from pgcdc.capture.assemble import Assembler
-from pgcdc.capture.batch import CaptureBatch
-from pgcdc.capture.binary import BinaryDecoder
-from pgcdc.errors import DecodeError
-from pgcdc.position import Position
-from pgcdc.relation import Column, Relation, Relations
+from pgcdc.core.errors import DecodeError
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Column, Relation, Relations
+from pgcdc.source.postgres.wire.assemble import Assembler
+from pgcdc.source.postgres.wire.binary import BinaryDecoder
+from pgcdc.spool.batch import CaptureBatch
 
 ORDERS = Relation(1, "public", "orders", "d", (Column("id", 23, -1, True), Column("note", 25, -1, False)))
 WIDER = Relation(1, "public", "orders", "d", (*ORDERS.columns, Column("total", 1700, -1, False)))

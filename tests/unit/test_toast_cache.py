@@ -16,8 +16,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pgcdc.capture import toast_cache
-from pgcdc.capture.toast_cache import ToastCache
+from pgcdc.source.postgres.toast import cache as toast_cache
+from pgcdc.source.postgres.toast.cache import ToastCache
 
 TABLES = (11, 12)
 Op = tuple[str, int, bytes, bytes]

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyspark.sql.types import VariantVal
 
-from pgcdc.errors import ConfigError
-from pgcdc.types.built_in import BUILT_IN
-from pgcdc.types.catalog import TypeCatalog, TypeInfo
-from pgcdc.types.column import ColumnType, Exactness, Rejected, TypeOptions
-from pgcdc.types.mapping import check_options, map_type
-from pgcdc.types.rows import split_columns
+from pgcdc.core.errors import ConfigError
+from pgcdc.postgres.types.built_in import BUILT_IN
+from pgcdc.postgres.types.catalog import TypeCatalog, TypeInfo
+from pgcdc.postgres.types.column import ColumnType, Exactness, Rejected, TypeOptions
+from pgcdc.postgres.types.mapping import check_options, map_type
+from pgcdc.postgres.types.rows import split_columns
 
 OIDS = {info.name: info.oid for info in BUILT_IN.types.values()}
 

@@ -19,8 +19,8 @@ from wire import (
     in_stream,
 )
 
-from pgcdc.capture import undecided as und
-from pgcdc.errors import DecodeError
+from pgcdc.core.errors import DecodeError
+from pgcdc.source.postgres.wire import undecided as und
 
 NOON = 1_700_000_000_000_000
 Parser = Callable[..., Any]

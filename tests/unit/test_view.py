@@ -15,6 +15,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from pgcdc.core.position import Position
 from pgcdc.playground.contents import Tables
 from pgcdc.playground.meter import LagMeter, Latency, LatencyHistogram, Meter, Snapshot, measure
 from pgcdc.playground.proof import compare
@@ -29,7 +30,6 @@ from pgcdc.playground.view import (
     sparkline,
     summary_line,
 )
-from pgcdc.position import Position
 
 COMMIT_S = 1_700_000_000.25
 COMMIT_TEXT = "2023-11-14T22:13:20.250000Z"

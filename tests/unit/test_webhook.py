@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from pgcdc import adapters
 from pgcdc.config.layers import load, load_config
 from pgcdc.config.show import show_yaml
-from pgcdc.errors import ConfigError
-from pgcdc.position import Position
-from pgcdc.relation import Column, Relation
+from pgcdc.core.errors import ConfigError
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Column, Relation
 from pgcdc.sink.registry import check_adapters
 from pgcdc.sink.webhook.address import is_public
 from pgcdc.sink.webhook.answer import Answer, Means, Verdict, judge, parse_retry_after

@@ -8,14 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pgcdc.capture.batch import CaptureBatch, Part
-from pgcdc.capture.moved import MovedKeys
-from pgcdc.capture.requests import RequestQueue, SnapshotRequest, describe
-from pgcdc.capture.signals import parse_signal
-from pgcdc.capture.window import Chunk, StreamedXids, Window, key_moves, rows_of
-from pgcdc.errors import ConfigError
-from pgcdc.position import Position
-from pgcdc.relation import Column, Relation, Relations
+from pgcdc.core.errors import ConfigError
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Column, Relation, Relations
+from pgcdc.source.postgres.snapshot.moved_keys import MovedKeys
+from pgcdc.source.postgres.snapshot.requests import RequestQueue, SnapshotRequest, describe
+from pgcdc.source.postgres.snapshot.signals import parse_signal
+from pgcdc.source.postgres.snapshot.window import Chunk, StreamedXids, Window, key_moves, rows_of
+from pgcdc.spool.batch import CaptureBatch, Part
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS, OldKind, Op
 
 T = Relation(

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from pgcdc.capture.control import ask_or_do
-from pgcdc.capture.requests import RequestQueue, SnapshotRequest, change_queue, describe
-from pgcdc.errors import PgcdcError, StateError
-from pgcdc.state import Lock, StateDir
+from pgcdc.core.errors import PgcdcError, StateError
+from pgcdc.core.state import Lock, StateDir
+from pgcdc.source.postgres.snapshot.requests import RequestQueue, SnapshotRequest, change_queue, describe
 
 __all__ = ["add_snapshots", "ask_snapshots", "change_snapshot", "list_snapshots"]
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pgcdc.errors import ConfigError, GapError
-from pgcdc.position import Position, format_lsn, stream_lsn
-from pgcdc.state import read_json, write_json_durably
+from pgcdc.core.errors import ConfigError, GapError
+from pgcdc.core.position import Position, format_lsn, stream_lsn
+from pgcdc.core.state import read_json, write_json_durably
 
 __all__ = ["MAIN", "Consumer", "Consumers", "is_side_lane"]
 

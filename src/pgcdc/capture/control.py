@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.server import remove_socket
 from pgcdc.capture.spec import CaptureSpec
-from pgcdc.errors import ConnectionLost, PgcdcError, SourceError, StateError
-from pgcdc.position import Position
-from pgcdc.state import Lock, StateDir, is_alive, open_log, read_json
+from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, StateError
+from pgcdc.core.position import Position
+from pgcdc.core.state import Lock, StateDir, is_alive, open_log, read_json
 
 __all__ = [
     "CaptureGone",

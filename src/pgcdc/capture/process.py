@@ -23,29 +23,29 @@ from typing import Any
 
 from psycopg import Connection, Error
 
-from pgcdc.capture.added import note_tables
-from pgcdc.capture.asked import answer_snapshot
-from pgcdc.capture.batch import CaptureBatch, split_batch
-from pgcdc.capture.clock import Clock
 from pgcdc.capture.consumers import Consumers
-from pgcdc.capture.database import connect
-from pgcdc.capture.guard import Guard, connection_ended
-from pgcdc.capture.incremental import IncrementalSnapshots
-from pgcdc.capture.initial import InitialSnapshot
-from pgcdc.capture.releases import Release, Releases
-from pgcdc.capture.replication import SlotBusy
 from pgcdc.capture.server import ControlServer, remove_socket
-from pgcdc.capture.shapes import ShapeObserver
-from pgcdc.capture.signals import Signals
-from pgcdc.capture.skipped import leave_out
 from pgcdc.capture.spec import CaptureSpec
-from pgcdc.capture.stream import STATUS_INTERVAL_S, Capture, reconnect_delay_s
-from pgcdc.capture.toast import ToastStep
-from pgcdc.errors import ConnectionLost, GapError, PgcdcError, SourceError, StateError
-from pgcdc.ops.failpoint import hit
-from pgcdc.position import Position, format_lsn, stream_lsn
+from pgcdc.core.errors import ConnectionLost, GapError, PgcdcError, SourceError, StateError
+from pgcdc.core.failpoint import hit
+from pgcdc.core.position import Position, format_lsn, stream_lsn
+from pgcdc.core.state import Lock, StateDir, is_alive, write_json
+from pgcdc.postgres.database import connect
+from pgcdc.source.postgres.setup.clock import Clock
+from pgcdc.source.postgres.setup.guard import Guard, connection_ended
+from pgcdc.source.postgres.setup.shapes import ShapeObserver
+from pgcdc.source.postgres.snapshot.added_tables import note_tables
+from pgcdc.source.postgres.snapshot.asked import answer_snapshot
+from pgcdc.source.postgres.snapshot.incremental import IncrementalSnapshots
+from pgcdc.source.postgres.snapshot.initial import InitialSnapshot
+from pgcdc.source.postgres.snapshot.releases import Release, Releases
+from pgcdc.source.postgres.snapshot.signals import Signals
+from pgcdc.source.postgres.snapshot.skipped import leave_out
+from pgcdc.source.postgres.toast.resolver import ToastStep
+from pgcdc.source.postgres.wire.replication import SlotBusy
+from pgcdc.source.postgres.wire.stream import STATUS_INTERVAL_S, Capture, reconnect_delay_s
+from pgcdc.spool.batch import CaptureBatch, split_batch
 from pgcdc.spool.writer import SpoolWriter
-from pgcdc.state import Lock, StateDir, is_alive, write_json
 
 __all__ = ["main"]
 

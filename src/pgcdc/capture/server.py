@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pgcdc.errors import ConfigError, PgcdcError
-from pgcdc.position import Position
+from pgcdc.core.errors import ConfigError, PgcdcError
+from pgcdc.core.position import Position
 
 __all__ = ["ControlServer", "remove_socket"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from pgcdc.capture.protocol import WireOptions
-from pgcdc.capture.toast import ToastOptions
+from pgcdc.source.postgres.toast.resolver import ToastOptions
+from pgcdc.source.postgres.wire.protocol import WireOptions
 
 __all__ = ["CaptureSpec"]
 

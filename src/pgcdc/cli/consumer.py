@@ -23,8 +23,8 @@ def list_consumers(state_dir: State = Path(".pgcdc")) -> None:
     """Show all consumers and their acknowledged positions."""
     with exit_on_error():
         from pgcdc.capture.consumers import Consumers
-        from pgcdc.errors import StateError
-        from pgcdc.state import StateDir
+        from pgcdc.core.errors import StateError
+        from pgcdc.core.state import StateDir
 
         state = StateDir(state_dir)
         if not state.consumers_file.exists():
@@ -39,8 +39,8 @@ def forget_consumer(name: str, state_dir: State = Path(".pgcdc")) -> None:
     """Forget a consumer that will not come back, so that it holds nothing back any more."""
     with exit_on_error():
         from pgcdc.capture.control import forget_consumer as forget
-        from pgcdc.errors import StateError
-        from pgcdc.state import StateDir
+        from pgcdc.core.errors import StateError
+        from pgcdc.core.state import StateDir
 
         state = StateDir(state_dir)
         if not state.consumers_file.exists():

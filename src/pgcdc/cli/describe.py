@@ -33,8 +33,8 @@ def describe(
         import json
 
         from pgcdc.cli.report import print_table, show
-        from pgcdc.errors import ConfigError
-        from pgcdc.types.describe import describe as describe_table
+        from pgcdc.core.errors import ConfigError
+        from pgcdc.postgres.types.describe import describe as describe_table
 
         if not table:
             raise ConfigError("no table is named", "Use --table NAME")

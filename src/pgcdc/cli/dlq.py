@@ -16,9 +16,9 @@ from pgcdc.cli.report import exit_on_error, print_table
 
 if TYPE_CHECKING:
     from pgcdc.config import Config
-    from pgcdc.dlq.record import DeadLetter
-    from pgcdc.dlq.stores import Query, ReadableDeadLetters
-    from pgcdc.state import StateDir
+    from pgcdc.core.state import StateDir
+    from pgcdc.sink.letters.record import DeadLetter
+    from pgcdc.sink.letters.stores import Query, ReadableDeadLetters
 
 __all__ = ["dlq_app"]
 
@@ -132,7 +132,7 @@ def purge_command(
     state_dir: State = None,
 ) -> None:
     """Delete dead letters for good."""
-    from pgcdc.errors import ConfigError
+    from pgcdc.core.errors import ConfigError
 
     if not (adapter or since or before or ids or settled or everything):
         raise ConfigError(
@@ -181,11 +181,11 @@ def replay_command(
     """Deliver dead letters again: by the run if there is one, else from here. Flags of an adapter name another target."""
     from dataclasses import asdict
 
-    from pgcdc.dlq.office import ask_run
-    from pgcdc.dlq.offline import own_options
-    from pgcdc.dlq.replay import Tally, find_batches
-    from pgcdc.errors import SinkError
-    from pgcdc.state import Lock, StateDir
+    from pgcdc.core.errors import SinkError
+    from pgcdc.core.state import Lock, StateDir
+    from pgcdc.run.letter_service import ask_run
+    from pgcdc.run.offline_letters import own_options
+    from pgcdc.sink.letters.replay import Tally, find_batches
 
     flags = given_flags(ctx)
     plain = {key: value for key, value in flags.items() if key not in own_options(flags)}
@@ -230,8 +230,8 @@ def _replay_here(
 ) -> Any:
     from dataclasses import replace
 
-    from pgcdc.dlq.offline import open_destination, plan_destinations
-    from pgcdc.dlq.replay import Tally, deliver_again, find_batches
+    from pgcdc.run.offline_letters import open_destination, plan_destinations
+    from pgcdc.sink.letters.replay import Tally, deliver_again, find_batches
 
     tally = Tally()
     for name, destination in plan_destinations(flags, file, names).items():
@@ -256,7 +256,7 @@ def _say_plan(
     from collections import Counter
 
     from pgcdc.config.option_secrets import describe_options
-    from pgcdc.dlq.offline import plan_destinations
+    from pgcdc.run.offline_letters import plan_destinations
 
     counts = Counter(letter.adapter for letter in store.find(query))
     if not names:
@@ -281,10 +281,10 @@ def _given(**flags: str | None) -> dict[str, Any]:
 def _open(flags: dict[str, Any], file: Path | None) -> tuple[Config, ReadableDeadLetters]:
     """The configuration, and the store that it means: or that of the last run, if it says nothing."""
     from pgcdc.config.layers import load
-    from pgcdc.dlq.choose import make_store
-    from pgcdc.dlq.stores import ReadableDeadLetters
-    from pgcdc.errors import ConfigError, StateError
-    from pgcdc.state import StateDir, read_json
+    from pgcdc.core.errors import ConfigError, StateError
+    from pgcdc.core.state import StateDir, read_json
+    from pgcdc.sink.letters.choose import make_store
+    from pgcdc.sink.letters.stores import ReadableDeadLetters
 
     loaded = load(flags, os.environ, file)
     settings = loaded.config
@@ -319,8 +319,8 @@ def _open(flags: dict[str, Any], file: Path | None) -> tuple[Config, ReadableDea
 
 def _check_whose(settings: Config, ids: list[str] | None) -> None:
     """Several pipelines may share a store: what changes letters must know whose they are."""
-    from pgcdc.errors import ConfigError
-    from pgcdc.state import StateDir
+    from pgcdc.core.errors import ConfigError
+    from pgcdc.core.state import StateDir
 
     if not ids and StateDir(settings.state_dir).identity() is None:
         raise ConfigError(
@@ -332,9 +332,9 @@ def _check_whose(settings: Config, ids: list[str] | None) -> None:
 def _one_adapter(settings: Config, store: ReadableDeadLetters, names: list[str] | None) -> str | None:
     """A misspelt name, or the last of several, must not look as if there were no letters."""
     from pgcdc.config.rules import suggest
-    from pgcdc.dlq.stores import Query
-    from pgcdc.errors import ConfigError
-    from pgcdc.state import StateDir
+    from pgcdc.core.errors import ConfigError
+    from pgcdc.core.state import StateDir
+    from pgcdc.sink.letters.stores import Query
 
     if len(names or ()) > 1:
         raise ConfigError("--adapter is given more than once", "Name one adapter here; without it, all are meant")
@@ -356,9 +356,9 @@ def _query(
     limit: int,
     is_waiting: bool | None,
 ) -> Query:
-    from pgcdc.dlq.choose import name_pipeline
-    from pgcdc.dlq.stores import Query
-    from pgcdc.state import StateDir
+    from pgcdc.core.state import StateDir
+    from pgcdc.sink.letters.choose import name_pipeline
+    from pgcdc.sink.letters.stores import Query
 
     identity = StateDir(settings.state_dir).identity()
     pipeline = None if every or identity is None else name_pipeline(identity)
@@ -367,8 +367,8 @@ def _query(
 
 def _time(text: str | None) -> datetime | None:
     """`24h` ago, or a time as ISO 8601 writes it (UTC, if it does not say)."""
-    from pgcdc.errors import ConfigError
-    from pgcdc.stream.options import parse_seconds
+    from pgcdc.core.errors import ConfigError
+    from pgcdc.spark.options import parse_seconds
 
     if text is None:
         return None
@@ -384,8 +384,8 @@ def _time(text: str | None) -> datetime | None:
 
 
 def _get(store: ReadableDeadLetters, name: str) -> DeadLetter:
-    from pgcdc.dlq.stores import Query
-    from pgcdc.errors import ConfigError
+    from pgcdc.core.errors import ConfigError
+    from pgcdc.sink.letters.stores import Query
 
     letter = next(store.find(Query(ids=(name,))), None)
     if letter is None:

@@ -17,7 +17,7 @@ from pgcdc.cli.progress import SnapshotProgress
 from pgcdc.cli.report import exit_on_error
 
 if TYPE_CHECKING:
-    from pgcdc.pipeline import Pipeline
+    from pgcdc.run.pipeline import Pipeline
 
 __all__ = ["listen"]
 
@@ -27,7 +27,7 @@ def listen(ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] = N
     logging.disable(logging.ERROR)  # libraries log what we report ourselves, in one line and with advice
     with exit_on_error():
         from pgcdc.config import load_config
-        from pgcdc.pipeline import Pipeline
+        from pgcdc.run.pipeline import Pipeline
 
         flags = given_flags(ctx)
         settings = load_config(flags, os.environ, config)
@@ -53,7 +53,7 @@ def _end_at_once(code: int) -> NoReturn:
 
 def _stop_on_signals(pipeline: Pipeline) -> None:
     """The first signal ends in order; the second at once (nothing is lost: what is not confirmed comes again)."""
-    from pgcdc.pipeline import StopNow
+    from pgcdc.run.pipeline import StopNow
 
     seen = 0
 

@@ -24,8 +24,8 @@ def reload(
 ) -> None:
     """Have a running `pgcdc listen` read its configuration again: transforms and routes change at a batch boundary."""
     with exit_on_error():
-        from pgcdc.errors import ConfigError, StateError
-        from pgcdc.state import Lock, StateDir, read_json
+        from pgcdc.core.errors import ConfigError, StateError
+        from pgcdc.core.state import Lock, StateDir, read_json
 
         state = StateDir(state_dir)
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import typer
 
-from pgcdc.errors import PgcdcError
+from pgcdc.core.errors import PgcdcError
 
 __all__ = ["exit_on_error", "format_error", "print_table", "show"]
 

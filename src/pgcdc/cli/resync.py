@@ -11,7 +11,7 @@ import typer
 from pgcdc.cli.report import exit_on_error
 
 if TYPE_CHECKING:
-    from pgcdc.capture.slots import OpenTransaction
+    from pgcdc.source.postgres.setup.slots import OpenTransaction
 
 __all__ = ["resync"]
 
@@ -40,9 +40,9 @@ def resync(
 ) -> None:
     """After a lost slot: a new one, every table again, and deletes of the rows that vanished meanwhile."""
     with exit_on_error():
-        from pgcdc.capture.selection import split_outside_quotes
-        from pgcdc.errors import ConfigError
-        from pgcdc.resync import Resync, ResyncOptions
+        from pgcdc.core.errors import ConfigError
+        from pgcdc.postgres.selection import split_outside_quotes
+        from pgcdc.run.resync import Resync, ResyncOptions
 
         if not db:
             raise ConfigError("no database is given", "Use --db or the variable PGCDC_DB")

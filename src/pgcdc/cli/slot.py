@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from pgcdc.capture.database import connect
-from pgcdc.capture.slots import SlotInfo, drop_slot, get_slot, list_slots
 from pgcdc.cli.report import exit_on_error, print_table, show
-from pgcdc.errors import ConfigError, SourceError
-from pgcdc.position import format_lsn
+from pgcdc.core.errors import ConfigError, SourceError
+from pgcdc.core.position import format_lsn
+from pgcdc.postgres.database import connect
+from pgcdc.source.postgres.setup.slots import SlotInfo, drop_slot, get_slot, list_slots
 
 __all__ = ["slot_app"]
 

@@ -16,7 +16,7 @@ import typer
 from pgcdc.cli.report import exit_on_error
 
 if TYPE_CHECKING:
-    from pgcdc.export.tables import Progress, Wanted
+    from pgcdc.run.copy_tables import Progress, Wanted
 
 __all__ = ["print_snapshots", "snapshot"]
 
@@ -71,8 +71,8 @@ def snapshot(
     With --incremental (and --pause, --resume, --stop, --list): rows again in the stream of a pipeline, beside its changes.
     """
     with exit_on_error():
-        from pgcdc.capture.selection import split_outside_quotes
-        from pgcdc.errors import ConfigError
+        from pgcdc.core.errors import ConfigError
+        from pgcdc.postgres.selection import split_outside_quotes
 
         names = [*(table or []), *split_outside_quotes(tables, ",")]
         types = {"json": json_as, "numeric": numeric, "out_of_range": out_of_range, "arrays": arrays}
@@ -100,7 +100,7 @@ def snapshot(
         elif asked:
             _change(changes, state_dir)
         else:
-            from pgcdc.export.tables import Wanted
+            from pgcdc.run.copy_tables import Wanted
 
             wanted = Wanted(db, tuple(names), tuple(split_outside_quotes(schemas, ",")), all_tables, where)
             wanted.check()
@@ -124,8 +124,8 @@ def _copy(
     invalid_utf8: str,
 ) -> None:
     from pgcdc.cli.copy_progress import make_progress
-    from pgcdc.errors import ConfigError
-    from pgcdc.stream.frame import INVALID_TEXT
+    from pgcdc.core.errors import ConfigError
+    from pgcdc.event.frame import INVALID_TEXT
 
     if not to:
         for flag, one in (("partitions", partitions), *types.items()):
@@ -143,7 +143,7 @@ def _copy(
         if to:
             rows = _to_parquet(wanted, to, partitions, types, progress)
         else:
-            from pgcdc.export.events import copy_to_adapters
+            from pgcdc.run.copy_events import copy_to_adapters
 
             chosen = list(dict.fromkeys(adapters or ["stdout"]))
             rows = copy_to_adapters(wanted, chosen, file_path, invalid_text=invalid_utf8, progress=progress, say=_say)
@@ -160,7 +160,7 @@ def _copy(
 
 
 def _to_parquet(wanted: Wanted, to: str, partitions: int | None, types: dict[str, str], progress: Progress) -> int:
-    from pgcdc.errors import ConfigError
+    from pgcdc.core.errors import ConfigError
 
     kind, _, folder = to.partition(":")
     if kind != "parquet" or not folder:
@@ -169,7 +169,7 @@ def _to_parquet(wanted: Wanted, to: str, partitions: int | None, types: dict[str
         raise ConfigError(f"--to {to} is not a folder of this host", "Write --to parquet:DIR, and copy it from there")
     if partitions is not None and partitions < 1:
         raise ConfigError(f"--partitions {partitions} is not a number above 0", "Leave it out for the default")
-    from pgcdc.export.parquet import copy_to_parquet
+    from pgcdc.run.copy_parquet import copy_to_parquet
 
     return copy_to_parquet(wanted, Path(folder), partitions=partitions or 0, types=types, progress=progress, say=_say)
 
@@ -189,10 +189,10 @@ def _end(number: int, _: FrameType | None) -> None:
 
 def _add(names: list[str], where: str, chunk_size: int, chunk_delay: str, state_dir: Path) -> None:
     from pgcdc.capture.asking import add_snapshots
-    from pgcdc.capture.database import name_table, split_table
-    from pgcdc.capture.requests import SnapshotRequest, new_id
-    from pgcdc.errors import ConfigError
-    from pgcdc.state import Lock, StateDir
+    from pgcdc.core.errors import ConfigError
+    from pgcdc.core.state import Lock, StateDir
+    from pgcdc.postgres.database import name_table, split_table
+    from pgcdc.source.postgres.snapshot.requests import SnapshotRequest, new_id
 
     if not names:
         raise ConfigError("no table is named", "Use --table NAME")
@@ -212,7 +212,7 @@ def _add(names: list[str], where: str, chunk_size: int, chunk_delay: str, state_
 
 
 def _parse_delay(text: str) -> float:
-    from pgcdc.errors import ConfigError
+    from pgcdc.core.errors import ConfigError
 
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|)", text.strip()) if text else None
     if text and found is None:
@@ -222,7 +222,7 @@ def _parse_delay(text: str) -> float:
 
 def _change(changes: dict[str, str], state_dir: Path) -> None:
     from pgcdc.capture.asking import change_snapshot
-    from pgcdc.state import StateDir
+    from pgcdc.core.state import StateDir
 
     action, name = next((action, name) for action, name in changes.items() if name)
     change_snapshot(StateDir(state_dir), action, name)
@@ -232,7 +232,7 @@ def _change(changes: dict[str, str], state_dir: Path) -> None:
 
 def _list(state_dir: Path, as_json: bool) -> None:
     from pgcdc.capture.asking import list_snapshots
-    from pgcdc.state import StateDir
+    from pgcdc.core.state import StateDir
 
     found = list_snapshots(StateDir(state_dir))
     if as_json:

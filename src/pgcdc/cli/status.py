@@ -13,7 +13,7 @@ from pgcdc.cli.progress import describe_snapshot
 from pgcdc.cli.report import exit_on_error
 
 if TYPE_CHECKING:
-    from pgcdc.state import StateDir
+    from pgcdc.core.state import StateDir
 
 __all__ = ["status"]
 
@@ -67,8 +67,8 @@ def _print_lanes(lanes: list[dict[str, Any]]) -> None:
 
 def read_status(state_dir: Path) -> dict[str, Any]:
     """One flat report from what driver and capture last wrote."""
-    from pgcdc.errors import PgcdcError, StateError
-    from pgcdc.state import Lock, StateDir, read_json
+    from pgcdc.core.errors import PgcdcError, StateError
+    from pgcdc.core.state import Lock, StateDir, read_json
 
     state = StateDir(state_dir)
     identity = state.identity()

@@ -15,7 +15,7 @@ from pgcdc.cli.flags import CONFIG_OPTION, given_flags
 from pgcdc.cli.report import exit_on_error
 
 if TYPE_CHECKING:
-    from pgcdc.ops.validation import Check
+    from pgcdc.run.validation import Check
 
 __all__ = ["validate"]
 
@@ -44,8 +44,8 @@ def validate(
 
 def _run(flags: dict[str, Any], path: Path | None, *, show: bool) -> list[Check]:
     from pgcdc.config.layers import load
-    from pgcdc.errors import ConfigError
-    from pgcdc.ops.validation import Check, run_checks
+    from pgcdc.core.errors import ConfigError
+    from pgcdc.run.validation import Check, run_checks
 
     checks: list[Check] = []
 

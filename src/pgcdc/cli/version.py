@@ -10,7 +10,7 @@ __all__ = ["version"]
 
 def version() -> None:
     """Versions of pgcdc and what it stands on, and which decoder is in use."""
-    from pgcdc.capture.rows import decoder_name
+    from pgcdc.source.postgres.wire.rows import decoder_name
 
     print(f"pgcdc {installed('pgcdc')}")
     print(f"decoder {decoder_name()}")

@@ -28,8 +28,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from pgcdc.config.conflict import KeyPath, Misfit
 from pgcdc.config.fields import UNKNOWN, AdapterName, Patterns, is_switch, setting
-from pgcdc.config.misfit import KeyPath, Misfit
 from pgcdc.sink.registry import ADAPTERS, AdapterType
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, Priority
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, TransformSpec

@@ -9,12 +9,12 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from pgcdc.config.adapters import ENTRIES
+from pgcdc.config.conflict import KeyPath
 from pgcdc.config.fields import REFUSED, UNKNOWN
-from pgcdc.config.misfit import KeyPath
 from pgcdc.config.model import Config, Transforms
 from pgcdc.config.rules import suggest
-from pgcdc.config.secrets import describe_value
-from pgcdc.errors import ConfigError
+from pgcdc.core.errors import ConfigError
+from pgcdc.core.secrets import describe_value
 from pgcdc.transform.specs import TransformSpec
 
 __all__ = ["ELSEWHERE", "explain"]

@@ -11,13 +11,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from pgcdc.capture.database import parse_identifier, parse_url, split_table
-from pgcdc.capture.selection import split_outside_quotes
-from pgcdc.capture.slots import check_slot_name
-from pgcdc.errors import PgcdcError
+from pgcdc.core.errors import PgcdcError
+from pgcdc.postgres.database import parse_identifier, parse_url, split_table
+from pgcdc.postgres.selection import split_outside_quotes
 from pgcdc.sink.spec import Priority
+from pgcdc.source.postgres.setup.slots import check_slot_name
+from pgcdc.spark.options import parse_bytes, parse_seconds
 from pgcdc.spool.schema import Op
-from pgcdc.stream.options import parse_bytes, parse_seconds
 
 __all__ = [
     "REFUSED",

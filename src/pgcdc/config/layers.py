@@ -15,15 +15,15 @@ from psycopg.conninfo import make_conninfo
 from pydantic import ValidationError
 from pydantic_core import PydanticCustomError
 
-from pgcdc.capture.database import parse_url
+from pgcdc.config.conflict import KeyPath, Misfit, name_key
 from pgcdc.config.explain import explain
 from pgcdc.config.fields import parse_priorities, parse_routes, setting_of
-from pgcdc.config.misfit import KeyPath, Misfit, name_key
 from pgcdc.config.model import Config
 from pgcdc.config.option_secrets import check_literals, option_secrets
-from pgcdc.config.secrets import hide, literal_part, read_secret
 from pgcdc.config.yaml_file import YamlFile, read_yaml
-from pgcdc.errors import ConfigError, PgcdcError
+from pgcdc.core.errors import ConfigError, PgcdcError
+from pgcdc.core.secrets import hide, literal_part, read_secret
+from pgcdc.postgres.database import parse_url
 from pgcdc.sink.registry import ADAPTERS
 
 __all__ = ["Loaded", "load", "load_config"]

@@ -11,11 +11,6 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from pgcdc.capture.holder import DEFAULT_HOLD_LIMIT_S
-from pgcdc.capture.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
-from pgcdc.capture.protocol import WireOptions
-from pgcdc.capture.snapshot_mode import choose_snapshot_mode
-from pgcdc.capture.toast import DEFAULT_CACHE_ENTRIES, ToastOptions
 from pgcdc.config.adapters import AdapterItem, AdapterKeys, StrictNumbers, adapter_specs
 from pgcdc.config.fields import (
     Bytes,
@@ -33,7 +28,12 @@ from pgcdc.config.fields import (
     setting,
 )
 from pgcdc.sink.spec import AdapterSpec
-from pgcdc.stream.options import DEFAULT_MAX_BATCH_ROWS
+from pgcdc.source.postgres.setup.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
+from pgcdc.source.postgres.snapshot.holder import DEFAULT_HOLD_LIMIT_S
+from pgcdc.source.postgres.snapshot.mode import choose_snapshot_mode
+from pgcdc.source.postgres.toast.resolver import DEFAULT_CACHE_ENTRIES, ToastOptions
+from pgcdc.source.postgres.wire.protocol import WireOptions
+from pgcdc.spark.options import DEFAULT_MAX_BATCH_ROWS
 from pgcdc.transform.specs import DropColumnsSpec, FilterSpec, TransformSpec
 
 __all__ = ["GROUPS", "TYPED_KEYS", "Config", "Transforms"]

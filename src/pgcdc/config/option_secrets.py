@@ -16,8 +16,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from pgcdc.config.adapters import FLAT_KEYS
-from pgcdc.config.misfit import KeyPath, Misfit
-from pgcdc.config.secrets import literal_part, redact_text
+from pgcdc.config.conflict import KeyPath, Misfit
+from pgcdc.core.secrets import literal_part, redact_text
 from pgcdc.sink.registry import ADAPTERS
 from pgcdc.sink.webhook.options import is_secret_header, parse_headers, redact_url
 

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pgcdc.capture.database import split_table
-from pgcdc.capture.selection import Selection
 from pgcdc.config.adapters import FLAT_KEYS, Entry, option_path
-from pgcdc.config.misfit import KeyPath, Misfit
-from pgcdc.config.secrets import read_secret
-from pgcdc.errors import ConfigError
+from pgcdc.config.conflict import KeyPath, Misfit
+from pgcdc.core.errors import ConfigError
+from pgcdc.core.secrets import read_secret
+from pgcdc.postgres.database import split_table
+from pgcdc.postgres.selection import Selection
 from pgcdc.sink.registry import ADAPTERS, check_options, check_variables
 from pgcdc.spool.schema import Op
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, FilterSpec, MaskSpec

@@ -7,12 +7,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from pgcdc.capture.database import redact
 from pgcdc.config.fields import setting_of
 from pgcdc.config.layers import Loaded
 from pgcdc.config.model import GROUPS, Config
 from pgcdc.config.option_secrets import hide_options
-from pgcdc.config.secrets import redact_text
+from pgcdc.core.secrets import redact_text
+from pgcdc.postgres.database import redact
 
 __all__ = ["effective", "show_yaml"]
 

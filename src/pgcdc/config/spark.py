@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pgcdc.config.model import TYPED_KEYS, Config
-from pgcdc.state import StateDir
+from pgcdc.core.state import StateDir
 
 __all__ = ["spark_options"]
 

@@ -10,7 +10,7 @@ import yaml
 
 from pgcdc.config.fields import setting_of
 from pgcdc.config.model import GROUPS, Config
-from pgcdc.errors import ConfigError
+from pgcdc.core.errors import ConfigError
 from pgcdc.sink.spec import DeliveryOptions
 
 __all__ = ["make_template", "write_template"]

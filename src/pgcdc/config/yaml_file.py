@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from pgcdc.config.misfit import KeyPath, name_key
-from pgcdc.config.secrets import expand
-from pgcdc.errors import ConfigError
+from pgcdc.config.conflict import KeyPath, name_key
+from pgcdc.core.errors import ConfigError
+from pgcdc.core.secrets import expand
 
 __all__ = ["YamlFile", "read_yaml"]
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pgcdc.errors import ConfigError
+from pgcdc.core.errors import ConfigError
 
 __all__ = ["Account", "find_binaries", "make_scratch_dir", "reachable_binaries"]
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Self
 from urllib.parse import quote
 
-from pgcdc.errors import ConfigError
+from pgcdc.core.errors import ConfigError
 from pgcdc.playground.binaries import Account, find_binaries, make_scratch_dir, reachable_binaries
 from pgcdc.playground.processes import children, wait_until_gone
 

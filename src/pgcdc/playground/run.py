@@ -29,19 +29,19 @@ from rich.console import Console
 from rich.text import Text
 
 from pgcdc.capture.control import ControlClient
-from pgcdc.capture.database import Connection, connect
 from pgcdc.config import Config
-from pgcdc.errors import ConfigError, PgcdcError
-from pgcdc.pipeline import Pipeline
+from pgcdc.core.errors import ConfigError, PgcdcError
+from pgcdc.core.position import Position, format_lsn
+from pgcdc.core.state import Lock
 from pgcdc.playground.meter import Meter, measure
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.playground.proof import Verdict, compare
 from pgcdc.playground.shop import TABLES, Traffic, add_first_rows, create_tables, read_tables
 from pgcdc.playground.view import View, summary_line
-from pgcdc.position import Position, format_lsn
+from pgcdc.postgres.database import Connection, connect
+from pgcdc.run.pipeline import Pipeline
 from pgcdc.sink.base import Batch
-from pgcdc.state import Lock
-from pgcdc.stream.session import check_java
+from pgcdc.spark.session import check_java
 
 __all__ = ["Playground", "PlaygroundOptions", "run_playground"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pgcdc.errors import StateError
-from pgcdc.position import Position
-from pgcdc.state import read_json, write_json_durably
+from pgcdc.core.errors import StateError
+from pgcdc.core.position import Position
+from pgcdc.core.state import read_json, write_json_durably
 
 __all__ = ["AckFile"]
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pgcdc.position import Position
+from pgcdc.core.position import Position
 
 __all__ = ["Batch", "ParallelSink", "PartWriter", "Receipt", "ReplayableSink", "Sink", "line_buffers", "takes_parts"]
 

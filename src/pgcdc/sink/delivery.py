@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from pgcdc.dlq.aside import SetAside
-from pgcdc.dlq.record import DeadLetter
-from pgcdc.dlq.stores import DeadLetters
-from pgcdc.errors import PgcdcError, Policy, Reject, SinkError, SinkRejected, SinkUnavailable, policy_of
-from pgcdc.ops.backoff import full_jitter_s
-from pgcdc.position import Position
+from pgcdc.core.backoff import full_jitter_s
+from pgcdc.core.errors import PgcdcError, Policy, Reject, SinkError, SinkRejected, SinkUnavailable, policy_of
+from pgcdc.core.position import Position
 from pgcdc.sink.base import Batch, ReplayableSink, Sink, takes_parts
+from pgcdc.sink.letters.record import DeadLetter
+from pgcdc.sink.letters.set_aside import SetAside
+from pgcdc.sink.letters.stores import DeadLetters
 from pgcdc.sink.pace import BreakerState, CircuitBreaker, TokenBucket
 from pgcdc.sink.spec import DeliveryOptions
 

@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from pgcdc.errors import SinkError, SinkUnavailable, StateError
-from pgcdc.ops.failpoint import hit
-from pgcdc.position import Position
+from pgcdc.core.errors import SinkError, SinkUnavailable, StateError
+from pgcdc.core.failpoint import hit
+from pgcdc.core.position import Position
+from pgcdc.core.state import fsync_folder, write_all
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Batch
 from pgcdc.sink.rotation import Compression, Housekeeper, Numbers, find_rotated, highest_number, rotated_name
 from pgcdc.sink.state import KeyStore, content_kind, read_lines
 from pgcdc.sink.tell import tell
-from pgcdc.state import fsync_folder, write_all
 
 __all__ = ["FileSink"]
 

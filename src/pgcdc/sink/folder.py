@@ -24,15 +24,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from pgcdc.errors import SinkError, SinkUnavailable, StateError
-from pgcdc.ops.failpoint import hit
-from pgcdc.position import Position
+from pgcdc.core.errors import SinkError, SinkUnavailable, StateError
+from pgcdc.core.failpoint import hit
+from pgcdc.core.position import Position
+from pgcdc.core.state import fsync_folder, write_all
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Batch, Receipt, line_buffers
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.rotation import Compression
 from pgcdc.sink.state import KeyStore, content_kind, read_lines
-from pgcdc.state import fsync_folder, write_all
 
 __all__ = ["FolderPartWriter", "FolderSink", "file_sink", "leave_folder"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from pgcdc.ops.failpoint import hit
-from pgcdc.position import Position
+from pgcdc.core.failpoint import hit
+from pgcdc.core.position import Position
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Batch
 

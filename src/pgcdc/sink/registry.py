@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from pgcdc.errors import ConfigError
+from pgcdc.core.errors import ConfigError
 from pgcdc.sink.base import Sink
 from pgcdc.sink.exec.options import ExecOptions
 from pgcdc.sink.pg_table.options import PgTableOptions
@@ -23,7 +23,7 @@ from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, FileOptions, NoopOptio
 from pgcdc.sink.webhook.options import WebhookOptions
 
 if TYPE_CHECKING:
-    from pgcdc.capture.prepare import SourceOptions
+    from pgcdc.source.postgres.setup.prepare import SourceOptions
 
 __all__ = ["ADAPTERS", "AdapterType", "check_adapters", "check_options", "check_variables", "make_sink"]
 

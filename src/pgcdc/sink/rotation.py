@@ -20,8 +20,8 @@ from typing import BinaryIO, Literal, cast
 
 import pyarrow as pa
 
-from pgcdc.ops.failpoint import hit
-from pgcdc.state import fsync_folder
+from pgcdc.core.failpoint import hit
+from pgcdc.core.state import fsync_folder
 
 __all__ = [
     "Compression",

@@ -11,8 +11,8 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pgcdc.capture.database import parse_url
-from pgcdc.errors import PgcdcError
+from pgcdc.core.errors import PgcdcError
+from pgcdc.postgres.database import parse_url
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.webhook.options import WebhookOptions, is_secret_header, secrets_of
 

@@ -26,7 +26,7 @@ class _Options(BaseModel):
 def _parse_size(value: Any) -> Any:
     if not isinstance(value, str):
         return value
-    from pgcdc.stream.options import parse_bytes  # which is not small
+    from pgcdc.spark.options import parse_bytes  # which is not small
 
     try:
         return parse_bytes(value)

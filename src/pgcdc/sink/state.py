@@ -15,9 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
-from pgcdc.errors import SinkError, StateError
+from pgcdc.core.errors import SinkError, StateError
+from pgcdc.core.state import fsync_folder
 from pgcdc.sink.rotation import open_lines
-from pgcdc.state import fsync_folder
 
 __all__ = ["KeyStore", "ReadableSink", "TableName", "content_kind", "read_lines"]
 

@@ -17,9 +17,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pgcdc.errors import SinkError, SinkUnavailable
-from pgcdc.ops.failpoint import hit
-from pgcdc.position import Position
+from pgcdc.core.errors import SinkError, SinkUnavailable
+from pgcdc.core.failpoint import hit
+from pgcdc.core.position import Position
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Batch, line_buffers
 from pgcdc.sink.pretty import Pretty

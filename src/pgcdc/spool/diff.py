@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pgcdc.relation import Column, Relation
+from pgcdc.core.relation import Column, Relation
+from pgcdc.postgres.types.names import type_name
 from pgcdc.spool.shapes import ShapeChange
-from pgcdc.types.names import type_name
 
 __all__ = ["describe_change", "diff_shapes", "event_values"]
 

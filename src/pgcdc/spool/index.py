@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from pgcdc.errors import SpoolError
-from pgcdc.journal import decode_lines, encode_line
-from pgcdc.position import Position
-from pgcdc.relation import Relation
+from pgcdc.core.errors import SpoolError
+from pgcdc.core.journal import decode_lines, encode_line
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Relation
 from pgcdc.spool.schema import TRANSACTIONS
 from pgcdc.spool.segment import Written
 

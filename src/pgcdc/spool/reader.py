@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from pgcdc.errors import GapError, SpoolError
-from pgcdc.position import LAST_SUB, SCHEMA_SUB, Position, format_lsn
-from pgcdc.relation import Relation
+from pgcdc.core.errors import GapError, SpoolError
+from pgcdc.core.position import LAST_SUB, SCHEMA_SUB, Position, format_lsn
+from pgcdc.core.relation import Relation
 from pgcdc.spool.diff import event_values
 from pgcdc.spool.index import (
     IndexRecord,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from pgcdc.errors import SpoolError
+from pgcdc.core.errors import SpoolError
+from pgcdc.core.state import write_all
 from pgcdc.spool.schema import CHANGES
-from pgcdc.state import write_all
 
 __all__ = ["Written", "checksum_file", "open_segment", "read_segment", "write_segment"]
 

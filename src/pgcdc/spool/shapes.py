@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pgcdc.journal import append_lines, decode_lines, read_lines
-from pgcdc.position import Position
-from pgcdc.relation import Relation
+from pgcdc.core.journal import append_lines, decode_lines, read_lines
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Relation
 
 __all__ = ["ShapeChange", "ShapeHistory", "append_shapes", "cut_tail"]
 

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from pgcdc.capture.batch import CaptureBatch, Part
-from pgcdc.errors import SpoolError
-from pgcdc.ops.failpoint import hit
-from pgcdc.position import Position, stream_lsn
-from pgcdc.relation import Relations
+from pgcdc.core.errors import SpoolError
+from pgcdc.core.failpoint import hit
+from pgcdc.core.position import Position, stream_lsn
+from pgcdc.core.relation import Relations
+from pgcdc.core.state import write_all
+from pgcdc.spool.batch import CaptureBatch, Part
 from pgcdc.spool.index import (
     IndexRecord,
     chunk_number,
@@ -29,7 +30,6 @@ from pgcdc.spool.index import (
     parse_relations,
 )
 from pgcdc.spool.segment import Written, checksum_file, write_segment
-from pgcdc.state import write_all
 
 __all__ = ["SpoolWriter"]
 

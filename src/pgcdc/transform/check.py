@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pgcdc.errors import ConfigError
-from pgcdc.relation import Relation
-from pgcdc.stream.events import EVENT_SCHEMA
+from pgcdc.core.errors import ConfigError
+from pgcdc.core.relation import Relation
+from pgcdc.event.events import EVENT_SCHEMA
 from pgcdc.transform.program import Chain, compile_chains
 from pgcdc.transform.transforms import Transform, from_spec
 

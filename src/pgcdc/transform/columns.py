@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from pgcdc.errors import PgcdcError, TransformError
-from pgcdc.stream.edits import dump_chains
-from pgcdc.stream.events import EVENT_COLUMNS, KEY_COLUMNS, SHAPE_COLUMNS, chain_column, chain_lines
+from pgcdc.core.errors import PgcdcError, TransformError
+from pgcdc.event.edits import dump_chains
+from pgcdc.event.events import EVENT_COLUMNS, KEY_COLUMNS, SHAPE_COLUMNS, chain_column, chain_lines
 from pgcdc.transform.event_json import event_json
 from pgcdc.transform.expressions import KEEP, is_routed
 from pgcdc.transform.program import RECORDS, Chain, Steps, split_lines

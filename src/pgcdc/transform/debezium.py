@@ -10,7 +10,7 @@ import json
 from functools import cache
 from typing import TYPE_CHECKING
 
-from pgcdc.errors import ConfigError
+from pgcdc.core.errors import ConfigError
 from pgcdc.transform.debezium_values import absent, placeholder, quote, value
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def _check_columns(df: DataFrame, needed: list[str]) -> None:
     if missing:
         raise ConfigError(
             f"Debezium's documents need the column {missing[0]} of events",
-            "Ask for it when the stream is loaded: .schema(EVENT_SCHEMA + SHAPE_SCHEMA), both of pgcdc.stream.events",
+            "Ask for it when the stream is loaded: .schema(EVENT_SCHEMA + SHAPE_SCHEMA), both of pgcdc.event.events",
         )
 
 

@@ -6,7 +6,7 @@ the JVM. Spark interprets the body of a lambda node by node, so that the order o
 
 from __future__ import annotations
 
-from pgcdc.stream.shape import ARRAY, NO_MODIFIER, REQUIRED, ZERO, Family
+from pgcdc.event.shape import ARRAY, NO_MODIFIER, REQUIRED, ZERO, Family
 
 __all__ = ["absent", "placeholder", "quote", "value"]
 

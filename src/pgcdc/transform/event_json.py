@@ -1,6 +1,6 @@
 """The JSON event as native Spark expressions over the columns of an event: what comes last after transforms.
 
-Without transforms the source renders the same text itself (`stream.lines`), which is cheaper.
+Without transforms the source renders the same text itself (`event.lines`), which is cheaper.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pgcdc.errors import ConfigError
-from pgcdc.stream.edits import full_pattern
-from pgcdc.stream.masks import LOOKS, REDACTED, hmac_pads
+from pgcdc.core.errors import ConfigError
+from pgcdc.event.edits import full_pattern
+from pgcdc.event.masks import LOOKS, REDACTED, hmac_pads
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -65,7 +65,8 @@ def renamed(events: DataFrame, fields: Mapping[str, str]) -> DataFrame:
     def _clash() -> Column:
         place = F.concat_ws("", F.col("channel"), F.lit(" at "), F.col("position"))
         message = F.concat(
-            F.lit("pgcdc.errors.TransformError: rename_fields gives two columns the name of one: an event of "), place
+            F.lit("pgcdc.core.errors.TransformError: rename_fields gives two columns the name of one: an event of "),
+            place,
         )
         advice = F.lit(". Drop the other column first, or choose another name")
         return F.raise_error(F.concat(message, advice)).cast("map<string,string>")

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 
-from pgcdc.errors import ConfigError
-from pgcdc.stream.edits import dump_chains, full_pattern
-from pgcdc.stream.events import BLOCKS, KEYED_BLOCKS, LINES, chain_column, unpack_blocks
+from pgcdc.core.errors import ConfigError
+from pgcdc.event.edits import dump_chains, full_pattern
+from pgcdc.event.events import BLOCKS, KEYED_BLOCKS, LINES, chain_column, unpack_blocks
 from pgcdc.transform.row_json import row_lines
 
 if TYPE_CHECKING:

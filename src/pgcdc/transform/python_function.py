@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from pgcdc.errors import ConfigError, TransformError
+from pgcdc.core.errors import ConfigError, TransformError
 from pgcdc.transform.expressions import KEEP, is_active
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pgcdc.stream.shape import Family
+from pgcdc.event.shape import Family
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame

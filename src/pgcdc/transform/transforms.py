@@ -8,7 +8,6 @@ They are the same that `transforms:` of the configuration names (`transform.spec
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from pgcdc.errors import ConfigError
-from pgcdc.stream import masks
+from pgcdc.core.errors import ConfigError
+from pgcdc.event import masks
 from pgcdc.transform import expressions
 from pgcdc.transform.shape import edit_shape
 from pgcdc.transform.specs import (
@@ -73,7 +72,7 @@ class Transform:
 
     @property
     def is_simple(self) -> bool:
-        """Whether the source can do it on whole columns, before there is an event (`stream.edits`)."""
+        """Whether the source can do it on whole columns, before there is an event (`event.edits`)."""
         if isinstance(self.spec, FilterSpec):
             return self.spec.where is None
         return self.secret is None and isinstance(self.spec, DropColumnsSpec | RenameFieldsSpec | MaskSpec)
@@ -119,9 +118,13 @@ class Transform:
     @cached_property
     def _envelope(self) -> Callable[[DataFrame, Any], DataFrame]:
         """`debezium(events, spec)` of `transform/debezium.py`, `cloudevents(events, spec)` of `transform/cloudevents.py`."""
-        module = importlib.import_module(f"pgcdc.transform.{self.name}")
-        function: Callable[[DataFrame, Any], DataFrame] = getattr(module, self.name)
-        return function
+        if self.name == "debezium":
+            from pgcdc.transform.debezium import debezium
+
+            return debezium
+        from pgcdc.transform.cloudevents import cloudevents
+
+        return cloudevents
 
     def check(self) -> None:
         """Raise ConfigError for what can be known without Spark: a missing key, a function that is not there."""

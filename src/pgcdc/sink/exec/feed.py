@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import orjson
 
-from pgcdc.errors import SinkError
-from pgcdc.ops.failpoint import hit
+from pgcdc.core.errors import SinkError
+from pgcdc.core.failpoint import hit
 from pgcdc.sink.exec.process import Process
 
 __all__ = ["Feed", "FeedEnded", "FeedStalled"]

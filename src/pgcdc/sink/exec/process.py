@@ -25,7 +25,7 @@ from urllib.parse import quote
 
 import psutil
 
-from pgcdc.errors import SinkError
+from pgcdc.core.errors import SinkError
 from pgcdc.sink.tell import tell
 
 __all__ = ["Process", "clean_environment", "end_all", "end_leftover"]

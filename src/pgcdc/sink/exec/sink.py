@@ -21,11 +21,12 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from pgcdc.config.secrets import redact_text
-from pgcdc.errors import Reject, SinkError, SinkRejected, SinkUnavailable, StateError
-from pgcdc.ops.counters import EXEC_RESTARTS, counters
-from pgcdc.ops.failpoint import hit
-from pgcdc.position import Position
+from pgcdc.core.counters import EXEC_RESTARTS, counters
+from pgcdc.core.errors import Reject, SinkError, SinkRejected, SinkUnavailable, StateError
+from pgcdc.core.failpoint import hit
+from pgcdc.core.position import Position
+from pgcdc.core.secrets import redact_text
+from pgcdc.core.state import read_json, write_json
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Batch
 from pgcdc.sink.exec.feed import LOOK_S, Feed, FeedEnded, FeedStalled
@@ -33,7 +34,6 @@ from pgcdc.sink.exec.options import ExecOptions
 from pgcdc.sink.exec.process import GRACE_S, Process, clean_environment, end_leftover
 from pgcdc.sink.secrecy import known_secrets
 from pgcdc.sink.tell import tell
-from pgcdc.state import read_json, write_json
 
 __all__ = ["ExecSink"]
 

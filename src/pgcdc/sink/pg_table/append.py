@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import psycopg
 import pyarrow as pa
 
-from pgcdc.capture.database import Connection, name_table, quote_identifier, quote_qualified, split_table
-from pgcdc.errors import Reject, SinkError
+from pgcdc.core.errors import Reject, SinkError
+from pgcdc.postgres.database import Connection, name_table, quote_identifier, quote_qualified, split_table
 from pgcdc.sink.base import line_buffers
 from pgcdc.sink.pg_table.sqlstate import Blame, blame, describe, kind_of
 

@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import psycopg
 import pyarrow as pa
 
-from pgcdc.capture.database import Connection
-from pgcdc.errors import Reject, SinkRejected
-from pgcdc.position import Position
+from pgcdc.core.errors import Reject, SinkRejected
+from pgcdc.core.position import Position
+from pgcdc.postgres.database import Connection
 from pgcdc.sink.base import Batch, Receipt
 from pgcdc.sink.pg_table.faults import describe_fault, is_conflict, is_other_shape, is_row_fault
 from pgcdc.sink.pg_table.folding import Folding, Sources
-from pgcdc.sink.pg_table.known import KnownTables
 from pgcdc.sink.pg_table.lines import Event, parse_events, scan_lines
 from pgcdc.sink.pg_table.mapping import TargetNames, source_name
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.rejected import Rejected
+from pgcdc.sink.pg_table.seen_tables import KnownTables
 from pgcdc.sink.pg_table.staged import PartStager, take_part
 from pgcdc.sink.pg_table.tables import describe_change
 from pgcdc.sink.pg_table.targets import Targets

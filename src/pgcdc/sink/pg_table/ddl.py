@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from pgcdc.capture.database import quote_identifier, quote_qualified
+from pgcdc.postgres.database import quote_identifier, quote_qualified
 from pgcdc.sink.pg_table.mapping import TableName
 
 __all__ = [

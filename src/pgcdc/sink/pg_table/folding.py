@@ -9,8 +9,8 @@ from typing import Protocol
 import orjson
 import pyarrow as pa
 
-from pgcdc.errors import SinkError
-from pgcdc.position import Position
+from pgcdc.core.errors import SinkError
+from pgcdc.core.position import Position
 from pgcdc.sink.pg_table.copy_text import write_row
 from pgcdc.sink.pg_table.fold import Bag, Fold, Keyed, Late, Move
 from pgcdc.sink.pg_table.lines import Columns, Event, Scanned, parse_head, parse_line

@@ -6,8 +6,6 @@ compiler and is the one to read first. The one in C leaves to Python what is not
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -15,7 +13,8 @@ from typing import Any
 import orjson
 import pyarrow as pa
 
-from pgcdc.errors import SinkError
+from pgcdc.core.compiled import load_compiled
+from pgcdc.core.errors import SinkError
 from pgcdc.sink.base import line_buffers
 from pgcdc.sink.pg_table.copy_text import write_row
 
@@ -111,12 +110,6 @@ def other_envelope(event: object) -> SinkError:
 
 @cache
 def _scanner() -> Callable[..., list[Scanned]]:
-    if os.environ.get("PGCDC_PURE_PYTHON") == "1":
-        return scan_python
-    try:
-        # By name and late: it is optional.
-        module = importlib.import_module("pgcdc.sink.pg_table._scan")
-    except ImportError:
-        return scan_python
-    scan: Callable[..., list[Scanned]] = module.scan
+    module = load_compiled("sink.pg_table._scan")
+    scan: Callable[..., list[Scanned]] = module.scan if module is not None else scan_python
     return scan

@@ -6,15 +6,15 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pgcdc.capture.database import connect, explain_errors, name_table, parse_url, split_table
-from pgcdc.errors import ConfigError, PgcdcError, SinkError
+from pgcdc.core.errors import ConfigError, PgcdcError, SinkError
+from pgcdc.postgres.database import connect, explain_errors, name_table, parse_url, split_table
 from pgcdc.sink.pg_table.mapping import TableName, TargetNames, find_loops
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.positions import TargetName
 from pgcdc.sink.spec import AdapterSpec
 
 if TYPE_CHECKING:
-    from pgcdc.capture.prepare import SourceOptions
+    from pgcdc.source.postgres.setup.prepare import SourceOptions
 
 __all__ = ["check_captured", "check_source"]
 
@@ -43,7 +43,7 @@ def check_source(spec: AdapterSpec, source: SourceOptions) -> None:
 
     A database that cannot be asked is no matter of this check: who needs it says so.
     """
-    from pgcdc.capture.rehearsal import rehearse  # with all that a capture needs
+    from pgcdc.source.postgres.setup.rehearsal import rehearse  # with all that a capture needs
 
     assert isinstance(spec.options, PgTableOptions)
     options = spec.options.resolved()

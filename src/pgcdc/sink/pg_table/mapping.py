@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pgcdc.capture.database import name_table, parse_identifier, split_table
-from pgcdc.capture.selection import split_outside_quotes
-from pgcdc.errors import ConfigError
+from pgcdc.core.errors import ConfigError
+from pgcdc.postgres.database import name_table, parse_identifier, split_table
+from pgcdc.postgres.selection import split_outside_quotes
 
 __all__ = ["TableName", "TargetNames", "find_loops", "source_name"]
 

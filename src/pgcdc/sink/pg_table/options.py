@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from pgcdc.capture.database import name_table, parse_url, split_table
-from pgcdc.capture.selection import split_outside_quotes
-from pgcdc.errors import ConfigError, SourceError
+from pgcdc.core.errors import ConfigError, SourceError
+from pgcdc.postgres.database import name_table, parse_url, split_table
+from pgcdc.postgres.selection import split_outside_quotes
 
 __all__ = ["NO_ORIGIN", "PgTableOptions"]
 
@@ -103,7 +103,7 @@ class PgTableOptions(BaseModel):
         """With the URL that stands in a file."""
         if self.db_file is None:
             return self
-        from pgcdc.config.secrets import read_secret  # which imports the registry of all adapters
+        from pgcdc.core.secrets import read_secret  # which imports the registry of all adapters
 
         url = read_secret(Path(self.db_file), "the database URL of the target").strip()
         return self.model_copy(update={"db": url, "db_file": None})

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import psycopg
 import pyarrow as pa
 
-from pgcdc.capture.database import Connection
-from pgcdc.errors import SinkRejected
-from pgcdc.ops.failpoint import hit
+from pgcdc.core.errors import SinkRejected
+from pgcdc.core.failpoint import hit
+from pgcdc.postgres.database import Connection
 from pgcdc.sink.base import Receipt
 from pgcdc.sink.pg_table.append import Appender
 from pgcdc.sink.pg_table.options import PgTableOptions

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import psycopg
 
-from pgcdc.capture.database import Connection, name_table, quote_qualified
-from pgcdc.errors import SinkError, SinkUnavailable
-from pgcdc.position import Position
+from pgcdc.core.errors import SinkError, SinkUnavailable
+from pgcdc.core.position import Position
+from pgcdc.postgres.database import Connection, name_table, quote_qualified
 
 __all__ = ["POSITIONS", "Place", "Positions", "TargetName"]
 

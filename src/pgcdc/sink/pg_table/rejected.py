@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from pgcdc.capture.database import Connection, lock_creation, quote_qualified
+from pgcdc.postgres.database import Connection, lock_creation, quote_qualified
 
 __all__ = ["REJECTED", "Effect", "Rejected", "key_text"]
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import psycopg
 
-from pgcdc.capture.database import Connection, connect, quote_literal
-from pgcdc.errors import ConnectionLost, SinkError, SinkUnavailable, SourceError
-from pgcdc.position import Position, format_lsn, stream_lsn
+from pgcdc.core.errors import ConnectionLost, SinkError, SinkUnavailable, SourceError
+from pgcdc.core.position import Position, format_lsn, stream_lsn
+from pgcdc.postgres.database import Connection, connect, quote_literal
 from pgcdc.sink.pg_table.sqlstate import describe, explain
 
 __all__ = ["Say", "SessionPlan", "connect_target", "mark_transaction", "open_session", "say_on_stderr"]

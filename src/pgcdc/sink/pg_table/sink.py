@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, NoReturn
 import psycopg
 import pyarrow as pa
 
-from pgcdc.capture.database import Connection, quote_qualified, redact
-from pgcdc.errors import Reject, SinkError, SinkRejected, SinkUnavailable, StateError
-from pgcdc.ops.failpoint import hit
-from pgcdc.position import Position
+from pgcdc.core.errors import Reject, SinkError, SinkRejected, SinkUnavailable, StateError
+from pgcdc.core.failpoint import hit
+from pgcdc.core.position import Position
+from pgcdc.core.state import StateDir
+from pgcdc.postgres.database import Connection, quote_qualified, redact
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Batch, Receipt
 from pgcdc.sink.pg_table.append import Appender
@@ -32,7 +33,6 @@ from pgcdc.sink.pg_table.session import Say, SessionPlan, connect_target, mark_t
 from pgcdc.sink.pg_table.sqlstate import Blame, blame, describe, explain
 from pgcdc.sink.pg_table.target import Target
 from pgcdc.spool.shapes import ShapeHistory
-from pgcdc.state import StateDir
 
 if TYPE_CHECKING:
     from pgcdc.sink.pg_table.apply import Applier
@@ -68,7 +68,7 @@ class PgTableSink:
             self._appender = Appender(options.table)
         else:
             from pgcdc.sink.pg_table.apply import Applier
-            from pgcdc.sink.pg_table.known import KnownTables
+            from pgcdc.sink.pg_table.seen_tables import KnownTables
 
             self._known = KnownTables(acks / f"{name}.tables")
             shapes = ShapeHistory(self._state.shapes_file)

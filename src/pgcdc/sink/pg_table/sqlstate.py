@@ -16,7 +16,7 @@ from enum import Enum
 import psycopg
 from psycopg import errors
 
-from pgcdc.errors import SinkError, SinkUnavailable
+from pgcdc.core.errors import SinkError, SinkUnavailable
 
 __all__ = ["Blame", "blame", "describe", "explain", "kind_of"]
 

@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from pgcdc.capture.database import Connection, quote_qualified
-from pgcdc.errors import SinkRejected
+from pgcdc.core.errors import SinkRejected
+from pgcdc.postgres.database import Connection, quote_qualified
 from pgcdc.sink.base import Receipt
 from pgcdc.sink.pg_table import staging
 from pgcdc.sink.pg_table.fold import Bag, Fold, Keyed, Move

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from pgcdc.capture.database import Connection, quote_identifier
+from pgcdc.postgres.database import Connection, quote_identifier
 from pgcdc.sink.pg_table.tables import TargetTable
 
 __all__ = [

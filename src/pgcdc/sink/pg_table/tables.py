@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from pgcdc.capture.database import Connection, name_table, quote_identifier, quote_qualified
-from pgcdc.errors import SinkError
-from pgcdc.position import Position
+from pgcdc.core.errors import SinkError
+from pgcdc.core.position import Position
+from pgcdc.postgres.database import Connection, name_table, quote_identifier, quote_qualified
+from pgcdc.postgres.types.catalog import TypeCatalog
+from pgcdc.postgres.types.names import type_name
 from pgcdc.sink.pg_table.mapping import TableName
 from pgcdc.spool.shapes import ShapeChange, ShapeHistory
-from pgcdc.types.catalog import TypeCatalog
-from pgcdc.types.names import type_name
 
 __all__ = [
     "SourceTable",

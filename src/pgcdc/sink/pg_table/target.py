@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pgcdc.capture.database import Connection, lock_creation, quote_identifier, redact
-from pgcdc.errors import SinkError, SinkUnavailable
+from pgcdc.core.errors import SinkError, SinkUnavailable
+from pgcdc.core.state import StateDir
+from pgcdc.postgres.database import Connection, lock_creation, quote_identifier, redact
 from pgcdc.sink.pg_table.append import Appender
 from pgcdc.sink.pg_table.loops import check_captured
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.positions import Positions
-from pgcdc.state import StateDir
 
 __all__ = ["Target"]
 

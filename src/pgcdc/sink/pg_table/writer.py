@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import psycopg
 
-from pgcdc.capture.database import Connection, quote_identifier
-from pgcdc.errors import SinkError, SinkUnavailable
+from pgcdc.core.errors import SinkError, SinkUnavailable
+from pgcdc.postgres.database import Connection, quote_identifier
 from pgcdc.sink.pg_table import staging
 from pgcdc.sink.pg_table.copy_text import read_value
 from pgcdc.sink.pg_table.fold import Bag, Fold, Keyed, Late, Move, Patch, Row, values_of

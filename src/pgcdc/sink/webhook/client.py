@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass_environment  # type: ignore[attr-defined]
 
-from pgcdc.errors import SinkError
+from pgcdc.core.errors import SinkError
 from pgcdc.sink.webhook.address import AddressRefused, guarded_socket
 from pgcdc.sink.webhook.answer import Answer, Means, Verdict, judge, shorten
 from pgcdc.sink.webhook.options import WebhookOptions

@@ -129,7 +129,7 @@ class WebhookOptions(BaseModel):
         """All headers that the user wants; those of the file win."""
         if not self.headers_file:
             return dict(self.headers)
-        from pgcdc.errors import ConfigError
+        from pgcdc.core.errors import ConfigError
 
         path = Path(self.headers_file)
         try:
@@ -142,8 +142,8 @@ class WebhookOptions(BaseModel):
         return {**self.headers, **found}
 
     def _read(self, file: str, what: str, check: Any) -> str:
-        from pgcdc.config.secrets import read_secret
-        from pgcdc.errors import ConfigError
+        from pgcdc.core.errors import ConfigError
+        from pgcdc.core.secrets import read_secret
 
         text = read_secret(Path(file), what)
         try:

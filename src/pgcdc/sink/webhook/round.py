@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
-from pgcdc.errors import Reject
+from pgcdc.core.errors import Reject
 from pgcdc.sink.webhook.answer import Means, Verdict
 from pgcdc.sink.webhook.events import Event, Key, Place
 

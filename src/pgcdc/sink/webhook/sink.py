@@ -12,10 +12,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pgcdc.errors import PgcdcError, SinkError, SinkRejected, SinkUnavailable, StateError
-from pgcdc.ops.counters import WEBHOOK_REQUESTS, counters
-from pgcdc.ops.failpoint import hit
-from pgcdc.position import Position
+from pgcdc.core.counters import WEBHOOK_REQUESTS, counters
+from pgcdc.core.errors import PgcdcError, SinkError, SinkRejected, SinkUnavailable, StateError
+from pgcdc.core.failpoint import hit
+from pgcdc.core.position import Position
+from pgcdc.core.state import StateDir
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Batch
 from pgcdc.sink.webhook.address import is_public
@@ -26,7 +27,6 @@ from pgcdc.sink.webhook.options import WebhookOptions, redact_url, secrets_of
 from pgcdc.sink.webhook.request import Requests
 from pgcdc.sink.webhook.round import Round
 from pgcdc.spool.shapes import ShapeHistory
-from pgcdc.state import StateDir
 
 __all__ = ["WebhookSink"]
 
@@ -171,7 +171,7 @@ class WebhookSink:
             raise error
 
     def _scrub(self, text: str) -> str:
-        from pgcdc.config.secrets import hide
+        from pgcdc.core.secrets import hide
 
         return hide(text, self._secrets)
 

@@ -1,0 +1,22 @@
+"""Compiled modules, each of which has one in Python beside it that does the same.
+
+There is none where no compiler was at hand when the package was built; PGCDC_PURE_PYTHON=1 does without them on purpose.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+
+__all__ = ["load_compiled"]
+
+
+def load_compiled(name: str) -> ModuleType | None:
+    """The compiled module `pgcdc.<name>`, or None. Asked anew each time: tests switch between both."""
+    if os.environ.get("PGCDC_PURE_PYTHON") == "1":
+        return None
+    try:
+        return importlib.import_module(f"pgcdc.{name}")
+    except ImportError:
+        return None

@@ -1,0 +1,92 @@
+"""Secrets come from the environment or from files, and are never shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pgcdc.core.errors import ConfigError
+
+__all__ = ["describe_value", "expand", "hide", "literal_part", "read_secret", "redact_text"]
+
+_VARIABLE = re.compile(r"\$(\$?)\{([^}]*)\}")
+_NAME = re.compile(r"([A-Za-z_]\w*)(?::-(.*))?", re.DOTALL)
+_SECRET_KEY = re.compile(r"(^|_)(db|url|dsn|password|secret|token|key)(_|$)")
+MAX_SECRET_BYTES = 64 << 10
+MAX_SHOWN = 60
+
+
+def read_secret(path: Path, what: str) -> str:
+    """What a file holds, without the line's end. The ConfigError says nothing of its content."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_SECRET_BYTES + 1)
+        text = raw.decode()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", f"It is to hold {what}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text", f"It is to hold {what}") from None
+    except ValueError:  # a NUL in it
+        raise ConfigError(f"{str(path)!r} is not the path of a file", f"Give the file that holds {what}") from None
+    text = text.removesuffix("\n").removesuffix("\r")
+    if len(raw) > MAX_SECRET_BYTES or "\n" in text:
+        raise ConfigError(f"{path} has more than one line", f"It is to hold {what}, and nothing else")
+    if not text.strip():
+        raise ConfigError(f"{path} is empty", f"It is to hold {what}")
+    return text
+
+
+def expand(text: str, environ: Mapping[str, str], see: Callable[[str, str], None]) -> str:
+    """The text with its `${NAME}` and `${NAME:-default}` replaced; `$${` stands for `${`. `see` hears name and value.
+
+    ConfigError: a variable is not set (or empty), or it is no name.
+    """
+
+    def replace(found: re.Match[str]) -> str:
+        if found[1]:
+            return "${" + found[2] + "}"
+        named = _NAME.fullmatch(found[2])
+        if named is None:
+            raise ConfigError(
+                "what stands in ${...} is not the name of a variable", "Write ${NAME}, or $${ for a plain ${"
+            )
+        value = environ.get(named[1]) or named[2]
+        if value is None:
+            raise ConfigError(f"the variable {named[1]} is not set", f"Set it, or write ${{{named[1]}:-default}}")
+        if environ.get(named[1]):
+            see(named[1], value)
+        return value
+
+    return _VARIABLE.sub(replace, text)
+
+
+def literal_part(text: str) -> str:
+    """What of a text stands there itself, without what comes from variables; a default (`${NAME:-default}`) stands there."""
+    return _VARIABLE.sub(lambda found: found[2].partition(":-")[2] if not found[1] else found[0], text)
+
+
+def hide(text: str, secrets: Iterable[str]) -> str:
+    """A message without any of these values (very short ones are no secrets, and would be found everywhere)."""
+    for secret in sorted((one for one in secrets if len(one) > 3), key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return redact_text(text)
+
+
+def redact_text(text: str) -> str:
+    """Passwords inside of URLs and DSNs, hidden; too much rather than too little."""
+    text = re.sub(r"(\w+://[^\s:/@'\"]*):[^\s'\"]*@", r"\1:***@", text)
+    return re.sub(r"(?i)\b((?:ssl)?password|passwd|secret|token)(\s*[=:]\s*)('[^']*'|[^\s&'\",]+)", r"\1\2***", text)
+
+
+def describe_value(key: str, value: Any) -> str:
+    """` (got ...)` for an error: not for what may be secret, and only the kind of what is long."""
+    if _SECRET_KEY.search(key):
+        return ""
+    if isinstance(value, Mapping):
+        return " (got a mapping)"
+    if isinstance(value, (list, tuple)):
+        return " (got a list)"
+    text = repr(value)
+    return f" (got {redact_text(text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + '...')})"

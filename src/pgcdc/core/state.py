@@ -1,0 +1,377 @@
+"""The state directory: who it belongs to, who holds it, and files that survive a crash.
+
+identity.json     which slot of which server this directory belongs to
+identity.lock     held by who changes the identity, or our publications
+run.lock          held by `pgcdc listen`
+capture.lock      held by the capture process; tells its pid and control socket
+capture.json      the capture's status, once a second
+run.json          the driver's status, once a second
+consumers.json    where every consumer is, and what was confirmed
+lanes.json        which adapter is in which lane
+transforms.json   which columns transforms have changed, by adapter
+places.json       digests of the targets, by adapter, for replays of dead letters
+shapes.jsonl      which shape every table had from which position on
+spool/            segments and index
+snapshot/         rows of snapshots that were released, and what is asked of incremental ones (requests.json)
+acks/             one file per sink
+checkpoints/      Spark's, one folder per lane
+toast/            the cache of --toast cache
+snapshot/         rows of snapshots that were released, and what is asked of snapshots
+dead_letters.jsonl  events that targets refused; replay/ has what `pgcdc dlq replay` asks of a run
+resync.json       a `pgcdc resync` that is not finished; resync/ has its keys
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from pgcdc.core.errors import GapError, StateError
+
+__all__ = [
+    "Identity",
+    "Lock",
+    "StateDir",
+    "check_identity",
+    "fsync_folder",
+    "is_alive",
+    "open_log",
+    "read_json",
+    "write_all",
+    "write_json",
+    "write_json_durably",
+]
+
+LOG_BYTES = 10 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a state directory belongs to. Going on with another one would cross a gap."""
+
+    system_identifier: str
+    timeline: int
+    database: str
+    slot: str
+    instance: str
+    """A random name of this pipeline, by which its own walsender is recognised after a crash."""
+    publications: list[dict[str, Any]]
+    """Fingerprints of the publications, to notice when they are dropped or narrowed."""
+    created_lsn: int
+    """Where the slot began."""
+    planned: list[dict[str, Any]] | None = None
+    """Fingerprints that we are just making: after a crash, the publications are as in `publications` or as here."""
+    asked: dict[str, Any] | None = None
+    """Which tables were asked for at the last start; None if an older version wrote this."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether tables that are created later are added by us: one in the place of another is nothing special then."""
+        return self.asked is None or bool(self.asked["all_tables"] or self.asked["schemas"])
+
+
+class StateDir:
+    """Paths and identity of one state directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.spool = self.path / "spool"
+        self.acks = self.path / "acks"
+        self.checkpoints = self.path / "checkpoints"
+        self.consumers_file = self.path / "consumers.json"
+        self.lanes_file = self.path / "lanes.json"
+        self.transforms_file = self.path / "transforms.json"
+        self.places_file = self.path / "places.json"
+        self.shapes_file = self.path / "shapes.jsonl"
+        self.toast = self.path / "toast"
+        self.snapshot = self.path / "snapshot"
+        self.requests_file = self.snapshot / "requests.json"
+        self.snapshot_keys = self.snapshot / "keys"
+        self.letters_file = self.path / "dead_letters.jsonl"
+        self.replays = self.path / "replay"
+        self.resync = self.path / "resync"
+        self.resync_note = self.path / "resync.json"
+        self.capture_status = self.path / "capture.json"
+        self.run_status = self.path / "run.json"
+        self.capture_lock = self.path / "capture.lock"
+        self.run_lock = self.path / "run.lock"
+        self.identity_file = self.path / "identity.json"
+        self.identity_lock = self.path / "identity.lock"
+
+    def create(self) -> list[Path]:
+        """Make the directory, readable only by its owner, and what is missing above it; returns what was made of these.
+
+        Raises StateError if that cannot be.
+        """
+        try:
+            made = _make_folders(self.path)
+            for folder in (self.spool, self.acks, self.checkpoints):
+                folder.mkdir(exist_ok=True)
+            probe = self.path / f".probe-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise StateError(
+                f"the state directory {self.path} is not writable: {reason}",
+                "Choose another one with --state-dir, or change its owner or permissions",
+            ) from error
+        return made
+
+    @contextlib.contextmanager
+    def claim(self, lock: Lock, timeout_s: float) -> Iterator[bool]:
+        """Make the directory if need be, and take one of its locks; False if another process holds it.
+
+        If the block raises, a directory that was made here and belongs to nobody is removed again, while the lock is
+        held. The lock is not released: the caller does that.
+        """
+        for left in reversed(range(10)):
+            try:
+                made = self.create()
+                taken = lock.acquire(timeout_s) is not None
+                break
+            except (FileNotFoundError, StateError) as error:  # removed by another process which failed to begin?
+                gone = isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError)
+                if not gone or not left:
+                    raise
+        try:
+            yield taken
+        except BaseException:
+            if self.path in made and taken and not self.identity_file.exists():  # else another process has begun in it
+                shutil.rmtree(self.path, ignore_errors=True)
+                with contextlib.suppress(OSError):  # what is not empty is needed
+                    for folder in made[-2::-1]:
+                        folder.rmdir()
+            raise
+
+    def identity(self) -> Identity | None:
+        """Who the directory belongs to; None for a new one."""
+        raw = read_json(self.identity_file)
+        if raw is None:
+            return None
+        try:
+            return Identity(**raw)
+        except TypeError as error:
+            raise StateError(
+                f"{self.identity_file} is not readable by this version of pgcdc", "Use the version that wrote it"
+            ) from error
+
+    def check_whole(self) -> None:
+        """Raise StateError if a `pgcdc resync` was interrupted: half of what is here belongs to a slot that is gone."""
+        if self.resync_note.exists():
+            raise StateError(
+                f"a resync of {self.path} was begun and is not finished",
+                f"Run it again, it goes on where it was: pgcdc resync --state-dir {self.path}",
+            )
+
+    def save_identity(self, identity: Identity) -> None:
+        """Record who the directory belongs to, durably."""
+        write_json_durably(self.identity_file, asdict(identity))
+
+
+def _make_folders(path: Path) -> list[Path]:
+    made = []
+    for folder in reversed([path, *path.parents]):
+        if not folder.is_dir():
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                folder.mkdir(mode=0o700 if folder == path else 0o777)
+                made.append(folder)
+    return made
+
+
+def check_identity(known: Identity, *, system_identifier: str, timeline: int, database: str, slot: str) -> None:
+    """Raise GapError if this state directory belongs to something else than what we are connected to."""
+    if known.slot != slot:
+        raise GapError(
+            f"this state directory belongs to slot {known.slot!r}, not to {slot!r}",
+            "Give every slot its own --state-dir",
+        )
+    if known.system_identifier != system_identifier:
+        raise GapError(
+            f"the server is another one: its system identifier is {system_identifier}, "
+            f"this state directory belongs to {known.system_identifier}",
+            "Check --db. If the database was restored or moved on purpose, the sinks can follow it: pgcdc resync --new-slot",
+        )
+    if known.timeline != timeline:
+        raise GapError(
+            f"the server is on timeline {timeline}, this state directory was written on timeline {known.timeline}: "
+            "there was a failover or a point-in-time recovery, and changes may be missing",
+            "Bring the sinks to what this server has: pgcdc resync --new-slot",
+        )
+    if known.database != database:
+        raise GapError(
+            f"this state directory belongs to database {known.database!r}, not to {database!r}",
+            "Check --db, or use another --state-dir",
+        )
+
+
+class Lock:
+    """An advisory lock on a file, freed by the kernel when its process dies."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[str] | None = None
+
+    def acquire(self, timeout_s: float = 0.2) -> dict[str, Any] | None:
+        """Take the lock; None if another process holds it, else what the last holder wrote if it was killed.
+
+        The timeout is not 0, because `holder` takes the lock for a moment to see whether it is free.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (file := self._try()) is None:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.01)
+        self._file = file
+        file.seek(0)
+        try:
+            previous: dict[str, Any] = json.loads(file.read() or "{}")
+        except ValueError:
+            previous = {}
+        return previous
+
+    def _try(self) -> IO[str] | None:
+        file = open(self._path, "a+")  # noqa: SIM115 - open as long as the lock is held
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(self._path, file.fileno()):  # else it was removed with a directory that failed to begin
+                return file
+        except BlockingIOError:
+            pass
+        file.close()
+        return None
+
+    def write(self, content: dict[str, Any]) -> None:
+        """Say in the file who holds the lock."""
+        assert self._file is not None
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.write(json.dumps(content))
+        self._file.flush()
+
+    def release(self) -> None:
+        """Give the lock back."""
+        if self._file is not None:
+            self._file.truncate(0)
+            self._file.close()
+            self._file = None
+
+    @staticmethod
+    def holder(path: Path) -> dict[str, Any] | None:
+        """What the holder wrote; None if nobody holds the lock."""
+        try:
+            with open(path) as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    text = file.read()
+                    with contextlib.suppress(ValueError):  # half-written: the holder is just starting
+                        return json.loads(text) if text else {}
+                    return {}
+        except FileNotFoundError:
+            pass
+        return None
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """A log file to append to; one that has grown large becomes `.1` first."""
+    if path.exists() and path.stat().st_size > LOG_BYTES:
+        os.replace(path, path.with_name(f"{path.name}.1"))
+    return open(path, "ab")
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; None if there is none. Raises StateError if it is damaged."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise StateError(f"{path} is damaged", "Restore it from a backup, or start with a new --state-dir") from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace a JSON file in one step; it may be lost by a crash of the machine."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with explain_writing(path):
+        temporary.write_text(json.dumps(content))
+        os.replace(temporary, path)
+
+
+def write_json_durably(path: Path, content: Any) -> None:
+    """Replace a JSON file in one step; when this returns, it survives a crash of the machine."""
+    write_durably(path, json.dumps(content).encode())
+
+
+def write_durably(path: Path, content: bytes, like: os.stat_result | None = None) -> None:
+    """Replace a file in one step; when this returns, it survives a crash of the machine.
+
+    `like`: with the rights and, if we may give it away, the owner of this one, at every moment.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with explain_writing(path):
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o600 if like else 0o666)) as file:
+            if like is not None:
+                with contextlib.suppress(PermissionError):
+                    os.fchown(file.fileno(), like.st_uid, like.st_gid)
+                os.fchmod(file.fileno(), like.st_mode & 0o777)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def explain_writing(path: Path) -> Iterator[None]:
+    """What the system says about a file that cannot be written, as StateError."""
+    try:
+        yield
+    except OSError as error:
+        raise StateError(
+            f"{path} cannot be written: {error.strerror}",
+            "Is the disk of the state directory full? Nothing is lost: make room and start again",
+        ) from error
+
+
+def write_all(descriptor: int, data: memoryview) -> int:
+    """Write all of `data`, however often it takes; the number of bytes."""
+    total = len(data)
+    while data:
+        data = data[os.write(descriptor, data) :]
+    return total
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make a folder's entries durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,305 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
+"""`render_python` of `lines.py` in C. Read that one first: this file has the same steps in the same order."""
+
+from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uintptr_t
+from libc.stdlib cimport free, realloc
+from libc.string cimport memcpy, memset
+
+import numpy as np
+import pyarrow as pa
+
+from pgcdc.core.errors import DecodeError
+
+cdef enum:
+    MAX_OFFSET = 0x7FFFFFFF
+    LONGEST_ESCAPE = 6  # \u001F
+
+cdef uint8_t ESCAPES[256]  # 0: as it is; u: by its number; else the letter behind the backslash
+memset(ESCAPES, 0, sizeof(ESCAPES))
+memset(ESCAPES, c"u", 32)
+for _byte, _letter in ((0x08, "b"), (0x09, "t"), (0x0A, "n"), (0x0C, "f"), (0x0D, "r"), (0x22, '"'), (0x5C, "\\")):
+    ESCAPES[_byte] = ord(_letter)
+cdef const char* HEX = "0123456789ABCDEF"
+
+
+cdef struct Output:
+    uint8_t* at
+    size_t size
+    size_t room
+
+
+cdef int grow(Output* out, size_t needed) except -1:
+    cdef size_t room = out.room * 2
+    if room < out.size + needed:
+        room = out.size + needed
+    cdef void* at = realloc(out.at, room)
+    if at == NULL:
+        raise MemoryError(f"no memory for {room} bytes of events")
+    out.at = <uint8_t*>at
+    out.room = room
+    return 0
+
+
+cdef inline int put(Output* out, const void* data, size_t size) except -1:
+    if out.room - out.size < size:
+        grow(out, size)
+    memcpy(out.at + out.size, data, size)
+    out.size += size
+    return 0
+
+
+cdef int put_text(Output* out, const uint8_t* data, size_t size) except -1:
+    """A JSON string. Runs without anything to escape are copied whole."""
+    if out.room - out.size < size * LONGEST_ESCAPE + 2:
+        grow(out, size * LONGEST_ESCAPE + 2)
+    cdef uint8_t* to = out.at + out.size
+    cdef const uint8_t* end = data + size
+    cdef const uint8_t* run = data
+    cdef uint8_t letter
+    to[0] = c'"'
+    to += 1
+    while data < end:
+        letter = ESCAPES[data[0]]
+        if letter == 0:
+            data += 1
+            continue
+        memcpy(to, run, data - run)
+        to += data - run
+        to[0] = c"\\"
+        to[1] = letter
+        to += 2
+        if letter == c"u":
+            to[0] = to[1] = c"0"
+            to[2] = HEX[data[0] >> 4]
+            to[3] = HEX[data[0] & 15]
+            to += 4
+        data += 1
+        run = data
+    memcpy(to, run, data - run)
+    to += data - run
+    to[0] = c'"'
+    out.size = to + 1 - out.at
+    return 0
+
+
+cdef struct Texts:
+    # A string or binary array.
+    const uint8_t* valid  # NULL: no nulls
+    const int32_t* ends
+    const uint8_t* data
+    int64_t offset
+
+
+cdef struct Lists:
+    # A list array and its items.
+    const uint8_t* valid
+    const int32_t* ends
+    int64_t offset
+
+
+cdef const uint8_t* address(buffer):
+    return NULL if buffer is None else <const uint8_t*><uintptr_t>buffer.address
+
+
+cdef Texts texts_of(array):
+    cdef Texts texts
+    valid, ends, data = array.buffers()
+    texts.valid = address(valid) if array.null_count else NULL
+    texts.ends = <const int32_t*>address(ends)
+    texts.data = address(data)
+    texts.offset = array.offset
+    return texts
+
+
+cdef Lists lists_of(array):
+    cdef Lists lists
+    buffers = array.buffers()
+    lists.valid = address(buffers[0]) if array.null_count else NULL
+    lists.ends = <const int32_t*>address(buffers[1])
+    lists.offset = array.offset
+    return lists
+
+
+cdef inline bint is_valid(const uint8_t* bits, int64_t index) noexcept:
+    return bits == NULL or (bits[index >> 3] >> (index & 7)) & 1
+
+
+cdef inline int put_item(Output* out, Texts* texts, int64_t index) except -1:
+    index += texts.offset
+    return put(out, texts.data + texts.ends[index], texts.ends[index + 1] - texts.ends[index])
+
+
+cdef struct Unchanged:
+    const int16_t* at
+    int32_t count
+
+
+cdef inline bint is_unchanged(Unchanged* unchanged, int16_t column) noexcept:
+    cdef int32_t index
+    for index in range(unchanged.count):
+        if unchanged.at[index] == column:
+            return True
+    return False
+
+
+cdef struct Side:
+    # One of the two columns of tuples.
+    Lists lists
+    Texts items
+    const int32_t* where  # NULL: nothing is replaced; else for each item the index of its text in `texts`, or -1
+    Texts texts
+
+
+cdef int put_values(
+    Output* out, Side* side, int64_t row, Texts* names, int64_t first, const uint8_t* keys, const uint8_t* dropped,
+    Unchanged* unchanged, bint is_old
+) except -1:
+    """One tuple as a JSON object; `keys` not NULL: only these columns were sent; `dropped` not NULL: without these."""
+    cdef int32_t begin, end, index, column
+    cdef int64_t item
+    cdef Lists* lists = &side.lists
+    cdef Texts* items
+    cdef bint is_first = True
+    row += lists.offset
+    if not is_valid(lists.valid, row):
+        return put(out, <const char*>b"null", 4)
+    begin, end = lists.ends[row], lists.ends[row + 1]
+    put(out, <const char*>b"{", 1)
+    for index in range(begin, end):
+        column = index - begin
+        if keys != NULL and not keys[first + column]:
+            continue
+        if dropped != NULL and dropped[first + column]:
+            continue
+        if unchanged.count and is_unchanged(unchanged, <int16_t>(-1 - column if is_old else column)):
+            continue
+        if not is_first:
+            put(out, <const char*>b",", 1)
+        is_first = False
+        put_item(out, names, first + column)
+        if side.where != NULL and side.where[index] >= 0:
+            items = &side.texts
+            item = side.where[index] + items.offset
+        else:
+            items = &side.items
+            item = index + items.offset
+        if is_valid(items.valid, item):
+            put_text(out, items.data + items.ends[item], items.ends[item + 1] - items.ends[item])
+        else:
+            put(out, <const char*>b"null", 4)
+    put(out, <const char*>b"}", 1)
+    return 0
+
+
+cdef Side side_of(lists, replaced):
+    cdef Side side
+    cdef const int32_t[::1] where
+    side.lists = lists_of(lists)
+    side.items = texts_of(lists.values)
+    side.where = NULL
+    if replaced is not None:
+        where = replaced.where
+        side.where = &where[0] if where.shape[0] else NULL
+        side.texts = texts_of(replaced.texts)
+    return side
+
+
+cdef const uint8_t* bytes_of(const uint8_t[::1] array):
+    return NULL if array is None or not array.shape[0] else &array[0]
+
+
+def render(frame, changes, ids, heads, const int32_t[::1] head_of, tails):
+    """The events of `changes` as JSON, one after the other: a string array."""
+    cdef Texts id_texts = texts_of(ids)
+    cdef Texts head_texts = texts_of(heads)
+    cdef Texts tail_texts = texts_of(tails)
+    cdef Texts names = texts_of(frame.keys)
+    cdef const int64_t[::1] first = frame.first
+    cdef const uint8_t[::1] is_key = frame.is_key
+    new, old, marks, edit = changes.column("new"), changes.column("old"), changes.column("unchanged"), frame.edit
+    new_values, old_values, mark_values = new.values, old.values, marks.values  # alive while their buffers are read
+    cdef Side news = side_of(new, edit.new)
+    cdef Side olds = side_of(old, edit.old)
+    cdef const uint8_t* dropped = bytes_of(edit.dropped)
+    cdef const uint8_t* keep = bytes_of(edit.keep)
+    cdef Lists mark_lists = lists_of(marks)
+    cdef const int16_t* mark_items = <const int16_t*>address(mark_values.buffers()[1]) + <int64_t>mark_values.offset
+    cdef const int32_t[::1] version = frame.version
+    cdef const uint8_t[::1] op = frame.op
+    cdef const uint8_t[::1] old_kind = frame.old_kind
+    cdef int64_t count = len(ids)
+    offsets = pa.allocate_buffer(4 + count * 4)
+    cdef int32_t* ends = <int32_t*><uintptr_t>offsets.address
+    cdef Output out
+    cdef Unchanged unchanged
+    cdef const uint8_t* keys
+    cdef int64_t row, mark
+    cdef int32_t index
+    cdef bint any_key = is_key.shape[0] > 0
+    out.at, out.size, out.room = NULL, 0, 0
+    try:
+        grow(&out, 4096 + count * 256)
+        ends[0] = 0
+        for row in range(count):
+            if keep != NULL and not keep[row]:
+                ends[row + 1] = <int32_t>out.size
+                continue
+            unchanged.count = 0
+            mark = row + mark_lists.offset
+            if is_valid(mark_lists.valid, mark):
+                unchanged.at = mark_items + mark_lists.ends[mark]
+                unchanged.count = mark_lists.ends[mark + 1] - mark_lists.ends[mark]
+            keys = &is_key[0] if old_kind[row] == c"K" and any_key else NULL
+            put(&out, <const char*>b'{"id":"', 7)
+            put_item(&out, &id_texts, row)
+            put_item(&out, &head_texts, head_of[row])
+            if op[row] == c"D":
+                put_values(&out, &olds, row, &names, first[version[row]], keys, dropped, &unchanged, True)
+                put(&out, <const char*>b',"old":null', 11)
+            else:
+                put_values(&out, &news, row, &names, first[version[row]], NULL, dropped, &unchanged, False)
+                put(&out, <const char*>b',"old":', 7)
+                put_values(&out, &olds, row, &names, first[version[row]], keys, dropped, &unchanged, True)
+            if unchanged.count:
+                put_unchanged(&out, &unchanged, &names, first[version[row]], dropped)
+            put_item(&out, &tail_texts, row)
+            if out.size > MAX_OFFSET:
+                raise too_large(out.size)
+            ends[row + 1] = <int32_t>out.size
+        data = pa.allocate_buffer(out.size)
+        memcpy(<void*><uintptr_t>data.address, out.at, out.size)
+    finally:
+        free(out.at)
+    if keep == NULL:
+        return pa.StringArray.from_buffers(count, offsets, data)
+    valid = np.packbits(np.asarray(edit.keep), bitorder="little")
+    return pa.StringArray.from_buffers(count, offsets, data, pa.py_buffer(valid))
+
+
+cdef int put_unchanged(
+    Output* out, Unchanged* unchanged, Texts* names, int64_t first, const uint8_t* dropped
+) except -1:
+    """The names of the new row's unchanged columns, if there are any; a key ends with a colon, which is left out."""
+    cdef int32_t index
+    cdef int64_t name
+    cdef bint is_first = True
+    for index in range(unchanged.count):
+        if unchanged.at[index] < 0 or (dropped != NULL and dropped[first + unchanged.at[index]]):
+            continue
+        if is_first:
+            put(out, <const char*>b',"_unchanged_toast_columns":[', 29)
+        else:
+            put(out, <const char*>b",", 1)
+        is_first = False
+        name = first + unchanged.at[index] + names.offset
+        put(out, names.data + names.ends[name], names.ends[name + 1] - names.ends[name] - 1)
+    if not is_first:
+        put(out, <const char*>b"]", 1)
+    return 0
+
+
+cdef object too_large(size):
+    return DecodeError(
+        f"the events of one batch take more than {MAX_OFFSET} bytes as JSON",
+        "One row is too large for the JSON event: leave its largest column out of the publication",
+    )

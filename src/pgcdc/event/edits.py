@@ -1,0 +1,192 @@
+"""Chains of simple transforms on the column buffers, before the JSON is rendered: no step per row in Python.
+
+Leaving columns out, renaming, hiding, and choosing events by operation and channel depend on the shape of a table and on
+whole columns only. So a source does them itself, for a fraction of what maps and `to_json` cost in Spark. The result is byte
+by byte that of the Spark expressions (`transform.expressions`). Column transforms are for rows of tables: what is not one (a
+message, a marker) is left as it is.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from pgcdc.core.errors import TransformError
+from pgcdc.core.relation import Relation
+from pgcdc.event import masks
+from pgcdc.event.frame import Frame
+from pgcdc.spool.schema import Op
+
+__all__ = ["Edit", "Replaced", "SimpleChain", "dump_chains", "full_pattern", "parse_chains"]
+
+Bools = npt.NDArray[np.bool_]
+Step = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """Other texts for some values of a column of tuples."""
+
+    where: npt.NDArray[np.int32]
+    """For each item of the lists the index of its text, or -1."""
+    texts: pa.Array
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """What a chain makes of one frame. None: nothing is different."""
+
+    names: list[str] | None = None
+    """Of all columns of all shapes."""
+    dropped: npt.NDArray[np.uint8] | None = None
+    keep: npt.NDArray[np.uint8] | None = None
+    """Which events the chain has."""
+    new: Replaced | None = None
+    old: Replaced | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Fate:
+    """What becomes of the columns of one shape."""
+
+    names: tuple[str | None, ...]
+    """None: left out."""
+    masks: tuple[tuple[Step, ...], ...]
+    is_routed: bool
+    problem: str = ""
+
+
+@dataclass(slots=True)
+class SimpleChain:
+    """Channel patterns, then steps: specs of `transform.specs` as JSON, of the types that are done here."""
+
+    routes: tuple[str, ...]
+    steps: tuple[Step, ...]
+    _fates: dict[Relation, _Fate] = field(default_factory=dict)
+    _keys: dict[tuple[str | None, str | None], bytes] = field(default_factory=dict)
+
+    def edit(self, frame: Frame) -> Edit:
+        """What becomes of this frame. TransformError if two columns of a table would have the same name."""
+        fates = [self._fate(shape) for shape in frame.shapes]
+        keep = self._kept(frame, fates)
+        present = np.unique(frame.version if keep is None else frame.version[keep])
+        for version in present:
+            if fates[version].problem:
+                raise TransformError(fates[version].problem, "Drop the other column first, or choose another name")
+        names = [name for shape in frame.shapes for name in (column.name for column in shape.columns)]
+        after = [name for fate in fates for name in fate.names]
+        dropped = np.array([name is None for name in after], np.uint8)
+        masked = {int(version): fates[version].masks for version in present if any(fates[version].masks)}
+        return Edit(
+            [before if name is None else name for before, name in zip(names, after, strict=True)],
+            dropped if dropped.any() else None,
+            None if keep is None else keep.astype(np.uint8),
+            self._replaced(frame, "new", keep, masked) if masked else None,
+            self._replaced(frame, "old", keep, masked) if masked else None,
+        )
+
+    def _fate(self, shape: Relation) -> _Fate:
+        fate = self._fates.get(shape)
+        if fate is None:
+            fate = self._fates[shape] = self._follow(shape)
+        return fate
+
+    def _follow(self, shape: Relation) -> _Fate:
+        """The way of each column through the steps."""
+        is_routed = not self.routes or any(fnmatch.fnmatchcase(shape.channel, one) for one in self.routes)
+        names: list[str | None] = [column.name for column in shape.columns]
+        hidden: list[list[Step]] = [[] for _ in names]
+        problem = ""
+        for step in self.steps if shape.oid else ():
+            if step["type"] == "drop_columns":
+                names = [None if name in step["columns"] else name for name in names]
+            elif step["type"] == "rename_fields":
+                names = [None if name is None else step["fields"].get(name, name) for name in names]
+                left = [name for name in names if name is not None]
+                twice = next((name for name in left if left.count(name) > 1), None)
+                if twice is not None and not problem:
+                    problem = (
+                        f"rename_fields gives two columns of table {shape.namespace}.{shape.name} the name {twice}"
+                    )
+            elif step["type"] == "mask":
+                for index, name in enumerate(names):
+                    if name in step["columns"]:
+                        hidden[index].append(step)
+        gone = [() if name is None else tuple(one) for name, one in zip(names, hidden, strict=True)]
+        return _Fate(tuple(names), tuple(gone), is_routed, problem)
+
+    def _kept(self, frame: Frame, fates: list[_Fate]) -> Bools | None:
+        """Which events pass routes and filters; None: all."""
+        keep: Bools | None = None
+        if self.routes:
+            keep = np.array([fate.is_routed for fate in fates], np.bool_)[frame.version]
+        for step in self.steps:
+            if step["type"] == "filter":
+                passes = np.zeros(256, np.bool_)
+                passes[[Op[name] for name in step["operations"]]] = True
+                keep = passes[frame.op] if keep is None else keep & passes[frame.op]
+        return keep
+
+    def _replaced(
+        self, frame: Frame, side: str, keep: Bools | None, masked: dict[int, tuple[tuple[Step, ...], ...]]
+    ) -> Replaced | None:
+        """The texts of hidden values. Only those are looked at."""
+        lists = frame.changes.column(side)
+        if lists.null_count == len(lists):
+            return None
+        begins: npt.NDArray[np.int32] = lists.offsets.to_numpy()[:-1]
+        wanted: Bools = lists.is_valid().to_numpy(zero_copy_only=False)
+        wanted = wanted if keep is None else wanted & keep
+        groups: dict[str, tuple[tuple[Step, ...], list[npt.NDArray[np.int32]]]] = {}
+        for version, columns in masked.items():
+            starts = begins[wanted & (frame.version == version)]
+            for index, steps in enumerate(columns):
+                if steps and len(starts):
+                    groups.setdefault(repr(steps), (steps, []))[1].append(starts + index)
+        if not groups:
+            return None
+        where = np.full(len(lists.values), -1, np.int32)
+        texts, done = [], 0
+        for steps, found in groups.values():
+            items = np.concatenate(found)
+            texts.append(self._hide(lists.values.take(pa.array(items)).view(pa.string()), steps))
+            where[items] = np.arange(done, done + len(items), dtype=np.int32)
+            done += len(items)
+        return Replaced(where, pa.concat_arrays(texts))
+
+    def _hide(self, values: pa.Array, steps: tuple[Step, ...]) -> pa.Array:
+        for step in steps:
+            if step["mode"] == "hash":
+                values = masks.hmac_texts(values, self._key(step.get("key_env"), step.get("key_file")))
+            else:
+                values = masks.zero(values) if step["mode"] == "zero" else masks.redact(values)
+        return values
+
+    def _key(self, key_env: str | None, key_file: str | None) -> bytes:
+        """Read where it is needed, and once: what travels to the executors says where the key is, never the key."""
+        found = self._keys.get((key_env, key_file))
+        if found is None:
+            found = self._keys[key_env, key_file] = masks.read_key(key_env, key_file)
+        return found
+
+
+def dump_chains(chains: Iterable[tuple[tuple[str, ...], Iterable[Step]]]) -> str:
+    """Patterns and steps of chains, as the option that tells a source of them."""
+    return json.dumps([{"routes": list(routes), "steps": list(steps)} for routes, steps in chains])
+
+
+def parse_chains(text: str) -> list[SimpleChain]:
+    """The chains behind `dump_chains`."""
+    return [SimpleChain(tuple(one["routes"]), tuple(one["steps"])) for one in json.loads(text)] if text else []
+
+
+def full_pattern(pattern: str) -> str:
+    """A channel pattern with its prefix: `orders` means `pgcdc:orders`."""
+    return pattern if ":" in pattern else f"pgcdc:{pattern}"

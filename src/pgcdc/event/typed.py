@@ -1,0 +1,298 @@
+"""Changes of one table as rows of its own columns, in Spark's types.
+
+Old and new values of a group of changes are turned into one Arrow array per column; the rows that come out only pick from
+it. So a DELETE (which shows its old values), `_before` and the retractions of a Z-set cost no conversion of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pgcdc.core.errors import ConversionError, GapError, SchemaChanged
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Relation
+from pgcdc.event.frame import repair_text
+from pgcdc.postgres.types.column import Rejected
+from pgcdc.postgres.types.rows import take_column
+from pgcdc.spark.options import RowOptions
+from pgcdc.spark.table import BEFORE, LOAD_AGAIN, UNCHANGED, WEIGHT, TypedTable
+from pgcdc.spool.reader import SegmentSlice, read_slice
+from pgcdc.spool.schema import OldKind, Op
+
+__all__ = ["HEARTBEAT", "RowOptions", "heartbeat_batch", "typed_batch"]
+
+HEARTBEAT = "HEARTBEAT"
+"""`_op` of a row that only says how far time has come."""
+
+Bools = npt.NDArray[np.bool_]
+I64 = npt.NDArray[np.int64]
+
+_NAMES = {op: op.name for op in (Op.INSERT, Op.UPDATE, Op.DELETE, Op.TRUNCATE, Op.SNAPSHOT)}
+
+
+def typed_batch(
+    pieces: Sequence[SegmentSlice],
+    shapes: Mapping[int, Relation],
+    table: TypedTable,
+    schema: pa.Schema,
+    options: RowOptions,
+) -> pa.RecordBatch | None:
+    """The table's changes in neighbouring slices, with exactly `schema`; None if there are none.
+
+    `shapes` are the versions of its relation.
+    """
+    found = []
+    for piece in pieces:
+        changes, owners = read_slice(piece)
+        version = changes.column("relation").to_numpy()
+        mine = np.isin(version, list(shapes))
+        if mine.any():
+            rows = None if mine.all() else pa.array(np.flatnonzero(mine))
+            found.append((changes, owners) if rows is None else (changes.take(rows), owners.take(rows)))
+    if not found:
+        return None
+    changes = _one_batch([changes for changes, _ in found])
+    owners = _one_batch([owners for _, owners in found])
+    version = changes.column("relation").to_numpy()
+    groups = []
+    for number in np.unique(version).tolist():
+        rows = np.flatnonzero(version == number)
+        whole = len(rows) == len(version)
+        part = (changes, owners) if whole else (changes.take(pa.array(rows)), owners.take(pa.array(rows)))
+        groups.append((rows, _Group(*part, shapes[number], table, options)))
+    batches = [group.batch(schema) for _, group in groups]
+    if len(batches) == 1:
+        return batches[0]
+    order = np.concatenate([rows[group.row] for rows, group in groups])
+    return pa.concat_batches(batches).take(pa.array(np.argsort(order, kind="stable")))
+
+
+def heartbeat_batch(position: Position, time_us: int, schema: pa.Schema) -> pa.RecordBatch:
+    """One row that says: everything committed before that time has come."""
+    known = {
+        "_op": pa.array([HEARTBEAT]),
+        "_lsn": pa.array([position.lsn]),
+        "_ordinal": pa.array([position.ordinal]),
+        "_ts": pa.array([time_us]),
+    }
+    arrays = [
+        known[field.name].cast(field.type) if field.name in known else pa.nulls(1, field.type) for field in schema
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _one_batch(tables: list[pa.Table]) -> pa.RecordBatch:
+    table = tables[0] if len(tables) == 1 else pa.concat_tables(tables)
+    return table.combine_chunks().to_batches()[0]
+
+
+class _Group:
+    """Changes of the same shape, and the rows that they become."""
+
+    def __init__(
+        self, changes: pa.RecordBatch, owners: pa.RecordBatch, shape: Relation, table: TypedTable, options: RowOptions
+    ) -> None:
+        self._changes = repair_text(changes, shape, owners, options.events.invalid_text)
+        self._owners = owners
+        self._shape = shape
+        self._table = table
+        self._options = options
+        if not (table.can_read(shape) if options.other_shapes else table.fits(shape)):
+            raise SchemaChanged(
+                f"table {table.title} has other columns at {self._position(0)} than the query: {table.explain(shape)}",
+                f"{LOAD_AGAIN}: the query goes on where it stopped, with the columns of that place",
+            )
+        self._op: npt.NDArray[np.uint8] = changes.column("op").to_numpy()
+        self._has_new = _is_there(changes.column("new"))
+        self._has_old = _is_there(changes.column("old"))
+        self._old_kind: npt.NDArray[np.uint8] = changes.column("old_kind").to_numpy()
+        self._news = int(self._has_new.sum())
+        self._olds = int(self._has_old.sum())
+        self.row, self._from_old, self._weight = self._choose()
+        """For each row that comes out: of which change it is, whether it shows the old values, and its weight."""
+        self._converted: dict[str, pa.Array] = {}
+        self._flat: dict[str, pa.Array] = {}
+
+    def batch(self, schema: pa.Schema) -> pa.RecordBatch:
+        """The rows with exactly these columns."""
+        self._needs_old = bool(self._from_old.any()) or (BEFORE in schema.names and self._olds > 0)
+        arrays = [self._column(field) for field in schema]
+        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    # --- which rows come out
+
+    def _choose(self) -> tuple[I64, Bools, npt.NDArray[np.int32]]:
+        rows: I64 = np.arange(len(self._op))
+        is_delete, is_truncate = self._op == Op.DELETE, self._op == Op.TRUNCATE
+        if not self._options.zset:
+            return rows, is_delete, np.zeros(0, np.int32)
+        if is_truncate.any() and self._options.truncate == "error":
+            place = self._position(int(np.flatnonzero(is_truncate)[0]))
+            raise GapError(
+                f"table {self._table.title} was truncated at {place}: a Z-set cannot take back rows that it is not told of",
+                "Load the rows anew, or give option('truncate', 'mark') for a row with _op TRUNCATE and no _weight",
+            )
+        self._check_pairs()
+        lsn, ordinal, end = (
+            self._owners.column("lsn").to_numpy(),
+            self._changes.column("ordinal").to_numpy(),
+            self._options.snapshot_end,
+        )
+        again = (self._op == Op.SNAPSHOT) & ((lsn > end.lsn) | ((lsn == end.lsn) & (ordinal > end.ordinal)))
+        if again.any():
+            raise GapError(
+                f"table {self._table.title} was read again at {self._position(int(again.argmax()))}: a Z-set cannot add a "
+                "row again without taking back what it was",
+                "Load the rows anew: with a new slot and a new state directory",
+            )
+        is_update = self._op == Op.UPDATE
+        out = np.repeat(rows, 1 + is_update)
+        first_of_pair = is_update[out] & np.append(out[1:] == out[:-1], False)
+        from_old = is_delete[out] | first_of_pair
+        return out, from_old, np.where(is_truncate[out], 0, np.where(from_old, -1, 1)).astype(np.int32)
+
+    def _check_pairs(self) -> None:
+        """A retraction needs the whole old row, and the new one must be whole as well."""
+        needs = (self._op == Op.UPDATE) | (self._op == Op.DELETE)
+        lacks = needs & (self._old_kind != OldKind.FULL)
+        if lacks.any():
+            raise ConversionError(
+                f"the change of table {self._table.title} at {self._position(int(lacks.argmax()))} has no old row, "
+                "which a Z-set needs",
+                f"Run: ALTER TABLE {self._table.sql} REPLICA IDENTITY FULL; (for the changes after it)",
+            )
+        unchanged = self._changes.column("unchanged")
+        if unchanged.null_count < len(unchanged):
+            row = int(np.flatnonzero(_is_there(unchanged))[0])
+            raise ConversionError(
+                f"the change of table {self._table.title} at {self._position(row)} leaves out an unchanged TOAST value",
+                f"Run: ALTER TABLE {self._table.sql} REPLICA IDENTITY FULL; (for the changes after it)",
+            )
+
+    # --- their columns
+
+    def _column(self, field: pa.Field) -> pa.Array:
+        name = field.name
+        if name in self._table.by_name:
+            return self._pick(self._values(name), self._from_old, self._op[self.row] != Op.TRUNCATE)
+        make = _META.get(name)
+        assert make is not None, name
+        made = make(self)
+        return made if made.type == field.type else made.cast(field.type)
+
+    def _values(self, name: str) -> pa.Array:
+        """New values of all changes that have any, then (if they are needed) the old ones, then one NULL."""
+        if name not in self._converted:
+            column = self._table.by_name[name]
+            number = next((i for i, one in enumerate(self._shape.columns) if one.name == name), None)
+            if number is None:
+                made = pa.nulls(self._news + self._olds, column.type.arrow)
+            else:
+                parts = [self._texts(side, number) for side in (("new", "old") if self._needs_old else ("new",))]
+                values = parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
+                try:
+                    made = column.type.convert(values)
+                except Rejected as problem:
+                    raise self._explain(name, problem) from problem
+            self._converted[name] = made
+        return self._converted[name]
+
+    def _texts(self, side: str, number: int) -> pa.Array:
+        if side not in self._flat:
+            self._flat[side] = pc.list_flatten(self._changes.column(side))
+        return take_column(self._flat[side], len(self._shape.columns), number)
+
+    def _pick(self, values: pa.Array, from_old: Bools, there: Bools) -> pa.Array:
+        """The value of each row that comes out."""
+        if not from_old.any() and there.all() and self._news == len(self.row):
+            return values.slice(0, self._news)
+        new_place, old_place = np.cumsum(self._has_new) - 1, np.cumsum(self._has_old) - 1 + self._news
+        place = np.where(from_old, old_place[self.row], new_place[self.row])
+        there = there & np.where(from_old, self._has_old[self.row], self._has_new[self.row])
+        return values.take(pa.array(np.where(there, place, 0), mask=None if there.all() else ~there))
+
+    def _before(self) -> pa.Array:
+        kind = self._table.before_arrow
+        there = self._has_old[self.row]
+        if not there.any():
+            return pa.nulls(len(self.row), kind)
+        always = np.ones(len(self.row), np.bool_)
+        arrays = [self._pick(self._values(field.name), always, there) for field in kind]
+        return pa.StructArray.from_arrays(arrays, fields=list(kind), mask=pa.array(~there))
+
+    def _ops(self) -> pa.Array:
+        names = pa.array(list(_NAMES.values()))
+        index = np.zeros(256, np.int32)
+        index[[int(op) for op in _NAMES]] = np.arange(len(_NAMES))
+        return names.take(pa.array(index[self._op[self.row]]))
+
+    def _weights(self) -> pa.Array:
+        return pa.array(self._weight, mask=self._weight == 0)
+
+    def _unchanged(self) -> pa.Array:
+        column = self._changes.column("unchanged")
+        if column.null_count == len(column):
+            return pa.nulls(len(self.row), pa.list_(pa.string()))
+        names = [one.name for one in self._shape.columns]
+        asked = self._table.by_name
+        lists = [
+            [names[i] for i in numbers if i >= 0 and names[i] in asked] or None if numbers is not None else None
+            for numbers in column.to_pylist()
+        ]
+        return pa.array([lists[row] for row in self.row], pa.list_(pa.string()))
+
+    def _of_owner(self, name: str) -> pa.Array:
+        column = self._owners.column(name)
+        return column if len(self.row) == len(column) else column.take(pa.array(self.row))
+
+    def _times(self) -> pa.Array:
+        return self._of_owner("commit_time").cast(pa.timestamp("us", tz="UTC"))
+
+    def _ordinals(self) -> pa.Array:
+        column = self._changes.column("ordinal")
+        return column if len(self.row) == len(column) else column.take(pa.array(self.row))
+
+    # --- what is said when a value has no place
+
+    def _position(self, row: int) -> Position:
+        return Position(self._owners.column("lsn")[row].as_py(), self._changes.column("ordinal")[row].as_py())
+
+    def _explain(self, name: str, problem: Rejected) -> ConversionError:
+        is_old = problem.index >= self._news
+        there = np.flatnonzero(self._has_old if is_old else self._has_new)
+        row = int(there[problem.index - (self._news if is_old else 0)])
+        values = self._changes.column("old" if is_old else "new")[row].as_py()
+        key = ", ".join(
+            f"{column.name}={_show(value)}"
+            for column, value in zip(self._shape.columns, values, strict=True)
+            if column.is_key and self._shape.replica_identity != "f"
+        )
+        where = f"column {name} of table {self._table.title} at {self._position(row)}{f', key {key}' if key else ''}"
+        return ConversionError(f"{where}: {problem.reason}", problem.advice)
+
+
+_META = {
+    "_op": _Group._ops,
+    "_lsn": lambda group: group._of_owner("lsn"),
+    "_ordinal": _Group._ordinals,
+    "_xid": lambda group: group._of_owner("xid"),
+    "_ts": _Group._times,
+    BEFORE: _Group._before,
+    UNCHANGED: _Group._unchanged,
+    WEIGHT: _Group._weights,
+}
+
+
+def _is_there(column: pa.Array) -> Bools:
+    there: Bools = column.is_valid().to_numpy(zero_copy_only=False)
+    return there
+
+
+def _show(value: bytes | None) -> str:
+    text = "NULL" if value is None else value.decode(errors="replace")
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,126 @@
+"""The types that every PostgreSQL has: they have fixed oids, and need no server to be known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from pgcdc.postgres.types.catalog import TypeCatalog, TypeInfo
+
+__all__ = ["BUILT_IN"]
+
+# oid, oid of the array, name, functions; in the order of their oids.
+_SCALARS = """
+16 1000 bool boolout boolsend
+17 1001 bytea byteaout byteasend
+18 1002 char charout charsend
+19 1003 name nameout namesend
+20 1016 int8 int8out int8send
+21 1005 int2 int2out int2send
+22 1006 int2vector int2vectorout int2vectorsend
+23 1007 int4 int4out int4send
+24 1008 regproc regprocout regprocsend
+25 1009 text textout textsend
+26 1028 oid oidout oidsend
+27 1010 tid tidout tidsend
+28 1011 xid xidout xidsend
+29 1012 cid cidout cidsend
+30 1013 oidvector oidvectorout oidvectorsend
+114 199 json json_out json_send
+142 143 xml xml_out xml_send
+600 1017 point point_out point_send
+601 1018 lseg lseg_out lseg_send
+602 1019 path path_out path_send
+603 1020 box box_out box_send
+604 1027 polygon poly_out poly_send
+628 629 line line_out line_send
+650 651 cidr cidr_out cidr_send
+700 1021 float4 float4out float4send
+701 1022 float8 float8out float8send
+718 719 circle circle_out circle_send
+774 775 macaddr8 macaddr8_out macaddr8_send
+790 791 money cash_out cash_send
+829 1040 macaddr macaddr_out macaddr_send
+869 1041 inet inet_out inet_send
+1033 1034 aclitem aclitemout -
+1042 1014 bpchar bpcharout bpcharsend
+1043 1015 varchar varcharout varcharsend
+1082 1182 date date_out date_send
+1083 1183 time time_out time_send
+1114 1115 timestamp timestamp_out timestamp_send
+1184 1185 timestamptz timestamptz_out timestamptz_send
+1186 1187 interval interval_out interval_send
+1266 1270 timetz timetz_out timetz_send
+1560 1561 bit bit_out bit_send
+1562 1563 varbit varbit_out varbit_send
+1700 1231 numeric numeric_out numeric_send
+1790 2201 refcursor textout textsend
+2202 2207 regprocedure regprocedureout regproceduresend
+2203 2208 regoper regoperout regopersend
+2204 2209 regoperator regoperatorout regoperatorsend
+2205 2210 regclass regclassout regclasssend
+2206 2211 regtype regtypeout regtypesend
+2249 2287 record record_out record_send
+2950 2951 uuid uuid_out uuid_send
+2970 2949 txid_snapshot pg_snapshot_out pg_snapshot_send
+3220 3221 pg_lsn pg_lsn_out pg_lsn_send
+3614 3643 tsvector tsvectorout tsvectorsend
+3615 3645 tsquery tsqueryout tsquerysend
+3734 3735 regconfig regconfigout regconfigsend
+3769 3770 regdictionary regdictionaryout regdictionarysend
+3802 3807 jsonb jsonb_out jsonb_send
+4072 4073 jsonpath jsonpath_out jsonpath_send
+4089 4090 regnamespace regnamespaceout regnamespacesend
+4096 4097 regrole regroleout regrolesend
+4191 4192 regcollation regcollationout regcollationsend
+5038 5039 pg_snapshot pg_snapshot_out pg_snapshot_send
+5069 271 xid8 xid8out xid8send
+"""
+
+# oid, oid of the array, name, type of the bounds.
+_RANGES = """
+3904 3905 int4range 23
+3906 3907 numrange 1700
+3908 3909 tsrange 1114
+3910 3911 tstzrange 1184
+3912 3913 daterange 1082
+3926 3927 int8range 20
+4451 6150 int4multirange 23
+4532 6151 nummultirange 1700
+4533 6152 tsmultirange 1114
+4534 6153 tstzmultirange 1184
+4535 6155 datemultirange 1082
+4536 6157 int8multirange 20
+"""
+
+_ELEMENTS = {"int2vector": 21, "oidvector": 26, "name": 18, "point": 701, "lseg": 600, "box": 600, "line": 701}
+"""What has elements without being an array."""
+
+
+def _list_built_in() -> Iterator[TypeInfo]:
+    for line in _SCALARS.split("\n")[1:-1]:
+        oid, array, name, output, send = line.split()
+        scalar = TypeInfo(
+            int(oid),
+            name,
+            output,
+            None if send == "-" else send,
+            _ELEMENTS.get(name, 0),
+            "pseudo" if name == "record" else "base",
+            delimiter=";" if name == "box" else ",",
+        )
+        yield from _with_array(scalar, int(array))
+    for line in _RANGES.split("\n")[1:-1]:
+        oid, array, name, subtype = line.split()
+        kind = "multirange" if "multi" in name else "range"
+        info = TypeInfo(int(oid), name, f"{kind}_out", f"{kind}_send", int(subtype), kind)
+        yield from _with_array(info, int(array))
+
+
+def _with_array(element: TypeInfo, oid: int) -> Iterable[TypeInfo]:
+    return element, TypeInfo(
+        oid, f"_{element.name}", "array_out", "array_send", element.oid, "array", element.delimiter
+    )
+
+
+BUILT_IN = TypeCatalog({info.oid: info for info in _list_built_in()})
+"""The types that every PostgreSQL has, as far as a column can have them."""

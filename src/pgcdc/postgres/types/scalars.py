@@ -1,0 +1,218 @@
+"""Columns of single values: whole columns at once, by pyarrow's own casts.
+
+PostgreSQL writes what it has, in a session with our settings, so a cast may accept more than PostgreSQL ever writes. What
+it must not do is to round, cut or guess: each cast here was checked for that, and where it would, there is code instead.
+"""
+
+from __future__ import annotations
+
+import binascii
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql.types import DataType
+
+from pgcdc.postgres.types.column import Exactness, Rejected
+
+__all__ = ["Bits", "Bytes", "Decimals", "Moments", "Nearest", "Numbers", "Scalar", "Text", "first_refused", "shorten"]
+
+_SHOWN = 40
+_BOOLS = pa.array([b"f", b"t"], pa.binary())
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """What all of them say about themselves."""
+
+    spark: DataType
+    arrow: pa.DataType
+    exactness: Exactness = Exactness.EXACT
+    rule: str = ""
+
+
+class Text(Scalar):
+    """PostgreSQL's text is the value."""
+
+    __slots__ = ()
+
+    def convert(self, values: pa.Array) -> pa.Array:
+        """The same bytes, which must be UTF-8."""
+        return _cast(values, lambda some: some.cast(pa.string()), self._refuse)
+
+    def _refuse(self, index: int, value: bytes) -> Rejected:
+        return Rejected(index, "the text is not valid UTF-8", "Repair it, or keep such bytes in a column of type bytea")
+
+
+class Numbers(Scalar):
+    """Integers and floats: pyarrow finds the nearest float exactly as PostgreSQL meant it."""
+
+    __slots__ = ()
+
+    def convert(self, values: pa.Array) -> pa.Array:
+        """The numbers."""
+        return _cast(values, lambda some: some.cast(self.arrow), self._refuse)
+
+    def _refuse(self, index: int, value: bytes) -> Rejected:
+        return Rejected(index, f"{shorten(value)} is not a value of Spark's {self.spark.simpleString()}")
+
+
+class Decimals(Numbers):
+    """numeric with a precision that Spark has. The cast refuses digits for which there is no place."""
+
+    __slots__ = ()
+
+    def _refuse(self, index: int, value: bytes) -> Rejected:
+        return Rejected(
+            index,
+            f"{shorten(value)} has no place in Spark's {self.spark.simpleString()}",
+            "Read numeric columns as text or as doubles: numeric=string, numeric=double",
+        )
+
+
+class Nearest(Numbers):
+    """numeric as the nearest double. A number too large for it would silently become infinity: it is refused."""
+
+    __slots__ = ()
+
+    def convert(self, values: pa.Array) -> pa.Array:
+        """The nearest doubles."""
+        doubles = Numbers.convert(self, values)
+        infinite = pc.is_inf(doubles)
+        if pc.any(infinite).as_py():
+            meant = pc.ends_with(values, b"Infinity")
+            index = pc.index(pc.and_not(infinite, meant), True).as_py()
+            if index >= 0:
+                reason = f"{shorten(values[index].as_py())} is too large for a double"
+                raise Rejected(index, reason, "Read numeric columns as text: numeric=string")
+        return doubles
+
+
+class Bits(Scalar):
+    """bool: `t` and `f`, which no cast of pyarrow reads."""
+
+    __slots__ = ()
+
+    def convert(self, values: pa.Array) -> pa.Array:
+        """True and False."""
+        found = pc.index_in(values, value_set=_BOOLS)
+        if found.null_count != values.null_count:
+            index = pc.index(pc.and_(found.is_null(), values.is_valid()), True).as_py()
+            raise Rejected(index, f"{shorten(values[index].as_py())} is not a boolean")
+        return found.cast(pa.bool_())
+
+
+class Bytes(Scalar):
+    r"""bytea, written as `\x` and two hexadecimal digits for each byte."""
+
+    __slots__ = ()
+
+    def convert(self, values: pa.Array) -> pa.Array:
+        """The bytes, of all values with one call."""
+        if not len(values):
+            return values
+        filled = values.fill_null(b"\\x") if values.null_count else values
+        _, ends, data = filled.buffers()
+        offsets = np.frombuffer(ends, np.int32, len(filled) + 1, filled.offset * 4)
+        text = data.slice(offsets[0], offsets[-1] - offsets[0]).to_pybytes() if data else b""
+        try:
+            # A backslash is no digit: if there are as many prefixes as values, and each value has its own, none is inside.
+            if text.count(b"\\x") != len(filled) or not pc.all(pc.starts_with(filled, b"\\x")).as_py():
+                raise ValueError
+            decoded = binascii.unhexlify(text.replace(b"\\x", b""))
+            sizes = np.diff(offsets) - 2
+            if (sizes & 1).any():
+                raise ValueError
+        except ValueError:
+            index = first_refused(values, _unhexlify)
+            raise Rejected(index, f"{shorten(values[index].as_py())} is not bytea in hex form") from None
+        starts = np.zeros(len(filled) + 1, np.int32)
+        np.cumsum(sizes // 2, out=starts[1:])
+        valid = _validity(values)
+        return pa.BinaryArray.from_buffers(
+            pa.binary(), len(values), [valid, pa.py_buffer(starts), pa.py_buffer(decoded)], values.null_count
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Moments(Scalar):
+    """Dates and timestamps of the years 1 to 9999, which is what Spark has."""
+
+    clamp: bool = False
+    """What is outside becomes the first or the last moment of those years."""
+
+    def convert(self, values: pa.Array) -> pa.Array:
+        """Days or microseconds."""
+        text = values.view(pa.string())
+        try:
+            return text.cast(self.arrow)
+        except pa.ArrowInvalid:
+            pass
+        before = pc.or_(pc.ends_with(text, " BC"), pc.equal(text, "-infinity"))
+        after = pc.or_(pc.equal(text, "infinity"), pc.match_substring_regex(text, "^[0-9]{5,}-"))
+        outside = pc.or_(before, after)
+        if not self.clamp and pc.any(outside).as_py():
+            index = pc.index(outside, True).as_py()
+            shown = shorten(values[index].as_py())
+            raise Rejected(
+                index,
+                f"{shown} is outside of the years 1 to 9999, which Spark's {self.spark.simpleString()} has",
+                "Clamp such values, or read dates and timestamps as text: out_of_range=clamp, out_of_range=string",
+            )
+        first, last = self._limits()
+        inside = pc.if_else(before, first, pc.if_else(after, last, text))
+        return _cast(inside, lambda some: some.cast(self.arrow), self._refuse)
+
+    def _limits(self) -> tuple[str, str]:
+        if pa.types.is_date(self.arrow):
+            return "0001-01-01", "9999-12-31"
+        zone = "" if self.arrow.tz is None else "+00"
+        return f"0001-01-01 00:00:00{zone}", f"9999-12-31 23:59:59.999999{zone}"
+
+    def _refuse(self, index: int, value: bytes) -> Rejected:
+        return Rejected(index, f"{shorten(value)} is not a value of Spark's {self.spark.simpleString()}")
+
+
+def first_refused(values: pa.Array, cast: Callable[[pa.Array], object]) -> int:
+    """Which value makes `cast` fail: the first of them, found by halves. One must."""
+    begin, end = 0, len(values)
+    while end - begin > 1:
+        middle = (begin + end) // 2
+        try:
+            cast(values.slice(begin, middle - begin))
+        except (pa.ArrowInvalid, ValueError):
+            end = middle
+        else:
+            begin = middle
+    return begin
+
+
+def shorten(value: bytes | str) -> str:
+    """A value for a message."""
+    text = value if isinstance(value, str) else value.decode("utf-8", "backslashreplace")
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _cast(values: pa.Array, cast: Callable[[pa.Array], pa.Array], refuse: Callable[[int, Any], Rejected]) -> pa.Array:
+    try:
+        return cast(values)
+    except pa.ArrowInvalid:
+        index = first_refused(values, cast)
+        # As bytes: it may not be UTF-8.
+        raise refuse(index, values.view(pa.binary())[index].as_py()) from None
+
+
+def _unhexlify(values: pa.Array) -> None:
+    for value in values.to_pylist():
+        if value is not None:
+            if not value.startswith(b"\\x"):
+                raise ValueError
+            binascii.unhexlify(value[2:])
+
+
+def _validity(values: pa.Array) -> pa.Buffer | None:
+    """Its own bitmap of NULLs, from the first value on."""
+    return values.is_valid().buffers()[1] if values.null_count else None

@@ -1,0 +1,240 @@
+"""Which tables are copied, all of them in one snapshot of now.
+
+The snapshot is exported by a session of this process and ends with it: there is no slot, no publication, and nothing is left
+behind on the server, whatever happens to us. No table is locked before its turn, so that no ALTER TABLE waits for the
+whole copy; one that is truncated or rewritten before it was read is noticed by its files, and ends the copy.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psycopg
+
+from pgcdc.core.errors import ConfigError, ConnectionLost, SourceError
+from pgcdc.core.position import parse_lsn, stream_lsn
+from pgcdc.core.relation import Column, Relation
+from pgcdc.postgres.database import Connection, connect, execute_one, explain_errors, quote_identifier
+from pgcdc.postgres.selection import Selection
+from pgcdc.postgres.types.describe import read_table_columns
+from pgcdc.source.postgres.setup.tables import Table, choose_tables, find_table, read_tables
+from pgcdc.source.postgres.snapshot.chunks import Chunk, files_text, plan_chunks
+from pgcdc.source.postgres.snapshot.held import HeldSnapshot
+
+__all__ = ["CopiedTable", "Copy", "Progress", "Say", "Wanted", "explain_reading", "open_copy"]
+
+ATTEMPTS = 3
+
+Say = Callable[[str], None]
+
+
+class Progress:
+    """Who wants to know how far a copy is. This one does not."""
+
+    def begin(self, table: str, estimated_rows: int) -> None:
+        """A table's turn has come."""
+
+    def advance(self, rows: int) -> None:
+        """So many rows of it are read by now."""
+
+    def end(self, rows: int) -> None:
+        """It is complete."""
+
+    def close(self) -> None:
+        """Nothing more will come, be it complete or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the user asks for."""
+
+    url: str
+    tables: tuple[str, ...] = ()
+    schemas: tuple[str, ...] = ()
+    all_tables: bool = False
+    where: str = ""
+
+    def check(self) -> None:
+        """Raise ConfigError for what cannot be."""
+        given = [
+            flag
+            for flag, is_given in (
+                ("--table", self.tables),
+                ("--schemas", self.schemas),
+                ("--all-tables", self.all_tables),
+            )
+            if is_given
+        ]
+        if not given:
+            raise ConfigError("no table is named", "Use --table NAME (repeatable), --schemas or --all-tables")
+        if len(given) > 1:
+            raise ConfigError(f"{given[0]} and {given[1]} are given", "Give one of them")
+        if self.where and (given != ["--table"] or len(self.tables) != 1):
+            raise ConfigError("--where is a condition on one table", "Name that table alone, with --table")
+        if not self.url:
+            raise ConfigError("no database is given", "Use --db, or better the variable PGCDC_DB")
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedTable:
+    """One of the tables."""
+
+    table: Table
+    relation: Relation
+    """As the stream would describe it: without generated columns."""
+    chunks: tuple[Chunk, ...]
+    files: str
+    """Which files its rows are in, to be compared: `chunks.files_text`."""
+    estimated_rows: int
+
+    @property
+    def name(self) -> str:
+        """As the user writes it."""
+        return self.table.name
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """An open copy."""
+
+    conn: Connection
+    """In the transaction that has the snapshot."""
+    tables: tuple[CopiedTable, ...]
+    held: HeldSnapshot
+    lsn: int
+    """Where the stream was, about, when the snapshot was taken."""
+    time_us: int
+    """When that was, in microseconds since 1970."""
+
+
+@contextmanager
+def open_copy(wanted: Wanted, say: Say = lambda text: None) -> Iterator[Copy]:
+    """Find the tables, check that they can be read, and take the snapshot. It is held until the block ends."""
+    wanted.check()
+    name = f"pgcdc snapshot {uuid.uuid4().hex[:12]}"
+    with (
+        connect(wanted.url, application_name="pgcdc snapshot", may_retry=False) as catalog,
+        connect(wanted.url, application_name="pgcdc snapshot", may_retry=False) as conn,
+    ):
+        for _ in range(ATTEMPTS):
+            tables = _find(catalog, wanted, say)
+            made = _export(catalog, conn, tables, name)
+            changed = [one.name for one in tables if files_text(catalog, one.table) != one.files]
+            if not changed:
+                break
+            conn.rollback()
+        else:
+            raise SourceError(f"table {changed[0]} is truncated or altered all the time", "Try again later")
+        catalog.close()
+        yield made
+
+
+@explain_errors("find the tables")
+def _find(conn: Connection, wanted: Wanted, say: Say) -> tuple[CopiedTable, ...]:
+    everything = read_tables(conn)
+    if wanted.tables:
+        found = list(dict.fromkeys(find_table(everything, name, "--table") for name in wanted.tables))
+    else:
+        found = choose_tables(everything, Selection(schemas=wanted.schemas, all_tables=wanted.all_tables))
+        if not found:
+            raise SourceError("there are no tables to copy", "Check --schemas, and that --db is the right database")
+    _check_rights(conn, found)
+    copied = []
+    for table in found:
+        # The key's columns stand in `old`, of which rows of snapshots have none.
+        columns = [column for column in read_table_columns(conn, table) if not column.generated]
+        if not columns:
+            if wanted.tables:
+                raise SourceError(f"table {table.name} has no columns: there is nothing to copy", "Leave it out")
+            say(f"table {table.name} has no columns and is left out")
+            continue
+        relation = Relation(
+            table.oid,
+            table.schema,
+            table.table,
+            "d",
+            tuple(Column(one.name, one.type_oid, one.typmod, one.is_key) for one in columns),
+        )
+        files = files_text(conn, table)
+        chunks = tuple(plan_chunks(conn, table, count=1))
+        copied.append(CopiedTable(table, relation, chunks, files, _estimate(conn, table, relation, wanted.where)))
+    return tuple(copied)
+
+
+def _check_rights(conn: Connection, tables: Sequence[Table]) -> None:
+    rows = conn.execute(
+        "SELECT oid::int8 FROM unnest(%s::oid[]) oid WHERE NOT has_table_privilege(oid, 'SELECT')",
+        [[table.oid for table in tables]],
+    ).fetchall()
+    schemas = conn.execute(
+        "SELECT nspname::text FROM pg_namespace WHERE nspname = ANY (%s) AND NOT has_schema_privilege(oid, 'USAGE')",
+        [sorted({table.schema for table in tables})],
+    ).fetchall()
+    refused = {oid for (oid,) in rows}
+    if schemas:
+        names = ", ".join(quote_identifier(name) for (name,) in schemas)
+        raise SourceError(
+            f"role {conn.info.user} may not use schema {names}",
+            f"Run: GRANT USAGE ON SCHEMA {names} TO {quote_identifier(conn.info.user)}",
+        )
+    if refused:
+        named = [table for table in tables if table.oid in refused]
+        some = ", ".join(table.name for table in named[:5]) + (" and others" if len(named) > 5 else "")
+        role = quote_identifier(conn.info.user)
+        raise SourceError(
+            f"role {conn.info.user} may not read table{'s' if len(named) > 1 else ''} {some}",
+            f"Run: GRANT SELECT ON {', '.join(table.sql for table in named[:5])} TO {role}",
+        )
+
+
+def _estimate(conn: Connection, table: Table, relation: Relation, where: str) -> int:
+    """How many rows there are about. A condition that is none is refused here."""
+    source = table.sql if table.kind == "p" else f"ONLY {table.sql}"
+    condition = f" WHERE ({where}\n)" if where else ""
+    columns = ", ".join(quote_identifier(column.name) for column in relation.columns)
+    try:
+        execute_one(conn, f"SELECT {columns} FROM {source}{condition} LIMIT 0")
+        row = conn.execute(f"EXPLAIN (FORMAT JSON) SELECT FROM {source}{condition}".encode()).fetchone()
+    except (psycopg.ProgrammingError, psycopg.DataError) as error:
+        if not where or isinstance(error, psycopg.errors.InsufficientPrivilege):
+            raise
+        text = " ".join((error.diag.message_primary or str(error)).split())
+        raise ConfigError(
+            f"--where is no condition on table {table.name}: {text}", "Write it as behind WHERE in SQL: total > 100"
+        ) from error
+    return int(row[0][0]["Plan"]["Plan Rows"]) if row else 0
+
+
+@explain_errors("take a snapshot")
+def _export(catalog: Connection, conn: Connection, tables: tuple[CopiedTable, ...], session: str) -> Copy:
+    # The place is read before: what is behind it may be in the copy, but what is before it is.
+    where = catalog.execute(
+        "SELECT (CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_insert_lsn() END)::text"
+    ).fetchone()
+    conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    row = conn.execute(
+        "SELECT pg_export_snapshot(), (extract(epoch FROM clock_timestamp()) * 1000000)::int8"
+    ).fetchone()
+    assert where is not None and row is not None
+    snapshot, time_us = row
+    return Copy(conn, tables, HeldSnapshot(snapshot, session, 0), stream_lsn(parse_lsn(where[0])), time_us)
+
+
+@contextmanager
+def explain_reading(table: str) -> Iterator[None]:
+    """What goes wrong while a table is read, in one line with advice."""
+    try:
+        with explain_errors(f"read table {table}"):
+            yield
+    except ConnectionLost as error:
+        raise SourceError(error.message.rstrip("."), "Run it again when the server is there") from error
+    except SourceError as error:
+        state = getattr(error.__cause__, "sqlstate", None)
+        if state in ("42P01", "42703"):
+            raise SourceError(f"table {table} was dropped or altered before it was read", "Run it again") from error
+        if error.advice == "Load it again":  # said to who reads a DataFrame
+            raise SourceError(error.message, "Run it again") from error
+        raise

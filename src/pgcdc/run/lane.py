@@ -1,0 +1,337 @@
+"""A lane: one streaming query that collects each batch once and hands it to its members, side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, wait
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pgcdc.core.errors import GapError, StateError
+from pgcdc.core.failpoint import hit
+from pgcdc.core.position import Position
+from pgcdc.core.state import fsync_folder
+from pgcdc.run.member import Member, WriteFuture, may_pass
+from pgcdc.run.roster import Write, WriteState, judge
+from pgcdc.sink.base import Batch
+from pgcdc.spark.session import with_settings
+from pgcdc.transform.program import Program
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+    from pgcdc.spark.parallel import LargeBatch, LargeBatches
+
+__all__ = ["Lane", "LaneStopped", "read_offset", "stop_query"]
+
+FATAL_WAIT_S = 1.0
+"""How long the others may finish their writes when one failed for good."""
+LARGE_GRACE_S = 5.0
+"""How much longer a large batch is waited for: executors have to be started, and what they write is more at once."""
+GRACE_EVENTS = 100_000
+"""That is for so many events; for more it is that much longer."""
+
+
+class LaneStopped(Exception):
+    """Refuses a batch that came after the lane was told to stop."""
+
+
+class Lane:
+    """One query and its members. `committed` tells what Spark has committed and what is durable at every member."""
+
+    def __init__(self, name: str, checkpoint: Path, initial: Position, members: Callable[[], list[Member]]) -> None:
+        """`initial`: where the capture says that its consumer began. `members` is asked at the beginning of each batch."""
+        self.name = name
+        self.members = members
+        self.query: StreamingQuery | None = None
+        self.program: Program | None = None
+        self.error: BaseException | None = None
+        """What a batch failed with, if one did."""
+        self.batches = 0
+        self.events = 0
+        self.boundary = threading.Lock()
+        """Held while a batch runs: who holds it is between two batches, and may move members."""
+        self.moved = threading.Event()
+        """Set when a batch has ended, however."""
+        self.on_begin: Callable[[Position], None] = lambda start: None
+        """Called with the start of each batch, before its members are asked for."""
+        self.on_leave: Callable[[Member, Position, BaseException | None], None] | None = None
+        """Gives a member a lane of its own, durably; None: nobody leaves this lane."""
+        self.on_batch: Callable[[Batch], None] | None = None
+        """Called with what the first chain has of each batch that was collected, after the members have it."""
+        self.large: LargeBatches | None = None
+        """Set before the start: then executors write large batches to the sinks that can."""
+        self._checkpoint = checkpoint
+        self._initial = initial
+        self._last_batch = max(self._committed_batches(), default=-1)  # by an earlier run, maybe not yet confirmed
+        self._acked_batch = -1
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._abandoned = False
+        self.next_start = self.place
+        """Where the next batch begins, or an earlier place of one that comes again and that every member has."""
+        self.last_start = self.next_start
+        """Where the last batch began."""
+
+    def start(self, spark: SparkSession, options: dict[str, str], program: Program, *, once: bool = False) -> None:
+        """Start the query from its checkpoint. With an option `table` it delivers typed rows."""
+        self.error = None
+        self._stopping = False
+        self.program = program
+        reader = spark.readStream.format("pgcdc").options(**options, **program.source_options())
+        if schema := program.source_schema():
+            reader = reader.schema(schema)
+        if "table" in options:
+            reader = reader.option("_start", str(self.place))
+        writer = (
+            program.project(reader.load())
+            .writeStream.queryName(self.name)
+            .option("checkpointLocation", str(self._checkpoint))
+        )
+        trigger = writer.trigger(availableNow=True) if once else writer.trigger(processingTime="0 seconds")
+        with with_settings(spark, program.settings()):
+            self.query = trigger.foreachBatch(self._deliver).start()
+
+    def _stages(self, batch_id: int) -> bool:
+        """Whether tasks of the batch read rows of the initial snapshot, besides the changes of the batch."""
+        before = _raw_offset(self._checkpoint, batch_id - 1) if batch_id else {}
+        return bool(_raw_offset(self._checkpoint, batch_id).get("stage", 0) > before.get("stage", 0))
+
+    @property
+    def place(self) -> Position:
+        """Where the query goes on: behind what Spark has committed."""
+        commits = self._committed_batches()
+        return read_offset(self._checkpoint, max(commits)) if commits else self._initial
+
+    def _committed_batches(self) -> list[int]:
+        return [int(file.name) for file in (self._checkpoint / "commits").glob("[0-9]*") if file.name.isdigit()]
+
+    def committed(self) -> Position | None:
+        """The end of the last batch that Spark has committed, made durable; None if nothing is new since the last call."""
+        with self._lock:
+            batch = self._last_batch
+        while batch > self._acked_batch and not (self._checkpoint / "commits" / str(batch)).exists():
+            batch -= 1
+        if batch <= self._acked_batch or batch < 0:
+            return None
+        position = read_offset(self._checkpoint, batch)
+        for folder in ("offsets", "commits"):
+            for number in range(max(self._acked_batch, batch - 2), batch + 1):  # Spark also reads the one before
+                with contextlib.suppress(FileNotFoundError):
+                    _fsync(self._checkpoint / folder / str(number))
+            fsync_folder(self._checkpoint / folder)
+        self._acked_batch = batch
+        return position
+
+    def acknowledge_again(self) -> None:
+        """What `committed` said has not arrived: it says so once more."""
+        self._acked_batch = -1
+
+    def begin_stop(self) -> None:
+        """The batch that runs is the last one."""
+        self._stopping = True
+
+    def go_on(self) -> None:
+        """Not the last one after all."""
+        self._stopping = False
+
+    def abandon(self) -> None:
+        """No batch any more, whatever comes: its member is elsewhere. For who holds the boundary."""
+        self._abandoned = True
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether it is only left to be stopped and forgotten."""
+        return self._abandoned
+
+    def await_boundary(self, timeout_s: float) -> bool:
+        """After `begin_stop`: wait until the last batch is committed; False if it does not end in time."""
+        query, deadline = self.query, time.monotonic() + timeout_s
+        while query is not None and query.isActive:
+            is_free = not self.boundary.locked()  # before the number is read: no other batch begins
+            with self._lock:
+                batch = self._last_batch
+            if is_free and (batch < 0 or (self._checkpoint / "commits" / str(batch)).exists()):
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def _deliver(self, blocks: DataFrame, batch_id: int) -> None:
+        """Spark's callback: runs once per batch, and again for the same batch after a crash."""
+        with self.boundary:
+            try:
+                if self._stopping or self._abandoned:
+                    raise LaneStopped("this batch comes again after the restart")
+                self._write(blocks, batch_id)
+            except BaseException as error:
+                self.error = error
+                raise
+            finally:
+                self.moved.set()
+
+    def _write(self, blocks: DataFrame, batch_id: int) -> None:
+        hit("lane.planned")
+        assert self.program is not None
+        end = read_offset(self._checkpoint, batch_id)
+        start = read_offset(self._checkpoint, batch_id - 1) if batch_id else self._initial
+        self.on_begin(start)
+        self.last_start = start
+        members = self.members()
+        for member in members:
+            if member.reached < start:
+                raise GapError(f"adapter {member.name} stands at {member.sink.ack}, and lane {self.name} at {start}")
+        waiting = [member for member in members if member.reached < end]
+        chains = list(self.program.chains)
+        if any(member.chain not in chains for member in waiting):
+            raise LaneStopped("this batch comes again, by another program")
+        wanted = {member.name: chains.index(member.chain) for member in waiting}
+        if waiting:
+            collected: list[Batch] = []
+
+            def submit(member: Member) -> WriteFuture:
+                if not collected:
+                    collected.extend(self._collect(blocks, start, end))
+                return member.submit(self.name, collected[wanted[member.name]])
+
+            able = [member for member in waiting if member.takes_parts] if self.large is not None else []
+            events = self.large.count(start, end) if self.large is not None and able else 0
+            in_parts = able if events else []
+            futures = {member.name: submit(member) for member in waiting if member not in in_parts}
+            if in_parts:
+                futures |= self._submit_large(blocks, start, end, events, in_parts)
+            self._follow(start, futures, members, submit)
+            self.batches += 1
+            self.events += collected[0].events.num_rows if collected else events
+            if collected and self.on_batch is not None:
+                self.on_batch(collected[0])
+        elif self._stages(batch_id):
+            self.program.collect(blocks)  # it has no rows, but its tasks have something to do
+        hit("lane.written")
+        with self._lock:
+            self._last_batch = batch_id
+            self.next_start = end
+
+    def _collect(self, blocks: DataFrame, start: Position, end: Position) -> list[Batch]:
+        """The batch in this process, for each chain."""
+        assert self.program is not None
+        batches = [Batch(start, end, table) for table in self.program.collect(blocks)]
+        hit("lane.collected")
+        return batches
+
+    def _submit_large(
+        self, frame: DataFrame, start: Position, end: Position, events: int, members: list[Member]
+    ) -> dict[str, WriteFuture]:
+        """Have executors write a large batch to these sinks. A write may outlast the batch, if its sink leaves."""
+        assert self.program is not None and self.large is not None
+        explain = partial(self.program.explain, frame)
+        futures: dict[str, WriteFuture] = {}
+        for column in dict.fromkeys(self.program.line_column(one.chain) for one in members):
+            batch = self.large.open(frame, start, end, events, column, explain)
+            users = [one for one in members if self.program.line_column(one.chain) == column]
+            writes = [one.submit_large(self.name, end, batch) for one in users]
+            for write in writes:
+                write.grace_s = LARGE_GRACE_S * max(1.0, events / GRACE_EVENTS)
+                write.add_done_callback(partial(_close_after, batch, writes))
+            futures |= {one.name: write for one, write in zip(users, writes, strict=True)}
+        return futures
+
+    def _follow(
+        self,
+        start: Position,
+        futures: dict[str, WriteFuture],
+        members: list[Member],
+        submit: Callable[[Member], WriteFuture],
+    ) -> None:
+        """Wait for the writes of a batch. Who does not manage to leaves, if another member has it.
+
+        `submit` is for a sink that cannot take this batch in parts: it gets it like the others.
+        """
+        began = time.monotonic()
+        by_name = {one.name: one for one in members}
+        while True:
+            refused = [name for name, one in futures.items() if one.done() and not one.exception() and not one.result()]
+            for name in refused:
+                futures[name] = submit(by_name[name])
+                began = time.monotonic()  # from now on the others wait for it
+            writes = {one.name: _look_at(one, futures.get(one.name), began) for one in members}
+            failed = {name: futures[name].exception() for name, one in writes.items() if one.state is WriteState.FAILED}
+            fatal = next((error for error in failed.values() if not may_pass(error)), None)
+            running = [future for future in futures.values() if not future.done()]
+            if fatal is not None:
+                wait(running, FATAL_WAIT_S)
+                raise fatal
+            verdict = judge(writes, time.monotonic())
+            if verdict.wait_s <= 0:
+                break
+            wait(running, None if math.isinf(verdict.wait_s) else verdict.wait_s, FIRST_COMPLETED)
+        if self.on_leave is not None:
+            for name in verdict.leave:
+                self.on_leave(by_name[name], start, failed.pop(name, None))
+        for error in failed.values():
+            assert error is not None
+            raise error
+
+
+def _look_at(member: Member, future: WriteFuture | None, began: float) -> Write:
+    if future is None:
+        return Write(WriteState.DONE, member.adapter.priority, began)  # it has the batch from before
+    if not future.done() or not (future.exception() or future.result()):  # or it wants the batch in another way
+        return Write(WriteState.RUNNING, member.adapter.priority, grace_s=future.grace_s)
+    state, ended = WriteState.FAILED if future.exception() else WriteState.DONE, max(future.ended, began)
+    return Write(state, member.adapter.priority, ended)
+
+
+def _close_after(batch: LargeBatch, writes: list[WriteFuture], _: object) -> None:
+    """Called when one of these writes has ended."""
+    if all(one.done() for one in writes):
+        batch.close()
+
+
+def stop_query(query: StreamingQuery, timeout_s: float) -> bool:
+    """End a query; False if it does not in time: a sink that hangs in a batch must not hang us."""
+
+    def stop() -> None:
+        with contextlib.suppress(Exception):  # it has ended by itself, or Spark has
+            query.stop()
+
+    thread = threading.Thread(target=stop, name="stop-query", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
+
+
+def read_offset(checkpoint: Path, batch_id: int) -> Position:
+    """The end of a batch, from Spark's offset log."""
+    return Position.from_offset(_raw_offset(checkpoint, batch_id))
+
+
+def _raw_offset(checkpoint: Path, batch_id: int) -> dict[str, Any]:
+    """What the source said (one line of metadata, then one line per source)."""
+    path = checkpoint / "offsets" / str(batch_id)
+    try:
+        offset: dict[str, Any] = json.loads(path.read_text().splitlines()[2])
+        Position.from_offset(offset)
+        return offset
+    except (OSError, IndexError, ValueError, KeyError, TypeError) as error:
+        raise StateError(
+            f"Spark's offset log {path} cannot be read: {error}",
+            "Restore the checkpoint from a backup, or begin with a new slot: pgcdc resync --new-slot",
+        ) from error
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,200 @@
+"""An adapter as lanes see it: one sink, with one thread that writes to it, whichever lane it is in."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from pgcdc.core.counters import EVENTS_DELIVERED, counters
+from pgcdc.core.errors import GapError, PgcdcError, Policy
+from pgcdc.core.position import Position
+from pgcdc.run.roster import Membership
+from pgcdc.sink.base import Batch, Sink
+from pgcdc.sink.delivery import Delivery
+from pgcdc.spark.parallel import LargeBatch, can_write_parts
+from pgcdc.transform.program import Chain
+
+__all__ = ["Adapter", "Member", "NotAMember", "WriteFuture", "left_out", "may_pass"]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What a pipeline has to know of one adapter."""
+
+    name: str
+    sink: Sink
+    chain: Chain = field(default_factory=Chain)
+    priority: str = "normal"
+
+
+class NotAMember(Exception):
+    """Refuses a write for a lane that the adapter has left meanwhile."""
+
+
+class WriteFuture(Future[bool]):
+    """One write; `ended` is when it was over, by the monotonic clock. False: the sink wants the batch in another way."""
+
+    ended = 0.0
+    grace_s = 0.0
+    """How much longer than usual the others wait for it."""
+
+
+def may_pass(error: BaseException | None) -> bool:
+    """Whether a sink that failed so is worth another try, while the others go on."""
+    return isinstance(error, PgcdcError) and error.policy is Policy.RETRY
+
+
+def left_out(name: str, ack: Position, start: Position) -> GapError:
+    """An adapter that has been away for too long."""
+    return GapError(
+        f"adapter {name} stands at {ack}, but the others were served up to {start} without it",
+        f"What came between cannot be delivered any more. To let it begin at {start}, delete its ack in "
+        "the state directory (acks/) and give it a new target",
+    )
+
+
+class Member:
+    """One sink and the only thread that ever writes to it. The thread does not keep the process from ending."""
+
+    def __init__(self, adapter: Adapter, membership: Membership) -> None:
+        self.adapter = adapter
+        self.name = adapter.name
+        self.sink = adapter.sink
+        self.chain = adapter.chain
+        self.is_open = False
+        self.last_error: BaseException | None = None
+        self.leaves = 0
+        """How often it has left main lately: each time it has to stay away for longer."""
+        self.rejoin_at = 0.0
+        self.rejoined_at = -math.inf
+        self.hold_at = 0.0
+        """From when on main may be held for it."""
+        self._membership = membership
+        self._left = 0
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._tasks: queue.SimpleQueue[tuple[str | None, Callable[[], bool], WriteFuture] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=f"adapter-{self.name}", daemon=True).start()
+
+    @property
+    def reached(self) -> Position:
+        """Up to where it needs nothing."""
+        return self._membership.reached(self.name, self.sink.ack)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being written, or waits to be."""
+        with self._lock:
+            return self._left > 0
+
+    def open(self, start: Position) -> None:
+        """Open the sink where its lane goes on. One that was left out of earlier runs would miss what came between."""
+        if not self.is_open:
+            self.sink.open(start)
+            self.is_open, self.last_error = True, None
+        if self.reached < start:
+            raise left_out(self.name, self.sink.ack, start)
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether executors may write to it."""
+        return isinstance(self.sink, Delivery) and can_write_parts(self.sink)
+
+    @property
+    def is_hanging(self) -> bool:
+        """Whether the sink is still at a write that nobody waits for any more (`sink/delivery.py`: its time was over)."""
+        return bool(getattr(self.sink, "is_busy", False))
+
+    @property
+    def failing(self) -> BaseException | None:
+        """What the last try failed with, while the sink waits for the next one."""
+        error: BaseException | None = getattr(self.sink, "failing", None)
+        return error
+
+    @property
+    def dead_letters(self) -> int:
+        """How many events of this run its target refused."""
+        return int(getattr(self.sink, "dead_letters", 0))
+
+    def submit(self, lane: str, batch: Batch) -> WriteFuture:
+        """Write a batch, after everything that was submitted before."""
+        return self._submit(lane, lambda: self._write(batch))
+
+    def submit_large(self, lane: str, end: Position, batch: LargeBatch) -> WriteFuture:
+        """Have executors write a large batch that ends at `end`, after everything that was submitted before."""
+        return self._submit(lane, lambda: self._write_large(end, batch))
+
+    def submit_other(self, do: Callable[[], object]) -> WriteFuture:
+        """Do something else with the sink, between two batches. What that raises is no failure of the adapter."""
+        return self._submit(None, lambda: bool(do()) or True)
+
+    def _submit(self, lane: str | None, write: Callable[[], bool]) -> WriteFuture:
+        future = WriteFuture()
+        with self._lock:
+            if not self._is_closed:
+                self._left += 1
+                self._tasks.put((lane, write, future))
+                return future
+        future.ended = time.monotonic()
+        future.set_exception(NotAMember(f"adapter {self.name} was removed"))
+        return future
+
+    def stop(self) -> None:
+        """The pipeline stops: a sink that waits for another try need not."""
+        if callable(stop := getattr(self.sink, "stop", None)):
+            stop()
+
+    def close(self) -> None:
+        """End the thread and close the sink; one that is still being written to is left to itself."""
+        with self._lock:
+            self._is_closed = True
+            self._tasks.put(None)
+        if not self.is_busy and not self.is_hanging and self.is_open:
+            self.sink.close()
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            lane, write, future = task
+            done = True
+            try:
+                error: BaseException | None = None
+                done = self._as_member(lane or self._membership[self.name].lane, write)
+            except BaseException as raised:
+                error = raised
+            with self._lock:
+                self._left -= 1
+            if lane is not None and not isinstance(error, NotAMember):
+                self.last_error = error
+            future.ended = time.monotonic()
+            future.set_result(done) if error is None else future.set_exception(error)
+
+    def _as_member(self, lane: str, write: Callable[[], bool]) -> bool:
+        if not self._membership.begin_write(self.name, lane):
+            raise NotAMember(f"adapter {self.name} is not in lane {lane} any more")
+        try:
+            return write()
+        finally:
+            self._membership.end_write(self.name)
+
+    def _write(self, batch: Batch) -> bool:
+        reached = self.reached
+        if batch.end > reached:
+            batch, dead = batch.after(reached), self.dead_letters
+            self.sink.write(batch)
+            counters.add(EVENTS_DELIVERED, batch.events.num_rows - self.dead_letters + dead, adapter=self.name)
+        return True
+
+    def _write_large(self, end: Position, batch: LargeBatch) -> bool:
+        reached = self.reached
+        if end <= reached:
+            return True
+        assert isinstance(self.sink, Delivery)
+        is_written = batch.write(self.sink, reached)
+        if is_written:
+            counters.add(EVENTS_DELIVERED, batch.events, adapter=self.name)
+        return is_written

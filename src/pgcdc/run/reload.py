@@ -1,0 +1,86 @@
+"""Hot reload: a configuration that is read again while the pipeline runs; its transforms and routes are taken, or none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pgcdc.config import Config
+from pgcdc.core.counters import CONFIG_RELOAD_ERRORS, CONFIG_RELOADS, counters
+from pgcdc.core.errors import ConfigError, PgcdcError
+from pgcdc.sink.spec import AdapterSpec
+
+__all__ = ["Own", "Reloads", "change_specs"]
+
+RELOADABLE = ("transforms", "routes", "drop_columns", "filter_operations", "debezium_envelope", "cloudevents_envelope")
+"""What is taken from a configuration that is read again."""
+
+Own = Mapping[str, tuple[Sequence[Any], Sequence[str]]]
+"""By an adapter's name: its own transforms, and its routes."""
+
+
+class Reloads:
+    """Who asked for one, and what became of it. `ask` is fit for a signal handler, `take` is the pipeline's."""
+
+    def __init__(self, config: Config, read_again: Callable[[], Config] | None, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._read_again = read_again
+        self._say = say
+        self._asked = threading.Event()
+        self._done = self._refused = 0
+        self._error: str | None = None
+
+    def ask(self) -> None:
+        """Reload at the next occasion."""
+        self._asked.set()
+
+    def take(self, change: Callable[[Sequence[Any], Own], None], adapters: Sequence[str]) -> bool:
+        """Do what was asked for: `change` gets the new transforms and routes. False: nothing was."""
+        if not self._asked.is_set():
+            return False
+        self._asked.clear()
+        try:
+            said = self._reload(change, adapters)
+            self._done += 1
+            self._error = None
+            counters.add(CONFIG_RELOADS)
+            self._say(said)
+        except Exception as error:  # whatever it is: a wrong file must not end what runs
+            self._refused += 1
+            self._error = str(error) if isinstance(error, PgcdcError) else f"{type(error).__name__}: {error}"
+            counters.add(CONFIG_RELOAD_ERRORS)
+            self._say(f"the configuration is not reloaded, the old one goes on: {self._error}")
+        return True
+
+    def _reload(self, change: Callable[[Sequence[Any], Own], None], adapters: Sequence[str]) -> str:
+        if self._read_again is None:
+            raise ConfigError("there is no configuration that could be read again", "Use Pipeline.reload")
+        config = self._read_again()
+        mine = {one.name: (one.transforms, one.routes) for one in config.adapter_specs if one.name in adapters}
+        change(config.global_transforms, mine)
+        said = "the configuration is reloaded: its transforms and routes hold from the next batch on"
+        later = [
+            name
+            for name in Config.model_fields
+            if name not in RELOADABLE and getattr(config, name) != getattr(self._config, name)
+        ]
+        return f"{said}; these hold after a restart: {', '.join(later)}" if later else said
+
+    def status(self) -> dict[str, Any]:
+        """For `pgcdc status`, and for `pgcdc reload`, which waits until one of the numbers has grown."""
+        return {"reloads": self._done, "reload_errors": self._refused, "last_reload_error": self._error}
+
+
+def change_specs(specs: Sequence[AdapterSpec], own: Own) -> tuple[AdapterSpec, ...]:
+    """Adapters with other transforms and routes; those that are not named are as before."""
+    unknown = sorted(set(own) - {spec.name for spec in specs})
+    if unknown:
+        raise ConfigError(f"there is no adapter {unknown[0]!r}", f"There are: {', '.join(one.name for one in specs)}")
+    return tuple(
+        replace(spec, transforms=tuple(own[spec.name][0]), routes=tuple(own[spec.name][1]))
+        if spec.name in own
+        else spec
+        for spec in specs
+    )

@@ -1,0 +1,272 @@
+"""Who is in which lane: the decisions, and the order of the durable steps of a move. No Spark, no files, no clock.
+
+Every adapter is in exactly one lane: `main`, or one of its own. What is here is the same after a crash (`lanes.json`), and
+each move is one replacement of that file. A lane is also a consumer of the capture, which keeps for it what it has not read.
+So a lane's consumer is there before the file names the lane, and goes after the file has forgotten it; a consumer that no
+file knows is what a crash between the two left, and is let go of at the next start.
+
+    leave     a sink failed or is slow in the batch (start, end] of main: its own lane begins at `start`
+    rejoin    its lane has brought it to where main's next batch begins
+    skip      fast mode: a new lane of its own begins further ahead, and what lies between is counted as dropped
+    add       a new adapter begins in a lane of its own, and rejoins like any other
+    remove    it is in no lane any more
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Protocol
+
+from pgcdc.capture.consumers import MAIN, is_side_lane
+from pgcdc.core.errors import ConfigError, GapError, StateError
+from pgcdc.core.position import Position
+
+__all__ = ["MAIN", "Membership", "Outside", "Place", "Roster", "Verdict", "Write", "WriteState", "judge"]
+
+PATIENCE_S = {"critical": math.inf, "normal": 1.0, "best-effort": 0.2}
+"""How long the others wait for a sink, after all of them have a batch, by its priority."""
+
+
+class WriteState(Enum):
+    """How the write of one batch to one sink is going."""
+
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """The write of one batch to one sink."""
+
+    state: WriteState
+    priority: str = "normal"
+    ended: float = 0.0
+    """When it was over, by the clock of `judge`."""
+    grace_s: float = 0.0
+    """How much longer than usual the others wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of a batch: wait so long and look again (0: it is over), and who leaves the lane then."""
+
+    wait_s: float = 0.0
+    leave: tuple[str, ...] = ()
+
+
+def judge(writes: Mapping[str, Write], now: float) -> Verdict:
+    """Who has to leave a lane, so that those who have the batch can go on.
+
+    Nobody leaves as long as no other sink has the batch: there would be nobody to go on.
+    """
+    done = [one.ended for one in writes.values() if one.state is WriteState.DONE]
+    failed = [name for name, one in writes.items() if one.state is WriteState.FAILED]
+    running = {name: one for name, one in writes.items() if one.state is WriteState.RUNNING}
+    if not done:
+        return Verdict(math.inf if running else 0.0)
+    since = max(one.ended for one in writes.values() if one.state is not WriteState.RUNNING)
+    left_s = max((since + PATIENCE_S[one.priority] + one.grace_s - now for one in running.values()), default=0.0)
+    return Verdict(left_s) if left_s > 0 else Verdict(0.0, (*failed, *running))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an adapter is: in which lane, and where that one began (main has a checkpoint for this)."""
+
+    lane: str = MAIN
+    start: Position | None = None
+    floor: Position = Position(0, 0)  # noqa: RUF009 - frozen
+    """Everything up to here counts as delivered to it: what was not was skipped in fast mode."""
+    dropped: int = 0
+    """How many events were skipped, ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """The content of `lanes.json`."""
+
+    places: Mapping[str, Place] = field(default_factory=dict)
+    number: int = 0
+    """Of the last lane that was made: no two have the same name."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The durable form."""
+        return {
+            "version": 1,
+            "number": self.number,
+            "adapters": {
+                name: {
+                    "lane": one.lane,
+                    "start": str(one.start) if one.start else None,
+                    "floor": str(one.floor),
+                    "dropped": one.dropped,
+                }
+                for name, one in self.places.items()
+            },
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any] | None) -> Roster:
+        """The roster behind `to_json()`; None: nobody has moved yet. StateError: it is not one."""
+        if raw is None:
+            return cls()
+        try:
+            places = {
+                name: Place(
+                    one["lane"],
+                    Position.parse(one["start"]) if one["start"] else None,
+                    Position.parse(one["floor"]),
+                    int(one["dropped"]),
+                )
+                for name, one in raw["adapters"].items()
+            }
+            if raw["version"] != 1 or any((one.lane == MAIN) != (one.start is None) for one in places.values()):
+                raise ValueError("unknown version, or a lane without a beginning")
+            return cls(places, int(raw["number"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StateError(f"lanes.json is damaged: {error}", "Restore it from a backup") from error
+
+
+class Outside(Protocol):
+    """What a move changes. Everything is durable when it returns; doing a thing twice is harmless."""
+
+    def save(self, roster: Roster) -> None:
+        """Replace `lanes.json`."""
+
+    def join(self, lane: str, at: Position) -> None:
+        """Have the capture keep everything behind `at` for this lane. GapError: it does not have it any more."""
+
+    def forget(self, lane: str) -> None:
+        """The capture keeps nothing for this lane any more."""
+
+
+class Membership:
+    """Thread-safe. A method that raises has changed nothing that matters: at most a consumer is left that nobody knows."""
+
+    def __init__(self, roster: Roster, outside: Outside) -> None:
+        self._roster = roster
+        self._outside = outside
+        self._lock = threading.RLock()
+        self._writing: set[str] = set()
+        self._number = 0
+        """Of the last lane that was tried to be made."""
+
+    @property
+    def roster(self) -> Roster:
+        """Who is where."""
+        return self._roster
+
+    def __getitem__(self, adapter: str) -> Place:
+        return self._roster.places[adapter]
+
+    def __contains__(self, adapter: str) -> bool:
+        return adapter in self._roster.places
+
+    def members(self, lane: str) -> list[str]:
+        """The adapters of a lane."""
+        return [name for name, one in self._roster.places.items() if one.lane == lane]
+
+    def reached(self, adapter: str, ack: Position) -> Position:
+        """Up to where an adapter needs nothing: what it has, and what was skipped."""
+        place = self._roster.places.get(adapter)
+        return max(ack, place.floor) if place else ack  # one that is being removed has nothing else
+
+    def recover(self, adapters: Iterable[str]) -> None:
+        """At the start: these adapters are wanted. Who calls it opens the sinks, and then lets go of what is unknown.
+
+        In this order, because without its file a lane is unknown: then its sink has a gap, and what it needs is still kept.
+        """
+        with self._lock:
+            places = {name: self._roster.places.get(name, Place()) for name in adapters}
+            if places != self._roster.places:
+                self._save(replace(self._roster, places=places))
+            for one in places.values():
+                if one.start is not None:
+                    self._outside.join(one.lane, one.start)
+
+    def begin_write(self, adapter: str, lane: str) -> bool:
+        """Whether a lane may write to an adapter now: one that is in it, and that nobody else writes to."""
+        with self._lock:
+            if adapter not in self.members(lane) or adapter in self._writing:
+                return False
+            self._writing.add(adapter)
+            return True
+
+    def end_write(self, adapter: str) -> None:
+        """What `begin_write` allowed is over."""
+        with self._lock:
+            self._writing.discard(adapter)
+
+    def leave(self, adapter: str, start: Position) -> str:
+        """An adapter gets a lane of its own, from the beginning of the batch that it does not have. The lane's name."""
+        return self._move(adapter, start, self[adapter])
+
+    def may_rejoin(self, adapter: str, ack: Position, next_start: Position) -> bool:
+        """Whether main's next batch begins where this adapter is, or before, and nobody writes to it."""
+        place = self._roster.places.get(adapter)
+        is_apart = place is not None and place.lane != MAIN and adapter not in self._writing
+        return is_apart and self.reached(adapter, ack) >= next_start
+
+    def rejoin(self, adapter: str, ack: Position, next_start: Position) -> str:
+        """An adapter is a member of main again, which begins its next batch at `next_start`. The lane that is left over."""
+        with self._lock:
+            if not self.may_rejoin(adapter, ack, next_start):
+                raise GapError(f"adapter {adapter} stands at {ack}, main already at {next_start}")
+            left = self[adapter].lane
+            self._place(adapter, replace(self[adapter], lane=MAIN, start=None))
+            return left
+
+    def skip(self, adapter: str, to: Position, events: int) -> tuple[str, str]:
+        """An adapter goes on behind `to`, without `events` events. The lane that is left over, and the new one."""
+        with self._lock:
+            before = self[adapter]
+            if before.lane == MAIN or adapter in self._writing:
+                raise StateError(f"adapter {adapter} cannot skip: it is in {before.lane}, or being written to")
+            return before.lane, self._move(adapter, to, replace(before, floor=to, dropped=before.dropped + events))
+
+    def add(self, adapter: str, start: Position) -> str:
+        """A new adapter, in a lane of its own that begins at `start`. The lane's name."""
+        with self._lock:
+            if adapter in self:
+                raise ConfigError(f"there is an adapter {adapter!r} already", "Give it another name")
+            return self._move(adapter, start, Place())
+
+    def remove(self, adapter: str) -> str:
+        """An adapter gets nothing any more. The lane that is left over, or main."""
+        with self._lock:
+            if adapter not in self:
+                known = ", ".join(self._roster.places) or "none"
+                raise ConfigError(f"there is no adapter {adapter!r}", f"Known adapters: {known}")
+            left = self[adapter].lane
+            places = {name: one for name, one in self._roster.places.items() if name != adapter}
+            self._save(replace(self._roster, places=places))
+            return left
+
+    def let_go(self, lane: str) -> None:
+        """Forget a lane that nobody is in."""
+        with self._lock:
+            if is_side_lane(lane) and not self.members(lane):
+                self._outside.forget(lane)
+
+    def _move(self, adapter: str, start: Position, place: Place) -> str:
+        """Into a new lane. Its consumer comes first: from then on nothing behind `start` is lost."""
+        with self._lock:
+            # No number twice, also if a step failed: a consumer may be left that begins somewhere else.
+            number = self._number = max(self._number, self._roster.number) + 1
+            lane = f"{MAIN}~{adapter}~{number}"
+            self._outside.join(lane, start)
+            self._place(adapter, replace(place, lane=lane, start=start), number)
+            return lane
+
+    def _place(self, adapter: str, place: Place, number: int | None = None) -> None:
+        places = {**self._roster.places, adapter: place}
+        self._save(Roster(places, self._roster.number if number is None else number))
+
+    def _save(self, roster: Roster) -> None:
+        self._outside.save(roster)
+        self._roster = roster

@@ -1,0 +1,500 @@
+"""The lanes of a run: their queries are started, watched, started again when they fail, and ended in order.
+
+One thread watches (`step`). What others ask for while it runs (another adapter, one less, other transforms) is done by that
+thread between two looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pgcdc.capture.consumers import MAIN
+from pgcdc.capture.control import CaptureLink
+from pgcdc.core.errors import ConfigError, PgcdcError, Policy, SchemaChanged, SinkUnavailable
+from pgcdc.core.failpoint import hit
+from pgcdc.core.position import Position, parse_lsn, stream_lsn
+from pgcdc.core.state import StateDir, read_json
+from pgcdc.run.lane import Lane, LaneStopped, stop_query
+from pgcdc.run.member import Adapter, Member, may_pass
+from pgcdc.run.transfer import Moves
+from pgcdc.sink.base import Batch, Sink
+from pgcdc.source.postgres.wire.stream import reconnect_delay_s
+from pgcdc.spark.failure import explain_failure
+from pgcdc.spark.parallel import LargeBatches
+from pgcdc.transform.program import Chain, Program, TypedProgram, compile_chains
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["Lanes", "Watched"]
+
+POLL_S = 0.25
+READING_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 8.0
+QUERY_STOP_S = 3.0
+CONSUMERS_INTERVAL_S = 10.0
+LIMIT_INTERVAL_S = 1.0
+RECOVERED_S = 10.0
+"""A query that has run for so long and has nothing to do is over what it failed with."""
+MAX_QUERY_FAILURES = 5
+
+Say = Callable[[str], None]
+
+
+class Watched:
+    """What is remembered of a lane's query between two looks."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.retry_at = 0.0
+        self.is_done = False
+        self.began = 0.0
+        self.error: PgcdcError | None = None
+        """What it failed with, until it is over that."""
+        self.schema_place: Position | None = None
+        """Where the typed query was last started again for other columns: once for each place."""
+
+
+class Lanes:
+    """All lanes of a pipeline. `step` raises what has to end the run."""
+
+    def __init__(
+        self,
+        state: StateDir,
+        link: CaptureLink,
+        say: Say,
+        *,
+        options: dict[str, str],
+        once: bool = False,
+        fail_fast: bool = False,
+        bus_mode: str = "reliable",
+        bus_buffer: int = 100_000,
+    ) -> None:
+        """`options` are those of the Spark source, without the consumer."""
+        self._state = state
+        self._link = link
+        self._say = say
+        self._options = options
+        self._once = once
+        self._fail_fast = fail_fast
+        self._bus_mode = bus_mode
+        self._bus_buffer = bus_buffer
+        self._spark: SparkSession | None = None
+        self._moves = Moves(state, link, say)
+        self._watched: dict[str, Watched] = {}
+        self._asked: queue.SimpleQueue[tuple[Callable[[], None], _Answer]] = queue.SimpleQueue()
+        self._watcher: int | None = None
+        self._is_closed = threading.Event()
+        self._due: dict[str, float] = {}
+        self.position: Position | None = None
+        """What main has acknowledged last."""
+        self._move_error: PgcdcError | None = None
+
+    # --- for who looks from outside
+
+    @property
+    def main(self) -> Lane:
+        """The lane of those who keep up."""
+        return self._moves.main
+
+    @property
+    def place(self) -> Position:
+        """Up to where every lane has delivered."""
+        return min(lane.place for lane in list(self._moves.lanes.values()))
+
+    @property
+    def last_error(self) -> dict[str, str] | None:
+        """What is wrong now: of main, of the moves between lanes, or of another lane."""
+        main, others = self._watched.get(MAIN, Watched()), list(self._watched.values())
+        errors = [main.error, self._move_error, *(one.error for one in others)]
+        return next((one.to_json() for one in errors if one is not None), None)
+
+    def status(self) -> list[dict[str, Any]]:
+        """Of each adapter: its lane, ack, lag in bytes of WAL, what it skipped, what was refused, and the last error."""
+        capture = read_json(self._state.capture_status) or {}
+        received = parse_lsn(capture["received_lsn"]) if "received_lsn" in capture else 0
+        report = []
+        for member in list(self._moves.members.values()):
+            place, error = self._moves.membership.roster.places.get(member.name), member.last_error or member.failing
+            if place is None:  # it is being removed
+                continue
+            ack = member.sink.ack if member.is_open else None
+            behind = max(0, received - stream_lsn(max(ack, place.floor).lsn)) if ack else None
+            report.append(
+                {
+                    "adapter": member.name,
+                    "lane": "main" if place.lane == MAIN else "own",
+                    "ack": str(ack) if ack else None,
+                    "lag_bytes": behind,
+                    "dropped": place.dropped,
+                    "dead_letters": member.dead_letters,
+                    "last_error": str(error) if error else None,
+                }
+            )
+        return report
+
+    # --- start
+
+    def open(self, adapters: list[Adapter], on_batch: Callable[[Batch], None] | None = None) -> None:
+        """Lanes as they were left, and sinks where they go on. GapError: a sink would miss something."""
+        self._moves.open(adapters)
+        self.main.on_batch = on_batch
+
+    def start(self, spark: SparkSession) -> None:
+        """Start the queries. Main's reads when this returns."""
+        self._spark = spark
+        self._watcher = threading.get_ident()
+        self._start(self.main)
+        self._await_reading()
+
+    def _start(self, lane: Lane) -> None:
+        assert self._spark is not None
+        watched = self._watched.setdefault(lane.name, Watched())
+        watched.is_done, watched.began = False, time.monotonic()
+        try:
+            options = {**self._options, "consumer": lane.name}
+            lane.large = LargeBatches(self._spark, self._state) if self._is_keyed else None
+            lane.start(self._spark, options, self._program(lane), once=self._once)
+        except PgcdcError:
+            raise
+        except Exception as error:
+            raise self._explain(lane, error) from error
+
+    def _program(self, lane: Lane) -> Program:
+        """Main's has the chains of all adapters, so that each of them may rejoin without a restart."""
+        if "table" in self._options:
+            return TypedProgram()
+        members = list(self._moves.members.values()) if lane is self.main else lane.members()
+        chains: list[Chain] = []
+        for member in members:
+            if member.chain not in chains:
+                chains.append(member.chain)
+        return self._compile(chains)
+
+    def _compile(self, chains: Sequence[Chain]) -> Program:
+        """Events say which transaction they belong to if the source's options do."""
+        names = ("tx_metadata", "tx_markers")
+        transaction = any(self._options.get(name) == "true" for name in names)
+        return compile_chains(chains or [Chain()], transaction=transaction, keyed=self._is_keyed)
+
+    @property
+    def _is_keyed(self) -> bool:
+        """Whether executors may write large batches to one of the sinks: then lanes read what they need for that."""
+        return "table" not in self._options and any(one.takes_parts for one in self._moves.members.values())
+
+    def _await_reading(self) -> None:
+        """A started query is not a reading one: its source comes up first. Failures are found by `step`."""
+        deadline = time.monotonic() + READING_TIMEOUT_S
+        query = self.main.query
+        with contextlib.suppress(Exception):
+            while query is not None and time.monotonic() < deadline and not self._is_closed.is_set():
+                if not query.isActive or not query.status["message"].startswith("Initializing"):
+                    return
+                time.sleep(0.05)
+
+    # --- watch
+
+    def step(self) -> bool:
+        """One look at everything, after a moment of waiting. True: a run that ends by itself has ended."""
+        self._wait()
+        for lane in list(self._moves.lanes.values()):
+            try:
+                self._acknowledge(lane)
+            except Exception as error:  # it starts again from its checkpoint, and with it what is acknowledged
+                self._fail(lane, error)
+        self._answer()
+        for lane in list(self._moves.lanes.values()):
+            self._look_after(lane)
+        try:
+            self._move()
+            self._move_error = None
+        except PgcdcError as error:
+            if not may_pass(error):
+                raise
+            self._move_error = error  # the next look tries again
+        return self._once and all(
+            (one := self._watched.get(lane.name)) is not None and one.is_done for lane in self._moves.lanes.values()
+        )
+
+    def _move(self) -> None:
+        """Bring adapters where they belong, and let go of what they have left."""
+        self._moves.open_missing()
+        self._moves.rejoin_between()
+        if self._bus_mode == "fast" and self._is_due("limit", LIMIT_INTERVAL_S):
+            self._moves.skip_ahead(self._bus_buffer)
+        for lane in list(self._moves.left_over):
+            self._end(lane)
+        if self._is_due("consumers", CONSUMERS_INTERVAL_S):
+            capture = read_json(self._state.capture_status) or {}
+            self._moves.let_go_unknown(list(capture.get("consumers", {})))
+
+    def _fail(self, lane: Lane, error: Exception) -> None:
+        """Something failed beside the query: end it, and start it again if that may help."""
+        explained = self._explain(lane, error)
+        if lane.query is not None:
+            stop_query(lane.query, QUERY_STOP_S)
+            lane.query = None
+        self._recover(lane, self._watched.setdefault(lane.name, Watched()), explained)
+
+    def _wait(self) -> None:
+        query = self.main.query
+        try:
+            if query is not None and query.isActive:
+                query.awaitTermination(POLL_S)  # type: ignore[arg-type]  # seconds; a fraction is fine
+                return
+        except Exception:  # `_look_after` finds out why
+            return
+        self._is_closed.wait(POLL_S / 5)
+
+    def _look_after(self, lane: Lane) -> None:
+        watched = self._watched.setdefault(lane.name, Watched())
+        if lane.query is None:
+            if not watched.is_done and time.monotonic() >= watched.retry_at:
+                self._begin(lane, watched)
+            return
+        try:
+            if lane.query.isActive:
+                if not lane.boundary.locked() and time.monotonic() >= watched.began + RECOVERED_S:
+                    self._forget_error(lane, watched)
+                return
+            error: BaseException | None = lane.query.exception()
+        except Exception as raised:
+            error = raised
+        lane.query = None
+        if error is None:
+            watched.is_done = self._once
+        elif not isinstance(lane.error, LaneStopped):
+            self._recover(lane, watched, self._explain(lane, error))
+
+    def _begin(self, lane: Lane, watched: Watched) -> None:
+        """Start a query that is not there (yet, or any more)."""
+        try:
+            if lane is not self.main:
+                member = next(iter(lane.members()), None)
+                if member is None or member.is_busy or member.is_hanging:  # what was begun has to end first
+                    return
+                member.open(lane.place)
+            self._start(lane)
+        except PgcdcError as error:
+            self._recover(lane, watched, error)
+
+    def _recover(self, lane: Lane, watched: Watched, error: PgcdcError) -> None:
+        """A query that failed for a reason that may pass starts again from its checkpoint; anything else ends the run."""
+        if self._follow_schema(lane, watched, error):
+            return
+        is_own = lane is not self.main
+        lasting = watched.failures >= MAX_QUERY_FAILURES and not isinstance(error, SinkUnavailable) and not is_own
+        if error.policy is not Policy.RETRY or (self._fail_fast and not is_own) or lasting:
+            raise error
+        delay_s = reconnect_delay_s(watched.failures)
+        watched.failures += 1
+        watched.retry_at = time.monotonic() + delay_s
+        watched.error = error
+        if is_own:
+            for member in lane.members():
+                member.last_error = error
+        if not is_own or watched.failures == 1:
+            what = f"lane of adapter {lane.members()[0].name}" if is_own and lane.members() else "query"
+            self._say(f"{error.message}; starting the {what} again in {delay_s:.1f} s")
+
+    def _forget_error(self, lane: Lane, watched: Watched) -> None:
+        for member in lane.members() if watched.error is not None else ():
+            if member.last_error is watched.error:
+                member.last_error = None
+        watched.error = None
+
+    def _follow_schema(self, lane: Lane, watched: Watched, error: PgcdcError) -> bool:
+        """A typed query that met other columns starts again there, with these; True if it may."""
+        from pgcdc.spark.table import LOAD_AGAIN
+
+        if not isinstance(error, SchemaChanged) or watched.schema_place == lane.place:
+            return False
+        watched.schema_place = lane.place
+        self.acknowledge()
+        what = error.message.partition(f". {LOAD_AGAIN}")[0]
+        self._say(f"{what}; the query starts again there, with these columns")
+        return True
+
+    def _explain(self, lane: Lane, error: BaseException) -> PgcdcError:
+        assert self._spark is not None
+        return explain_failure(error, lane.error, lambda: read_json(self._state.capture_status) or {}, self._spark)
+
+    def acknowledge(self) -> None:
+        """What Spark has committed is durable at every member of a lane: the capture may confirm it."""
+        for lane in list(self._moves.lanes.values()):
+            self._acknowledge(lane)
+
+    def _acknowledge(self, lane: Lane) -> None:
+        is_main = lane is self.main
+        if is_main:
+            hit("driver.before_ack")
+        position = lane.committed()
+        if position is None:
+            return
+        watched = self._watched.setdefault(lane.name, Watched())
+        watched.failures = 0
+        self._forget_error(lane, watched)
+        try:
+            self._link.call(lambda client: client.ack(lane.name, position))
+        except BaseException:
+            lane.acknowledge_again()
+            raise
+        if is_main:
+            self.position = position
+            hit("driver.after_ack")
+
+    def _is_due(self, what: str, interval_s: float) -> bool:
+        now = time.monotonic()
+        if now < self._due.get(what, 0.0):
+            return False
+        self._due[what] = now + interval_s
+        return True
+
+    def _end(self, lane: Lane) -> None:
+        """Of a lane that was left: end its query, and forget it."""
+        if lane.query is not None:
+            stop_query(lane.query, QUERY_STOP_S)
+        self._moves.let_go(lane)
+        self._watched.pop(lane.name, None)
+
+    # --- while it runs
+
+    def add_adapter(self, adapter: Adapter, make: Callable[[], Sink] | None = None) -> None:
+        """Deliver to one more sink, from where main is now. Durable when this returns; from any thread.
+
+        `make` makes the sink anew when nobody writes to it any more.
+        """
+
+        def add() -> None:
+            self._compile([adapter.chain])
+            self._moves.add(adapter, make)
+            if self.main.program is not None and adapter.chain not in self.main.program.chains:
+                self.main.begin_stop()  # it is started again, with that chain as well
+
+        self.ask(add)
+
+    def remove_adapter(self, name: str) -> None:
+        """Deliver nothing more to a sink; its ack stays. Durable when this returns; from any thread."""
+        self.ask(lambda: self._moves.remove(name, STOP_TIMEOUT_S))
+
+    def reload(self, chains: Mapping[str, Chain]) -> None:
+        """Other transforms and routes, for each adapter from a batch boundary on; from any thread.
+
+        Main is at its boundary when this returns. A lane of its own changes with its next batch.
+        """
+
+        def change() -> None:
+            unknown = sorted(set(chains) - set(self._moves.members))
+            if unknown:
+                raise ConfigError(f"there is no adapter {unknown[0]!r}", "Add it first")
+            wanted = {one.name: chains.get(one.name, one.chain) for one in self.members()}
+            self._compile(list(wanted.values()))  # what does not compile changes nothing
+            self._restart(self.main)
+            for member in self.members():  # also one that has just left main in its last batch
+                if member.chain != wanted[member.name]:
+                    member.chain = wanted[member.name]
+                    lane = self._moves.lanes.get(self._moves.membership[member.name].lane)
+                    if lane is not None:  # else it begins with the new chain
+                        lane.begin_stop()
+
+        self.ask(change)
+
+    def _restart(self, lane: Lane) -> None:
+        """End a query between two batches; it is started again with the program that its members want then."""
+        lane.begin_stop()
+        if not lane.await_boundary(STOP_TIMEOUT_S):
+            lane.go_on()
+            raise PgcdcError("the batch that runs does not end in time: nothing is changed", "Try again")
+        query = lane.query
+        if query is not None and not query.isActive and query.exception() and not isinstance(lane.error, LaneStopped):
+            lane.go_on()  # `_look_after` finds out why, and whether it may start again
+            raise PgcdcError("the query has just failed: nothing is changed", "Try again when it runs")
+        if query is not None:
+            stop_query(query, QUERY_STOP_S)
+            lane.query = None
+        watched = self._watched.setdefault(lane.name, Watched())
+        watched.retry_at, watched.is_done = 0.0, False
+
+    def ask(self, do: Callable[[], None]) -> None:
+        """Have the thread that watches do something between two looks; from any thread. Raises what it raises."""
+        if self._watcher in (None, threading.get_ident()):
+            do()
+            return
+        answer = _Answer()
+        self._asked.put((do, answer))
+        while not answer.done.wait(POLL_S):
+            if self._is_closed.is_set():
+                raise PgcdcError("the pipeline has stopped", "Start it first")
+        if answer.error is not None:
+            raise answer.error
+
+    def _answer(self) -> None:
+        while not self._asked.empty():
+            do, answer = self._asked.get()
+            try:
+                do()
+            except BaseException as error:
+                answer.error = error
+                if not isinstance(error, Exception):
+                    raise
+            finally:
+                answer.done.set()
+
+    # --- end
+
+    def stop(self, on_main_ended: Callable[[], None] = lambda: None) -> None:
+        """End all queries between two batches: those that run are finished and committed first, if they end in time.
+
+        Main's batch is waited for, while it gets on. Nobody waits for long for a sink that made nobody wait before.
+        """
+        side_lanes = [lane for lane, _ in self._moves.side_lanes]
+        for lane in (self.main, *side_lanes):
+            lane.begin_stop()
+        for _, member in self._moves.side_lanes:
+            member.stop()
+        is_ended = self.main.await_boundary(STOP_TIMEOUT_S)
+        if not is_ended:  # a sink that waits for its rate limit, or for another try, need not
+            for member in self.main.members():
+                member.stop()
+        if self.main.query is not None:
+            self.main.query.stop() if is_ended else stop_query(self.main.query, QUERY_STOP_S)
+        on_main_ended()
+        deadline = time.monotonic() + QUERY_STOP_S
+        for lane in side_lanes:
+            is_ended = lane.await_boundary(deadline - time.monotonic())
+            if lane.query is not None:
+                stop_query(lane.query, QUERY_STOP_S if is_ended else 0.2)
+            if not is_ended:
+                names = ", ".join(one.name for one in lane.members())
+                self._say(f"adapter {names} did not finish its batch: it comes again at the next start")
+        self.acknowledge()
+        self._moves.rejoin_between()
+        for lane in list(self._moves.left_over):
+            self._end(lane)
+
+    def close(self, *, end_queries: bool = False) -> None:
+        """Close the sinks, and let go of who still asks for something. A Spark that stays must not keep the queries."""
+        self._is_closed.set()
+        for lane in (*self._moves.lanes.values(), *self._moves.left_over) if end_queries else ():
+            lane.begin_stop()
+            if lane.query is not None:
+                stop_query(lane.query, QUERY_STOP_S)
+        for member in self._moves.members.values():
+            member.close()
+
+    def members(self) -> list[Member]:
+        """The adapters, as lanes see them."""
+        return list(self._moves.members.values())
+
+
+class _Answer:
+    """To somebody who waits in another thread."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.error: BaseException | None = None

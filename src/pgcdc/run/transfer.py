@@ -1,0 +1,321 @@
+"""Adapters that move from lane to lane: what `stream/membership.py` decides, done with real lanes, files and the capture.
+
+Locks are taken in one order: the boundary of main, the boundary of another lane, then those inside of the core. The batch of
+a lane of its own never asks for main's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from pgcdc.capture.consumers import MAIN, is_side_lane
+from pgcdc.capture.control import CaptureLink
+from pgcdc.core.counters import EVENTS_DROPPED, LANE_MOVES, counters
+from pgcdc.core.errors import PgcdcError
+from pgcdc.core.failpoint import hit
+from pgcdc.core.position import Position
+from pgcdc.core.state import StateDir, read_json, write_json_durably
+from pgcdc.run.lane import Lane
+from pgcdc.run.member import Adapter, Member, left_out, may_pass
+from pgcdc.run.roster import Membership, Roster
+from pgcdc.sink.ack import AckFile
+from pgcdc.sink.base import Sink
+from pgcdc.spool.reader import SpoolReader, read_slice
+
+__all__ = ["Moves"]
+
+HOLD_S = 1.0
+"""How long a batch of main may wait for an adapter that is about to rejoin."""
+HOLD_AGAIN_S = 10.0
+"""How long main is left alone after it has waited for nothing."""
+STEADY_S = 60.0
+"""An adapter that was in main for so long has left for a new reason."""
+FIRST_AWAY_S = 5.0
+LONGEST_AWAY_S = 300.0
+
+Say = Callable[[str], None]
+
+
+class _Durable:
+    """`lanes.json` and the consumers of the capture."""
+
+    def __init__(self, state: StateDir, link: CaptureLink) -> None:
+        self._state = state
+        self._link = link
+
+    def save(self, roster: Roster) -> None:
+        hit("lanes.before_save")
+        write_json_durably(self._state.lanes_file, roster.to_json())
+        hit("lanes.saved")
+
+    def join(self, lane: str, at: Position) -> None:
+        hit("lanes.before_join")
+        self._link.call(lambda client: client.join(lane, start=at))
+        hit("lanes.joined")
+
+    def forget(self, lane: str) -> None:
+        hit("lanes.before_forget")
+        self._link.call(lambda client: client.forget(lane))
+        hit("lanes.forgotten")
+        shutil.rmtree(self._state.checkpoints / lane, ignore_errors=True)
+
+
+class Moves:
+    """The lanes and their members. `leave` and `begin_batch` are called by main's batch, the rest by who watches."""
+
+    def __init__(self, state: StateDir, link: CaptureLink, say: Say) -> None:
+        self._state = state
+        self._link = link
+        self._say = say
+        self.members: dict[str, Member] = {}
+        self.lanes: dict[str, Lane] = {}
+        self.left_over: list[Lane] = []
+        """To be stopped and forgotten."""
+        self.membership = Membership(Roster.from_json(read_json(state.lanes_file)), _Durable(state, link))
+        self._removed: dict[str, Member] = {}
+        """Those that were at a write when they were removed."""
+        self._spool: SpoolReader | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def main(self) -> Lane:
+        """The lane of those who keep up."""
+        return self.lanes[MAIN]
+
+    @property
+    def side_lanes(self) -> list[tuple[Lane, Member]]:
+        """Lanes of a single adapter, and whose they are."""
+        places = self.membership.roster.places
+        # Asked for by main's batch, too, while another thread removes an adapter: then it has no place any more.
+        found = [(places.get(one.name), one) for one in list(self.members.values())]
+        lanes = [(self.lanes.get(place.lane), one) for place, one in found if place is not None]
+        return [(lane, one) for lane, one in lanes if lane is not None and lane.name != MAIN]
+
+    def open(self, adapters: list[Adapter]) -> None:
+        """Lanes as they were left, for these adapters. What a crash in the middle of a move left over is let go of."""
+        consumers = self._link.call(lambda client: client.status())["consumers"]
+        self._open_lane(MAIN)
+        self.membership.recover([one.name for one in adapters])
+        for adapter in adapters:
+            self._take(adapter)
+        for member in self.members.values():
+            if self.membership[member.name].lane == MAIN:
+                member.open(self.main.place)
+        self.let_go_unknown(list(consumers))
+        for folder in self._state.checkpoints.iterdir():
+            if is_side_lane(folder.name) and not self.membership.members(folder.name):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _take(self, adapter: Adapter) -> Member:
+        member = self.members[adapter.name] = Member(adapter, self.membership)
+        self._open_lane(self.membership[adapter.name].lane)
+        return member
+
+    def _open_lane(self, name: str) -> Lane:
+        with self._lock:  # main's batch and who watches may both find that it is missing
+            if name not in self.lanes:
+                initial, _ = self._link.call(lambda client: client.join(name))
+                lane = Lane(name, self._state.checkpoints / name, initial, lambda: self._members_of(name))
+                if name == MAIN:
+                    lane.on_begin, lane.on_leave = self.begin_batch, self.leave
+                self.lanes[name] = lane
+            return self.lanes[name]
+
+    def open_missing(self) -> None:
+        """Lanes of adapters that have moved, if what came after the move failed."""
+        with self._lock:
+            for member in list(self.members.values()):
+                self._open_lane(self.membership[member.name].lane)
+
+    def _members_of(self, lane: str) -> list[Member]:
+        return [one for name in self.membership.members(lane) if (one := self.members.get(name)) is not None]
+
+    # --- out of main
+
+    def leave(self, member: Member, start: Position, error: BaseException | None) -> None:
+        """In a batch of main, which began at `start`: the others have it. Durable when this returns."""
+        lane = self.membership.leave(member.name, start)
+        self._open_lane(lane)
+        now = time.monotonic()
+        member.leaves = member.leaves + 1 if now - member.rejoined_at < STEADY_S else 1
+        away_s = 0.0 if member.leaves == 1 else min(LONGEST_AWAY_S, FIRST_AWAY_S * 2 ** (member.leaves - 2))
+        member.rejoin_at = now + away_s
+        counters.add(LANE_MOVES, adapter=member.name, move="leave")
+        error = error or member.failing  # it is slow because it is tried again and again
+        why = f"failed ({error.message if isinstance(error, PgcdcError) else error})" if error else "is slow"
+        self._say(f"adapter {member.name} {why}: it goes on in a lane of its own, the others do not wait for it")
+
+    # --- and back
+
+    def begin_batch(self, start: Position) -> None:
+        """A batch of main begins: who has caught up becomes a member now. One that nearly has is waited for."""
+        for lane, member in self.side_lanes:
+            now = time.monotonic()
+            if not self._may_try(lane, member, now):
+                continue
+            is_near = lane.query is not None and now >= member.hold_at and member.reached >= self.main.last_start
+            if not self._bring_in(lane, member, start, now + HOLD_S if is_near else now) and is_near:
+                member.hold_at = time.monotonic() + HOLD_AGAIN_S
+
+    def rejoin_between(self) -> None:
+        """Between two batches of main, which may be far apart: who has caught up becomes a member."""
+        if not self.side_lanes or not self.main.boundary.acquire(blocking=False):
+            return
+        try:
+            for lane, member in self.side_lanes:
+                now = time.monotonic()
+                if self._may_try(lane, member, now):
+                    self._bring_in(lane, member, self.main.next_start, now)
+        finally:
+            self.main.boundary.release()
+
+    def _may_try(self, lane: Lane, member: Member, now: float) -> bool:
+        program = self.main.program
+        is_known = program is not None and member.chain in program.chains
+        return is_known and member.is_open and not lane.is_abandoned and now >= member.rejoin_at
+
+    def _bring_in(self, lane: Lane, member: Member, start: Position, deadline: float) -> bool:
+        """Make an adapter a member of main, whose next batch begins at `start`. The caller holds main's boundary."""
+        while True:
+            lane.moved.clear()
+            with _held(lane, deadline - time.monotonic()) as is_held:
+                is_free = is_held and not member.is_busy and not member.is_hanging
+                if is_free and self.membership.may_rejoin(member.name, member.sink.ack, start):
+                    self.membership.rejoin(member.name, member.sink.ack, start)
+                    self._abandon(lane)
+                    member.rejoined_at = time.monotonic()
+                    counters.add(LANE_MOVES, adapter=member.name, move="rejoin")
+                    self._say(f"adapter {member.name} has caught up: it goes on in the main lane")
+                    return True
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not lane.moved.wait(left_s):
+                return False
+
+    def _abandon(self, lane: Lane) -> None:
+        with self._lock:
+            lane.abandon()
+            if self.lanes.pop(lane.name, None) is not None:
+                self.left_over.append(lane)
+
+    def let_go(self, lane: Lane) -> None:
+        """Forget a lane whose query has been stopped."""
+        self.membership.let_go(lane.name)
+        self.left_over.remove(lane)
+
+    def let_go_unknown(self, consumers: list[str]) -> None:
+        """Consumers that a step which failed has left, or a query that was late to end."""
+        waiting = {lane.name for lane in self.left_over}
+        for name in consumers:
+            if name not in waiting:
+                self.membership.let_go(name)
+
+    # --- further ahead
+
+    def skip_ahead(self, limit: int) -> None:
+        """Fast mode: who is more than `limit` events behind in a lane of its own goes on with the newest commit."""
+        found = [(lane, one) for lane, one in self.side_lanes if one.adapter.priority != "critical" and one.is_open]
+        if not found:
+            self._spool = None
+            return
+        first, spool = min(one.reached for _, one in found), self._spool
+        if (
+            spool is None or first < spool.base
+        ):  # of who has left since and is further behind, it has forgotten something
+            spool = self._spool = SpoolReader(self._state.spool)
+        spool.refresh()
+        spool.forget(first)
+        for lane, member in found:
+            reached = member.reached
+            if sum(record.rows for record in spool.after(reached)) <= limit:
+                continue
+            lane.begin_stop()  # the batch that it is at is its last: then it is known what it has
+            with _held(lane, 0) as is_held:
+                if is_held and not member.is_busy and not member.is_hanging:
+                    self._skip(lane, member, spool)
+
+    def _skip(self, lane: Lane, member: Member, spool: SpoolReader) -> None:
+        reached = member.reached
+        ends = [spool.end, *(record.end for record in reversed(spool.records))]
+        to = next((end for end in ends if end.is_end), reached)
+        if to <= reached:
+            return
+        dropped = sum(read_slice(piece)[0].num_rows for piece in spool.slices(reached, to))
+        _, name = self.membership.skip(member.name, to, dropped)
+        self._abandon(lane)
+        self._open_lane(name)
+        counters.add(EVENTS_DROPPED, dropped, adapter=member.name)
+        counters.add(LANE_MOVES, adapter=member.name, move="skip")
+        self._say(f"adapter {member.name} is too far behind: {dropped:,} events after {reached} up to {to} are dropped")
+
+    # --- while it runs
+
+    def add(self, adapter: Adapter, make: Callable[[], Sink] | None = None) -> None:
+        """A new adapter, in a lane of its own from where main is. One whose ack is older would miss something: GapError.
+
+        `make` makes its sink when nobody writes to it any more: one that was made before has an older ack in mind.
+        """
+        before = self._removed.get(adapter.name)
+        if before is not None and (before.is_busy or before.is_hanging):
+            raise PgcdcError(
+                f"adapter {adapter.name} is still at a write from before it was removed",
+                "Try again when that has ended",
+            )
+        self._removed.pop(adapter.name, None)
+        start = self.main.next_start
+        ack = AckFile(self._state.acks, adapter.name).position
+        if ack is not None and ack < start:  # before its target is touched
+            raise left_out(adapter.name, ack, start)
+        if make is not None:
+            adapter = replace(adapter, sink=make())
+        # The sink comes last: an ack without a lane would be a gap after a crash.
+        self.membership.add(adapter.name, start)
+        member = self.members[adapter.name] = Member(adapter, self.membership)
+        try:
+            self._open_lane(self.membership[adapter.name].lane)
+            member.open(start)
+        except Exception as error:
+            if not may_pass(error):
+                self.remove(adapter.name, 0)
+                raise
+            member.last_error = error  # who watches tries again
+        self._say(f"adapter {adapter.name} is added")
+
+    def remove(self, name: str, timeout_s: float) -> None:
+        """No batch for this adapter any more; its ack stays."""
+        while not self._take_out(name, timeout_s):
+            pass
+        member = self.members.pop(name)
+        member.close()
+        member.stop()  # nobody waits for it any more
+        if member.is_busy or member.is_hanging:
+            self._removed[name] = member
+        self._say(f"adapter {name} is removed")
+
+    def _take_out(self, name: str, timeout_s: float) -> bool:
+        """Out of its lane; False: it is in another one by now, since a batch that was waited for has moved it."""
+        lane = self.lanes.get(self.membership[name].lane) if name in self.membership else self.main
+        with _held(lane, timeout_s) if lane is not None else contextlib.nullcontext(True) as is_held:
+            if not is_held and lane is self.main:
+                raise PgcdcError(f"adapter {name} cannot be removed in the middle of a batch", "Try again")
+            if lane is not None and name in self.membership and self.membership[name].lane != lane.name:
+                return False
+            self.membership.remove(name)
+            if lane is not None and lane is not self.main:
+                self._abandon(lane)
+        return True
+
+
+@contextlib.contextmanager
+def _held(lane: Lane, timeout_s: float) -> Iterator[bool]:
+    """Between two batches of a lane, if one of them ends in time."""
+    is_held = lane.boundary.acquire(timeout=timeout_s) if timeout_s > 0 else lane.boundary.acquire(blocking=False)
+    try:
+        yield is_held
+    finally:
+        if is_held:
+            lane.boundary.release()

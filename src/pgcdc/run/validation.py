@@ -1,0 +1,185 @@
+"""Whether a configuration would run: each thing that it needs is looked at. Nothing is started, nothing is left behind."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from pgcdc.config import TYPED_KEYS, Config
+from pgcdc.config.option_secrets import describe_options
+from pgcdc.core.errors import ConfigError, PgcdcError, StateError
+from pgcdc.core.state import Lock, StateDir
+from pgcdc.sink.registry import ADAPTERS, make_sink
+from pgcdc.sink.spec import AdapterSpec
+from pgcdc.source.postgres.setup.preflight import ServerInfo
+from pgcdc.source.postgres.setup.rehearsal import check_server, check_slot, rehearse
+from pgcdc.transform.check import missing_columns
+from pgcdc.transform.program import Chain
+from pgcdc.transform.specs import PythonSpec
+
+__all__ = ["Check", "run_checks"]
+
+CONSUMER = "main"
+"""Under which name `pgcdc listen` reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    status: Literal["ok", "failed", "skipped"]
+    detail: str
+    advice: str = ""
+
+
+def run_checks(config: Config) -> Iterator[Check]:
+    """Everything that a start needs, in the order in which it would need it. What cannot be looked at is skipped."""
+    yield _try("java", _look_at_java)
+    state = _try("state directory", partial(_look_at_state, config))
+    yield state
+    if state.status == "failed":  # the rest is looked at as if it were new
+        config = config.model_copy(update={"state_dir": Path(tempfile.gettempdir()) / f"pgcdc-none-{uuid.uuid4()}"})
+    yield from _check_database(config)
+    for spec in config.adapter_specs:
+        yield _try(f"adapter {spec.name}", partial(_look_at_adapter, config, spec))
+    yield _try("dead letters", partial(_look_at_dead_letters, config))
+    for transform in dict.fromkeys(_python_transforms(config)):
+        yield _try("transform", partial(_load_function, transform))
+
+
+def _try(name: str, look: Callable[[], str]) -> Check:
+    try:
+        return Check(name, "ok", look())
+    except PgcdcError as error:
+        return Check(name, "failed", error.message.removeprefix(f"{name}: "), error.advice)
+
+
+def _check_database(config: Config) -> Iterator[Check]:
+    options = config.source_options()
+    server: ServerInfo | None = None
+
+    def look_at_server() -> str:
+        nonlocal server
+        server = check_server(options)
+        version = f"{server.version_num // 10000}.{server.version_num % 10000}"
+        return f"PostgreSQL {version}, database {server.database}, role {server.user} may replicate"
+
+    yield _try("database", look_at_server)
+    if server is None:
+        for name in ("slot", "tables"):
+            yield Check(name, "skipped", "the database cannot be used")
+        return
+    found: ServerInfo = server
+
+    def look_at_slot() -> str:
+        check_slot(options, found, CONSUMER)
+        if options.temporary_slot:
+            return f"{options.slot} will be temporary"
+        return f"{options.slot} exists" if found.slot is not None else f"{options.slot} will be created"
+
+    slot = _try("slot", look_at_slot)
+    yield slot
+    if slot.status != "ok":
+        yield Check("tables", "skipped", "the slot cannot be used")
+        return
+    try:
+        rehearsal = rehearse(options)
+    except PgcdcError as error:
+        yield Check("tables", "failed", error.message, error.advice)
+        return
+    tables = [table for one in rehearsal.publications for table in one.tables]
+    inserts = [table for one in rehearsal.publications for table in one.inserts_only]
+    only = f"; only inserts of {', '.join(inserts)} (no replica identity)" if inserts else ""
+    yield Check("tables", "ok", f"{len(tables)} ({', '.join(tables[:10])}{', ...' if len(tables) > 10 else ''}){only}")
+    if rehearsal.unreadable is not None:
+        yield Check("rows", "failed", rehearsal.unreadable.message, rehearsal.unreadable.advice)
+    elif rehearsal.is_new and options.snapshot_mode != "never":
+        yield Check("rows", "ok", "can be read for the initial snapshot")
+    if config.table:
+        yield _try("typed rows", partial(_look_at_table, config))
+    chains = [Chain((*config.global_transforms, *one.transforms), one.routes) for one in config.adapter_specs]
+    for missing in missing_columns(chains, [table.relation for table in rehearsal.published]):
+        yield Check("columns", "failed", missing, "Names are exact, with regard to case")
+
+
+def _look_at_table(config: Config) -> str:
+    from pgcdc.spark.options import parse_options
+    from pgcdc.spark.table import load_table
+
+    raw = {name: str(getattr(config, name)) for name in ("table", *TYPED_KEYS)}
+    table = load_table(replace(parse_options(raw), source=config.source_options()))
+    return f"{table.title} with {len(table.columns)} columns"
+
+
+def _look_at_java() -> str:
+    from pgcdc.spark.session import MINIMUM_JAVA, check_java
+
+    check_java()
+    return f"Java {MINIMUM_JAVA} or newer"
+
+
+def _look_at_state(config: Config) -> str:
+    if config.temporary_slot:
+        return "none: the slot is temporary"
+    state = StateDir(config.state_dir)
+    folder = state.path
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise StateError(
+            f"the state directory {state.path} is not writable: {folder} is {'a file' if folder.is_file() else 'closed'}",
+            "Choose another one with --state-dir, or change its owner or permissions",
+        )
+    if not state.path.exists():
+        return f"{state.path} will be created"
+    state.check_whole()
+    holder = Lock.holder(state.run_lock)
+    if holder is not None:
+        return f"{state.path} is in use by process {holder.get('pid', '?')}: stop it before another start"
+    return f"{state.path} is {'ours' if state.identity() is not None else 'new'}"
+
+
+def _look_at_adapter(config: Config, spec: AdapterSpec) -> str:
+    make_sink(spec, StateDir(config.state_dir).acks).check()
+    ADAPTERS[spec.type].check_source(spec, config.source_options())
+    routes = f", only {', '.join(spec.routes)}" if spec.routes else ""
+    return f"type {spec.type}{describe_options(spec.type, spec.options)}{routes}"
+
+
+def _look_at_dead_letters(config: Config) -> str:
+    from pgcdc.sink.letters.choose import check_not_captured, make_store
+
+    check_not_captured(config)
+    store = make_store(config)
+    store.check()
+    if config.dlq == "pg_table":
+        where = "another database" if config.dlq_db else "the source's database"
+        return f"go to table {config.dlq_table} in {where}"
+    return "are lost (dlq: none)" if config.dlq == "none" else f"go to {getattr(store, 'path', 'standard error')}"
+
+
+def _python_transforms(config: Config) -> Iterator[str]:
+    for spec in (*config.global_transforms, *(one for adapter in config.adapter_specs for one in adapter.transforms)):
+        if isinstance(spec, PythonSpec):
+            yield spec.function
+
+
+def _load_function(name: str) -> str:
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except Exception as error:  # whatever the user's module does
+        raise ConfigError(
+            f"{name}: the module cannot be imported: {type(error).__name__}", "Check PYTHONPATH and the module"
+        ) from None
+    if not callable(found):
+        raise ConfigError(f"{name}: there is no such function", f"Define {function} in {module}")
+    return f"{name} can be loaded"

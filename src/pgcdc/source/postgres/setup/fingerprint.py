@@ -1,0 +1,211 @@
+"""What must stay the same in the publications for the stream to have no gap.
+
+A row of `pg_publication_rel` is never updated: a table that is taken out of a publication and put back, or that gets
+another row filter or column list, has a new row with a new oid. So the oids of the rows tell whether a table was a member
+all the time, in the same way. (`pg_publication_namespace`, for schemas, is the same.) Reading them is one light query.
+
+A table that does not exist any more has no changes to miss. But if another table has its name now, whoever named the table
+means that one. So the names of the members are kept too, those of dropped tables until they come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pgcdc.core.errors import GapError
+from pgcdc.postgres.database import Connection, explain_errors, name_table, quote_identifier
+
+__all__ = ["Fingerprint", "Narrowed", "check_unchanged", "compare", "forget_dropped", "read_fingerprint"]
+
+Fingerprint = list[dict[str, Any]]
+"""One entry for each publication, as JSON."""
+
+OPERATIONS = ("insert", "update", "delete", "truncate")
+SCHEMAS_SINCE = 150000
+
+
+class Narrowed(GapError):
+    """A publication sends less than before, or sends it otherwise. Whoever meant that may go on with it."""
+
+
+_ADVICE = (
+    "If that was meant, go on with --accept-publication: what was not sent meanwhile is not delivered. Otherwise begin with "
+    "a new slot and bring the sinks back: pgcdc resync --new-slot"
+)
+
+_READ = """
+SELECT p.pubname::text, p.oid::int8, to_jsonb(p),
+       ARRAY(SELECT ARRAY[r.prrelid::int8, r.oid::int8] FROM pg_publication_rel r WHERE r.prpubid = p.oid ORDER BY r.oid),
+       (SELECT COALESCE(jsonb_object_agg(c.oid::int8::text, jsonb_build_array(n.nspname, c.relname)), '{{}}')
+        FROM pg_publication_rel r JOIN pg_class c ON c.oid = r.prrelid JOIN pg_namespace n ON n.oid = c.relnamespace
+        WHERE r.prpubid = p.oid),
+       {schemas}
+FROM pg_publication p WHERE p.pubname = ANY (%s::text[])
+"""
+_SCHEMAS = (
+    "ARRAY(SELECT ARRAY[n.pnnspid::int8, n.oid::int8] FROM pg_publication_namespace n WHERE n.pnpubid = p.oid "
+    "ORDER BY n.oid)"
+)
+_EXISTING = {
+    "tables": "SELECT c.oid::int8, n.nspname::text, c.relname::text FROM pg_class c "
+    "JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid::int8 = ANY (%s)",
+    "schemas": "SELECT oid::int8, nspname::text FROM pg_namespace WHERE oid::int8 = ANY (%s)",
+}
+
+_NAMED = """
+SELECT n.nspname::text, c.relname::text, n.oid::int8, c.oid::int8 ||
+       ARRAY(SELECT a.relid::oid::int8 FROM pg_partition_ancestors(c.oid) a)
+FROM unnest(%s::text[], %s::text[]) w (schema, name)
+JOIN pg_namespace n ON n.nspname = w.schema
+JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = w.name AND c.relkind IN ('r', 'p')
+"""
+
+Existing = Mapping[str, Mapping[int, str]]
+"""Of those whose membership has ended, the tables and schemas that still exist, by name."""
+
+
+@explain_errors("read the publications")
+def read_fingerprint(conn: Connection, names: Sequence[str]) -> Fingerprint:
+    """The publications of these names as they are now; those that do not exist are left out."""
+    query = _READ.format(schemas=_SCHEMAS if conn.info.server_version >= SCHEMAS_SINCE else "'{}'::int8[]")
+    found = {
+        name: {
+            "name": name,
+            "oid": oid,
+            "publish": [operation for operation in OPERATIONS if raw[f"pub{operation}"]],
+            "via_root": raw.get("pubviaroot") or False,
+            "all_tables": raw["puballtables"],
+            "generated": raw.get("pubgencols", "n"),
+            "tables": tables,
+            "names": names_of,
+            "schemas": schemas,
+        }
+        for name, oid, raw, tables, names_of, schemas in conn.execute(query.encode(), [list(names)]).fetchall()
+    }
+    return [found[name] for name in names if name in found]
+
+
+def check_unchanged(
+    conn: Connection, known: Fingerprint, planned: Fingerprint | None = None, *, is_open: bool = False
+) -> Fingerprint:
+    """The fingerprint of now, which may have more than the known one. Raises GapError if it has less.
+
+    `planned` is what we wanted to make of it when we were interrupted: we may or may not have. With `is_open` new tables
+    are added by us anyhow: one in the place of another is no gap.
+    """
+    now = read_fingerprint(conn, [item["name"] for item in known])
+    for expected in (planned, known):
+        if expected is None:
+            continue
+        gap = compare(expected, now, _existing(conn, expected, now))
+        if gap is None and not is_open:
+            gap = _follow_names(conn, expected, now)
+        if gap is None:
+            return now
+    assert gap is not None
+    raise gap
+
+
+@explain_errors("read the tables")
+def _existing(conn: Connection, old: Fingerprint, now: Fingerprint) -> Existing:
+    found: dict[str, dict[int, str]] = {}
+    for kind, query in _EXISTING.items():
+        rows = {row for item in now for _, row in item[kind]}
+        lost = [member for item in old for member, row in item.get(kind, []) if row not in rows]
+        names = conn.execute(query.encode(), [lost]).fetchall() if lost else []
+        found[kind] = {oid: name_table(*name) if kind == "tables" else name[0] for oid, *name in names}
+    return found
+
+
+@explain_errors("read the tables")
+def _follow_names(conn: Connection, old: Fingerprint, now: Fingerprint) -> Narrowed | None:
+    """The gap if a table that is not published has the name of a member. Else keeps the names of dropped tables in `now`."""
+    current = {item["name"]: item for item in now}
+    moved = {  # identities of older versions have no names
+        (schema, table): (item["name"], oid)
+        for item in old
+        for oid, (schema, table) in item.get("names", {}).items()
+        if current[item["name"]]["names"].get(oid) != [schema, table]
+    }
+    if not moved:
+        return None
+    found = conn.execute(_NAMED, [[name[0] for name in moved], [name[1] for name in moved]]).fetchall()
+    members = {oid for item in now for oid, _ in item["tables"]}
+    schemas = {oid for item in now for oid, _ in item["schemas"]}
+    for schema, table, schema_oid, oids in found:
+        publication, oid = moved.pop((schema, table))
+        if int(oid) == oids[0] or members.intersection(oids) or schema_oid in schemas:
+            continue
+        name = name_table(schema, table)
+        return Narrowed(
+            f"another table has the name {name} now, and it is not in publication {publication}: its changes are not sent",
+            "The table of before was dropped or renamed. To go on with the new one from now on, start with "
+            "--accept-publication (put it into your own publication first; into ours the start puts it): what was "
+            "written to it until then is not delivered. Otherwise begin with a new slot and bring the sinks "
+            "back: pgcdc resync --new-slot",
+        )
+    for (schema, table), (publication, oid) in moved.items():
+        current[publication]["names"].setdefault(oid, [schema, table])
+    return None
+
+
+def forget_dropped(known: Fingerprint) -> Fingerprint:
+    """The same without the names of dropped tables: who chose the tables anew does not miss them."""
+    members = [{str(oid) for oid, _ in item["tables"]} for item in known]
+    return [
+        {**item, "names": {oid: name for oid, name in item["names"].items() if oid in kept}}
+        for item, kept in zip(known, members, strict=True)
+    ]
+
+
+def compare(old: Fingerprint, now: Fingerprint, existing: Existing) -> GapError | None:
+    """The gap between two fingerprints, if there is one. What was added is none, nor what does not exist any more."""
+    current = {item["name"]: item for item in now}
+    for before in old:
+        name, after = before["name"], current.get(before["name"])
+        if after is None:
+            advice = "Start with a new state directory and slot: what was changed since then cannot be read any more"
+            return GapError(f"publication {name} was dropped or is no longer used", advice)
+        if after["oid"] != before["oid"]:
+            message = f"publication {name} was dropped and created again: changes in between were not sent"
+            return GapError(message, "Start with a new state directory and slot, and reload the targets")
+        gap = _compare_options(before, after) or _compare_members(before, after, existing)
+        if gap is not None:
+            return gap
+    return None
+
+
+def _compare_options(before: dict[str, Any], after: dict[str, Any]) -> Narrowed | None:
+    name, sql = before["name"], quote_identifier(before["name"])
+    lost = [operation for operation in before["publish"] if operation not in after["publish"]]
+    if lost:
+        command = f"ALTER PUBLICATION {sql} SET (publish = '{', '.join(before['publish'])}')"
+        message = f"publication {name} no longer publishes {', '.join(lost)}: such changes were not sent since then"
+        return Narrowed(message, f"To undo it, run {command}. {_ADVICE}")
+    if after["via_root"] != before["via_root"]:
+        command = f"ALTER PUBLICATION {sql} SET (publish_via_partition_root = {str(before['via_root']).lower()})"
+        message = f"publication {name} sends partitions under other table names than before"
+        return Narrowed(message, f"To undo it, run {command}. {_ADVICE}")
+    if before.get("generated", "n") != "n" and after["generated"] == "n":
+        return Narrowed(f"publication {name} no longer publishes generated columns", _ADVICE)
+    return None
+
+
+def _compare_members(before: dict[str, Any], after: dict[str, Any], existing: Existing) -> Narrowed | None:
+    for kind, word in (("tables", "table"), ("schemas", "schema")):
+        members, rows = ({pair[place] for pair in after[kind]} for place in (0, 1))
+        for member, row in before.get(kind, []):
+            name = existing[kind].get(member)
+            if row in rows or name is None:
+                continue
+            if member in members:
+                message = (
+                    f"publication {before['name']} has another row filter or column list for {word} {name}, or was "
+                )
+                return Narrowed(message + "without it for a while: not everything was sent since then", _ADVICE)
+            message = (
+                f"{word} {name} was taken out of publication {before['name']}: its changes were not sent since then"
+            )
+            return Narrowed(message, _ADVICE)
+    return None

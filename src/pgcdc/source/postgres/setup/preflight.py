@@ -1,0 +1,158 @@
+"""What is checked in the database before anything is created there.
+
+Each check raises SourceError with the numbers found and the command that helps. The last one opens a real walsender, so
+that a server whose pg_hba.conf or pooler does not let replication through is found out here.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from pgcdc.core.errors import SourceError
+from pgcdc.postgres.database import Connection, connect, explain_errors, quote_identifier
+from pgcdc.source.postgres.setup.slots import SlotInfo, check_slot_name, check_usable, get_slot
+
+__all__ = ["ServerInfo", "check", "check_wal", "identify"]
+
+MIN_VERSION = 120000
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """Which server and database this is, and what it allows."""
+
+    version_num: int
+    system_identifier: str
+    """Given at initdb; shared with standbys and physical copies."""
+    timeline: int
+    """Grows with every promotion."""
+    database: str
+    user: str
+    encoding: str
+    wal_level: str
+    in_recovery: bool
+    max_replication_slots: int
+    used_replication_slots: int
+    max_wal_senders: int
+    used_wal_senders: int
+    wal_sender_timeout_s: float
+    """How long a slot stays active after its reader has vanished; 0 is for ever."""
+    slot: SlotInfo | None
+    """Our slot, if it exists."""
+
+
+_FACTS = """
+SELECT current_setting('server_version_num')::int, current_database(), current_user::text,
+       pg_encoding_to_char(d.encoding)::text, current_setting('wal_level'), pg_is_in_recovery(),
+       current_setting('max_replication_slots')::int, (SELECT count(*) FROM pg_replication_slots)::int,
+       current_setting('max_wal_senders')::int, (SELECT count(*) FROM pg_stat_replication)::int,
+       extract(epoch FROM current_setting('wal_sender_timeout')::interval)::float8
+FROM pg_database d WHERE d.datname = current_database()
+"""
+
+_MAY_REPLICATE = """
+SELECT r.rolsuper OR r.rolreplication OR EXISTS (
+    SELECT FROM pg_roles g WHERE g.rolname = 'rds_replication' AND pg_has_role(r.oid, g.oid, 'MEMBER'))
+FROM pg_roles r WHERE r.rolname = current_user
+"""
+
+
+@explain_errors("check the server")
+def check(url: str, slot_name: str) -> ServerInfo:
+    """Check that the changes of this database can be captured through this slot, which may exist or not.
+
+    Raises SourceError (also for a server that does not answer: nothing was started yet), GapError if the slot is lost,
+    ConnectionLost if only its present reader, who may be our own of before a crash, holds the last walsender.
+    """
+    check_slot_name(slot_name)
+    with connect(url, application_name="pgcdc preflight", may_retry=False) as conn:
+        if conn.info.server_version < MIN_VERSION:
+            raise SourceError(f"PostgreSQL {_version_text(conn)} is too old", "Use PostgreSQL 12 or later")
+        facts = conn.execute(_FACTS).fetchone()
+        assert facts is not None
+        slot = get_slot(conn, slot_name)
+        version, database, user, encoding, wal_level, in_recovery = facts[:6]
+        slots, used_slots, senders, used_senders, timeout_s = facts[6:]
+        _check_role(conn, user)
+        check_wal(wal_level, in_recovery)
+        if slot is not None:
+            check_usable(slot, database)
+        elif used_slots >= slots:
+            raise SourceError(
+                f"all {slots} replication slots of the server are in use (max_replication_slots)",
+                "Drop one that is not used (pgcdc slot list), or run ALTER SYSTEM SET max_replication_slots = "
+                f"{slots + 10} and restart PostgreSQL",
+            )
+        if used_senders >= senders and not (slot and slot.active):  # if ours is active, its walsender will be free
+            raise SourceError(
+                f"all {senders} walsenders of the server are in use (max_wal_senders)",
+                f"End one (SELECT * FROM pg_stat_replication), or ALTER SYSTEM SET max_wal_senders = {senders + 10} "
+                "and restart PostgreSQL",
+            )
+        # a reader that has just crashed may still hold the last walsender: that heals
+        system_identifier, timeline = _identify_apart(url, conn, may_retry=slot is not None and slot.active)
+    return ServerInfo(
+        version_num=version,
+        system_identifier=system_identifier,
+        timeline=timeline,
+        database=database,
+        user=user,
+        encoding=encoding,
+        wal_level=wal_level,
+        in_recovery=in_recovery,
+        max_replication_slots=slots,
+        used_replication_slots=used_slots,
+        max_wal_senders=senders,
+        used_wal_senders=used_senders,
+        wal_sender_timeout_s=timeout_s,
+        slot=slot,
+    )
+
+
+@explain_errors("identify the server")
+def identify(replication: Connection) -> tuple[str, int]:
+    """System identifier and timeline, as the walsender itself tells them."""
+    row = replication.execute("IDENTIFY_SYSTEM").fetchone()
+    assert row is not None
+    return str(row[0]), int(row[1])
+
+
+def _check_role(conn: Connection, user: str) -> None:
+    row = conn.execute(_MAY_REPLICATE).fetchone()
+    if not row or not row[0]:
+        role = quote_identifier(user)
+        raise SourceError(
+            f"role {user} has no REPLICATION right",
+            f"Run as superuser: ALTER ROLE {role} REPLICATION; (on Amazon RDS: GRANT rds_replication TO {role};)",
+        )
+
+
+def check_wal(wal_level: str, in_recovery: bool) -> None:
+    """Raise SourceError unless this server's WAL can be decoded."""
+    if in_recovery:
+        raise SourceError("this server is a standby, and changes are captured on the primary", "Connect to its primary")
+    if wal_level != "logical":
+        raise SourceError(
+            f"wal_level is {wal_level}, not logical",
+            "Run ALTER SYSTEM SET wal_level = logical and restart PostgreSQL (managed services: set "
+            "rds.logical_replication = 1 or cloudsql.logical_decoding = on)",
+        )
+
+
+def _identify_apart(url: str, conn: Connection, *, may_retry: bool) -> tuple[str, int]:
+    """Open a walsender and wait until it has gone: it may have been the last free one, which the capture needs next."""
+    with connect(url, replication=True, application_name="pgcdc preflight", may_retry=may_retry) as replication:
+        identity = identify(replication)
+        pid = replication.info.backend_pid
+    deadline = time.monotonic() + 2.0
+    gone = "SELECT NOT EXISTS (SELECT FROM pg_stat_activity WHERE pid = %s)"
+    while time.monotonic() < deadline and not (conn.execute(gone, [pid]).fetchone() or (True,))[0]:
+        time.sleep(0.01)
+    return identity
+
+
+def _version_text(conn: Connection) -> str:
+    version = conn.info.server_version
+    minor = version % 10000 if version >= 100000 else version // 100 % 100
+    return f"{version // 10000}.{minor}"

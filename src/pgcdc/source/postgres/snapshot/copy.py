@@ -1,0 +1,185 @@
+"""Rows that are there already, by `COPY (SELECT ...) TO STDOUT`: values are byte for byte those that the stream sends.
+
+Both write a value by the output function of its type, in a session with the same settings; a cast to text would not
+(`true` for `t`, char(n) without its blanks). COPY only escapes, which is undone here. Rows go straight into buffers, and
+come out as the flat arrays that typed rows are made from: one value after the other, row after row.
+
+There are two implementations with the same results, in C (`_copy.pyx`) and here in Python, which runs where there was
+no compiler and is the one to read first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Sequence
+from typing import Final, Protocol
+
+import numpy as np
+import psycopg
+import pyarrow as pa
+from psycopg import generators, pq, waiting
+from psycopg.abc import PQGen
+
+from pgcdc.core.compiled import load_compiled
+from pgcdc.core.errors import DecodeError
+from pgcdc.postgres.database import Connection, quote_identifier
+from pgcdc.spool.schema import CHANGES
+
+__all__ = [
+    "BATCH_BYTES", "CopyBuffer", "PythonCopyBuffer", "column_count_error", "copy_rows", "copy_statement", "escape_error",
+    "new_copy_buffer", "no_end_error", "row_lists",
+]  # fmt: skip
+
+BATCH_BYTES: Final = 4 * 1024 * 1024
+MAX_BATCH_BYTES: Final = 1 << 30
+"""Offsets have 31 bits, and one more row (1 GB at most) is added to what is not full yet."""
+
+GetCopyData = Callable[[int], "tuple[int, memoryview | bytes]"]
+"""`pgconn.get_copy_data`: size and content of one message. Size 0: none is here yet; -1: there are no more."""
+
+_READABLE: Final = waiting.Wait.R
+_ADVICE: Final = "The server does not write this: please report it, with the versions of PostgreSQL and pgcdc"
+
+
+class CopyBuffer(Protocol):
+    """Collects the lines of a COPY as values."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows are held."""
+
+    def fill(self, get: GetCopyData, nbytes: int) -> int:
+        """Take lines until about `nbytes` are held (1), none is here yet (0), or there are no more (-1)."""
+
+    def take(self) -> pa.Array:
+        """All values held, as one flat array; none are held then."""
+
+
+def copy_statement(columns: Sequence[str], source: str, conditions: Sequence[str] = ()) -> str:
+    """COPY of these columns. `source` is what stands behind FROM, in SQL; conditions are joined with AND."""
+    where = " WHERE " + " AND ".join(f"({one}\n)" for one in conditions) if conditions else ""  # a comment ends there
+    return f"COPY (SELECT {', '.join(map(quote_identifier, columns))} FROM {source}{where}) TO STDOUT"
+
+
+def copy_rows(conn: Connection, statement: str, columns: int, *, batch_bytes: int = BATCH_BYTES) -> Generator[pa.Array]:
+    """The rows of a COPY statement in flat arrays of about `batch_bytes`, with `columns` values for each row.
+
+    Raises what psycopg raises for the server's errors. If it is not read to its end the connection is closed, because the
+    server would go on sending.
+    """
+    pgconn = conn.pgconn
+    buffer = new_copy_buffer(columns)
+    nbytes = min(batch_bytes, MAX_BATCH_BYTES)
+    is_done = False
+    try:
+        # The extended protocol takes no second statement, whatever a condition holds.
+        pgconn.send_query_params(statement.encode(), [])
+        (result,) = conn.wait(generators.execute(pgconn))
+        if result.status == pq.ExecStatus.COPY_OUT:
+            while conn.wait(_fill(pgconn, buffer, nbytes)) > 0:
+                yield buffer.take()
+            (result,) = conn.wait(generators.fetch_many(pgconn))
+        is_done = True
+        if result.status != pq.ExecStatus.COMMAND_OK:
+            raise psycopg.errors.error_from_result(result)
+    finally:
+        if not is_done:
+            conn.close()
+    if buffer.rows:
+        yield buffer.take()
+
+
+def _fill(pgconn: pq.abc.PGconn, buffer: CopyBuffer, nbytes: int) -> PQGen[int]:
+    """Fills the buffer as far as it may, and waits for the server where it must."""
+    while (state := buffer.fill(pgconn.get_copy_data, nbytes)) == 0:
+        while not (yield _READABLE):
+            continue
+        pgconn.consume_input()
+    return state
+
+
+def row_lists(values: pa.Array, columns: int) -> pa.Array:
+    """The flat values as a list for each row: the form of `new` in the schema CHANGES."""
+    offsets = pa.array(np.arange(0, len(values) + 1, columns, dtype=np.int32))
+    return pa.ListArray.from_arrays(offsets, values, type=CHANGES.field("new").type)
+
+
+class PythonCopyBuffer:
+    """The buffer in Python."""
+
+    def __init__(self, columns: int) -> None:
+        if columns < 1:
+            raise ValueError(f"rows have at least one column, not {columns}")
+        self._columns = columns
+        self._values: list[bytes | None] = []
+        self._nbytes = 0
+
+    @property
+    def rows(self) -> int:
+        """How many rows are held."""
+        return len(self._values) // self._columns
+
+    def fill(self, get: GetCopyData, nbytes: int) -> int:
+        """Take lines until about `nbytes` are held (1), none is here yet (0), or there are no more (-1)."""
+        while self._nbytes < nbytes:
+            size, line = get(1)
+            if size <= 0:
+                return size
+            self._values += self._split(bytes(line))
+            self._nbytes += size
+        return 1
+
+    def _split(self, line: bytes) -> list[bytes | None]:
+        if not line.endswith(b"\n"):
+            raise no_end_error()
+        fields = line[:-1].split(b"\t")
+        if len(fields) != self._columns:
+            raise column_count_error(len(fields), self._columns)
+        if b"\\" not in line:
+            return list(fields)
+        return [_unescape(field) for field in fields]
+
+    def take(self) -> pa.Array:
+        """All values held, as one flat array; none are held then."""
+        made = pa.array(self._values, pa.binary())
+        self._values, self._nbytes = [], 0
+        return made
+
+
+_ESCAPED = re.compile(rb"\\(.?)", re.DOTALL)
+_ESCAPES = {b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v", b"\\": b"\\"}
+
+
+def _unescape(field: bytes) -> bytes | None:
+    if field == rb"\N":
+        return None
+    return _ESCAPED.sub(_meant, field) if b"\\" in field else field
+
+
+def _meant(found: re.Match[bytes]) -> bytes:
+    try:
+        return _ESCAPES[found[1]]
+    except KeyError:
+        raise escape_error(found[1]) from None
+
+
+def no_end_error() -> DecodeError:
+    """A message that is no line."""
+    return DecodeError("a row of COPY has no end of line", _ADVICE)
+
+
+def column_count_error(found: int, columns: int) -> DecodeError:
+    """A line with more or fewer values than were asked for."""
+    return DecodeError(f"a row of COPY has {found} columns, not {columns}", _ADVICE)
+
+
+def escape_error(behind: bytes) -> DecodeError:
+    """A backslash before something that is never escaped."""
+    return DecodeError(f"a row of COPY has an unknown escape: {(chr(92).encode() + behind)!r}", _ADVICE)
+
+
+def new_copy_buffer(columns: int) -> CopyBuffer:
+    """An empty buffer: the compiled one, unless it was not built or PGCDC_PURE_PYTHON=1 says otherwise."""
+    module = load_compiled("source.postgres.snapshot._copy")
+    made: CopyBuffer = module.CompiledCopyBuffer(columns) if module is not None else PythonCopyBuffer(columns)
+    return made

@@ -1,0 +1,459 @@
+"""Incremental snapshots: tables are read again, chunk by chunk, while the stream goes on.
+
+1. The window opens: from now on all changes of the table that go to the spool are kept in mind, too (`window.py`).
+2. A chunk of the table is read in a snapshot of its own (`chunk_reader.py`). The stream goes on meanwhile.
+3. When the stream has passed everything that the snapshot could see, the window is folded into the chunk: now its rows are
+   what the table has at exactly this place of the stream. They are released there (`releases.py`), and the next one begins.
+
+What is durable comes in this order: the rows, the log of releases (with a note which request it was, and how far it is),
+`requests.json`. A crash before the log: the chunk is read again. After it: the note tells. Nothing is ever released at a
+place that somebody has seen without it: a chunk waits for an LSN that the server reached after this process began.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError
+from pgcdc.core.failpoint import hit
+from pgcdc.core.position import Position, stream_lsn
+from pgcdc.core.state import StateDir
+from pgcdc.source.postgres.setup.published import PublishedTable
+from pgcdc.source.postgres.snapshot.chunk_reader import CHUNK_BYTES, ChunkOrder, ChunkRead, ChunkReader, NeverReadable
+from pgcdc.source.postgres.snapshot.copy import row_lists
+from pgcdc.source.postgres.snapshot.moved_keys import MovedKeys
+from pgcdc.source.postgres.snapshot.releases import Release, Releases, stage_rows
+from pgcdc.source.postgres.snapshot.requests import RequestQueue, RequestState, describe
+from pgcdc.source.postgres.snapshot.snapshot_rows import deleted_rows, snapshot_mark, snapshot_rows
+from pgcdc.source.postgres.snapshot.vanished import read_candidates
+from pgcdc.source.postgres.snapshot.window import Chunk, StreamedXids, Window, key_moves, rows_of
+from pgcdc.source.postgres.wire.stream import reconnect_delay_s
+from pgcdc.spool.batch import CaptureBatch
+from pgcdc.spool.schema import CHANGES, Op
+
+__all__ = ["IncrementalSnapshots"]
+
+logger = logging.getLogger("pgcdc.capture")
+
+FIRST_ROWS, MIN_ROWS, MAX_ROWS = 1_000, 1_000, 10_000
+"""A change that is committed behind a chunk waits until Spark has delivered it: so chunks are small."""
+CHUNK_S = 0.1
+MAX_REST_S = 1.0
+KEYS_PER_CHUNK = 5_000
+MAX_DISCARDS = 8
+RETRY_S, MAX_RETRY_S = 0.1, 5.0
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A chunk on its way."""
+
+    id: str
+    order: ChunkOrder
+    window: Window | None
+    """None: the table is only looked at."""
+    xids: npt.NDArray[np.uint32]
+    """Transactions that were streamed before the window was opened."""
+    keys_done: int
+    """Of a chunk of given keys: how far in their file it goes."""
+    begun: float = field(default_factory=time.monotonic)
+    read: ChunkRead | None = None
+    chunk: Chunk | None = None
+    is_cancelled: bool = False
+
+
+class IncrementalSnapshots:
+    """Works in the loop of the capture process: every method returns at once, what takes time is the thread's."""
+
+    def __init__(
+        self,
+        url: str,
+        publications: Sequence[str],
+        state: StateDir,
+        releases: Releases,
+        application_name: str,
+        *,
+        chunk_size: int = 0,
+        chunk_delay_s: float = 0.0,
+    ) -> None:
+        """`chunk_size` and `chunk_delay_s` are for requests that say nothing of it; 0 rows: what is read in a moment."""
+        self.queue = RequestQueue(state.requests_file)
+        self.reader = ChunkReader(url, publications, application_name)
+        self._folder = state.snapshot
+        self._releases = releases
+        self._attempt: _Attempt | None = None
+        self._known: tuple[str, PublishedTable] | None = None
+        """What the table of a request is like; the stream has passed the moment in which it was found so."""
+        self._xids = StreamedXids()
+        self._moved: dict[str, MovedKeys] = {}
+        self._chunk_size, self._chunk_delay_s = chunk_size, chunk_delay_s
+        self._size = FIRST_ROWS
+        self._discards = self._failures = self._unseen = 0
+        self._due = 0.0
+        self._pace: tuple[str, float, int] = ("", 0.0, 0)
+        self._recover()
+
+    @property
+    def target_lsn(self) -> int:
+        """How far the stream has to come; 0 if that does not matter."""
+        attempt = self._attempt
+        return attempt.read.lsn if attempt is not None and attempt.read is not None else 0
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether something that was asked for is still to be read; what waits for another attempt is not waited for."""
+        return any(one.status in ("queued", "running") and not one.error for one in self.queue.entries())
+
+    def due_s(self) -> float:
+        """How long until `step` may have something to do of itself."""
+        idle = self._attempt is None and self.queue.next() is not None
+        return max(0.0, self._due - time.monotonic()) if idle else 60.0
+
+    def see(self, batch: CaptureBatch) -> None:
+        """Changes of the stream, before they become visible."""
+        if batch.part is None:
+            return
+        self._xids.add(batch.transactions.column("xid").to_numpy())
+        window = self._attempt.window if self._attempt is not None else None
+        moving = [one for one in self.queue.entries() if one.oid and not one.is_ended and not one.request.keys_file]
+        oids = {one.oid for one in moving} | ({window.oid} if window is not None else set())
+        if not oids:
+            return
+        for rows, relation in rows_of(batch, oids):
+            if window is not None and window.oid == relation.oid:
+                window.see(rows, relation)
+            mine = [one for one in moving if one.oid == relation.oid]
+            if mine and (moves := key_moves(rows, relation)):
+                columns = [column.name for column in relation.columns if column.is_key]
+                for one in mine:
+                    self._moved_of(one.id).add(moves, columns, one.moved_done)
+
+    def lose(self) -> None:
+        """The connection of the stream is gone: what the server forgets in a crash must not be released."""
+        if self._attempt is not None:
+            self._attempt.is_cancelled = True
+
+    def step(self, end: Position, *, may_work: bool) -> Release | None:
+        """Go on. `end` is where the spool ends; if it `may_work`, the stream is read and all of it is in the spool.
+
+        A release that is returned is durable; it has to be made visible before anything else.
+        """
+        self._collect()
+        release = None
+        if may_work and self._attempt is not None:
+            read = self._attempt.read
+            if read is not None and stream_lsn(end.lsn) >= read.lsn and Releases.has_place(end):
+                release = self._finish(self._attempt, read, end)
+        if may_work and self._attempt is None and not self.reader.is_busy and time.monotonic() >= self._due:
+            self._begin()
+        return release
+
+    def close(self) -> None:
+        """End the thread."""
+        self.reader.close()
+
+    # --- from request to order
+
+    def _begin(self) -> None:
+        state = self.queue.next()
+        if state is None:
+            return
+        if state.is_retried:
+            state = self.queue.retry(state.id)
+        if self._known is not None and self._known[0] != state.id:
+            self._known = None
+        if self._pace[0] != state.id:
+            self._pace, self._size, self._discards = (state.id, time.monotonic(), state.rows), FIRST_ROWS, 0
+        request = state.request
+        known = self._known[1] if self._known is not None else None
+        order = ChunkOrder(
+            request.table,
+            state.oid,
+            known,
+            where=request.where,
+            after=state.last_key,
+            low=request.low,
+            high=request.high,
+            limit=request.chunk_size or self._chunk_size or self._size,
+        )
+        window, done = None, -1
+        if known is not None:
+            window = Window(known.relation.oid, known.key)
+            try:
+                order, done = self._choose_keys(state, order, known)
+            except SourceError as error:
+                self._fail(state.id, error)
+                return
+        self._attempt = _Attempt(state.id, order, window, self._xids.copy(), done)
+        self.reader.start(order)
+
+    def _choose_keys(self, state: RequestState, order: ChunkOrder, known: PublishedTable) -> tuple[ChunkOrder, int]:
+        """Not the next keys of the table, but those that are given."""
+        if state.request.keys_file:
+            begin = int(state.last_key[0]) if state.last_key else 0
+            keys, done = read_candidates(state.request, begin, KEYS_PER_CHUNK, known)
+            return replace(order, keys=keys, after=None, only_keys=True), done
+        if state.moved_done >= 0:
+            keys, done = self._moved_of(state.id).read(state.moved_done, KEYS_PER_CHUNK, known.key)
+            return replace(order, keys=keys, after=None, low=None, high=None), done
+        return order, -1
+
+    def _moved_of(self, name: str) -> MovedKeys:
+        if name not in self._moved:
+            self._moved[name] = MovedKeys(self._folder / f"moved-{name}.jsonl")
+        return self._moved[name]
+
+    # --- what was read
+
+    def _collect(self) -> None:
+        found = self.reader.take()
+        if found is None:
+            if self._attempt is not None and self._attempt.is_cancelled and not self.reader.is_busy:
+                self._attempt = None
+            return
+        attempt, failures, self._failures = self._attempt, self._failures, 0
+        if attempt is None or attempt.is_cancelled:
+            self._attempt = None
+        elif isinstance(found, ConnectionLost):
+            self._failures = failures + 1
+            self._retry(reconnect_delay_s(failures))
+        elif isinstance(found, PgcdcError):
+            self._attempt = None
+            self._fail(attempt.id, found)
+        elif attempt.window is None:
+            self._xids.add(np.array(found.waiting_xids, np.int64))
+            attempt.read = found
+        elif found.table != attempt.order.known:
+            self._known = None
+            self._discard(attempt, "its columns or what is published of it change all the time")
+        elif StreamedXids.unseen(attempt.xids, found.snapshot):
+            # A commit that was streamed, but is not visible yet. With synchronous replication that may take long.
+            self._unseen += 1
+            self._retry(min(RETRY_S * 2.0**self._unseen, MAX_RETRY_S))
+        else:
+            self._unseen = 0
+            hit("incremental.read")
+            names = attempt.order.columns
+            key = tuple(names.index(name) for name in found.table.key)
+            attempt.read, attempt.chunk = found, Chunk(found.values, len(names), key)
+            attempt.window.narrow(_candidates(attempt.order) if attempt.order.only_keys else attempt.chunk.key_columns)
+
+    def _retry(self, delay_s: float) -> None:
+        self._attempt, self._due = None, time.monotonic() + delay_s
+
+    def _discard(self, attempt: _Attempt, reason: str) -> None:
+        """Read the chunk again; not forever."""
+        self._discards += 1
+        self._retry(RETRY_S)
+        if self._discards > MAX_DISCARDS:
+            self._fail(
+                attempt.id, SourceError(f"table {attempt.order.table} cannot be read: {reason}", "Try again later")
+            )
+
+    def _fail(self, name: str, error: PgcdcError) -> None:
+        logger.warning("snapshot %s: %s", name, error)
+        self._discards = 0
+        if not self.queue[name].is_ended:
+            self.queue.fail(name, str(error), for_good=isinstance(error, NeverReadable))
+        self._forget_ended()
+
+    # --- release
+
+    def _finish(self, attempt: _Attempt, read: ChunkRead, end: Position) -> Release | None:
+        """The stream has passed what was read."""
+        state = self.queue[attempt.id]
+        self._attempt = None
+        if state.status not in ("queued", "running") or attempt.is_cancelled:  # paused or stopped meanwhile
+            return None
+        if attempt.window is None:
+            is_whole = not (state.request.where or state.request.low or state.request.high or state.request.keys_file)
+            self._known = (state.id, read.table)
+            self.queue.begin(
+                state.id, oid=read.table.relation.oid, estimated_rows=read.estimated_rows if is_whole else 0
+            )
+            return None
+        window, relation = attempt.window, read.table.relation
+        if window.relations - {relation}:
+            self._known = None
+            self._discard(attempt, "the stream describes it in another way than the catalog")
+            return None
+        if window.is_full:
+            self._size = max(1, self._size // 4)
+            self._discard(attempt, "too many of its rows change while they are read")
+            return None
+        return self._release(attempt, read, state, end)
+
+    def _release(self, attempt: _Attempt, read: ChunkRead, state: RequestState, end: Position) -> Release | None:
+        made = self._vanished(attempt) if state.request.keys_file else self._folded(attempt)
+        if made is None:
+            self._discard(attempt, "the stream does not say which of its rows are changed (replica identity)")
+            return None
+        self._discards = 0
+        count = sum(batch.num_rows for batch in made)
+        try:
+            after = self._after(attempt, read, state)
+        except UnicodeDecodeError:
+            advice = "Store the table's keys in the encoding of the database"
+            self._fail(state.id, SourceError(f"a key of table {state.request.table} is not valid UTF-8", advice))
+            return None
+        rows = state.rows + count
+        relation = read.table.relation
+        if state.chunks == 0:
+            made.insert(0, snapshot_mark(Op.SNAPSHOT_STARTED, state.id, state.request.kind, relation, 0))
+        if after["is_last"]:
+            made.append(snapshot_mark(Op.SNAPSHOT_COMPLETED, state.id, state.request.kind, relation, rows))
+        release, chunks = None, state.chunks
+        if made:
+            chunks += 1
+            staged = self._folder / "incremental.staged"
+            staged_rows, written = stage_rows(staged, made)
+            hit("incremental.staged")
+            release = self._releases.add(
+                end,
+                staged,
+                rows=staged_rows,
+                written=written,
+                relation=relation,
+                time_us=read.time_us,
+                note={"request": state.id, "chunks": chunks, "rows": rows, **after},
+            )
+        hit("incremental.released")
+        self._advance(state.id, {"chunks": chunks, "rows": rows, **after})
+        hit("incremental.advanced")
+        self._adapt(attempt, read)
+        self._due = time.monotonic() + self._rest_s(attempt, state)
+        return release
+
+    def _rest_s(self, attempt: _Attempt, state: RequestState) -> float:
+        """What was asked for. If nothing was: half of the time belongs to the stream."""
+        if given := state.request.chunk_delay_s or self._chunk_delay_s:
+            return given
+        is_adaptive = not (state.request.chunk_size or self._chunk_size)
+        return min(time.monotonic() - attempt.begun, MAX_REST_S) if is_adaptive else 0.0
+
+    def _after(self, attempt: _Attempt, read: ChunkRead, state: RequestState) -> dict[str, Any]:
+        """How far the request is with this chunk."""
+        last_key, moved_done = state.last_key, state.moved_done
+        if state.request.keys_file:
+            last_key, is_last = (str(attempt.keys_done),), attempt.order.keys == ()
+        elif moved_done >= 0:
+            moved_done = attempt.keys_done
+            is_last = moved_done >= self._moved_of(state.id).nbytes
+        else:
+            if read.rows and attempt.chunk is not None:
+                row = attempt.chunk.row(read.rows - 1)
+                last_key = tuple((row[place] or b"").decode() for place in attempt.chunk.key)
+            is_last = read.is_last and not self._moved_of(state.id).nbytes
+            moved_done = 0 if read.is_last and not is_last else -1
+        return {"last_key": last_key, "moved_done": moved_done, "is_last": is_last}
+
+    def _advance(self, name: str, after: dict[str, Any]) -> None:
+        key = after["last_key"]
+        self.queue.advance(
+            name,
+            chunks=after["chunks"],
+            rows=after["rows"],
+            last_key=tuple(key) if key is not None else None,
+            moved_done=after["moved_done"],
+            is_last=after["is_last"],
+        )
+        if name in self._moved:
+            self._moved[name].move_on()
+        if after["is_last"]:
+            logger.info("snapshot %s is complete: %d rows", name, after["rows"])
+            self._forget_ended()
+
+    def _folded(self, attempt: _Attempt) -> list[pa.RecordBatch] | None:
+        """The rows of a chunk as they are now."""
+        assert attempt.window is not None and attempt.chunk is not None
+        folded = attempt.window.fold(attempt.chunk)
+        return None if folded is None else list(_rows_without(attempt.chunk, *folded))
+
+    def _vanished(self, attempt: _Attempt) -> list[pa.RecordBatch] | None:
+        """Keys that the table did not have, and of which the stream has said nothing since."""
+        assert attempt.window is not None and attempt.chunk is not None and attempt.order.known is not None
+        there = set(zip(*(column.to_pylist() for column in attempt.chunk.key_columns), strict=True))
+        keys = [tuple(one.encode() for one in key) for key in attempt.order.keys or ()]
+        gone = attempt.window.leave_untouched(key for key in keys if key not in there)
+        if not gone:
+            return gone if gone is None else []
+        names = list(attempt.order.known.columns)
+        at = [names.index(name) for name in attempt.order.known.key]
+        rows: list[list[bytes | None]] = []
+        for key in gone:
+            row: list[bytes | None] = [None] * len(names)
+            for place, value in zip(at, key, strict=True):
+                row[place] = value
+            rows.append(row)
+        return [deleted_rows(pa.array(rows, CHANGES.field("old").type))]
+
+    def _adapt(self, attempt: _Attempt, read: ChunkRead) -> None:
+        """Chunks that take about a moment, and little memory."""
+        if attempt.order.keys is not None or read.rows == 0:
+            return
+        factor = min(2.0, CHUNK_S / max(read.seconds, 0.001))
+        size = min(max(int(read.rows * factor), MIN_ROWS), MAX_ROWS)
+        self._size = max(1, min(size, int(read.rows * CHUNK_BYTES / max(read.nbytes, 1))))
+
+    # --- after a crash, and for status
+
+    def _recover(self) -> None:
+        """What was released, but is not in requests.json: a crash came between."""
+        for release in self._releases.after(Position(0, 0)):
+            note = release.note
+            if note is None or "request" not in note:
+                continue
+            known = {one.id: one for one in self.queue.entries()}.get(note["request"])
+            if known is not None and note["chunks"] > known.chunks:
+                self._advance(known.id, note)
+        self.queue.retry_all()
+        self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        going = {one.id for one in self.queue.entries() if not one.is_ended}
+        for path in self._folder.glob("moved-*.jsonl"):
+            if (name := path.stem.removeprefix("moved-")) not in going:
+                self._moved.pop(name, None)
+                path.unlink()
+
+    def status(self) -> list[dict[str, Any]]:
+        """For `pgcdc status`: every request, and how long it may take."""
+        name, begun, rows = self._pace
+        elapsed = time.monotonic() - begun
+        return [
+            describe(one, (one.rows - rows) / max(elapsed, 0.001) if one.id == name else None)
+            for one in self.queue.entries()
+        ]
+
+
+def _candidates(order: ChunkOrder) -> list[pa.Array]:
+    assert order.known is not None
+    places = range(len(order.known.key))
+    return [pa.array([key[place].encode() for key in order.keys or ()], pa.binary()) for place in places]
+
+
+def _rows_without(
+    chunk: Chunk, touched: npt.NDArray[np.int64], replaced: list[list[bytes | None]]
+) -> Iterator[pa.RecordBatch]:
+    """The rows of a chunk without some, and with others in their place."""
+    first = 0
+    for values in chunk.values:
+        count = len(values) // chunk.columns
+        mine = touched[(touched >= first) & (touched < first + count)] - first
+        keep = np.ones(count, bool)
+        keep[mine] = False
+        left = row_lists(values, chunk.columns).filter(pa.array(keep)).flatten() if len(mine) else values
+        if len(left):
+            yield snapshot_rows(left, chunk.columns)
+        first += count
+    if replaced:
+        flat = [value for row in replaced for value in row]
+        yield snapshot_rows(pa.array(flat, pa.binary()), chunk.columns)

@@ -1,0 +1,491 @@
+"""The initial snapshot, in the capture process: hands entries of the plan to a query's tasks, and publishes what they read.
+
+The stream is not read before all rows are published (the slot keeps it meanwhile), so that rows and changes are in order
+without any comparison. A snapshot can be lost before that: its holder was killed, the server was restarted, the time limit
+was reached, or a table was truncated or rewritten. Then tables of which nothing is published yet are read in a new snapshot,
+and the stream will leave out what that one saw (`skipped.py`). The rest of a table that is published in part becomes a
+request for an incremental snapshot. What is staged already is published in any case, whatever became of its snapshot.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from pgcdc.capture.spec import CaptureSpec
+from pgcdc.core.errors import SourceError, StateError
+from pgcdc.core.position import format_lsn
+from pgcdc.core.state import StateDir
+from pgcdc.source.postgres.setup.published import PublishedTable
+from pgcdc.source.postgres.snapshot.holder import hold_for_long, is_held, let_all_go, let_go
+from pgcdc.source.postgres.snapshot.plan import Entry, Hold, PlannedTable, SkipRule, SnapshotPlan
+from pgcdc.source.postgres.snapshot.planning import (
+    CHUNK_BYTES,
+    NOTHING_LOST,
+    TableLocked,
+    plan_tables,
+    published_names,
+    requests_for_rest,
+)
+from pgcdc.source.postgres.snapshot.releases import Release, stage_rows
+from pgcdc.source.postgres.snapshot.requests import RequestQueue
+from pgcdc.source.postgres.snapshot.snapshot_rows import snapshot_mark
+from pgcdc.source.postgres.snapshot.staging import FAILED, NO_RIGHT, ROWS, Answers, Staged, Work
+from pgcdc.spool.schema import Op
+
+__all__ = ["InitialSnapshot"]
+
+logger = logging.getLogger("pgcdc.capture")
+
+BATCH_BYTES = 4 * CHUNK_BYTES
+"""Of tables, for the tasks of one batch. So much may wait on disk for a spool that is full."""
+LOOK_INTERVAL_S = 0.05
+LOOK_SHARE = 10
+"""Looking for answers takes at most one part in so many of the time, however many there are."""
+LOCKED_S = 2.0
+"""How long to do other things when a table is locked."""
+HELD_INTERVAL_S = 0.5
+MAX_LOSSES = 3
+"""A snapshot that is lost so often before one row of it is published will never be read."""
+WARN_AFTER_S = 600.0
+
+
+class ReleaseRows(Protocol):
+    """Puts a file of rows into the stream, durably, behind everything that is there."""
+
+    def __call__(self, file: Path, *, note: dict[str, Any], **what: Any) -> None: ...
+
+
+class InitialSnapshot:
+    """The one of a state directory, if it has one. Not thread-safe."""
+
+    def __init__(
+        self,
+        spec: CaptureSpec,
+        state: StateDir,
+        released: Iterable[Release],
+        queue: RequestQueue | None = None,
+    ) -> None:
+        """`released` is what the log of releases has: it may be one step ahead of the plan. `queue` has the requests for
+        incremental snapshots; without one they are left in their file."""
+        self._spec = spec
+        self._state = state
+        self._queue = queue
+        self._plan = SnapshotPlan(state.snapshot)
+        self._folder = state.snapshot / "staged"
+        self._answers = Answers(self._folder)
+        self._staged: dict[int, dict[str, Staged]] = {}
+        """What can be published, by table and entry."""
+        self._staged_bytes = 0
+        """Of tables with a key: one without is staged as a whole in any case."""
+        self._due: dict[int, None] = {}
+        """Tables of which there may be something to publish, in that order."""
+        self._lost: dict[int, str] = {}
+        """Tables that a task could not read, and why."""
+        self._held: dict[int, bool] = {}
+        self._held_due = self._look_due = self._plan_due = 0.0
+        self._is_unsure = True
+        """Whether a snapshot may have been lost since it was last asked."""
+        self._spare: Hold | None = None
+        """A snapshot that nothing is planned in yet."""
+        self._losses = 0
+        self._stager: str | None = None
+        self._taken: set[str] = set()
+        self._attempts: dict[str, int] = {}
+        self._not_before: dict[str, float] = {}
+        self._rates: dict[int, tuple[float, int]] = {}
+        self._warning = ""
+        if self._plan.is_active:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._catch_up(released)
+            self._due = dict.fromkeys(self._plan.unfinished)
+            for one in Answers(self._folder).find():
+                if one.answer == NO_RIGHT:  # of before: now it may be otherwise
+                    self._answers.drop(one)
+        elif state.snapshot.exists():
+            self._clean_up()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there are rows to come before the stream."""
+        return self._plan.is_active
+
+    @property
+    def holds_stream(self) -> bool:
+        """Whether the stream is not to be read, now or at all."""
+        return self._plan.is_active or (self._spec.snapshot_only and not self._has_rest)
+
+    @property
+    def _has_rest(self) -> bool:
+        """Whether rows of it are still to be read beside the stream."""
+        states = self._queue.entries() if self._queue is not None else []
+        return any(one.request.kind == "initial" and one.status in ("queued", "running") for one in states)
+
+    @property
+    def rules(self) -> list[SkipRule]:
+        """What the stream has to leave out."""
+        return self._plan.rules
+
+    def _catch_up(self, released: Iterable[Release]) -> None:
+        """A crash came between the log of releases and the plan: what was released is published."""
+        for release in released:
+            note = release.note or {}
+            if "entry" in note:
+                table = self._plan.table_of(note["entry"])
+                if note["entry"] in table.entries and note["entry"] not in table.done:
+                    self._plan.publish(note["entry"], release.rows)
+            marked = self._plan.tables.get(note.get("table", 0))
+            if marked is not None and note.get("mark") == "started" and not marked.is_started:
+                self._plan.start_table(marked.oid)
+            if marked is not None and note.get("mark") == "completed" and not marked.ended:
+                self._plan.end_table(marked.oid, "complete")
+
+    # --- work for tasks
+
+    def offer(
+        self,
+        consumer: str,
+        *,
+        take: bool,
+        is_full: bool,
+        is_behind: bool,
+        is_unacked: bool,
+        is_connected: Callable[[str], bool],
+    ) -> dict[str, Any]:
+        """Is there something to read for this consumer's tasks; with `take`, what: it is theirs until the next question.
+
+        One consumer at a time: what one batch did not read, its next one or another consumer's does. `is_full` is the
+        spool, which the consumer has not read to its end if he `is_behind`. Who has is not held up while something that
+        he has read `is_unacked`: it is acknowledged only with his next batch, even if that has nothing to do.
+        """
+        if not self._plan.is_active:
+            end = self._plan.completed["end"] if self._plan.completed else None
+            return {"active": False, "end": end, "only": self._spec.snapshot_only}
+        if self._stager not in (None, consumer) and is_connected(str(self._stager)):
+            return {"active": True, "work": []}
+        self._stager = consumer
+        if not take:
+            self._give_back()
+        is_enough = is_full and self._staged_bytes > BATCH_BYTES
+        waiting = self._waiting(keyless_only=is_enough)
+        if not take:
+            is_ready = not (is_full and is_behind) and ((is_enough and is_unacked) or any(True for _ in waiting))
+            return {"active": True, "is_ready": is_ready}
+        chosen: list[dict[str, Any]] = []
+        nbytes = 0
+        for table, entry in waiting:
+            if chosen and nbytes + entry.nbytes > BATCH_BYTES:
+                break
+            nbytes += entry.nbytes
+            self._taken.add(entry.id)
+            chosen.append(self._work(table, entry).to_json())
+        return {"active": True, "work": chosen}
+
+    def _give_back(self) -> None:
+        """The tasks have ended. What they have not answered is tried again, after a moment that grows."""
+        for entry in list(self._taken):
+            if not (self._folder / f"{entry}.json").exists():  # else it is soon seen
+                tries = self._attempts[entry] = self._attempts.get(entry, 0) + 1
+                self._not_before[entry] = time.monotonic() + min(30.0, 0.1 * 2**tries)
+                self._taken.remove(entry)
+
+    def _waiting(self, *, keyless_only: bool) -> Iterator[tuple[PlannedTable, Entry]]:
+        now = time.monotonic()
+        for table in self._plan.unfinished.values():
+            if table.oid in self._lost or not self._is_held(table) or (keyless_only and table.published.key):
+                continue
+            staged = self._staged.get(table.oid, {})
+            for entry in table.unpublished.values():
+                if entry.id not in staged and entry.id not in self._taken and now >= self._not_before.get(entry.id, 0):
+                    yield table, entry
+
+    def _work(self, table: PlannedTable, entry: Entry) -> Work:
+        published = table.published
+        name = self._plan.holds[table.hold].name
+        return Work(entry.id, name, published.columns, published.row_filter, entry.chunk, str(self._folder))
+
+    # --- publishing
+
+    def step(self, release: ReleaseRows, end: Callable[[], object]) -> bool:
+        """Do one thing, if there is one to do; True if there may be more at once."""
+        try:
+            if not self._plan.is_planned:
+                return self._plan_all()
+            self.look()
+            while self._due:
+                table = self._plan.unfinished.get(next(iter(self._due)))
+                if table is not None and self._publish_of(table, release):
+                    return True
+                self._due.pop(next(iter(self._due)))
+            if self._replace_lost():
+                return True
+        except TableLocked as error:
+            self._plan_due = time.monotonic() + LOCKED_S
+            logger.info("%s; it is tried again", error.message)
+            return False
+        if not self._plan.unfinished:
+            self._plan.complete(str(end()))
+            done = self._plan.completed or {}
+            logger.info("the initial snapshot is complete: %d rows in %.1f s", done["rows"], done["seconds"])
+            self._clean_up()
+        return False
+
+    def look(self) -> None:
+        """Take in what tasks have answered, and see which snapshots are still held."""
+        now = time.monotonic()
+        if now < self._look_due:
+            return
+        refused: list[Staged] = []
+        for one in self._answers.find():
+            self._taken.discard(one.id)
+            table = self._plan.unfinished.get(int(one.id.partition("-")[0]))
+            if table is None or one.id not in table.unpublished:
+                self._answers.drop(one)  # of a task that was late
+            elif one.answer == ROWS and self._is_there(one):
+                self._staged.setdefault(table.oid, {})[one.id] = one
+                self._staged_bytes += self._counted(table, one)
+                self._due[table.oid] = None
+            else:
+                self._answers.drop(one)
+                if one.answer == NO_RIGHT:
+                    refused.append(one)
+                elif one.answer == FAILED:
+                    logger.warning("table %s: %s; it is tried again", table.published.title, one.message)
+                    self._not_before[one.id] = now + 1.0
+                elif one.answer != ROWS:
+                    self._lost.setdefault(table.oid, one.message or "its snapshot is not held any more")
+                    self._is_unsure = True
+        if refused:
+            raise SourceError(refused[0].message, f"{refused[0].advice} ({NOTHING_LOST})")
+        took_s = time.monotonic() - now
+        self._look_due = now + max(LOOK_INTERVAL_S, LOOK_SHARE * took_s)
+        if now >= self._held_due:
+            self._held_due = now + HELD_INTERVAL_S
+            self._is_unsure = True
+            self._held = {number: is_held(self._state.snapshot, one) for number, one in self._plan.holds.items()}
+            needed = {table.hold for table in self._plan.unfinished.values() if table.unpublished}
+            if self._spare is not None:
+                needed.add(self._spare.number)
+            let_go(self._state.snapshot, *(self._plan.holds[one] for one in self._held if one not in needed))
+            self._warn()
+
+    def _is_there(self, staged: Staged) -> bool:
+        return not staged.rows or (self._folder / staged.file).exists()
+
+    @staticmethod
+    def _counted(table: PlannedTable, staged: Staged) -> int:
+        return staged.written[0] if table.published.key else 0
+
+    def _unstage(self, table: PlannedTable, staged: Staged) -> None:
+        """It is not to be published, or is."""
+        if self._staged.get(table.oid, {}).pop(staged.id, None) is not None:
+            self._staged_bytes -= self._counted(table, staged)
+        self._answers.drop(staged)
+
+    def _is_held(self, table: PlannedTable) -> bool:
+        return self._held.get(table.hold, False)
+
+    def _publish_of(self, table: PlannedTable, release: ReleaseRows) -> bool:
+        if not table.hold:
+            return False
+        left, ready = table.unpublished, self._staged.get(table.oid, {})
+        if not table.published.key and len(ready) < len(left):
+            return False  # rows without a key cannot be read in two snapshots: all or nothing
+        if left and not ready:
+            return False
+        if not table.is_started:
+            self._mark(table, Op.SNAPSHOT_STARTED, "started", release)
+            self._plan.start_table(table.oid)
+        elif ready:
+            self._publish(table, next(iter(ready.values())), release)
+        else:
+            self._mark(table, Op.SNAPSHOT_COMPLETED, "completed", release)
+            self._plan.end_table(table.oid, "complete")
+            logger.info("table %s: %d rows", table.published.title, table.rows)
+        return True
+
+    def _publish(self, table: PlannedTable, staged: Staged, release: ReleaseRows) -> None:
+        if not self._is_there(staged):  # somebody has deleted it
+            self._unstage(table, staged)
+            self._is_unsure = True
+            return
+        if staged.rows:
+            release(
+                self._folder / staged.file,
+                rows=staged.rows,
+                written=staged.written,
+                relation=table.published.relation,
+                time_us=staged.time_us,
+                note={"entry": staged.id},
+            )
+        self._plan.publish(staged.id, staged.rows, staged.time_us)
+        self._losses = 0
+        self._rates.setdefault(table.oid, (time.monotonic(), table.rows))
+        self._unstage(table, staged)
+
+    def _mark(self, table: PlannedTable, op: Op, what: str, release: ReleaseRows) -> None:
+        name = f"initial-{format_lsn(self._plan.lsn)}"
+        mark = snapshot_mark(op, name, "initial", table.published.relation, table.rows)
+        file = self._folder / f"mark-{table.oid}.arrow"
+        rows, written = stage_rows(file, [mark])
+        note = {"table": table.oid, "mark": what}
+        release(file, rows=rows, written=written, relation=None, time_us=time.time_ns() // 1000, note=note)
+
+    # --- snapshots
+
+    def _plan_all(self) -> bool:
+        if time.monotonic() < self._plan_due:
+            return False
+        held = (hold for hold in self._plan.holds.values() if is_held(self._state.snapshot, hold))
+        hold = next(held, None) or self._hold()
+        planned = plan_tables(self._spec.url, self._spec.publications, hold)
+        if planned is not None:
+            self._record(hold, *planned)
+        return True
+
+    def _hold(self) -> Hold:
+        """A snapshot of now. What it sees is left out of the stream, for the tables that are planned in it."""
+        number = max(self._plan.holds, default=0) + 1
+        hold = hold_for_long(self._spec.url, self._state, number, limit_s=self._spec.snapshot_hold_limit_s)
+        self._plan.hold(hold)
+        self._held_due = 0.0
+        return hold
+
+    def _record(
+        self, hold: Hold, planned: list[tuple[PublishedTable, list[Entry]]], others: list[PublishedTable]
+    ) -> None:
+        self._plan.plan(hold.number, planned, others)
+        self._held[hold.number] = True
+        self._due |= dict.fromkeys(one.relation.oid for one, _ in planned)
+        self._is_unsure = True
+
+    def _replace_lost(self) -> bool:
+        """See that the rest of every table whose snapshot was lost is read otherwise. True if there was one."""
+        if not self._is_unsure or time.monotonic() < self._plan_due:
+            return False
+        lost = {
+            table.oid: table
+            for table in self._plan.unfinished.values()
+            if not table.hold
+            or (
+                len(self._staged.get(table.oid, {})) < len(table.unpublished)
+                and (table.oid in self._lost or not self._is_held(table))
+            )
+        }
+        if not lost:
+            self._is_unsure = False
+            return False
+        partly = [table for table in lost.values() if table.done]
+        names = published_names(self._spec.url, self._spec.publications) if partly else {}
+        for table in partly:
+            if table.oid not in names:
+                logger.warning("table %s is gone: nothing is left to be read of it", table.published.title)
+                self._plan.end_table(table.oid, "gone")
+            else:
+                self._check_key(table)
+                queue = self._queue or RequestQueue(self._state.requests_file)
+                known = {one.id for one in queue.entries()}  # by an attempt that was killed
+                queue.add(*(one for one in requests_for_rest(table, names[table.oid]) if one.id not in known))
+                self._plan.end_table(table.oid, "moved")
+                logger.warning("the snapshot of table %s was lost: its rest is read by key", table.published.title)
+        self._begin_again({oid: table for oid, table in lost.items() if not table.done})
+        for oid in lost:
+            self._lost.pop(oid, None)
+        return True
+
+    def _check_key(self, table: PlannedTable) -> None:
+        """A table without a key is published when all of it is staged: what is missing then was deleted by somebody."""
+        if not table.published.key:
+            raise StateError(
+                f"rows of table {table.published.title} are missing in {self._folder}",
+                "Restore the state directory from a backup, or begin anew with a new slot and a new --state-dir",
+            )
+
+    def _begin_again(self, tables: dict[int, PlannedTable]) -> None:
+        if not tables:
+            return
+        names = ", ".join(sorted(table.published.title for table in tables.values()))
+        why = next((self._lost[oid] for oid in tables if oid in self._lost), "the snapshot is not held any more")
+        if self._losses >= MAX_LOSSES:
+            raise SourceError(
+                f"the rows of {names} cannot be read: {MAX_LOSSES} snapshots were lost before the first of them was "
+                f"delivered (the last one: {why})",
+                "Start again when the tables are left alone; a large table without a key needs more time: "
+                "--snapshot-hold-limit",
+            )
+        if self._spare is None or not is_held(self._state.snapshot, self._spare):
+            logger.warning("%s: %s; what is not published yet is read in a new snapshot", names, why)
+            self._spare = self._hold()
+        hold = self._spare
+        planned = plan_tables(self._spec.url, self._spec.publications, hold, set(tables))
+        self._losses += 1
+        self._spare = None
+        if planned is None:
+            return
+        for oid, table in tables.items():
+            for staged in list(self._staged.get(oid, {}).values()):
+                self._unstage(table, staged)
+            if not any(one.relation.oid == oid for one in [*(one for one, _ in planned[0]), *planned[1]]):
+                logger.warning("table %s is gone: nothing is left to be read of it", table.published.title)
+                self._plan.end_table(oid, "gone")
+        self._record(hold, *planned)
+
+    def _clean_up(self) -> None:
+        let_all_go(self._state.snapshot)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # --- for people
+
+    def status(self, server_lsn: int) -> dict[str, Any] | None:
+        """Rows, percent, rate and time left of each table, and how long what is held."""
+        if not self._plan.lsn:
+            return None
+        if self._plan.completed is not None:
+            kept = ("rows", "seconds", "tables", "end", "time")
+            return {"status": "complete", **{name: self._plan.completed[name] for name in kept}}
+        return {
+            "status": "reading" if self._plan.is_planned else "planning",
+            "tables": [self._table_status(table) for table in self._plan.tables.values()],
+            "held_seconds": round(self._held_s(), 1),
+            "hold_limit_seconds": self._spec.snapshot_hold_limit_s,
+            "wal_held_bytes": max(0, server_lsn - self._plan.lsn),
+            "warning": self._warning or None,
+        }
+
+    def _table_status(self, table: PlannedTable) -> dict[str, Any]:
+        began, before = self._rates.get(table.oid, (time.monotonic(), table.rows))
+        elapsed_s = time.monotonic() - began
+        rate = (table.rows - before) / elapsed_s if elapsed_s > 1 else 0.0
+        total = max(table.estimated_rows, table.rows)
+        percent = 100.0 if table.ended or not total else 100.0 * table.rows / total
+        return {
+            "table": table.published.title,
+            "status": table.ended or ("reading" if table.is_started or table.rows else "waiting"),
+            "rows": table.rows,
+            "estimated_rows": total,
+            "percent": round(percent, 1),
+            "rows_per_s": round(rate),
+            "seconds_left": round((total - table.rows) / rate) if rate and not table.ended else None,
+        }
+
+    def _held_s(self) -> float:
+        times = [hold.time for number, hold in self._plan.holds.items() if self._held.get(number)]
+        return time.time() - min(times) if times else 0.0
+
+    def _warn(self) -> None:
+        """After ten minutes, and when half and nine tenths of the time are over."""
+        limit_s, held_s = self._spec.snapshot_hold_limit_s, self._held_s()
+        passed = [after for after in sorted((WARN_AFTER_S, limit_s / 2, limit_s * 0.9)) if held_s >= after]
+        if not passed:
+            return
+        text = (
+            f"the initial snapshot has been held for more than {round(passed[-1] / 60)} minutes: VACUUM cannot clean up "
+            f"behind it, and WAL is kept; it is given up after {round(limit_s / 60)} minutes (--snapshot-hold-limit)"
+        )
+        if text != self._warning:
+            self._warning = text
+            logger.warning("%s", text)

@@ -1,0 +1,217 @@
+"""Rows that come from tables, put into the stream between two transactions: durably, so that every replay has them there.
+
+The stream can be read again from the slot, and the spool is only a copy of it. Rows of a snapshot cannot: the table has
+changed since. So the file with the rows of a chunk is durable before it is released, and so is the log that says where. A
+spool that is lost is filled again from both, each in its place.
+
+A file of rows has the schema CHANGES in any number of record batches, as `stage_rows` writes it. Its `ordinal` and
+`relation` are made when it is released.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pgcdc.core.errors import SpoolError, StateError
+from pgcdc.core.failpoint import hit
+from pgcdc.core.journal import append_lines, read_lines
+from pgcdc.core.position import CHUNK_BITS, CHUNK_ROWS, LAST_CHUNK, Position, stream_lsn
+from pgcdc.core.relation import Relation, Relations
+from pgcdc.core.state import fsync_folder
+from pgcdc.spool.batch import CaptureBatch, Part
+from pgcdc.spool.schema import CHANGES, TRANSACTIONS
+from pgcdc.spool.segment import Written, checksum_file
+
+__all__ = ["Release", "Releases", "stage_rows"]
+
+_DISK_FULL = "Make room on the disk of the state directory and start again: nothing is lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The rows of one chunk, and where they stand in the stream."""
+
+    lsn: int
+    """One of a snapshot: behind the transaction that ends at `stream_lsn(lsn)`."""
+    chunk: int
+    file: str
+    """In the folder of the releases."""
+    written: Written
+    rows: int
+    time_us: int
+    """When they were read, in microseconds since 1970."""
+    relation: dict[str, Any] | None
+    """The shape of the rows; None if none of them is a row of a table."""
+    note: dict[str, Any] | None = None
+    """What whoever released them has to know after a crash."""
+
+    @property
+    def end(self) -> Position:
+        """The position behind the rows."""
+        return Position.chunk_end(self.lsn, self.chunk)
+
+    def follows(self, end: Position) -> bool:
+        """Whether its place is right behind `end`, or `end` is inside of it: it can be made visible at once."""
+        return end.lsn == self.lsn or (end.is_end and end.lsn == stream_lsn(self.lsn))
+
+
+def stage_rows(path: Path, batches: Iterable[pa.RecordBatch]) -> tuple[int, Written]:
+    """Write rows of a chunk, durably: `path` exists only when it is complete. Returns how many, and the file's checksum."""
+    rows = 0
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            with pa.ipc.new_file(file, CHANGES) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
+                    rows += batch.num_rows
+            file.flush()
+            os.fsync(file.fileno())
+        written = checksum_file(partial)
+        os.replace(partial, path)
+        fsync_folder(path.parent)
+    except OSError as error:
+        raise SpoolError(f"{path} cannot be written: {error.strerror}", _DISK_FULL) from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return rows, written
+
+
+class Releases:
+    """The log of what was released and may be needed again. The capture process owns it."""
+
+    def __init__(self, folder: Path, base: Position) -> None:
+        """`base` is what nobody needs again."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._log = folder / "releases.jsonl"
+        found = (Release(**{**raw, "written": tuple(raw["written"])}) for raw in read_lines(self._log))
+        self._known = [release for release in found if release.end > base]
+        self.forget(base)
+
+    def add(
+        self,
+        after: Position,
+        file: Path,
+        *,
+        rows: int,
+        written: Written,
+        relation: Relation | None,
+        time_us: int,
+        note: dict[str, Any] | None = None,
+    ) -> Release:
+        """Release a file of rows behind `after`, where the spool ends; it is moved here. Durable when this returns.
+
+        A crash leaves the file at its old place, or the release.
+        """
+        if rows >= CHUNK_ROWS:
+            raise SpoolError(f"a chunk of {rows} rows is too large", "Choose smaller chunks")
+        lsn, chunk = (after.lsn, after.chunk + 1) if after.is_snapshot else (after.lsn + 1, 0)
+        if not self.has_place(after):
+            raise SpoolError(f"rows of a snapshot have no place behind {after}")
+        name = f"{lsn:016X}-{chunk:05X}.arrow"
+        release = Release(lsn, chunk, name, written, rows, time_us, relation.to_json() if relation else None, note)
+        try:
+            _duplicate(file, self.folder / name)
+            fsync_folder(self.folder)
+        except OSError as error:
+            raise StateError(f"{self.folder / name} cannot be written: {error.strerror}", _DISK_FULL) from error
+        hit("releases.before_log")
+        append_lines(self._log, [asdict(release)])
+        hit("releases.after_log")
+        file.unlink(missing_ok=True)
+        self._known.append(release)
+        return release
+
+    @staticmethod
+    def has_place(after: Position) -> bool:
+        """Whether rows can be released behind a position: at the end of a transaction, or of other rows."""
+        is_aligned = after.is_snapshot or stream_lsn(after.lsn) == after.lsn
+        return after.is_end and is_aligned and not (after.is_snapshot and after.chunk >= LAST_CHUNK)
+
+    def after(self, position: Position) -> list[Release]:
+        """What stands behind `position`, in order."""
+        return [release for release in self._known if release.end > position]
+
+    def forget(self, base: Position) -> None:
+        """Nobody needs anything up to `base` again: delete the files, and the log when nothing is left in it."""
+        gone = [release for release in self._known if release.end <= base]
+        if gone:
+            self._known = [release for release in self._known if release.end > base]
+        if not self._known and self._log.exists():
+            self._log.unlink()
+        keep = {release.file for release in self._known}
+        for file in self.folder.glob("*.arrow"):
+            if file.name not in keep:
+                file.unlink()
+
+    def batches(self, release: Release, relations: Relations) -> Iterator[CaptureBatch]:
+        """The rows as the capture hands them on: the last batch ends with the chunk."""
+        path = self.folder / release.file
+        if not path.exists() or checksum_file(path) != release.written:
+            raise StateError(
+                f"{path}, which has rows of a snapshot, is missing or damaged",
+                "Restore the state directory from a backup, or begin anew: pgcdc resync --new-slot",
+            )
+        version = relations.intern(Relation.from_json(release.relation)) if release.relation else -1
+        with pa.memory_map(str(path)) as source:
+            file = pa.ipc.open_file(source)
+            ordinal = release.chunk << CHUNK_BITS
+            for number in range(file.num_record_batches):
+                rows = file.get_batch(number)
+                is_last = number == file.num_record_batches - 1
+                yield _number(release, rows, ordinal, version, relations, is_last=is_last)
+                ordinal += rows.num_rows
+
+
+def _number(
+    release: Release, rows: pa.RecordBatch, ordinal: int, version: int, relations: Relations, *, is_last: bool
+) -> CaptureBatch:
+    """One batch with its final positions and versions."""
+    of_table = rows.column("relation").to_numpy() >= 0
+    columns = {
+        "ordinal": pa.array(ordinal + 1 + np.arange(rows.num_rows), pa.int64()),
+        "relation": pa.array(np.where(of_table, version, -1), pa.int32()),
+    }
+    data = pa.RecordBatch.from_arrays(
+        [columns.get(field.name, rows.column(field.name)) for field in CHANGES], schema=CHANGES
+    )
+    transactions = pa.RecordBatch.from_pylist(
+        [
+            {
+                "lsn": release.lsn,
+                "commit_time": release.time_us,
+                "xid": 0,
+                "rows": rows.num_rows,
+                "complete": is_last,
+                "origin": None,
+            }
+        ],
+        schema=TRANSACTIONS,
+    )
+    last = (ordinal + rows.num_rows, 0)
+    end = release.end if is_last else Position(release.lsn, *last)
+    return CaptureBatch(
+        Part(rows.num_rows, data.nbytes, last, data), transactions, relations, end, stream_lsn(release.lsn)
+    )
+
+
+def _duplicate(file: Path, target: Path) -> None:
+    """The same file under a second name; a copy where the file system has no such thing."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(file, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(file, target)
+        with open(target, "rb+") as copy:
+            os.fsync(copy.fileno())

@@ -1,0 +1,287 @@
+"""What the stream said about the rows of a chunk while it was read: folded into the chunk before it is released.
+
+The window opens before the chunk's snapshot is taken, and closes when the stream has passed that snapshot. So it has every
+change that the snapshot does not see, and perhaps some that it does. Both are folded: the last change of a row in the window
+is at least as new as the chunk, and a column that no change of the window has written is in the chunk as it is now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pgcdc.core.relation import Relation
+from pgcdc.spool.batch import CaptureBatch
+from pgcdc.spool.schema import OldKind, Op
+
+__all__ = ["Change", "Chunk", "Key", "StreamedXids", "Window", "changes_of", "key_moves", "rows_of"]
+
+Key = tuple[bytes, ...]
+"""The values of the key's columns."""
+
+WINDOW_BYTES = 64 << 20
+XIDS = 1 << 18
+
+
+class Change(NamedTuple):
+    """One change of a row, by its keys. A key that the stream did not send is None."""
+
+    op: int
+    key: Key | None
+    old_key: Key | None
+    """Only where it is another one."""
+    new: list[bytes | None]
+    unchanged: frozenset[int]
+    """Columns of `new` that were not sent."""
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Rows as they were read: flat arrays of values, `columns` for each row."""
+
+    values: list[pa.Array]
+    columns: int
+    key: tuple[int, ...]
+    """Which columns are the key, in its order."""
+
+    def key_column(self, place: int) -> pa.Array:
+        """The values of one column of the key, of all rows."""
+        picked = [one.take(pa.array(np.arange(self.key[place], len(one), self.columns))) for one in self.values]
+        return pa.concat_arrays(picked) if picked else pa.array([], pa.binary())
+
+    @property
+    def key_columns(self) -> list[pa.Array]:
+        """The values of all columns of the key."""
+        return [self.key_column(place) for place in range(len(self.key))]
+
+    def find(self, keys: Iterable[Key]) -> dict[Key, int]:
+        """The numbers of the rows that have these keys; keys that the chunk does not have are left out."""
+        wanted = set(keys)
+        columns = self.key_columns
+        candidates: npt.NDArray[np.bool_] | None = None
+        for place, column in enumerate(columns):
+            known = pa.array([key[place] for key in wanted], pa.binary())
+            fits = pc.is_in(column, value_set=known).to_numpy(zero_copy_only=False)
+            candidates = fits if candidates is None else candidates & fits
+        rows = np.flatnonzero(candidates) if candidates is not None else np.empty(0, np.int64)
+        texts = [column.take(pa.array(rows)).to_pylist() for column in columns]
+        found = dict(zip(zip(*texts, strict=True), rows.tolist(), strict=True))
+        return {key: row for key, row in found.items() if key in wanted}
+
+    def row(self, number: int) -> list[bytes | None]:
+        """The values of one row."""
+        at = number * self.columns
+        for one in self.values:
+            if at < len(one):
+                values: list[bytes | None] = one.slice(at, self.columns).to_pylist()
+                return values
+            at -= len(one)
+        raise IndexError(number)
+
+
+@dataclass(slots=True)
+class Window:
+    """The changes of one table since it was opened, in their order."""
+
+    oid: int
+    key: tuple[str, ...]
+    limit_bytes: int = WINDOW_BYTES
+    relations: set[Relation] = field(default_factory=set)
+    """The shapes that the changes had."""
+    nbytes: int = 0
+    is_full: bool = False
+    """It grew too large, and changes were left out: it is of no use any more."""
+    _parts: list[tuple[pa.RecordBatch, Relation]] = field(default_factory=list)
+    _wanted: list[pa.Array] | None = None
+
+    def see(self, rows: pa.RecordBatch, relation: Relation) -> None:
+        """Changes of the table, all of one shape."""
+        self.relations.add(relation)
+        if not self.is_full and set(self.key) <= {column.name for column in relation.columns}:
+            self._keep(rows, relation)
+
+    def narrow(self, keys: list[pa.Array]) -> None:
+        """Only changes of these keys (an array for each column) matter, of those that came and of those to come."""
+        self._wanted = keys
+        parts, self._parts, self.nbytes = self._parts, [], 0
+        for rows, relation in parts:
+            if set(self.key) <= {column.name for column in relation.columns}:
+                self._keep(rows, relation)
+
+    def changes(self) -> Iterator[Change]:
+        """What is left to be folded, in the order of the stream."""
+        for rows, relation in self._parts:
+            yield from changes_of(rows, relation, self.key)
+
+    def _keep(self, rows: pa.RecordBatch, relation: Relation) -> None:
+        if self._wanted is not None:
+            rows = rows.filter(self._touches(rows, relation))
+        if rows.num_rows:
+            self._parts.append((rows, relation))
+            self.nbytes += rows.nbytes
+        if self.nbytes > self.limit_bytes:
+            self.is_full, self._parts = True, []
+
+    def _touches(self, rows: pa.RecordBatch, relation: Relation) -> pa.Array:
+        """Changes that may be of wanted keys: column by column, which is enough to leave nearly all others out."""
+        assert self._wanted is not None
+        names = [column.name for column in relation.columns]
+        touches = np.asarray(rows.column("op").to_numpy() == Op.TRUNCATE)
+        for side in ("new", "old"):
+            fits = np.ones(rows.num_rows, bool)
+            for name, wanted in zip(self.key, self._wanted, strict=True):
+                values = pc.list_element(rows.column(side), names.index(name))
+                # A key that was not sent is looked at when it is folded.
+                is_there = values.is_valid().to_numpy(zero_copy_only=False)
+                fits &= pc.is_in(values, value_set=wanted).to_numpy(zero_copy_only=False) | ~is_there
+            is_row = rows.column(side).is_valid().to_numpy(zero_copy_only=False)
+            touches |= fits & is_row
+        return pa.array(touches)
+
+    # --- what becomes of the chunk
+
+    def fold(self, chunk: Chunk) -> tuple[npt.NDArray[np.int64], list[list[bytes | None]]] | None:
+        """Numbers of the rows that are not as they were read any more, and those of them that still are, as they are now.
+
+        None if the stream did not say which rows it changed.
+        """
+        changes = list(self.changes())
+        if any(change.key is None and change.op != Op.TRUNCATE for change in changes):
+            return None
+        numbers = chunk.find(key for change in changes for key in (change.key, change.old_key) if key is not None)
+        rows: dict[Key, list[bytes | None] | None] = {}
+        is_truncated = False
+        for change in changes:
+            if change.op == Op.TRUNCATE:
+                is_truncated, rows = True, dict.fromkeys(numbers)
+                continue
+            assert change.key is not None
+            if change.old_key in numbers:
+                rows[change.old_key] = None
+            if change.key not in numbers:
+                continue
+            if change.op == Op.DELETE:
+                rows[change.key] = None
+            elif not change.unchanged:
+                rows[change.key] = change.new
+            elif change.old_key is not None:
+                rows[change.key] = None  # its long values are another row's: it is among the moved keys, and read later
+            else:
+                before = rows[change.key] if change.key in rows else chunk.row(numbers[change.key])
+                if before is not None:
+                    new = enumerate(change.new)
+                    before = [before[at] if at in change.unchanged else value for at, value in new]
+                rows[change.key] = before
+        count = sum(len(one) for one in chunk.values) // chunk.columns
+        touched = np.arange(count) if is_truncated else np.array([numbers[key] for key in rows], np.int64)
+        return touched, [row for row in rows.values() if row is not None]
+
+    def leave_untouched(self, keys: Iterable[Key]) -> list[Key] | None:
+        """Those of the keys that the stream has said nothing about; None if it did not say which rows it changed."""
+        touched: set[Key] = set()
+        for change in self.changes():
+            if change.op == Op.TRUNCATE:
+                return []
+            if change.key is None:
+                return None
+            touched |= {change.key, change.old_key or change.key}
+        return [key for key in keys if key not in touched]
+
+
+def rows_of(batch: CaptureBatch, oids: Iterable[int]) -> Iterator[tuple[pa.RecordBatch, Relation]]:
+    """The changes of these tables in a batch of the stream; those of one shape at a time, in order for each table."""
+    if batch.part is None:
+        return
+    wanted = set(oids)
+    data = batch.part.batch
+    if data is None:
+        data = batch.part.load().combine_chunks().to_batches()[0]
+    numbers = data.column("relation").to_numpy()
+    versions = [one for one in np.unique(numbers).tolist() if one >= 0 and batch.relations[one].oid in wanted]
+    for oid in {batch.relations[version].oid for version in versions}:
+        mine = [version for version in versions if batch.relations[version].oid == oid]
+        rows = np.flatnonzero(np.isin(numbers, mine))
+        cuts = np.flatnonzero(np.diff(numbers[rows])) + 1
+        for run in np.split(rows, cuts):
+            # Copied: a slice would keep the whole batch in memory.
+            yield data.take(pa.array(run)), batch.relations[int(numbers[run[0]])]
+
+
+def changes_of(rows: pa.RecordBatch, relation: Relation, key: Sequence[str]) -> Iterator[Change]:
+    """Changes of one shape, one by one."""
+    names = [column.name for column in relation.columns]
+    at = [names.index(name) for name in key]
+    columns = (rows.column(name).to_pylist() for name in ("op", "new", "old", "old_kind", "unchanged"))
+    for op, new, old, old_kind, marks in zip(*columns, strict=True):
+        if op not in (Op.INSERT, Op.UPDATE, Op.DELETE):
+            yield Change(op, None, None, [], frozenset())
+            continue
+        unchanged = frozenset(mark for mark in marks or () if mark >= 0)
+        old_key = _key(old, at) if old_kind != OldKind.NONE else None
+        if op == Op.DELETE:
+            yield Change(op, old_key, None, [], unchanged)
+            continue
+        values = [old[one] if one in unchanged and old else new[one] for one in at]
+        new_key = None if None in values else tuple(values)
+        yield Change(op, new_key, old_key if old_key != new_key else None, new, unchanged)
+
+
+def _key(values: list[bytes | None], at: Sequence[int]) -> Key | None:
+    found = [value for value in (values[one] for one in at) if value is not None]
+    return tuple(found) if len(found) == len(at) else None
+
+
+def key_moves(rows: pa.RecordBatch, relation: Relation) -> list[tuple[Key, Key]]:
+    """Old and new key of rows that got another key while some of their long values were not sent.
+
+    The values are those of the replica identity, in the order of the columns: see `identity_columns`.
+    """
+    has_old = rows.column("old_kind").to_numpy() == OldKind.KEY
+    has_marks = rows.column("unchanged").is_valid().to_numpy(zero_copy_only=False)
+    candidates = has_old & has_marks & (rows.column("op").to_numpy() == Op.UPDATE)
+    if not candidates.any():
+        return []
+    key = [column.name for column in relation.columns if column.is_key]
+    return [
+        (change.old_key, change.key)
+        for change in changes_of(rows.filter(pa.array(candidates)), relation, key)
+        if change.unchanged and change.key is not None and change.old_key is not None
+    ]
+
+
+class StreamedXids:
+    """The last transactions that the stream has told, to find those whose commit a snapshot does not see yet.
+
+    A commit is in the WAL, and may be streamed, before the server lets others see it; with synchronous replication long
+    before. Numbers have 32 bits, as in the stream.
+    """
+
+    def __init__(self, size: int = XIDS) -> None:
+        self._ring = np.zeros(size, np.uint32)
+        self._at = self._count = 0
+
+    def add(self, xids: npt.NDArray[np.int64]) -> None:
+        """These transactions have been handed on; 0 stands for none."""
+        xids = xids[xids != 0][-len(self._ring) :]
+        places = (self._at + np.arange(len(xids))) % len(self._ring)
+        self._ring[places] = xids.astype(np.uint32)
+        self._at = (self._at + len(xids)) % len(self._ring)
+        self._count = min(self._count + len(xids), len(self._ring))
+
+    def copy(self) -> npt.NDArray[np.uint32]:
+        """Those that are known now."""
+        return self._ring[: self._count].copy()
+
+    @staticmethod
+    def unseen(xids: npt.NDArray[np.uint32], snapshot: str) -> bool:
+        """Whether one of them is in progress for a snapshot, which is `xmin:xmax:xip,...` as the server writes it."""
+        _, xmax, in_progress = snapshot.split(":")
+        running = np.array([int(one) & 0xFFFFFFFF for one in in_progress.split(",") if one], np.uint32)
+        ahead = (xids - np.uint32(int(xmax) & 0xFFFFFFFF)).astype(np.int32) >= 0  # in the circle of 32 bits
+        return bool(ahead.any() or np.isin(xids, running).any())

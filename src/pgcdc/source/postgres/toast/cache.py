@@ -1,0 +1,471 @@
+"""The store behind `--toast cache`: out-of-line values by table and key, as they were at a position.
+
+Two parts. A table on disk (LMDB) holds the newest state. A log beside it holds every change of that state with the END lsn
+of its transaction, the new value and the one before. Changes go to the log before their rows go to the spool, so after a
+kill the log is not behind; it is fsynced before a position is confirmed, so after a power failure neither. At a start the
+table is brought to the position where the stream goes on: changes behind it are taken back, and those before it that the
+table lacks are applied. What cannot be brought there is thrown away: an empty cache gives misses, never wrong values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import marshal
+import os
+import shutil
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from pgcdc.core.errors import StateError
+from pgcdc.core.failpoint import hit
+from pgcdc.core.state import fsync_folder
+from pgcdc.source.postgres.toast.cache_log import Columns, LogMissing, ToastLog
+from pgcdc.source.postgres.toast.cache_state import Generation, State
+
+__all__ = ["ToastCache"]
+
+logger = logging.getLogger("pgcdc.capture")
+
+MAP_BYTES = 1 << 38
+"""Address space, not memory: the file grows as needed."""
+COMMIT_ITEMS = 65_536
+COMMIT_BYTES = 32 << 20
+"""The table is committed after so much: an open transaction keeps what it changed in memory."""
+RECORD_BYTES = 8 << 20
+PRUNE_ITEMS = 20_000
+FORMAT = 1
+
+_ID = struct.Struct(">Q")
+_HEAD = struct.Struct(">QI")  # number of the write, CRC-32 of the values
+_NOT_PENDING = object()
+_TABLES = _ID.pack(0)  # the prefix of what is known about tables; entries have the number of their generation
+
+
+class ToastCache:
+    """A bounded map from (generation, key) to values, that can be taken back to an older position. One writer."""
+
+    def __init__(self, folder: Path, *, limit: int, resume_lsn: int, instance: str) -> None:
+        """Open the cache and bring it to `resume_lsn`, or begin with an empty one."""
+        self._folder = folder
+        self._limit = limit
+        self._old_after = limit - limit // 4
+        self._swept = b"\0"
+        self._instance = instance
+        self._tables: dict[int, Generation] = {}
+        self.generations = 0
+        """How often one has begun or ended, since the start."""
+        self._seen: dict[int, tuple[str, int]] = {}
+        self._pending: dict[bytes, bytes | None] = {}
+        self._order_new: list[tuple[bytes, bytes]] = []
+        self._items: Columns = ([], [], [], [])
+        self._item_bytes = 0
+        self._uncommitted_items = self._uncommitted_bytes = 0
+        self._committed_records = self._sure_records = 0
+        """Records of the log that are in the table, after its last commit and after the one before."""
+        self._count = 0
+        self._env: Any = None
+        self._txn: Any = None
+        self._log = ToastLog(folder, 1)
+        self._state = State()
+        try:
+            self._open(resume_lsn)
+            return
+        except LogMissing:
+            logger.warning("the TOAST cache starts empty: a part of its log is missing")
+        except _Unusable as error:
+            if str(error):
+                logger.warning("the TOAST cache starts empty: %s", error)
+        except (lmdb.Error, OSError, ValueError, EOFError, TypeError, KeyError) as error:
+            logger.warning("the TOAST cache starts empty: it is damaged (%s)", error)
+        self._discard()
+        try:
+            self._create(resume_lsn)
+        except (lmdb.Error, OSError) as error:
+            raise self._explain(error) from error
+
+    # --- what the resolver does
+
+    @property
+    def entries(self) -> int:
+        """How many rows have an entry."""
+        return self._count
+
+    def generation(self, oid: int) -> Generation | None:
+        """The entries of a table, if it has any."""
+        return self._tables.get(oid)
+
+    def has_entries(self, oid: int) -> bool:
+        """Whether there may be something to find for a table."""
+        found = self._tables.get(oid)
+        return found is not None and self._state.live.get(found.prefix, 0) > 0
+
+    def seen_stamp(self, oid: int) -> tuple[str, int]:
+        """What the catalog said last about a table, and an LSN since which it says so."""
+        return self._seen.get(oid, ("", 0))
+
+    def see_stamps(self, stamps: dict[int, tuple[str, int]]) -> None:
+        """The catalog says something new about tables. Between batches only; durable, because it is true at any position."""
+        self._seen |= stamps
+        self._txn.put(b"seen", marshal.dumps(self._seen), db=self._meta)
+        self._commit()
+
+    def begin_table(self, oid: int, shape: str, stamp: str, stamp_lsn: int, lsn: int) -> Generation:
+        """A new generation for a table that has none."""
+        made = Generation(self._state.next_id, shape, stamp, stamp_lsn, lsn)
+        self._state.next_id += 1
+        self._tables[oid] = made
+        self.generations += 1
+        self._state.live[made.prefix] = 0
+        self._write(lsn, _TABLES + _ID.pack(oid), made.encode(), None)
+        return made
+
+    def prove(self, oid: int) -> None:
+        """The stream has shown that a generation is as its stamp says. True at every position, so no part of the log."""
+        old = self._tables[oid]
+        made = Generation(old.number, old.shape, old.stamp, old.stamp_lsn, old.first_lsn, True)
+        self._tables[oid] = made
+        self._pending[_TABLES + _ID.pack(oid)] = made.encode()
+
+    def evict_table(self, oid: int, lsn: int) -> None:
+        """Forget all entries of a table. They are deleted when this is confirmed."""
+        gone = self._tables.pop(oid, None)
+        if gone is not None:
+            self.generations += 1
+            key = _TABLES + _ID.pack(oid)
+            self._write(lsn, key, None, self.get(key))
+            self._count -= self._state.live.get(gone.prefix, 0)
+            self._state.garbage[gone.prefix] = lsn
+
+    def get(self, full: bytes) -> bytes | None:
+        """What is stored for a key: to be given to `values_of`, `put`, `keep_young` and `remove`."""
+        found = self._pending.get(full, _NOT_PENDING)
+        return self._txn.get(full, None, self._entry) if found is _NOT_PENDING else found  # type: ignore[return-value]
+
+    @staticmethod
+    def shorten(prefix: bytes, key: bytes) -> bytes:
+        """The place of an entry whose key is too long for the store."""
+        return prefix + b"\xff" + hashlib.sha256(key).digest()
+
+    @staticmethod
+    def is_sound(stored: bytes | None, values: bytes) -> bool:
+        """Whether these values are what was put there: a damaged entry is none."""
+        return stored is not None and zlib.crc32(values) == _HEAD.unpack_from(stored)[1]
+
+    def put(self, lsn: int, full: bytes, values: bytes, stored: bytes | None) -> None:
+        """Store values in the place of `stored`."""
+        state = self._state
+        number = state.next_id
+        state.next_id = number + 1
+        new = _HEAD.pack(number, zlib.crc32(values)) + values
+        self._pending[full] = new
+        self._order_new.append((new[: _ID.size], full))
+        lsns, keys, news, olds = self._items  # as `_write` does it: once for each change, without a call
+        lsns.append(lsn)
+        keys.append(full)
+        news.append(new)
+        olds.append(stored)
+        if stored is None:
+            state.live[full[: _ID.size]] += 1
+            self._count += 1
+            self._item_bytes += len(new)
+        else:
+            self._item_bytes += len(new) + len(stored)
+        if self._item_bytes > RECORD_BYTES:
+            self._write_record()
+        if self._count > self._limit:
+            self._evict(lsn)
+
+    def is_old(self, stored: bytes) -> bool:
+        """Whether an entry is near its eviction: there is little room left, and much was written since."""
+        return self._count > self._old_after and self._state.next_id - _ID.unpack_from(stored)[0] > self._old_after
+
+    def renew(self, lsn: int, full: bytes, stored: bytes) -> None:
+        """Count an entry as written now. The log needs no values for that."""
+        number = _ID.pack(self._state.next_id)
+        self._state.next_id += 1
+        self._order_new.append((number, full))
+        self._write(lsn, full, number, stored[: _ID.size])
+        self._pending[full] = number + stored[_ID.size :]
+
+    def remove(self, lsn: int, full: bytes, stored: bytes) -> None:
+        """Forget an entry."""
+        self._state.live[full[: _ID.size]] -= 1
+        self._count -= 1
+        self._write(lsn, full, None, stored)
+
+    def _write(self, lsn: int, key: bytes, new: bytes | None, old: bytes | None) -> None:
+        self._pending[key] = new
+        lsns, keys, news, olds = self._items
+        lsns.append(lsn)
+        keys.append(key)
+        news.append(new)
+        olds.append(old)
+        self._item_bytes += (len(new) if new else 0) + (len(old) if old else 0)
+        if self._item_bytes > RECORD_BYTES:
+            self._write_record()
+
+    def _flush(self) -> None:
+        """Bring what is pending into the table."""
+        txn = self._txn
+        gone = [key for key, new in self._pending.items() if new is None]
+        with txn.cursor(self._entry) as cursor:  # in the order of the keys: neighbours share a page
+            cursor.putmulti(sorted((key, new) for key, new in self._pending.items() if new is not None))
+        for key in gone:
+            txn.delete(key, b"", self._entry)
+        with txn.cursor(self._order) as cursor:
+            cursor.putmulti(self._order_new, append=True)
+        self._pending, self._order_new = {}, []
+
+    def _evict(self, lsn: int) -> None:
+        """Make room: the entries that were written longest ago. Only the state decides, so a replay evicts the same."""
+        self._flush()
+        target = self._limit - self._limit // 16
+        current = {one.prefix for one in self._tables.values()}
+        with self._txn.cursor(self._order) as cursor:
+            found = cursor.first()
+            while self._count > target and found:
+                number, full = cursor.item()
+                stored = self.get(full)
+                if stored is not None and stored.startswith(number):  # else it was written again since, or is gone
+                    self._state.live[full[: _ID.size]] -= 1
+                    self._count -= full[: _ID.size] in current
+                    self._write(lsn, full, None, stored)
+                found = cursor.delete()
+
+    # --- durability
+
+    def advance(self, lsn: int) -> None:
+        """Everything up to `lsn`, the END of a transaction, is here. It survives a kill from now on."""
+        if lsn > self._state.position or self._items[0]:
+            self._state.position = max(self._state.position, lsn)
+            self._write_record()
+        if self._uncommitted_items >= COMMIT_ITEMS or self._uncommitted_bytes >= COMMIT_BYTES:
+            self._commit()
+        hit("toast.after_write")
+
+    def make_durable(self) -> None:
+        """When this returns, what `advance` has said survives a crash of the machine."""
+        if self._log.sync():
+            hit("toast.after_sync")
+
+    def release(self, lsn: int) -> None:
+        """Nobody comes back to a position before `lsn`: what was kept for that is deleted."""
+        self._state.floor_lsn = max(self._state.floor_lsn, lsn)
+        self._log.release(self._sure_records, lsn)
+        left = PRUNE_ITEMS
+        for prefix, since in list(self._state.garbage.items()):
+            if since <= lsn and left > 0:
+                left = self._sweep(prefix, left)
+        if self._txn.stat(self._order)["entries"] > 2 * sum(self._state.live.values()) + PRUNE_ITEMS:
+            self._sweep_order(left)
+
+    def _sweep_order(self, left: int) -> None:
+        """Delete numbers of writes that others have followed; all are looked at in turn."""
+        with self._txn.cursor(db=self._order) as cursor:
+            found = cursor.set_range(self._swept) or cursor.first()
+            while found and left > 0:
+                number, full = cursor.item()
+                stored = self.get(full)
+                found = cursor.next() if stored is not None and stored.startswith(number) else cursor.delete()
+                left -= 1
+            self._swept = cursor.key()
+
+    def _sweep(self, prefix: bytes, left: int) -> int:
+        """Delete at most `left` entries of a generation that is gone for good; how many more may be deleted now."""
+        with self._txn.cursor(db=self._entry) as cursor:
+            found = cursor.set_range(prefix)
+            while found and left > 0 and cursor.key().startswith(prefix):
+                self._txn.delete(cursor.value()[: _ID.size], db=self._order)
+                found = cursor.delete()
+                left -= 1
+                self._uncommitted_items += 1
+        if left > 0:
+            del self._state.garbage[prefix]
+            self._state.live.pop(prefix, None)
+        return left
+
+    def close(self) -> None:
+        """Commit, so that the next start has nothing to do."""
+        try:
+            if self._items[0]:
+                self._write_record()
+            self._commit()
+        except (lmdb.Error, OSError) as error:
+            logger.warning("%s", self._explain(error))
+        finally:
+            self._close_files()
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """What goes wrong with the files in this block is a StateError with advice."""
+        try:
+            yield
+        except (lmdb.Error, OSError) as error:
+            raise self._explain(error) from error
+
+    def _write_record(self) -> None:
+        """Append the changes so far to the log, and bring them into the table."""
+        self._uncommitted_items += len(self._items[0])
+        self._uncommitted_bytes += self._log.append(self._state.position, self._items)
+        self._items, self._item_bytes = ([], [], [], []), 0
+        self._flush()
+
+    def _commit(self) -> None:
+        """Commit the table, durably, and begin a new file of the log."""
+        self._flush()
+        self._log.sync()  # the table must not be ahead of the log by which it is taken back
+        state = self._state
+        state.epoch, state.records = self._log.epoch, self._log.records
+        fields = (
+            state.position, state.next_id, state.epoch, state.records, state.floor_lsn, state.live, state.garbage
+        )  # fmt: skip
+        self._txn.put(b"state", marshal.dumps((FORMAT, self._instance, fields)), db=self._meta)
+        self._txn.commit()
+        # Pages that were freed at once are counted, but not written: with them, a shorter file is one that was cut off.
+        if (self._folder / "table").stat().st_size < self._used_bytes():
+            os.truncate(self._folder / "table", self._used_bytes())
+        self._txn = self._env.begin(write=True)
+        self._sure_records, self._committed_records = self._committed_records, state.records
+        self._uncommitted_items = self._uncommitted_bytes = 0
+        self._log.start_file()
+
+    # --- the start
+
+    def _open_table(self) -> None:
+        path = self._folder / "table"
+        # Without `metasync` the newest commit may be lost with the machine, but none is ever half there.
+        self._env = lmdb.open(
+            str(path), map_size=MAP_BYTES, max_dbs=3, subdir=False, readahead=False, metasync=False, mode=0o600
+        )
+        if path.stat().st_size < self._used_bytes():
+            raise _Unusable("its file is cut off")  # reading behind the end would kill the process
+        self._entry = self._env.open_db(b"entry")
+        self._order = self._env.open_db(b"order")
+        self._meta = self._env.open_db(b"meta")
+        self._txn = self._env.begin(write=True)
+
+    def _used_bytes(self) -> int:
+        return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
+
+    def _open(self, resume_lsn: int) -> None:
+        if not (self._folder / "table").exists():
+            raise _Unusable
+        self._open_table()
+        version, instance, fields = marshal.loads(self._txn.get(b"state", db=self._meta) or b"")
+        if version != FORMAT or instance != self._instance:
+            raise _Unusable("it belongs to another pipeline")
+        self._state = state = State(*fields)
+        self._log = ToastLog(self._folder, state.epoch)
+        self._log.load()
+        if self._log.records < state.records:
+            raise LogMissing
+        if state.floor_lsn > resume_lsn:
+            raise _Unusable("it cannot be taken back to where the stream goes on")
+        self._go_to(resume_lsn)
+        if state.position < resume_lsn:
+            raise _Unusable("it does not reach to where the stream goes on")
+        state.position = resume_lsn
+        self._load_tables()
+        self._log = self._log.begin_epoch(resume_lsn)
+        self._commit()
+        self._env.sync(True)
+        self._log.delete_others()
+
+    def _go_to(self, resume_lsn: int) -> None:
+        """Take back what is behind `resume_lsn`, apply what the table lacks before it."""
+        state = self._state
+        for _, items in self._log.backwards(state.records, resume_lsn):
+            for lsn, key, new, old in reversed(items):
+                if lsn > resume_lsn:
+                    self._apply(key, new, old, lsn)
+                    if new is not None:
+                        state.next_id = min(state.next_id, _number_of(key, new))
+        for position, items in self._log.forwards(state.records):
+            for lsn, key, new, old in items:
+                if lsn <= resume_lsn:
+                    self._apply(key, old, new, lsn)
+                    if new is not None:
+                        state.next_id = max(state.next_id, _number_of(key, new) + 1)
+            state.position = max(state.position, position)
+
+    def _apply(self, key: bytes, old: bytes | None, new: bytes | None, lsn: int) -> None:
+        """Put `new` into the place of `old`. A number alone is an entry that was renewed."""
+        txn, state = self._txn, self._state
+        if new is None:
+            txn.delete(key, b"", self._entry)
+        elif len(new) == _ID.size:
+            txn.put(key, new + txn.get(key, b"", self._entry)[_ID.size :], db=self._entry)
+        else:
+            txn.put(key, new, db=self._entry)
+        if key.startswith(_TABLES):
+            if old is not None and not state.live.get(prefix := _ID.pack(_number_of(key, old))):
+                state.live.pop(prefix, None)  # its number is free again
+            elif old is not None:
+                state.garbage[prefix] = lsn
+            if new is not None:
+                prefix = _ID.pack(_number_of(key, new))
+                state.garbage.pop(prefix, None)
+                state.live.setdefault(prefix, 0)
+            return
+        if old is not None:
+            txn.delete(old[: _ID.size], b"", self._order)
+        if new is not None:
+            txn.put(new[: _ID.size], key, db=self._order)
+        prefix = key[: _ID.size]
+        state.live[prefix] = state.live.get(prefix, 0) + (new is not None) - (old is not None)
+
+    def _load_tables(self) -> None:
+        with self._txn.cursor(db=self._entry) as cursor:
+            found = cursor.set_range(_TABLES)
+            while found and cursor.key().startswith(_TABLES):
+                oid = _ID.unpack_from(cursor.key(), _ID.size)[0]
+                self._tables[oid] = Generation(*marshal.loads(cursor.value()))
+                found = cursor.next()
+        self._seen = marshal.loads(self._txn.get(b"seen", db=self._meta) or marshal.dumps({}))
+        self._count = sum(self._state.live.get(one.prefix, 0) for one in self._tables.values())
+
+    def _create(self, lsn: int) -> None:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._state = State(position=lsn, floor_lsn=lsn)
+        self._tables, self._seen, self._count = {}, {}, 0
+        self._open_table()
+        self._log = ToastLog(self._folder, 1)
+        self._commit()
+        fsync_folder(self._folder.parent)
+
+    def _discard(self) -> None:
+        self._close_files()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _close_files(self) -> None:
+        self._log.close()
+        if self._txn is not None:
+            self._txn.abort()
+        if self._env is not None:
+            self._env.close()
+        self._txn = self._env = None
+
+    def _explain(self, error: Exception) -> StateError:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        return StateError(
+            f"the TOAST cache {self._folder} cannot be written: {reason}",
+            "Make room on its disk and start again: nothing is lost. If it is damaged, delete the folder: it starts empty",
+        )
+
+
+class _Unusable(Exception):
+    """The cache cannot be brought to where the stream goes on. Without a text: there is none."""
+
+
+def _number_of(key: bytes, value: bytes) -> int:
+    """The number that a write has taken: of an entry, or of a generation."""
+    if key.startswith(_TABLES):
+        return int(marshal.loads(value)[0])
+    return int(_ID.unpack_from(value)[0])

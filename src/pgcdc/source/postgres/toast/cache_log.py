@@ -1,0 +1,153 @@
+"""The log of the TOAST cache: what each transaction did to it, to be applied again or taken back.
+
+Records stand in files `log-<epoch>-<number of the first record>`. A record is whole or it is not there: it carries its
+length and a checksum. An epoch ends at a start, where the cache is brought to another position; files of other epochs are
+no part of the log.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import struct
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pgcdc.core.state import fsync_folder, write_all
+
+__all__ = ["Columns", "Item", "LogMissing", "Record", "ToastLog"]
+
+Item = tuple[int, bytes, bytes | None, bytes | None]
+"""END lsn, key, new value, old value; None is absence."""
+Record = tuple[int, list[Item]]
+"""The END lsn up to which everything is here, and what was done since the record before."""
+Columns = tuple[list[int], list[bytes], list[bytes | None], list[bytes | None]]
+"""Items by their fields: so many do not become objects one by one."""
+
+_HEAD = struct.Struct("<II")  # length and CRC-32
+
+
+class LogMissing(Exception):
+    """Records that are needed are not there."""
+
+
+@dataclass(slots=True)
+class _File:
+    path: Path
+    first: int
+    max_lsn: int = 0
+
+
+class ToastLog:
+    """The log of one epoch. `records` is the number of the last record."""
+
+    def __init__(self, folder: Path, epoch: int) -> None:
+        self._folder = folder
+        self.epoch = epoch
+        self._files: deque[_File] = deque()
+        self._descriptor = -1
+        self._unsynced = False
+        self.records = 0
+
+    def load(self) -> None:
+        """Find the files and count their records. Raises LogMissing if there is a hole."""
+        for path in sorted(self._folder.glob(f"log-{self.epoch:08d}-*")):
+            first = int(path.name.rpartition("-")[2])
+            if self._files and first != self.records + 1:
+                raise LogMissing
+            self._files.append(_File(path, first))
+            self.records = first - 1
+            for _, items in _read(path):
+                self.records += 1
+                if items:
+                    self._files[-1].max_lsn = items[-1][0]
+
+    def forwards(self, after: int) -> Iterator[Record]:
+        """The records behind number `after`, oldest first. One file at a time is in memory."""
+        for file in self._files:
+            for number, record in enumerate(_read(file.path), file.first):
+                if number > after:
+                    yield record
+
+    def backwards(self, upto: int, lsn: int) -> Iterator[Record]:
+        """The records up to number `upto` that have something behind `lsn`, newest first."""
+        for file in reversed(self._files):
+            if file.max_lsn <= lsn:
+                continue
+            for number, record in reversed(list(enumerate(_read(file.path), file.first))):
+                if number <= upto and record[1] and record[1][-1][0] > lsn:
+                    yield record
+
+    def begin_epoch(self, lsn: int) -> ToastLog:
+        """A new log, durable, with what this one has up to `lsn`. It counts once its epoch stands in the table."""
+        made = ToastLog(self._folder, self.epoch + 1)
+        for stray in self._folder.glob(f"log-{made.epoch:08d}-*"):
+            stray.unlink()
+        made.start_file()
+        for position, items in self.forwards(0):
+            kept = [item for item in items if item[0] <= lsn]
+            if kept or not items:
+                lsns, keys, new, old = zip(*kept, strict=True) if kept else ((), (), (), ())
+                made.append(min(position, lsn), (list(lsns), list(keys), list(new), list(old)))
+        made.sync()
+        return made
+
+    def delete_others(self) -> None:
+        """Remove the files of other epochs."""
+        for path in self._folder.glob("log-*"):
+            if not path.name.startswith(f"log-{self.epoch:08d}-"):
+                path.unlink()
+
+    def append(self, position: int, items: Columns) -> int:
+        """Add a record, which survives a kill of the process when this returns; its size."""
+        data = marshal.dumps((position, items))
+        write_all(self._descriptor, memoryview(_HEAD.pack(len(data), zlib.crc32(data)) + data))
+        self.records += 1
+        self._unsynced = True
+        if items[0]:
+            self._files[-1].max_lsn = items[0][-1]
+        return len(data)
+
+    def sync(self) -> bool:
+        """Make everything durable; whether there was anything to do."""
+        if not self._unsynced:
+            return False
+        os.fsync(self._descriptor)
+        self._unsynced = False
+        return True
+
+    def start_file(self) -> None:
+        """Go on in a new file, so that older ones can be deleted."""
+        self.close()
+        path = self._folder / f"log-{self.epoch:08d}-{self.records + 1:012d}"
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        if not self._files or self._files[-1].path != path:
+            self._files.append(_File(path, self.records + 1))
+        fsync_folder(self._folder)
+
+    def release(self, applied: int, lsn: int) -> None:
+        """Delete files whose records are all in the committed table, and not behind `lsn`."""
+        while len(self._files) > 1 and self._files[1].first <= applied + 1 and self._files[0].max_lsn <= lsn:
+            self._files.popleft().path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _read(path: Path) -> Iterator[Record]:
+    """The records of a file up to the first that is not whole."""
+    data, at = path.read_bytes(), 0
+    while at + _HEAD.size <= len(data):
+        size, crc = _HEAD.unpack_from(data, at)
+        body = data[at + _HEAD.size : at + _HEAD.size + size]
+        if len(body) != size or zlib.crc32(body) != crc:
+            return
+        position, columns = marshal.loads(body)
+        yield position, list(zip(*columns, strict=True))
+        at += _HEAD.size + size

@@ -1,0 +1,365 @@
+"""Unchanged TOAST values: resolved from the old tuple, resolved from the cache, or left marked.
+
+A step between the stream and the spool. Changes come in the order of their commits; what leaves is the same changes, with
+values in the place of "unchanged" wherever they are known. A batch that grows much by that leaves in several pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from psycopg import Connection
+
+from pgcdc.core.errors import ConfigError, ConversionError
+from pgcdc.core.relation import Relations
+from pgcdc.core.state import StateDir
+from pgcdc.postgres.database import name_table
+from pgcdc.source.postgres.toast.identity_rules import TableFacts, TableRules, ToastCatalog, alter_to_full, shape_of
+from pgcdc.source.postgres.toast.values import Steps, ToastRows, pack_values, single_value, unpack_values
+from pgcdc.spool.batch import CaptureBatch
+from pgcdc.spool.schema import Op
+
+if TYPE_CHECKING:
+    from pgcdc.source.postgres.toast.cache import ToastCache
+    from pgcdc.source.postgres.toast.cache_state import Generation
+
+__all__ = ["DEFAULT_CACHE_ENTRIES", "TOAST_MODES", "ToastOptions", "ToastStep"]
+
+TOAST_MODES = ("full", "cache", "mark")
+DEFAULT_CACHE_ENTRIES = 100_000
+PIECE_BYTES = 8 << 20
+"""A piece leaves when so much was put in."""
+
+INSERT, DELETE, TRUNCATE = int(Op.INSERT), int(Op.DELETE), int(Op.TRUNCATE)
+MAX_KEY = 400
+"""Of the bytes of a key: LMDB takes 511, longer ones are shortened."""
+STORED_HEAD = 12
+"""Bytes before the values in what is stored."""
+
+_UNKNOWN = TableFacts("")
+_Found = list[tuple[int, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class ToastOptions:
+    """What to do with values that PostgreSQL does not send because an update left them as they were."""
+
+    mode: str = "mark"
+    cache_max_entries: int = DEFAULT_CACHE_ENTRIES
+
+    def check(self, origin: str) -> None:
+        """Raise ConfigError for what is not known, or cannot be."""
+        if self.mode not in TOAST_MODES:
+            raise ConfigError(f"toast is {self.mode!r}", f"Give one of: {', '.join(TOAST_MODES)}")
+        if self.cache_max_entries < 1:
+            raise ConfigError("the TOAST cache has no room for an entry", "Give --toast-cache-max-entries at least 1")
+        if self.mode == "cache" and origin != "any":
+            raise ConfigError(
+                "--toast cache does not go with --origin none: changes that are left out would make its values stale",
+                "Use --toast full or --toast mark",
+            )
+
+
+class ToastStep:
+    """Resolves what can be resolved. One per capture process."""
+
+    def __init__(
+        self,
+        options: ToastOptions,
+        publications: tuple[str, ...],
+        state: StateDir,
+        *,
+        resume_lsn: int,
+        instance: str,
+    ) -> None:
+        """`resume_lsn` is where the stream goes on: the cache is brought there."""
+        self._mode = options.mode
+        self.hits = self.misses = 0
+        self._cache: ToastCache | None = None
+        if options.mode == "cache":
+            from pgcdc.source.postgres.toast.cache import ToastCache
+
+            self._cache = ToastCache(
+                state.toast, limit=options.cache_max_entries, resume_lsn=resume_lsn, instance=instance
+            )
+        self._catalog = ToastCatalog(publications)
+        self._facts: dict[int, TableFacts] = {}
+        self._rules: dict[int, TableRules | None] = {}
+        self._shapes: dict[int, str] = {}
+
+    def look(self, sql: Connection) -> None:
+        """A connection begins: see what the tables are like before anything is read from the stream."""
+        if self._cache is not None:
+            with self._cache.explaining():
+                self._take_facts(*self._catalog.read_all(sql), self._cache)
+
+    def resolve(self, batch: CaptureBatch, sql: Connection | None) -> Iterator[CaptureBatch]:
+        """The batch with what could be resolved; in pieces if it has grown much."""
+        part, cache = batch.part, self._cache
+        if part is None:
+            if cache is not None:
+                with cache.explaining():
+                    cache.advance(batch.last_lsn)
+            yield batch
+            return
+        data = part.batch if part.batch is not None else part.load().combine_chunks().to_batches()[0]
+        if cache is None and data.column("unchanged").null_count == data.num_rows:
+            yield batch
+            return
+        rows = ToastRows(batch, data)
+        rows.resolve_old()
+        if self._mode == "full" and len(rows.open_marks):
+            raise _unresolved(rows)
+        begin, found = 0, _Found()
+        if cache is not None:
+            for end in self._walk(batch, rows, sql, cache, found):
+                if end < data.num_rows:
+                    yield rows.rebuild(begin, end, found)
+                    begin, found[:] = end, ()
+        if begin or found or rows.is_changed:
+            yield rows.rebuild(begin, data.num_rows, found)
+            if part.path is not None:
+                part.path.unlink()
+        else:
+            yield batch
+
+    def make_durable(self) -> None:
+        """What was handed on survives a crash of the machine, as far as the cache goes: to be called before confirming."""
+        if self._cache is not None:
+            with self._cache.explaining():
+                self._cache.make_durable()
+
+    def release(self, lsn: int) -> None:
+        """`lsn` is confirmed: nobody goes back before it."""
+        if self._cache is not None:
+            with self._cache.explaining():
+                self._cache.release(lsn)
+
+    def status(self) -> dict[str, Any]:
+        """For `pgcdc status`: None where there is no cache."""
+        if self._cache is None:
+            return dict.fromkeys(("toast_cache_hits", "toast_cache_misses", "toast_cache_entries"))
+        return {
+            "toast_cache_hits": self.hits,
+            "toast_cache_misses": self.misses,
+            "toast_cache_entries": self._cache.entries,
+        }
+
+    def close(self) -> None:
+        """Close the cache."""
+        if self._cache is not None:
+            self._cache.close()
+
+    # --- whether the catalog still says what it said
+
+    def _take_facts(self, facts: dict[int, TableFacts], lsn: int, cache: ToastCache) -> None:
+        """Remember what the catalog says, and since when: if it says the same as before, since before."""
+        self._facts.update(facts)
+        self._rules.clear()
+        seen = {oid: (fact.stamp, lsn) for oid, fact in facts.items() if cache.seen_stamp(oid)[0] != fact.stamp}
+        if seen:
+            cache.see_stamps(seen)
+
+    def _check_told(self, batch: CaptureBatch, sql: Connection | None, cache: ToastCache) -> set[int]:
+        """The server has described tables anew. Are they what we knew? Returns those of which nothing is to be kept now.
+
+        It does so after whatever was done to a table, and what was done the catalog tells. Count 1: for the first time on
+        this connection, and before its rows. Count 2: once more, somewhere between its rows.
+        """
+        if not batch.told:
+            return set()
+        fresh, lsn = self._catalog.read(sql, list(batch.told))
+        self._take_facts({oid: fresh.get(oid, _UNKNOWN) for oid in batch.told}, lsn, cache)
+        first_lsn = batch.transactions.column("lsn")[0].as_py()
+        for oid in batch.told:
+            if not _is_trusted(cache.generation(oid), self._facts[oid]):
+                cache.evict_table(oid, first_lsn)
+        # What the catalog has said since before these changes was not done between them.
+        return {oid for oid, count in batch.told.items() if count > 1 and cache.seen_stamp(oid)[1] >= first_lsn}
+
+    def _prove(self, batch: CaptureBatch, oid: int, lsn: int, cache: ToastCache) -> None:
+        """Rows behind the stamp came without a new description: nothing was done to the table before the stamp."""
+        table = cache.generation(oid)
+        if batch.end.is_snapshot:  # these rows are not of the stream, and prove nothing
+            return
+        if table is not None and not table.is_proven and oid not in batch.told and lsn > table.stamp_lsn:
+            cache.prove(oid)
+
+    def _rules_of(self, version: int, relations: Relations) -> TableRules | None:
+        if version not in self._rules:
+            relation = relations[version]
+            facts = self._facts.get(relation.oid, _UNKNOWN)
+            self._shapes.setdefault(version, shape_of(relation))
+            made = TableRules.make(
+                relation, facts, block_bytes=self._catalog.block_bytes, is_utf8=self._catalog.is_utf8
+            )
+            self._rules[version] = made if facts.stamp and made.keys and made.toastable.any() else None
+        return self._rules[version]
+
+    # --- the cache
+
+    def _walk(
+        self, batch: CaptureBatch, rows: ToastRows, sql: Connection | None, cache: ToastCache, found: _Found
+    ) -> Iterator[int]:
+        """Go through the changes; `found` gets (mark, value). Yields the row where a piece is to end, at last the end.
+
+        The cache has all changes up to there, and they survive a kill, before the rows go to the spool.
+        """
+        with cache.explaining():
+            doubtful = self._check_told(batch, sql, cache)
+            marks = rows.open_marks
+            steps = rows.plan(self._tables_in(batch, rows, cache, doubtful), marks)
+            in_steps = sum(steps.end_mark) - sum(steps.first_mark)
+            self.misses += len(marks) - in_steps  # of tables that nothing is kept of
+            columns, at = rows.mark_column[marks].tolist(), marks.tolist()
+            begin = 0
+            while begin < len(steps):
+                begin = self._take(steps, begin, rows, columns, at, cache, found)
+                if begin < len(steps):
+                    cache.advance(rows.complete_lsn(steps.row[begin - 1] + 1))
+                    yield steps.row[begin - 1] + 1
+            cache.advance(rows.complete_lsn(rows.data.num_rows))
+        yield rows.data.num_rows
+
+    def _tables_in(
+        self, batch: CaptureBatch, rows: ToastRows, cache: ToastCache, doubtful: set[int]
+    ) -> list[tuple[int, npt.NDArray[np.int64], TableRules, bool]]:
+        """The tables of a batch that the cache is for: version, rows, rules, and whether it has entries."""
+        versions = [version for version in np.unique(rows.relation).tolist() if version >= 0]
+        oids = [rows.relations[version].oid for version in versions]
+        first_lsn = int(rows.lsn[0])
+        found = []
+        for version, oid in zip(versions, oids, strict=True):
+            rules = self._rules_of(version, rows.relations)
+            if rules is None or oid in doubtful:
+                cache.evict_table(oid, first_lsn)
+                continue
+            self._prove(batch, oid, first_lsn, cache)
+            # Of two shapes in one batch, one may find what the other has stored.
+            has_entries = cache.has_entries(oid) or oids.count(oid) > 1
+            found.append((version, np.flatnonzero(rows.relation == version), rules, has_entries))
+        return found
+
+    def _take(
+        self, steps: Steps, begin: int, rows: ToastRows, columns: list[int], marks: list[int], cache: ToastCache,
+        found: _Found,
+    ) -> int:  # fmt: skip
+        """For each change: look up, resolve, and store what is known now. Ends early when `found` has grown large.
+
+        Once per change: as few calls as possible.
+        """
+        grown = hits = misses = 0
+        prefixes: dict[int, bytes | None] = {}
+        get, put, remove = cache.get, cache.put, cache.remove
+        fields = (
+            steps.version,
+            steps.op,
+            steps.lsn,
+            steps.key,
+            steps.old_key,
+            steps.packed,
+            steps.first_mark,
+            steps.end_mark,
+        )
+        each = zip(*(field[begin:] for field in fields), strict=True) if begin else zip(*fields, strict=True)
+        number = begin - 1
+        for number, (version, op, lsn, key, old_key, sent, first, end) in enumerate(each, begin):  # noqa: B007
+            prefix = prefixes.get(version)
+            if prefix is None or op == TRUNCATE:
+                known_tables = cache.generations
+                prefix = self._prefix(version, op, lsn, sent, rows.relations, cache)
+                if cache.generations != known_tables:
+                    prefixes.clear()
+                prefixes[version] = prefix
+            if prefix is None or key is None:  # nothing is kept of the table, or rows cannot be told apart
+                misses += end - first
+                continue
+            full = prefix + key if len(key) <= MAX_KEY else cache.shorten(prefix, key)
+            stored = get(full)
+            if op == DELETE:
+                if stored is not None:
+                    remove(lsn, full, stored)
+                continue
+            source = stored
+            if old_key is not None:
+                old_full = prefix + old_key if len(old_key) <= MAX_KEY else cache.shorten(prefix, old_key)
+                source = get(old_full)
+                if source is not None:
+                    remove(lsn, old_full, source)
+            packed = sent
+            # An INSERT with unchanged values is an update of a row that was filtered out until now: they are not here.
+            before = b"" if source is None or op == INSERT else source[STORED_HEAD:]
+            if first + 1 == end and not sent and (value := single_value(before, columns[first])) is not None:
+                if cache.is_sound(source, before):
+                    found.append((marks[first], value))
+                    hits += 1
+                    grown += len(value)
+                    packed = before
+                else:
+                    misses += 1
+            elif first < end:
+                known = unpack_values(before) if cache.is_sound(source, before) else {}
+                values = unpack_values(sent) if sent else {}
+                for mark in range(first, end):
+                    value = known.get(columns[mark])
+                    if value is None:
+                        misses += 1
+                        continue
+                    found.append((marks[mark], value))
+                    values[columns[mark]] = value
+                    hits += 1
+                    grown += len(value)
+                packed = before if values == known else pack_values(values)
+            if not packed:
+                if stored is not None:
+                    remove(lsn, full, stored)
+            elif packed == before and old_key is None:
+                assert stored is not None
+                if cache.is_old(stored):
+                    cache.renew(lsn, full, stored)
+            else:
+                put(lsn, full, packed, stored)
+            if grown > PIECE_BYTES:
+                break
+        self.hits += hits
+        self.misses += misses
+        return number + 1
+
+    def _prefix(
+        self, version: int, op: int, lsn: int, sent: bytes, relations: Relations, cache: ToastCache
+    ) -> bytes | None:
+        """Where the entries of a table are, in the shape of this version; None if there are none and none is to be made."""
+        oid = relations[version].oid
+        table = cache.generation(oid)
+        if table is not None and (op == Op.TRUNCATE or table.shape != self._shapes[version]):
+            cache.evict_table(oid, lsn)
+            table = None
+        if table is None and sent:
+            table = cache.begin_table(oid, self._shapes[version], *cache.seen_stamp(oid), lsn)
+        return table.prefix if table is not None else None
+
+
+def _is_trusted(table: Generation | None, facts: TableFacts) -> bool:
+    """Whether nothing was done to a table since its entries were stored that the stream does not tell."""
+    if table is None or table.stamp != facts.stamp:
+        return False
+    return table.is_proven or table.first_lsn > table.stamp_lsn
+
+
+def _unresolved(rows: ToastRows) -> ConversionError:
+    """`full` was asked for, and the old tuple is not there any more."""
+    mark = int(rows.open_marks[0])
+    row = int(rows.mark_row[mark])
+    relation = rows.relations[int(rows.relation[row])]
+    column = relation.columns[int(rows.mark_column[mark])].name
+    table = name_table(relation.namespace, relation.name)
+    return ConversionError(
+        f"column {column} of table {table} was not sent with the change at {rows.position(row)}: "
+        "its value is out of line and unchanged, and the table has no REPLICA IDENTITY FULL (any more)",
+        f"Run {alter_to_full(relation.namespace, relation.name)} What was written before that can only be read with "
+        "--toast cache or --toast mark",
+    )

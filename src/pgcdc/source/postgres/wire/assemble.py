@@ -1,0 +1,518 @@
+"""From pgoutput messages to batches of committed transactions. Pure: bytes in, batches out, no clock and no socket.
+
+All transactions take one path: rows go to a row buffer; what is too large for it goes to pending parts (in memory while
+small, on disk when not), and becomes visible at the commit, where the END lsn is first known. Whole transactions share
+one row buffer, so that small ones share a batch; one that the server streams while it runs has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from pgcdc.core.errors import DecodeError, GapError
+from pgcdc.core.position import format_lsn
+from pgcdc.core.relation import Column, Relations
+from pgcdc.source.postgres.wire import messages as wire
+from pgcdc.source.postgres.wire import undecided
+from pgcdc.source.postgres.wire.confirmable import Confirmable
+from pgcdc.source.postgres.wire.outgoing import Outbox, Outgoing, TransactionRow, add_told
+from pgcdc.source.postgres.wire.pending import PendingPart, PendingStore, Table, Transaction
+from pgcdc.source.postgres.wire.rows import RowBuffer, new_row_buffer
+from pgcdc.spool.batch import CaptureBatch, Part
+
+if TYPE_CHECKING:
+    from pgcdc.source.postgres.wire.binary import BinaryDecoder
+
+__all__ = ["Assembler"]
+
+SEAL_BYTES = 4 << 20
+SPILL_BYTES = 16 << 20
+
+_Bytes = memoryview | bytes
+_ROWS = frozenset((wire.INSERT, wire.UPDATE, wire.DELETE))
+
+
+class Assembler:
+    """Feeds on messages in stream order; `pop` gives batches that end at a commit (or are parts of a huge transaction)."""
+
+    def __init__(
+        self,
+        relations: Relations,
+        *,
+        start_lsn: int,
+        spill_dir: Path | None = None,
+        seal_rows: int = 65_536,
+        seal_bytes: int = SEAL_BYTES,
+        spill_bytes: int = SPILL_BYTES,
+    ) -> None:
+        self.relations = relations
+        self.last_lsn = start_lsn
+        """END lsn of the last transaction that was read completely."""
+        self._seal_rows = seal_rows
+        self._seal_bytes = seal_bytes
+        self._spill_bytes = spill_bytes
+        self._store = PendingStore(spill_dir, spill_bytes)
+        self._confirmable = Confirmable()
+        self._outbox = Outbox(relations, start_lsn)
+        self._committed: list[TransactionRow] = []
+        self._committed_rows = 0
+        # All of this is of one connection: `abandon` starts it anew.
+        self._shared = self._new_rows()
+        self._rows = self._shared  # where rows go now
+        self._open: Transaction | None = None  # whose rows come now
+        self._in_stream = False
+        self._streams: dict[int, Transaction] = {}
+        self._prepared: dict[tuple[int, str], Transaction] = {}
+        self._tables: dict[int, Table] = {}
+        self._told: dict[int, int] = {}  # what the next batch says
+        self._relation_count = 0
+        self._buffered = 0
+        self._resume_lsn = 0
+        self._parallel = False
+        self._rewrite_row: Callable[[bytes, Sequence[Column], int], bytes] | None = None
+        self._parsers: dict[int, Callable[[_Bytes, int], object]] = {
+            wire.BEGIN: self._take_begin,
+            wire.COMMIT: self._take_commit,
+            wire.RELATION: self._take_relation,
+            wire.TRUNCATE: self._take_truncate,
+            wire.ORIGIN: self._take_origin,
+            wire.MESSAGE: self._take_message,
+            wire.TYPE: self._take_type,
+            undecided.STREAM_START: self._take_stream_start,
+            undecided.STREAM_STOP: self._take_stream_stop,
+            undecided.STREAM_COMMIT: self._take_stream_commit,
+            undecided.STREAM_ABORT: self._take_stream_abort,
+            undecided.BEGIN_PREPARE: self._take_begin_prepare,
+            undecided.PREPARE: self._take_prepare,
+            undecided.STREAM_PREPARE: self._take_stream_prepare,
+            undecided.COMMIT_PREPARED: self._take_commit_prepared,
+            undecided.ROLLBACK_PREPARED: self._take_rollback_prepared,
+        }
+
+    def begin_at(self, lsn: int) -> None:
+        """The stream begins at `lsn`: a slot was created there just now."""
+        self.last_lsn = self._outbox.last_lsn = lsn
+
+    def begin(self, *, parallel: bool = False, two_phase: bool = False, decoder: BinaryDecoder | None = None) -> None:
+        """A connection begins, with these options. One with `two_phase` begins where the slot stands, which may be before
+        what was read already: that comes again, and is left out."""
+        self._parallel = parallel
+        self._resume_lsn = self.last_lsn if two_phase else 0
+        self._confirmable.begin(two_phase=two_phase)
+        self._rewrite_row = decoder.rewrite_row if decoder is not None else None
+
+    def limit(self, rows: int) -> None:
+        """About how many rows a batch has at most, from now on."""
+        if rows != self._seal_rows:
+            self._seal_rows = rows
+            for buffer in (self._shared, self._rows):
+                buffer.limit(rows, self._seal_bytes)
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether a Begin was read whose Commit was not, or a block of a streamed transaction is not read to its end."""
+        return self._open is not None
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether every committed row was handed out."""
+        return not self._outbox and not self._committed
+
+    def feed(self, message: _Bytes, lsn: int) -> None:
+        """Take one pgoutput message. Raises DecodeError for anything that is not exactly as the protocol says."""
+        tag = message[0] if len(message) else 0
+        if tag in _ROWS:  # once per row: as few steps as possible
+            transaction = self._open
+            if transaction is None:
+                raise _outside(chr(tag), lsn)
+            if self._rewrite_row is not None:
+                message = self._to_text(message, lsn)
+            transaction.ordinal += 1
+            transaction.sub = 0
+            if self._rows.add(message, transaction.ordinal, lsn, self._in_stream):
+                self._seal()
+            return
+        take = self._parsers.get(tag, wire.parse_pgoutput)  # which raises: it names the tag that nobody knows
+        take(message, lsn)
+
+    def see(self, lsn: int) -> None:
+        """The server says that it has told everything before `lsn`."""
+        self._confirmable.see(lsn)
+
+    def confirmable(self, durable_lsn: int) -> int:
+        """What may be confirmed when everything handed out up to `durable_lsn` is durable."""
+        return self._confirmable.below(durable_lsn)
+
+    def pop(self, *, drain: bool = True) -> CaptureBatch | None:
+        """The next batch; with `drain`, also what is committed but would still fit more."""
+        if not self._outbox and drain and self._committed:
+            self._seal_shared(self._open)
+        return self._outbox.pop()
+
+    def advance(self, lsn: int) -> CaptureBatch | None:
+        """A batch that only moves the position to `lsn`, if nothing received before is still on its way (invariant 2).
+
+        Streamed and prepared transactions are not on their way: their commits come behind `lsn`.
+        """
+        lsn = max(lsn, self.last_lsn)  # an empty transaction moved last_lsn without handing anything out
+        if self._open is not None or not self.is_drained:
+            return None
+        batch = self._outbox.advance(lsn)
+        if batch is not None:
+            self.last_lsn = lsn
+        return batch
+
+    def abandon(self) -> None:
+        """The connection is gone: forget what is undecided (the server sends it again), keep what was committed."""
+        if self._committed:
+            self._seal_shared(self._open)
+        whole = [self._open] if self._open is not None and not self._in_stream else []
+        for transaction in (*whole, *self._streams.values(), *self._prepared.values()):
+            self._store.drop(transaction.parts)
+        self._open, self._in_stream = None, False
+        self._streams.clear()
+        self._prepared.clear()
+        self._tables.clear()  # the new connection describes its relations again
+        self._told = {}
+        self._buffered = 0
+        self._rows = self._shared = self._new_rows()
+
+    # --- whole transactions
+
+    def _take_begin(self, message: _Bytes, lsn: int) -> None:
+        begin = wire.parse_begin(message, lsn)
+        self._require_none("Begin", lsn)
+        self._open = Transaction(begin.xid)
+
+    def _take_commit(self, message: _Bytes, lsn: int) -> None:
+        commit = wire.parse_commit(message, lsn)
+        transaction = self._require_open("Commit", lsn, in_stream=False)
+        if transaction.gid is not None:
+            raise DecodeError(f"Commit of the prepared transaction {transaction.xid} at {format_lsn(lsn)}", _ADVICE)
+        is_old = self._is_old(commit.end_lsn, lsn)
+        self._open = None
+        rows = self._shared.rows - self._committed_rows
+        if is_old or transaction.parts:
+            self._seal_shared(transaction)
+        add_told(self._told, transaction.told)
+        if is_old:
+            self._store.drop(transaction.parts)
+        elif transaction.parts:
+            self._publish(transaction, commit.end_lsn, commit.commit_time)
+        elif rows:
+            row = (commit.end_lsn, commit.commit_time, transaction.xid, rows, True, transaction.origin)
+            self._committed.append(row)
+            self._committed_rows += rows
+        if not is_old:
+            self._move(commit.end_lsn)
+
+    def _take_truncate(self, message: _Bytes, lsn: int) -> None:
+        xid, message = self._split(message, lsn)
+        truncate = wire.parse_truncate(message, lsn)
+        transaction = self._require_open("Truncate", lsn)
+        for oid in truncate.relation_oids:
+            transaction.ordinal += 1
+            transaction.sub = 0
+            self._rows.add_truncate(oid, transaction.ordinal, lsn, xid)
+
+    def _take_origin(self, message: _Bytes, lsn: int) -> None:
+        self._require_open("Origin", lsn).origin = wire.parse_origin(message, lsn).name
+
+    def _take_message(self, message: _Bytes, lsn: int) -> None:
+        xid, message = self._split(message, lsn)
+        logical = wire.parse_message(message, lsn)
+        if logical.transactional:
+            transaction = self._require_open("Message", lsn)
+            transaction.sub += 1
+            self._rows.add_message(logical.prefix, logical.content, *transaction.last, lsn, xid)
+        elif self._open is not None:
+            raise DecodeError(f"a non-transactional Message inside of a transaction at {format_lsn(lsn)}", _ADVICE)
+        else:
+            # It stands alone. Its lsn is the end of its record, where no transaction ends. Not a byte further: the next
+            # record may be a commit, and a server that was told of more than its beginning does not send it any more.
+            end_lsn = logical.lsn
+            if self._is_old(end_lsn, lsn):
+                return
+            self._rows.add_message(logical.prefix, logical.content, 0, 1, lsn)
+            self._committed.append((end_lsn, 0, 0, 1, True, None))
+            self._committed_rows += 1
+            self._move(end_lsn)
+        if self._rows.nbytes >= self._seal_bytes:
+            self._seal()
+
+    def _take_relation(self, message: _Bytes, lsn: int) -> None:
+        _, message = self._split(message, lsn)
+        relation = wire.parse_relation(message, lsn)
+        self._relation_count += 1
+        table = Table(self.relations.intern(relation), len(relation.columns), self._relation_count)
+        self._rows.define(relation.oid, table.version, table.columns)
+        is_known = relation.oid in self._tables or relation.oid in self._tables_now
+        add_told(self._told if self._open is None else self._open.told, {relation.oid: 2 if is_known else 1})
+        self._tables_now[relation.oid] = table
+
+    def _take_type(self, message: _Bytes, lsn: int) -> None:
+        wire.parse_type(self._split(message, lsn)[1], lsn)
+
+    # --- streamed transactions
+
+    def _take_stream_start(self, message: _Bytes, lsn: int) -> None:
+        start = undecided.parse_stream_start(message, lsn)
+        transaction = self._streams.get(start.xid)
+        if start.is_first != (transaction is None):
+            problem = "begins a second time" if start.is_first else "goes on, but has not begun"
+            raise DecodeError(f"the streamed transaction {start.xid} {problem} at {format_lsn(lsn)}", _ADVICE)
+        transaction = transaction or Transaction(start.xid)
+        self._require_none("Stream Start", lsn)
+        self._open = self._streams[start.xid] = transaction
+        transaction.rows = transaction.rows or self._new_rows(transaction.tables)
+        self._rows, self._in_stream = transaction.rows, True
+        self._rows.limit(self._seal_rows, self._seal_bytes)
+
+    def _take_stream_stop(self, message: _Bytes, lsn: int) -> None:
+        undecided.parse_stream_stop(message, lsn)
+        transaction = self._require_open("Stream Stop", lsn, in_stream=True)
+        self._open, self._in_stream = None, False
+        self._rows = self._shared
+        self._count_buffered(transaction)
+        while self._buffered > self._spill_bytes:
+            self._set_aside(max(self._streams.values(), key=lambda one: one.buffered))
+
+    def _take_stream_commit(self, message: _Bytes, lsn: int) -> None:
+        commit = undecided.parse_stream_commit(message, lsn)
+        self._require_stream(commit.xid, "Stream Commit", lsn)
+        is_old = self._is_old(commit.end_lsn, lsn)
+        transaction = self._end_stream(commit.xid, "Stream Commit", lsn)
+        self._decide(transaction, commit.end_lsn, commit.commit_time, is_old)
+
+    def _take_stream_abort(self, message: _Bytes, lsn: int) -> None:
+        abort = undecided.parse_stream_abort(message, lsn, parallel=self._parallel)
+        if abort.subxid != abort.xid and abort.xid not in self._streams:
+            self._require_none("Stream Abort", lsn)
+            return  # PostgreSQL 18 tells this of transactions whose rollback it saw before it streamed anything of them
+        transaction = self._require_stream(abort.xid, "Stream Abort", lsn)
+        if abort.subxid == abort.xid:
+            transaction.rows = None
+            self._count_buffered(transaction)
+            self._store.drop(transaction.parts)
+            del self._streams[abort.xid]
+            return
+        transaction.aborted.append(abort.subxid)
+        # The server describes its tables again: the shapes may have been made in what is now undone.
+        transaction.tables.clear()
+        if transaction.rows is not None:
+            transaction.rows.forget()
+
+    def _end_stream(self, xid: int, name: str, lsn: int) -> Transaction:
+        """A streamed transaction that ends with Stream Commit or Stream Prepare, with everything in parts.
+
+        The server now takes its relations as known: after Stream Commit always, after Stream Prepare since PostgreSQL 15.20
+        (before, it described them again, which does no harm). Relations described since then are newer and stay.
+        """
+        transaction = self._require_stream(xid, name, lsn)
+        self._set_aside(transaction)
+        del self._streams[xid]
+        for oid, table in transaction.tables.items():
+            if oid not in self._tables or self._tables[oid].number < table.number:
+                self._tables[oid] = table
+                self._shared.define(oid, table.version, table.columns)
+        return transaction
+
+    def _require_stream(self, xid: int, name: str, lsn: int) -> Transaction:
+        self._require_none(name, lsn)
+        transaction = self._streams.get(xid)
+        if transaction is None:
+            raise DecodeError(f"{name} of transaction {xid}, which was not streamed, at {format_lsn(lsn)}", _ADVICE)
+        return transaction
+
+    # --- prepared transactions
+
+    def _take_begin_prepare(self, message: _Bytes, lsn: int) -> None:
+        begin = undecided.parse_begin_prepare(message, lsn)
+        self._require_none("Begin Prepare", lsn)
+        self._open = Transaction(begin.xid, gid=begin.gid)
+
+    def _take_prepare(self, message: _Bytes, lsn: int) -> None:
+        prepare = undecided.parse_prepare(message, lsn)
+        transaction = self._require_open("Prepare", lsn, in_stream=False)
+        if (transaction.xid, transaction.gid) != (prepare.xid, prepare.gid):
+            raise DecodeError(
+                f"Prepare of {prepare.gid!r} inside of transaction {transaction.xid} at {format_lsn(lsn)}", _ADVICE
+            )
+        self._require_new(prepare, lsn)
+        self._open = None
+        self._seal_shared(transaction)
+        self._keep_prepared(transaction, prepare)
+
+    def _take_stream_prepare(self, message: _Bytes, lsn: int) -> None:
+        prepare = undecided.parse_prepare(message, lsn)
+        self._require_new(prepare, lsn)
+        self._keep_prepared(self._end_stream(prepare.xid, "Stream Prepare", lsn), prepare)
+
+    def _require_new(self, prepare: undecided.Prepare, lsn: int) -> None:
+        if (prepare.xid, prepare.gid) in self._prepared:
+            raise DecodeError(f"{prepare.gid!r} is prepared a second time at {format_lsn(lsn)}", _ADVICE)
+
+    def _keep_prepared(self, transaction: Transaction, prepare: undecided.Prepare) -> None:
+        name = (prepare.xid, prepare.gid)
+        self._prepared[name] = transaction
+        self._confirmable.prepare(name, prepare.prepare_lsn)
+        self._confirmable.see(prepare.end_lsn)
+
+    def _take_commit_prepared(self, message: _Bytes, lsn: int) -> None:
+        commit = undecided.parse_commit_prepared(message, lsn)
+        self._require_none("Commit Prepared", lsn)
+        name = (commit.xid, commit.gid)
+        is_old = self._is_old(commit.end_lsn, lsn)
+        transaction = self._prepared.pop(name, None)
+        if transaction is None:
+            if is_old:
+                return
+            raise GapError(
+                f"prepared transaction {commit.gid!r} was committed at {format_lsn(commit.end_lsn)}, but its changes were "
+                "never sent to us: the slot was moved past its PREPARE",
+                "Its changes are gone. Begin with a new slot and bring the sinks back: pgcdc resync --new-slot",
+            )
+        self._confirmable.commit(name, commit.end_lsn)
+        self._decide(transaction, commit.end_lsn, commit.commit_time, is_old)
+
+    def _take_rollback_prepared(self, message: _Bytes, lsn: int) -> None:
+        rollback = undecided.parse_rollback_prepared(message, lsn)
+        self._require_none("Rollback Prepared", lsn)
+        name = (rollback.xid, rollback.gid)
+        transaction = self._prepared.pop(name, None)  # none: the slot stood behind its PREPARE, and nobody waits for it
+        if transaction is not None:
+            add_told(self._told, transaction.told)  # the server takes them as known
+            self._store.drop(transaction.parts)
+        self._confirmable.roll_back(name)
+        self._confirmable.see(rollback.end_lsn)
+
+    # --- the steps they share
+
+    def _require_none(self, name: str, lsn: int) -> None:
+        if self._open is not None:
+            raise DecodeError(f"{name} inside of transaction {self._open.xid} at {format_lsn(lsn)}", _ADVICE)
+
+    def _require_open(self, name: str, lsn: int, *, in_stream: bool | None = None) -> Transaction:
+        if self._open is None or in_stream not in (None, self._in_stream):
+            raise _outside(name, lsn)
+        return self._open
+
+    @property
+    def _tables_now(self) -> dict[int, Table]:
+        return self._open.tables if self._open is not None and self._in_stream else self._tables
+
+    def _split(self, message: _Bytes, lsn: int) -> tuple[int, _Bytes]:
+        """The xid of a message in a block (outside of one: 0), and the message without it."""
+        return undecided.split_xid(message, lsn) if self._in_stream else (0, message)
+
+    def _to_text(self, message: _Bytes, lsn: int) -> bytes:
+        """A row message without binary values. What is damaged goes on as it is: the row buffer says what is wrong."""
+        assert self._rewrite_row is not None
+        data, head = bytes(message), 5 if self._in_stream else 1
+        table = self._tables_now.get(int.from_bytes(data[head : head + 4], "big"))
+        if table is None:
+            return data
+        plain = self._rewrite_row(data[:1] + data[head:], self.relations[table.version].columns, lsn)
+        return plain[:1] + data[1:head] + plain[1:]
+
+    def _is_old(self, end_lsn: int, lsn: int) -> bool:
+        """Whether a transaction was read before: only a connection that began before its place sends one again."""
+        if end_lsn > _MAX_LSN:
+            raise DecodeError(f"a transaction ends at {end_lsn:X}, which is no LSN, at {format_lsn(lsn)}", _ADVICE)
+        if end_lsn > self.last_lsn:
+            return False
+        if end_lsn > self._resume_lsn:
+            raise DecodeError(
+                f"a transaction ends at {format_lsn(end_lsn)}, not behind {format_lsn(self.last_lsn)}, at {format_lsn(lsn)}",
+                _ADVICE,
+            )
+        self._confirmable.see(end_lsn)
+        return True
+
+    def _move(self, end_lsn: int) -> None:
+        self.last_lsn = end_lsn
+        self._confirmable.see(end_lsn)
+
+    def _decide(self, transaction: Transaction, end_lsn: int, commit_time: int, is_old: bool) -> None:
+        """A transaction that was set aside has committed."""
+        if self._committed and not is_old:
+            self._seal_shared(None)
+        add_told(self._told, transaction.told)
+        if is_old:
+            self._store.drop(transaction.parts)
+            return
+        self._publish(transaction, end_lsn, commit_time)
+        self._move(end_lsn)
+
+    def _publish(self, transaction: Transaction, end_lsn: int, commit_time: int) -> None:
+        self._store.release(transaction.parts)
+        row = (end_lsn, commit_time, transaction.xid, 0, True, transaction.origin)
+        self._outbox.put(Outgoing(transaction.parts, [row], transaction.aborted, self._told))
+        self._told = {}
+
+    def _new_rows(self, tables: Mapping[int, Table] = {}) -> RowBuffer:
+        rows = new_row_buffer()
+        rows.limit(self._seal_rows, self._seal_bytes)
+        for oid, table in tables.items():
+            rows.define(oid, table.version, table.columns)
+        return rows
+
+    def _seal(self) -> None:
+        """The buffer is full."""
+        if self._in_stream and self._open is not None:
+            self._keep(self._rows, self._open)
+            # A new one, because an emptied buffer keeps its memory, and there may be one for each of many transactions.
+            self._rows = self._open.rows = self._new_rows(self._open.tables)
+        else:
+            self._seal_shared(self._open)
+
+    def _seal_shared(self, transaction: Transaction | None) -> None:
+        """Turn the shared buffer into a ready batch (committed rows) and a pending part (rows of `transaction`)."""
+        rows = self._shared.take()
+        committed = rows.slice(0, self._committed_rows)
+        if self._committed:
+            part = Part(committed.num_rows, committed.nbytes, _NOT_ASKED, committed)
+            self._outbox.put(Outgoing([PendingPart(part)], self._committed, told=self._told))
+            self._committed, self._told = [], {}
+            self._committed_rows = 0
+        pending = rows.slice(committed.num_rows)
+        if pending.num_rows:
+            assert transaction is not None
+            if (
+                committed.num_rows
+            ):  # a slice would keep the rows before it in memory, for as long as it is pending itself
+                pending = pending.take(pa.array(np.arange(pending.num_rows)))
+            transaction.parts.append(self._store.keep(pending, transaction.last, _NO_RUNS))
+
+    def _keep(self, buffer: RowBuffer, transaction: Transaction) -> None:
+        if buffer.rows:
+            runs = buffer.runs()
+            transaction.parts.append(self._store.keep(buffer.take(), transaction.last, runs))
+
+    def _set_aside(self, transaction: Transaction) -> None:
+        """Everything of a streamed transaction into parts, and its buffer away: many may wait between their blocks."""
+        if transaction.rows is not None:
+            self._keep(transaction.rows, transaction)
+            transaction.rows = None
+        self._count_buffered(transaction)
+
+    def _count_buffered(self, transaction: Transaction) -> None:
+        held = transaction.rows.nbytes if transaction.rows is not None else 0
+        self._buffered += held - transaction.buffered
+        transaction.buffered = held
+
+
+def _outside(name: str, lsn: int) -> DecodeError:
+    return DecodeError(f"message {name} outside of a transaction at {format_lsn(lsn)}", _ADVICE)
+
+
+_NOT_ASKED = (0, 0)
+_NO_RUNS = np.empty((0, 2), np.uint32)
+_MAX_LSN = 2**63 - 1
+
+_ADVICE = "The stream is not as the protocol says: please report this with the server's version"

@@ -1,0 +1,144 @@
+"""Values made of values: arrays, rows, ranges. Each has its own rule for what must be quoted, and how."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from pgcdc.source.postgres.wire.binary.reader import Damaged, Reader
+
+__all__ = ["Convert", "array_text", "multirange_text", "range_text", "record_text", "word_list_text"]
+
+Convert = Callable[[int, bytes], bytes]
+"""The text of a value inside of another, by its type."""
+
+_ARRAY = struct.Struct("!iiI")
+_DIMENSION = struct.Struct("!ii")
+_U32 = struct.Struct("!I")
+_MAX_DIMENSIONS = 6
+
+_EMPTY, _LOWER_INCLUSIVE, _UPPER_INCLUSIVE = 0x01, 0x02, 0x04
+_NO_LOWER, _NO_UPPER = 0x08 | 0x20, 0x10 | 0x40
+
+_IN_RECORD = re.compile(rb'["\\(), \t\n\r\v\f]')
+_IN_RANGE = re.compile(rb'["\\()\[\], \t\n\r\v\f]')
+
+
+def array_text(data: bytes, delimiter: bytes, convert: Convert) -> bytes:
+    """{a,b}, with its bounds before it if one does not start at 1."""
+    element, bounds, reader = _open_array(data)
+    count = _count_elements(bounds)
+    if count == 0:
+        return b"{}"
+    special = re.compile(rb'["\\{} \t\n\r\v\f' + re.escape(delimiter) + rb"]")
+    texts = [
+        b"NULL" if value is None else _quote_element(convert(element, value), special)
+        for value in _read_elements(reader, count)
+    ]
+    # The innermost dimension first.
+    for size, _ in reversed(bounds):
+        elements = iter(texts)
+        texts = [b"{%b}" % delimiter.join(islice(elements, size)) for _ in range(len(texts) // size)]
+    if any(start != 1 for _, start in bounds):
+        shown = b"".join([b"[%d:%d]" % (start, start + size - 1) for size, start in bounds])
+        return shown + b"=" + texts[0]
+    return texts[0]
+
+
+def word_list_text(data: bytes, convert: Convert) -> bytes:
+    """int2vector, oidvector: sent as arrays, written with blanks between."""
+    element, bounds, reader = _open_array(data)
+    values = list(_read_elements(reader, _count_elements(bounds)))
+    if len(bounds) > 1 or None in values:
+        raise Damaged("is no list of numbers")
+    return b" ".join([convert(element, value) for value in values if value is not None])
+
+
+def _open_array(data: bytes) -> tuple[int, list[tuple[int, int]], Reader]:
+    """The type of the elements, size and first index of each dimension, and where the elements start."""
+    reader = Reader(data)
+    dimensions, flags, element = reader.fields(_ARRAY)
+    if not 0 <= dimensions <= _MAX_DIMENSIONS or flags not in {0, 1}:
+        raise Damaged(f"claims {dimensions} dimensions with flags {flags}")
+    bounds = []
+    for _ in range(dimensions):
+        size, start = reader.fields(_DIMENSION)
+        if size < 0:
+            raise Damaged(f"claims {size} elements in a dimension")
+        bounds.append((size, start))
+    return element, bounds, reader
+
+
+def _count_elements(bounds: list[tuple[int, int]]) -> int:
+    count = 1 if bounds else 0
+    for size, _ in bounds:
+        count *= size
+    return count
+
+
+def _read_elements(reader: Reader, count: int) -> Iterator[bytes | None]:
+    for _ in range(count):
+        yield reader.item()
+    reader.finish()
+
+
+def _quote_element(text: bytes, special: re.Pattern[bytes]) -> bytes:
+    if special.search(text) or not text or text.upper() == b"NULL":
+        return b'"%b"' % text.replace(b"\\", b"\\\\").replace(b'"', b'\\"')
+    return text
+
+
+def record_text(data: bytes, convert: Convert) -> bytes:
+    """(a,b): a row says itself of which types its columns are. NULL is nothing at all."""
+    reader = Reader(data)
+    columns = []
+    for _ in range(reader.count(8)):
+        (column_type,) = reader.fields(_U32)
+        value = reader.item()
+        columns.append(b"" if value is None else _quote(convert(column_type, value), _IN_RECORD))
+    reader.finish()
+    return b"(%b)" % b",".join(columns)
+
+
+def range_text(data: bytes, subtype: int, convert: Convert) -> bytes:
+    """[a,b), or empty."""
+    reader = Reader(data)
+    flags = reader.raw(1)[0]
+    if flags & _EMPTY:
+        reader.finish()
+        return b"empty"
+    lower = b"" if flags & _NO_LOWER else _read_bound(reader, subtype, convert)
+    upper = b"" if flags & _NO_UPPER else _read_bound(reader, subtype, convert)
+    reader.finish()
+    opening = b"[" if flags & _LOWER_INCLUSIVE else b"("
+    closing = b"]" if flags & _UPPER_INCLUSIVE else b")"
+    return opening + lower + b"," + upper + closing
+
+
+def _read_bound(reader: Reader, subtype: int, convert: Convert) -> bytes:
+    value = reader.item()
+    if value is None:
+        raise Damaged("has a bound that is NULL")
+    return _quote(convert(subtype, value), _IN_RANGE)
+
+
+def multirange_text(data: bytes, subtype: int, convert: Convert) -> bytes:
+    """{[a,b),[c,d)}"""
+    reader = Reader(data)
+    ranges = []
+    for _ in range(reader.count(5)):
+        value = reader.item()
+        if value is None:
+            raise Damaged("has a range that is NULL")
+        ranges.append(range_text(value, subtype, convert))
+    reader.finish()
+    return b"{%b}" % b",".join(ranges)
+
+
+def _quote(text: bytes, special: re.Pattern[bytes]) -> bytes:
+    """Rows and ranges double what would end the quotes."""
+    if special.search(text) or not text:
+        return b'"%b"' % text.replace(b"\\", b"\\\\").replace(b'"', b'""')
+    return text

@@ -1,0 +1,422 @@
+"""What PostgreSQL says in a replication stream: pure functions from bytes to one type per message, and back.
+
+The envelope is the replication protocol's (XLogData, Keepalive, status update); inside of XLogData is one message of
+pgoutput. Here are those of protocol version 1; what later versions add is in `undecided`. Row changes (Insert, Update,
+Delete) have no type here: they go straight into column buffers, in `rows`. Every function takes the whole message, tag
+byte included, and the LSN to name if it is damaged.
+
+Times in what is parsed are microseconds since 1970-01-01 UTC; the wire counts from 2000 (`POSTGRES_EPOCH_US`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pgcdc.core.errors import DecodeError
+from pgcdc.core.position import format_lsn
+from pgcdc.core.relation import Column, Relation
+
+__all__ = [
+    "BEGIN",
+    "COMMIT",
+    "DELETE",
+    "INSERT",
+    "KEEPALIVE",
+    "MESSAGE",
+    "ORIGIN",
+    "POSTGRES_EPOCH_US",
+    "RELATION",
+    "STATUS_UPDATE",
+    "TRUNCATE",
+    "TYPE",
+    "UPDATE",
+    "XLOG_DATA",
+    "XLOG_DATA_HEADER_BYTES",
+    "Begin",
+    "Commit",
+    "Fields",
+    "Keepalive",
+    "Message",
+    "Origin",
+    "Truncate",
+    "Type",
+    "XLogData",
+    "decode_error",
+    "encode_status_update",
+    "parse_begin",
+    "parse_commit",
+    "parse_envelope",
+    "parse_keepalive",
+    "parse_message",
+    "parse_origin",
+    "parse_pgoutput",
+    "parse_relation",
+    "parse_truncate",
+    "parse_type",
+    "parse_xlog_data",
+    "show_byte",
+    "truncated_error",
+]
+
+XLOG_DATA = ord("w")
+KEEPALIVE = ord("k")
+STATUS_UPDATE = ord("r")
+
+BEGIN = ord("B")
+COMMIT = ord("C")
+ORIGIN = ord("O")
+RELATION = ord("R")
+TYPE = ord("Y")
+INSERT = ord("I")
+UPDATE = ord("U")
+DELETE = ord("D")
+TRUNCATE = ord("T")
+MESSAGE = ord("M")
+
+POSTGRES_EPOCH_US = 946_684_800_000_000
+"""2000-01-01 UTC, where PostgreSQL's clock starts, in microseconds since 1970."""
+_MAX_TIME = 2**63 - 1 - POSTGRES_EPOCH_US
+
+_U8 = struct.Struct("!B")
+_I16 = struct.Struct("!h")
+_I32 = struct.Struct("!i")
+_U32 = struct.Struct("!I")
+_I64 = struct.Struct("!q")
+_U64 = struct.Struct("!Q")
+_XLOG_DATA = struct.Struct("!xQQq")
+_STATUS_UPDATE = struct.Struct("!BQQQqB")
+
+XLOG_DATA_HEADER_BYTES = _XLOG_DATA.size
+"""Where the payload of an XLogData starts."""
+
+_ADVICE = (
+    "Nothing from here on was confirmed: start again to read it once more, and if it fails at the same place, "
+    "report it with the server's version"
+)
+
+
+# Errors. The compiled decoder uses the same builders, so that both say the same.
+
+
+def decode_error(message: str, field: str, problem: str, lsn: int) -> DecodeError:
+    """The error for one field of one message. An LSN of 0 is unknown (the server sends it with Relation and Type)."""
+    place = f" at {format_lsn(lsn)}" if lsn else ""
+    return DecodeError(f"{message} message{place}: {field} {problem}", _ADVICE)
+
+
+def truncated_error(message: str, field: str, needed: int, left: int, lsn: int) -> DecodeError:
+    """The error for a field that does not fit into what is left of the message."""
+    return decode_error(message, field, f"is truncated: needs {needed} bytes, {left} are left", lsn)
+
+
+def show_byte(byte: int) -> str:
+    """A tag as an error shows it: `'I'`, or `0x07` if it is not a visible character."""
+    return repr(chr(byte)) if 0x20 <= byte < 0x7F else f"0x{byte:02X}"
+
+
+# The envelope.
+
+
+@dataclass(frozen=True, slots=True)
+class XLogData:
+    """Carries one pgoutput message."""
+
+    start_lsn: int
+    """0 for messages that stand for no WAL record of their own (Relation, Type)."""
+    wal_end: int
+    send_time: int
+    payload: memoryview
+    """A view, not a copy: valid as long as the received buffer is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keepalive:
+    """Says how far the server is. Its `wal_end` may be confirmed only when nothing received before is unflushed."""
+
+    wal_end: int
+    send_time: int
+    reply_requested: bool
+
+
+# The messages of pgoutput.
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Opens a transaction."""
+
+    final_lsn: int
+    """Where its Commit record starts: the commit LSN, not the END lsn."""
+    commit_time: int
+    xid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Ends a transaction. What is confirmed is `end_lsn`."""
+
+    flags: int
+    commit_lsn: int
+    end_lsn: int
+    commit_time: int
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Follows Begin if the transaction was replicated to the server from elsewhere."""
+
+    lsn: int
+    """Its commit LSN on the origin."""
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Type:
+    """Describes a type that is not built in, before the Relation that uses it."""
+
+    oid: int
+    namespace: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Truncate:
+    """One TRUNCATE, of one or more tables."""
+
+    relation_oids: tuple[int, ...]
+    cascade: bool
+    restart_identity: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What `pg_logical_emit_message` wrote. One that is not transactional comes outside of Begin and Commit."""
+
+    transactional: bool
+    lsn: int
+    prefix: str
+    content: bytes
+
+
+class Fields:
+    """Reads the fields of one message, tag byte included, in order; whatever does not fit is a DecodeError."""
+
+    __slots__ = ("_at", "_data", "_lsn", "_name")
+
+    def __init__(self, data: bytes | memoryview, tag: int, name: str, lsn: int) -> None:
+        self._data = bytes(data)
+        self._at = 0
+        self._name = name
+        self._lsn = lsn
+        found = self.number(_U8, "tag")
+        if found != tag:
+            raise self.error("tag", f"is {show_byte(found)}, not {show_byte(tag)}")
+
+    def error(self, field: str, problem: str) -> DecodeError:
+        """The error for a field of this message."""
+        return decode_error(self._name, field, problem, self._lsn)
+
+    def number(self, form: struct.Struct, field: str) -> int:
+        """The next field, as `form` says."""
+        at = self._advance(form.size, field)
+        value: int = form.unpack_from(self._data, at)[0]
+        return value
+
+    def count(self, form: struct.Struct, field: str) -> int:
+        """A number that cannot be negative."""
+        value = self.number(form, field)
+        if value < 0:
+            raise self.error(field, f"is negative: {value}")
+        return value
+
+    def time(self, field: str) -> int:
+        """Microseconds since 1970."""
+        value = self.number(_I64, field)
+        if value > _MAX_TIME:
+            raise self.error(field, f"is out of range: {value}")
+        return value + POSTGRES_EPOCH_US
+
+    def text(self, field: str) -> str:
+        """Text that ends with a NUL."""
+        end = self._data.find(0, self._at)
+        if end < 0:
+            raise self.error(field, "has no NUL terminator")
+        raw = self._data[self._at : end]
+        self._at = end + 1
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as cause:
+            raise self.error(field, f"is not UTF-8: {raw!r}") from cause
+
+    def raw(self, size: int, field: str) -> bytes:
+        """The next bytes as they are."""
+        at = self._advance(size, field)
+        return self._data[at : at + size]
+
+    def finish(self) -> None:
+        """Nothing may follow."""
+        left = len(self._data) - self._at
+        if left:
+            raise self.error("end", f"is followed by {left} bytes")
+
+    def _advance(self, size: int, field: str) -> int:
+        at, left = self._at, len(self._data) - self._at
+        if size > left:
+            raise truncated_error(self._name, field, size, left, self._lsn)
+        self._at = at + size
+        return at
+
+
+def parse_envelope(data: bytes | memoryview, lsn: int = 0) -> XLogData | Keepalive:
+    """What one CopyData of the stream is. Raises DecodeError for anything but XLogData and Keepalive."""
+    if not data:
+        raise truncated_error("Replication", "tag", 1, 0, lsn)
+    if data[0] == XLOG_DATA:
+        return parse_xlog_data(data, lsn)
+    if data[0] == KEEPALIVE:
+        return parse_keepalive(data, lsn)
+    raise decode_error("Replication", "tag", f"is unknown: {show_byte(data[0])}", lsn)
+
+
+def parse_xlog_data(data: bytes | memoryview, lsn: int = 0) -> XLogData:
+    """The header, and a view of the payload: the payload is not copied."""
+    # Not through Fields: this runs once per row, and copying the payload would double the work of receiving it.
+    if len(data) < XLOG_DATA_HEADER_BYTES:
+        raise truncated_error("XLogData", "header", XLOG_DATA_HEADER_BYTES, len(data), lsn)
+    if data[0] != XLOG_DATA:
+        raise decode_error("XLogData", "tag", f"is {show_byte(data[0])}, not {show_byte(XLOG_DATA)}", lsn)
+    start_lsn, wal_end, send_time = _XLOG_DATA.unpack_from(data)
+    return XLogData(start_lsn, wal_end, send_time + POSTGRES_EPOCH_US, memoryview(data)[XLOG_DATA_HEADER_BYTES:])
+
+
+def parse_keepalive(data: bytes | memoryview, lsn: int = 0) -> Keepalive:
+    """The server's sign of life."""
+    fields = Fields(data, KEEPALIVE, "Keepalive", lsn)
+    keepalive = Keepalive(
+        wal_end=fields.number(_U64, "WAL end"),
+        send_time=fields.time("send time"),
+        reply_requested=bool(fields.number(_U8, "reply requested")),
+    )
+    fields.finish()
+    return keepalive
+
+
+def encode_status_update(written: int, flushed: int, applied: int, now_us: int, reply_requested: bool) -> bytes:
+    """A standby status update. `flushed` is what the slot moves to; `now_us` counts from 2000, as the wire."""
+    return _STATUS_UPDATE.pack(STATUS_UPDATE, written, flushed, applied, now_us, int(reply_requested))
+
+
+def parse_begin(data: bytes | memoryview, lsn: int = 0) -> Begin:
+    """A Begin message."""
+    fields = Fields(data, BEGIN, "Begin", lsn)
+    begin = Begin(
+        final_lsn=fields.number(_U64, "final LSN"),
+        commit_time=fields.time("commit time"),
+        xid=fields.number(_U32, "xid"),
+    )
+    fields.finish()
+    return begin
+
+
+def parse_commit(data: bytes | memoryview, lsn: int = 0) -> Commit:
+    """A Commit message."""
+    fields = Fields(data, COMMIT, "Commit", lsn)
+    commit = Commit(
+        flags=fields.number(_U8, "flags"),
+        commit_lsn=fields.number(_U64, "commit LSN"),
+        end_lsn=fields.number(_U64, "end LSN"),
+        commit_time=fields.time("commit time"),
+    )
+    fields.finish()
+    return commit
+
+
+def parse_origin(data: bytes | memoryview, lsn: int = 0) -> Origin:
+    """An Origin message."""
+    fields = Fields(data, ORIGIN, "Origin", lsn)
+    origin = Origin(lsn=fields.number(_U64, "LSN"), name=fields.text("name"))
+    fields.finish()
+    return origin
+
+
+def parse_relation(data: bytes | memoryview, lsn: int = 0) -> Relation:
+    """A Relation message: the shape in which the rows of a table come from now on."""
+    fields = Fields(data, RELATION, "Relation", lsn)
+    oid = fields.number(_U32, "oid")
+    namespace = _namespace(fields)
+    name = fields.text("name")
+    identity = fields.number(_U8, "replica identity")
+    if identity not in b"dnfi":
+        raise fields.error("replica identity", f"is unknown: {show_byte(identity)}")
+    columns = tuple(_column(fields, f"column {index + 1}") for index in range(fields.count(_I16, "column count")))
+    fields.finish()
+    return Relation(oid, namespace, name, chr(identity), columns)
+
+
+def _column(fields: Fields, label: str) -> Column:
+    is_key = bool(fields.number(_U8, f"{label} flags") & 1)
+    return Column(
+        name=fields.text(f"{label} name"),
+        type_oid=fields.number(_U32, f"{label} type oid"),
+        typmod=fields.number(_I32, f"{label} type modifier"),
+        is_key=is_key,
+    )
+
+
+def parse_type(data: bytes | memoryview, lsn: int = 0) -> Type:
+    """A Type message."""
+    fields = Fields(data, TYPE, "Type", lsn)
+    described = Type(oid=fields.number(_U32, "oid"), namespace=_namespace(fields), name=fields.text("name"))
+    fields.finish()
+    return described
+
+
+def _namespace(fields: Fields) -> str:
+    # The server saves bytes: it sends nothing for the one schema that every database has.
+    return fields.text("namespace") or "pg_catalog"
+
+
+def parse_truncate(data: bytes | memoryview, lsn: int = 0) -> Truncate:
+    """A Truncate message."""
+    fields = Fields(data, TRUNCATE, "Truncate", lsn)
+    count = fields.count(_I32, "relation count")
+    options = fields.number(_U8, "options")
+    oids = tuple(fields.number(_U32, f"relation {index + 1} oid") for index in range(count))
+    fields.finish()
+    return Truncate(oids, cascade=bool(options & 1), restart_identity=bool(options & 2))
+
+
+def parse_message(data: bytes | memoryview, lsn: int = 0) -> Message:
+    """A Message message: the content is the application's bytes."""
+    fields = Fields(data, MESSAGE, "Message", lsn)
+    transactional = bool(fields.number(_U8, "flags") & 1)
+    written_at = fields.number(_U64, "LSN")
+    prefix = fields.text("prefix")
+    content = fields.raw(fields.count(_I32, "content length"), "content")
+    fields.finish()
+    return Message(transactional, written_at, prefix, content)
+
+
+_Parsed = Begin | Commit | Origin | Relation | Type | Truncate | Message
+
+_PARSERS: dict[int, Callable[[bytes | memoryview, int], _Parsed]] = {
+    BEGIN: parse_begin,
+    COMMIT: parse_commit,
+    ORIGIN: parse_origin,
+    RELATION: parse_relation,
+    TYPE: parse_type,
+    TRUNCATE: parse_truncate,
+    MESSAGE: parse_message,
+}
+
+
+def parse_pgoutput(data: bytes | memoryview, lsn: int = 0) -> _Parsed:
+    """Any pgoutput message but a row change (Insert, Update, Delete), which belongs into a RowBuffer."""
+    if not data:
+        raise truncated_error("pgoutput", "tag", 1, 0, lsn)
+    parser = _PARSERS.get(data[0])
+    if parser is None:
+        raise decode_error("pgoutput", "tag", f"is unknown: {show_byte(data[0])}", lsn)
+    return parser(data, lsn)

@@ -1,0 +1,212 @@
+"""Where a reader's spool comes from: the capture of its slot (started or joined), or a folder that does not change."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from pgcdc.capture.control import CaptureLink, ControlClient
+from pgcdc.core.errors import ConfigError
+from pgcdc.core.position import Position
+from pgcdc.core.state import Identity, Lock, StateDir, read_json
+from pgcdc.event.texts import IdSeed
+from pgcdc.postgres.selection import Selection
+from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
+from pgcdc.spark.options import StreamOptions
+from pgcdc.spool.reader import SpoolReader
+
+__all__ = ["CaptureFeed", "Feed", "StaticFeed", "driver_pid"]
+
+JOIN_TIMEOUT_S = 5.0
+
+
+class Feed(Protocol):
+    """What a reader needs besides the spool itself."""
+
+    spool: Path
+    shapes: Path
+    """The history of the tables' shapes."""
+    database: str
+    """Its name."""
+    seed: IdSeed
+    snapshot_lsn: int
+    """Where the rows of the initial snapshot stand."""
+
+    def join(self) -> tuple[Position, Position]:
+        """Where this consumer begins, and what it has acknowledged."""
+
+    def wait(self, timeout_s: float, until: Position | None = None) -> None:
+        """Wait until the spool has grown, at most `timeout_s`; `until` is needed even if the spool is full."""
+
+    def ack(self, position: Position) -> None:
+        """Everything up to `position` is durable."""
+
+    def stage(self, at: Position, *, take: bool) -> dict[str, Any]:
+        """Whether tasks of the batch behind `at` have something to read for the initial snapshot; with `take`, what."""
+
+    def target(self) -> int:
+        """What "everything up to now" means: an LSN."""
+
+    def settled(self) -> Position | None:
+        """Where the rows of all snapshots that were asked for end; None while some are still to be read."""
+
+    def clock(self) -> tuple[Position, int] | None:
+        """A moment in microseconds since 1970, and where everything committed before it has been read."""
+
+    def close(self) -> None:
+        """The reader is done; the capture may go on for others."""
+
+
+class CaptureFeed:
+    """The capture of a slot: started if nobody has, joined if somebody has, started again if it dies."""
+
+    def __init__(self, options: StreamOptions) -> None:
+        self._consumer = options.consumer
+        state = StateDir(Path(options.source.state_dir))
+        identity = state.identity()
+        watch_pid = driver_pid()
+        began = identity is not None and identity.created_lsn > 0
+        source = _what_to_capture(options, identity if began else None)
+        if not began or (Lock.holder(state.capture_lock) is None and not options.driver_acks):
+            prepared = prepare(source, watch_pid=watch_pid, consumer=options.consumer)
+            spec, identity = prepared.spec, prepared.identity
+        else:
+            assert identity is not None
+            if not options.driver_acks:
+                _check_same(source, identity, read_json(state.capture_status) or {}, is_typed=options.table is not None)
+            spec = source.spec((item["name"] for item in identity.publications), watch_pid)
+        if options.table is not None:
+            from pgcdc.spark.table import check_captured  # with all that typed rows need
+
+            check_captured(source.url, spec.publications, options.table, source.slot, zset=options.rows.zset)
+        self._link = CaptureLink(spec, is_restart=began, on_restart=self._claim)
+        self.spool = state.spool
+        self.shapes = state.shapes_file
+        self.database = identity.database
+        self.seed = IdSeed.of(identity.system_identifier, identity.slot)
+        self.snapshot_lsn = identity.created_lsn + 1
+
+    def join(self) -> tuple[Position, Position]:
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        while True:
+            try:
+                return self._link.call(self._claim)
+            except ConfigError:  # the query that was stopped just now may still be connected
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+    def wait(self, timeout_s: float, until: Position | None = None) -> None:
+        self._link.call(lambda client: client.wait(timeout_s, until))
+
+    def ack(self, position: Position) -> None:
+        self._link.call(lambda client: client.ack(self._consumer, position))
+
+    def stage(self, at: Position, *, take: bool) -> dict[str, Any]:
+        return self._link.call(lambda client: client.stage(self._consumer, at, take=take))
+
+    def target(self) -> int:
+        return self._link.call(lambda client: client.target())
+
+    def settled(self) -> Position | None:
+        return self._link.call(lambda client: client.settled())
+
+    def clock(self) -> tuple[Position, int] | None:
+        return self._link.call(lambda client: client.clock())
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _claim(self, client: ControlClient) -> tuple[Position, Position]:
+        return client.join(self._consumer, exclusive=True)
+
+
+class StaticFeed:
+    """A spool that nobody writes: for warming up and for tests."""
+
+    def __init__(self, spool: Path) -> None:
+        self.spool = spool
+        self.shapes = StateDir(spool.parent).shapes_file
+        self.database = ""
+        self.seed = IdSeed.of("static", "static")
+        self.snapshot_lsn = 0
+        reader = SpoolReader(spool)
+        reader.refresh()
+        self._base, self._end = reader.base, reader.end
+
+    def join(self) -> tuple[Position, Position]:
+        return self._base, self._base
+
+    def wait(self, timeout_s: float, until: Position | None = None) -> None:
+        time.sleep(timeout_s)
+
+    def ack(self, position: Position) -> None:
+        pass
+
+    def stage(self, at: Position, *, take: bool) -> dict[str, Any]:
+        return {"active": False}
+
+    def target(self) -> int:
+        return self._end.lsn
+
+    def settled(self) -> Position | None:
+        return self._end
+
+    def clock(self) -> tuple[Position, int] | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def _what_to_capture(options: StreamOptions, identity: Identity | None) -> SourceOptions:
+    """A typed query that only names its table captures that one, or joins what its slot captures already."""
+    source = options.source
+    if options.table is None or source.has_selection:
+        return source
+    return replace(source, tables=(options.table,)) if identity is None else source.as_before(identity)
+
+
+def _check_same(source: SourceOptions, identity: Identity, status: dict[str, Any], *, is_typed: bool) -> None:
+    """What a running capture reads is not changed by a query that joins it: one that asks for something else is refused."""
+    running = identity.asked or {}
+    said = [f"{name}={value}" for name, value in running.items() if value]
+    names = [item["name"] for item in identity.publications]
+    different = []
+    if source.slot != identity.slot:
+        different.append(f"slot={source.slot}")
+    if source.uses_existing:
+        different += [f"publication={source.publication}"] if [source.publication] != names else []
+    elif source.has_selection and identity.asked is not None:
+        asked, wanted = Selection.from_json(running), source.selection
+        different += [] if asked.covers(wanted) and wanted.covers(asked) else ["other tables, rows or columns"]
+    wire = status.get("wire", {})
+    for name in ("two_phase", "origin") if is_typed else ("two_phase", "origin", "messages"):
+        mine = getattr(source.wire, name)
+        if wire.get(name, mine) != mine:
+            said.append(f"{name}={wire[name]}")
+            different.append(f"{name}={mine}")
+    if different:
+        raise ConfigError(
+            f"the capture of slot {identity.slot!r} is running with {', '.join(said) or names[0]}; this query asks for "
+            f"{', '.join(different)}",
+            "Give the same options in every query of a slot (a typed query may name nothing but its table), stop the other "
+            "queries first, or use another slot and state_dir",
+        )
+
+
+def driver_pid() -> int:
+    """The Spark driver: who says so, or the JVM that started this Python process. With its end what it started ends."""
+    said = int(os.environ.get("PGCDC_WATCH_PID", "0"))
+    if said:
+        return said
+    process = psutil.Process()
+    for ancestor in process.parents():
+        if ancestor.name() == "java":
+            return ancestor.pid
+    return process.pid

@@ -1,0 +1,30 @@
+"""Spark's Python daemon with everything imported that our tasks need: workers are forked from it, warm.
+
+Spark ends workers that were idle for a minute; the first batch after that would otherwise pay for the imports again.
+
+A worker collects garbage after every task. What was imported is frozen first: looking through it took 20 ms each time.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import pyarrow.compute
+import pyarrow.ipc
+import pyspark.worker
+from pyspark.daemon import manager
+
+import pgcdc.spark.source
+
+__all__ = ["manager"]
+
+_PRELOADED = (pyarrow.compute, pyarrow.ipc, pyspark.worker, pgcdc.spark.source)
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["pyspark.worker"]:  # the workers of tasks; each kind of worker has a daemon of its own
+        import pgcdc.spark.batch
+        import pgcdc.spark.typed_reader
+    gc.collect()
+    gc.freeze()
+    manager()

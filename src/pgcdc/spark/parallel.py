@@ -1,0 +1,422 @@
+"""Large batches: the executors write them side by side, and the driver commits.
+
+    batch → split by key into parts (executors) → where are barriers? (driver) → for each segment between them:
+    write the parts, durable and unseen (executors) → receipts → commit, ack (driver)
+
+Every key's changes stand in one part, in the order of the stream. What concerns more than one key (TRUNCATE, another
+schema, an update that changes the key) is a barrier: what was before it is committed before, what is behind it after. A sink
+that does not need that order gets parts as Spark reads them, and one commit.
+
+Events travel in blocks of Arrow (docs/decisions/0009): Spark moves blocks between executors, never single events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pgcdc.core.errors import PgcdcError, SinkRejected
+from pgcdc.core.failpoint import hit
+from pgcdc.core.position import Position
+from pgcdc.core.state import StateDir
+from pgcdc.event.events import KEYED_LINES, open_blocks, pack_block
+from pgcdc.sink.base import ParallelSink, PartWriter, Receipt
+from pgcdc.sink.delivery import Delivery, SinkTimeout
+from pgcdc.spark.failure import Explain, explained
+from pgcdc.spark.session import is_local
+from pgcdc.spool.reader import SpoolReader
+from pgcdc.spool.shapes import ShapeHistory
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+__all__ = [
+    "LARGE_EVENTS",
+    "LargeBatch",
+    "LargeBatches",
+    "Piece",
+    "Segment",
+    "can_write_parts",
+    "count_events",
+    "plan_segments",
+    "write_parallel",
+]
+
+LARGE_EVENTS = 50_000
+"""From here on a batch is large: below, one task and one commit are faster than all that."""
+MAX_SEGMENTS = 16
+"""A batch with more barriers than that is written in one piece by the driver: each segment is a Spark job and a commit."""
+MAX_RUNS = 64
+"""A block with more changes between barriers and others than that is kept in one piece."""
+TIMEOUT_EVENTS = 100_000
+"""A sink's timeout is for so many events; for more it is that much longer."""
+
+_ArrowMap = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
+_PIECES = pa.schema(
+    [
+        ("part", pa.int32()),
+        ("first", pa.string()),
+        ("last", pa.string()),
+        ("events", pa.int64()),
+        ("is_serial", pa.bool_()),
+        ("number", pa.int32()),
+        ("block", pa.binary()),
+        ("is_last", pa.bool_()),
+    ]
+)
+_PIECES_DDL = (
+    "part INT, first STRING, last STRING, events BIGINT, is_serial BOOLEAN, number INT, block BINARY, is_last BOOLEAN"
+)
+
+
+def can_write_parts(member: Delivery) -> bool:
+    """Whether executors may write to this sink: it can, and no rate limit wants its events one after the other.
+
+    A sink that has found that executors cannot reach its target says `takes_executors = False`. One to which they write with
+    more work in total says `only_elsewhere = True`: then it is worth it only if they are on other machines.
+    """
+    sink = member.sink
+    can = isinstance(sink, ParallelSink) and getattr(sink, "takes_executors", True) and not member.options.rate_limit
+    return can and not (getattr(sink, "only_elsewhere", False) and is_local())
+
+
+class LargeBatches:
+    """What a lane asks at each of its batches: whether it is large, by the spool's index. Every lane has its own."""
+
+    def __init__(self, spark: SparkSession, state: StateDir, large: int = LARGE_EVENTS) -> None:
+        self._spark = spark
+        self._spool = SpoolReader(state.spool)
+        self._shapes = ShapeHistory(state.shapes_file)
+        self._large = large
+
+    def count(self, start: Position, end: Position) -> int:
+        """About how many events (start, end] has, if that is a large batch; else 0, also if the index does not say."""
+        try:
+            events = count_events(self._spool, start, end)
+        except PgcdcError:  # it is only asked for speed: what is wrong with the spool is found by who reads it
+            return 0
+        self._spool.forget(start)
+        return events if events >= self._large else 0
+
+    def open(
+        self,
+        frame: DataFrame,
+        start: Position,
+        end: Position,
+        events: int,
+        column: str = "line",
+        explain: Explain | None = None,
+    ) -> LargeBatch:
+        """The batch (start, end]. `frame`: see `write_parallel`; `column` has the lines that are wanted of it.
+
+        `explain` says what a failure of the frame itself means.
+        """
+        self._shapes.refresh()
+        cuts = [change.position for change in self._shapes.between(start, end) if change.before is not None]
+        return LargeBatch(self._spark, frame, start, end, cuts=cuts, events=events, column=column, explain=explain)
+
+
+def count_events(spool: SpoolReader, start: Position, end: Position) -> int:
+    """About how many changes lie in (start, end], by the index alone: whole segments are counted."""
+    spool.refresh()
+    before_end = itertools.takewhile(lambda record: record.end <= end, spool.after(start))
+    return sum(record.rows for record in before_end)
+
+
+def write_parallel(
+    spark: SparkSession,
+    frame: DataFrame,
+    members: Sequence[Delivery],
+    start: Position,
+    end: Position,
+    *,
+    cuts: Sequence[Position] = (),
+    events: int = 0,
+) -> list[Delivery]:
+    """Have the executors write the batch (start, end] to these sinks, side by side. Returns those that need it otherwise.
+
+    `frame` has KEYED_BLOCKS, or a row per event with `position`, `line`, `key_hash` and `is_barrier`. `cuts` are places
+    where the shape of a table changes, `events` is about how many there are.
+    """
+    if not members:
+        return []
+    with LargeBatch(spark, frame, start, end, cuts=cuts, events=events) as batch:
+        with ThreadPoolExecutor(len(members), thread_name_prefix="parallel") as pool:
+            outcomes = [pool.submit(batch.write, member) for member in members]
+        return [member for member, outcome in zip(members, outcomes, strict=True) if not outcome.result()]
+
+
+# --- the driver's side
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What the driver knows of a block: its first and last position, and whether it must be written alone."""
+
+    first: str
+    last: str
+    events: int
+    is_serial: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What is written and committed at once: the blocks that begin in (start, end]."""
+
+    start: Position
+    end: Position
+    events: int
+
+
+def plan_segments(
+    pieces: Iterable[Piece], start: Position, end: Position, cuts: Sequence[Position] = ()
+) -> list[Segment]:
+    """The segments of a batch, in order: neighbours that may be written at the same time are in one."""
+    segments: list[Segment] = []
+    begin, last, count, kind = start, "", 0, False
+    texts = sorted(str(cut) for cut in cuts)
+    for piece in sorted(pieces, key=lambda piece: piece.first):
+        if last and (piece.is_serial != kind or any(last <= cut < piece.first for cut in texts)):
+            segments.append(Segment(begin, Position.parse(last), count))
+            begin, count, last = segments[-1].end, 0, ""
+        kind, count, last = piece.is_serial, count + piece.events, max(last, piece.last)
+    return [*segments, Segment(begin, end, count)]
+
+
+class LargeBatch:
+    """One batch for several sinks: read and split once. A context manager; `write` may be called from any thread."""
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        frame: DataFrame,
+        start: Position,
+        end: Position,
+        *,
+        cuts: Sequence[Position] = (),
+        events: int = 0,
+        column: str = "line",
+        explain: Explain | None = None,
+    ) -> None:
+        self._spark = spark
+        self._explain = explain
+        self._column = column
+        self._frame = frame
+        self._start, self._end = start, end
+        self._cuts = tuple(cuts)
+        self.events = events
+        """About how many."""
+        self._lock = threading.Lock()
+        self._pieces: DataFrame | None = None
+        self._segments: list[Segment] = []
+
+    def __enter__(self) -> LargeBatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let Spark forget what it keeps; after the last `write`."""
+        with contextlib.suppress(Exception):  # Spark may be gone, and that with it
+            if self._pieces is not None:
+                self._pieces.unpersist()
+
+    def write(self, member: Delivery, reached: Position | None = None) -> bool:
+        """Have the executors write to this sink what lies behind its ack and `reached`. False: it needs it as it is.
+
+        A sink that refuses events needs that, too: they are set aside, and the rest is written, by the driver.
+        """
+        reached = max(member.ack, reached or member.ack)
+        if reached >= self._end:
+            return True
+        if not can_write_parts(member):
+            return False
+        assert isinstance(member.sink, ParallelSink)
+        try:
+            return self._write(member, member.sink, reached)
+        except SinkRejected:  # which events it is about is known where they are: the driver finds out
+            return False
+
+    def _write(self, member: Delivery, sink: ParallelSink, reached: Position) -> bool:
+        if not sink.needs_key_order:
+            self._deliver(member, self._frame, Segment(self._start, self._end, self.events), reached)
+            return True
+        pieces, segments = self._split()
+        if len(segments) > MAX_SEGMENTS:
+            return False
+        from pyspark.sql import functions as F
+
+        for segment in segments:
+            if reached < segment.end:
+                inside = (F.col("first") > str(segment.start)) & (F.col("first") <= str(segment.end))
+                self._deliver(member, pieces.where(inside), segment, reached)
+        return True
+
+    def _split(self) -> tuple[DataFrame, list[Segment]]:
+        """The batch in pieces by key, each part in order, kept by Spark until the end; and its segments."""
+        with self._lock:
+            if self._pieces is None:
+                count = max(2, self._spark.sparkContext.defaultParallelism)
+                split = _map_in_arrow(
+                    self._frame, _Split(count, tuple(map(str, self._cuts)), self._column), _PIECES_DDL
+                )
+                pieces = split.repartitionById(count, "part").sortWithinPartitions("first", "number").persist()
+                try:
+                    with explained(self._explain, "the batch cannot be split"):
+                        known = pieces.where("number = 0").select("first", "last", "events", "is_serial").collect()
+                except BaseException:
+                    with contextlib.suppress(Exception):
+                        pieces.unpersist()
+                    raise
+                found = [Piece(row["first"], row["last"], row["events"], row["is_serial"]) for row in known]
+                self._segments = plan_segments(found, self._start, self._end, self._cuts)
+                self._pieces = pieces  # last: with it, the other sinks of the batch take the segments for known
+            return self._pieces, self._segments
+
+    def _deliver(self, member: Delivery, frame: DataFrame, segment: Segment, reached: Position) -> None:
+        sink, tag = member.sink, f"pgcdc-{uuid.uuid4().hex}"
+        assert isinstance(sink, ParallelSink)
+        context = self._spark.sparkContext
+
+        def write() -> None:
+            begin = max(segment.start, sink.ack, reached)
+            sink.discard_parts()  # of an attempt that failed
+            context.addJobTag(tag)
+            try:
+                writing = _Write(sink.part_writer(), str(begin), self._column)
+                with explained(self._explain, f"adapter {member.name} cannot be written to"):
+                    rows = _map_in_arrow(frame, writing, "receipt STRING").collect()
+            finally:
+                context.removeJobTag(tag)
+            hit("parallel.written")
+            receipts: list[Receipt] = [json.loads(row["receipt"]) for row in rows]
+            sink.commit_parts(begin, segment.end, receipts)
+            sink.discard_parts()  # of attempts that came second
+
+        timeout_s = member.options.timeout * max(1.0, segment.events / TIMEOUT_EVENTS)
+        try:
+            member.deliver(segment.end, segment.events, write, timeout_s)
+        except SinkTimeout:
+            context.cancelJobsWithTag(tag)  # so that the write ends, and the next one can start
+            raise
+
+
+def _map_in_arrow(frame: DataFrame, function: _ArrowMap, schema: str) -> DataFrame:
+    """`frame.mapInArrow`, without its demand for pandas, which has no part in it."""
+    from pyspark.sql import DataFrame
+    from pyspark.sql.pandas.functions import vectorized_udf  # type: ignore[attr-defined]
+    from pyspark.util import PythonEvalType
+
+    udf = vectorized_udf(function, schema, PythonEvalType.SQL_MAP_ARROW_ITER_UDF)
+    column = udf(*[frame[name] for name in frame.columns])
+    return DataFrame(frame._jdf.mapInArrow(column._jc, False, None), frame.sparkSession)
+
+
+# --- the executors' side
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Cuts blocks at barriers, and what is between them into parts by key."""
+
+    parts: int
+    cuts: tuple[str, ...]
+    column: str = "line"
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for events in _open(batches, self.column):
+            if events.num_rows:
+                yield from self._pieces(events)
+
+    def _pieces(self, events: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        is_barrier = events.column("is_barrier").to_numpy(zero_copy_only=False)
+        bounds = [0, *(np.flatnonzero(np.diff(is_barrier)) + 1).tolist(), len(is_barrier)]
+        if len(bounds) > MAX_RUNS:
+            yield from self._pack(events, 0, is_serial=True)
+            return
+        for cut in self.cuts:
+            bounds.append(pc.sum(pc.less_equal(events.column("position"), cut)).as_py())
+        for begin, end in itertools.pairwise(sorted(set(bounds))):
+            run = events.slice(begin, end - begin)
+            if is_barrier[begin]:
+                yield from self._pack(run, 0, is_serial=True)
+            else:
+                yield from self._by_key(run)
+
+    def _by_key(self, run: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        part = run.column("key_hash").to_numpy().view(np.uint64) % np.uint64(self.parts)
+        order = np.argsort(part, kind="stable")  # within a part the order of the stream
+        sorted_run, sorted_part = run.take(pa.array(order)), part[order]
+        for number in np.unique(sorted_part):
+            begin, end = np.searchsorted(sorted_part, number), np.searchsorted(sorted_part, number, side="right")
+            yield from self._pack(sorted_run.slice(int(begin), int(end - begin)), int(number), is_serial=False)
+
+    def _pack(self, events: pa.RecordBatch, part: int, *, is_serial: bool) -> Iterator[pa.RecordBatch]:
+        positions = events.column("position")
+        known = [part, positions[0].as_py(), positions[-1].as_py(), events.num_rows, is_serial]
+        for number, piece in enumerate(pack_block(events.select(["position", "line"]))):
+            row = [*([value] for value in [*known, number]), piece.column(0), piece.column(1)]
+            yield pa.RecordBatch.from_arrays(
+                [
+                    one if isinstance(one, pa.Array) else pa.array(one, field.type)
+                    for one, field in zip(row, _PIECES, strict=True)
+                ],
+                schema=_PIECES,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """Writes what a task has as one part, and says what it wrote."""
+
+    writer: PartWriter
+    after: str
+    """What the sink has already."""
+    column: str = "line"
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        events = (
+            rest
+            for batch in _open(batches, self.column)
+            if (rest := batch.filter(pc.greater(batch.column("position"), self.after))).num_rows
+        )
+        first = next(events, None)
+        if first is None:
+            return
+        receipt = self.writer.write_part(context.partitionId() if context else 0, itertools.chain([first], events))
+        if receipt is not None:
+            yield pa.RecordBatch.from_pydict({"receipt": [json.dumps(receipt)]})
+
+
+def _open(batches: Iterable[pa.RecordBatch], column: str) -> Iterator[pa.RecordBatch]:
+    """The events in batches of keyed blocks, of pieces, or of events, as far as there is a line in `column`."""
+    batches = iter(batches)
+    first = next(batches, None)
+    if first is None:
+        return
+    everything = itertools.chain([first], batches)
+    names = first.schema.names
+    if "block" in names:  # a piece: lines that were chosen before
+        yield from open_blocks(batch.select(["block", "is_last"]) for batch in everything)
+        return
+    for batch in open_blocks(everything) if "keyed_block" in names else everything:
+        lines = batch.column(column)
+        chosen = [lines if one.name == "line" else batch.column(one.name) for one in KEYED_LINES]
+        arrays = [one.cast(field.type) for one, field in zip(chosen, KEYED_LINES, strict=True)]
+        events = pa.RecordBatch.from_arrays(arrays, schema=KEYED_LINES)
+        yield events.filter(lines.is_valid()) if lines.null_count else events

@@ -1,0 +1,260 @@
+"""The Spark session: low latency, quiet, and warm before it says ready.
+
+Every setting here was measured (docs/benchmarks.md, docs/decisions). A user's own session works as well: `register` is all
+it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from pgcdc.core.errors import ConfigError, PgcdcError
+from pgcdc.core.state import open_log
+
+if TYPE_CHECKING:
+    from pyspark.conf import SparkConf
+    from pyspark.sql import SparkSession
+
+__all__ = [
+    "check_java",
+    "check_running",
+    "is_local",
+    "register",
+    "session",
+    "settings",
+    "stop_session",
+    "with_settings",
+]
+
+MINIMUM_JAVA = 17
+END_TIMEOUT_S = 3.0
+
+
+def settings() -> dict[str, str]:
+    """The low-latency settings, by name."""
+    log4j = Path(__file__).with_name("log4j2.properties").absolute().as_uri()
+    return {
+        # Hadoop's local file system forks a process for every checkpoint file; the raw one does not
+        "spark.sql.streaming.checkpointFileManagerClass": "org.apache.spark.sql.execution.streaming.checkpointing."
+        "FileSystemBasedCheckpointFileManager",
+        "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
+        "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
+        "spark.driver.extraJavaOptions": "-Djdk.lang.Process.launchMechanism=VFORK "
+        f"-Dlog4j2.configurationFile={log4j} -XX:+UseSerialGC",
+        "spark.sql.streaming.pollingDelay": "1ms",
+        "spark.sql.streaming.noDataMicroBatches.enabled": "false",
+        "spark.sql.streaming.minBatchesToRetain": "10",
+        "spark.python.daemon.module": "pgcdc.spark.daemon",
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.python.unix.domain.socket.enabled": "true",
+        "spark.sql.adaptive.enabled": "false",
+        "spark.sql.shuffle.partitions": "1",
+        "spark.locality.wait": "0s",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.execution.arrow.maxRecordsPerBatch": "100000",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.memory": "2g",
+        "spark.sql.execution.pyspark.udf.faulthandler.enabled": "false",
+    }
+
+
+def check_java() -> None:
+    """Raise ConfigError unless Java 17 or newer is there: Spark cannot start without it."""
+    home = os.environ.get("JAVA_HOME")
+    java = str(Path(home) / "bin" / "java") if home else shutil.which("java")
+    advice = (
+        "Install it (Debian: apt-get install openjdk-17-jre-headless; macOS: brew install openjdk@17) or set JAVA_HOME"
+    )
+    if not java or not Path(java).exists():
+        where = f"in JAVA_HOME ({home})" if home else "on the PATH"
+        raise ConfigError(f"Spark needs Java {MINIMUM_JAVA} or newer, and there is no java {where}", advice)
+    try:
+        answer = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=False).stderr
+    except OSError as error:
+        raise ConfigError(f"{java} does not run: {error.strerror}", advice) from error
+    found = re.search(r'version "(?:1\.)?(\d+)', answer)
+    if not found or int(found.group(1)) < MINIMUM_JAVA:
+        version = found.group(1) if found else "unknown"
+        raise ConfigError(f"Spark needs Java {MINIMUM_JAVA} or newer, and {java} is version {version}", advice)
+
+
+def check_running(url: str) -> bool:
+    """Whether no Spark runs in this process yet. ConfigError: its JVM runs, and would read another database.
+
+    The workers of Spark have the environment that the JVM was started with, and the JVM outlives its sessions.
+    """
+    from pyspark.core.context import SparkContext
+
+    if SparkContext._gateway is not None:
+        found = SparkContext._gateway.jvm.System.getenv("PGCDC_DB")
+        if found != url:
+            has = "another database in PGCDC_DB" if found else "no PGCDC_DB"
+            raise ConfigError(
+                f"Spark was started in this process with {has}: its workers would not read this one",
+                "Set PGCDC_DB before Spark starts, or run each database's pipeline in a process of its own",
+            )
+    return SparkContext._active_spark_context is None
+
+
+def is_local() -> bool:
+    """Whether Spark's tasks run in this machine's JVM, or Spark is not there yet."""
+    from pyspark import SparkContext
+
+    context = SparkContext._active_spark_context
+    return context is None or (context.master or "").startswith("local")
+
+
+def stop_session(spark: SparkSession, timeout_s: float) -> None:
+    """End Spark; a sink that hangs in a batch must not keep us from ending."""
+
+    def stop() -> None:
+        with contextlib.suppress(Exception):
+            spark.stop()
+
+    thread = threading.Thread(target=stop, name="stop-spark", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+
+
+def register(spark: SparkSession) -> None:
+    """Make `format("pgcdc")` known to a Spark session."""
+    from pgcdc.spark.source import ChangeSource
+
+    spark.dataSource.register(ChangeSource)
+
+
+def session(
+    app_name: str = "pgcdc", *, master: str | None = None, log_file: Path | None = None, **extra: str
+) -> SparkSession:
+    """A Spark session with the low-latency settings and `format("pgcdc")` registered: local, or on the cluster of `master`.
+
+    `extra` are more settings, with dots as double underscores: `session(spark__ui__enabled="true")`. With `log_file` the
+    JVM writes there instead of to our standard error, and signals of the terminal do not reach it.
+    """
+    check_java()
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
+    is_here = _is_here(master)
+    if is_here:
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    from pyspark.conf import SparkConf
+    from pyspark.core.context import SparkContext
+    from pyspark.sql import SparkSession
+
+    if "SPARK_HOME" not in os.environ:
+        os.environ["SPARK_HOME"] = str(_unzipped_home())
+    warehouse = Path(tempfile.gettempdir()) / f"pgcdc-warehouse-{os.getpid()}"
+    conf = SparkConf().setAppName(app_name).setMaster(master or "local[2,3]")
+    conf.set("spark.sql.warehouse.dir", str(warehouse))
+    ours = settings()
+    if not is_here:  # executors on other hosts have to reach the driver: Spark knows its name
+        del ours["spark.driver.host"], ours["spark.driver.bindAddress"]
+    conf.setAll([*ours.items(), *((key.replace("__", "."), value) for key, value in extra.items())])
+    before = {process.pid for process in _children()}
+    try:
+        if log_file is not None and SparkContext._gateway is None:
+            _launch_quietly(conf, log_file)
+        spark = SparkSession.builder.config(conf=conf).getOrCreate()
+        register(spark)
+    except BaseException:  # also a signal: nobody else knows of a JVM that is not up yet
+        _end_launched(before)
+        raise
+    return spark
+
+
+def _is_here(master: str | None) -> bool:
+    """Whether nothing of Spark is on another host."""
+    host = re.match(r"spark://(?:\[(.+)\]|([^:,]+))", master or "")
+    found = (host[1] or host[2]) if host else "localhost" if (master or "local").startswith("local") else ""
+    return found in ("localhost", "127.0.0.1", "::1")
+
+
+def _children() -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process().children(recursive=True)
+    return []
+
+
+def _end_launched(before: set[int]) -> None:
+    """End the scripts and the JVM that were started since; Spark's name is in their command lines."""
+    launched = []
+    for process in _children():
+        with contextlib.suppress(psutil.Error):
+            if process.pid not in before and any("spark" in word for word in process.cmdline()):
+                launched.append(process)
+                process.terminate()
+    _, alive = psutil.wait_procs(launched, END_TIMEOUT_S)
+    for process in alive:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def _unzipped_home() -> Path:
+    """A Spark home made of links, in which `pyspark.zip` is a folder.
+
+    Spark puts that zip first on the path of every Python worker, and Python compiles what it imports from a zip each time:
+    about a second for each of the half dozen processes of a start. From the installed package it takes a quarter.
+    """
+    import pyspark
+
+    package = Path(pyspark.__file__).parent
+    home = Path(tempfile.gettempdir()) / f"pgcdc-spark-{os.getuid()}-{zlib.crc32(str(package).encode()):08x}"
+    library = home / "python" / "lib"
+    try:
+        home.mkdir(mode=0o700, exist_ok=True)
+        if home.stat().st_uid != os.getuid() or home.is_symlink():
+            return package
+        (library / "pyspark.zip").mkdir(parents=True, exist_ok=True)
+        for link, target in {
+            library / "pyspark.zip" / "pyspark": package,
+            **{library / file.name: file for file in (package / "python" / "lib").glob("py4j*.zip")},
+            **{home / name: package / name for name in ("bin", "jars", "sbin")},
+        }.items():
+            if not link.is_symlink():
+                link.symlink_to(target)
+    except OSError:
+        return package
+    return home
+
+
+def _launch_quietly(conf: SparkConf, log_file: Path) -> None:
+    """Start the JVM with its output in a file and in a session of its own."""
+    from pyspark.core.context import SparkContext
+    from pyspark.errors import PySparkRuntimeError
+    from pyspark.java_gateway import launch_gateway
+
+    with open_log(log_file) as log:
+        try:
+            options = {"stdout": log, "stderr": log, "start_new_session": True}
+            gateway = launch_gateway(conf, options)  # type: ignore[no-untyped-call]
+        except PySparkRuntimeError as error:
+            raise PgcdcError("Spark did not start", f"See {log_file}") from error
+    SparkContext(conf=conf, gateway=gateway)
+
+
+@contextlib.contextmanager
+def with_settings(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
+    """Spark with these settings for a moment: a query keeps those with which it was started."""
+    before = {name: spark.conf.get(name, None) for name in settings}
+    for name, value in settings.items():
+        spark.conf.set(name, value)
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            spark.conf.unset(name) if old is None else spark.conf.set(name, old)
