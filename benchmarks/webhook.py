@@ -20,10 +20,10 @@ from http_clients import Receiver, receive
 from pgcdc import adapters
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
+from pgcdc.core.shapes import ShapeChange, append_shapes
 from pgcdc.sink.base import Batch
 from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.registry import make_sink
-from pgcdc.spool.shapes import ShapeChange, append_shapes
 
 __all__ = ["BATCH_SIZE", "WORKERS", "Posted", "measure_webhook", "receiver", "what_arrived"]
 

@@ -19,6 +19,7 @@ from psycopg import sql
 from pgcdc.core.errors import SinkRejected
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Relations
+from pgcdc.core.shapes import ShapeHistory
 from pgcdc.core.state import StateDir
 from pgcdc.event.events import LINES, events_of
 from pgcdc.event.frame import EventOptions, make_frame
@@ -33,7 +34,6 @@ from pgcdc.source.postgres.setup.shapes import ShapeObserver
 from pgcdc.source.postgres.setup.slots import create_slot
 from pgcdc.source.postgres.toast.resolver import ToastOptions, ToastStep
 from pgcdc.source.postgres.wire.stream import Capture
-from pgcdc.spool.shapes import ShapeHistory
 
 _NUMBERS = itertools.count(1)
 SEED = IdSeed.of("1", "applying")

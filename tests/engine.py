@@ -10,6 +10,7 @@ import psycopg
 from databases import Database
 from listening import wait_until
 
+from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Relations
 from pgcdc.core.state import StateDir
@@ -18,7 +19,6 @@ from pgcdc.source.postgres.snapshot.incremental import IncrementalSnapshots
 from pgcdc.source.postgres.snapshot.releases import Release, Releases
 from pgcdc.source.postgres.snapshot.requests import SnapshotRequest, new_id
 from pgcdc.source.postgres.wire.stream import Capture
-from pgcdc.spool.schema import Op
 
 
 class Engine:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Relation
 from pgcdc.spool.batch import CaptureBatch, Part
-from pgcdc.spool.schema import CHANGES, TRANSACTIONS, OldKind, Op
+from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 from pgcdc.spool.writer import SpoolWriter
 
 START_LSN = 8

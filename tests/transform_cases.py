@@ -11,8 +11,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from pgcdc.core.errors import TransformError
+from pgcdc.core.operation import Op
 from pgcdc.event.masks import LOOKS
-from pgcdc.spool.schema import Op
 from pgcdc.transform.program import Chain
 
 KEY_VARIABLE = "PGCDC_MASK_KEY"

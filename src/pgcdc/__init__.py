@@ -27,9 +27,9 @@ from pgcdc.core.position import Position
 
 if TYPE_CHECKING:
     from pgcdc import adapters, functions, sources, transform
-    from pgcdc.postgres.types.describe import describe
     from pgcdc.run.pipeline import Pipeline
     from pgcdc.source.postgres.wire.stream import Capture, open_capture
+    from pgcdc.spark.describe import describe
     from pgcdc.spark.session import register, session
     from pgcdc.spark.tables import read_snapshot, read_table, read_tables
     from pgcdc.spool.batch import CaptureBatch
@@ -68,7 +68,7 @@ _LAZY = {
     "Capture": "pgcdc.source.postgres.wire.stream",
     "CaptureBatch": "pgcdc.spool.batch",
     "Pipeline": "pgcdc.run.pipeline",
-    "describe": "pgcdc.postgres.types.describe",
+    "describe": "pgcdc.spark.describe",
     "open_capture": "pgcdc.source.postgres.wire.stream",
     "read_snapshot": "pgcdc.spark.tables",
     "read_table": "pgcdc.spark.tables",

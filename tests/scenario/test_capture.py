@@ -20,12 +20,12 @@ import pgcdc
 from pgcdc.capture.control import CaptureGone, ControlClient, ensure_capture
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.core.errors import ConfigError, ConnectionLost, GapError, PgcdcError, SourceError
+from pgcdc.core.operation import Op
 from pgcdc.core.position import Position, format_lsn
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.source.postgres.setup.prepare import Prepared, SourceOptions, prepare
 from pgcdc.spool.reader import SpoolReader, read_slice
-from pgcdc.spool.schema import Op
 
 
 def options(database: Database, folder: Path, **more: Any) -> SourceOptions:

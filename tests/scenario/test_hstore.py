@@ -14,8 +14,8 @@ from pgcdc.playground.postgres import EmbeddedPostgres, find_binaries
 from pgcdc.postgres.database import connect
 from pgcdc.postgres.types.catalog import TypeCatalog
 from pgcdc.postgres.types.column import Exactness, TypeOptions
-from pgcdc.postgres.types.describe import read_table_columns
 from pgcdc.postgres.types.mapping import map_type
+from pgcdc.spark.describe import read_table_columns
 
 VALUES = {
     "''": {},

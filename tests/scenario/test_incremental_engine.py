@@ -14,10 +14,10 @@ from listening import wait_until
 from snapshots import long_text
 
 from pgcdc.core.errors import PgcdcError
+from pgcdc.core.operation import Op
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.source.postgres.snapshot import chunk_reader
 from pgcdc.source.postgres.snapshot.chunk_reader import ChunkOrder, ChunkRead, ChunkReader, find_table
-from pgcdc.spool.schema import Op
 
 Make = Callable[..., Engine]
 

@@ -14,6 +14,7 @@ import pytest
 from spools import START_LSN, Change, write_spool
 
 from pgcdc.core.errors import SinkUnavailable
+from pgcdc.core.operation import Op
 from pgcdc.core.position import SCHEMA_SUB, Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.event.events import KEYED_BLOCKS
@@ -23,7 +24,6 @@ from pgcdc.sink.file import FileSink
 from pgcdc.sink.folder import FolderPartWriter, FolderSink
 from pgcdc.sink.spec import DeliveryOptions
 from pgcdc.spark.parallel import write_parallel
-from pgcdc.spool.schema import Op
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -22,13 +22,13 @@ from pgcdc.core import failpoint
 from pgcdc.core.errors import SinkError, SinkRejected, SinkUnavailable
 from pgcdc.core.failpoint import FailpointError
 from pgcdc.core.position import SCHEMA_SUB, Position
+from pgcdc.core.shapes import ShapeChange, append_shapes
 from pgcdc.core.state import Identity, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.run.validation import Check, run_checks
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.sink import PgTableSink
-from pgcdc.spool.shapes import ShapeChange, append_shapes
 
 HALF = Position.end(120)
 

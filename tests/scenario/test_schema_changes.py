@@ -23,7 +23,9 @@ from pgcdc.cli.status import read_status
 from pgcdc.core.errors import ConfigError, ConnectionLost
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
+from pgcdc.core.shapes import ShapeChange, ShapeHistory
 from pgcdc.core.state import Lock, StateDir
+from pgcdc.event.shape_diff import diff_shapes
 from pgcdc.playground.postgres import EmbeddedPostgres, find_binaries
 from pgcdc.postgres.database import connect
 from pgcdc.postgres.types.built_in import BUILT_IN
@@ -34,8 +36,6 @@ from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
 from pgcdc.source.postgres.setup.shapes import describe_shapes
 from pgcdc.spark.options import parse_options
 from pgcdc.spark.reader import ChangeReader
-from pgcdc.spool.diff import diff_shapes
-from pgcdc.spool.shapes import ShapeChange, ShapeHistory
 
 OLDER = [pytest.param(16, marks=pytest.mark.slow), pytest.param(15, marks=pytest.mark.slow)]
 

@@ -25,9 +25,9 @@ from pgcdc.postgres.database import Connection, connect
 from pgcdc.postgres.types.built_in import BUILT_IN
 from pgcdc.postgres.types.catalog import TypeCatalog
 from pgcdc.postgres.types.column import ColumnType, Rejected, TypeOptions
-from pgcdc.postgres.types.describe import TableColumn, describe_columns, read_table_columns
 from pgcdc.postgres.types.mapping import map_type
 from pgcdc.source.postgres.wire.binary import unsupported
+from pgcdc.spark.describe import TableColumn, describe_columns, read_table_columns
 
 ALL_CASES = [*CASES, *nested_type_cases.CASES]
 

@@ -28,12 +28,12 @@ from targets.webhook import ITEMS
 
 from pgcdc.core.errors import PgcdcError, SinkError, SinkRejected, SinkUnavailable
 from pgcdc.core.position import Position
+from pgcdc.core.shapes import ShapeChange, append_shapes
 from pgcdc.sink.base import Batch
 from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.spec import DeliveryOptions
 from pgcdc.sink.webhook.options import WebhookOptions
 from pgcdc.sink.webhook.sink import WebhookSink
-from pgcdc.spool.shapes import ShapeChange, append_shapes
 
 SECRET = "s3cr3t-in-query"
 COUNT = len(STREAM)

@@ -16,12 +16,12 @@ import pyarrow as pa
 
 from pgcdc.core.position import SCHEMA_SUB, Position
 from pgcdc.core.relation import Column, Relation
+from pgcdc.core.shapes import ShapeChange, append_shapes
 from pgcdc.sink.base import Batch, Sink
 from pgcdc.sink.pg_table.append import Appender
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.parts import export_url
 from pgcdc.sink.pg_table.sink import PgTableSink
-from pgcdc.spool.shapes import ShapeChange, append_shapes
 from targets.base import SERVERS, BaseTarget
 from targets.events import event, to_line
 

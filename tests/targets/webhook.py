@@ -12,7 +12,7 @@ from receivers import How, Receiver, Request, answer, receiver
 
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
-from pgcdc.spool.shapes import ShapeChange, append_shapes
+from pgcdc.core.shapes import ShapeChange, append_shapes
 from targets.base import BaseTarget
 from targets.events import event, position_of, to_line
 

@@ -102,7 +102,7 @@ def test_modules_of_this_project_are_imported_by_name_in_registries_only() -> No
     assert sorted(found - REGISTRIES) == []
 
 
-_TYPES = ("assemble", "describe", "geometry", "interval", "mapping", "nested", "scalars", "variant")
+_TYPES = ("assemble", "geometry", "interval", "mapping", "nested", "scalars", "variant")
 NEED_SPARK_UNTIL_LATER = {"pgcdc.event.typed", *(f"pgcdc.postgres.types.{name}" for name in _TYPES)}
 
 

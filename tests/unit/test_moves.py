@@ -18,6 +18,7 @@ from pgcdc import Pipeline, adapters, sources, transform
 from pgcdc.capture.consumers import MAIN
 from pgcdc.capture.control import CaptureLink
 from pgcdc.core.errors import ConnectionLost, GapError, PgcdcError, SinkUnavailable, SourceError
+from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.core.state import StateDir
@@ -28,7 +29,6 @@ from pgcdc.run.supervisor import RECOVERED_S, Lanes, Watched
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Batch
 from pgcdc.sink.registry import make_sink
-from pgcdc.spool.schema import Op
 from pgcdc.transform.program import Chain
 
 ORDERS = Relation(1, "public", "orders", "d", (Column("id", 23, -1, True),))

@@ -10,11 +10,11 @@ import pytest
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.position import SCHEMA_SUB, Position
 from pgcdc.core.relation import Column, Relation
+from pgcdc.core.shapes import ShapeChange, append_shapes
 from pgcdc.event.frame import EventOptions
 from pgcdc.source.postgres.setup.prepare import DEFAULT_SPOOL_LIMIT_BYTES
 from pgcdc.source.postgres.wire.protocol import WireOptions
 from pgcdc.spark.options import DEFAULT_MAX_BATCH_ROWS, parse_options
-from pgcdc.spool.shapes import ShapeChange, append_shapes
 
 URL = "postgresql://app@localhost/shop"
 

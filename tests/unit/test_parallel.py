@@ -16,6 +16,7 @@ from pyspark.errors import PySparkException
 from spools import START_LSN, write_spool
 
 from pgcdc.core.errors import PgcdcError, SinkError, SinkRejected, SinkUnavailable, TransformError
+from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import SCHEMA_SUB, Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.core.state import StateDir
@@ -30,7 +31,7 @@ from pgcdc.sink.spec import DeliveryOptions
 from pgcdc.spark import parallel
 from pgcdc.spark.failure import explained
 from pgcdc.spark.parallel import LargeBatch, LargeBatches, Piece, Segment, _open, _Split, _Write, plan_segments
-from pgcdc.spool.schema import CHANGES, TRANSACTIONS, OldKind, Op
+from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 
 START, END = Position.end(8), Position.end(160)
 

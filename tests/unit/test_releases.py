@@ -8,11 +8,12 @@ import pyarrow as pa
 import pytest
 
 from pgcdc.core.errors import SpoolError, StateError
+from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import LAST_CHUNK, Position
 from pgcdc.core.relation import Column, Relation, Relations
 from pgcdc.source.postgres.snapshot.releases import Releases, stage_rows
 from pgcdc.spool.batch import CaptureBatch, Part, split_batch
-from pgcdc.spool.schema import CHANGES, TRANSACTIONS, OldKind, Op
+from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 
 ORDERS = Relation(16384, "public", "orders", "d", (Column("id", 23, -1, True),))
 BASE = Position.end(0x100)

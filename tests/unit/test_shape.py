@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
+from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
+from pgcdc.core.shapes import ShapeChange
 from pgcdc.event.events import events_of
 from pgcdc.event.frame import EventOptions, make_frame
 from pgcdc.event.shape import ARRAY, NO_MODIFIER, REQUIRED, ZERO, Described, Family, shape_array
 from pgcdc.event.texts import IdSeed
-from pgcdc.spool.schema import CHANGES, TRANSACTIONS, Op
-from pgcdc.spool.shapes import ShapeChange
+from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 
 ORDERS = Relation(
     1, "public", "orders", "d",

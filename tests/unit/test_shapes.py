@@ -22,13 +22,13 @@ from wire import encode_begin, encode_commit, encode_insert, encode_message, enc
 from pgcdc.core.errors import ConnectionLost, StateError
 from pgcdc.core.position import SCHEMA_SUB, Position
 from pgcdc.core.relation import Column, Relation
+from pgcdc.core.shapes import ShapeChange, ShapeHistory, append_shapes, cut_tail
 from pgcdc.source.postgres.setup import shapes as capture_shapes
 from pgcdc.source.postgres.setup.shapes import ShapeObserver
 from pgcdc.source.postgres.wire.assemble import Assembler
 from pgcdc.spark.options import parse_options
 from pgcdc.spark.reader import ChangeReader
 from pgcdc.spool.batch import CaptureBatch
-from pgcdc.spool.shapes import ShapeChange, ShapeHistory, append_shapes, cut_tail
 from pgcdc.spool.writer import SpoolWriter
 
 START = Position.end(100)

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pgcdc.core.errors import GapError, SpoolError
+from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation, Relations
 from pgcdc.spool import reader as reader_module
@@ -35,7 +36,7 @@ from pgcdc.spool.index import (
     parse_relations,
 )
 from pgcdc.spool.reader import SpoolReader, read_slice
-from pgcdc.spool.schema import CHANGES, TRANSACTIONS, Op
+from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 from pgcdc.spool.segment import write_segment
 from pgcdc.spool.writer import SpoolWriter
 

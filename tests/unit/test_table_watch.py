@@ -12,10 +12,10 @@ import pytest
 from pgcdc import sources, transform
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
+from pgcdc.core.shapes import ShapeChange, append_shapes
 from pgcdc.run import table_watch
 from pgcdc.run.table_watch import TableWatch
 from pgcdc.source.postgres.setup.prepare import Prepared
-from pgcdc.spool.shapes import ShapeChange, append_shapes
 from pgcdc.transform.program import Chain
 
 

@@ -22,6 +22,7 @@ from pgcdc.config.show import show_yaml
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
+from pgcdc.core.shapes import ShapeChange
 from pgcdc.sink.registry import check_adapters
 from pgcdc.sink.webhook.address import is_public
 from pgcdc.sink.webhook.answer import Answer, Means, Verdict, judge, parse_retry_after
@@ -29,7 +30,6 @@ from pgcdc.sink.webhook.events import Event, Place, ShapeKeys, read_events
 from pgcdc.sink.webhook.options import WebhookOptions, redact_url, secrets_of
 from pgcdc.sink.webhook.request import Requests
 from pgcdc.sink.webhook.round import REQUEST_BYTES, Round, segments
-from pgcdc.spool.shapes import ShapeChange
 
 URL = "https://example.com/hook"
 NOW = datetime(2026, 11, 16, 12, 0, 0, tzinfo=UTC)

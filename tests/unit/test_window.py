@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 from pgcdc.core.errors import ConfigError
+from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation, Relations
 from pgcdc.source.postgres.snapshot.moved_keys import MovedKeys
@@ -16,7 +17,7 @@ from pgcdc.source.postgres.snapshot.requests import RequestQueue, SnapshotReques
 from pgcdc.source.postgres.snapshot.signals import parse_signal
 from pgcdc.source.postgres.snapshot.window import Chunk, StreamedXids, Window, key_moves, rows_of
 from pgcdc.spool.batch import CaptureBatch, Part
-from pgcdc.spool.schema import CHANGES, TRANSACTIONS, OldKind, Op
+from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 
 T = Relation(
     7, "public", "t", "d", (Column("doc", 25, -1, False), Column("a", 25, -1, True), Column("b", 25, -1, True))

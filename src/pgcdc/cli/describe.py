@@ -34,7 +34,7 @@ def describe(
 
         from pgcdc.cli.report import print_table, show
         from pgcdc.core.errors import ConfigError
-        from pgcdc.postgres.types.describe import describe as describe_table
+        from pgcdc.spark.describe import describe as describe_table
 
         if not table:
             raise ConfigError("no table is named", "Use --table NAME")

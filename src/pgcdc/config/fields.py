@@ -12,12 +12,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from pgcdc.core.errors import PgcdcError
+from pgcdc.core.operation import Op
 from pgcdc.postgres.database import parse_identifier, parse_url, split_table
 from pgcdc.postgres.selection import split_outside_quotes
 from pgcdc.sink.spec import Priority
 from pgcdc.source.postgres.setup.slots import check_slot_name
 from pgcdc.spark.options import parse_bytes, parse_seconds
-from pgcdc.spool.schema import Op
 
 __all__ = [
     "REFUSED",

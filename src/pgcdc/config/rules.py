@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from pgcdc.config.adapters import FLAT_KEYS, Entry, option_path
 from pgcdc.config.conflict import KeyPath, Misfit
 from pgcdc.core.errors import ConfigError
+from pgcdc.core.operation import Op
 from pgcdc.core.secrets import read_secret
 from pgcdc.postgres.database import split_table
 from pgcdc.postgres.selection import Selection
 from pgcdc.sink.registry import ADAPTERS, check_options, check_variables
-from pgcdc.spool.schema import Op
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, FilterSpec, MaskSpec
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pgcdc.core.errors import TransformError
+from pgcdc.core.operation import Op
 from pgcdc.core.relation import Relation
 from pgcdc.event import masks
 from pgcdc.event.frame import Frame
-from pgcdc.spool.schema import Op
 
 __all__ = ["Edit", "Replaced", "SimpleChain", "dump_chains", "full_pattern", "parse_chains"]
 

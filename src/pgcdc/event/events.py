@@ -13,7 +13,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.relation import Relation
+from pgcdc.core.shapes import ShapeChange
 from pgcdc.event.edits import SimpleChain
 from pgcdc.event.frame import EventOptions, Frame, load_frame
 from pgcdc.event.keys import find_barriers, key_hashes
@@ -21,8 +23,6 @@ from pgcdc.event.lines import OPERATION_OF, OPERATIONS, SOURCE_NAME, LineMaker
 from pgcdc.event.shape import SHAPE, shape_array
 from pgcdc.event.texts import I64, IdSeed, event_ids, position_texts
 from pgcdc.spool.reader import SegmentSlice
-from pgcdc.spool.schema import OldKind, Op
-from pgcdc.spool.shapes import ShapeChange
 
 __all__ = [
     "BLOCKS",

@@ -15,13 +15,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pgcdc.core.errors import DecodeError
+from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
+from pgcdc.core.shapes import ShapeChange
 from pgcdc.event.shape import Described
+from pgcdc.event.shape_diff import event_values
 from pgcdc.event.texts import I64
 from pgcdc.spool.reader import SegmentSlice, read_slice
-from pgcdc.spool.schema import CHANGES, Op
-from pgcdc.spool.shapes import ShapeChange
+from pgcdc.spool.schema import CHANGES
 
 __all__ = ["INVALID_TEXT", "EventOptions", "Frame", "load_frame", "make_frame", "repair_text"]
 
@@ -109,7 +111,8 @@ def load_frame(
 
     Under light load segments are tiny: many of them in one frame cost little more than one.
     """
-    read = [read_slice(piece, markers=options.markers, shapes=schema_changes) for piece in pieces]
+    shapes = [(change.position, event_values(change)) for change in schema_changes]
+    read = [read_slice(piece, markers=options.markers, shapes=shapes) for piece in pieces]
     changes = _one_batch([table for table, _ in read])
     owners = _one_batch([table for _, table in read])
     return None if changes is None or owners is None else make_frame(changes, owners, relations, options)

@@ -13,10 +13,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.relation import Relation
 from pgcdc.event.frame import Frame
 from pgcdc.event.texts import I64, U64, mix
-from pgcdc.spool.schema import OldKind, Op
 
 __all__ = ["find_barriers", "has_key", "key_hashes"]
 

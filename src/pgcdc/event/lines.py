@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pgcdc.core.compiled import load_compiled
+from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.relation import Relation
 from pgcdc.event.edits import Edit, Replaced
 from pgcdc.event.frame import Frame
 from pgcdc.event.texts import time_texts
-from pgcdc.spool.schema import OldKind, Op
 
 __all__ = ["OPERATIONS", "OPERATION_OF", "SOURCE_NAME", "Keyed", "LineMaker", "quote_json", "render_python"]
 

@@ -14,9 +14,9 @@ from typing import Any
 import pyarrow as pa
 
 from pgcdc.core.relation import Column, Relation
+from pgcdc.core.shapes import ShapeChange
 from pgcdc.postgres.types.built_in import BUILT_IN
 from pgcdc.postgres.types.catalog import TypeCatalog, TypeInfo
-from pgcdc.spool.shapes import ShapeChange
 
 __all__ = ["ARRAY", "NO_MODIFIER", "REQUIRED", "SHAPE", "ZERO", "Described", "Family", "shape_array"]
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pgcdc.core.errors import ConversionError, GapError, SchemaChanged
+from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Relation
 from pgcdc.event.frame import repair_text
@@ -22,7 +23,6 @@ from pgcdc.postgres.types.rows import take_column
 from pgcdc.spark.options import RowOptions
 from pgcdc.spark.table import BEFORE, LOAD_AGAIN, UNCHANGED, WEIGHT, TypedTable
 from pgcdc.spool.reader import SegmentSlice, read_slice
-from pgcdc.spool.schema import OldKind, Op
 
 __all__ = ["HEARTBEAT", "RowOptions", "heartbeat_batch", "typed_batch"]
 

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from pgcdc.core.errors import ConfigError, PgcdcError, SinkError
+from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
 from pgcdc.core.state import write_all
 from pgcdc.event.events import LINES, events_of
@@ -27,7 +28,7 @@ from pgcdc.sink.base import Batch
 from pgcdc.source.postgres.snapshot.chunks import lock_chunks
 from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement
 from pgcdc.source.postgres.snapshot.snapshot_rows import snapshot_mark, snapshot_rows
-from pgcdc.spool.schema import CHANGES, TRANSACTIONS, Op
+from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 
 __all__ = ["copy_to_adapters"]
 

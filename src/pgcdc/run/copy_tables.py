@@ -19,10 +19,10 @@ from pgcdc.core.position import parse_lsn, stream_lsn
 from pgcdc.core.relation import Column, Relation
 from pgcdc.postgres.database import Connection, connect, execute_one, explain_errors, quote_identifier
 from pgcdc.postgres.selection import Selection
-from pgcdc.postgres.types.describe import read_table_columns
 from pgcdc.source.postgres.setup.tables import Table, choose_tables, find_table, read_tables
 from pgcdc.source.postgres.snapshot.chunks import Chunk, files_text, plan_chunks
 from pgcdc.source.postgres.snapshot.held import HeldSnapshot
+from pgcdc.spark.describe import read_table_columns
 
 __all__ = ["CopiedTable", "Copy", "Progress", "Say", "Wanted", "explain_reading", "open_copy"]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from pgcdc.config import Config
 from pgcdc.core.errors import GapError, PgcdcError
+from pgcdc.core.shapes import ShapeHistory
+from pgcdc.event.shape_diff import describe_change
 from pgcdc.postgres.database import connect, explain_errors
 from pgcdc.source.postgres.setup.prepare import Prepared, follow_tables
 from pgcdc.source.postgres.setup.published import read_published
-from pgcdc.spool.diff import describe_change
-from pgcdc.spool.shapes import ShapeHistory
 from pgcdc.transform.check import missing_columns
 from pgcdc.transform.program import Chain
 

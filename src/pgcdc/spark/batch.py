@@ -26,7 +26,6 @@ from pgcdc.core.errors import ConfigError, ConversionError, SourceError
 from pgcdc.postgres.database import Connection, connect, execute_one, explain_errors, quote_identifier
 from pgcdc.postgres.types.catalog import TypeCatalog
 from pgcdc.postgres.types.column import Rejected
-from pgcdc.postgres.types.describe import read_table_columns
 from pgcdc.postgres.types.mapping import map_type
 from pgcdc.postgres.types.rows import take_column
 from pgcdc.source.postgres.setup.tables import Table, find_table, read_tables
@@ -34,6 +33,7 @@ from pgcdc.source.postgres.snapshot.chunks import Chunk, files_text, lock_chunks
 from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement
 from pgcdc.source.postgres.snapshot.held import HeldSnapshot, hold_snapshot, read_in_snapshot
 from pgcdc.spark.capture_client import driver_pid
+from pgcdc.spark.describe import read_table_columns
 from pgcdc.spark.options import StreamOptions
 from pgcdc.spark.stage import find_url
 from pgcdc.spark.table import TypedColumn, TypedTable

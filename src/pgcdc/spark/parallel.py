@@ -29,6 +29,7 @@ import pyarrow.compute as pc
 from pgcdc.core.errors import PgcdcError, SinkRejected
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
+from pgcdc.core.shapes import ShapeHistory
 from pgcdc.core.state import StateDir
 from pgcdc.event.events import KEYED_LINES, open_blocks, pack_block
 from pgcdc.sink.base import ParallelSink, PartWriter, Receipt
@@ -36,7 +37,6 @@ from pgcdc.sink.delivery import Delivery, SinkTimeout
 from pgcdc.spark.failure import Explain, explained
 from pgcdc.spark.session import is_local
 from pgcdc.spool.reader import SpoolReader
-from pgcdc.spool.shapes import ShapeHistory
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

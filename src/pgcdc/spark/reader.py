@@ -22,6 +22,7 @@ from pyspark.sql.types import StructType
 from pgcdc.core.errors import ConfigError, GapError, SpoolError
 from pgcdc.core.position import Position, format_lsn
 from pgcdc.core.relation import Relation
+from pgcdc.core.shapes import ShapeChange, ShapeHistory
 from pgcdc.event.edits import parse_chains
 from pgcdc.event.events import chain_lines, drop_unwanted, event_batch, pack_block
 from pgcdc.event.shape import Described
@@ -30,7 +31,6 @@ from pgcdc.spark.capture_client import CaptureFeed, Feed, StaticFeed
 from pgcdc.spark.options import StreamOptions
 from pgcdc.spark.stage import StagePartition, Stager, read_stage
 from pgcdc.spool.reader import SegmentSlice, SpoolReader, plan_end
-from pgcdc.spool.shapes import ShapeChange, ShapeHistory
 
 __all__ = ["RECORD_BATCH_BYTES", "ChangePartition", "ChangeReader", "group_slices"]
 

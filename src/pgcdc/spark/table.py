@@ -17,14 +17,14 @@ from pgcdc.capture.control import CaptureGone, ControlClient
 from pgcdc.core.errors import ConfigError, SourceError
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Relation
+from pgcdc.core.shapes import ShapeChange, ShapeHistory
 from pgcdc.core.state import Lock, StateDir, read_json, write_json
 from pgcdc.postgres.database import Connection, connect, explain_errors, name_table, quote_qualified, split_table
 from pgcdc.postgres.types.catalog import TypeCatalog
 from pgcdc.postgres.types.column import ColumnType
-from pgcdc.postgres.types.describe import TableColumn, read_table_columns
 from pgcdc.postgres.types.mapping import map_type
 from pgcdc.source.postgres.setup.publications import pair_of
-from pgcdc.spool.shapes import ShapeChange, ShapeHistory
+from pgcdc.spark.describe import TableColumn, read_table_columns
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType

@@ -19,7 +19,9 @@ from pyspark.sql.types import StructType
 from pgcdc.core.errors import SchemaChanged
 from pgcdc.core.position import SCHEMA_SUB, Position
 from pgcdc.core.relation import Relation
+from pgcdc.core.shapes import ShapeChange
 from pgcdc.core.state import StateDir
+from pgcdc.event.shape_diff import diff_shapes
 from pgcdc.event.typed import heartbeat_batch, typed_batch
 from pgcdc.postgres.database import name_table
 from pgcdc.spark.capture_client import Feed
@@ -27,9 +29,7 @@ from pgcdc.spark.options import StreamOptions
 from pgcdc.spark.reader import RECORD_BATCH_BYTES, ChangePartition, ChangeReader, group_slices
 from pgcdc.spark.stage import StagePartition
 from pgcdc.spark.table import LOAD_AGAIN, RENAMED_ADVICE, TypedTable, remember_table
-from pgcdc.spool.diff import diff_shapes
 from pgcdc.spool.reader import SegmentSlice, read_slice
-from pgcdc.spool.shapes import ShapeChange
 
 __all__ = ["TypedPartition", "TypedReader"]
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.spark.session import with_settings
 from pgcdc.spool.batch import CaptureBatch, Part
-from pgcdc.spool.schema import CHANGES, TRANSACTIONS, OldKind, Op
+from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 from pgcdc.spool.writer import SpoolWriter
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 
 from pgcdc.core.errors import GapError, SpoolError
+from pgcdc.core.operation import Op
 from pgcdc.core.position import LAST_SUB, SCHEMA_SUB, Position, format_lsn
 from pgcdc.core.relation import Relation
-from pgcdc.spool.diff import event_values
 from pgcdc.spool.index import (
     IndexRecord,
     chunk_number,
@@ -24,9 +24,8 @@ from pgcdc.spool.index import (
     parse_relations,
     scan_records,
 )
-from pgcdc.spool.schema import CHANGES, TRANSACTIONS, Op
+from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 from pgcdc.spool.segment import Written, open_segment
-from pgcdc.spool.shapes import ShapeChange
 
 __all__ = ["SegmentSlice", "SpoolReader", "plan_end", "read_slice"]
 
@@ -190,7 +189,7 @@ def plan_end(records: list[IndexRecord], end: Position, max_rows: int, max_bytes
 
 
 def read_slice(
-    piece: SegmentSlice, *, markers: bool = False, shapes: Sequence[ShapeChange] = ()
+    piece: SegmentSlice, *, markers: bool = False, shapes: Sequence[SchemaChange] = ()
 ) -> tuple[pa.Table, pa.Table]:
     """The changes in range, and beside them, row by row, the transaction of each.
 
@@ -221,6 +220,8 @@ def read_slice(
 
 _MadeUp = tuple[pa.RecordBatch, np.ndarray, np.ndarray]
 """Rows that are not in the segment, their transactions, and their places: those of a segment's row r are 4r to 4r+3."""
+SchemaChange = tuple[Position, list[bytes]]
+"""Where a table has another shape, and the values of the event that says so."""
 _BEFORE, _DIRECTLY_BEFORE, _ITSELF, _BEHIND = range(4)
 
 
@@ -248,24 +249,25 @@ def _markers(table: pa.Table, transactions: pa.RecordBatch, continues: bool) -> 
     ]
 
 
-def _schema_changes(table: pa.Table, transactions: pa.RecordBatch, shapes: Sequence[ShapeChange]) -> _MadeUp:
+def _schema_changes(table: pa.Table, transactions: pa.RecordBatch, shapes: Sequence[SchemaChange]) -> _MadeUp:
     """Those whose row is in this segment: a change stands where its row is, also if the cut is between them."""
     ends = np.cumsum(transactions.column("rows").to_numpy())
     lsns = transactions.column("lsn").to_numpy()
     ordinals, subs = table.column("ordinal").to_numpy(), table.column("sub").to_numpy()
     here, owners, rows = [], [], []
     for change in shapes:
-        owner = int(np.searchsorted(lsns, change.position.lsn))
-        if owner == len(lsns) or lsns[owner] != change.position.lsn:
+        position = change[0]
+        owner = int(np.searchsorted(lsns, position.lsn))
+        if owner == len(lsns) or lsns[owner] != position.lsn:
             continue
-        first, ordinal = int(ends[owner - 1]) if owner else 0, change.position.ordinal + 1
+        first, ordinal = int(ends[owner - 1]) if owner else 0, position.ordinal + 1
         row = first + int(np.searchsorted(ordinals[first : ends[owner]], ordinal))
         if row < ends[owner] and (ordinals[row], subs[row]) == (ordinal, 0):
             here.append(change)
             owners.append(owner)
             rows.append(row)
-    values = pa.array([event_values(change) for change in here], CHANGES.field("new").type)
-    before = np.array([change.position.ordinal for change in here], np.int64)
+    values = pa.array([values for _, values in here], CHANGES.field("new").type)
+    before = np.array([position.ordinal for position, _ in here], np.int64)
     places = np.array(rows, np.int64) * 4 + _DIRECTLY_BEFORE
     return _marks(Op.SCHEMA_CHANGE, before, SCHEMA_SUB, values), np.array(owners, np.int64), places
 

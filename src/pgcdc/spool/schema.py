@@ -7,43 +7,9 @@ because the END lsn and the commit time of a transaction are known only at its C
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import pyarrow as pa
 
-__all__ = ["CHANGES", "TRANSACTIONS", "OldKind", "Op"]
-
-
-class Op(IntEnum):
-    """What a change did: the byte that the wire uses for it."""
-
-    INSERT = ord("I")
-    UPDATE = ord("U")
-    DELETE = ord("D")
-    TRUNCATE = ord("T")
-    MESSAGE = ord("M")
-    SNAPSHOT = ord("S")
-    """A row that was read from its table."""
-    SNAPSHOT_STARTED = ord("s")
-    """The reading of a table begins; not a row of it. Its values: see `stream.frame.SNAPSHOTS`."""
-    SNAPSHOT_COMPLETED = ord("c")
-    """The same, at its end."""
-    BEGIN = ord("B")
-    """Made for a reader who asked for it; never stored."""
-    COMMIT = ord("C")
-    """The same."""
-    SCHEMA_CHANGE = ord("R")
-    """The same; the byte is that of the message that describes a relation."""
-
-
-class OldKind(IntEnum):
-    """What the old values of a change are."""
-
-    NONE = 0
-    KEY = ord("K")
-    """Only the replica identity's columns; the others are null because they were not sent."""
-    FULL = ord("O")
-    """The whole old row: a null is a NULL."""
+__all__ = ["CHANGES", "TRANSACTIONS"]
 
 
 CHANGES = pa.schema(

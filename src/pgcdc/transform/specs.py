@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from pgcdc.spool.schema import Op
+from pgcdc.core.operation import Op
 
 __all__ = [
     "CloudEventsSpec",

@@ -18,6 +18,8 @@ import pyarrow as pa
 
 from pgcdc.core.errors import Reject, SinkRejected
 from pgcdc.core.position import Position
+from pgcdc.core.shapes import ShapeChange, ShapeHistory
+from pgcdc.event.shape_diff import diff_shapes
 from pgcdc.postgres.database import Connection
 from pgcdc.sink.base import Batch, Receipt
 from pgcdc.sink.pg_table.faults import describe_fault, is_conflict, is_other_shape, is_row_fault
@@ -31,8 +33,6 @@ from pgcdc.sink.pg_table.staged import PartStager, take_part
 from pgcdc.sink.pg_table.tables import describe_change
 from pgcdc.sink.pg_table.targets import Targets
 from pgcdc.sink.pg_table.writer import RowFault, Writer
-from pgcdc.spool.diff import diff_shapes
-from pgcdc.spool.shapes import ShapeChange, ShapeHistory
 
 __all__ = ["Applier"]
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from pgcdc.core.errors import SinkError
 from pgcdc.core.position import Position
+from pgcdc.core.shapes import ShapeHistory
 from pgcdc.sink.pg_table.copy_text import write_row
 from pgcdc.sink.pg_table.fold import Bag, Fold, Keyed, Late, Move
 from pgcdc.sink.pg_table.lines import Columns, Event, Scanned, parse_head, parse_line
@@ -18,7 +19,6 @@ from pgcdc.sink.pg_table.mapping import source_name
 from pgcdc.sink.pg_table.rejected import Effect, key_text
 from pgcdc.sink.pg_table.tables import SourceTable, TargetTable, choose_key, describe_source
 from pgcdc.sink.pg_table.writer import RowFault
-from pgcdc.spool.shapes import ShapeHistory
 
 __all__ = ["Folding", "Output", "Sources"]
 

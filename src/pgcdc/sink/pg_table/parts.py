@@ -18,13 +18,13 @@ import pyarrow as pa
 
 from pgcdc.core.errors import SinkRejected
 from pgcdc.core.failpoint import hit
+from pgcdc.core.shapes import ShapeHistory
 from pgcdc.postgres.database import Connection
 from pgcdc.sink.base import Receipt
 from pgcdc.sink.pg_table.append import Appender
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.session import SessionPlan, connect_target
 from pgcdc.sink.pg_table.sqlstate import Blame, blame, describe, explain
-from pgcdc.spool.shapes import ShapeHistory
 
 __all__ = ["PgTablePartWriter", "export_url", "url_variable"]
 

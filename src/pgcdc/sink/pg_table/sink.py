@@ -20,6 +20,7 @@ import pyarrow as pa
 from pgcdc.core.errors import Reject, SinkError, SinkRejected, SinkUnavailable, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
+from pgcdc.core.shapes import ShapeHistory
 from pgcdc.core.state import StateDir
 from pgcdc.postgres.database import Connection, quote_qualified, redact
 from pgcdc.sink.ack import AckFile
@@ -32,7 +33,6 @@ from pgcdc.sink.pg_table.positions import Positions, TargetName
 from pgcdc.sink.pg_table.session import Say, SessionPlan, connect_target, mark_transaction, open_session, say_on_stderr
 from pgcdc.sink.pg_table.sqlstate import Blame, blame, describe, explain
 from pgcdc.sink.pg_table.target import Target
-from pgcdc.spool.shapes import ShapeHistory
 
 if TYPE_CHECKING:
     from pgcdc.sink.pg_table.apply import Applier

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pgcdc.core.errors import SinkRejected
+from pgcdc.core.shapes import ShapeChange
 from pgcdc.postgres.database import Connection, quote_qualified
 from pgcdc.sink.base import Receipt
 from pgcdc.sink.pg_table import staging
@@ -15,7 +16,6 @@ from pgcdc.sink.pg_table.fold import Bag, Fold, Keyed, Move
 from pgcdc.sink.pg_table.mapping import TableName
 from pgcdc.sink.pg_table.tables import SourceTable, describe_change
 from pgcdc.sink.pg_table.writer import Writer, group_rows
-from pgcdc.spool.shapes import ShapeChange
 
 __all__ = ["PartStager", "take_part"]
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from pgcdc.core.errors import SinkError
 from pgcdc.core.position import Position
+from pgcdc.core.shapes import ShapeChange, ShapeHistory
 from pgcdc.postgres.database import Connection, name_table, quote_identifier, quote_qualified
 from pgcdc.postgres.types.catalog import TypeCatalog
 from pgcdc.postgres.types.names import type_name
 from pgcdc.sink.pg_table.mapping import TableName
-from pgcdc.spool.shapes import ShapeChange, ShapeHistory
 
 __all__ = [
     "SourceTable",

@@ -8,14 +8,14 @@ from typing import Any
 import psycopg
 
 from pgcdc.core.errors import SinkError
+from pgcdc.core.shapes import ShapeChange
+from pgcdc.event.shape_diff import diff_shapes
 from pgcdc.postgres.database import Connection, name_table, quote_identifier, quote_qualified
 from pgcdc.sink.pg_table import ddl
 from pgcdc.sink.pg_table.mapping import TableName, TargetNames
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.seen_tables import KnownTables
 from pgcdc.sink.pg_table.tables import SourceTable, TargetTable, find_types, load_target
-from pgcdc.spool.diff import diff_shapes
-from pgcdc.spool.shapes import ShapeChange
 
 __all__ = ["Targets"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from pgcdc.spool.shapes import ShapeChange
+from pgcdc.core.shapes import ShapeChange
 
 __all__ = ["Event", "Place", "ShapeKeys", "read_events"]
 

@@ -16,6 +16,7 @@ from pgcdc.core.counters import WEBHOOK_REQUESTS, counters
 from pgcdc.core.errors import PgcdcError, SinkError, SinkRejected, SinkUnavailable, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
+from pgcdc.core.shapes import ShapeHistory
 from pgcdc.core.state import StateDir
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.base import Batch
@@ -26,7 +27,6 @@ from pgcdc.sink.webhook.events import Event, Place, ShapeKeys, read_events
 from pgcdc.sink.webhook.options import WebhookOptions, redact_url, secrets_of
 from pgcdc.sink.webhook.request import Requests
 from pgcdc.sink.webhook.round import Round
-from pgcdc.spool.shapes import ShapeHistory
 
 __all__ = ["WebhookSink"]
 

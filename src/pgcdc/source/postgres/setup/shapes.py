@@ -20,12 +20,12 @@ from pgcdc.core.errors import StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import SCHEMA_SUB, Position
 from pgcdc.core.relation import Relation
+from pgcdc.core.shapes import ShapeChange, ShapeHistory, append_shapes, cut_tail
 from pgcdc.postgres.database import Connection
 from pgcdc.postgres.types.built_in import BUILT_IN
 from pgcdc.postgres.types.catalog import TypeCatalog
 from pgcdc.source.postgres.setup.guard import connection_ended
 from pgcdc.spool.batch import CaptureBatch
-from pgcdc.spool.shapes import ShapeChange, ShapeHistory, append_shapes, cut_tail
 
 __all__ = ["ShapeObserver", "describe_shapes"]
 

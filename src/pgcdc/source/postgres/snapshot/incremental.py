@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError
 from pgcdc.core.failpoint import hit
+from pgcdc.core.operation import Op
 from pgcdc.core.position import Position, stream_lsn
 from pgcdc.core.state import StateDir
 from pgcdc.source.postgres.setup.published import PublishedTable
@@ -37,7 +38,7 @@ from pgcdc.source.postgres.snapshot.vanished import read_candidates
 from pgcdc.source.postgres.snapshot.window import Chunk, StreamedXids, Window, key_moves, rows_of
 from pgcdc.source.postgres.wire.stream import reconnect_delay_s
 from pgcdc.spool.batch import CaptureBatch
-from pgcdc.spool.schema import CHANGES, Op
+from pgcdc.spool.schema import CHANGES
 
 __all__ = ["IncrementalSnapshots"]
 

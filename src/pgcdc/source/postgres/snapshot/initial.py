@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.core.errors import SourceError, StateError
+from pgcdc.core.operation import Op
 from pgcdc.core.position import format_lsn
 from pgcdc.core.state import StateDir
 from pgcdc.source.postgres.setup.published import PublishedTable
@@ -35,7 +36,6 @@ from pgcdc.source.postgres.snapshot.releases import Release, stage_rows
 from pgcdc.source.postgres.snapshot.requests import RequestQueue
 from pgcdc.source.postgres.snapshot.snapshot_rows import snapshot_mark
 from pgcdc.source.postgres.snapshot.staging import FAILED, NO_RIGHT, ROWS, Answers, Staged, Work
-from pgcdc.spool.schema import Op
 
 __all__ = ["InitialSnapshot"]
 

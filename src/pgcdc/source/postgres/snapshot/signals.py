@@ -15,11 +15,11 @@ import numpy as np
 import psycopg
 
 from pgcdc.core.errors import ConfigError, SourceError
+from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
 from pgcdc.postgres.database import Connection, connect, name_table, quote_identifier, quote_qualified, split_table
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, SnapshotRequest, new_id
 from pgcdc.spool.batch import CaptureBatch
-from pgcdc.spool.schema import Op
 
 __all__ = ["SIGNALS", "Signals", "drop_signal_table", "ensure_signal_table", "parse_signal", "signal_table_ddl"]
 

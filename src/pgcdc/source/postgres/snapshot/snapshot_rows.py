@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
+from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.relation import Relation
 from pgcdc.source.postgres.snapshot.copy import row_lists
-from pgcdc.spool.schema import CHANGES, OldKind, Op
+from pgcdc.spool.schema import CHANGES
 
 __all__ = ["deleted_rows", "snapshot_mark", "snapshot_rows", "truncated_rows"]
 

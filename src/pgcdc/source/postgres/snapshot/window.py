@@ -16,9 +16,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.relation import Relation
 from pgcdc.spool.batch import CaptureBatch
-from pgcdc.spool.schema import OldKind, Op
 
 __all__ = ["Change", "Chunk", "Key", "StreamedXids", "Window", "changes_of", "key_moves", "rows_of"]
 

@@ -15,13 +15,13 @@ import numpy.typing as npt
 from psycopg import Connection
 
 from pgcdc.core.errors import ConfigError, ConversionError
+from pgcdc.core.operation import Op
 from pgcdc.core.relation import Relations
 from pgcdc.core.state import StateDir
 from pgcdc.postgres.database import name_table
 from pgcdc.source.postgres.toast.identity_rules import TableFacts, TableRules, ToastCatalog, alter_to_full, shape_of
 from pgcdc.source.postgres.toast.values import Steps, ToastRows, pack_values, single_value, unpack_values
 from pgcdc.spool.batch import CaptureBatch
-from pgcdc.spool.schema import Op
 
 if TYPE_CHECKING:
     from pgcdc.source.postgres.toast.cache import ToastCache

@@ -12,10 +12,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import Position
 from pgcdc.source.postgres.toast.identity_rules import TableRules
 from pgcdc.spool.batch import CaptureBatch, Part
-from pgcdc.spool.schema import CHANGES, TRANSACTIONS, OldKind, Op
+from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 
 __all__ = ["Steps", "ToastRows", "pack_values", "single_value", "unpack_values"]
 

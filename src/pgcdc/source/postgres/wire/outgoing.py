@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Relations
 from pgcdc.source.postgres.wire.pending import PendingPart
 from pgcdc.spool.batch import CaptureBatch, Part
-from pgcdc.spool.schema import TRANSACTIONS, Op
+from pgcdc.spool.schema import TRANSACTIONS
 
 __all__ = ["Outbox", "Outgoing", "TransactionRow", "add_told", "number_changes"]
 

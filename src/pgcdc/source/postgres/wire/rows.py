@@ -17,8 +17,9 @@ import pyarrow as pa
 
 from pgcdc.core.compiled import load_compiled
 from pgcdc.core.errors import DecodeError
+from pgcdc.core.operation import OldKind, Op
 from pgcdc.source.postgres.wire.messages import DELETE, INSERT, UPDATE, decode_error, show_byte, truncated_error
-from pgcdc.spool.schema import CHANGES, OldKind, Op
+from pgcdc.spool.schema import CHANGES
 
 __all__ = ["ROW_NAMES", "TUPLE_TAGS", "PythonRowBuffer", "RowBuffer", "Runs", "decoder_name", "new_row_buffer"]
 

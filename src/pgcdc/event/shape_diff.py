@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pgcdc.core.relation import Column, Relation
+from pgcdc.core.shapes import ShapeChange
 from pgcdc.postgres.types.names import type_name
-from pgcdc.spool.shapes import ShapeChange
 
 __all__ = ["describe_change", "diff_shapes", "event_values"]
 
