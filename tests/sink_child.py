@@ -75,7 +75,7 @@ class Children:
 def _run(request: dict[str, Any], report: int) -> None:
     from sink_targets import START
 
-    from pgcdc.adapters import checked
+    from pgcdc.core.settings import make_options
     from pgcdc.sink.delivery import Delivery
     from pgcdc.sink.letters.file_store import FileDeadLetters
     from pgcdc.sink.registry import ADAPTERS, make_sink
@@ -86,7 +86,7 @@ def _run(request: dict[str, Any], report: int) -> None:
     else:
         os.dup2(2, 1)
     kind = request["type"]
-    options = checked(ADAPTERS[kind].options, request["options"], kind)
+    options = make_options(ADAPTERS[kind].options, request["options"], kind)
     sink = make_sink(AdapterSpec(request["name"], kind, options), Path(request["acks"]))
     letters = FileDeadLetters(Path(request["letters"])) if request["letters"] else None
     delivery = Delivery(sink, DeliveryOptions(max_retries=0, timeout=20.0), dead_letters=letters)

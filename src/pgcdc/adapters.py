@@ -13,20 +13,21 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from pgcdc.config.fields import ADAPTER_NAME
 from pgcdc.core.errors import ConfigError
+from pgcdc.core.settings import make_options
 from pgcdc.sink.exec.options import AckMode, ExecOptions
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, FileOptions, NoopOptions, Priority, StdoutOptions
 from pgcdc.sink.webhook.options import WebhookOptions
 
-__all__ = ["checked", "exec", "file", "noop", "pg_table", "stdout", "webhook"]
+__all__ = ["exec", "file", "noop", "pg_table", "stdout", "webhook"]
 
-_M = TypeVar("_M", bound=BaseModel)
+_ADVICE = "See the documentation of the adapter"
 
 
 def stdout(
@@ -166,24 +167,9 @@ def _spec(
     return AdapterSpec(
         name,
         kind,
-        checked(model, options, f"adapter {name}"),
-        checked(DeliveryOptions, delivery, f"adapter {name}"),
+        make_options(model, options, f"adapter {name}", _ADVICE),
+        make_options(DeliveryOptions, delivery, f"adapter {name}", _ADVICE),
         tuple(transforms),
         (routes,) if isinstance(routes, str) else tuple(routes),
         priority,
     )
-
-
-def checked(model: type[_M], values: Mapping[str, Any], what: str) -> _M:
-    """The model with these values. ConfigError: one of them is unknown or does not fit."""
-    try:
-        return model.model_validate(dict(values))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        if first["type"] == "extra_forbidden":
-            raise ConfigError(f"{what}: {key} is not known", f"Known: {', '.join(model.model_fields)}") from None
-        reason = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(
-            f"{what}: {f'{key}: ' if key else ''}{reason}", "See the documentation of the adapter"
-        ) from None

@@ -12,8 +12,8 @@ from sink_targets import END, PLAIN, START, STREAM, TARGETS, Target, batch, batc
 from targets.letters import Letters
 
 from pgcdc import adapters
-from pgcdc.adapters import checked
 from pgcdc.core.errors import ConfigError, PgcdcError, SinkError
+from pgcdc.core.settings import make_options
 from pgcdc.sink.base import ParallelSink, ReplayableSink
 from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.registry import ADAPTERS, make_sink
@@ -96,7 +96,7 @@ def test_wrong_options_are_refused_before_anything_starts(name: str) -> None:
 def _prepare(target: Target, options: object) -> None:
     """What is done before a pipeline starts."""
     kind = ADAPTERS[target.type]
-    spec = AdapterSpec("one", target.type, checked(kind.options, options, "adapter one"))  # type: ignore[arg-type]
+    spec = AdapterSpec("one", target.type, make_options(kind.options, options, "adapter one"))  # type: ignore[arg-type]
     kind.check(spec.options)
     make_sink(spec, target.acks).check()
 

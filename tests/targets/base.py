@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pgcdc.adapters import checked
 from pgcdc.core.position import Position
+from pgcdc.core.settings import make_options
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.sink.base import Sink
 from pgcdc.sink.registry import ADAPTERS, make_sink
@@ -53,7 +53,7 @@ class BaseTarget:
     def spec(self) -> AdapterSpec:
         """The adapter as a pipeline has it."""
         kind = ADAPTERS[self.type]
-        return AdapterSpec(self.name or self.type, self.type, checked(kind.options, self.options(), self.type))
+        return AdapterSpec(self.name or self.type, self.type, make_options(kind.options, self.options(), self.type))
 
     def sink(self) -> Sink:
         """A new process's sink for this target: that of `options()`, as a pipeline makes it."""

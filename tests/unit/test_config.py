@@ -10,7 +10,6 @@ import pytest
 from pgcdc.config import Config, load_config
 from pgcdc.core.errors import ConfigError
 from pgcdc.sink.spec import FileOptions
-from pgcdc.spark.options import parse_bytes
 
 DB = "postgresql://app:s3cret@localhost/shop"
 MINIMAL = {"db": DB, "all_tables": True}
@@ -222,28 +221,3 @@ def test_password_never_stands_in_an_error(
 
 
 # --- bytes
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("1048576", 1 << 20),
-        ("0", 0),
-        ("512MB", 512 << 20),
-        ("512 mb", 512 << 20),
-        ("512M", 512 << 20),
-        ("1GiB", 1 << 30),
-        (" 1 GiB ", 1 << 30),
-        ("1.5kb", 1536),
-        ("2T", 2 << 40),
-        ("100B", 100),
-    ],
-)
-def test_bytes_are_read_with_their_unit(text: str, expected: int) -> None:
-    assert parse_bytes(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", " ", "MB", "lots", "1 2", "1PB", "MB1", "0x10", "nan", "1,5GB", "1GBB"])
-def test_bytes_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        parse_bytes(text)

@@ -6,22 +6,22 @@ import json
 import re
 import stat
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jsonschema
 import pytest
 import yaml
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from pgcdc.cli.main import app
 from pgcdc.config import Config, load_config
-from pgcdc.config.fields import setting_of
 from pgcdc.config.layers import load
 from pgcdc.config.schema import json_schema
 from pgcdc.config.show import effective, show_yaml
 from pgcdc.config.template import make_template, write_template
 from pgcdc.core.errors import ConfigError
+from pgcdc.core.settings import setting, setting_of
 from pgcdc.postgres.database import parse_url
 from pgcdc.sink.registry import ADAPTERS, AdapterType, make_sink
 from pgcdc.sink.spec import FileOptions
@@ -104,7 +104,7 @@ def test_a_database_that_is_not_said_otherwise_is_the_source(monkeypatch: pytest
     from pgcdc.config import adapters
 
     class Options(BaseModel):
-        db: Annotated[str | None, Field(json_schema_extra={"cascade": "db"})] = None
+        db: str | None = setting(None, "the database", cascade="db")
 
     monkeypatch.setitem(ADAPTERS, "pg_table", AdapterType("pg_table", Options, lambda spec, acks: None))  # type: ignore[arg-type,return-value]
     entry = adapters._make_entries()["pg_table"]

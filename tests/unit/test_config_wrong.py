@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from pgcdc.cli.main import app
 from pgcdc.config.adapters import ENTRIES, Entry
 from pgcdc.config.explain import ELSEWHERE
-from pgcdc.config.fields import is_switch, setting_of
 from pgcdc.config.layers import load, load_config
 from pgcdc.config.model import Config, Transforms
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.secrets import read_secret
+from pgcdc.core.settings import is_switch, setting_of
 from pgcdc.event.masks import read_key
 from pgcdc.sink.registry import ADAPTERS
 from pgcdc.transform.specs import TransformSpec

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from pgcdc.cli.main import app
 from pgcdc.config import Config
-from pgcdc.config.fields import setting_of
 from pgcdc.core import errors
+from pgcdc.core.settings import setting_of, unit_of
 from pgcdc.event.events import EVENT_SCHEMA
 from pgcdc.sink.spec import DeliveryOptions
 from pgcdc.spark import options as stream_options
@@ -68,7 +68,9 @@ def test_configuration_page_names_how_every_adapter_is_called_with_its_default()
         f"file_{name}" for name in DeliveryOptions.model_fields
     ]
     for name, field in DeliveryOptions.model_fields.items():
+        unit = unit_of(field)
         default = field.default if isinstance(field.default, str) else f"{field.default:g}"
+        default = f"`{unit.format(field.default)}`" if unit else default
         assert f"| `file_{name}` | {default} |" in _read("configuration.md")
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from pgcdc.config import load_config
 from pgcdc.core.errors import ConfigError
-from pgcdc.postgres.selection import Rule, Selection, split_outside_quotes
+from pgcdc.core.settings import split_outside_quotes
+from pgcdc.postgres.selection import Rule, Selection
 from pgcdc.source.postgres.setup.prepare import SourceOptions
 from pgcdc.spark.options import parse_options
 

@@ -22,6 +22,7 @@ from pgcdc.config.show import show_yaml
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
+from pgcdc.core.settings import make_options
 from pgcdc.core.shapes import ShapeChange
 from pgcdc.sink.registry import check_adapters
 from pgcdc.sink.webhook.address import is_public
@@ -128,7 +129,7 @@ def test_retry_after_is_seconds_or_a_date(text: str, seconds: float) -> None:
 )
 def test_wrong_options_are_refused_and_secrets_not_told(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
-        adapters.checked(WebhookOptions, options, "adapter webhook")
+        make_options(WebhookOptions, options, "adapter webhook")
     assert "s3cr3t" not in str(caught.value)
 
 

@@ -60,22 +60,24 @@ def given_flags(ctx: typer.Context) -> dict[str, Any]:
 @cache
 def _make_params() -> list[Any]:
     from pgcdc.config.adapters import FLAT_KEYS
-    from pgcdc.config.fields import is_switch, setting_of
     from pgcdc.config.model import GROUPS, Config
+    from pgcdc.core.settings import is_switch, setting_of, unit_of
 
     parameters = []
     fields = [(name, field, setting_of(name, field)) for name, field in Config.model_fields.items()]
     for name, field, setting in sorted(fields, key=lambda one: (GROUPS.index(one[2].group), one[0] in FLAT_KEYS)):
         if setting.flag is None:
             continue
-        switch = is_switch(field.annotation)
+        switch, unit = is_switch(field.annotation), unit_of(field)
         kind: Any = bool | None if switch else list[str] | None if setting.is_repeated else str | None
         both = f"--{setting.flag}"
         if field.default is True or name in TWO_WAY or _is_on(FLAT_KEYS.get(name)):
             both += f"/--no-{setting.flag}"
         option = typer.Option(
             both if switch else f"--{setting.flag}",
-            help=_describe(field.description or "", field.default),
+            help=_describe(
+                field.description or "", unit.format(field.default) if unit and field.default else field.default
+            ),
             metavar=None if switch else setting.metavar or _choices(field.annotation),
             rich_help_panel=setting.group,
             hidden=setting.is_hidden,

@@ -41,7 +41,7 @@ def resync(
     """After a lost slot: a new one, every table again, and deletes of the rows that vanished meanwhile."""
     with exit_on_error():
         from pgcdc.core.errors import ConfigError
-        from pgcdc.postgres.selection import split_outside_quotes
+        from pgcdc.core.settings import split_outside_quotes
         from pgcdc.run.resync import Resync, ResyncOptions
 
         if not db:

@@ -72,7 +72,7 @@ def snapshot(
     """
     with exit_on_error():
         from pgcdc.core.errors import ConfigError
-        from pgcdc.postgres.selection import split_outside_quotes
+        from pgcdc.core.settings import split_outside_quotes
 
         names = [*(table or []), *split_outside_quotes(tables, ",")]
         types = {"json": json_as, "numeric": numeric, "out_of_range": out_of_range, "arrays": arrays}
@@ -213,11 +213,12 @@ def _add(names: list[str], where: str, chunk_size: int, chunk_delay: str, state_
 
 def _parse_delay(text: str) -> float:
     from pgcdc.core.errors import ConfigError
+    from pgcdc.core.units import parse_seconds
 
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|)", text.strip()) if text else None
-    if text and found is None:
-        raise ConfigError(f"--chunk-delay {text} is not a time", "Write 100ms, or 2s")
-    return float(found[1]) / (1000 if found[2] == "ms" else 1) if found else 0.0
+    try:
+        return parse_seconds(text) if text else 0.0
+    except ValueError:
+        raise ConfigError(f"--chunk-delay {text} is not a time", "Write 100ms, or 2s") from None
 
 
 def _change(changes: dict[str, str], state_dir: Path) -> None:

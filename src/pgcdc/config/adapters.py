@@ -14,22 +14,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
     ValidationError,
     WithJsonSchema,
     create_model,
-    field_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from pgcdc.config.conflict import KeyPath, Misfit
-from pgcdc.config.fields import UNKNOWN, AdapterName, Patterns, is_switch, setting
+from pgcdc.config.fields import AdapterName, Patterns
+from pgcdc.core.settings import UNKNOWN, Options, setting, setting_of, unit_of
 from pgcdc.sink.registry import ADAPTERS, AdapterType
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, Priority
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, TransformSpec
@@ -43,7 +41,6 @@ __all__ = [
     "AdapterItem",
     "AdapterKeys",
     "Entry",
-    "StrictNumbers",
     "adapter_specs",
     "choose_specs",
     "option_path",
@@ -51,20 +48,7 @@ __all__ = [
 ]
 
 
-class StrictNumbers(BaseModel):
-    """`true` is no number, and numbers have an end."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_switch(cls, value: Any, info: Any) -> Any:
-        if isinstance(value, bool) and not is_switch(cls.model_fields[info.field_name].annotation):
-            raise PydanticCustomError("not_a_switch", "this is not a switch: true and false are no values of it")
-        return value
-
-
-class Entry(StrictNumbers):
+class Entry(Options):
     """One adapter as a mapping: what all types have."""
 
     name: AdapterName = Field(description="its name: in routes, metrics and the state directory")
@@ -97,22 +81,25 @@ def _make_entries() -> dict[str, type[Entry]]:
     return entries
 
 
-def _make_flat() -> tuple[type[StrictNumbers], dict[str, tuple[str, str]]]:
+def _make_flat() -> tuple[type[Options], dict[str, tuple[str, str]]]:
     fields: dict[str, Any] = {}
     keys: dict[str, tuple[str, str]] = {}
     for kind in ADAPTERS.values():
         for name, field in {**kind.options.model_fields, **DeliveryOptions.model_fields}.items():
             shared = name in DeliveryOptions.model_fields
-            plain = f"{field.default:g}" if isinstance(field.default, float) else field.default
+            unit = unit_of(field)
+            plain = unit.format(field.default) if unit else field.default
+            plain = f"{plain:g}" if isinstance(plain, float) else plain
             default = "" if field.is_required() or plain is None else f" (default: {plain})"
             text = f"Adapter {kind.name}: {field.description or name}.{default}"
             metavar = "N" if field.annotation is int else "NUMBER" if field.annotation is float else name.upper()
+            own = setting_of(name, field)
             keys[f"{kind.name}_{name}"] = kind.name, name
             fields[f"{kind.name}_{name}"] = (
                 _type_of(field) | None,
-                setting(None, text, "Adapters", metavar=metavar, is_hidden=shared),
+                setting(None, text, "Adapters", metavar=own.metavar or metavar, is_hidden=shared, aliases=own.aliases),
             )
-    return create_model("AdapterKeys", __base__=StrictNumbers, **fields), keys
+    return create_model("AdapterKeys", __base__=Options, **fields), keys
 
 
 ENTRIES = _make_entries()
@@ -146,7 +133,7 @@ def _infer_type(value: Any) -> Any:
 
 _PLAIN = "a name"
 if TYPE_CHECKING:
-    AdapterKeys: TypeAlias = StrictNumbers
+    AdapterKeys: TypeAlias = Options
     AdapterItem: TypeAlias = str | Entry
 else:
     AdapterKeys = _FLAT
@@ -180,9 +167,8 @@ def _spec(config: Config, number: int, item: AdapterItem) -> AdapterSpec:
         if value is not None:
             given[field] = value
     for field, info in kind.options.model_fields.items():
-        extra = info.json_schema_extra
         is_said = given.get(field) or given.get(f"{field}_file")
-        if not is_said and isinstance(extra, dict) and extra.get("cascade") == "db":
+        if not is_said and setting_of(field, info).cascade == "db":
             given[field] = config.db  # the database URL cascade: what is not said otherwise is the source's
         if field not in given and info.is_required():
             key = f"{kind.name}_{field}"
@@ -239,8 +225,7 @@ def with_source_db(spec: Any, db: str) -> Any:
     missing = {
         name: db
         for name, info in fields.items()
-        if isinstance(info.json_schema_extra, dict)
-        and info.json_schema_extra.get("cascade") == "db"
+        if setting_of(name, info).cascade == "db"
         and not getattr(spec.options, name)
         and not getattr(spec.options, f"{name}_file", None)
     }

@@ -10,11 +10,11 @@ from pydantic import BaseModel, ValidationError
 
 from pgcdc.config.adapters import ENTRIES
 from pgcdc.config.conflict import KeyPath
-from pgcdc.config.fields import REFUSED, UNKNOWN
 from pgcdc.config.model import Config, Transforms
 from pgcdc.config.rules import suggest
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.secrets import describe_value
+from pgcdc.core.settings import REFUSED, UNKNOWN
 from pgcdc.transform.specs import TransformSpec
 
 __all__ = ["ELSEWHERE", "explain"]

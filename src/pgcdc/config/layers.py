@@ -17,12 +17,13 @@ from pydantic_core import PydanticCustomError
 
 from pgcdc.config.conflict import KeyPath, Misfit, name_key
 from pgcdc.config.explain import explain
-from pgcdc.config.fields import parse_priorities, parse_routes, setting_of
+from pgcdc.config.fields import parse_priorities, parse_routes
 from pgcdc.config.model import Config
 from pgcdc.config.option_secrets import check_literals, option_secrets
 from pgcdc.config.yaml_file import YamlFile, read_yaml
 from pgcdc.core.errors import ConfigError, PgcdcError
 from pgcdc.core.secrets import hide, literal_part, read_secret
+from pgcdc.core.settings import setting_of
 from pgcdc.postgres.database import parse_url
 from pgcdc.sink.registry import ADAPTERS
 
@@ -277,7 +278,7 @@ def _check_no_literal(loaded: Loaded, path: KeyPath) -> None:
 def _take_target_databases(loaded: Loaded) -> None:
     """The database URLs of adapters: their passwords are hidden like the source's, and stand in no file either."""
     fields = {
-        kind.name: [name for name, info in kind.options.model_fields.items() if _is_database(info.json_schema_extra)]
+        kind.name: [name for name, info in kind.options.model_fields.items() if setting_of(name, info).cascade == "db"]
         for kind in ADAPTERS.values()
     }
     found: list[KeyPath] = [(f"{kind}_{name}",) for kind, names in fields.items() for name in names]
@@ -298,7 +299,3 @@ def _take_target_databases(loaded: Loaded) -> None:
             raise Misfit(path, error.message, error.advice) from None
         loaded.secrets.update(str(value) for key, value in params.items() if "password" in key and value)
         _check_no_literal(loaded, path)
-
-
-def _is_database(extra: Any) -> bool:
-    return isinstance(extra, dict) and extra.get("cascade") == "db"

@@ -11,22 +11,19 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from pgcdc.config.adapters import AdapterItem, AdapterKeys, StrictNumbers, adapter_specs
+from pgcdc.config.adapters import AdapterItem, AdapterKeys, adapter_specs
 from pgcdc.config.fields import (
-    Bytes,
     DatabaseUrl,
     Identifiers,
-    Names,
     Operations,
     Priorities,
     Routes,
-    Rules,
-    Seconds,
     SlotName,
     TableName,
     TableNames,
-    setting,
 )
+from pgcdc.core.settings import Names, Options, Rules, setting
+from pgcdc.core.units import Bytes, Seconds
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.source.postgres.setup.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
 from pgcdc.source.postgres.snapshot.holder import DEFAULT_HOLD_LIMIT_S
@@ -48,7 +45,7 @@ GROUPS = (DATABASE, TABLES, ADAPTERS, DEAD, TRANSFORMS, SNAPSHOTS, EVENTS, TYPED
 """In the order in which they are shown."""
 
 
-class Transforms(StrictNumbers):
+class Transforms(Options):
     """What is done to events: by all adapters, then by one of them."""
 
     global_: tuple[TransformSpec, ...] = Field(
@@ -190,8 +187,7 @@ class Config(AdapterKeys):
         example="orders",
     )  # fmt: skip
     snapshot_hold_limit: Seconds = setting(
-        DEFAULT_HOLD_LIMIT_S, "Give the initial snapshot up after this time: 30m, 6h. (default: 6h)", SNAPSHOTS,
-        metavar="TIME", ge=1, example="6h",
+        DEFAULT_HOLD_LIMIT_S, "Give the initial snapshot up after this time: 30m, 6h.", SNAPSHOTS, ge=1
     )  # fmt: skip
     incremental_snapshot: bool = setting(False, "Capture the table of signals; created if it is missing.", SNAPSHOTS)
     signal_table: TableName = setting(
@@ -200,9 +196,7 @@ class Config(AdapterKeys):
     snapshot_chunk_size: int = setting(
         0, "Rows that incremental snapshots read at a time; 0: by time and size.", SNAPSHOTS, metavar="N", ge=0
     )
-    snapshot_chunk_delay: float = setting(
-        0.0, "Seconds that they rest between chunks.", SNAPSHOTS, metavar="SECONDS", ge=0
-    )
+    snapshot_chunk_delay: Seconds = setting(0.0, "How long they rest between chunks: 100ms, 2s.", SNAPSHOTS, ge=0)
 
     # --- what stands in events
 
@@ -248,8 +242,7 @@ class Config(AdapterKeys):
 
     state_dir: Path = setting(Path(".pgcdc"), "Spool, acks and checkpoints.", RUNNING, metavar="PATH")
     spool_limit: Bytes = setting(
-        DEFAULT_SPOOL_LIMIT_BYTES, "Stop reading when this much is undelivered. (default: 1GB)", RUNNING,
-        metavar="SIZE", ge=1 << 20, example="1GB",
+        DEFAULT_SPOOL_LIMIT_BYTES, "Stop reading when this much is undelivered.", RUNNING, ge=1 << 20
     )  # fmt: skip
     max_batch_rows: int = setting(
         DEFAULT_MAX_BATCH_ROWS, "At most about this many events a batch.", RUNNING, metavar="N", ge=1

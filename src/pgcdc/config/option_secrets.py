@@ -1,7 +1,7 @@
 """Secrets among the options of adapters: they do not stand in a shared file, and are never shown.
 
-A field with `json_schema_extra={"secret": True}` holds one, or may (a URL); with `"literal": False` the file may not have it
-in plain text, only `${NAME}`.
+A field that is `setting(..., secret=True)` holds one, or may (a URL); with `literal=False` the file may not have it in plain
+text, only `${NAME}`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from pgcdc.config.adapters import FLAT_KEYS
 from pgcdc.config.conflict import KeyPath, Misfit
 from pgcdc.core.secrets import literal_part, redact_text
+from pgcdc.core.settings import Setting, setting_of
 from pgcdc.sink.registry import ADAPTERS
 from pgcdc.sink.webhook.options import is_secret_header, parse_headers, redact_url
 
@@ -28,41 +29,42 @@ LONG_WORD = 16
 """In the path of a URL: as `redact_url` has it."""
 
 
-def _extra(kind: str, field: str) -> Mapping[str, Any]:
+def _secret(kind: str, field: str) -> Setting | None:
+    """What is said of the field of an adapter, if it is a secret."""
     known = ADAPTERS[kind].options.model_fields.get(field) if kind in ADAPTERS else None
-    extra = known.json_schema_extra if known is not None else None
-    return extra if isinstance(extra, dict) and extra.get("secret") else {}
+    found = setting_of(field, known) if known is not None else None
+    return found if found is not None and found.secret else None
 
 
-def _options(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Mapping[str, Any], Any]]:
+def _options(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Setting, Any]]:
     """Every secret option that is given: where, what is said of it, and its value."""
     for key, value in values.items():
-        if key in FLAT_KEYS and (extra := _extra(*FLAT_KEYS[key])):
-            yield (key,), extra, value
+        if key in FLAT_KEYS and (found := _secret(*FLAT_KEYS[key])):
+            yield (key,), found, value
     items = values.get("adapters")
     for number, item in enumerate(items if isinstance(items, (list, tuple)) else ()):
         if isinstance(item, Mapping):
             kind = str(item.get("type", item.get("name")))
             for field, value in item.items():
-                if isinstance(field, str) and (extra := _extra(kind, field)):
-                    yield ("adapters", number, field), extra, value
+                if isinstance(field, str) and (found := _secret(kind, field)):
+                    yield ("adapters", number, field), found, value
 
 
 def option_secrets(values: Mapping[str, Any]) -> set[str]:
     """Texts that must not be seen in a message."""
     found: set[str] = set()
-    for _, extra, value in _options(values):
+    for _, said, value in _options(values):
         if isinstance(value, Mapping):
             found.update(one for key, one in value.items() if isinstance(one, str) and is_secret_header(str(key)))
-        elif isinstance(value, str) and ("literal" in extra or "://" not in value or _hide(value) != value):
+        elif isinstance(value, str) and (not said.literal or "://" not in value or _hide(value) != value):
             found.add(value)
     return found
 
 
 def check_literals(raw: Mapping[str, Any]) -> None:
     """Raise Misfit for a secret that stands in the file itself. `raw` is what the file says, with its `${NAME}`."""
-    for path, extra, value in _options(raw):
-        if extra.get("literal", True):
+    for path, said, value in _options(raw):
+        if said.literal:
             continue
         found = value
         if isinstance(value, str) and str(path[-1]).endswith("headers"):
@@ -96,12 +98,12 @@ def hide_options(name: str, value: Any) -> Any:
     """A value of the configuration as it may be shown: `name` is its key."""
     if name == "adapters" and isinstance(value, list):
         return [_hide_item(item) if isinstance(item, dict) else item for item in value]
-    return _hide(value) if name in FLAT_KEYS and _extra(*FLAT_KEYS[name]) else value
+    return _hide(value) if name in FLAT_KEYS and _secret(*FLAT_KEYS[name]) else value
 
 
 def hide_option(kind: str, field: str, value: Any) -> Any:
     """The value of one option of an adapter of this type, as it may be shown."""
-    return _hide(value) if _extra(kind, field) else value
+    return _hide(value) if _secret(kind, field) else value
 
 
 def describe_options(kind: str, options: BaseModel) -> str:

@@ -7,11 +7,11 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from pgcdc.config.fields import setting_of
 from pgcdc.config.layers import Loaded
 from pgcdc.config.model import GROUPS, Config
 from pgcdc.config.option_secrets import hide_options
 from pgcdc.core.secrets import redact_text
+from pgcdc.core.settings import setting_of
 from pgcdc.postgres.database import redact
 
 __all__ = ["effective", "show_yaml"]

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic.fields import FieldInfo
 
-from pgcdc.config.fields import setting_of
 from pgcdc.config.model import GROUPS, Config
 from pgcdc.core.errors import ConfigError
+from pgcdc.core.settings import setting_of, unit_of
 from pgcdc.sink.spec import DeliveryOptions
 
 __all__ = ["make_template", "write_template"]
@@ -60,7 +61,7 @@ def make_template() -> str:
                 parts.append(_TRANSFORMS)
                 continue
             mark = "" if name == "adapters" else "# "
-            parts.append(f"{mark}{name}: {setting.example or _write(field.default)}\n")
+            parts.append(f"{mark}{name}: {setting.example or _write(field)}\n")
         if group == "Adapters":
             parts.append(_delivery())
     return "".join(parts)
@@ -69,12 +70,15 @@ def make_template() -> str:
 def _delivery() -> str:
     lines = ["\n## How an adapter is called, here stdout; the same for every other, with its name.\n"]
     for name, field in DeliveryOptions.model_fields.items():
-        lines.append(f"# stdout_{name}: {_write(field.default)}  # {field.description}\n")
+        lines.append(f"# stdout_{name}: {_write(field)}  # {field.description}\n")
     return "".join(lines)
 
 
-def _write(value: Any) -> str:
-    plain = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+def _write(field: FieldInfo) -> str:
+    unit, value = unit_of(field), field.default
+    if unit is not None and value is not None:
+        return unit.format(value)
+    plain: Any = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
     text: str = yaml.safe_dump(plain, default_flow_style=True)
     return text.removesuffix("...\n").strip()
 

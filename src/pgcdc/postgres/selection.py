@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pgcdc.core.errors import ConfigError
+from pgcdc.core.settings import split_outside_quotes
 from pgcdc.postgres.database import parse_identifier, quote_identifier, split_table
 
-__all__ = ["Rule", "Selection", "split_outside_quotes"]
+__all__ = ["Rule", "Selection"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +108,3 @@ def _partition(text: str) -> tuple[str, str, str]:
     """Like `partition("=")`, at the first one that is not inside of a quoted name."""
     match = re.match(r'((?:[^="]|"(?:[^"]|"")*")*)(=)', text)
     return (match[1], match[2], text[match.end() :]) if match else (text, "", "")
-
-
-def split_outside_quotes(text: str, separator: str) -> list[str]:
-    """The parts between separators that stand outside of '...' and "..."; empty ones are left out."""
-    parts = re.findall(rf"""(?:[^'"{separator}]|'[^']*'?|"[^"]*"?)+""", text)
-    return [part.strip() for part in parts if part.strip()]

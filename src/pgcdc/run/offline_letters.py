@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pgcdc.adapters import checked
 from pgcdc.config.adapters import FLAT_KEYS
 from pgcdc.config.layers import Loaded, load
 from pgcdc.core.errors import ConfigError, StateError
 from pgcdc.core.position import Position
+from pgcdc.core.settings import make_options
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.run.target_digests import check_place
 from pgcdc.sink.ack import AckFile
@@ -79,7 +79,9 @@ def _change(spec: AdapterSpec, given: Mapping[str, Any]) -> AdapterSpec:
         and name.removesuffix("_file") not in given
         and f"{name}_file" not in given
     }
-    options = checked(type(spec.options), {**kept, **given}, f"adapter {spec.name}")
+    options = make_options(
+        type(spec.options), {**kept, **given}, f"adapter {spec.name}", "See the documentation of the adapter"
+    )
     changed = AdapterSpec(spec.name, spec.type, options, spec.delivery)
     check_options(changed)
     return changed

@@ -2,62 +2,35 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, model_validator
 
-__all__ = ["AdapterSpec", "DeliveryOptions", "FileOptions", "NoopOptions", "Priority", "SizeBytes", "StdoutOptions"]
+from pgcdc.core.settings import Options, PathText, setting
+from pgcdc.core.units import Bytes, Seconds
+
+__all__ = ["AdapterSpec", "DeliveryOptions", "FileOptions", "NoopOptions", "Priority", "StdoutOptions"]
 
 Priority = Literal["critical", "normal", "best-effort"]
 
 
-PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
-"""A path as it was written: one that ends with a slash is a folder."""
-
-
-class _Options(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def _parse_size(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    from pgcdc.spark.options import parse_bytes  # which is not small
-
-    try:
-        return parse_bytes(value)
-    except ValueError:
-        raise PydanticCustomError("not_parsed", "{reason}", {"reason": "not a size like 512MB or 1GB"}) from None
-
-
-SizeBytes = Annotated[int, BeforeValidator(_parse_size), WithJsonSchema({"type": ["integer", "string"]})]
-"""A number of bytes, or a text like `100MB`."""
-
-
-class StdoutOptions(_Options):
+class StdoutOptions(Options):
     """Events on standard output, for programs or for people."""
 
-    format: Literal["auto", "json", "pretty"] = Field(
-        default="auto",
-        description="json: one event per line; pretty: for people; auto: pretty on a terminal, else json",
+    format: Literal["auto", "json", "pretty"] = setting(
+        "auto", "json: one event per line; pretty: for people; auto: pretty on a terminal, else json"
     )
 
 
-class FileOptions(_Options):
+class FileOptions(Options):
     """JSON lines in a file, or in part files in a folder."""
 
-    path: PathText = Field(min_length=1, description="the file; or a folder, which exists or ends with a slash")
-    max_size: SizeBytes = Field(
-        default=0, ge=0, description="a file that would grow larger is rotated: 100MB; 0: it never is"
-    )
-    max_files: int = Field(
-        default=0, ge=0, description="how many rotated files are kept, older ones are deleted; 0: all of them"
-    )
-    compress: Literal["none", "gzip", "zstd"] = Field(default="none", description="how rotated files are compressed")
+    path: PathText = setting(..., "the file; or a folder, which exists or ends with a slash", min_length=1)
+    max_size: Bytes = setting(0, "a file that would grow larger is rotated: 100MB; 0: it never is", ge=0)
+    max_files: int = setting(0, "how many rotated files are kept, older ones are deleted; 0: all of them", ge=0)
+    compress: Literal["none", "gzip", "zstd"] = setting("none", "how rotated files are compressed")
 
     @model_validator(mode="after")
     def _check_rotation(self) -> FileOptions:
@@ -77,32 +50,28 @@ class FileOptions(_Options):
         return self.path.endswith("/") or self.target.is_dir()
 
 
-class NoopOptions(_Options):
+class NoopOptions(Options):
     """Takes everything and keeps nothing: for measurements, and for a look at what a pipeline costs."""
 
 
-class DeliveryOptions(_Options):
+class DeliveryOptions(Options):
     """How a sink is called, the same for all: `<adapter>_<field>` in the configuration."""
 
-    max_retries: int = Field(default=5, ge=0, description="tries after the first, before the adapter counts as failed")
-    backoff_base: float = Field(
-        default=0.1, gt=0, description="seconds; each pause is random between 0 and base * 2^tries"
+    max_retries: int = setting(5, "tries after the first, before the adapter counts as failed", ge=0)
+    backoff_base: Seconds = setting(0.1, "each pause is random between 0 and base * 2^tries", gt=0)
+    backoff_cap: Seconds = setting(30.0, "no pause is longer", gt=0)
+    timeout: Seconds = setting(30.0, "time for one write; then it has failed", gt=0)
+    cb_max_failures: int = setting(
+        5, "failures in a row that open the circuit breaker; 0: none", ge=0, aliases=("cb_failures",)
     )
-    backoff_cap: float = Field(default=30.0, gt=0, description="seconds")
-    timeout: float = Field(default=30.0, gt=0, description="seconds for one write; then it has failed")
-    cb_max_failures: int = Field(
-        default=5, ge=0, description="failures in a row that open the circuit breaker; 0: none"
+    cb_reset: Seconds = setting(60.0, "time until an open circuit breaker lets one try through", gt=0)
+    rate_limit: float = setting(0.0, "events per second; 0: no limit", ge=0)
+    rate_limit_burst: int = setting(0, "events at once; 0: as many as in one second", ge=0, aliases=("rate_burst",))
+    on_exhausted: Literal["wait", "dead_letter"] = setting(
+        "wait", "an event whose tries are used up is waited for, or goes to the dead letters"
     )
-    cb_reset: float = Field(
-        default=60.0, gt=0, description="seconds until an open circuit breaker lets one try through"
-    )
-    rate_limit: float = Field(default=0.0, ge=0, description="events per second; 0: no limit")
-    rate_limit_burst: int = Field(default=0, ge=0, description="events at once; 0: as many as in one second")
-    on_exhausted: Literal["wait", "dead_letter"] = Field(
-        default="wait", description="an event whose tries are used up is waited for, or goes to the dead letters"
-    )
-    dead_letter_limit: int = Field(
-        default=1000, ge=0, description="more refused events in a row stop the pipeline; 0: any number may be refused"
+    dead_letter_limit: int = setting(
+        1000, "more refused events in a row stop the pipeline; 0: any number may be refused", ge=0
     )
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import difflib
 import math
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.position import Position
+from pgcdc.core.settings import split_outside_quotes
+from pgcdc.core.units import parse_bytes, parse_seconds
 from pgcdc.event.frame import INVALID_TEXT, EventOptions
 from pgcdc.postgres.database import parse_url, split_table
-from pgcdc.postgres.selection import split_outside_quotes
 from pgcdc.postgres.types.column import CHOICES, TypeOptions
 from pgcdc.source.postgres.setup.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
 from pgcdc.source.postgres.snapshot.holder import DEFAULT_HOLD_LIMIT_S
@@ -27,9 +27,7 @@ __all__ = [
     "RowOptions",
     "StreamOptions",
     "check_kind",
-    "parse_bytes",
     "parse_options",
-    "parse_seconds",
 ]
 
 DEFAULT_MAX_BATCH_ROWS = 100_000
@@ -147,7 +145,7 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
         incremental_snapshot=_flag(options, "incremental_snapshot"),
         signal_table=options.get("signal_table", "pgcdc_signals"),
         snapshot_chunk_size=_number(options, "snapshot_chunk_size", 0, int),
-        snapshot_chunk_delay_s=_number(options, "snapshot_chunk_delay", 0.0, float),
+        snapshot_chunk_delay_s=_number(options, "snapshot_chunk_delay", 0.0, parse_seconds),
     )
     source.toast.check(source.wire.origin)
     rows = _number(options, "max_batch_rows", DEFAULT_MAX_BATCH_ROWS, int)
@@ -190,7 +188,7 @@ def _typed(plain: StreamOptions, options: Mapping[str, str]) -> StreamOptions:
     for name in ("tx_metadata", "tx_markers", "schema_events"):
         if _flag(options, name):
             raise ConfigError(f"option {name} is for events", "Typed rows have the columns _xid, _ts and _ordinal")
-    interval = _number(options, "heartbeat_interval", DEFAULT_HEARTBEAT_S, float)
+    interval = _number(options, "heartbeat_interval", DEFAULT_HEARTBEAT_S, parse_seconds)
     if not 0 < interval < math.inf:
         raise ConfigError(f"option heartbeat_interval is {interval}", "Give a number of seconds above 0")
     rows = RowOptions(
@@ -217,7 +215,7 @@ def _typed(plain: StreamOptions, options: Mapping[str, str]) -> StreamOptions:
 
 def _batch_options(options: Mapping[str, str]) -> BatchOptions:
     partitions = _number(options, "partitions", 0, int)
-    keep_s = _number(options, "snapshot_keep", DEFAULT_SNAPSHOT_KEEP_S, float)
+    keep_s = _number(options, "snapshot_keep", DEFAULT_SNAPSHOT_KEEP_S, parse_seconds)
     if ("partitions" in options and partitions < 1) or keep_s <= 0:
         name = "snapshot_keep" if keep_s <= 0 else "partitions"
         raise ConfigError(f"option {name} is {options[name]}", "Give a number above 0, or leave it out")
@@ -280,23 +278,3 @@ def _number(options: Mapping[str, str], name: str, default: _N, parse: Callable[
         return parse(options[name])
     except ValueError as error:
         raise ConfigError(f"option {name} is {options[name]!r}", "Give a number") from error
-
-
-def parse_bytes(text: str) -> int:
-    """`512MB`, `1 GiB`, `1048576`: a number of bytes. Raises ValueError for anything else."""
-    found = _SIZE.fullmatch(text.strip().lower())
-    if found is None:
-        raise ValueError(f"not a size: {text!r}")
-    return int(float(found[1]) * (1 << 10 * " kmgt".index(found[2] or " ")))
-
-
-def parse_seconds(text: str) -> float:
-    """`90s`, `30m`, `6h`, `1d`, or a number of seconds. Raises ValueError for anything else."""
-    found = _TIME.fullmatch(text.strip().lower())
-    if found is None:
-        raise ValueError(f"not a time: {text!r}")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2] or "s"]
-
-
-_TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([smhd]?)")
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)(?:i?b)?")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import shlex
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, model_validator
 from pydantic_core import PydanticCustomError
+
+from pgcdc.core.settings import Options, setting, text_or_list
 
 __all__ = ["AckMode", "ExecOptions"]
 
@@ -27,25 +29,23 @@ def _split_names(value: Any) -> Any:
     return tuple(name.strip() for name in value.split(",")) if isinstance(value, str) else value
 
 
-_LIST = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})
+_LIST = text_or_list()
 
 
-class ExecOptions(BaseModel):
+class ExecOptions(Options):
     """JSON lines to the standard input of a command."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    command: str = Field(default="", description="the command, as text for a shell: sh -c COMMAND")
-    argv: Annotated[tuple[str, ...], BeforeValidator(_split_words), _LIST] = Field(
-        default=(), description="the command and its arguments as a list, without a shell"
+    command: str = setting("", "the command, as text for a shell: sh -c COMMAND")
+    argv: Annotated[tuple[str, ...], BeforeValidator(_split_words), _LIST] = setting(
+        (), "the command and its arguments as a list, without a shell"
     )
-    ack: AckMode = Field(
-        default="exit",
-        description="when an event counts as delivered: exit (one process per batch, which ends with 0), line (the "
+    ack: AckMode = setting(
+        "exit",
+        "when an event counts as delivered: exit (one process per batch, which ends with 0), line (the "
         "command prints a line for it) or write (the command has read it)",
     )
-    keep_env: Annotated[tuple[str, ...], BeforeValidator(_split_names), _LIST] = Field(
-        default=(), description="variables that the command gets although they hold secrets of pgcdc"
+    keep_env: Annotated[tuple[str, ...], BeforeValidator(_split_names), _LIST] = setting(
+        (), "variables that the command gets although they hold secrets of pgcdc"
     )
 
     @model_validator(mode="after")

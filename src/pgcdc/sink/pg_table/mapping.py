@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pgcdc.core.errors import ConfigError
+from pgcdc.core.settings import split_outside_quotes
 from pgcdc.postgres.database import name_table, parse_identifier, split_table
-from pgcdc.postgres.selection import split_outside_quotes
 
 __all__ = ["TableName", "TargetNames", "find_loops", "source_name"]
 

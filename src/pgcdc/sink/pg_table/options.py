@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
 from pgcdc.core.errors import ConfigError, SourceError
+from pgcdc.core.settings import Options, checked, setting, split_outside_quotes
 from pgcdc.postgres.database import name_table, parse_url, split_table
-from pgcdc.postgres.selection import split_outside_quotes
 
 __all__ = ["NO_ORIGIN", "PgTableOptions"]
 
@@ -41,55 +41,34 @@ TableRules = Annotated[
 ]  # fmt: skip
 
 
-def _table(text: str) -> str:
-    try:
-        split_table(text)
-    except ConfigError as error:
-        context = {"message": error.message, "advice": error.advice}
-        raise PydanticCustomError("pgcdc_refused", "{message}", context) from None  # the kind with an advice of its own
-    return text
-
-
-class PgTableOptions(BaseModel):
+class PgTableOptions(Options):
     """Events as rows of a table in PostgreSQL, or applied to tables like those of the source."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    db: str = setting(
+        "", "database URL of the target (default: the source's); better in PGCDC_PG_TABLE_DB", cascade="db", secret=True
+    )
+    db_file: str | None = setting(None, "the file that holds the target's database URL")
+    mode: Literal["append", "apply"] = setting(
+        "append", "append: a row per event; apply: the tables of the source, kept equal"
+    )
+    table: Annotated[str, AfterValidator(partial(checked, split_table))] = setting(
+        "pgcdc_events", "append: the table that gets the events"
+    )
+    target_schema: str | None = setting(
+        None, "apply: all tables go to this schema (default: as in the source)", min_length=1
+    )
+    tables: TableRules = setting((), "apply: other names for tables, public.orders=mirror.orders2,sales.*=archive.*")
+    create: bool = setting(True, "create tables that are missing")
+    evolve: Literal["full", "add", "none"] = setting(
+        "full", "apply: follow changes of tables: full, add (new columns only) or none"
+    )
+    origin: str = setting(
+        "", "name of the replication origin; none: without (apply has one by default)", max_length=512
+    )
+    triggers: Literal["off", "on"] = setting("off", "whether triggers and foreign keys of the target fire")
 
-    db: str = Field(
-        default="",
-        repr=False,
-        description="database URL of the target (default: the source's); better in PGCDC_PG_TABLE_DB",
-        json_schema_extra={"cascade": "db", "secret": True},
-    )
-    db_file: str | None = Field(default=None, description="the file that holds the target's database URL")
-    mode: Literal["append", "apply"] = Field(
-        default="append", description="append: a row per event; apply: the tables of the source, kept equal"
-    )
-    table: Annotated[str, AfterValidator(_table)] = Field(
-        default="pgcdc_events", description="append: the table that gets the events"
-    )
-    target_schema: str | None = Field(
-        default=None, min_length=1, description="apply: all tables go to this schema (default: as in the source)"
-    )
-    tables: TableRules = Field(
-        default=(), description="apply: other names for tables, public.orders=mirror.orders2,sales.*=archive.*"
-    )
-    create: bool = Field(default=True, description="create tables that are missing")
-    evolve: Literal["full", "add", "none"] = Field(
-        default="full", description="apply: follow changes of tables: full, add (new columns only) or none"
-    )
-    origin: str = Field(
-        default="",
-        max_length=512,
-        description="name of the replication origin; none: without (apply has one by default)",
-    )
-    triggers: Literal["off", "on"] = Field(
-        default="off", description="whether triggers and foreign keys of the target fire"
-    )
-
-    executors: Literal["auto", "always", "never"] = Field(
-        default="auto",
-        description="whether Spark's executors write large batches; auto: if they are on other machines than the driver",
+    executors: Literal["auto", "always", "never"] = setting(
+        "auto", "whether Spark's executors write large batches; auto: if they are on other machines than the driver"
     )
 
     @property

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import BeforeValidator, WithJsonSchema, field_validator, model_validator
+
+from pgcdc.core.settings import Options, setting
+from pgcdc.core.units import Seconds
 
 __all__ = ["WebhookOptions", "is_secret_header", "parse_headers", "redact_url", "secrets_of"]
 
@@ -51,47 +54,32 @@ Headers = Annotated[
 ]
 
 
-class WebhookOptions(BaseModel):
+class WebhookOptions(Options):
     """Events as HTTP requests to one URL."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
-
-    url: str = Field(
-        default="",
-        repr=False,
-        description="where events are posted to, https://...; one with a secret better in PGCDC_WEBHOOK_URL",
-        json_schema_extra={"secret": True},
+    url: str = setting(
+        "", "where events are posted to, https://...; one with a secret better in PGCDC_WEBHOOK_URL", secret=True
     )
-    url_file: str | None = Field(default=None, description="the file that holds the URL, instead of url")
-    headers: Headers = Field(
-        default={},
-        repr=False,
-        description="more headers, a mapping in YAML, else lines of Name: value",
-        json_schema_extra={"secret": True, "literal": False},
+    url_file: str | None = setting(None, "the file that holds the URL, instead of url")
+    headers: Headers = setting(
+        {}, "more headers, a mapping in YAML, else lines of Name: value", secret=True, literal=False
     )
-    headers_file: str | None = Field(default=None, description="the file with more headers, lines of Name: value")
-    signing_key: str = Field(
-        default="",
-        repr=False,
-        description="key of the signature X-PGCDC-Signature, better in PGCDC_WEBHOOK_SIGNING_KEY",
-        json_schema_extra={"secret": True, "literal": False},
+    headers_file: str | None = setting(None, "the file with more headers, lines of Name: value")
+    signing_key: str = setting(
+        "", "key of the signature X-PGCDC-Signature, better in PGCDC_WEBHOOK_SIGNING_KEY", secret=True, literal=False
     )
-    signing_key_file: str | None = Field(default=None, description="the file that holds the key of the signature")
-    batch_size: int = Field(
-        default=1, ge=1, le=MAX_BATCH_SIZE, description="events in a request; more than 1: as a JSON array"
+    signing_key_file: str | None = setting(None, "the file that holds the key of the signature")
+    batch_size: int = setting(1, "events in a request; more than 1: as a JSON array", ge=1, le=MAX_BATCH_SIZE)
+    concurrency: int = setting(
+        8, "requests at the same time; events of one key stay in order", ge=1, le=MAX_CONCURRENCY
     )
-    concurrency: int = Field(
-        default=8, ge=1, le=MAX_CONCURRENCY, description="requests at the same time; events of one key stay in order"
-    )
-    request_timeout: float = Field(default=10.0, gt=0, description="seconds for one request and its answer")
-    gzip: bool = Field(default=False, description="compress requests (Content-Encoding: gzip)")
-    allow_private: bool = Field(
-        default=False, description="also private, loopback and link-local addresses, and those of cloud metadata"
-    )
-    proxy_from_env: bool = Field(default=False, description="use the proxy of HTTPS_PROXY, HTTP_PROXY and NO_PROXY")
-    ca_file: str | None = Field(default=None, description="certificates that are trusted, instead of the system's")
-    cert_file: str | None = Field(default=None, description="our own certificate, for servers that ask for one")
-    key_file: str | None = Field(default=None, description="the key of cert_file, if it is not in it")
+    request_timeout: Seconds = setting(10.0, "time for one request and its answer", gt=0)
+    gzip: bool = setting(False, "compress requests (Content-Encoding: gzip)")
+    allow_private: bool = setting(False, "also private, loopback and link-local addresses, and those of cloud metadata")
+    proxy_from_env: bool = setting(False, "use the proxy of HTTPS_PROXY, HTTP_PROXY and NO_PROXY")
+    ca_file: str | None = setting(None, "certificates that are trusted, instead of the system's")
+    cert_file: str | None = setting(None, "our own certificate, for servers that ask for one")
+    key_file: str | None = setting(None, "the key of cert_file, if it is not in it")
 
     @field_validator("url")
     @classmethod

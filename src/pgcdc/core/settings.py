@@ -1,0 +1,209 @@
+"""What a setting is: a field of a frozen model in the layer that needs it, with its text, default, limits and group.
+
+Flags, `PGCDC_*` variables, keys of `pgcdc.yaml`, options of the Spark source, the JSON schema and the reference pages are
+made from these models; a setting stands nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from pgcdc.core.errors import ConfigError, PgcdcError
+from pgcdc.core.units import Unit
+
+__all__ = [
+    "REFUSED",
+    "UNKNOWN",
+    "Names",
+    "Options",
+    "PathText",
+    "Rules",
+    "Setting",
+    "check_known",
+    "checked",
+    "is_switch",
+    "make_options",
+    "refuse",
+    "setting",
+    "setting_of",
+    "split_names",
+    "split_outside_quotes",
+    "text_or_list",
+    "unit_of",
+]
+
+REFUSED = "pgcdc_refused"
+"""The kind of an error that brings its advice along."""
+UNKNOWN = "pgcdc_unknown"
+"""The kind of an error about a name that is not one of those that are known."""
+
+_O = TypeVar("_O", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a setting is for the command line and for documents."""
+
+    group: str = ""
+    flag: str | None = ""
+    """Without the dashes; None: it has neither flag nor variable."""
+    aliases: tuple[str, ...] = ()
+    """Other names that are understood: those of the manual, with underscores."""
+    metavar: str = ""
+    is_repeated: bool = False
+    is_hidden: bool = False
+    """Left out of --help: the same for every adapter, and described once."""
+    example: str = ""
+    """For the file of `pgcdc config init`, where the default would say little."""
+    secret: bool = False
+    """It holds a secret, or may (a URL): never shown."""
+    literal: bool = True
+    """Whether a secret may stand in the YAML file as it is, rather than as `${NAME}`."""
+    cascade: str = ""
+    """`db`: where nothing is said, it is the source's database URL."""
+
+
+def setting(
+    default: Any,
+    text: str,
+    group: str = "",
+    *,
+    flag: str | None = "",
+    aliases: tuple[str, ...] = (),
+    metavar: str = "",
+    is_repeated: bool = False,
+    is_hidden: bool = False,
+    example: str = "",
+    secret: bool = False,
+    literal: bool = True,
+    cascade: str = "",
+    **limits: Any,
+) -> Any:
+    """A field of a model; `...` as the default: it must be given. `flag` is made of the field's name if it is empty."""
+    extra = Setting(group, flag, aliases, metavar, is_repeated, is_hidden, example, secret, literal, cascade)
+    if secret:
+        limits.setdefault("repr", False)
+    return Field(default, description=text, json_schema_extra={"setting": extra}, **limits)  # type: ignore[dict-item]
+
+
+def setting_of(name: str, field: FieldInfo) -> Setting:
+    """What `setting` said of a field."""
+    extra: Any = field.json_schema_extra
+    found: Setting = extra["setting"] if isinstance(extra, dict) and "setting" in extra else Setting()
+    metavar = found.metavar or next((one.metavar for one in field.metadata if isinstance(one, Unit)), "")
+    return replace(found, flag=name.replace("_", "-") if found.flag == "" else found.flag, metavar=metavar)
+
+
+def unit_of(field: FieldInfo) -> Unit | None:
+    """What the number of a field counts, if it has a unit."""
+    return next((one for one in field.metadata if isinstance(one, Unit)), None)
+
+
+def is_switch(annotation: Any) -> bool:
+    """Whether a field of this type is true or false."""
+    return annotation is bool or bool in getattr(annotation, "__args__", ())
+
+
+class Options(BaseModel):
+    """Settings that belong together. `true` is no number, and numbers have an end; errors do not repeat what was given."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch(cls, value: Any, info: Any) -> Any:
+        if isinstance(value, bool) and not is_switch(cls.model_fields[info.field_name].annotation):
+            raise PydanticCustomError("not_a_switch", "this is not a switch: true and false are no values of it")
+        return value
+
+
+def make_options(model: type[_O], values: Mapping[str, Any], what: str, advice: str = "") -> _O:
+    """The model with these values. ConfigError: one of them is unknown or does not fit."""
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(f"{what}: {key} is not known", f"Known: {', '.join(model.model_fields)}") from None
+        reason = first["msg"].removeprefix("Value error, ")
+        own = first.get("ctx", {}).get("advice", "") if first["type"] == REFUSED else ""
+        raise ConfigError(f"{what}: {f'{key}: ' if key else ''}{reason}", own or advice) from None
+
+
+# --- types of fields
+
+
+def refuse(message: str, advice: str) -> PydanticCustomError:
+    """The error of a validator that knows what to do instead."""
+    return PydanticCustomError(REFUSED, "{message}", {"message": message, "advice": advice})
+
+
+def checked(check: Callable[[str], object], text: str) -> str:
+    """The text, if the check of another module takes it: for validators."""
+    try:
+        check(text)
+    except PgcdcError as error:
+        raise refuse(error.message, error.advice) from None
+    return text
+
+
+def check_known(names: Iterable[str], text: str) -> str:
+    """The text, if it is one of these names: for validators."""
+    known = list(names)
+    if text not in known:
+        raise PydanticCustomError(UNKNOWN, "{name} is not known", {"name": repr(text), "known": known})
+    return text
+
+
+def split_outside_quotes(text: str, separator: str) -> list[str]:
+    """The parts between separators that stand outside of '...' and "..."; empty ones are left out."""
+    parts = re.findall(rf"""(?:[^'"{separator}]|'[^']*'?|"[^"]*"?)+""", text)
+    return [part.strip() for part in parts if part.strip()]
+
+
+def split_names(value: Any) -> Any:
+    """`a,b` in a flag or variable; a list in YAML."""
+    return tuple(split_outside_quotes(value, ",")) if isinstance(value, str) else value
+
+
+def text_or_list(items: Mapping[str, Any] = {"type": "string"}) -> WithJsonSchema:
+    """For editors: a text, or a list of such items."""
+    return WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": dict(items)}]})
+
+
+def _split_rules(separator: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return tuple(split_outside_quotes(value, separator))
+    if isinstance(value, Mapping):
+        return tuple(f"{key}={','.join(map(str, one)) if isinstance(one, list) else one}" for key, one in value.items())
+    return value
+
+
+PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
+"""A path as it was written: one that ends with a slash is a folder."""
+Names = Annotated[tuple[str, ...], BeforeValidator(split_names), text_or_list()]
+"""`a,b`, or a list."""
+Rules = Annotated[
+    tuple[str, ...],
+    BeforeValidator(partial(_split_rules, ";")),
+    WithJsonSchema({
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string"}},
+            {"type": "object", "additionalProperties": {
+                "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
+            }},
+        ]
+    }),
+]  # fmt: skip
+"""A mapping or list in YAML; `a=...; b=...` in a variable; the flag is repeated."""
