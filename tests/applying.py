@@ -16,7 +16,6 @@ import pyarrow as pa
 from databases import drop_database
 from psycopg import sql
 
-from pgcdc.core.errors import SinkRejected
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Relations
 from pgcdc.core.shapes import ShapeHistory
@@ -161,27 +160,6 @@ class Mirror:
         with self.sql.transaction():
             return self.applier.redeliver(self.sql, batch)
 
-    def stage(self, batch: Batch, parts: int = 2) -> list[dict[str, Any]]:
-        """What executors do, each for some tables."""
-        receipts = []
-        with connect(self.url) as conn:
-            for part in range(parts):
-                mine = batch.events.filter(pa.array([_part_of(line) % parts == part for line in _lines(batch)]))
-                with conn.transaction():
-                    stage = self.applier.stage(conn, f"pgcdc_stage_{part}", mine.to_batches())
-                receipts.append(stage)
-        return receipts
-
-    def by_parts(self, batch: Batch) -> bool:
-        """As executors do it. False: the driver has to."""
-        receipts = self.stage(batch)
-        try:
-            with self.sql.transaction():
-                self.applier.merge(self.sql, receipts, batch.start, batch.end)
-        except SinkRejected:
-            return False
-        return True
-
     def rows(self, statement: str) -> list[tuple[Any, ...]]:
         return self.sql.execute(statement.encode()).fetchall()
 
@@ -189,11 +167,6 @@ class Mirror:
 def _lines(batch: Batch) -> list[str]:
     lines: list[str] = batch.events.column("line").to_pylist()
     return lines
-
-
-def _part_of(line: str) -> int:
-    """By table: that keeps keys together in any case."""
-    return sum(line.split('"channel":"', 1)[1].split('"', 1)[0].encode())
 
 
 def content(conn: psycopg.Connection[Any], table: tuple[str, str], columns: list[str] | None = None) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 import time
 from collections import Counter
@@ -204,9 +203,6 @@ def test_every_sink_moves_to_a_lane_of_its_own_and_back_and_stops_in_the_middle_
 @pytest.mark.slow
 def test_a_hundred_thousand_rows_at_once(start: Callable[..., All], source: Source, spark: SparkSession) -> None:
     run = start(expects_many=True)
-    # Executors find URLs in their environment; the JVM of all tests is older than the databases of this one.
-    found = {name: value for name, value in os.environ.items() if name.startswith("PGCDC_EXECUTOR_DB_")}
-    spark.sparkContext.environment.update(found)
     run.wait_for_all(source.insert(5))
     run.wait_for_all(source.insert(ROWS), timeout_s=200)
     run.wait_for_all(source.insert(5))

@@ -15,7 +15,7 @@ from databases import Database
 from histories import NAMES, History
 
 from pgcdc.config.layers import load_config
-from pgcdc.core.errors import ConfigError, SinkError, SinkUnavailable
+from pgcdc.core.errors import ConfigError, SinkError
 from pgcdc.core.state import Identity, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.run.pipeline import Pipeline
@@ -99,10 +99,7 @@ def follow_history(source: Source, mirror: Mirror, seed: int) -> None:
         # It comes again from the beginning, and the sink skips what it has.
         is_due = [one <= str(piece.end) for one in batch.events.column("position").to_pylist()]
         rest = Batch(batch.start, piece.end, batch.events.filter(pa.array(is_due))).after(ack)
-        mirror.shapes.refresh()
-        is_plain = all(change.before is None for change in mirror.shapes.between(rest.start, rest.end))
-        if not (is_plain and chance.random() < 0.5 and mirror.by_parts(rest)):
-            mirror.apply(rest)
+        mirror.apply(rest)
         ack = rest.end
     for table in NAMES:
         assert_equal(source, mirror, table)
@@ -450,54 +447,7 @@ def test_an_update_without_its_long_value_is_refused_where_the_row_is_missing(pa
     assert mirror.rows("SELECT * FROM docs") == [(2, 2, "there")]
 
 
-# --- parts of executors
-
-
-def test_parts_are_merged_whole_or_not_at_all(pair: tuple[Source, Mirror]) -> None:
-    source, mirror = pair
-    mirror.apply(
-        source.read("CREATE TABLE t (id int PRIMARY KEY, a text)", "INSERT INTO t VALUES (1, 'a'), (2, 'b'), (3, 'c')")
-    )
-    batch = source.read(
-        "UPDATE t SET a = 'new' WHERE id = 1",
-        "DELETE FROM t WHERE id = 2",
-        "INSERT INTO t SELECT i, E'\\\\x\\t' FROM generate_series(10, 200) i",
-        "CREATE TABLE bag (a int, b json)",
-        "ALTER TABLE bag REPLICA IDENTITY FULL",
-        "INSERT INTO bag VALUES (1, '{}'), (1, '{}'), (NULL, NULL)",
-    )
-    receipts = mirror.stage(batch)
-    staged = mirror.rows(
-        "SELECT relname::text FROM pg_class WHERE relname LIKE 'pgcdc_stage%' AND relkind = 'r' ORDER BY 1"
-    )
-    assert len(staged) == 4
-    mirror.sql.execute(f"TRUNCATE {staged[-1][0]}".encode())  # as a crash of the server leaves it
-    with pytest.raises(SinkUnavailable, match="0 are there"), mirror.sql.transaction():
-        mirror.applier.merge(mirror.sql, receipts, batch.start, batch.end)
-    assert mirror.rows("SELECT count(*) FROM t") == [(3,)]
-    assert mirror.by_parts(batch)
-    assert_equal(source, mirror, ("public", "t"))
-    assert_equal(source, mirror, ("public", "bag"))
-    batch = source.read(
-        "DELETE FROM bag WHERE ctid = (SELECT ctid FROM bag WHERE a = 1 LIMIT 1)",
-        "UPDATE bag SET a = 2 WHERE a IS NULL",
-    )
-    assert mirror.by_parts(batch)
-    assert_equal(source, mirror, ("public", "bag"))
-
-
-def test_the_driver_applies_what_parts_cannot_tell(pair: tuple[Source, Mirror]) -> None:
-    source, mirror = pair
-    mirror.sql.execute("CREATE TABLE t (id int PRIMARY KEY, a text CHECK (a <> 'bad'), mine int)")
-    mirror.apply(source.read("CREATE TABLE t (id int PRIMARY KEY, a text)", "INSERT INTO t VALUES (1, 'a')"))
-    batch = source.read("UPDATE t SET id = 2 WHERE id = 1")
-    assert not mirror.by_parts(batch)
-    mirror.apply(batch)
-    assert len(mirror.deliver(source.read("INSERT INTO t VALUES (3, 'bad')"))) == 1
-    batch = source.read("UPDATE t SET a = 'newer' WHERE id = 3")
-    assert not mirror.by_parts(batch)  # it supersedes a dead letter
-    mirror.apply(batch)
-    assert rejected(mirror) == []  # what is superseded needs no row
+# --- loops
 
 
 def test_a_table_that_would_feed_itself_is_refused(database: Database, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from applying import Mirror, Source, content, cuts, two_databases
 
-from pgcdc.core.errors import SinkError, SinkRejected
+from pgcdc.core.errors import SinkError
 from pgcdc.core.state import StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.postgres.database import connect
@@ -61,7 +61,7 @@ def test_rows_that_take_the_keys_of_others_are_all_there(pair: tuple[Source, Mir
     for piece in cuts(batch, seed, 9):
         mirror.apply(piece)
     assert_equal(source, mirror, "s")
-    assert mirror.by_parts(source.read("INSERT INTO s VALUES (500, 'a')", "UPDATE s SET id = id + 1"))
+    mirror.apply(source.read("INSERT INTO s VALUES (500, 'a')", "UPDATE s SET id = id + 1"))
     assert_equal(source, mirror, "s")
 
 
@@ -85,7 +85,7 @@ def test_an_identity_beside_the_key_follows_though_it_cannot_be_updated(pair: tu
     mirror.apply(source.read(table, "INSERT INTO i (code, v) VALUES ('a', 1), ('b', 2), ('c', 3)"))
     mirror.apply(source.read("UPDATE i SET v = 5 WHERE code = 'a'", "UPDATE i SET seq = DEFAULT WHERE code = 'b'"))
     assert_equal(source, mirror, "i")
-    assert mirror.by_parts(source.read("UPDATE i SET v = 6", "UPDATE i SET seq = DEFAULT WHERE code = 'c'"))
+    mirror.apply(source.read("UPDATE i SET v = 6", "UPDATE i SET seq = DEFAULT WHERE code = 'c'"))
     assert_equal(source, mirror, "i")
 
 
@@ -102,21 +102,14 @@ def test_a_row_without_a_key_goes_though_its_table_has_a_new_column(pair: tuple[
     assert_equal(source, mirror, "k")
     mirror.sql.execute("ALTER TABLE k DROP c")
     mirror.restart()
-    assert mirror.by_parts(source.read("DELETE FROM k WHERE a = 2"))
+    mirror.apply(source.read("DELETE FROM k WHERE a = 2"))
     assert_equal(source, mirror, "k")
 
 
-def test_equal_keys_with_other_texts_are_not_left_to_parts(pair: tuple[Source, Mirror]) -> None:
+def test_equal_keys_with_other_texts_are_one_row(pair: tuple[Source, Mirror]) -> None:
     source, mirror = pair
     mirror.apply(source.read("CREATE TABLE n (id numeric PRIMARY KEY, a text)", "INSERT INTO n VALUES (1.0, 'a')"))
     batch = source.read("DELETE FROM n", "INSERT INTO n VALUES (1.00, 'b')")
-    receipts = []
-    with connect(mirror.url) as conn, conn.transaction():
-        for row in (1, 0):  # by their texts they go to different parts
-            part = batch.events.slice(row, 1).to_batches()
-            receipts.append(mirror.applier.stage(conn, f"pgcdc_stage_{row}", part))
-    with pytest.raises(SinkRejected), mirror.sql.transaction():
-        mirror.applier.merge(mirror.sql, receipts, batch.start, batch.end)
     mirror.apply(batch)
     assert_equal(source, mirror, "n")
 

@@ -159,13 +159,12 @@ def test_two_databases_mirror_each_other_without_loops_across_a_restart(
 def test_refused_row_of_a_large_batch_is_a_dead_letter_and_comes_again(
     database: Database, other: Database, tmp_path: Path, mode: str
 ) -> None:
-    """Executors write large batches; what one of them cannot write, the driver looks at event by event."""
     database.execute("CREATE TABLE items (id int PRIMARY KEY, text text)")
     other.execute("CREATE TABLE items (id int PRIMARY KEY, text text CONSTRAINT taste CHECK (text <> 'bad'))")
     other.execute(f"CREATE TABLE pgcdc_events ({EVENTS}, CONSTRAINT taste CHECK (payload #>> '{{row,text}}' <> 'bad'))")
     table = "items" if mode == "apply" else "pgcdc_events"
     flags = ["--tables", "items", "--slot-name", "m3", "--state-dir", str(tmp_path / "state"), "--adapter", "pg_table"]
-    flags += ["--pg-table-mode", mode, "--pg-table-executors", "always"]
+    flags += ["--pg-table-mode", mode]
     environment = {**os.environ, "PGCDC_DB": database.url, "PGCDC_PG_TABLE_DB": other.url}
 
     def run(*arguments: str) -> str:
@@ -190,4 +189,3 @@ def test_refused_row_of_a_large_batch_is_a_dead_letter_and_comes_again(
     other.execute(f"ALTER TABLE {table} DROP CONSTRAINT taste")
     run("dlq", "replay", *flags)
     assert other.query(f"SELECT count(*) FROM {table}") == [(60_000,)]
-    assert other.query("SELECT relname FROM pg_class WHERE relname LIKE 'pgcdc_stage%'") == []

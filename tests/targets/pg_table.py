@@ -12,16 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-import pyarrow as pa
 
 from pgcdc.core.position import SCHEMA_SUB, Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.core.shapes import ShapeChange, append_shapes
-from pgcdc.sink.base import Batch, Sink
 from pgcdc.sink.pg_table.append import Appender
-from pgcdc.sink.pg_table.options import PgTableOptions
-from pgcdc.sink.pg_table.parts import export_url
-from pgcdc.sink.pg_table.sink import PgTableSink
 from targets.base import SERVERS, BaseTarget
 from targets.events import event, to_line
 
@@ -86,7 +81,7 @@ class PgAppendTarget(_PgTarget):
         )
 
     def options(self) -> Mapping[str, Any]:
-        return {"db": self.url, "table": self.table, "executors": "always"}
+        return {"db": self.url, "table": self.table}
 
     def lines(self) -> list[str]:
         return self._lines('"position"')
@@ -135,7 +130,7 @@ class PgApplyTarget(_PgTarget):
         )
 
     def options(self) -> Mapping[str, Any]:
-        return {"db": self.url, "mode": "apply", "target_schema": self.schema, "origin": "none", "executors": "always"}
+        return {"db": self.url, "mode": "apply", "target_schema": self.schema, "origin": "none"}
 
     def lines(self) -> list[str]:
         rows = self.query(f'SELECT id, "position", text FROM {self.table} ORDER BY "position" COLLATE "C"')
@@ -151,45 +146,6 @@ class PgApplyTarget(_PgTarget):
             ({**given, "evolve": "sometimes"}, "evolve"),
             ({**given, "tables": ["orders"]}, "orders"),
         ]
-
-
-class PgAppendInTwoParts(PgAppendTarget):
-    """The same, written as executors do: each batch in two parts, with a task that ran twice."""
-
-    def sink(self) -> Sink:
-        return _in_two_parts(self)
-
-
-class PgApplyInTwoParts(PgApplyTarget):
-    """The same, written as executors do: each batch in two parts, with a task that ran twice."""
-
-    def sink(self) -> Sink:
-        return _in_two_parts(self)
-
-
-def _in_two_parts(target: _PgTarget) -> PgTableSink:
-    spec = target.spec()
-    assert isinstance(spec.options, PgTableOptions)
-    export_url(spec.name, target.url)
-    return InTwoParts(spec.options, target.acks, spec.name)
-
-
-class InTwoParts(PgTableSink):
-    """A sink whose `write` goes the way of executors."""
-
-    def write(self, batch: Batch) -> None:
-        if batch.end <= self.ack:
-            return
-        self.discard_parts()
-        start = self.ack
-        events, writer = batch.after(start).events, self.part_writer()
-        half = events.num_rows // 2
-        parts: list[pa.Table] = [events.slice(0, half), events.slice(half)]
-        if half:
-            writer.write_part(0, parts[0].to_batches())  # an attempt that was lost
-        receipts = [writer.write_part(number, one.to_batches()) for number, one in enumerate(parts) if one.num_rows]
-        self.commit_parts(start, batch.end, [receipt for receipt in receipts if receipt])
-        self.discard_parts()
 
 
 def _ordered(found: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ from pgcdc.core.position import Position
 from pgcdc.event.lines import quote_json
 from pgcdc.sink.pg_table.append import copy_rows, copy_rows_one_by_one
 from pgcdc.sink.pg_table.options import PgTableOptions
-from pgcdc.sink.pg_table.parts import PgTablePartWriter, url_variable
 from pgcdc.sink.pg_table.sqlstate import Blame, blame, explain, kind_of
-from pgcdc.sink.registry import check_adapters, make_sink
 
 SOURCE = "postgresql://app@source/shop"
 TARGET = "postgresql://app:hunter2@target/mirror"
@@ -155,18 +152,6 @@ def test_two_adapters_do_not_append_to_one_table(tmp_path: Path) -> None:
         load_config({"db": SOURCE, "all_tables": True}, {}, file)
 
 
-def test_two_adapters_do_not_find_their_urls_in_one_variable(tmp_path: Path) -> None:
-    file = tmp_path / "pgcdc.yaml"
-    file.write_text("adapters: [{name: a-b, type: pg_table, mode: apply}, {name: a_B, type: pg_table, table: x}]\n")
-    with pytest.raises(
-        ConfigError, match=r"line 1: adapters: the names of the adapters a-b and a_B are too much alike"
-    ):
-        load_config({"db": SOURCE, "all_tables": True}, {}, file)
-    with pytest.raises(ConfigError, match="PGCDC_EXECUTOR_DB_A_B"):
-        check_adapters([adapters.pg_table(TARGET, name="a-b"), adapters.pg_table(TARGET, table="x", name="a_b")])
-    check_adapters([adapters.pg_table(TARGET, name="a-b"), adapters.stdout(name="a_b")])
-
-
 @pytest.mark.parametrize(
     "form", ["pg_table_db: {}\nadapters: [pg_table]", "adapters: [{{name: m, type: pg_table, db: '{}'}}]"]
 )
@@ -181,16 +166,6 @@ def test_password_stands_in_no_file_and_is_never_shown(tmp_path: Path, form: str
     loaded.check()
     assert options_of(loaded.config).db == TARGET
     assert "hunter2" not in show_yaml(loaded) + repr(options_of(loaded.config))
-
-
-def test_executors_learn_the_url_by_the_name_of_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(url_variable("my-mirror"), raising=False)
-    (tmp_path / "acks").mkdir()
-    sink = make_sink(adapters.pg_table(TARGET, name="my-mirror"), tmp_path / "acks")
-    assert os.environ.pop("PGCDC_EXECUTOR_DB_MY_MIRROR") == TARGET
-    assert "hunter2" not in repr(sink)
-    writer = PgTablePartWriter("m", ("PGCDC_EXECUTOR_DB_NONE",), PgTableOptions(), "stage")
-    assert writer.write_part(3, []) == {"part": 3, "missing": "PGCDC_EXECUTOR_DB_NONE"}
 
 
 # --- SQLSTATEs

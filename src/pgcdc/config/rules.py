@@ -16,7 +16,7 @@ from pgcdc.core.operation import Op
 from pgcdc.core.secrets import read_secret
 from pgcdc.postgres.database import split_table
 from pgcdc.postgres.selection import Selection
-from pgcdc.sink.registry import ADAPTERS, check_options, check_variables
+from pgcdc.sink.registry import ADAPTERS, check_options
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, FilterSpec, MaskSpec
 
 if TYPE_CHECKING:
@@ -165,7 +165,6 @@ def _check_adapters(config: Config) -> None:
                 "Give each a target of its own",
             )
         targets[target] = spec.name
-    _place(("adapters",), partial(check_variables, config.adapter_specs))
 
 
 def _check_dead_letters(config: Config) -> None:

@@ -25,7 +25,7 @@ from pgcdc.sink.webhook.options import WebhookOptions
 if TYPE_CHECKING:
     from pgcdc.source.postgres.setup.prepare import SourceOptions
 
-__all__ = ["ADAPTERS", "AdapterType", "check_adapters", "check_options", "check_variables", "make_sink"]
+__all__ = ["ADAPTERS", "AdapterType", "check_adapters", "check_options", "make_sink"]
 
 
 def _nothing(options: Any) -> str:
@@ -101,23 +101,6 @@ def check_adapters(specs: Sequence[AdapterSpec]) -> None:
                 "Give each a target of its own",
             )
         targets[target] = spec.name
-    check_variables(specs)
-
-
-def check_variables(specs: Sequence[AdapterSpec]) -> None:
-    """Raise ConfigError for adapters whose executors would look for two URLs in one variable."""
-    from pgcdc.sink.pg_table.parts import url_variable
-
-    found: dict[str, str] = {}
-    for spec in specs:
-        if isinstance(spec.options, PgTableOptions):
-            other = found.setdefault(url_variable(spec.name), spec.name)
-            if other != spec.name:
-                raise ConfigError(
-                    f"the names of the adapters {other} and {spec.name} are too much alike: executors find the URLs of both "
-                    f"in {url_variable(spec.name)}",
-                    "Give one of them another name",
-                )
 
 
 def _make_stdout(spec: AdapterSpec, acks: Path) -> Sink:
@@ -166,13 +149,10 @@ def _make_noop(spec: AdapterSpec, acks: Path) -> Sink:
 
 
 def _make_pg_table(spec: AdapterSpec, acks: Path) -> Sink:
-    from pgcdc.sink.pg_table.parts import export_url
     from pgcdc.sink.pg_table.sink import PgTableSink
 
     assert isinstance(spec.options, PgTableOptions)
-    options = spec.options.resolved()
-    export_url(spec.name, options.db)
-    return PgTableSink(options, acks, spec.name, timeout_s=spec.delivery.timeout)
+    return PgTableSink(spec.options.resolved(), acks, spec.name, timeout_s=spec.delivery.timeout)
 
 
 def _check_pg_table_source(spec: AdapterSpec, source: SourceOptions) -> None:

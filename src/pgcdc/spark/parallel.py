@@ -35,7 +35,6 @@ from pgcdc.event.events import KEYED_LINES, open_blocks, pack_block
 from pgcdc.sink.base import ParallelSink, PartWriter, Receipt
 from pgcdc.sink.delivery import Delivery, SinkTimeout
 from pgcdc.spark.failure import Explain, explained
-from pgcdc.spark.session import is_local
 from pgcdc.spool.reader import SpoolReader
 
 if TYPE_CHECKING:
@@ -81,14 +80,8 @@ _PIECES_DDL = (
 
 
 def can_write_parts(member: Delivery) -> bool:
-    """Whether executors may write to this sink: it can, and no rate limit wants its events one after the other.
-
-    A sink that has found that executors cannot reach its target says `takes_executors = False`. One to which they write with
-    more work in total says `only_elsewhere = True`: then it is worth it only if they are on other machines.
-    """
-    sink = member.sink
-    can = isinstance(sink, ParallelSink) and getattr(sink, "takes_executors", True) and not member.options.rate_limit
-    return can and not (getattr(sink, "only_elsewhere", False) and is_local())
+    """Whether executors may write to this sink: it can, and no rate limit wants its events one after the other."""
+    return isinstance(member.sink, ParallelSink) and not member.options.rate_limit
 
 
 class LargeBatches:

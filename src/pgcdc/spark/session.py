@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = [
     "check_java",
     "check_running",
-    "is_local",
     "register",
     "session",
     "settings",
@@ -109,14 +108,6 @@ def check_running(url: str) -> bool:
                 "Set PGCDC_DB before Spark starts, or run each database's pipeline in a process of its own",
             )
     return SparkContext._active_spark_context is None
-
-
-def is_local() -> bool:
-    """Whether Spark's tasks run in this machine's JVM, or Spark is not there yet."""
-    from pyspark import SparkContext
-
-    context = SparkContext._active_spark_context
-    return context is None or (context.master or "").startswith("local")
 
 
 def stop_session(spark: SparkSession, timeout_s: float) -> None:

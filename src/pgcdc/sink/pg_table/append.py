@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import psycopg
@@ -205,26 +205,3 @@ class Appender:
             f"INSERT INTO {self.quoted} ({names}) SELECT {names} FROM {stage} n WHERE NOT EXISTS "
             f'(SELECT FROM {self.quoted} t WHERE t."id" = n."id")'.encode()
         )
-
-    # --- parts of executors
-
-    def create_stage(self, conn: Connection, stage: str) -> None:
-        """A table for the parts of one large batch. It is unlogged: what a crash takes is missed by `merge`."""
-        conn.execute(f"CREATE UNLOGGED TABLE {stage} (LIKE {self.quoted}, part uuid)".encode())
-
-    def stage(self, conn: Connection, stage: str, part: str, events: Iterable[pa.Table]) -> int:
-        """Write one part, in the caller's transaction; how many rows it has."""
-        names, count = ", ".join(map(quote_identifier, COLUMNS)), 0
-        end = f"\t{part}\n".encode()
-        with conn.cursor() as cursor, cursor.copy(f"COPY {stage} ({names}, part) FROM STDIN".encode()) as copy:
-            for piece in events:
-                count += piece.num_rows
-                for rows in copy_rows(piece):
-                    copy.write(rows.replace(b"\n", end))  # in COPY's format a newline ends a row, and nothing else
-        return count
-
-    def merge(self, conn: Connection, stage: str, parts: Sequence[str]) -> int:
-        """Append these parts, in the caller's transaction; how many rows they had."""
-        names = ", ".join(map(quote_identifier, COLUMNS))
-        query = f"INSERT INTO {self.quoted} ({names}) SELECT {names} FROM {stage} WHERE part = ANY(%s)"
-        return conn.execute(query.encode(), (list(parts),)).rowcount

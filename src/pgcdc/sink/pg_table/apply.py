@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import psycopg
 import pyarrow as pa
 
-from pgcdc.core.errors import Reject, SinkRejected
+from pgcdc.core.errors import Reject
 from pgcdc.core.position import Position
 from pgcdc.core.shapes import ShapeChange, ShapeHistory
 from pgcdc.event.shape_diff import diff_shapes
 from pgcdc.postgres.database import Connection
-from pgcdc.sink.base import Batch, Receipt
+from pgcdc.sink.base import Batch
 from pgcdc.sink.pg_table.faults import describe_fault, is_conflict, is_other_shape, is_row_fault
 from pgcdc.sink.pg_table.folding import Folding, Sources
 from pgcdc.sink.pg_table.lines import Event, parse_events, scan_lines
@@ -29,7 +29,6 @@ from pgcdc.sink.pg_table.mapping import TargetNames, source_name
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.rejected import Rejected
 from pgcdc.sink.pg_table.seen_tables import KnownTables
-from pgcdc.sink.pg_table.staged import PartStager, take_part
 from pgcdc.sink.pg_table.tables import describe_change
 from pgcdc.sink.pg_table.targets import Targets
 from pgcdc.sink.pg_table.writer import RowFault, Writer
@@ -145,48 +144,6 @@ class Applier:
             self._forget()
             raise
         return left_out
-
-    def stage(self, conn: Connection, tables_prefix: str, lines: Iterable[pa.RecordBatch]) -> Receipt:
-        """On an executor: put what a part leaves into staging tables, in a transaction of the caller.
-
-        `shapes` need only be a history that has been read, wherever its file is. Their names begin with the prefix, and
-        differ from those of any other call.
-        """
-        self._shapes.refresh()
-        targets = Targets(conn, self._options, self._names, self._say)
-        stager = PartStager(conn, self._schema, tables_prefix)
-        folding = Folding(Sources(self._shapes, targets.of), stager)
-        last = ""
-        for batch in lines:
-            first, until = last or batch.column("position")[0].as_py(), batch.column("position")[-1].as_py()
-            changes = self._shapes.between(Position.parse(first), Position.parse(until))
-            if any(
-                self._is_cut(change) for change in changes
-            ):  # a batch is cut there, but for a table that was made anew
-                stager.refuse()
-            take_all(folding, pa.Table.from_batches([batch]))
-            last = until
-        folding.end()
-        return stager.receipt()
-
-    def merge(self, conn: Connection, receipts: Sequence[Receipt], start: Position, end: Position) -> None:
-        """On the driver: apply what executors have staged of (start, end], in the transaction of the commit.
-
-        SinkRejected: the driver must apply the batch itself.
-        """
-        changes = self._begin(conn, start, end)
-        if self._rejected.waiting:
-            raise SinkRejected("events of dead letters may be superseded: the driver looks at every event")
-        assert self._targets is not None and self._writer is not None
-        try:
-            for change in changes:
-                self._targets.follow(change)
-            for receipt in receipts:
-                take_part(receipt, self._writer, lambda name: self._shapes.in_force(*name, end))
-            self._tables.see(conn, self._targets.present)
-        except BaseException:
-            self._forget()
-            raise
 
     # --- a run
 

@@ -67,10 +67,6 @@ class PgTableOptions(Options):
     )
     triggers: Literal["off", "on"] = setting("off", "whether triggers and foreign keys of the target fire")
 
-    executors: Literal["auto", "always", "never"] = setting(
-        "auto", "whether Spark's executors write large batches; auto: if they are on other machines than the driver"
-    )
-
     @property
     def own_schema(self) -> str:
         """Where tables of our own are made: `pgcdc_positions` and others."""

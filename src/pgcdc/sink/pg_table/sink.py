@@ -8,11 +8,10 @@ otherwise.
 from __future__ import annotations
 
 import contextlib
-import os
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import psycopg
 import pyarrow as pa
@@ -22,13 +21,12 @@ from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.shapes import ShapeHistory
 from pgcdc.core.state import StateDir
-from pgcdc.postgres.database import Connection, quote_qualified, redact
+from pgcdc.postgres.database import Connection, redact
 from pgcdc.sink.ack import AckFile
-from pgcdc.sink.base import Batch, Receipt
+from pgcdc.sink.base import Batch
 from pgcdc.sink.pg_table.append import Appender
 from pgcdc.sink.pg_table.faults import is_row_fault
 from pgcdc.sink.pg_table.options import NO_ORIGIN, PgTableOptions
-from pgcdc.sink.pg_table.parts import PgTablePartWriter, url_variable
 from pgcdc.sink.pg_table.positions import Positions, TargetName
 from pgcdc.sink.pg_table.session import Say, SessionPlan, connect_target, mark_transaction, open_session, say_on_stderr
 from pgcdc.sink.pg_table.sqlstate import Blame, blame, describe, explain
@@ -38,8 +36,6 @@ if TYPE_CHECKING:
     from pgcdc.sink.pg_table.apply import Applier
 
 __all__ = ["PgTableSink"]
-
-STAGE = "pgcdc_stage"
 
 
 class PgTableSink:
@@ -74,10 +70,6 @@ class PgTableSink:
             shapes = ShapeHistory(self._state.shapes_file)
             self._applier = Applier(options, shapes, name, self._say_once, self._known)
         self._target = Target(options, name, self._positions, self._appender, self._state)
-        self.needs_key_order = self._applier is not None
-        self.takes_executors = options.executors != "never"
-        """Also False once an executor was found that does not know the target's URL."""
-        self.only_elsewhere = options.executors == "auto"
         self._owner: str = self._file.detail.get("owner", "")
         self._conn: Connection | None = None
         self._has_origin = False
@@ -87,7 +79,6 @@ class PgTableSink:
         """Where the row in the target is."""
         self._rejected: Batch | None = None
         """What was refused of the batch that comes next without it."""
-        self._stage = ""
         self._is_fresh = False
         """The row in the target is of this process, and has not moved."""
 
@@ -116,7 +107,6 @@ class PgTableSink:
         self._start = self._file.position or start
         try:
             self._connect()
-            self.discard_parts()
         except SinkUnavailable as error:
             if self._file.position is None or not self._file.detail.get("is_claimed"):
                 raise
@@ -253,8 +243,6 @@ class PgTableSink:
             if not self._is_event(error):
                 raise self._explained("write", error) from error
             self._write_again(batch, error)
-        if self._stage:  # what executors could not do is done
-            self.discard_parts()
 
     def _write_again(self, batch: Batch, error: psycopg.Error) -> None:
         """After an error in which an event may be to blame: find out which, or do it another way."""
@@ -364,87 +352,6 @@ class PgTableSink:
                 self._save(is_claimed=False)
                 self._positions.release(self._conn, self._owner, self._written)
         self._disconnect()
-
-    # --- parts of executors
-
-    def part_writer(self) -> PgTablePartWriter:
-        """What executors write with."""
-        conn = self._connect()
-        names = tuple(dict.fromkeys([url_variable(self.name), *self._source_variable()]))
-        plain = self._options.model_copy(update={"db": "", "db_file": None})
-        stage = self._stage = f"{STAGE}_{self._owner[:8]}_{uuid.uuid4().hex[:8]}"
-        with self._explain("prepare parts"):
-            if not self._target.takes_stages(conn):
-                schema = self._options.own_schema
-                self._leave_to_driver(
-                    f"role {conn.info.user} may not create tables in schema {schema}, for their parts"
-                )
-            if self._appender is not None:
-                self._stage = quote_qualified(self._options.own_schema, stage)
-                self._appender.create_stage(conn, self._stage)
-                return PgTablePartWriter(self.name, names, plain, self._stage)
-        shapes = ShapeHistory(self._state.shapes_file)
-        shapes.refresh()
-        return PgTablePartWriter(self.name, names, plain, stage, shapes)
-
-    def _leave_to_driver(self, reason: str) -> NoReturn:
-        """From now on executors are not asked; this batch comes again, whole."""
-        self.takes_executors = False
-        self._say_once(f"large batches are written by the driver alone: {reason}")
-        raise SinkRejected(f"adapter {self.name}: {reason}")
-
-    def _source_variable(self) -> list[str]:
-        return ["PGCDC_DB"] if os.environ.get("PGCDC_DB") == self._options.db else []
-
-    def commit_parts(self, start: Position, end: Position, receipts: Sequence[Receipt]) -> None:
-        """Take over the parts of these receipts, and move the ack to `end`."""
-        conn = self._connect()
-        if end <= self.ack:
-            return
-        if start < self.ack:
-            raise SinkUnavailable(
-                f"these parts begin at {start}, but adapter {self.name} has everything up to {self.ack}",
-                "It is tried again with parts that begin there",
-            )
-        missing = next((one["missing"] for one in receipts if "missing" in one), None)
-        if missing is not None:
-            self._leave_to_driver(f"executors lack the variable {missing} with the target's URL")
-        try:
-            with self._commit(conn, end):
-                if self._applier is not None:
-                    self._applier.merge(conn, receipts, start, end)
-                else:
-                    self._merge(conn, receipts)
-        except psycopg.Error as error:
-            if self._is_event(error):
-                raise SinkRejected(f"adapter {self.name}: {describe(error)}") from error
-            raise self._explained("write", error) from error
-
-    def _merge(self, conn: Connection, receipts: Sequence[Receipt]) -> None:
-        assert self._appender is not None
-        count = self._appender.merge(conn, self._stage, [one["token"] for one in receipts]) if receipts else 0
-        expected = sum(int(one["rows"]) for one in receipts)
-        if count != expected:
-            raise SinkUnavailable(
-                f"of {expected} rows that executors wrote for adapter {self.name}, {count} are there",
-                "The target has crashed meanwhile, it seems. They are written again",
-            )
-
-    def discard_parts(self) -> None:
-        """Drop what executors wrote and no commit took."""
-        conn = self._connect()
-        prefix = f"{STAGE}_{self._owner[:8]}_"
-        with self._explain("discard parts"):
-            tables = conn.execute(
-                "SELECT n.nspname::text, c.relname::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
-                "WHERE c.relkind = 'r' AND starts_with(c.relname::text, %s)",
-                (prefix,),
-            ).fetchall()
-            for schema, table in tables:
-                with contextlib.suppress(psycopg.errors.LockNotAvailable), conn.transaction():
-                    conn.execute("SET LOCAL lock_timeout = '500ms'")  # a task that was given up may still write to it
-                    conn.execute(f"DROP TABLE IF EXISTS {quote_qualified(schema, table)}".encode())
-        self._stage = ""
 
     # --- errors
 

@@ -1,8 +1,6 @@
 """Rows on their way to a table of the target: COPY to a staging table, and one statement that takes them from there.
 
-Staging tables of a session are temporary, have the target's types, and are used again. Those of executors are tables that
-other sessions see, with columns of text: then the statement casts. They are not logged, which halves what they cost; a crash
-of the server empties them, so whoever takes the rows counts them first.
+Staging tables are temporary, have the target's types, and are used again.
 """
 
 from __future__ import annotations
@@ -19,11 +17,9 @@ __all__ = [
     "delete_rows_statement",
     "delete_statement",
     "fixed_columns",
-    "insert_statement",
     "make_way_statement",
     "merge_statement",
     "patch_statement",
-    "text_staging",
 ]
 
 
@@ -81,29 +77,18 @@ class Staging:
             self._used.clear()
 
 
-def text_staging(name: str, columns: Sequence[str]) -> str:
-    """A staging table for any types. Nothing reads it but one statement: it needs no statistics and no index."""
-    listed = ", ".join(f"{quote_identifier(column)} text" for column in columns)
-    return f"CREATE UNLOGGED TABLE {name} ({listed}) WITH (autovacuum_enabled = false)"
-
-
-def _values(target: TargetTable, columns: Iterable[str], *, cast: bool) -> dict[str, str]:
+def _values(columns: Iterable[str]) -> dict[str, str]:
     """Expressions for the columns of the staging table `s`."""
-    return {
-        column: f"s.{quote_identifier(column)}" + (f"::{target.columns[column].type}" if cast else "")
-        for column in columns
-    }
+    return {column: f"s.{quote_identifier(column)}" for column in columns}
 
 
 def _matches(values: dict[str, str], key: Sequence[str]) -> str:
     return " AND ".join(f"t.{quote_identifier(column)} = {values[column]}" for column in key)
 
 
-def merge_statement(
-    target: TargetTable, staging: str, columns: Sequence[str], key: Sequence[str], *, cast: bool = False
-) -> str:
+def merge_statement(target: TargetTable, staging: str, columns: Sequence[str], key: Sequence[str]) -> str:
     """Rows that are there become those of the staging table, the others are inserted."""
-    values = _values(target, columns, cast=cast)
+    values = _values(columns)
     fixed = fixed_columns(target, columns, key)
     settable = [column for column in columns if column not in key and column not in fixed]
     if settable:
@@ -123,34 +108,21 @@ def fixed_columns(target: TargetTable, columns: Iterable[str], key: Sequence[str
     return [column for column in columns if target.columns[column].identity == "a" and column not in key]
 
 
-def make_way_statement(
-    target: TargetTable, staging: str, columns: Sequence[str], key: Sequence[str], *, cast: bool = False
-) -> str:
+def make_way_statement(target: TargetTable, staging: str, columns: Sequence[str], key: Sequence[str]) -> str:
     """Rows whose fixed columns would change go, so that they can be inserted anew."""
-    values = _values(target, columns, cast=cast)
+    values = _values(columns)
     fixed = fixed_columns(target, columns, key)
     differs = " OR ".join(f"t.{quote_identifier(one)} IS DISTINCT FROM {values[one]}" for one in fixed)
     return f"DELETE FROM {target.sql} AS t USING {staging} AS s WHERE {_matches(values, key)} AND ({differs})"
-
-
-def insert_statement(target: TargetTable, staging: str, columns: Sequence[str], *, cast: bool = False) -> str:
-    """All rows of the staging table are new."""
-    values = _values(target, columns, cast=cast)
-    return (
-        f"INSERT INTO {target.sql} ({', '.join(map(quote_identifier, columns))}) {_overriding(target, columns)}"
-        f"SELECT {', '.join(values.values())} FROM {staging} AS s"
-    )
 
 
 def _overriding(target: TargetTable, columns: Iterable[str]) -> str:
     return "OVERRIDING SYSTEM VALUE " if any(target.columns[column].identity for column in columns) else ""
 
 
-def patch_statement(
-    target: TargetTable, staging: str, columns: Sequence[str], key: Sequence[str], *, cast: bool = False
-) -> str:
+def patch_statement(target: TargetTable, staging: str, columns: Sequence[str], key: Sequence[str]) -> str:
     """Rows get the values of the staging table, and keep their others."""
-    values = _values(target, columns, cast=cast)
+    values = _values(columns)
     fixed = fixed_columns(target, columns, key)
     settable = [column for column in columns if column not in key and column not in fixed]
     listed = ", ".join(f"{quote_identifier(column)} = {values[column]}" for column in settable or key[:1])
@@ -158,11 +130,9 @@ def patch_statement(
     return f"UPDATE {target.sql} AS t SET {listed} FROM {staging} AS s WHERE {_matches(values, [*key, *fixed])}"
 
 
-def delete_statement(
-    target: TargetTable, staging: str, columns: Sequence[str], key: Sequence[str], *, cast: bool = False
-) -> str:
+def delete_statement(target: TargetTable, staging: str, columns: Sequence[str], key: Sequence[str]) -> str:
     """The rows with the keys of the staging table go; if it has other columns, only where these are the same, too."""
-    values = _values(target, columns, cast=cast)
+    values = _values(columns)
     where = _matches(values, key)
     if len(columns) > len(key):
         where += f" AND {_row_text(columns)} = ROW({', '.join(values.values())})::text"
@@ -173,11 +143,11 @@ def _row_text(columns: Iterable[str]) -> str:
     return f"ROW({', '.join(f't.{quote_identifier(column)}' for column in columns)})::text"
 
 
-def delete_rows_statement(target: TargetTable, staging: str, columns: Sequence[str], *, cast: bool = False) -> str:
+def delete_rows_statement(target: TargetTable, staging: str, columns: Sequence[str]) -> str:
     """For each row of the staging table one that is equal to it goes: as PostgreSQL writes them, so NaN and json, too, and
     1.0 is not 1.00."""
     there = _row_text(columns)
-    here = f"ROW({', '.join(_values(target, columns, cast=cast).values())})::text"
+    here = f"ROW({', '.join(_values(columns).values())})::text"
     number = "row_number() OVER (PARTITION BY {0})"
     return (
         f"DELETE FROM {target.sql} AS d USING (SELECT t.tableoid AS home, t.ctid AS place, {there} AS content, "

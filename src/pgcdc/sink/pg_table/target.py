@@ -85,12 +85,6 @@ class Target:
             self._options, self._adapter, {(schema, table) for schema, table in conn.execute(query, (names,))}
         )
 
-    def takes_stages(self, conn: Connection) -> bool:
-        """Whether tables can be made beside the target, for what executors write."""
-        schema = quote_identifier(self._options.own_schema)
-        row = conn.execute("SELECT has_schema_privilege(%s::regnamespace, 'CREATE')", (schema,)).fetchone()
-        return row is not None and bool(row[0])
-
     def create(self, conn: Connection) -> None:
         """Make what is missing, unless we are told not to."""
         if not self._options.create:

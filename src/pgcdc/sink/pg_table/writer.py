@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import psycopg
 
-from pgcdc.core.errors import SinkError, SinkUnavailable
+from pgcdc.core.errors import SinkError
 from pgcdc.postgres.database import Connection, quote_identifier
 from pgcdc.sink.pg_table import staging
 from pgcdc.sink.pg_table.copy_text import read_value
@@ -177,14 +177,9 @@ class Writer:
     def _merge(self, target: TargetTable, names: Columns, rows: list[bytes], key: Columns) -> None:
         columns, lines = _writable(target, names, rows)
         name = self._staging.fill(target, columns, lines)
-        self._merge_from(target, name, columns, key, cast=False)
-
-    def _merge_from(
-        self, target: TargetTable, name: str, columns: Sequence[str], key: Sequence[str], *, cast: bool
-    ) -> int:
         if staging.fixed_columns(target, columns, key):
-            self._run(staging.make_way_statement(target, name, columns, key, cast=cast))
-        return self._run(staging.merge_statement(target, name, columns, key, cast=cast))
+            self._run(staging.make_way_statement(target, name, columns, key))
+        self._run(staging.merge_statement(target, name, columns, key))
 
     def _insert(self, target: TargetTable, names: Columns, rows: list[bytes], key: Columns) -> None:
         """Rows that should be new: if some are not, all of them are merged."""
@@ -210,50 +205,6 @@ class Writer:
         name = self._staging.fill(target, columns, lines)
         if self._run(staging.patch_statement(target, name, columns, key)) < len(rows):
             raise missing_row(source, target)
-
-    def take(
-        self,
-        source: SourceTable,
-        kind: str,
-        name: str,
-        columns: Sequence[str],
-        key: tuple[str, ...],
-        rows: int,
-    ) -> None:
-        """Do with a staging table of an executor what its kind says, and drop it."""
-        found = self._conn.execute(f"SELECT count(*) FROM {name}".encode()).fetchone()
-        if found != (rows,):
-            raise SinkUnavailable(
-                f"of {rows} rows that executors wrote for table {source.title}, {found[0] if found else 0} are there",
-                "The target has crashed meanwhile, it seems. They are written again",
-            )
-        is_gone = kind in ("delete", "gone")
-        target = self._find(source, *((), key, columns) if is_gone else (columns, key, ()))
-        if target is not None:
-            writable = target.writable(columns)
-            done = self._take(target, kind, name, writable, key)
-            if kind == "patch" and done < rows:
-                raise missing_row(source, target)
-        self._conn.execute(f"DROP TABLE {name}".encode())
-
-    def _take(self, target: TargetTable, kind: str, name: str, columns: Sequence[str], key: tuple[str, ...]) -> int:
-        if kind == "delete":
-            statement = staging.delete_statement(target, name, columns, key, cast=True)
-        elif kind == "gone":
-            statement = staging.delete_rows_statement(target, name, columns, cast=True)
-        elif kind == "patch":
-            statement = staging.patch_statement(target, name, columns, key, cast=True)
-        else:
-            statement = ""
-        if kind == "fresh" and (not key or target.is_unique(key)):
-            insert = staging.insert_statement(target, name, columns, cast=True)
-            try:
-                with self._conn.transaction():
-                    return self._run(insert)
-            except psycopg.errors.UniqueViolation:
-                if not key:
-                    raise
-        return self._run(statement) if statement else self._merge_from(target, name, columns, key, cast=True)
 
     def _run(self, statement: str) -> int:
         """Planned each time: tables grow, and a plan for a small one would be kept."""
