@@ -8,9 +8,10 @@ SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
 PY := .venv/bin/python
-STAMP := .venv/.installed
-EXTRAS := playground,webhook,dev,bench
-SOURCES := pyproject.toml $(wildcard setup.py) $(shell find src -name '*.pyx' -o -name '*.pxd')
+# What pgcdc and the demo need, and what tests, lint and benchmarks need besides
+RUN := .venv/.installed
+DEV := .venv/.installed-dev
+SOURCES := pyproject.toml setup.py tools/set_up.py $(shell find src -name '*.pyx' -o -name '*.pxd')
 ROUNDS ?= 30
 JOBS ?= 2
 ARGS ?=
@@ -20,39 +21,35 @@ ARGS ?=
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(STAMP) ## Create .venv with everything; .venv/bin/pgcdc is the command
+install: $(RUN) ## Create .venv with what pgcdc needs; .venv/bin/pgcdc is the command
 
-# Nothing here runs, and no network is used, while the stamp is newer than its sources. The build tools are installed first
-# and used without isolation, so that a rebuild after an edit works offline too.
-$(STAMP): $(SOURCES)
+# Nothing here runs, and no network is used, while a stamp is newer than its sources.
+$(RUN) $(DEV): $(SOURCES)
 	@if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or newer is needed: install it, or run: make PYTHON=/path/to/python $@" >&2; exit 2; fi
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "$(PYTHON) is no Python 3.11 or newer: run make PYTHON=/path/to/python install" >&2; exit 2; }
-	@"$(PYTHON)" -m venv .venv || { echo "Cannot create .venv: on Debian run apt install python3-venv" >&2; exit 2; }
-	@$(PY) -m pip install --quiet --disable-pip-version-check 'setuptools>=77' 'Cython>=3.1'
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[$(EXTRAS)]'
-	@touch $@
-	@echo "Installed. Try: .venv/bin/pgcdc --help"
+	@"$(PYTHON)" tools/set_up.py $(if $(filter $(DEV),$@),dev)
+	@touch $(if $(filter $(DEV),$@),$(RUN)) $@
 
 demo: install ## Embedded PostgreSQL, traffic, Spark and a live view for 30 seconds
 	@.venv/bin/pgcdc playground --seconds 30 $(ARGS)
 
-test: install ## Every test but the slow ones, in two processes (JOBS=2)
+test: $(DEV) ## Every test but the slow ones, in two processes (JOBS=2)
 	@$(PY) -m pytest -m "not slow" --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-torture: install ## Slow scenarios: random kill -9 under load (ROUNDS=30)
+torture: $(DEV) ## Slow scenarios: random kill -9 under load (ROUNDS=30)
 	@PGCDC_TORTURE_ROUNDS="$${PGCDC_TORTURE_ROUNDS:-$(ROUNDS)}" $(PY) -m pytest -m slow $(ARGS)
 
-lint: install ## ruff (rules and format) and mypy strict
+lint: $(DEV) ## ruff (rules and format) and mypy strict
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 
-format: install ## Rewrite the code as ruff wants it
+format: $(DEV) ## Rewrite the code as ruff wants it
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-bench: install ## Measure against the bars; writes docs/benchmarks.md (ARGS=--list: sections)
+bench: $(DEV) ## Measure against the bars; writes docs/benchmarks.md (ARGS=--list: sections)
 	@$(PY) benchmarks/run.py $(ARGS)
 
 test-servers: ## Optional: PostgreSQL 15 with wal2json, and its JDBC driver, for tests and benchmarks (Debian, root)
