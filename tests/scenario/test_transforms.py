@@ -20,12 +20,13 @@ from wire import UNCHANGED
 
 from pgcdc import transform
 from pgcdc.core.errors import ConfigError, TransformError
+from pgcdc.event.batch import Batch
 from pgcdc.event.edits import parse_chains
-from pgcdc.event.events import chain_lines, event_batch
+from pgcdc.event.events import block_schema, event_batch
 from pgcdc.spark.session import with_settings
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.transform.columns import ColumnProgram
-from pgcdc.transform.program import Chain, Steps, compile_chains, split_lines
+from pgcdc.transform.program import Chain, Steps, compile_chains, split_forms
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -64,20 +65,24 @@ def _key() -> Iterator[None]:
 
 def by_source(reader: SpoolReader, chains: list[Chain]) -> list[list[str]]:
     pushed = parse_chains(compile_chains(chains).source_options().get("_chains", ""))
-    slices, schema = reader.slices(START, reader.end), chain_lines(len(pushed))
+    slices, schema = reader.slices(START, reader.end), block_schema(pushed)
     batch = event_batch(slices, reader.relations(), SEED, schema, chains=pushed) if slices else None
     if batch is None:
         return [[] for _ in chains]
     table = pa.Table.from_batches([batch])
-    tables = split_lines(table) if pushed else [table] * len(chains)
-    return [one.column("line").to_pylist() for one in tables]
+    whole = Batch(START, reader.end, table)
+    of_chain = compile_chains(chains).of_chain  # type: ignore[attr-defined]
+    batches = split_forms(whole, [(number, "lines") for number in of_chain]) if pushed else [whole] * len(chains)
+    return [one.events.column("line").to_pylist() for one in batches]
 
 
 def by_spark(spark: SparkSession, reader: SpoolReader, chains: list[Chain]) -> list[list[str]]:
     program = compile_chains(chains)
     steps = tuple(AsExpressions(one.routes, one.transforms) for one in program.distinct)  # type: ignore[attr-defined]
     forced = ColumnProgram(tuple(chains), steps, program.of_chain, transaction=False)  # type: ignore[attr-defined]
-    return [one.column("line").to_pylist() for one in forced.collect(events_in(spark, reader))]
+    return [
+        one.events.column("line").to_pylist() for one in forced.collect(events_in(spark, reader), START, reader.end)
+    ]
 
 
 def events_in(spark: SparkSession, reader: SpoolReader) -> DataFrame:
@@ -169,14 +174,14 @@ def test_a_python_function_sees_each_event_once_and_may_drop_it(events: DataFram
 def test_a_function_that_fails_names_the_event(events: DataFrame) -> None:
     program = compile_chains([Chain((transform.python(lambda event: event["nothing"]),))])
     with pytest.raises(TransformError, match="at position 000000000000006E/000000000001: KeyError: 'nothing'"):
-        program.collect(events)
+        program.collect(events, START, START)
 
 
 def test_an_error_in_sql_stops_with_the_transform_and_the_position(events: DataFrame) -> None:
     specs = ({"type": "drop_columns", "columns": ["x"]}, {"type": "sql", "set": {"n": "cast(row['note'] AS int)"}})
     program = compile_chains([Chain(({"type": "filter", "operations": ["UPDATE"]}, *specs))])
     with pytest.raises(TransformError) as caught:
-        program.collect(events)
+        program.collect(events, START, START)
     # The first UPDATE fails by its old row: the new one has no note. INSERTs before it are not asked.
     assert "transform 3 (sql) failed at position 000000000000006E/000000000002" in str(caught.value)
     assert "CAST_INVALID_INPUT" in str(caught.value) and "try_cast" in str(caught.value)
@@ -184,7 +189,7 @@ def test_an_error_in_sql_stops_with_the_transform_and_the_position(events: DataF
     with pytest.raises(
         TransformError, match=r"rename_fields gives two columns the name of one.*000000000000006E/000000000001"
     ):
-        renamed.collect(events)
+        renamed.collect(events, START, START)
 
 
 def test_a_program_of_all_kinds_collects_once_and_gives_each_chain_its_own(spark: SparkSession, tmp_path: Path) -> None:
@@ -223,7 +228,7 @@ def run(spark: SparkSession, chains: list[Chain], folder: Path, checkpoint: Path
     found: list[pa.Table] = []
 
     def collect(batch: DataFrame, _: int) -> None:
-        found[:] = program.collect(batch)
+        found[:] = program.collect(batch, START, START)
 
     with with_settings(spark, program.settings()):
         writer = program.project(source).writeStream.option("checkpointLocation", str(checkpoint)).foreachBatch(collect)

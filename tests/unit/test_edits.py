@@ -22,7 +22,8 @@ from pgcdc.core.errors import ConfigError, TransformError
 from pgcdc.core.relation import Column, Relation
 from pgcdc.event import lines, masks
 from pgcdc.event.edits import SimpleChain, dump_chains, full_pattern, parse_chains
-from pgcdc.event.events import BLOCKS, chain_column, chain_lines, drop_unwanted, event_batch
+from pgcdc.event.events import BLOCKS, block_schema, drop_unwanted, event_batch
+from pgcdc.event.forms import form_column
 from pgcdc.event.frame import EventOptions
 from pgcdc.source.postgres.wire.assemble import Assembler
 from pgcdc.spool.reader import SpoolReader
@@ -43,7 +44,7 @@ def lines_of(reader: SpoolReader, chains: list[Chain], options: EventOptions = E
     program = compile_chains(chains)
     pushed = parse_chains(program.source_options().get("_chains", ""))
     slices = reader.slices(START, reader.end)
-    schema = chain_lines(len(pushed))
+    schema = block_schema(pushed)
     batch = event_batch(slices, reader.relations(), SEED, schema, options, (), pushed) if slices else None
     if batch is None:
         return [[] for _ in chains]
@@ -206,12 +207,12 @@ def test_routes_are_shell_patterns_with_regard_to_case() -> None:
 
 
 def test_events_that_no_chain_has_are_not_carried() -> None:
-    schema = chain_lines(2)
+    schema = block_schema([SimpleChain((), ())] * 2)
     batch = pa.RecordBatch.from_pydict(
         {"position": ["1", "2", "3"], "line_0": ["a", None, None], "line_1": [None, None, "c"]}
     )
-    assert drop_unwanted(batch.cast(schema), 2).column("position").to_pylist() == ["1", "3"]
-    assert chain_column(1) == schema.names[2]
+    assert drop_unwanted(batch.cast(schema)).column("position").to_pylist() == ["1", "3"]
+    assert form_column(1) == schema.names[2]
 
 
 def test_a_key_that_is_missing_short_or_unreadable_is_said_before_the_start(
@@ -234,7 +235,7 @@ def test_a_key_that_is_missing_short_or_unreadable_is_said_before_the_start(
 
 def test_chains_travel_as_text() -> None:
     steps = [{"type": "drop_columns", "columns": ["ä"]}]
-    (chain,) = parse_chains(dump_chains([(("pgcdc:a",), steps)]))
+    (chain,) = parse_chains(dump_chains([SimpleChain(("pgcdc:a",), tuple(steps))]))
     assert isinstance(chain, SimpleChain) and (chain.routes, list(chain.steps)) == (("pgcdc:a",), steps)
 
 

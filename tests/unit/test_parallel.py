@@ -181,7 +181,7 @@ def test_blocks_with_keys_are_read_as_those_without() -> None:
     changes = frame(*((ORDERS, Op.INSERT, [str(n).encode(), b"x"], None) for n in range(5)))
     keyed = events_of(changes, IdSeed(1, 2), KEYED_LINES, EventOptions())
     blocks = pa.Table.from_batches(pack_block(keyed, "keyed_block"))
-    assert unpack_blocks(blocks).to_pylist() == keyed.select(["position", "line"]).to_pylist()
+    assert unpack_blocks(blocks)[0].to_pylist() == keyed.select(["position", "line"]).to_pylist()
 
 
 # --- segments

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from pgcdc.core.errors import TransformError
 from pgcdc.core.operation import Op
-from pgcdc.core.relation import Relation
+from pgcdc.core.relation import Column, Relation
 from pgcdc.event import masks
 from pgcdc.event.frame import Frame
 
@@ -28,6 +28,7 @@ __all__ = ["Edit", "Replaced", "SimpleChain", "dump_chains", "full_pattern", "pa
 
 Bools = npt.NDArray[np.bool_]
 Step = Mapping[str, Any]
+TEXT_OID = 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ class SimpleChain:
 
     routes: tuple[str, ...]
     steps: tuple[Step, ...]
+    forms: tuple[str, ...] = ("lines",)
+    """Which of `event.forms` are wanted of it."""
     _fates: dict[Relation, _Fate] = field(default_factory=dict)
     _keys: dict[tuple[str | None, str | None], bytes] = field(default_factory=dict)
 
@@ -91,6 +94,37 @@ class SimpleChain:
             self._replaced(frame, "new", keep, masked) if masked else None,
             self._replaced(frame, "old", keep, masked) if masked else None,
         )
+
+    def describe(self, shape: Relation, details: Mapping[str, Any] | None) -> tuple[Relation, Mapping[str, Any] | None]:
+        """What a table looks like behind the chain, and what the catalog said about it.
+
+        Hidden values are text. What is left of a key of which a column is dropped tells no rows apart: it is none.
+        """
+        fate = self._fate(shape)
+        fates = list(zip(shape.columns, fate.names, fate.masks, strict=True))
+        has_key = not any(name is None and column.is_key for column, name, _ in fates)
+        columns = tuple(
+            Column(
+                name,
+                TEXT_OID if _is_text(steps) else column.type_oid,
+                -1 if _is_text(steps) else column.typmod,
+                column.is_key and has_key,
+            )
+            for column, name, steps in fates
+            if name is not None
+        )
+        after = replace(shape, columns=columns, replica_identity=shape.replica_identity if has_key else "n")
+        if details is None or after == shape:
+            return after, details
+        names = {column.name: name for column, name, _ in fates}
+        texts = {name for _, name, steps in fates if _is_text(steps)}
+        key = [names.get(name) for name in details["primary_key"]]
+        described = [
+            {**one, "name": names[one["name"]], **({"type": "text"} if names[one["name"]] in texts else {})}
+            for one in details["columns"]
+            if names.get(one["name"]) is not None
+        ]
+        return after, {**details, "columns": described, "primary_key": [] if None in key else key}
 
     def _fate(self, shape: Relation) -> _Fate:
         fate = self._fates.get(shape)
@@ -177,14 +211,20 @@ class SimpleChain:
         return found
 
 
-def dump_chains(chains: Iterable[tuple[tuple[str, ...], Iterable[Step]]]) -> str:
-    """Patterns and steps of chains, as the option that tells a source of them."""
-    return json.dumps([{"routes": list(routes), "steps": list(steps)} for routes, steps in chains])
+def _is_text(steps: tuple[Step, ...]) -> bool:
+    """Whether a mask has put text into a column of whatever type."""
+    return any(step["mode"] != "zero" for step in steps)
+
+
+def dump_chains(chains: Iterable[SimpleChain]) -> str:
+    """Chains as the option that tells a source of them."""
+    return json.dumps([{"routes": one.routes, "steps": one.steps, "forms": one.forms} for one in chains])
 
 
 def parse_chains(text: str) -> list[SimpleChain]:
     """The chains behind `dump_chains`."""
-    return [SimpleChain(tuple(one["routes"]), tuple(one["steps"])) for one in json.loads(text)] if text else []
+    read = json.loads(text) if text else []
+    return [SimpleChain(tuple(one["routes"]), tuple(one["steps"]), tuple(one["forms"])) for one in read]
 
 
 def full_pattern(pattern: str) -> str:

@@ -16,7 +16,8 @@ import pyarrow.compute as pc
 from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.relation import Relation
 from pgcdc.core.shapes import ShapeChange
-from pgcdc.event.edits import SimpleChain
+from pgcdc.event.edits import Edit, SimpleChain
+from pgcdc.event.forms import FORMS, Form, form_column, form_of, make_record, make_table, shapes_of
 from pgcdc.event.frame import EventOptions, Frame, load_frame
 from pgcdc.event.keys import find_barriers, key_hashes
 from pgcdc.event.lines import OPERATION_OF, OPERATIONS, SOURCE_NAME, LineMaker
@@ -36,8 +37,7 @@ __all__ = [
     "SHAPE_COLUMNS",
     "SHAPE_SCHEMA",
     "TEXT_COLUMNS",
-    "chain_column",
-    "chain_lines",
+    "block_schema",
     "drop_unwanted",
     "event_batch",
     "events_of",
@@ -80,7 +80,6 @@ Spark moves a block nearly as cheaply as a single event (docs/decisions/0009).
 """
 LINES = pa.schema([("position", pa.string()), ("line", pa.string())])
 """What is in a block, and what sinks of lines take."""
-_CHAIN_PREFIX = "line_"
 KEYED_BLOCKS = "keyed_block BINARY, is_last BOOLEAN"
 """Blocks of keyed lines, for a lane that may have executors write (`stream.parallel`)."""
 _KEYED = pa.schema([("key_hash", pa.int64()), ("is_barrier", pa.bool_())])
@@ -114,28 +113,29 @@ def events_of(
     """The events of a frame as one record batch with exactly `schema`."""
     events = _Events(frame, seed, options, chains)
     arrays = [_as_type(events.column(field.name), field.type) for field in schema]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+    return pa.RecordBatch.from_arrays(arrays, schema=schema.with_metadata(events.shapes(schema.names) or None))
 
 
-def chain_column(number: int) -> str:
-    """The column with the lines of a chain of simple transforms; null: the chain does not have the event."""
-    return f"{_CHAIN_PREFIX}{number}"
-
-
-def chain_lines(count: int, *, keyed: bool = False) -> pa.Schema:
-    """What is in a block for so many chains (LINES if there is none), and in a keyed one."""
-    chains = [("position", pa.string()), *((chain_column(one), pa.string()) for one in range(count))]
-    plain = pa.schema(chains) if count else LINES
+def block_schema(chains: Sequence[SimpleChain], *, keyed: bool = False) -> pa.Schema:
+    """What is in a block for these chains (LINES if there is none), and in a keyed one."""
+    made = [
+        (form_column(number, form), FORMS[form]) for number, chain in enumerate(chains) for form in _forms(chain.forms)
+    ]
+    plain = pa.schema([("position", pa.string()), *made]) if made else LINES
     return pa.schema([*plain, *_KEYED]) if keyed else plain
 
 
-def drop_unwanted(events: pa.RecordBatch, count: int) -> pa.RecordBatch:
-    """`events`, in the schema `chain_lines`, without those that none of so many chains has."""
-    lines = [events.column(chain_column(number)) for number in range(count)]
-    if any(not column.null_count for column in lines):
+def _forms(names: Iterable[str]) -> list[Form]:
+    return [form for form in FORMS if form in names]
+
+
+def drop_unwanted(events: pa.RecordBatch) -> pa.RecordBatch:
+    """`events`, in a `block_schema`, without those that no chain has."""
+    made = [events.column(name) for name in events.schema.names if form_of(name) is not None]
+    if any(not column.null_count for column in made):
         return events
-    wanted = lines[0].is_valid()
-    for column in lines[1:]:
+    wanted = made[0].is_valid()
+    for column in made[1:]:
         wanted = pc.or_(wanted, column.is_valid())
     return events.filter(wanted)
 
@@ -157,10 +157,12 @@ def pack_block(events: pa.RecordBatch, name: str = "block") -> Iterator[pa.Recor
         yield pa.RecordBatch.from_arrays([block, pa.array([begin + piece.size == data.size])], [name, "is_last"])
 
 
-def unpack_blocks(blocks: pa.Table, chains: int = 0) -> pa.Table:
-    """The events of collected blocks, in order, in the schema `chain_lines`."""
-    schema = chain_lines(chains)
-    return pa.Table.from_batches((batch.select(schema.names) for batch in open_blocks(blocks.to_batches())), schema)
+def unpack_blocks(blocks: pa.Table, chains: Sequence[SimpleChain] = ()) -> tuple[pa.Table, list[dict[bytes, bytes]]]:
+    """The events of collected blocks, in order, in the `block_schema`, and what stands beside them in each."""
+    schema = block_schema(chains)
+    batches = [batch.select(schema.names) for batch in open_blocks(blocks.to_batches())]
+    metadata = [batch.schema.metadata for batch in batches if batch.schema.metadata]
+    return pa.Table.from_batches([batch.replace_schema_metadata() for batch in batches], schema), metadata
 
 
 def open_blocks(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -188,18 +190,35 @@ class _Events:
         self._chains = chains
         self._made: dict[str, pa.Array] = {}
         self._makers: dict[str, LineMaker] = {}
+        self._edits: dict[int, Edit] = {}
 
     def column(self, name: str) -> pa.Array:
         if name not in self._made:
-            if name.startswith(_CHAIN_PREFIX):
-                self._chain(name)
+            wanted = form_of(name)
+            if wanted is not None:
+                self._made[name] = self._form(*wanted)
             else:
                 _MAKERS[name](self)
         return self._made[name]
 
-    def _chain(self, name: str) -> None:
-        chain = self._chains[int(name.removeprefix(_CHAIN_PREFIX))]
-        self._made[name] = self._line_maker("\n").lines(chain.edit(self._frame))
+    def shapes(self, columns: Iterable[str]) -> dict[str, str]:
+        """What the columns with changes of tables need beside them."""
+        wanted = {name: found for name in columns if (found := form_of(name)) is not None and found[1] == "tables"}
+        return {name: shapes_of(self._frame, self._chains[one], self._options) for name, (one, _) in wanted.items()}
+
+    def _form(self, number: int, form: Form) -> pa.Array:
+        frame, edit = self._frame, self._edit(number)
+        if form == "lines":
+            return self._line_maker("\n").lines(edit)
+        if form == "tables":
+            return make_table(frame, edit, self.column("id"))
+        known = {name: self.column(name) for name in ("id", "channel", "operation", "key_hash")}
+        return make_record(frame, edit, self._line_maker("").lines(edit), known)
+
+    def _edit(self, number: int) -> Edit:
+        if number not in self._edits:
+            self._edits[number] = self._chains[number].edit(self._frame)
+        return self._edits[number]
 
     def _line_maker(self, end: str) -> LineMaker:
         if end not in self._makers:

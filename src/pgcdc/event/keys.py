@@ -15,10 +15,12 @@ import pyarrow.compute as pc
 
 from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.relation import Relation
+from pgcdc.event.edits import Edit
 from pgcdc.event.frame import Frame
-from pgcdc.event.texts import I64, U64, mix
+from pgcdc.event.texts import I64, U64, mix, quote_json
+from pgcdc.event.values import edited_column
 
-__all__ = ["find_barriers", "has_key", "key_hashes"]
+__all__ = ["find_barriers", "has_key", "key_hashes", "key_texts"]
 
 Bools = npt.NDArray[np.bool_]
 
@@ -51,6 +53,57 @@ def key_hashes(frame: Frame) -> I64:
         is_delete: Bools = frame.op == Op.DELETE
         hashes = hashes + _side(frame, "new", ~is_delete, is_key) + _side(frame, "old", is_delete, is_key)
     return mix(hashes).view(np.int64)
+
+
+def key_texts(frame: Frame, edit: Edit) -> pa.Array:
+    """The values of the key as a JSON array, as a chain shows them.
+
+    Null: the event is not about one row, its table has no key, the chain drops a column of it, or it was not sent.
+    """
+    found = [pa.nulls(1, pa.string())]
+    places = np.zeros(len(frame), np.int64)
+    done = 1
+    for version in np.unique(frame.version).tolist():
+        shape, first = frame.shapes[version], int(frame.first[version])
+        key = [index for index, column in enumerate(shape.columns) if column.is_key] if has_key(shape) else []
+        if key and (edit.dropped is None or not edit.dropped[[first + index for index in key]].any()):
+            rows = np.flatnonzero((frame.version == version) & (frame.op != Op.TRUNCATE))
+            found.append(_join_key(frame, edit, rows, key))
+            places[rows] = done + np.arange(len(rows))
+            done += len(rows)
+    return pa.concat_arrays(found).take(pa.array(places))
+
+
+def _join_key(frame: Frame, edit: Edit, rows: I64, key: list[int]) -> pa.Array:
+    is_delete: Bools = frame.op[rows] == Op.DELETE
+    has_old: Bools = frame.old_kind[rows] != OldKind.NONE
+    marks = frame.changes.column("unchanged")
+    marked_rows = pc.list_parent_indices(marks).to_numpy()
+    marked = pc.list_flatten(marks).to_numpy()
+    pieces: list[pa.Array | str] = []
+    is_missing = np.zeros(len(rows), np.bool_)
+    for index in key:
+        # A key so long that it is not sent again has its old value beside it.
+        is_old: Bools = is_delete | np.isin(rows, marked_rows[marked == index])
+        values = edited_column(frame, edit, "new", index, rows)
+        if is_old.any():
+            values = pc.if_else(pa.array(is_old), edited_column(frame, edit, "old", index, rows), values)
+            is_missing |= is_old & ~has_old
+        pieces += [",", _quoted(values)]
+    texts = pc.binary_join_element_wise("[", *pieces[1:], "]", "")
+    return pc.if_else(pa.array(is_missing), pa.scalar(None, pa.string()), texts) if is_missing.any() else texts
+
+
+def _quoted(values: pa.Array) -> pa.Array:
+    """JSON strings, or null."""
+    plain = pc.fill_null(pc.binary_join_element_wise('"', values, '"', ""), "null")
+    odd = pc.fill_null(pc.match_substring_regex(values, r'[\x00-\x1f"\\]'), False).to_numpy(zero_copy_only=False)
+    if not odd.any():
+        return plain
+    escaped = pa.array([quote_json(text) for text in values.filter(pa.array(odd)).to_pylist()], pa.string())
+    order = np.arange(len(values))
+    order[odd] = len(values) + np.arange(len(escaped))
+    return pa.concat_arrays([plain, escaped]).take(pa.array(order))
 
 
 def _side(frame: Frame, side: str, rows: Bools, is_key: Bools) -> U64:

@@ -21,7 +21,7 @@ from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.relation import Relation
 from pgcdc.event.edits import Edit, Replaced
 from pgcdc.event.frame import Frame
-from pgcdc.event.texts import time_texts
+from pgcdc.event.texts import quote_json, time_texts
 
 __all__ = ["OPERATIONS", "OPERATION_OF", "SOURCE_NAME", "Keyed", "LineMaker", "quote_json", "render_python"]
 
@@ -33,15 +33,6 @@ for _number, _name in enumerate(OPERATIONS):
     OPERATION_OF[Op[_name]] = _number
 
 NO_EDIT = Edit()
-_ESCAPES = {
-    **{byte: f"\\u{byte:04X}" for byte in range(32)},
-    **{ord(raw): f"\\{letter}" for raw, letter in zip('\b\t\n\f\r"\\', 'btnfr"\\', strict=True)},
-}
-
-
-def quote_json(text: str | None) -> str:
-    """A JSON string (or null) as Spark writes it: nothing is escaped that need not be."""
-    return "null" if text is None else f'"{text.translate(_ESCAPES)}"'
 
 
 class LineMaker:

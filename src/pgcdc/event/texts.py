@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from pgcdc.core.position import Position
 
-__all__ = ["IdSeed", "event_ids", "mix", "position_texts", "time_texts"]
+__all__ = ["IdSeed", "event_ids", "mix", "position_texts", "quote_json", "time_texts"]
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
@@ -94,3 +94,14 @@ def _fixed_text(letters: npt.NDArray[np.uint8]) -> pa.Array:
     count, width = letters.shape
     offsets = np.arange(0, (count + 1) * width, width, dtype=np.int32)
     return pa.StringArray.from_buffers(count, pa.py_buffer(offsets), pa.py_buffer(np.ascontiguousarray(letters)))
+
+
+_ESCAPES = {
+    **{byte: f"\\u{byte:04X}" for byte in range(32)},
+    **{ord(raw): f"\\{letter}" for raw, letter in zip('\b\t\n\f\r"\\', 'btnfr"\\', strict=True)},
+}
+
+
+def quote_json(text: str | None) -> str:
+    """A JSON string (or null) as Spark writes it: nothing is escaped that need not be."""
+    return "null" if text is None else f'"{text.translate(_ESCAPES)}"'

@@ -211,11 +211,11 @@ class Lane:
                 futures |= self._submit_large(blocks, start, end, events, in_parts)
             self._follow(start, futures, members, submit)
             self.batches += 1
-            self.events += collected[0].events.num_rows if collected else events
+            self.events += len(collected[0]) if collected else events
             if collected and self.on_batch is not None:
                 self.on_batch(collected[0])
         elif self._stages(batch_id):
-            self.program.collect(blocks)  # it has no rows, but its tasks have something to do
+            self.program.collect(blocks, start, end)  # it has no rows, but its tasks have something to do
         hit("lane.written")
         with self._lock:
             self._last_batch = batch_id
@@ -224,7 +224,7 @@ class Lane:
     def _collect(self, blocks: DataFrame, start: Position, end: Position) -> list[Batch]:
         """The batch in this process, for each chain."""
         assert self.program is not None
-        batches = [Batch(start, end, table) for table in self.program.collect(blocks)]
+        batches = self.program.collect(blocks, start, end)
         hit("lane.collected")
         return batches
 

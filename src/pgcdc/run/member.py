@@ -186,7 +186,7 @@ class Member:
         if batch.end > reached:
             batch, dead = batch.after(reached), self.dead_letters
             self.sink.write(batch)
-            counters.add(EVENTS_DELIVERED, batch.events.num_rows - self.dead_letters + dead, adapter=self.name)
+            counters.add(EVENTS_DELIVERED, len(batch) - self.dead_letters + dead, adapter=self.name)
         return True
 
     def _write_large(self, end: Position, batch: LargeBatch) -> bool:

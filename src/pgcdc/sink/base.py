@@ -6,69 +6,18 @@ places, so a sink deduplicates by position, and only by position: neither query 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from pgcdc.core.position import Position
+from pgcdc.event.batch import Batch, line_buffers
 
 __all__ = ["Batch", "ParallelSink", "PartWriter", "Receipt", "ReplayableSink", "Sink", "line_buffers", "takes_parts"]
 
 Receipt = dict[str, Any]
 """What a part writer says about a part, for the commit: a few words that JSON can carry."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The events in (start, end] of one Spark micro-batch, in stream order.
-
-    `events` has a row per event: `position` (text that sorts in stream order) and `line` (the JSON event and a newline).
-    """
-
-    start: Position
-    end: Position
-    events: pa.Table
-
-    def after(self, ack: Position) -> Batch:
-        """The same batch without what `ack` already covers."""
-        if ack <= self.start:
-            return self
-        return Batch(ack, self.end, self.events.filter(pc.greater(self.events.column("position"), str(ack))))
-
-    def first(self, count: int) -> Batch:
-        """The part with the first `count` events: a few more if they share a position, which is never cut."""
-        positions, total = self.events.column("position"), self.events.num_rows
-        while 0 < count < total and positions[count] == positions[count - 1]:
-            count += 1
-        if count >= total:
-            return self
-        end = Position.parse(positions[count - 1].as_py()) if count else self.start
-        return Batch(self.start, end, self.events.slice(0, count))
-
-    def without(self, positions: Collection[str]) -> Batch:
-        """The same batch without the events at these positions."""
-        if not positions:
-            return self
-        is_out = pc.is_in(self.events.column("position"), pa.array(sorted(positions), pa.string()))
-        return Batch(self.start, self.end, self.events.filter(pc.invert(is_out)))
-
-    def lines(self) -> Iterator[memoryview]:
-        """The lines one after the other, as few buffers as there are chunks: nothing is copied."""
-        return line_buffers(self.events.column("line").chunks)
-
-
-def line_buffers(arrays: Iterable[pa.Array]) -> Iterator[memoryview]:
-    """The bytes of arrays of text, one after the other: nothing is copied."""
-    for chunk in arrays:
-        if len(chunk):
-            offsets, data = chunk.buffers()[1:3]
-            large = pa.types.is_large_string(chunk.type)
-            view = memoryview(offsets).cast("q") if large else memoryview(offsets).cast("i")
-            first, last = view[chunk.offset], view[chunk.offset + len(chunk)]
-            yield memoryview(data)[first:last]
 
 
 class Sink(Protocol):

@@ -24,7 +24,7 @@ from pgcdc.core.position import Position, format_lsn
 from pgcdc.core.relation import Relation
 from pgcdc.core.shapes import ShapeChange, ShapeHistory
 from pgcdc.event.edits import parse_chains
-from pgcdc.event.events import chain_lines, drop_unwanted, event_batch, pack_block
+from pgcdc.event.events import block_schema, drop_unwanted, event_batch, pack_block
 from pgcdc.event.shape import Described
 from pgcdc.event.texts import IdSeed
 from pgcdc.spark.capture_client import CaptureFeed, Feed, StaticFeed
@@ -145,7 +145,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         name = self._schema.fieldNames()[0]
         in_blocks = name in ("block", "keyed_block")
         chains = parse_chains(self._options.chains)
-        contents = chain_lines(len(chains), keyed=name == "keyed_block")
+        contents = block_schema(chains, keyed=name == "keyed_block")
         schema = contents if in_blocks else to_arrow_schema(self._schema, timezone="UTC")
         options = replace(self._options.events, described=partition.described)
         for pieces in group_slices(partition.slices, RECORD_BATCH_BYTES):
@@ -160,7 +160,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     chains,
                 )
             if batch is not None and chains and in_blocks:
-                batch = drop_unwanted(batch, len(chains))
+                batch = drop_unwanted(batch)
             if batch is not None and batch.num_rows:
                 yield from pack_block(batch, name) if in_blocks else [batch]
 
@@ -212,8 +212,9 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return [change for change in self._shapes.between(begin, stop) if change.before is not None]
 
     def _describe(self, feed: Feed, relations: list[Relation]) -> Described:
-        """What the column `shape` is made of, if the query asks for it."""
-        if "shape" not in self._schema.fieldNames():
+        """What is known of shapes besides, if the query asks for it: by the column `shape`, or for changes of tables."""
+        wants_tables = any("tables" in chain.forms for chain in parse_chains(self._options.chains))
+        if "shape" not in self._schema.fieldNames() and not wants_tables:
             return Described()
         assert self._shapes is not None
         self._shapes.refresh()

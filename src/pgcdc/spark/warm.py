@@ -40,7 +40,7 @@ def warm_up(spark: SparkSession, program: Program) -> None:
         )
 
         def collect(batch: DataFrame, _: int) -> None:
-            program.collect(batch)
+            program.collect(batch, Position.end(0), Position.end(0))
 
         with with_settings(spark, program.settings()):
             query = writer.foreachBatch(collect).start()

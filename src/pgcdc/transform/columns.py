@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from pgcdc.core.errors import PgcdcError, TransformError
-from pgcdc.event.edits import dump_chains
-from pgcdc.event.events import EVENT_COLUMNS, KEY_COLUMNS, SHAPE_COLUMNS, chain_column, chain_lines
+from pgcdc.core.position import Position
+from pgcdc.event.batch import Batch
+from pgcdc.event.edits import SimpleChain, dump_chains
+from pgcdc.event.events import EVENT_COLUMNS, KEY_COLUMNS, SHAPE_COLUMNS
+from pgcdc.event.forms import form_column
 from pgcdc.transform.event_json import event_json
 from pgcdc.transform.expressions import KEEP, is_routed
-from pgcdc.transform.program import RECORDS, Chain, Steps, split_lines
+from pgcdc.transform.program import RECORDS, Chain, Steps, split_forms
 from pgcdc.transform.transforms import TEXT
 
 if TYPE_CHECKING:
@@ -49,14 +52,15 @@ class ColumnProgram:
         return [one for one in self.distinct if one.is_rendered]
 
     def source_options(self) -> dict[str, str]:
-        return {"_chains": dump_chains((one.routes, one.simple) for one in self._rendered)} if self._rendered else {}
+        chains = [SimpleChain(one.routes, tuple(one.simple)) for one in self._rendered]
+        return {"_chains": dump_chains(chains)} if chains else {}
 
     def source_schema(self) -> str:
         columns = {name: kind for name, kind in EVENT_COLUMNS.items() if name in self._wanted()}
         if any(one.is_envelope for chain in self.distinct for one in chain.transforms):
             columns |= SHAPE_COLUMNS
         columns |= {name: KEY_COLUMNS[name] for name in _KEYS if self.keyed}
-        columns |= {chain_column(number): "string" for number in range(len(self._rendered))}
+        columns |= {form_column(number): "string" for number in range(len(self._rendered))}
         return ", ".join(f"`{name}` {kind}" for name, kind in columns.items())
 
     def _wanted(self) -> set[str]:
@@ -74,13 +78,13 @@ class ColumnProgram:
     def project(self, events: DataFrame) -> DataFrame:
         from pyspark.sql import functions as F
 
-        lines = [chain_column(number) for number in range(len(self._rendered))]
+        lines = [form_column(number) for number in range(len(self._rendered))]
         base = F.struct(*(F.col(name) for name in events.columns if name not in lines))
         frame = events.select(base.alias(_BASE), *(F.col(name).alias(f"_{name}") for name in lines))
         made: list[str] = []
         rendered = 0
         for number, chain in enumerate(self.distinct):
-            given = f"_{chain_column(rendered)}" if chain.is_rendered else None
+            given = f"_{form_column(rendered)}" if chain.is_rendered else None
             rendered += chain.is_rendered
             if given is not None and chain.is_simple:
                 made.append(given)
@@ -88,12 +92,12 @@ class ColumnProgram:
             name = f"_made_{number}"
             frame = self._run(frame, chain, given, name)
             made.append(name)
-        columns = [F.col(name).alias(chain_column(number)) for number, name in enumerate(made)]
+        columns = [F.col(name).alias(form_column(number)) for number, name in enumerate(made)]
         of_base = ("position", *(_KEYS if self.keyed else ()))
         return frame.select(*(F.col(f"{_BASE}.{name}").alias(name) for name in of_base), *columns)
 
     def line_column(self, chain: Chain) -> str:
-        return chain_column(self.of_chain[self.chains.index(chain)])
+        return form_column(self.of_chain[self.chains.index(chain)])
 
     def _run(self, frame: DataFrame, chain: Steps, given: str | None, name: str) -> DataFrame:
         """`frame` with one column more: the lines of this chain."""
@@ -113,17 +117,17 @@ class ColumnProgram:
 
         return F.col(TEXT) if TEXT in events.columns else event_json(transaction=self.transaction)
 
-    def collect(self, batch: DataFrame) -> list[pa.Table]:
+    def collect(self, batch: DataFrame, start: Position, end: Position) -> list[Batch]:
         from pyspark.errors import PySparkException
 
-        schema = chain_lines(len(self.distinct))
+        schema = pa.schema([(name, pa.string()) for name in ("position", *map(form_column, range(len(self.distinct))))])
         projected = self.project(batch) if "channel" in batch.columns else batch
         try:
             collected = projected.toArrow()
         except PySparkException as error:
             raise self.explain(projected, error) from error
-        tables = split_lines(collected.select(schema.names).cast(schema))
-        return [tables[number] for number in self.of_chain]
+        events = Batch(start, end, collected.select(schema.names).cast(schema), transaction=self.transaction)
+        return split_forms(events, [(number, "lines") for number in self.of_chain])
 
     def explain(self, batch: DataFrame, error: Exception) -> Exception:
         text = str(error)

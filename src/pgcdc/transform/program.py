@@ -8,15 +8,19 @@ render still get it from there.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 
 from pgcdc.core.errors import ConfigError
-from pgcdc.event.edits import dump_chains, full_pattern
-from pgcdc.event.events import BLOCKS, KEYED_BLOCKS, LINES, chain_column, unpack_blocks
+from pgcdc.core.position import Position
+from pgcdc.event.batch import Batch
+from pgcdc.event.edits import SimpleChain, dump_chains, full_pattern
+from pgcdc.event.events import BLOCKS, KEYED_BLOCKS, LINES, unpack_blocks
+from pgcdc.event.forms import Form, form_column, read_shapes
 from pgcdc.transform.row_json import row_lines
 
 if TYPE_CHECKING:
@@ -24,17 +28,18 @@ if TYPE_CHECKING:
 
     from pgcdc.transform.transforms import Transform
 
-__all__ = ["RECORDS", "BlockProgram", "Chain", "Program", "Steps", "TypedProgram", "compile_chains", "split_lines"]
+__all__ = ["RECORDS", "BlockProgram", "Chain", "Program", "Steps", "TypedProgram", "compile_chains", "split_forms"]
 
 RECORDS = "spark.sql.execution.arrow.maxRecordsPerBatch"
 
 
 @dataclass(frozen=True)
 class Chain:
-    """What one sink wants: channel patterns (none: all channels), then transforms in order (`transform.specs`)."""
+    """What one sink wants: channel patterns (none: all channels), transforms in order (`transform.specs`), and the form."""
 
     transforms: tuple[Any, ...] = ()
     routes: tuple[str, ...] = ()
+    form: Form = "lines"
 
 
 class Program(Protocol):
@@ -59,8 +64,8 @@ class Program(Protocol):
     def line_column(self, chain: Chain) -> str:
         """Which column has a chain's lines, behind `project` and inside of blocks."""
 
-    def collect(self, batch: DataFrame) -> list[pa.Table]:
-        """For each chain its events in stream order (`stream.events.LINES`), of a batch before or behind `project`.
+    def collect(self, batch: DataFrame, start: Position, end: Position) -> list[Batch]:
+        """For each chain its events of (start, end] in its form, of a DataFrame before or behind `project`.
 
         Runs one Spark job. TransformError: a transform cannot do what it is told with an event.
         """
@@ -147,7 +152,7 @@ def compile_chains(chains: Sequence[Chain], *, transaction: bool = False, keyed:
             distinct.append(one)
     of_chain = [distinct.index(one) for one in made]
     if all(one.is_simple for one in distinct):
-        return BlockProgram(tuple(chains), tuple(distinct), tuple(of_chain), keyed)
+        return BlockProgram(tuple(chains), tuple(distinct), tuple(of_chain), transaction, keyed)
     from pgcdc.transform.columns import ColumnProgram
 
     return ColumnProgram(tuple(chains), tuple(distinct), tuple(of_chain), transaction, keyed)
@@ -155,26 +160,39 @@ def compile_chains(chains: Sequence[Chain], *, transaction: bool = False, keyed:
 
 @dataclass(frozen=True)
 class BlockProgram:
-    """The source does everything: Spark moves blocks of finished lines."""
+    """The source does everything: Spark moves blocks of what it made."""
 
     chains: tuple[Chain, ...]
     distinct: tuple[Steps, ...]
     of_chain: tuple[int, ...]
     """Which of the distinct ones each chain is."""
+    transaction: bool = False
     keyed: bool = False
 
     @property
     def _is_plain(self) -> bool:
-        return all(not one.routes and not one.transforms for one in self.distinct)
+        plain = all(not one.routes and not one.transforms for one in self.distinct)
+        return plain and all(one.form == "lines" for one in self.chains)
+
+    @cached_property
+    def _pushed(self) -> tuple[SimpleChain, ...]:
+        if self._is_plain:
+            return ()
+        forms = [
+            {one.form for one, its in zip(self.chains, self.of_chain, strict=True) if its == number}
+            for number in range(len(self.distinct))
+        ]
+        pairs = zip(self.distinct, forms, strict=True)
+        return tuple(SimpleChain(one.routes, tuple(one.simple), tuple(sorted(wanted))) for one, wanted in pairs)
 
     def source_options(self) -> dict[str, str]:
-        return {} if self._is_plain else {"_chains": dump_chains((one.routes, one.simple) for one in self.distinct)}
+        return {"_chains": dump_chains(self._pushed)} if self._pushed else {}
 
     def source_schema(self) -> str:
         return KEYED_BLOCKS if self.keyed else BLOCKS
 
     def line_column(self, chain: Chain) -> str:
-        return "line" if self._is_plain else chain_column(self.of_chain[self.chains.index(chain)])
+        return form_column(self.of_chain[self.chains.index(chain)]) if self._pushed else "line"
 
     def settings(self) -> dict[str, str]:
         return {RECORDS: "1"}  # one block at a time through the JVM
@@ -182,12 +200,12 @@ class BlockProgram:
     def project(self, events: DataFrame) -> DataFrame:
         return events
 
-    def collect(self, batch: DataFrame) -> list[pa.Table]:
-        blocks = batch.toArrow()
-        if self._is_plain:
-            return [unpack_blocks(blocks)] * len(self.chains)
-        tables = split_lines(unpack_blocks(blocks, len(self.distinct)))
-        return [tables[number] for number in self.of_chain]
+    def collect(self, batch: DataFrame, start: Position, end: Position) -> list[Batch]:
+        events, beside = unpack_blocks(batch.toArrow(), self._pushed)
+        if not self._pushed:
+            return [Batch(start, end, events)] * len(self.chains)
+        wanted = [(number, chain.form) for number, chain in zip(self.of_chain, self.chains, strict=True)]
+        return split_forms(Batch(start, end, events, transaction=self.transaction), wanted, beside)
 
     def explain(self, batch: DataFrame, error: Exception) -> Exception:
         return error
@@ -214,22 +232,29 @@ class TypedProgram:
     def line_column(self, chain: Chain) -> str:
         return "line"
 
-    def collect(self, batch: DataFrame) -> list[pa.Table]:
-        return [batch.toArrow().cast(LINES)]
+    def collect(self, batch: DataFrame, start: Position, end: Position) -> list[Batch]:
+        return [Batch(start, end, batch.toArrow().cast(LINES))]
 
     def explain(self, batch: DataFrame, error: Exception) -> Exception:
         return error
 
 
-def split_lines(events: pa.Table) -> list[pa.Table]:
-    """For each column of lines the events that it has, in the schema LINES."""
-    positions = events.column("position")
-    tables = []
-    for number in range(events.num_columns - 1):
-        lines = events.column(chain_column(number))
-        table = pa.Table.from_arrays([positions, lines], schema=LINES)
-        tables.append(table.filter(lines.is_valid()) if lines.null_count else table)
-    return tables
+def split_forms(
+    batch: Batch, wanted: Sequence[tuple[int, Form]], beside: Sequence[Mapping[bytes, bytes]] = ()
+) -> list[Batch]:
+    """The events that chains have, in their forms: of a batch with a column for each (`form_column`)."""
+    made: dict[tuple[int, Form], Batch] = {}
+    for number, form in wanted:
+        if (number, form) not in made:
+            name = form_column(number, form)
+            column, positions = batch.events.column(name), batch.positions()
+            if column.null_count:
+                positions, column = positions.filter(column.is_valid()), column.drop_null()
+            fields = [("line", column)] if form == "lines" else zip(column.type.names, column.flatten(), strict=True)
+            texts = (one[name.encode()].decode() for one in beside if form == "tables")
+            events = pa.table({"position": positions, **dict(fields)})
+            made[number, form] = replace(batch, events=events, shapes=read_shapes(texts))
+    return [made[one] for one in wanted]
 
 
 def _steps(chain: Chain) -> Steps:

@@ -1,0 +1,267 @@
+"""The events of one batch, in the form that a sink takes: lines, records, or changes of tables.
+
+The source makes the columns behind a form for each chain that asks for it (`event.forms`); here they are read. Masks, drops,
+renames and routes have been applied, whatever the form. Nobody parses text that we rendered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pgcdc.core.operation import Op
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Relation
+from pgcdc.event.forms import Form, TableShape, render_changes
+
+__all__ = ["Batch", "Records", "TableChanges", "line_buffers"]
+
+COMBINED_BYTES = 1 << 30
+"""Columns up to this size are read as one: offsets have 32 bits."""
+
+Bools = npt.NDArray[np.bool_]
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """One row per event, in stream order."""
+
+    position: pa.ChunkedArray
+    id: pa.ChunkedArray
+    channel: pa.ChunkedArray
+    operation: pa.ChunkedArray
+    key: pa.ChunkedArray
+    """The values of the key columns as a JSON array; null if the event has no key."""
+    key_hash: pa.ChunkedArray
+    """The same number for all events of one row; of a table without a key, for all of its events."""
+    is_barrier: pa.ChunkedArray
+    """Everything before it comes first, everything behind it later."""
+    value: pa.ChunkedArray
+    """The rendered event, without a newline."""
+    traceparent: pa.ChunkedArray
+    tracestate: pa.ChunkedArray
+
+
+@dataclass(frozen=True, slots=True)
+class TableChanges:
+    """Changes of one table in one shape, in stream order. A TRUNCATE stands alone, without values."""
+
+    relation: Relation
+    """Behind the chain's edits. A table whose key the chain has dropped in part has none."""
+    details: Mapping[str, Any] | None
+    """What the catalog said about this shape (`source.postgres.setup.shapes`), behind the chain's edits as well."""
+    op: npt.NDArray[np.uint8]
+    """See `core.operation.Op`."""
+    rows: I64
+    """The numbers of these events in the batch."""
+    new: list[pa.Array]
+    """For each column of `relation` the text of its values; NULL is null. Of a DELETE all are null."""
+    old: list[pa.Array]
+    """The same before the change, as far as `old_kind` says."""
+    old_kind: npt.NDArray[np.uint8]
+    """See `core.operation.OldKind`."""
+    unchanged: list[Bools | None]
+    """For each column where its new value is unchanged TOAST: not sent, so that `new` has null without meaning NULL."""
+    old_unchanged: list[Bools | None]
+
+    def __len__(self) -> int:
+        return len(self.op)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The events in (start, end], in stream order."""
+
+    start: Position
+    end: Position
+    events: pa.Table
+    """A row per event: `position` (text that sorts in stream order) and the columns of the form."""
+    shapes: Mapping[int, TableShape] = field(default_factory=dict)
+    """For changes of tables: the shapes behind their numbers."""
+    transaction: bool = False
+    """Whether events say which transaction they belong to."""
+
+    def __len__(self) -> int:
+        return int(self.events.num_rows)
+
+    @property
+    def form(self) -> Form:
+        """What this batch was made for."""
+        names = self.events.column_names
+        return "lines" if "line" in names else "records" if "value" in names else "tables"
+
+    def positions(self) -> pa.ChunkedArray:
+        """Of every event."""
+        return self.events.column("position")
+
+    def after(self, ack: Position) -> Batch:
+        """The same batch without what `ack` already covers."""
+        if ack <= self.start:
+            return self
+        return replace(self, start=ack, events=self.events.filter(pc.greater(self.positions(), str(ack))))
+
+    def first(self, count: int) -> Batch:
+        """The part with the first `count` events: a few more if they share a position, which is never cut."""
+        return self.slice(0, count)
+
+    def slice(self, begin: int, end: int) -> Batch:
+        """The events in [begin, end). A position that this would cut is whole in the part in which it begins."""
+        begin, end = self._boundary(begin), self._boundary(end)
+        if begin == 0 and end == len(self):
+            return self
+        start, stop = self._reached(begin), self._reached(end)
+        return replace(self, start=start, end=stop, events=self.events.slice(begin, max(0, end - begin)))
+
+    def _reached(self, rows: int) -> Position:
+        """Where the first `rows` events end."""
+        if 0 < rows < len(self):
+            return Position.parse(self.positions()[rows - 1].as_py())
+        return self.end if rows else self.start
+
+    def _boundary(self, row: int) -> int:
+        """The first place at or behind `row` that cuts no position."""
+        positions, total = self.positions(), len(self)
+        while 0 < row < total and positions[row] == positions[row - 1]:
+            row += 1
+        return min(max(row, 0), total)
+
+    def without(self, positions: Collection[str]) -> Batch:
+        """The same batch without the events at these positions."""
+        if not positions:
+            return self
+        is_out = pc.is_in(self.positions(), pa.array(sorted(positions), self.positions().type))
+        return replace(self, events=self.events.filter(pc.invert(is_out)))
+
+    def only(self, positions: Collection[str]) -> Batch:
+        """The same batch with nothing but the events at these positions."""
+        is_in = pc.is_in(self.positions(), pa.array(sorted(positions), self.positions().type))
+        return replace(self, events=self.events.filter(is_in))
+
+    def lines(self) -> Iterator[memoryview]:
+        """The rendered events, each with a newline: one after the other, in as few pieces as there are chunks."""
+        if self.form == "lines":
+            return line_buffers(self.events.column("line").chunks)
+        return (memoryview(f"{text}\n".encode()) for text in self.texts())
+
+    def texts(self) -> list[str]:
+        """The rendered events, without newlines, of any form: for messages and dead letters, which are few."""
+        if self.form == "lines":
+            return [line.removesuffix("\n") for line in self.events.column("line").to_pylist()]
+        if self.form == "records":
+            return list(self.events.column("value").to_pylist())
+        found = (render_changes(part, self.shapes, transaction=self.transaction) for part in self._parts())
+        return [text for texts in found for text in texts.to_pylist()]
+
+    def records(self) -> Records:
+        """The events with what brokers, caches and HTTP need of them."""
+        columns = {name: self.events.column(name) for name in Records.__slots__}
+        barriers = columns["is_barrier"].to_numpy() | _new_shapes(self.events)
+        columns["is_barrier"] = pa.chunked_array([pa.array(barriers)], pa.bool_())
+        return Records(**columns)
+
+    def tables(self) -> Iterator[TableChanges]:
+        """Changes of tables, those of one table in stream order.
+
+        Each run has one shape of one table. A TRUNCATE is a run of its own. What is not a change of a table is left out.
+        """
+        done = 0
+        for part in self._parts():
+            yield from _read_runs(part, done, self.shapes)
+            done += part.num_rows
+
+    def _parts(self) -> list[pa.RecordBatch]:
+        is_small = self.events.nbytes < COMBINED_BYTES
+        parts: list[pa.RecordBatch] = (self.events.combine_chunks() if is_small else self.events).to_batches()
+        return parts
+
+
+def line_buffers(arrays: Iterable[pa.Array]) -> Iterator[memoryview]:
+    """The bytes of arrays of text, one after the other: nothing is copied."""
+    for chunk in arrays:
+        if len(chunk):
+            offsets, data = chunk.buffers()[1:3]
+            large = pa.types.is_large_string(chunk.type)
+            view = memoryview(offsets).cast("q") if large else memoryview(offsets).cast("i")
+            first, last = view[chunk.offset], view[chunk.offset + len(chunk)]
+            yield memoryview(data)[first:last]
+
+
+def _new_shapes(events: pa.Table) -> Bools:
+    """Events from which on a channel has another shape: rows before them may have other keys."""
+    versions = events.column("relation").to_numpy()
+    result = np.zeros(len(versions), np.bool_)
+    if len(versions) and (versions != versions[0]).any():
+        channels = pc.dictionary_encode(events.column("channel")).combine_chunks().indices.to_numpy()
+        order = np.argsort(channels, kind="stable")
+        differs = (versions[order][1:] != versions[order][:-1]) & (channels[order][1:] == channels[order][:-1])
+        result[order[1:][differs]] = True
+    return result
+
+
+# --- tables
+
+
+def _read_runs(part: pa.RecordBatch, done: int, shapes: Mapping[int, TableShape]) -> Iterator[TableChanges]:
+    op: npt.NDArray[np.uint8] = part.column("op").to_numpy()
+    version: npt.NDArray[np.int32] = part.column("relation").to_numpy()
+    old_kind: npt.NDArray[np.uint8] = part.column("old_kind").to_numpy()
+    numbers = np.unique(version)
+    oids = np.array([shapes[number].relation.oid for number in numbers.tolist()], np.int64)
+    table = oids[np.searchsorted(numbers, version)]
+    runs: list[npt.NDArray[np.int64]] = []
+    for oid in np.unique(oids):
+        rows = np.flatnonzero(table == oid)
+        alone: Bools = op[rows] == Op.TRUNCATE
+        begins = (version[rows][1:] != version[rows][:-1]) | alone[1:] | alone[:-1]
+        runs += np.split(rows, np.flatnonzero(begins) + 1)
+    sides = {side: _Side(part.column(side)) for side in ("new", "old")}
+    marks = _Marks(part.column("unchanged"))
+    for rows in sorted(runs, key=lambda one: int(one[0])):
+        shape = shapes[int(version[rows[0]])]
+        count = len(shape.relation.columns)
+        yield TableChanges(
+            shape.relation,
+            shape.details,
+            op[rows],
+            rows + done,
+            [sides["new"].column(rows, index) for index in range(count)],
+            [sides["old"].column(rows, index) for index in range(count)],
+            old_kind[rows],
+            [marks.column(rows, index) for index in range(count)],
+            [marks.column(rows, -1 - index) for index in range(count)],
+        )
+
+
+class _Side:
+    """Rows as lists of values; columns are taken out of them."""
+
+    def __init__(self, lists: pa.Array) -> None:
+        self._values = lists.values
+        self._begins: npt.NDArray[np.int32] = lists.offsets.to_numpy()[:-1]
+        self._is_null: Bools = lists.is_null().to_numpy(zero_copy_only=False)
+
+    def column(self, rows: I64, index: int) -> pa.Array:
+        is_null = self._is_null[rows]
+        if is_null.all():
+            return pa.nulls(len(rows), pa.string())
+        return self._values.take(pa.array(self._begins[rows] + index, mask=is_null if is_null.any() else None))
+
+
+class _Marks:
+    """Which values are unchanged TOAST."""
+
+    def __init__(self, lists: pa.Array) -> None:
+        self._rows: I64 = pc.list_parent_indices(lists).to_numpy().astype(np.int64)
+        self._columns: I64 = pc.list_flatten(lists).to_numpy().astype(np.int64)
+
+    def column(self, rows: I64, number: int) -> Bools | None:
+        mine = self._rows[self._columns == number]
+        found: Bools = np.isin(rows, mine)
+        return found if found.any() else None

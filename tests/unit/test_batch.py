@@ -1,0 +1,243 @@
+"""A batch in its three forms: lines, records and changes of tables say the same, for every chain."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from event_streams import ITEMS, ORDERS, SEED, START, Change, Transaction, spooled, streams
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transform_cases import KEY, KEY_VARIABLE, simple_chains
+from wire import UNCHANGED
+
+from pgcdc.core.errors import TransformError
+from pgcdc.core.operation import OldKind, Op
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Column, Relation
+from pgcdc.event.batch import Batch, TableChanges
+from pgcdc.event.edits import SimpleChain
+from pgcdc.event.events import block_schema, drop_unwanted, event_batch, pack_block, unpack_blocks
+from pgcdc.event.forms import FORMS, Form
+from pgcdc.spool.reader import SpoolReader
+from pgcdc.transform.program import Chain, compile_chains, split_forms
+
+WIDER = replace(ORDERS, columns=(*ORDERS.columns, Column("traceparent", 25, -1, False)))
+STREAM = [
+    Transaction(
+        110,
+        (
+            Change(ORDERS, "INSERT", ("1", 'a"b', "2.50")),
+            Change(ITEMS, "INSERT", ("1", "\n")),
+            Change(ORDERS, "UPDATE", ("1", UNCHANGED, None), ("1", "old", "9"), "O"),
+            Change(ORDERS, "UPDATE", ("2", "x", "7"), ("1", None, None), "K"),
+            Change(ORDERS, "TRUNCATE"),
+            Change(ORDERS, "TRUNCATE"),
+            Change(ITEMS, "UPDATE", ("1", UNCHANGED), ("1", "\n"), "K"),
+        ),
+    ),
+    Transaction(
+        120,
+        (
+            Change(WIDER, "INSERT", ("3", "x", "7", "00-" + "a" * 32 + "-" + "b" * 16 + "-01")),
+            Change(ORDERS, "DELETE", None, ("2", None, None), "K"),
+            Change(ITEMS, "DELETE", None, ("1", "2"), "O"),
+        ),
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+
+
+def forms_of(
+    reader: SpoolReader,
+    chain: Chain,
+    *,
+    blocks: int = 1,
+) -> dict[Form, Batch]:
+    """What three sinks of one chain get, each in its form; the spool is read in so many blocks."""
+    program = compile_chains([replace(chain, form=form) for form in FORMS])
+    pushed: tuple[SimpleChain, ...] = program._pushed  # type: ignore[attr-defined]
+    assert len(pushed) == 1
+    slices, schema = reader.slices(START, reader.end), block_schema(pushed)
+    size = max(1, len(slices) // blocks)
+    packed: list[pa.RecordBatch] = []
+    for begin in range(0, len(slices), size):
+        batch = event_batch(slices[begin : begin + size], reader.relations(), SEED, schema, chains=pushed)
+        if batch is not None:
+            batch.validate(full=True)
+            packed += pack_block(drop_unwanted(batch))
+    rows = pa.Table.from_batches(packed) if packed else pa.table({"block": pa.array([], pa.binary()), "is_last": []})
+    events, beside = unpack_blocks(rows, pushed)
+    wanted = [(0, form) for form in FORMS]
+    made = split_forms(Batch(START, reader.end, events), wanted, beside)
+    return dict(zip(FORMS, made, strict=True))
+
+
+def of_lines(batch: Batch) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in b"".join(batch.lines()).splitlines()]
+
+
+def of_tables(batch: Batch) -> dict[int, dict[str, Any]]:
+    """The payload of each event by its number in the batch, as a reader of columns sees it."""
+    found: dict[int, dict[str, Any]] = {}
+    for changes in batch.tables():
+        names = [column.name for column in changes.relation.columns]
+        assert len(names) == len(changes.new) == len(changes.old) == len(changes.unchanged)
+        for place, row in enumerate(changes.rows.tolist()):
+            assert row not in found
+            found[row] = payload(changes, names, place)
+    return found
+
+
+def payload(changes: TableChanges, names: Sequence[str], row: int) -> dict[str, Any]:
+    op, kind = Op(int(changes.op[row])), OldKind(int(changes.old_kind[row]))
+    unchanged = [name for name, one in zip(names, changes.unchanged, strict=True) if one is not None and one[row]]
+    not_sent = {name for name, one in zip(names, changes.old_unchanged, strict=True) if one is not None and one[row]}
+    new = {name: values[row].as_py() for name, values in zip(names, changes.new, strict=True) if name not in unchanged}
+    old = {name: values[row].as_py() for name, values in zip(names, changes.old, strict=True) if name not in not_sent}
+    result: dict[str, Any] = {"op": op.name, "table": changes.relation.name, "kind": kind}
+    if op is Op.TRUNCATE:
+        assert len(changes) == 1, "a TRUNCATE stands alone"
+        return result | {"row": None, "old": None}
+    result |= {"row": old if op is Op.DELETE else new, "old": None if op is Op.DELETE or not kind else old}
+    return result | ({"_unchanged_toast_columns": unchanged} if unchanged else {})
+
+
+def same(found: dict[str, Any], line: dict[str, Any]) -> bool:
+    """Whether the columns and the JSON say the same: of an old key, the line has only the columns of the key."""
+    kind = found.pop("kind")
+    if kind is OldKind.KEY:
+        side = "row" if line["op"] == "DELETE" else "old"
+        sent = line[side].keys() if line[side] is not None else ()
+        found[side] = {name: found[side][name] for name in sent}
+    return found == line
+
+
+@settings(max_examples=150)
+@given(streams(), simple_chains(), st.integers(1, 7), st.integers(1, 3))
+@example(STREAM, Chain(), 100, 2)
+@example(STREAM, Chain(({"type": "drop_columns", "columns": ["note"]},)), 2, 3)
+@example(STREAM, Chain(({"type": "mask", "columns": ["note", "line"], "mode": "hash"},), ("sales.*", "orders")), 2, 1)
+def test_forms_agree(transactions: list[Transaction], chain: Chain, seal_rows: int, blocks: int) -> None:
+    with spooled(transactions, seal_rows, 2) as reader:
+        try:
+            forms = forms_of(reader, chain, blocks=blocks)
+        except TransformError:
+            return
+    lines, records, tables = forms["lines"], forms["records"], forms["tables"]
+    events = of_lines(lines)
+    assert len(events) == len(lines) == len(records) == len(tables)
+    assert lines.positions().to_pylist() == [one["position"] for one in events]
+    assert records.positions() == lines.positions() == tables.positions()
+
+    found = records.records()
+    assert [json.loads(text) for text in found.value.to_pylist()] == events
+    for name in ("id", "channel", "operation", "position"):
+        assert getattr(found, name).to_pylist() == [one[name] for one in events]
+    assert records.texts() == tables.texts() == [line.decode() for line in b"".join(lines.lines()).splitlines()]
+    assert b"".join(records.lines()) == b"".join(tables.lines()) == b"".join(lines.lines())
+
+    changes = of_tables(tables)
+    assert sorted(changes) == list(range(len(events)))
+    for row, event in enumerate(events):
+        assert same(changes[row], event["payload"]), (changes[row], event["payload"])
+    by_table: dict[int, list[int]] = {}
+    for run in tables.tables():
+        by_table.setdefault(run.relation.oid, []).extend(run.rows.tolist())
+    assert all(rows == sorted(rows) for rows in by_table.values()), "a table's changes keep their order"
+
+
+def test_a_record_has_the_key_of_its_row_and_says_what_waits() -> None:
+    with spooled(STREAM) as reader:
+        records = forms_of(reader, Chain())["records"].records()
+    assert records.key.to_pylist() == [
+        '["1"]', '["1","\\n"]', '["1"]', '["2"]', None, None, '["1","\\n"]', '["3"]', '["2"]', '["1","2"]'
+    ]  # fmt: skip
+    # A changed key, TRUNCATE, an old key that had to be sent, and the first change in another shape of its table.
+    expected = [False, False, False, True, True, True, True, True, True, False]
+    assert records.is_barrier.to_pylist() == expected
+    assert [one is not None for one in records.traceparent.to_pylist()] == [number == 7 for number in range(10)]
+    hashes = records.key_hash.to_pylist()
+    assert hashes[0] == hashes[2] and hashes[3] == hashes[8] and hashes[1] != hashes[9]
+
+
+def test_a_key_is_shown_as_the_chain_shows_it() -> None:
+    with spooled(STREAM[:1]) as reader:
+        dropped = forms_of(reader, Chain(({"type": "drop_columns", "columns": ["order"]},)))["records"].records()
+        hidden = forms_of(reader, Chain(({"type": "mask", "columns": ["id"]},)))["records"].records()
+    assert dropped.key.to_pylist()[:2] == ['["1"]', None], "a part of a key tells no rows apart"
+    assert hidden.key.to_pylist()[0] == '["***REDACTED***"]'
+
+
+def test_what_is_no_trace_is_left_out() -> None:
+    changes = [Change(WIDER, "INSERT", ("1", "", "", text)) for text in ("00-x\r\nEvil: 1", "", "00-" + "g" * 32)]
+    with spooled([Transaction(110, tuple(changes))]) as reader:
+        records = forms_of(reader, Chain())["records"].records()
+    assert records.traceparent.to_pylist() == [None] * 3
+
+
+def test_runs_end_at_truncate_and_where_the_shape_changes() -> None:
+    with spooled(STREAM) as reader:
+        runs = list(forms_of(reader, Chain())["tables"].tables())
+    assert [(run.relation.name, run.rows.tolist()) for run in runs] == [
+        ("orders", [0, 2, 3]), ("items", [1, 6, 9]), ("orders", [4]), ("orders", [5]), ("orders", [7]), ("orders", [8])
+    ]  # fmt: skip
+    assert [len(run.relation.columns) for run in runs] == [3, 2, 3, 3, 4, 3]
+    update = runs[0]
+    assert update.new[1].to_pylist() == ['a"b', None, "x"]
+    unchanged = update.unchanged[1]
+    assert unchanged is not None and unchanged.tolist() == [False, True, False], "unchanged TOAST is not NULL"
+    assert update.unchanged[2] is None
+
+
+def test_shapes_of_tables_stand_behind_the_edits() -> None:
+    details = {
+        "columns": [
+            {"name": name, "attnum": number, "type": "t", "not_null": True} for number, name in enumerate("ab")
+        ],
+        "primary_key": ["a"],
+        "types": None,
+    }
+    table = Relation(9, "public", "t", "d", (Column("a", 23, 4, True), Column("b", 23, 4, False)))
+    steps = ({"type": "rename_fields", "fields": {"a": "x"}}, {"type": "mask", "columns": ["b"], "mode": "redact"})
+    relation, after = SimpleChain((), steps).describe(table, details)
+    assert relation.columns == (Column("x", 23, 4, True), Column("b", 25, -1, False))
+    assert after is not None and after["primary_key"] == ["x"]
+    assert [(one["name"], one["type"]) for one in after["columns"]] == [("x", "t"), ("b", "text")]
+    zero = ({"type": "mask", "columns": ["b"], "mode": "zero"},)
+    assert SimpleChain((), zero).describe(table, details) == (table, details), "a zero has the type of its column"
+    without = ({"type": "drop_columns", "columns": ["a"]},)
+    relation, after = SimpleChain((), without).describe(table, details)
+    assert relation.replica_identity == "n" and relation.columns == (Column("b", 23, 4, False),)
+    assert after is not None and after["primary_key"] == []
+
+
+def batch_of(*positions: str) -> Batch:
+    lines = [f'{{"n":{number}}}\n' for number in range(len(positions))]
+    return Batch(START, Position.end(900), pa.table({"position": list(positions), "line": lines}))
+
+
+def place(number: int) -> str:
+    return str(replace(Position.end(0), ordinal=number))
+
+
+@given(st.lists(st.integers(1, 6)), st.integers(-1, 12), st.integers(-1, 12))
+def test_a_slice_cuts_no_position_and_parts_cover_the_whole(numbers: list[int], begin: int, end: int) -> None:
+    batch = replace(batch_of(*(place(number) for number in sorted(numbers))), start=Position.parse(place(0)))
+    end = max(begin, end)
+    parts = [batch.slice(0, begin), batch.slice(begin, end), batch.slice(end, len(batch))]
+    assert [text for part in parts for text in part.texts()] == batch.texts()
+    assert all(a.end == b.start for a, b in itertools.pairwise(parts) if len(b) or len(a))
+    for part in parts:
+        assert all(str(part.start) < one <= str(part.end) for one in part.positions().to_pylist())
+    chosen = {place(number) for number in numbers[:2]}
+    assert sorted(batch.without(chosen).texts() + batch.only(chosen).texts()) == sorted(batch.texts())
