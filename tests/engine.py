@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import select
 import time
 from pathlib import Path
 from typing import Any
 
 import psycopg
 from databases import Database
-from listening import wait_until
 
 from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
@@ -65,9 +65,9 @@ class Engine:
         return release
 
     def read(self) -> None:
-        """Let the thread read what it was told to, and take it."""
+        """Let the reader read what it was told to, and take it."""
         assert self.engine.reader.is_busy
-        wait_until(lambda: not self.engine.reader._done.empty(), 30, "the chunk is read")
+        assert select.select([self.engine.reader], [], [], 30)[0], "the chunk is read"
         self.engine.step(self.end, may_work=False)
 
     def catch_up(self) -> None:

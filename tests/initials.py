@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import random
+import secrets
+import shutil
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+import pytest
 from databases import Database
 from listening import wait_until
 from pyspark.sql.types import StringType, StructField, StructType
-from queries import Query
+from queries import ROWS, Query
 
 from pgcdc.core.state import Lock
 from pgcdc.playground import contents
@@ -30,10 +33,31 @@ class Initial(Query):
 
     def __init__(self, database: Database, folder: Path, **options: str) -> None:
         super().__init__(database, folder, **{"snapshot_mode": "initial", "consumer": "c1", **options})
+        self._tickets = folder / "tickets"
+        self._tickets.mkdir(exist_ok=True)
 
     def load(self, schema: StructType | None = None, **more: str) -> Initial:
-        super().load(schema or EVENTS, **more)
+        """Nothing is read of tables before `step_until` or `run` let it be."""
+        points = os.environ.get("PGCDC_FAILPOINTS", "")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PGCDC_FAILPOINTS", f"{points},reader.ordered=wait")
+            patch.setenv("PGCDC_FAILPOINT_TICKETS", str(self._tickets))
+            super().load(schema or EVENTS, **more)
+            self.reader._open()
         return self
+
+    def run(self, limit: int = ROWS, *, until: int = 1) -> list[dict[str, Any]]:
+        self.read_all()
+        return super().run(limit, until=until)
+
+    def read_some(self) -> None:
+        """Have one more chunk read, if none is to be read yet."""
+        if self._tickets.is_dir() and not any(self._tickets.iterdir()):
+            (self._tickets / secrets.token_hex(4)).touch()
+
+    def read_all(self) -> None:
+        """Have everything read from now on."""
+        shutil.rmtree(self._tickets, ignore_errors=True)
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -58,8 +82,19 @@ class Initial(Query):
         return float(100.0 * sum(one["rows"] for one in status["tables"]) / max(total, 1))
 
     def step_until(self, percent: float) -> None:
-        """Batches until so much of the snapshot is published."""
-        wait_until(lambda: self.step() is None or self.percent() >= percent, 30, f"{percent} % of the snapshot")
+        """Chunks and batches until so much of the snapshot is published."""
+
+        def is_there() -> bool:
+            self.read_some()
+            self.step()
+            return self.percent() >= percent
+
+        wait_until(is_there, 30, f"{percent} % of the snapshot")
+
+    def records(self, what: str) -> list[dict[str, Any]]:
+        """What the plan's log says of this kind."""
+        lines = (self.state.snapshot / "initial.jsonl").read_text().splitlines()
+        return [one for one in (json.loads(line.partition(" ")[2]) for line in lines) if one["do"] == what]
 
     def kill_capture(self) -> None:
         holder = Lock.holder(self.state.capture_lock)

@@ -13,11 +13,11 @@ from engine import Engine
 from listening import wait_until
 from snapshots import long_text
 
-from pgcdc.core.errors import PgcdcError
 from pgcdc.core.operation import Op
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.source.postgres.snapshot import chunk_reader
-from pgcdc.source.postgres.snapshot.chunk_reader import ChunkOrder, ChunkRead, ChunkReader, find_table
+from pgcdc.source.postgres.snapshot import reader
+from pgcdc.source.postgres.snapshot.planning import find_table
+from pgcdc.source.postgres.snapshot.reader import ChunkOrder, ChunkRead, Reader
 
 Make = Callable[..., Engine]
 
@@ -341,25 +341,18 @@ def test_every_chunk_is_read_in_a_snapshot_of_its_own(
     database: Database, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     """Also if the limit of bytes is met by the very last piece of what was asked for."""
-    monkeypatch.setattr(chunk_reader, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(reader, "CHUNK_BYTES", 10_000)
     database.execute("CREATE TABLE t (id int PRIMARY KEY, n int)")
     database.execute("INSERT INTO t SELECT n, 1 FROM generate_series(1, %s) AS n", [rows])
     database.execute("CREATE PUBLICATION p FOR TABLE t")
-    reader = ChunkReader(database.url, ["p"], "test")
-    try:
-        with database.connect() as conn:
-            known = find_table(conn, ["p"], "t")
-        reads: list[ChunkRead | PgcdcError] = []
-        for number in range(3):
-            reader.start(ChunkOrder("t", known=known, limit=1000))
-
-            def is_read(count: int = number + 1) -> bool:
-                reads.extend(filter(None, [reader.take()]))
-                return len(reads) == count
-
-            wait_until(is_read, 30, "a chunk")
-            database.execute("INSERT INTO t VALUES ((SELECT max(id) + 1 FROM t), 2)")
-        found = [one for one in reads if isinstance(one, ChunkRead) and one.nbytes >= 10_000]
-        assert len({one.snapshot for one in found}) == 3
-    finally:
-        reader.close()
+    reads = Reader(database.url, ["p"], "test")
+    with database.connect() as conn:
+        known = find_table(conn, ["p"], "t")
+    found: list[ChunkRead] = []
+    for _ in range(3):
+        read = reads.read(ChunkOrder("t", known=known, limit=1000))
+        assert isinstance(read, ChunkRead)
+        found += [read] if read.nbytes >= 10_000 else []
+        database.execute("INSERT INTO t VALUES ((SELECT max(id) + 1 FROM t), 2)")
+    assert len({one.snapshot for one in found}) == 3
+    reads.close()

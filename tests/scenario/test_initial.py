@@ -100,9 +100,6 @@ def test_a_lost_spool_is_filled_again_in_the_middle(database: Database, begin: C
 def test_a_query_that_stops_leaves_the_rest_to_another(database: Database, begin: Callable[..., Initial]) -> None:
     fill(database, "t", 8000)
     query, other = begin().load(), begin(consumer="c2").load()
-    query.step()
-    other.step()
-    assert other.offset is not None and "stage" not in other.offset, "one consumer at a time reads rows"
     query.step_until(30)
     query.close()
     other.run()

@@ -6,6 +6,7 @@ import json
 import resource
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,13 @@ from initials import Initial, fill, writers
 from listening import wait_until
 
 from pgcdc.core.errors import SourceError, SpoolError
+from pgcdc.core.state import Lock
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
+from pgcdc.source.postgres.setup.published import read_published
 from pgcdc.source.postgres.snapshot.chunks import Chunk
-from pgcdc.source.postgres.snapshot.staging import Work, stage
+from pgcdc.source.postgres.snapshot.reader import Reader, StageOrder
+from pgcdc.source.postgres.snapshot.releases import Staged
 
 KEY = {"public.t": ["id"]}
 
@@ -91,9 +95,9 @@ def test_a_table_without_a_key_comes_whole_or_in_a_new_snapshot(
 ) -> None:
     database.execute("CREATE TABLE keyless AS SELECT i AS id, repeat('x', 90) AS v FROM generate_series(1, 8000) i")
     query = begin().load()
-    query.step()
-    query.step()
-    assert list((query.state.snapshot / "staged").glob("*.json")) and not any(query.batches), "not by halves"
+    query.read_some()
+    wait_until(lambda: query.records("staged") != [], 20, "a chunk is staged")
+    assert query.step() is None, "not by halves"
     database.execute("INSERT INTO keyless VALUES (0, 'between')")
     query.lose_snapshot()
     database.execute("INSERT INTO keyless VALUES (-1, 'later')")
@@ -103,16 +107,14 @@ def test_a_table_without_a_key_comes_whole_or_in_a_new_snapshot(
 
 
 def test_what_is_staged_is_published_though_its_snapshot_is_lost(
-    database: Database, begin: Callable[..., Initial]
+    database: Database, begin: Callable[..., Initial], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     database.execute("CREATE TABLE keyless AS SELECT i AS id FROM generate_series(1, 500) i")
+    monkeypatch.setenv("PGCDC_FAILPOINTS", "plan.staged=kill")
+    monkeypatch.setenv("PGCDC_FAILPOINT_ONCE", str(tmp_path))
     query = begin().load()
-    end = query.reader.latestOffset(query.offset, query.reader.getDefaultReadLimit())
-    assert query.offset is not None
-    partitions = query.reader.partitions(query.offset, end)
-    query.kill_capture()
-    for work in partitions:
-        assert list(query.reader.read(work)) == []
+    query.read_some()
+    wait_until(lambda: Lock.holder(query.state.capture_lock) is None, 20, "the capture dies")
     query.lose_snapshot()
     database.execute("DELETE FROM keyless")
     query.run()
@@ -224,18 +226,22 @@ def test_a_restart_of_the_server(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_an_error_with_advice_and_staging_goes_on_afterwards(database: Database, tmp_path: Path) -> None:
     fill(database, "t", 3000)
+    database.execute("CREATE PUBLICATION p FOR TABLE t")
     with database.connect() as conn:
         conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
         name = str(conn.execute("SELECT pg_export_snapshot()").fetchone()[0])  # type: ignore[index]
-        work = Work("1-1-0", name, ("id", "v"), "id >= 10", Chunk("public", "t"), str(tmp_path))
+        published = next(one for one in read_published(conn, ["p"]) if one.title == "t")
+        order = StageOrder("1-1-0", name, replace(published, row_filter="id >= 10"), Chunk("public", "t"), tmp_path)
+        reader = Reader(database.url, ["p"], "test")
         handler, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-            with pytest.raises(SpoolError, match=r"cannot be written.*Make room on the disk"):
-                stage(database.url, work)
+            found = reader.read(order)
+            assert isinstance(found, SpoolError) and "Make room on the disk" in str(found)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             signal.signal(signal.SIGXFSZ, handler)
         assert list(tmp_path.iterdir()) == []
-        stage(database.url, work)
-        assert json.loads((tmp_path / "1-1-0.json").read_text())["rows"] == 2990
+        found = reader.read(order)
+        assert isinstance(found, Staged) and found.rows == 2990 and (tmp_path / found.file).exists()
+        reader.close()

@@ -10,7 +10,7 @@ from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation, Relations
 from pgcdc.source.postgres.snapshot.plan import SkipRule
-from pgcdc.source.postgres.snapshot.skipped import is_visible, leave_out
+from pgcdc.source.postgres.snapshot.window import is_visible, leave_out
 from pgcdc.spool.batch import CaptureBatch, Part
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 

@@ -12,8 +12,9 @@ from pgcdc.cli.progress import SnapshotProgress
 from pgcdc.core.relation import Column, Relation
 from pgcdc.source.postgres.setup.published import PublishedTable
 from pgcdc.source.postgres.snapshot.chunks import Chunk
+from pgcdc.source.postgres.snapshot.held import Hold
 from pgcdc.source.postgres.snapshot.mode import choose_snapshot_mode
-from pgcdc.source.postgres.snapshot.plan import PLAN_FILE, Entry, Hold, PlannedTable, SkipRule, SnapshotPlan, begin_plan
+from pgcdc.source.postgres.snapshot.plan import PLAN_FILE, Entry, PlannedTable, SkipRule, SnapshotPlan, begin_plan
 from pgcdc.source.postgres.snapshot.planning import requests_for_rest
 
 SLOTS = Hold(1, "00000003-1", "holder-1-a.json", 100.0)

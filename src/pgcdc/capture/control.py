@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.server import remove_socket
@@ -30,6 +30,7 @@ __all__ = [
     "CaptureGone",
     "CaptureLink",
     "ControlClient",
+    "Settled",
     "ask_or_do",
     "ensure_capture",
     "forget_consumer",
@@ -40,6 +41,17 @@ MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 
 _T = TypeVar("_T")
+
+
+class Settled(NamedTuple):
+    """What has become of the rows that were asked for, by snapshots of any kind."""
+
+    end: Position | None
+    """Where all of them have been put; None while some are still to be read."""
+    initial_end: Position | None
+    """Where those of the initial snapshot end; None while it is under way."""
+    only: bool = False
+    """Nothing but the initial snapshot is wanted."""
 
 
 class CaptureGone(ConnectionLost):
@@ -94,19 +106,16 @@ class ControlClient:
         """The server's WAL flush LSN of now; the capture hurries to report progress up to there."""
         return int(self.request({"do": "target"})["lsn"])
 
-    def settled(self) -> Position | None:
-        """Where everything that was asked of snapshots has been put; None while some of it is still to be read."""
-        end = self.request({"do": "settled"})["end"]
-        return Position.parse(end) if end else None
+    def settled(self) -> Settled:
+        """What has become of the rows that were asked for."""
+        reply = self.request({"do": "settled"})
+        end, initial_end = (Position.parse(one) if one else None for one in (reply["end"], reply["initial_end"]))
+        return Settled(end, initial_end, reply["only"])
 
     def clock(self) -> tuple[Position, int] | None:
         """A moment, and the position up to which everything committed before it has been read; asks for the next one."""
         reply = self.request({"do": "clock"})
         return (Position.end(reply["lsn"]), reply["time_us"]) if reply["time_us"] else None
-
-    def stage(self, consumer: str, at: Position, *, take: bool) -> dict[str, Any]:
-        """Whether the initial snapshot has something to be read by tasks of this consumer, who is at `at`; or take it."""
-        return self.request({"do": "stage", "consumer": consumer, "at": str(at), "take": take})
 
     def status(self) -> dict[str, Any]:
         """What `pgcdc status` shows."""

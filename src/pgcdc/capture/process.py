@@ -34,13 +34,12 @@ from pgcdc.postgres.database import connect
 from pgcdc.source.postgres.setup.clock import Clock
 from pgcdc.source.postgres.setup.guard import Guard, connection_ended
 from pgcdc.source.postgres.setup.shapes import ShapeObserver
-from pgcdc.source.postgres.snapshot.added_tables import note_tables
-from pgcdc.source.postgres.snapshot.asked import answer_snapshot
 from pgcdc.source.postgres.snapshot.incremental import IncrementalSnapshots
 from pgcdc.source.postgres.snapshot.initial import InitialSnapshot
+from pgcdc.source.postgres.snapshot.planning import note_tables
 from pgcdc.source.postgres.snapshot.releases import Release, Releases
 from pgcdc.source.postgres.snapshot.signals import Signals
-from pgcdc.source.postgres.snapshot.skipped import leave_out
+from pgcdc.source.postgres.snapshot.window import leave_out
 from pgcdc.source.postgres.toast.resolver import ToastStep
 from pgcdc.source.postgres.wire.replication import SlotBusy
 from pgcdc.source.postgres.wire.stream import STATUS_INTERVAL_S, Capture, reconnect_delay_s
@@ -81,6 +80,7 @@ class CaptureProcess:
         self._signals = Signals(self._snapshots.queue, spec.signal_table)
         self._selector.register(self._snapshots.reader.fileno(), selectors.EVENT_READ, None)
         self._initial = InitialSnapshot(spec, state, self._releases.after(Position(0, 0)), self._snapshots.queue)
+        self._selector.register(self._initial.readers.fileno(), selectors.EVENT_READ, None)
         self._skip_rules = self._initial.rules
         self._shapes = ShapeObserver(
             state.shapes_file, self._spool.end if self._spool.end.is_snapshot else Position.end(self._spool.resume_lsn)
@@ -178,6 +178,7 @@ class CaptureProcess:
             self._write_status()
         self._server.close(error)
         self._snapshots.close()
+        self._initial.close()
         self._capture.close()
         if self._sql is not None:
             self._sql.close()
@@ -324,9 +325,9 @@ class CaptureProcess:
     def _publish_rows(self) -> bool:
         """Rows of the initial snapshot, which come before the stream; True if there may be more at once."""
         self._publish_due()
-        if self._to_replay or not self._initial.is_active or not self._is_waiting_for_rows:
+        if not self._initial.is_active or not self._is_waiting_for_rows:
             return False
-        if self._is_full():
+        if self._to_replay or self._is_full():
             self._initial.look()
             return False
         more = self._initial.step(self._release, lambda: self._spool.end)
@@ -452,19 +453,9 @@ class CaptureProcess:
         if what == "clock":
             return self._read_clock()
         if what == "settled":
-            return {"end": self._settled()}
-        if what == "stage":
-            name, at = request["consumer"], Position.parse(request["at"])
-            return self._initial.offer(
-                name,
-                take=request["take"],
-                is_full=self._is_full(),
-                is_behind=at < self._spool.end,
-                is_unacked=name in self._consumers and self._consumers[name].ack < at,
-                is_connected=self._server.has_consumer,
-            )
+            return {"end": self._settled(), "initial_end": self._initial.end, "only": self._spec.snapshot_only}
         if what == "snapshot":
-            return answer_snapshot(self._snapshots, request, self._sql, self._spec.publications)
+            return self._snapshots.answer(request, self._sql)
         if what == "status":
             return self._status()
         if what == "stop":

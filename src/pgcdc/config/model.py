@@ -26,7 +26,7 @@ from pgcdc.core.settings import Names, Options, Rules, setting
 from pgcdc.core.units import Bytes, Seconds
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.source.postgres.setup.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
-from pgcdc.source.postgres.snapshot.holder import DEFAULT_HOLD_LIMIT_S
+from pgcdc.source.postgres.snapshot.held import DEFAULT_HOLD_LIMIT_S
 from pgcdc.source.postgres.snapshot.mode import choose_snapshot_mode
 from pgcdc.source.postgres.toast.resolver import DEFAULT_CACHE_ENTRIES, ToastOptions
 from pgcdc.source.postgres.wire.protocol import WireOptions

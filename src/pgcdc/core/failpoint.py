@@ -6,13 +6,16 @@ global read and one comparison. The variable is read once, at import:
     PGCDC_FAILPOINTS="lane.after_write=kill@3,sink.before_ack=raise"
 
 `kill` is kill -9 of the own process, `raise` raises FailpointError; `@3` means at the third hit. A failpoint fires once per
-state directory if PGCDC_FAILPOINT_ONCE names a folder for the marker, so that the restarted process survives.
+state directory if PGCDC_FAILPOINT_ONCE names a folder for the marker, so that the restarted process survives. `wait` waits
+every time, until there is a file in the folder PGCDC_FAILPOINT_TICKETS, and removes it; without the folder it passes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +54,9 @@ def _fire(name: str) -> None:
     point = _POINTS.get(name)
     if point is None:
         return
+    if point.action == "wait":
+        _take_ticket(Path(os.environ["PGCDC_FAILPOINT_TICKETS"]))
+        return
     point.countdown -= 1
     if point.countdown != 0:
         return
@@ -64,3 +70,12 @@ def _fire(name: str) -> None:
     if point.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     raise FailpointError(f"failpoint {name}")
+
+
+def _take_ticket(folder: Path) -> None:
+    while folder.is_dir():
+        for ticket in folder.glob("*"):
+            with contextlib.suppress(FileNotFoundError):  # somebody else has it
+                ticket.unlink()
+                return
+        time.sleep(0.01)

@@ -27,7 +27,7 @@ from pgcdc.run.copy_target import PartialFile
 from pgcdc.sink.base import Batch
 from pgcdc.source.postgres.snapshot.chunks import lock_chunks
 from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement
-from pgcdc.source.postgres.snapshot.snapshot_rows import snapshot_mark, snapshot_rows
+from pgcdc.source.postgres.snapshot.releases import snapshot_mark, snapshot_rows
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 
 __all__ = ["copy_to_adapters"]

@@ -100,11 +100,6 @@ class Lane:
         with with_settings(spark, program.settings()):
             self.query = trigger.foreachBatch(self._deliver).start()
 
-    def _stages(self, batch_id: int) -> bool:
-        """Whether tasks of the batch read rows of the initial snapshot, besides the changes of the batch."""
-        before = _raw_offset(self._checkpoint, batch_id - 1) if batch_id else {}
-        return bool(_raw_offset(self._checkpoint, batch_id).get("stage", 0) > before.get("stage", 0))
-
     @property
     def place(self) -> Position:
         """Where the query goes on: behind what Spark has committed."""
@@ -214,8 +209,6 @@ class Lane:
             self.events += len(collected[0]) if collected else events
             if collected and self.on_batch is not None:
                 self.on_batch(collected[0])
-        elif self._stages(batch_id):
-            self.program.collect(blocks, start, end)  # it has no rows, but its tasks have something to do
         hit("lane.written")
         with self._lock:
             self._last_batch = batch_id

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pgcdc.core.position import Position
-from pgcdc.source.postgres.snapshot.holder import ALONE_S
+from pgcdc.source.postgres.snapshot.held import ALONE_S
 
 if TYPE_CHECKING:
     from pgcdc.run.supervisor import Lanes

@@ -34,9 +34,8 @@ from pgcdc.source.postgres.setup.preflight import check, identify
 from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
 from pgcdc.source.postgres.setup.published import PublishedTable, read_published
 from pgcdc.source.postgres.setup.slots import OpenTransaction, SlotInfo, check_not_ahead, drop_slot, get_slot
-from pgcdc.source.postgres.snapshot.releases import Releases, stage_rows
+from pgcdc.source.postgres.snapshot.releases import Releases, stage_rows, truncated_rows
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, SnapshotRequest, new_id
-from pgcdc.source.postgres.snapshot.snapshot_rows import truncated_rows
 from pgcdc.source.postgres.wire.protocol import WireOptions
 
 __all__ = ["Resync", "ResyncOptions"]

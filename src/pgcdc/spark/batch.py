@@ -35,7 +35,6 @@ from pgcdc.source.postgres.snapshot.held import HeldSnapshot, hold_snapshot, rea
 from pgcdc.spark.capture_client import driver_pid
 from pgcdc.spark.describe import read_table_columns
 from pgcdc.spark.options import StreamOptions
-from pgcdc.spark.stage import find_url
 from pgcdc.spark.table import TypedColumn, TypedTable
 
 __all__ = ["SNAPSHOT", "BatchReader", "ChunkPartition", "LiveTable", "load_live_table"]
@@ -237,3 +236,14 @@ def _metadata(one: pa.Field, rows: int) -> pa.Array:
 def _show(value: bytes | None) -> str:
     text = "NULL" if value is None else value.decode(errors="replace")
     return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def find_url(url: str) -> str:
+    """The database, on whichever host this is."""
+    found = url or os.environ.get("PGCDC_DB", "")
+    if not found:
+        raise ConfigError(
+            "no database is given on this host",
+            "Set the variable PGCDC_DB for the executors as well, or give option url",
+        )
+    return found

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from pgcdc.capture.control import CaptureLink, ControlClient
+from pgcdc.capture.control import CaptureLink, ControlClient, Settled
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Identity, Lock, StateDir, read_json
@@ -46,14 +46,11 @@ class Feed(Protocol):
     def ack(self, position: Position) -> None:
         """Everything up to `position` is durable."""
 
-    def stage(self, at: Position, *, take: bool) -> dict[str, Any]:
-        """Whether tasks of the batch behind `at` have something to read for the initial snapshot; with `take`, what."""
-
     def target(self) -> int:
         """What "everything up to now" means: an LSN."""
 
-    def settled(self) -> Position | None:
-        """Where the rows of all snapshots that were asked for end; None while some are still to be read."""
+    def settled(self) -> Settled:
+        """What has become of the rows that were asked for."""
 
     def clock(self) -> tuple[Position, int] | None:
         """A moment in microseconds since 1970, and where everything committed before it has been read."""
@@ -107,13 +104,10 @@ class CaptureFeed:
     def ack(self, position: Position) -> None:
         self._link.call(lambda client: client.ack(self._consumer, position))
 
-    def stage(self, at: Position, *, take: bool) -> dict[str, Any]:
-        return self._link.call(lambda client: client.stage(self._consumer, at, take=take))
-
     def target(self) -> int:
         return self._link.call(lambda client: client.target())
 
-    def settled(self) -> Position | None:
+    def settled(self) -> Settled:
         return self._link.call(lambda client: client.settled())
 
     def clock(self) -> tuple[Position, int] | None:
@@ -148,14 +142,11 @@ class StaticFeed:
     def ack(self, position: Position) -> None:
         pass
 
-    def stage(self, at: Position, *, take: bool) -> dict[str, Any]:
-        return {"active": False}
-
     def target(self) -> int:
         return self._end.lsn
 
-    def settled(self) -> Position | None:
-        return self._end
+    def settled(self) -> Settled:
+        return Settled(self._end, Position(0, 0))
 
     def clock(self) -> tuple[Position, int] | None:
         return None

@@ -17,7 +17,7 @@ from pgcdc.event.frame import INVALID_TEXT, EventOptions
 from pgcdc.postgres.database import parse_url, split_table
 from pgcdc.postgres.types.column import CHOICES, TypeOptions
 from pgcdc.source.postgres.setup.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
-from pgcdc.source.postgres.snapshot.holder import DEFAULT_HOLD_LIMIT_S
+from pgcdc.source.postgres.snapshot.held import DEFAULT_HOLD_LIMIT_S
 from pgcdc.source.postgres.snapshot.mode import SNAPSHOT_MODES, choose_snapshot_mode
 from pgcdc.source.postgres.toast.resolver import DEFAULT_CACHE_ENTRIES, ToastOptions
 from pgcdc.source.postgres.wire.protocol import WireOptions

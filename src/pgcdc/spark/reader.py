@@ -29,7 +29,6 @@ from pgcdc.event.shape import Described
 from pgcdc.event.texts import IdSeed
 from pgcdc.spark.capture_client import CaptureFeed, Feed, StaticFeed
 from pgcdc.spark.options import StreamOptions
-from pgcdc.spark.stage import StagePartition, Stager, read_stage
 from pgcdc.spool.reader import SegmentSlice, SpoolReader, plan_end
 
 __all__ = ["RECORD_BATCH_BYTES", "ChangePartition", "ChangeReader", "group_slices"]
@@ -63,9 +62,12 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._shapes: ShapeHistory | None = None
         self._feed: Feed | None = None
         self._target: Position | None = None
-        self._stager = Stager()
+        self._needed: Position | None = None
+        """Where a run that has an end, ends; None while rows of snapshots are still to be read before."""
         self._acked = Position(0, 0)
         """What the consumer had acknowledged when the query began."""
+        self._told = self._acked
+        """What was acknowledged since."""
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to the executors in Spark's plan: never the database's URL, which may have a password."""
@@ -92,30 +94,34 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         begin = Position.from_offset(start)
         max_rows = limit.max_rows if isinstance(limit, ReadMaxRows) else 1 << 62
         while True:
-            stage = self._stager.number(feed, start)
-            needed = self._stager.needed(feed, self._target) if self._target is not None else None
+            needed = self._find_end(feed)
             if needed is not None and begin >= needed:
                 break
-            has_work = stage > start.get("stage", 0)
-            end = self._look(feed, begin, wait=not has_work)
+            end = self._look(feed, begin)
             assert self._spool is not None
             planned = plan_end(self._spool.after(begin), end, max_rows, MAX_BATCH_BYTES) if end > begin else None
             if planned is not None:
-                return {**self._limit(feed, begin, planned).to_offset(), **({"stage": stage} if stage else {})}
-            if has_work:
-                return {**begin.to_offset(), "stage": stage}
+                return self._limit(feed, begin, planned).to_offset()
             if end > begin:  # the capture is just publishing a large transaction
                 feed.wait(LONG_POLL_S)
             if self._target is None or (needed is not None and end >= needed):
                 break
         return start
 
+    def _find_end(self, feed: Feed) -> Position | None:
+        """Of a run that delivers everything up to now: behind its target, and all rows that were asked for by then."""
+        if self._target is not None and self._needed is None:
+            settled = feed.settled()
+            if settled.end is not None:
+                self._needed = settled.end if settled.only else max(settled.end, self._target)
+        return self._needed
+
     def reportLatestOffset(self) -> dict[str, Any] | None:
         return self._spool.end.to_offset() if self._spool is not None else None
 
     def prepareForTriggerAvailableNow(self) -> None:
         self._target = Position.end(self._open().target())
-        self._stager.begin_run()
+        self._needed = None
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         feed = self._open()
@@ -127,17 +133,11 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         changes = self._schema_changes(begin, stop)
         described = self._describe(feed, relations)
         return [
-            *(
-                ChangePartition(group, relations, feed.seed, socket.gethostname(), changes, described=described)
-                for group in group_slices(slices, PARTITION_BYTES)
-            ),
-            *self._stager.partitions(feed, start, end),
+            ChangePartition(group, relations, feed.seed, socket.gethostname(), changes, described=described)
+            for group in group_slices(slices, PARTITION_BYTES)
         ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        if isinstance(partition, StagePartition):
-            read_stage(partition, self._options.url)
-            return
         assert isinstance(partition, ChangePartition)
         yield from self._batches(partition)
 
@@ -221,11 +221,18 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         wanted = set(relations)
         return Described(feed.database, tuple(change for change in self._shapes.changes if change.after in wanted))
 
-    def _look(self, feed: Feed, begin: Position, *, wait: bool = True) -> Position:
-        """How far the spool goes; waits a little if there is nothing new."""
+    def _look(self, feed: Feed, begin: Position) -> Position:
+        """How far the spool goes; waits a little if there is nothing new.
+
+        What Spark has committed is then acknowledged at once. It says so only with its next batch, and that one may have
+        to wait for room in the spool.
+        """
         assert self._spool is not None
         self._spool.refresh()
-        if self._spool.end <= begin and wait:
+        if self._spool.end <= begin:
+            if not self._options.driver_acks and begin > max(self._acked, self._told):
+                feed.ack(begin)
+                self._told = begin
             feed.wait(LONG_POLL_S)
             self._spool.refresh()
         return self._spool.end

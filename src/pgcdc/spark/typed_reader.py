@@ -27,7 +27,6 @@ from pgcdc.postgres.database import name_table
 from pgcdc.spark.capture_client import Feed
 from pgcdc.spark.options import StreamOptions
 from pgcdc.spark.reader import RECORD_BATCH_BYTES, ChangePartition, ChangeReader, group_slices
-from pgcdc.spark.stage import StagePartition
 from pgcdc.spark.table import LOAD_AGAIN, RENAMED_ADVICE, TypedTable, remember_table
 from pgcdc.spool.reader import SegmentSlice, read_slice
 
@@ -57,6 +56,7 @@ class TypedReader(ChangeReader):
         self._arrow = to_arrow_schema(schema, timezone="UTC")
         self._times: deque[tuple[Position, int]] = deque()
         self._clock_due = 0.0
+        self._snapshot_end: Position | None = None
 
     def _open(self) -> Feed:
         is_first = self._feed is None
@@ -140,9 +140,8 @@ class TypedReader(ChangeReader):
         assert self._spool is not None
         versions = {n: shape for n, shape in enumerate(self._spool.relations()) if self._table.is_named(shape)}
         found = []
-        staging = [one for one in plain if isinstance(one, StagePartition)]
-        snapshot_end = self._stager.end(self._open(), start)
-        for one in plain[: len(plain) - len(staging)]:
+        snapshot_end = self._initial_end()
+        for one in plain:
             assert isinstance(one, ChangePartition)
             found.append(
                 TypedPartition(one.slices, [], one.seed, one.host, [], versions=versions, snapshot_end=snapshot_end)
@@ -152,7 +151,14 @@ class TypedReader(ChangeReader):
             if not found:
                 found.append(TypedPartition([], [], self._open().seed, "", [], versions=versions))
             found[-1].heartbeat = heartbeat
-        return [*found, *staging]
+        return found
+
+    def _initial_end(self) -> Position:
+        """Up to where rows of snapshots are those of the initial one."""
+        feed = self._open()
+        if self._snapshot_end is None:
+            self._snapshot_end = feed.settled().initial_end
+        return self._snapshot_end or Position.end(feed.snapshot_lsn)
 
     def _batches(self, partition: ChangePartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, TypedPartition)

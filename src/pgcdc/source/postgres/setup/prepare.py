@@ -33,9 +33,9 @@ from pgcdc.source.postgres.setup.fingerprint import (
 from pgcdc.source.postgres.setup.preflight import ServerInfo, check
 from pgcdc.source.postgres.setup.publications import PublicationInfo, drop_ours, ensure, pair_of, use_existing
 from pgcdc.source.postgres.setup.slots import OpenTransaction, check_not_ahead, create_slot, drop_slot, get_slot
-from pgcdc.source.postgres.snapshot.holder import DEFAULT_HOLD_LIMIT_S, hold_for_long, let_all_go
+from pgcdc.source.postgres.snapshot.held import DEFAULT_HOLD_LIMIT_S, Hold, hold_for_long, let_all_go
 from pgcdc.source.postgres.snapshot.mode import SNAPSHOT_MODES
-from pgcdc.source.postgres.snapshot.plan import PLAN_FILE, Hold, begin_plan
+from pgcdc.source.postgres.snapshot.plan import PLAN_FILE, begin_plan
 from pgcdc.source.postgres.snapshot.planning import check_readable, request_all
 from pgcdc.source.postgres.snapshot.signals import drop_signal_table, ensure_signal_table
 from pgcdc.source.postgres.toast.identity_rules import check_cacheable, check_full

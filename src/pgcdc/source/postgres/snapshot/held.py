@@ -1,43 +1,56 @@
-"""A snapshot that many sessions read in, held by a small process of its own.
+"""Snapshots that many sessions read in, each held by a small process of its own.
 
-An exported snapshot can be imported only while the transaction that exported it is open, and nothing of ours lives long
-enough in Spark's driver: its Python planner is one of a pool of workers that end after a minute without work, and Spark
-tells nobody when the tasks of a batch read have ended. So `hold_snapshot` forks a process for it (or where it must not
-fork, because there are threads, starts this module as a program, which takes a quarter of a second longer). That
-process ends with the driver, or when nobody has read in the snapshot for a while: it holds back VACUUM until then. It
-holds no lock, so that no ALTER TABLE waits for it; readers lock and compare (`chunks.lock_chunks`).
+An exported snapshot can be imported only while the transaction that exported it is open, so somebody has to stay there who
+outlives whoever plans and reads. It holds back VACUUM all the while, but no lock: no ALTER TABLE waits for it, and readers
+lock and compare (`chunks.lock_chunks`). There are two kinds:
 
-It learns who reads from the names of the server's sessions, so that readers on other hosts count, too.
+- For a DataFrame (`hold_snapshot`): nothing of ours lives long enough in Spark's driver, whose Python planner is one of a
+  pool that ends after a minute. It is held until the driver ends, or nobody has read in it for a while. Who reads is seen
+  in the names of the server's sessions, so that readers on other hosts count.
+- For an initial snapshot (`hold_for_long`): driver and capture may crash meanwhile. The snapshot that a new slot exports can
+  be used only while the slot's connection stays idle, so it is imported and exported again. It is held until its file is
+  gone (the rows are there), the time limit is over, or nobody has run the capture for some minutes. The file is locked as
+  long as the process lives, so that everybody can see whether it does.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import psutil
 import psycopg
 
 from pgcdc.core.errors import PgcdcError, SourceError
+from pgcdc.core.state import Lock, StateDir
 from pgcdc.postgres.database import Connection, connect, explain_errors, quote_literal
 
-__all__ = ["HeldSnapshot", "hold_snapshot", "main", "read_in_snapshot", "start_holder"]
+__all__ = [
+    "ALONE_S", "DEFAULT_HOLD_LIMIT_S", "HeldSnapshot", "Hold", "hold_for_long", "hold_snapshot", "import_snapshot",
+    "is_held", "keep_files", "let_all_go", "let_go", "main", "read_in_snapshot",
+]  # fmt: skip
 
+DEFAULT_HOLD_LIMIT_S = 6 * 3600.0
+ALONE_S = 300.0
+"""How long the snapshot is held while no capture runs: for the next start."""
 POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class HeldSnapshot:
-    """What readers need to know. Picklable: it travels to the executors."""
+    """What readers of a DataFrame need to know. Picklable: it travels to the executors."""
 
     snapshot: str
     """Its name on the server."""
@@ -55,21 +68,93 @@ class HeldSnapshot:
         return cls(**json.loads(text))
 
 
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A snapshot that is held for an initial snapshot."""
+
+    number: int
+    name: str
+    """On the server."""
+    file: str
+    """Of its process, in the folder of the plan: it ends when this is gone."""
+    time: float
+    visible: str | None = None
+    """What it sees, as pg_snapshot; None for that of the slot itself, behind which the stream begins."""
+    lsn: int = 0
+    """Everything that it sees was written before."""
+
+
 def hold_snapshot(url: str, *, watch_pid: int, keep_s: float) -> HeldSnapshot:
     """Export a snapshot of now. It is held until `watch_pid` ends, or nobody has read in it for `keep_s`."""
-    spec = {"url": url, "watch_pid": watch_pid, "keep_s": keep_s}
-    if threading.active_count() == 1:
-        return HeldSnapshot(**_fork_holder(spec))
-    return HeldSnapshot(**start_holder("pgcdc.source.postgres.snapshot.held", spec))
+    session = f"pgcdc read {uuid.uuid4().hex[:12]}"
+    spec = {"url": url, "watch_pid": watch_pid, "keep_s": keep_s, "session": session}
+    found = _fork(spec) if threading.active_count() == 1 else _start(spec)
+    return HeldSnapshot(found["name"], session, keep_s)
 
 
-def start_holder(module: str, spec: dict[str, Any]) -> dict[str, Any]:
-    """Start a process that holds a snapshot and tell it what (on its standard input: no secret is among its arguments).
+def hold_for_long(url: str, state: StateDir, number: int, *, limit_s: float, exported: str | None = None) -> Hold:
+    """Hold a snapshot for an initial snapshot: the one that was exported under this name, or a new one."""
+    state.snapshot.mkdir(parents=True, exist_ok=True)
+    file = f"holder-{number}-{secrets.token_hex(4)}.json"  # never the name of another, who may still be ending
+    spec = {
+        "url": url, "path": str(state.snapshot / file), "capture_lock": str(state.capture_lock), "limit_s": limit_s,
+        "alone_s": float(os.environ.get("PGCDC_SNAPSHOT_ALONE_S", ALONE_S)), "exported": exported,
+    }  # fmt: skip
+    found = _start(spec)
+    visible = None if exported else found["visible"]
+    return Hold(number, found["name"], file, time.time(), visible, found["lsn"])
+
+
+def is_held(folder: Path, hold: Hold) -> bool:
+    """Whether its process lives. It ends a moment after the server did."""
+    return Lock.holder(folder / hold.file) is not None
+
+
+def let_go(folder: Path, *holds: Hold) -> None:
+    """End these processes."""
+    for one in holds:
+        (folder / one.file).unlink(missing_ok=True)
+
+
+def let_all_go(folder: Path) -> None:
+    """End every process that was ever started for this folder."""
+    for path in folder.glob("holder-*.json"):
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def read_in_snapshot(url: str, held: HeldSnapshot | None) -> Iterator[Connection]:
+    """A connection in a transaction that only reads: in the snapshot, or without one in a snapshot of its own."""
+    with connect(url, application_name=held.session if held else "pgcdc") as conn:
+        conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        if held is not None and not import_snapshot(conn, held.snapshot):
+            raise SourceError(
+                "the snapshot of this DataFrame is not held any more",
+                f"Load it again. A DataFrame can be read again within {held.keep_s:g} s after its last read "
+                "(option snapshot_keep), or from Spark's memory after .cache()",
+            )
+        yield conn
+
+
+def import_snapshot(conn: Connection, name: str) -> bool:
+    """Read in a snapshot from now on, in a transaction that has just begun. False if it is not held any more."""
+    try:
+        conn.execute(f"SET TRANSACTION SNAPSHOT {quote_literal(name)}".encode())
+    except (psycopg.ProgrammingError, psycopg.DataError, psycopg.errors.ObjectNotInPrerequisiteState):
+        return False
+    return True
+
+
+# --- starting the process
+
+
+def _start(spec: dict[str, Any]) -> dict[str, Any]:
+    """Start the process and tell it what to do, on its standard input: no secret is among its arguments.
 
     Returns its one line, in which it says that it does; raises what it failed with.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", module],
+        [sys.executable, "-m", "pgcdc.source.postgres.snapshot.held"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -85,15 +170,17 @@ def start_holder(module: str, spec: dict[str, Any]) -> dict[str, Any]:
     return _understand(line)
 
 
-def _fork_holder(spec: dict[str, Any]) -> dict[str, Any]:
-    """The same by a fork: everything is imported already. Only for a process with one thread."""
+def _fork(spec: dict[str, Any]) -> dict[str, Any]:
+    """The same by a fork, a quarter of a second faster: everything is imported. Only for a process with one thread."""
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             if os.fork() == 0:  # of a child that ends at once: nobody has to wait for it
                 os.setsid()
-                _leave_all_files_but(writable)
+                keep_files(writable)
+                for standard in (1, 2):
+                    os.dup2(0, standard)
                 _hold_and_say(spec, writable)
         finally:
             os._exit(0)  # what the objects of this process hold belongs to the other one: nothing is cleaned up
@@ -103,12 +190,11 @@ def _fork_holder(spec: dict[str, Any]) -> dict[str, Any]:
         return _understand(answers.readline())
 
 
-def _leave_all_files_but(keep: int) -> None:
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard in range(3):
-        os.dup2(null, standard)
-    os.closerange(3, keep)
-    os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
+def keep_files(*kept: int) -> None:
+    """In a forked process: close everything but standard output, standard error and these."""
+    for begin, end in pairwise([-1, 1, 2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]):
+        os.closerange(begin + 1, end)
+    os.open(os.devnull, os.O_RDWR)  # becomes standard input
 
 
 def _understand(line: bytes) -> dict[str, Any]:
@@ -124,21 +210,7 @@ _STARTED: list[subprocess.Popen[bytes]] = []
 """Processes that we started: kept, so that `poll` collects them when they end."""
 
 
-@contextmanager
-def read_in_snapshot(url: str, held: HeldSnapshot | None) -> Iterator[Connection]:
-    """A connection in a transaction that only reads: in the snapshot, or without one in a snapshot of its own."""
-    with connect(url, application_name=held.session if held else "pgcdc") as conn:
-        conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        if held is not None:
-            try:
-                conn.execute(f"SET TRANSACTION SNAPSHOT {quote_literal(held.snapshot)}".encode())
-            except (psycopg.ProgrammingError, psycopg.DataError, psycopg.errors.ObjectNotInPrerequisiteState):
-                raise SourceError(
-                    "the snapshot of this DataFrame is not held any more",
-                    f"Load it again. A DataFrame can be read again within {held.keep_s:g} s after its last read "
-                    "(option snapshot_keep), or from Spark's memory after .cache()",
-                ) from None
-        yield conn
+# --- in the process
 
 
 def main() -> int:
@@ -147,32 +219,71 @@ def main() -> int:
 
 
 def _hold_and_say(spec: dict[str, Any], output: int) -> int:
-    session = f"pgcdc read {uuid.uuid4().hex[:12]}"
+    path = Path(spec["path"]) if "path" in spec else None
+    may_retry = path is not None and not spec["exported"]
     try:
         with (
-            explain_errors("export a snapshot"),
-            connect(spec["url"], application_name="pgcdc snapshot", may_retry=False) as conn,
+            explain_errors("hold a snapshot"),
+            connect(spec["url"], application_name="pgcdc snapshot", may_retry=may_retry) as conn,
         ):
             conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-            row = conn.execute("SELECT pg_export_snapshot()").fetchone()
+            if spec.get("exported"):
+                conn.execute(f"SET TRANSACTION SNAPSHOT {quote_literal(spec['exported'])}".encode())
+            row = conn.execute("SELECT pg_export_snapshot(), txid_current_snapshot()::text").fetchone()
             assert row is not None
-            _say(output, {"snapshot": row[0], "session": session, "keep_s": spec["keep_s"]})
+            said: dict[str, Any] = {"name": row[0], "visible": row[1]}
+            goes_on = _while_it_is_read(conn, spec)
+            if path is not None:
+                # Read behind the snapshot: what it sees was written before.
+                after = conn.execute("SELECT (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::int8").fetchone()
+                assert after is not None
+                said["lsn"] = after[0]
+                lock = Lock(path)  # as long as this process lives
+                if lock.acquire() is None:
+                    raise SourceError("another process holds a snapshot for this state directory")
+                lock.write({"pid": os.getpid()})
+                goes_on = _while_it_is_needed(conn, spec, path)
+            _say(output, said)
             output = -1  # nobody listens any more
-            _hold(conn, session, spec["watch_pid"], spec["keep_s"])
+            while goes_on():
+                time.sleep(POLL_S)
     except PgcdcError as error:
         _say(output, {"error": error.to_json()})
         return error.exit_code
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
     return 0
 
 
-def _hold(conn: Connection, session: str, watch_pid: int, keep_s: float) -> None:
+def _while_it_is_read(conn: Connection, spec: dict[str, Any]) -> Callable[[], bool]:
     used = time.monotonic()
-    while psutil.pid_exists(watch_pid) and time.monotonic() - used < keep_s:
-        time.sleep(POLL_S)
+
+    def goes_on() -> bool:
+        nonlocal used
         conn.execute("SELECT pg_stat_clear_snapshot()")  # what the next statement shows is kept for the transaction
-        row = conn.execute("SELECT count(*) FROM pg_stat_activity WHERE application_name = %s", [session]).fetchone()
+        query = "SELECT count(*) FROM pg_stat_activity WHERE application_name = %s"
+        row = conn.execute(query, [spec["session"]]).fetchone()
         if row is not None and row[0]:
             used = time.monotonic()
+        return psutil.pid_exists(spec["watch_pid"]) and time.monotonic() - used < spec["keep_s"]
+
+    return goes_on
+
+
+def _while_it_is_needed(conn: Connection, spec: dict[str, Any], path: Path) -> Callable[[], bool]:
+    capture_lock = Path(spec["capture_lock"])
+    began = seen = time.monotonic()
+
+    def goes_on() -> bool:
+        nonlocal seen
+        now = time.monotonic()
+        if Lock.holder(capture_lock) is not None:
+            seen = now
+        conn.execute("SELECT 1")  # raises when the server is gone
+        return path.exists() and now - began <= spec["limit_s"] and now - seen <= spec["alone_s"]
+
+    return goes_on
 
 
 def _say(output: int, reply: dict[str, object]) -> None:

@@ -1,7 +1,7 @@
 """Incremental snapshots: tables are read again, chunk by chunk, while the stream goes on.
 
 1. The window opens: from now on all changes of the table that go to the spool are kept in mind, too (`window.py`).
-2. A chunk of the table is read in a snapshot of its own (`chunk_reader.py`). The stream goes on meanwhile.
+2. A chunk of the table is read in a snapshot of its own (`reader.py`). The stream goes on meanwhile.
 3. When the stream has passed everything that the snapshot could see, the window is folded into the chunk: now its rows are
    what the table has at exactly this place of the stream. They are released there (`releases.py`), and the next one begins.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,14 +27,21 @@ from pgcdc.core.failpoint import hit
 from pgcdc.core.operation import Op
 from pgcdc.core.position import Position, stream_lsn
 from pgcdc.core.state import StateDir
+from pgcdc.postgres.database import Connection, explain_errors
 from pgcdc.source.postgres.setup.published import PublishedTable
-from pgcdc.source.postgres.snapshot.chunk_reader import CHUNK_BYTES, ChunkOrder, ChunkRead, ChunkReader, NeverReadable
-from pgcdc.source.postgres.snapshot.copy import row_lists
-from pgcdc.source.postgres.snapshot.moved_keys import MovedKeys
-from pgcdc.source.postgres.snapshot.releases import Release, Releases, stage_rows
-from pgcdc.source.postgres.snapshot.requests import RequestQueue, RequestState, describe
-from pgcdc.source.postgres.snapshot.snapshot_rows import deleted_rows, snapshot_mark, snapshot_rows
-from pgcdc.source.postgres.snapshot.vanished import read_candidates
+from pgcdc.source.postgres.snapshot.keys import MovedKeys, read_candidates
+from pgcdc.source.postgres.snapshot.planning import NeverReadable, check_table, find_table
+from pgcdc.source.postgres.snapshot.reader import CHUNK_BYTES, ChunkOrder, ChunkRead
+from pgcdc.source.postgres.snapshot.readers import Readers
+from pgcdc.source.postgres.snapshot.releases import (
+    Release,
+    Releases,
+    Staged,
+    deleted_rows,
+    snapshot_mark,
+    stage_rows,
+)
+from pgcdc.source.postgres.snapshot.requests import RequestQueue, RequestState, change_queue, describe, make_request
 from pgcdc.source.postgres.snapshot.window import Chunk, StreamedXids, Window, key_moves, rows_of
 from pgcdc.source.postgres.wire.stream import reconnect_delay_s
 from pgcdc.spool.batch import CaptureBatch
@@ -72,7 +79,7 @@ class _Attempt:
 
 
 class IncrementalSnapshots:
-    """Works in the loop of the capture process: every method returns at once, what takes time is the thread's."""
+    """Works in the loop of the capture process: every method returns at once, what takes time is the reader's."""
 
     def __init__(
         self,
@@ -87,7 +94,8 @@ class IncrementalSnapshots:
     ) -> None:
         """`chunk_size` and `chunk_delay_s` are for requests that say nothing of it; 0 rows: what is read in a moment."""
         self.queue = RequestQueue(state.requests_file)
-        self.reader = ChunkReader(url, publications, application_name)
+        self.reader = Readers(url, publications, application_name)
+        self._publications = tuple(publications)
         self._folder = state.snapshot
         self._releases = releases
         self._attempt: _Attempt | None = None
@@ -158,7 +166,7 @@ class IncrementalSnapshots:
         return release
 
     def close(self) -> None:
-        """End the thread."""
+        """End the reader."""
         self.reader.close()
 
     # --- from request to order
@@ -215,11 +223,13 @@ class IncrementalSnapshots:
     # --- what was read
 
     def _collect(self) -> None:
-        found = self.reader.take()
-        if found is None:
+        taken = self.reader.take()
+        if taken is None:
             if self._attempt is not None and self._attempt.is_cancelled and not self.reader.is_busy:
                 self._attempt = None
             return
+        found = taken[1]
+        assert not isinstance(found, Staged)
         attempt, failures, self._failures = self._attempt, self._failures, 0
         if attempt is None or attempt.is_cancelled:
             self._attempt = None
@@ -376,7 +386,7 @@ class IncrementalSnapshots:
         """The rows of a chunk as they are now."""
         assert attempt.window is not None and attempt.chunk is not None
         folded = attempt.window.fold(attempt.chunk)
-        return None if folded is None else list(_rows_without(attempt.chunk, *folded))
+        return None if folded is None else list(attempt.chunk.rows_without(*folded))
 
     def _vanished(self, attempt: _Attempt) -> list[pa.RecordBatch] | None:
         """Keys that the table did not have, and of which the stream has said nothing since."""
@@ -386,14 +396,9 @@ class IncrementalSnapshots:
         gone = attempt.window.leave_untouched(key for key in keys if key not in there)
         if not gone:
             return gone if gone is None else []
-        names = list(attempt.order.known.columns)
-        at = [names.index(name) for name in attempt.order.known.key]
-        rows: list[list[bytes | None]] = []
-        for key in gone:
-            row: list[bytes | None] = [None] * len(names)
-            for place, value in zip(at, key, strict=True):
-                row[place] = value
-            rows.append(row)
+        known = attempt.order.known
+        values = (dict(zip(known.key, key, strict=True)) for key in gone)
+        rows = [[row.get(name) for name in known.columns] for row in values]
         return [deleted_rows(pa.array(rows, CHANGES.field("old").type))]
 
     def _adapt(self, attempt: _Attempt, read: ChunkRead) -> None:
@@ -425,6 +430,20 @@ class IncrementalSnapshots:
                 self._moved.pop(name, None)
                 path.unlink()
 
+    def answer(self, content: dict[str, Any], sql: Connection | None) -> dict[str, Any]:
+        """Do what is asked over the control socket: `action` is add, pause, resume, stop or list.
+
+        A table is looked at first, so that a refusal comes at once. All that is known comes back under `snapshots`.
+        """
+        if content["action"] == "add":
+            request = make_request(content)
+            request.check()
+            if sql is None or sql.closed:
+                raise ConnectionLost("the server is not connected")
+            with explain_errors("look at the table"):
+                check_table(sql, find_table(sql, self._publications, request.table), request.where)
+        return change_queue(self.queue, content) | {"snapshots": self.status()}
+
     def status(self) -> list[dict[str, Any]]:
         """For `pgcdc status`: every request, and how long it may take."""
         name, begun, rows = self._pace
@@ -439,22 +458,3 @@ def _candidates(order: ChunkOrder) -> list[pa.Array]:
     assert order.known is not None
     places = range(len(order.known.key))
     return [pa.array([key[place].encode() for key in order.keys or ()], pa.binary()) for place in places]
-
-
-def _rows_without(
-    chunk: Chunk, touched: npt.NDArray[np.int64], replaced: list[list[bytes | None]]
-) -> Iterator[pa.RecordBatch]:
-    """The rows of a chunk without some, and with others in their place."""
-    first = 0
-    for values in chunk.values:
-        count = len(values) // chunk.columns
-        mine = touched[(touched >= first) & (touched < first + count)] - first
-        keep = np.ones(count, bool)
-        keep[mine] = False
-        left = row_lists(values, chunk.columns).filter(pa.array(keep)).flatten() if len(mine) else values
-        if len(left):
-            yield snapshot_rows(left, chunk.columns)
-        first += count
-    if replaced:
-        flat = [value for row in replaced for value in row]
-        yield snapshot_rows(pa.array(flat, pa.binary()), chunk.columns)

@@ -1,15 +1,16 @@
-"""The initial snapshot, in the capture process: hands entries of the plan to a query's tasks, and publishes what they read.
+"""The initial snapshot, in the capture process: has the entries of the plan read side by side, and publishes what was read.
 
 The stream is not read before all rows are published (the slot keeps it meanwhile), so that rows and changes are in order
 without any comparison. A snapshot can be lost before that: its holder was killed, the server was restarted, the time limit
 was reached, or a table was truncated or rewritten. Then tables of which nothing is published yet are read in a new snapshot,
-and the stream will leave out what that one saw (`skipped.py`). The rest of a table that is published in part becomes a
+and the stream will leave out what that one saw (`window.leave_out`). The rest of a table that is published in part becomes a
 request for an incremental snapshot. What is staged already is published in any case, whatever became of its snapshot.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,35 +18,34 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pgcdc.capture.spec import CaptureSpec
-from pgcdc.core.errors import SourceError, StateError
+from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, StateError
 from pgcdc.core.operation import Op
-from pgcdc.core.position import format_lsn
+from pgcdc.core.position import Position, format_lsn
 from pgcdc.core.state import StateDir
 from pgcdc.source.postgres.setup.published import PublishedTable
-from pgcdc.source.postgres.snapshot.holder import hold_for_long, is_held, let_all_go, let_go
-from pgcdc.source.postgres.snapshot.plan import Entry, Hold, PlannedTable, SkipRule, SnapshotPlan
+from pgcdc.source.postgres.snapshot.held import Hold, hold_for_long, is_held, let_all_go, let_go
+from pgcdc.source.postgres.snapshot.plan import Entry, PlannedTable, SkipRule, SnapshotPlan
 from pgcdc.source.postgres.snapshot.planning import (
     CHUNK_BYTES,
     NOTHING_LOST,
+    NoRight,
     TableLocked,
     plan_tables,
     published_names,
     requests_for_rest,
 )
-from pgcdc.source.postgres.snapshot.releases import Release, stage_rows
+from pgcdc.source.postgres.snapshot.reader import Answer, StageOrder
+from pgcdc.source.postgres.snapshot.readers import Readers
+from pgcdc.source.postgres.snapshot.releases import Release, Staged, snapshot_mark, stage_rows
 from pgcdc.source.postgres.snapshot.requests import RequestQueue
-from pgcdc.source.postgres.snapshot.snapshot_rows import snapshot_mark
-from pgcdc.source.postgres.snapshot.staging import FAILED, NO_RIGHT, ROWS, Answers, Staged, Work
 
 __all__ = ["InitialSnapshot"]
 
 logger = logging.getLogger("pgcdc.capture")
 
-BATCH_BYTES = 4 * CHUNK_BYTES
-"""Of tables, for the tasks of one batch. So much may wait on disk for a spool that is full."""
-LOOK_INTERVAL_S = 0.05
-LOOK_SHARE = 10
-"""Looking for answers takes at most one part in so many of the time, however many there are."""
+STAGED_BYTES = 4 * CHUNK_BYTES
+"""So much may wait on disk for a spool that is full, or a capture that is slower than its readers."""
+READERS = max(1, min(4, os.cpu_count() or 1))
 LOCKED_S = 2.0
 """How long to do other things when a table is locked."""
 HELD_INTERVAL_S = 0.5
@@ -77,23 +77,18 @@ class InitialSnapshot:
         self._queue = queue
         self._plan = SnapshotPlan(state.snapshot)
         self._folder = state.snapshot / "staged"
-        self._answers = Answers(self._folder)
-        self._staged: dict[int, dict[str, Staged]] = {}
-        """What can be published, by table and entry."""
-        self._staged_bytes = 0
-        """Of tables with a key: one without is staged as a whole in any case."""
+        self.readers = Readers(spec.url, spec.publications, "pgcdc snapshot reader", READERS)
         self._due: dict[int, None] = {}
         """Tables of which there may be something to publish, in that order."""
         self._lost: dict[int, str] = {}
         """Tables that a task could not read, and why."""
         self._held: dict[int, bool] = {}
-        self._held_due = self._look_due = self._plan_due = 0.0
+        self._held_due = self._plan_due = 0.0
         self._is_unsure = True
         """Whether a snapshot may have been lost since it was last asked."""
         self._spare: Hold | None = None
         """A snapshot that nothing is planned in yet."""
         self._losses = 0
-        self._stager: str | None = None
         self._taken: set[str] = set()
         self._attempts: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
@@ -103,9 +98,7 @@ class InitialSnapshot:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._catch_up(released)
             self._due = dict.fromkeys(self._plan.unfinished)
-            for one in Answers(self._folder).find():
-                if one.answer == NO_RIGHT:  # of before: now it may be otherwise
-                    self._answers.drop(one)
+            self._remove_unknown()
         elif state.snapshot.exists():
             self._clean_up()
 
@@ -126,6 +119,13 @@ class InitialSnapshot:
         return any(one.request.kind == "initial" and one.status in ("queued", "running") for one in states)
 
     @property
+    def end(self) -> str | None:
+        """The position behind its last row; that of nothing without one, None while it is under way."""
+        if self._plan.is_active:
+            return None
+        return str(self._plan.completed["end"] if self._plan.completed else Position(0, 0))
+
+    @property
     def rules(self) -> list[SkipRule]:
         """What the stream has to leave out."""
         return self._plan.rules
@@ -144,69 +144,72 @@ class InitialSnapshot:
             if marked is not None and note.get("mark") == "completed" and not marked.ended:
                 self._plan.end_table(marked.oid, "complete")
 
-    # --- work for tasks
+    # --- reading
 
-    def offer(
-        self,
-        consumer: str,
-        *,
-        take: bool,
-        is_full: bool,
-        is_behind: bool,
-        is_unacked: bool,
-        is_connected: Callable[[str], bool],
-    ) -> dict[str, Any]:
-        """Is there something to read for this consumer's tasks; with `take`, what: it is theirs until the next question.
-
-        One consumer at a time: what one batch did not read, its next one or another consumer's does. `is_full` is the
-        spool, which the consumer has not read to its end if he `is_behind`. Who has is not held up while something that
-        he has read `is_unacked`: it is acknowledged only with his next batch, even if that has nothing to do.
-        """
-        if not self._plan.is_active:
-            end = self._plan.completed["end"] if self._plan.completed else None
-            return {"active": False, "end": end, "only": self._spec.snapshot_only}
-        if self._stager not in (None, consumer) and is_connected(str(self._stager)):
-            return {"active": True, "work": []}
-        self._stager = consumer
-        if not take:
-            self._give_back()
-        is_enough = is_full and self._staged_bytes > BATCH_BYTES
-        waiting = self._waiting(keyless_only=is_enough)
-        if not take:
-            is_ready = not (is_full and is_behind) and ((is_enough and is_unacked) or any(True for _ in waiting))
-            return {"active": True, "is_ready": is_ready}
-        chosen: list[dict[str, Any]] = []
-        nbytes = 0
-        for table, entry in waiting:
-            if chosen and nbytes + entry.nbytes > BATCH_BYTES:
-                break
-            nbytes += entry.nbytes
-            self._taken.add(entry.id)
-            chosen.append(self._work(table, entry).to_json())
-        return {"active": True, "work": chosen}
-
-    def _give_back(self) -> None:
-        """The tasks have ended. What they have not answered is tried again, after a moment that grows."""
-        for entry in list(self._taken):
-            if not (self._folder / f"{entry}.json").exists():  # else it is soon seen
-                tries = self._attempts[entry] = self._attempts.get(entry, 0) + 1
-                self._not_before[entry] = time.monotonic() + min(30.0, 0.1 * 2**tries)
-                self._taken.remove(entry)
-
-    def _waiting(self, *, keyless_only: bool) -> Iterator[tuple[PlannedTable, Entry]]:
+    def look(self) -> None:
+        """Take in what was read, order the next, and see which snapshots are still held."""
         now = time.monotonic()
+        while (found := self.readers.take()) is not None:
+            order, answer = found
+            assert isinstance(order, StageOrder)
+            self._taken.discard(order.id)
+            self._note(order, answer)
+        while self.readers.is_free and (work := next(self._waiting(), None)) is not None:
+            table, entry = work
+            self._taken.add(entry.id)
+            snapshot = self._plan.holds[table.hold].name
+            self.readers.start(StageOrder(entry.id, snapshot, table.published, entry.chunk, self._folder))
+        if now >= self._held_due:
+            self._held_due = now + HELD_INTERVAL_S
+            self._is_unsure = True
+            self._held = {number: is_held(self._state.snapshot, one) for number, one in self._plan.holds.items()}
+            needed = {table.hold for table in self._plan.unfinished.values() if table.unpublished}
+            if self._spare is not None:
+                needed.add(self._spare.number)
+            let_go(self._state.snapshot, *(self._plan.holds[one] for one in self._held if one not in needed))
+            self._warn()
+
+    def _note(self, order: StageOrder, answer: Answer) -> None:
+        table = self._plan.unfinished.get(order.published.relation.oid)
+        if table is None or order.id not in table.unpublished:
+            return  # it was planned in another way meanwhile
+        if isinstance(answer, Staged):
+            self._plan.stage(order.id, answer)
+            self._attempts.pop(order.id, None)
+            self._due[table.oid] = None
+        elif isinstance(answer, NoRight):
+            raise SourceError(answer.message, f"{answer.advice} ({NOTHING_LOST})")
+        elif isinstance(answer, ConnectionLost):  # after a moment that grows
+            tries = self._attempts[order.id] = self._attempts.get(order.id, 0) + 1
+            self._not_before[order.id] = time.monotonic() + min(30.0, 0.1 * 2**tries)
+            logger.warning("table %s: %s; it is tried again", table.published.title, answer.message)
+        elif isinstance(answer, SourceError):
+            self._lost.setdefault(table.oid, answer.message)
+            self._is_unsure = True
+        else:
+            assert isinstance(answer, PgcdcError)
+            raise answer
+
+    def _waiting(self) -> Iterator[tuple[PlannedTable, Entry]]:
+        """What is to be read next. Of tables with a key not too much waits to be published; others are staged whole."""
+        now = time.monotonic()
+        staged_bytes = sum(
+            one.written[0]
+            for table in self._plan.unfinished.values()
+            if table.published.key
+            for one in table.staged.values()
+        )
         for table in self._plan.unfinished.values():
-            if table.oid in self._lost or not self._is_held(table) or (keyless_only and table.published.key):
+            is_enough = staged_bytes > STAGED_BYTES and table.published.key
+            if table.oid in self._lost or not self._is_held(table) or is_enough:
                 continue
-            staged = self._staged.get(table.oid, {})
             for entry in table.unpublished.values():
-                if entry.id not in staged and entry.id not in self._taken and now >= self._not_before.get(entry.id, 0):
+                is_new = entry.id not in table.staged and entry.id not in self._taken
+                if is_new and now >= self._not_before.get(entry.id, 0):
                     yield table, entry
 
-    def _work(self, table: PlannedTable, entry: Entry) -> Work:
-        published = table.published
-        name = self._plan.holds[table.hold].name
-        return Work(entry.id, name, published.columns, published.row_filter, entry.chunk, str(self._folder))
+    def _is_held(self, table: PlannedTable) -> bool:
+        return self._held.get(table.hold, False)
 
     # --- publishing
 
@@ -234,65 +237,10 @@ class InitialSnapshot:
             self._clean_up()
         return False
 
-    def look(self) -> None:
-        """Take in what tasks have answered, and see which snapshots are still held."""
-        now = time.monotonic()
-        if now < self._look_due:
-            return
-        refused: list[Staged] = []
-        for one in self._answers.find():
-            self._taken.discard(one.id)
-            table = self._plan.unfinished.get(int(one.id.partition("-")[0]))
-            if table is None or one.id not in table.unpublished:
-                self._answers.drop(one)  # of a task that was late
-            elif one.answer == ROWS and self._is_there(one):
-                self._staged.setdefault(table.oid, {})[one.id] = one
-                self._staged_bytes += self._counted(table, one)
-                self._due[table.oid] = None
-            else:
-                self._answers.drop(one)
-                if one.answer == NO_RIGHT:
-                    refused.append(one)
-                elif one.answer == FAILED:
-                    logger.warning("table %s: %s; it is tried again", table.published.title, one.message)
-                    self._not_before[one.id] = now + 1.0
-                elif one.answer != ROWS:
-                    self._lost.setdefault(table.oid, one.message or "its snapshot is not held any more")
-                    self._is_unsure = True
-        if refused:
-            raise SourceError(refused[0].message, f"{refused[0].advice} ({NOTHING_LOST})")
-        took_s = time.monotonic() - now
-        self._look_due = now + max(LOOK_INTERVAL_S, LOOK_SHARE * took_s)
-        if now >= self._held_due:
-            self._held_due = now + HELD_INTERVAL_S
-            self._is_unsure = True
-            self._held = {number: is_held(self._state.snapshot, one) for number, one in self._plan.holds.items()}
-            needed = {table.hold for table in self._plan.unfinished.values() if table.unpublished}
-            if self._spare is not None:
-                needed.add(self._spare.number)
-            let_go(self._state.snapshot, *(self._plan.holds[one] for one in self._held if one not in needed))
-            self._warn()
-
-    def _is_there(self, staged: Staged) -> bool:
-        return not staged.rows or (self._folder / staged.file).exists()
-
-    @staticmethod
-    def _counted(table: PlannedTable, staged: Staged) -> int:
-        return staged.written[0] if table.published.key else 0
-
-    def _unstage(self, table: PlannedTable, staged: Staged) -> None:
-        """It is not to be published, or is."""
-        if self._staged.get(table.oid, {}).pop(staged.id, None) is not None:
-            self._staged_bytes -= self._counted(table, staged)
-        self._answers.drop(staged)
-
-    def _is_held(self, table: PlannedTable) -> bool:
-        return self._held.get(table.hold, False)
-
     def _publish_of(self, table: PlannedTable, release: ReleaseRows) -> bool:
         if not table.hold:
             return False
-        left, ready = table.unpublished, self._staged.get(table.oid, {})
+        left, ready = table.unpublished, table.staged
         if not table.published.key and len(ready) < len(left):
             return False  # rows without a key cannot be read in two snapshots: all or nothing
         if left and not ready:
@@ -301,31 +249,32 @@ class InitialSnapshot:
             self._mark(table, Op.SNAPSHOT_STARTED, "started", release)
             self._plan.start_table(table.oid)
         elif ready:
-            self._publish(table, next(iter(ready.values())), release)
+            self._publish(table, next(iter(ready)), release)
         else:
             self._mark(table, Op.SNAPSHOT_COMPLETED, "completed", release)
             self._plan.end_table(table.oid, "complete")
             logger.info("table %s: %d rows", table.published.title, table.rows)
         return True
 
-    def _publish(self, table: PlannedTable, staged: Staged, release: ReleaseRows) -> None:
-        if not self._is_there(staged):  # somebody has deleted it
-            self._unstage(table, staged)
+    def _publish(self, table: PlannedTable, entry: str, release: ReleaseRows) -> None:
+        staged = table.staged[entry]
+        file = self._folder / staged.file
+        if not file.exists():  # somebody has deleted it
+            del table.staged[entry]
             self._is_unsure = True
             return
         if staged.rows:
             release(
-                self._folder / staged.file,
+                file,
                 rows=staged.rows,
                 written=staged.written,
                 relation=table.published.relation,
                 time_us=staged.time_us,
-                note={"entry": staged.id},
+                note={"entry": entry},
             )
-        self._plan.publish(staged.id, staged.rows, staged.time_us)
+        self._plan.publish(entry, staged.rows, staged.time_us)
         self._losses = 0
         self._rates.setdefault(table.oid, (time.monotonic(), table.rows))
-        self._unstage(table, staged)
 
     def _mark(self, table: PlannedTable, op: Op, what: str, release: ReleaseRows) -> None:
         name = f"initial-{format_lsn(self._plan.lsn)}"
@@ -371,10 +320,7 @@ class InitialSnapshot:
             table.oid: table
             for table in self._plan.unfinished.values()
             if not table.hold
-            or (
-                len(self._staged.get(table.oid, {})) < len(table.unpublished)
-                and (table.oid in self._lost or not self._is_held(table))
-            )
+            or (len(table.staged) < len(table.unpublished) and (table.oid in self._lost or not self._is_held(table)))
         }
         if not lost:
             self._is_unsure = False
@@ -427,14 +373,24 @@ class InitialSnapshot:
         if planned is None:
             return
         for oid, table in tables.items():
-            for staged in list(self._staged.get(oid, {}).values()):
-                self._unstage(table, staged)
             if not any(one.relation.oid == oid for one in [*(one for one, _ in planned[0]), *planned[1]]):
                 logger.warning("table %s is gone: nothing is left to be read of it", table.published.title)
                 self._plan.end_table(oid, "gone")
         self._record(hold, *planned)
 
+    def _remove_unknown(self) -> None:
+        """Rows of readers that were killed, or of entries that are published."""
+        known = {one.file for table in self._plan.unfinished.values() for one in table.staged.values()}
+        for path in self._folder.iterdir():
+            if path.name not in known:
+                path.unlink()
+
+    def close(self) -> None:
+        """End the processes that read."""
+        self.readers.close()
+
     def _clean_up(self) -> None:
+        self.readers.close()
         let_all_go(self._state.snapshot)
         shutil.rmtree(self._folder, ignore_errors=True)
 

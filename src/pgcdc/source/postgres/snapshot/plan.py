@@ -2,14 +2,14 @@
 
 A log of JSON lines with checksums, durable line by line: a crash leaves what was done before it, and nothing by halves. What
 it says is folded into `SnapshotPlan`. When the snapshot is complete it becomes one line, which stays: the changes that the
-stream has to leave out (`skipped.py`) are known by it.
+stream has to leave out (`window.leave_out`) are known by it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +19,17 @@ from pgcdc.core.relation import Relation
 from pgcdc.core.state import explain_writing, write_durably
 from pgcdc.source.postgres.setup.published import PublishedTable
 from pgcdc.source.postgres.snapshot.chunks import Chunk
+from pgcdc.source.postgres.snapshot.held import Hold
+from pgcdc.source.postgres.snapshot.releases import Staged
 
-__all__ = ["PLAN_FILE", "Entry", "Hold", "PlannedTable", "SkipRule", "SnapshotPlan", "begin_plan"]
+__all__ = ["PLAN_FILE", "Entry", "PlannedTable", "SkipRule", "SnapshotPlan", "begin_plan"]
 
 PLAN_FILE = "initial.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
-    """A snapshot on the server, held by a process of its own (`holder.py`)."""
-
-    number: int
-    name: str
-    """On the server."""
-    file: str
-    """The holder's, in the folder of the plan: it ends when this is gone."""
-    time: float
-    visible: str | None = None
-    """What it sees, as pg_snapshot; None for that of the slot itself, behind which the stream begins."""
-    lsn: int = 0
-    """Everything that it sees was written before."""
-
-
-@dataclass(frozen=True, slots=True)
 class Entry:
-    """What one task reads."""
+    """What is read at a time."""
 
     id: str
     chunk: Chunk
@@ -68,6 +54,8 @@ class PlannedTable:
     """complete, moved (the rest is read incrementally) or gone (it was dropped)."""
     unpublished: dict[str, Entry] = field(default_factory=dict)
     """What is left of the entries."""
+    staged: dict[str, Staged] = field(default_factory=dict)
+    """What was read of these, and can be published."""
     rows: int = 0
     """How many are published."""
 
@@ -96,6 +84,7 @@ class PlannedTable:
             self.done[entry] = rows
             self.rows += rows
             self.unpublished.pop(entry, None)
+            self.staged.pop(entry, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +153,10 @@ class SnapshotPlan:
         """It was said that its rows begin."""
         self._append({"do": "started", "oid": oid})
 
+    def stage(self, entry: str, staged: Staged) -> None:
+        """The rows of an entry are durable: they are published, whatever becomes of their snapshot."""
+        self._append({"do": "staged", "entry": entry, **asdict(staged)})
+
     def publish(self, entry: str, rows: int, time_us: int = 0) -> None:
         """An entry is in the stream; it was read at that time, if that is known."""
         self._append({"do": "done", "entry": entry, "rows": rows, "time_us": time_us})
@@ -215,6 +208,9 @@ class SnapshotPlan:
                 self.tables[table.oid] = self.unfinished[table.oid] = table
         elif what == "started":
             self.tables[record["oid"]].is_started = True
+        elif what == "staged":
+            staged = {name: record[name] for name in ("file", "rows", "time_us")}
+            self.table_of(record["entry"]).staged[record["entry"]] = Staged(**staged, written=tuple(record["written"]))
         elif what == "done":
             self.table_of(record["entry"]).publish(record["entry"], record["rows"])
             times = (self.begun_us, record.get("time_us", 0))

@@ -18,19 +18,29 @@ from pgcdc.postgres.database import (
     execute_one,
     explain_errors,
     explain_right,
+    name_table,
     quote_identifier,
     quote_literal,
+    split_table,
 )
-from pgcdc.source.postgres.setup.published import PublishedTable, read_published
+from pgcdc.source.postgres.setup.guard import connection_ended
+from pgcdc.source.postgres.setup.published import PublishedTable, find_published, read_published
 from pgcdc.source.postgres.setup.tables import Table
 from pgcdc.source.postgres.snapshot.chunks import Chunk, estimate_rows, plan_chunks, table_bytes
-from pgcdc.source.postgres.snapshot.plan import Entry, Hold, PlannedTable
+from pgcdc.source.postgres.snapshot.held import Hold, import_snapshot
+from pgcdc.source.postgres.snapshot.plan import Entry, PlannedTable
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, SnapshotRequest, new_id
 
 __all__ = [
     "NOTHING_LOST",
+    "NeverReadable",
+    "NoRight",
+    "SnapshotLost",
     "TableLocked",
     "check_readable",
+    "check_table",
+    "find_table",
+    "note_tables",
     "plan_tables",
     "published_names",
     "request_all",
@@ -54,17 +64,69 @@ CORRELATED = 0.5
 def check_readable(sql: Connection, publications: Sequence[str]) -> None:
     """Raise SourceError unless the rows of every published table can be read, all of them."""
     for table in read_published(sql, publications):
-        columns = ", ".join(map(quote_identifier, table.columns))
-        where = f"WHERE ({table.row_filter}\n) " if table.row_filter else ""
         try:
-            with sql.transaction():
-                sql.execute("SET LOCAL row_security = off")
-                execute_one(sql, f"SELECT {columns} FROM {table.source} {where}LIMIT 0")
-        except psycopg.errors.InsufficientPrivilege as error:
-            refused = explain_right(table.title, table.sql, sql.info.user, error)
-            raise SourceError(
-                refused.message, f"{refused.advice}; or deliver only changes: --snapshot-mode never"
-            ) from None
+            check_table(sql, table, table.row_filter or "", lock_timeout="0")
+        except NoRight as error:
+            raise NoRight(error.message, f"{error.advice}; or deliver only changes: --snapshot-mode never") from None
+
+
+def find_table(conn: Connection, publications: Sequence[str], name: str, oid: int = 0) -> PublishedTable:
+    """The table that is meant, if it can be read while the stream goes on. SourceError with advice if not."""
+    wanted = split_table(name)
+    known: list[PublishedTable] = []
+    if oid:
+        found = find_published(conn, publications, oid)
+    else:
+        known = read_published(conn, publications)
+        found = next((one for one in known if (one.relation.namespace, one.relation.name) == wanted), None)
+    if found is None:
+        known = known or read_published(conn, publications)
+        names = ", ".join(one.title for one in known[:10]) or "none"
+        what = "is not captured any more" if oid else "is not captured"
+        raise NeverReadable(f"table {name} {what}", f"Name one of those that are: {names}")
+    if not found.key:
+        raise NeverReadable(
+            f"table {found.title} has no primary key or replica identity index: its existing rows cannot be read while the "
+            "stream goes on",
+            "Add a primary key; or begin anew with all tables: pgcdc resync --new-slot",
+        )
+    return found
+
+
+def check_table(conn: Connection, table: PublishedTable, where: str = "", lock_timeout: str = "1s") -> None:
+    """Raise SourceError if its rows cannot be read: no right, or a condition that is none. Timeout 0: wait for locks."""
+    columns = ", ".join(map(quote_identifier, table.columns))
+    condition = f" WHERE ({where}\n)" if where else ""
+    try:
+        with conn.transaction():
+            conn.execute("SET TRANSACTION READ ONLY")
+            conn.execute("SET LOCAL row_security = off")
+            conn.execute(f"SET LOCAL lock_timeout = {quote_literal(lock_timeout)}".encode())
+            execute_one(conn, f"SELECT {columns} FROM {table.source}{condition} LIMIT 0")
+    except psycopg.errors.InsufficientPrivilege as error:
+        refused = explain_right(table.title, table.sql, conn.info.user, error)
+        raise NoRight(refused.message, refused.advice) from None
+    except psycopg.errors.LockNotAvailable:
+        raise SourceError(f"table {table.title} is locked", "Try again when nobody alters it") from None
+    except (psycopg.ProgrammingError, psycopg.DataError, psycopg.errors.FeatureNotSupported) as error:
+        if not where:
+            raise
+        raise SourceError(
+            f"the condition {where!r} cannot be used: {error.diag.message_primary}",
+            f"Write an SQL expression over the columns of {table.title}, as behind WHERE",
+        ) from None
+
+
+class NeverReadable(SourceError):
+    """The table is gone, is not published any more, or has no key: to try again is no use."""
+
+
+class SnapshotLost(SourceError):
+    """The snapshot is not held any more."""
+
+
+class NoRight(SourceError):
+    """The table must not be read."""
 
 
 class TableLocked(SourceError):
@@ -109,9 +171,7 @@ def plan_tables(
     with _connect(url) as conn:
         now = {one.relation.oid: one for one in read_published(conn, publications)}
         conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        try:
-            conn.execute(f"SET TRANSACTION SNAPSHOT {quote_literal(hold.name)}".encode())
-        except (psycopg.ProgrammingError, psycopg.DataError, psycopg.errors.ObjectNotInPrerequisiteState):
+        if not import_snapshot(conn, hold.name):
             return None
         then = {one.relation.oid: one for one in read_published(conn, publications)}
         planned: list[tuple[PublishedTable, list[Entry]]] = []
@@ -207,6 +267,39 @@ def requests_for_rest(table: PlannedTable, title: str) -> list[SnapshotRequest]:
         SnapshotRequest(f"initial-{name}", title, "initial", low=first.low, high=last.high, oid=table.oid)
         for name, first, last in ranges
     ]
+
+
+def note_tables(queue: RequestQueue, sql: Connection, publications: Sequence[str], *, is_wanted: bool) -> list[str]:
+    """Note which tables there are; of those that are new, the rows are asked for if that `is_wanted`. Returns these.
+
+    What was noted is durable together with the requests, so that no crash forgets a table. At the first time nothing is
+    asked for: these tables are those of the slot's beginning.
+    """
+    try:
+        with sql.transaction():  # the view opens every table: the stream must not wait behind a VACUUM FULL
+            sql.execute("SET LOCAL lock_timeout = '100ms'")
+            found = {oid: name_table(schema, name) for oid, schema, name in sql.execute(_TABLES, [list(publications)])}
+    except psycopg.errors.LockNotAvailable:
+        return []  # we look again in a few seconds
+    except psycopg.Error as error:
+        raise connection_ended(error) from error
+    known = queue.tables
+    if known == found.keys():
+        return []
+    fresh = sorted(found.keys() - known) if known is not None and is_wanted else []
+    added = [(oid, found[oid]) for oid in fresh]
+    queue.know(found, [SnapshotRequest(new_id(), name, "added", oid=oid) for oid, name in added])
+    if added:
+        logger.info("new tables, whose existing rows are read: %s", ", ".join(name for _, name in added))
+    return [name for _, name in added]
+
+
+_TABLES = """
+SELECT c.oid::int8, n.nspname::text, c.relname::text
+FROM pg_publication_tables p JOIN pg_namespace n ON n.nspname = p.schemaname
+JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = p.tablename
+WHERE p.pubname = ANY (%s)
+"""
 
 
 def request_all(sql: Connection, state: StateDir, publications: Sequence[str]) -> None:

@@ -23,14 +23,25 @@ import pyarrow as pa
 from pgcdc.core.errors import SpoolError, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.journal import append_lines, read_lines
+from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import CHUNK_BITS, CHUNK_ROWS, LAST_CHUNK, Position, stream_lsn
 from pgcdc.core.relation import Relation, Relations
 from pgcdc.core.state import fsync_folder
+from pgcdc.source.postgres.snapshot.copy import row_lists
 from pgcdc.spool.batch import CaptureBatch, Part
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 from pgcdc.spool.segment import Written, checksum_file
 
-__all__ = ["Release", "Releases", "stage_rows"]
+__all__ = [
+    "Release",
+    "Releases",
+    "Staged",
+    "deleted_rows",
+    "snapshot_mark",
+    "snapshot_rows",
+    "stage_rows",
+    "truncated_rows",
+]
 
 _DISK_FULL = "Make room on the disk of the state directory and start again: nothing is lost"
 
@@ -61,6 +72,18 @@ class Release:
     def follows(self, end: Position) -> bool:
         """Whether its place is right behind `end`, or `end` is inside of it: it can be made visible at once."""
         return end.lsn == self.lsn or (end.is_end and end.lsn == stream_lsn(self.lsn))
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Rows in a durable file."""
+
+    file: str
+    """Its name."""
+    rows: int
+    written: Written
+    time_us: int
+    """When they were read."""
 
 
 def stage_rows(path: Path, batches: Iterable[pa.RecordBatch]) -> tuple[int, Written]:
@@ -215,3 +238,44 @@ def _duplicate(file: Path, target: Path) -> None:
         shutil.copyfile(file, target)
         with open(target, "rb+") as copy:
             os.fsync(copy.fileno())
+
+
+# --- rows as changes
+
+
+def snapshot_rows(values: pa.Array, columns: int) -> pa.RecordBatch:
+    """Rows as changes of the operation SNAPSHOT; `values` are those of `copy_rows`: flat, `columns` for each row."""
+    lists = row_lists(values, columns)
+    return _batch(Op.SNAPSHOT, {"new": lists}, len(lists))
+
+
+def deleted_rows(rows: pa.Array) -> pa.RecordBatch:
+    """Rows that are gone, as DELETEs. `rows` are lists of values, one for each column; only those of the key count."""
+    return _batch(Op.DELETE, {"old": rows}, len(rows), OldKind.KEY)
+
+
+def truncated_rows() -> pa.RecordBatch:
+    """A TRUNCATE: all rows of the table come again."""
+    return _batch(Op.TRUNCATE, {}, 1)
+
+
+def snapshot_mark(op: Op, snapshot: str, kind: str, table: Relation, rows: int) -> pa.RecordBatch:
+    """One event on `pgcdc:_snapshot`: the reading of a table begins, or is complete."""
+    texts = [snapshot, kind, table.namespace, table.name, str(rows)]
+    values = pa.array([[text.encode() for text in texts]], CHANGES.field("new").type)
+    return _batch(op, {"new": values}, 1, relation=-1)
+
+
+def _batch(
+    op: Op, known: dict[str, pa.Array], count: int, old_kind: OldKind = OldKind.NONE, relation: int = 0
+) -> pa.RecordBatch:
+    columns = {
+        "ordinal": pa.array(np.zeros(count), pa.int64()),
+        "sub": pa.array(np.zeros(count), pa.int32()),
+        "op": pa.array(np.full(count, int(op)), pa.uint8()),
+        "relation": pa.array(np.full(count, relation), pa.int32()),
+        "old_kind": pa.array(np.full(count, int(old_kind)), pa.uint8()),
+        **known,
+    }
+    arrays = [columns[field.name] if field.name in columns else pa.nulls(count, field.type) for field in CHANGES]
+    return pa.RecordBatch.from_arrays(arrays, schema=CHANGES)

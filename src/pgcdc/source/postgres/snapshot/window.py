@@ -18,9 +18,23 @@ import pyarrow.compute as pc
 
 from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.relation import Relation
-from pgcdc.spool.batch import CaptureBatch
+from pgcdc.source.postgres.snapshot.copy import row_lists
+from pgcdc.source.postgres.snapshot.plan import SkipRule
+from pgcdc.source.postgres.snapshot.releases import snapshot_rows
+from pgcdc.spool.batch import CaptureBatch, Part
 
-__all__ = ["Change", "Chunk", "Key", "StreamedXids", "Window", "changes_of", "key_moves", "rows_of"]
+__all__ = [
+    "Change",
+    "Chunk",
+    "Key",
+    "StreamedXids",
+    "Window",
+    "changes_of",
+    "is_visible",
+    "key_moves",
+    "leave_out",
+    "rows_of",
+]
 
 Key = tuple[bytes, ...]
 """The values of the key's columns."""
@@ -83,6 +97,24 @@ class Chunk:
                 return values
             at -= len(one)
         raise IndexError(number)
+
+    def rows_without(
+        self, touched: npt.NDArray[np.int64], replaced: list[list[bytes | None]]
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows without some, and with others in their place, as changes."""
+        first = 0
+        for values in self.values:
+            count = len(values) // self.columns
+            mine = touched[(touched >= first) & (touched < first + count)] - first
+            keep = np.ones(count, bool)
+            keep[mine] = False
+            left = row_lists(values, self.columns).filter(pa.array(keep)).flatten() if len(mine) else values
+            if len(left):
+                yield snapshot_rows(left, self.columns)
+            first += count
+        if replaced:
+            flat = [value for row in replaced for value in row]
+            yield snapshot_rows(pa.array(flat, pa.binary()), self.columns)
 
 
 @dataclass(slots=True)
@@ -285,3 +317,48 @@ class StreamedXids:
         running = np.array([int(one) & 0xFFFFFFFF for one in in_progress.split(",") if one], np.uint32)
         ahead = (xids - np.uint32(int(xmax) & 0xFFFFFFFF)).astype(np.int32) >= 0  # in the circle of 32 bits
         return bool(ahead.any() or np.isin(xids, running).any())
+
+
+# --- changes that the stream has, and the rows of a table had already when they were read
+
+_HALF = 1 << 31
+
+
+def is_visible(xids: npt.NDArray[np.int64], snapshot: str) -> npt.NDArray[np.bool_]:
+    """Which of these transactions a pg_snapshot (`xmin:xmax:xip,...`) sees. They have 32 bits, as in the stream."""
+    _, xmax, running = snapshot.split(":")
+    last = int(xmax)
+    # The 64 bits that are nearest to the snapshot: nothing else can be in the stream beside it.
+    distance = (xids - last + _HALF) % (2 * _HALF) - _HALF
+    full = last + distance
+    in_progress = np.array([int(one) for one in running.split(",") if one], np.int64)
+    seen: npt.NDArray[np.bool_] = (full < last) & ~np.isin(full, in_progress)
+    return seen
+
+
+def leave_out(batch: CaptureBatch, rules: Sequence[SkipRule]) -> CaptureBatch:
+    """The batch without what a younger snapshot than the slot's saw. Positions stay, as if nothing was left out."""
+    lsns = batch.transactions.column("lsn").to_numpy()
+    if batch.part is None or not len(lsns) or lsns[0] > max((rule.lsn for rule in rules), default=0):
+        return batch
+    data = batch.part.load().combine_chunks().to_batches()[0]
+    counts = batch.transactions.column("rows").to_numpy()
+    of_row = np.repeat(np.arange(len(counts)), counts)
+    versions = data.column("relation").to_numpy()
+    gone = np.zeros(len(versions), np.bool_)
+    for rule in rules:
+        mine = [version for version in np.unique(versions) if version >= 0 and batch.relations[version].oid == rule.oid]
+        known = is_visible(batch.transactions.column("xid").to_numpy(), rule.visible) & (lsns <= rule.lsn)
+        gone |= np.isin(versions, mine) & known[of_row]
+    if not gone.any():
+        return batch
+    kept = data.filter(pa.array(~gone))
+    left = np.bincount(of_row[~gone], minlength=len(counts))
+    index = batch.transactions.schema.get_field_index("rows")
+    transactions = batch.transactions.set_column(
+        index, batch.transactions.schema.field(index), pa.array(left, pa.int64())
+    ).filter(pa.array(left > 0))
+    if batch.part.path is not None:
+        batch.part.path.unlink(missing_ok=True)
+    part = Part(kept.num_rows, kept.nbytes, batch.part.last, kept) if kept.num_rows else None
+    return CaptureBatch(part, transactions, batch.relations, batch.end, batch.last_lsn, batch.told)

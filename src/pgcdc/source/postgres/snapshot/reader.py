@@ -1,40 +1,44 @@
-"""Reads chunks of tables in a thread and on a connection of its own, so that the stream never waits for a table.
+"""Reads chunks of tables, in one session. There are two kinds of orders, with the same COPY:
 
-Each chunk is read in a snapshot of its own, with the table locked against ALTER and TRUNCATE for that moment (ACCESS SHARE,
-as any SELECT). Then it is waited until what the snapshot could see is flushed: a commit that was not (synchronous_commit =
-off) could be lost by a crash of the server, and would not be in the stream before either.
+- `StageOrder`: a part of the plan of an initial snapshot, read in the snapshot that is held for it, into a durable file.
+- `ChunkOrder`: the next rows of a table that is read beside the stream, in a snapshot of their own. Their table is locked
+  against ALTER and TRUNCATE for that moment (ACCESS SHARE, as any SELECT). Then it is waited until what the snapshot could
+  see is flushed: a commit that was not (synchronous_commit = off) could be lost by a crash of the server, and would not be
+  in the stream before either.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import queue
-import threading
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psycopg
 import pyarrow as pa
 from psycopg import pq
 
 from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError
+from pgcdc.core.failpoint import hit
 from pgcdc.postgres.database import (
     Connection,
     connect,
-    execute_one,
     explain_errors,
     explain_right,
     quote_identifier,
     quote_literal,
-    split_table,
 )
 from pgcdc.source.postgres.setup.clock import wal_place
-from pgcdc.source.postgres.setup.published import PublishedTable, find_published, read_published
-from pgcdc.source.postgres.snapshot.copy import copy_rows
+from pgcdc.source.postgres.setup.published import PublishedTable
+from pgcdc.source.postgres.snapshot.chunks import Chunk, lock_chunks
+from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement
+from pgcdc.source.postgres.snapshot.held import import_snapshot
+from pgcdc.source.postgres.snapshot.planning import NoRight, SnapshotLost, check_table, find_table
+from pgcdc.source.postgres.snapshot.releases import Staged, snapshot_rows, stage_rows
 
-__all__ = ["ChunkOrder", "ChunkRead", "ChunkReader", "NeverReadable", "check_readable", "find_table"]
+__all__ = ["Answer", "ChunkOrder", "ChunkRead", "Order", "Reader", "StageOrder"]
 
 CHUNK_BYTES = 8 << 20
 FLUSH_POLL_S = 0.02
@@ -43,13 +47,22 @@ _PASSING = ("40", "55P03", "57014")
 """Conflicts, deadlocks, locks and cancelled statements: the next attempt may do."""
 
 
-class NeverReadable(SourceError):
-    """The table is gone, is not published any more, or has no key: to try again is no use."""
+@dataclass(frozen=True, slots=True)
+class StageOrder:
+    """A part of a table, to be read in a snapshot that is held."""
+
+    id: str
+    """Of the entry in the plan."""
+    snapshot: str
+    """Its name on the server."""
+    published: PublishedTable
+    chunk: Chunk
+    folder: Path
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkOrder:
-    """What to read."""
+    """The next rows of a table, or some rows of it, to be read in a snapshot of now."""
 
     table: str
     """As the user writes it."""
@@ -120,94 +133,83 @@ class ChunkRead:
     """Of a look: transactions that wait for a synchronous standby. They may have been streamed to an earlier process."""
 
 
-class ChunkReader:
-    """One thread, one order at a time. `fileno` becomes readable when `take` has something."""
+Order = StageOrder | ChunkOrder
+Answer = Staged | ChunkRead | PgcdcError
+
+
+class Reader:
+    """Reads in one session, which is opened again when it was lost."""
 
     def __init__(self, url: str, publications: Sequence[str], application_name: str) -> None:
         self._url = url
         self._publications = tuple(publications)
         self._application_name = application_name
-        self._orders: queue.SimpleQueue[ChunkOrder | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[ChunkRead | PgcdcError] = queue.SimpleQueue()
-        self._readable, self._writable = os.pipe()
         self._conn: Connection | None = None
-        self._thread: threading.Thread | None = None
-        self.is_busy = False
+        self._role = ""
 
-    def fileno(self) -> int:
-        """For a selector."""
-        return self._readable
-
-    def start(self, order: ChunkOrder) -> None:
-        """Read this; nothing else is read meanwhile."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="chunks", daemon=True)
-            self._thread.start()
-        self.is_busy = True
-        self._orders.put(order)
-
-    def take(self) -> ChunkRead | PgcdcError | None:
-        """What became of the order; None if it is not done."""
+    def read(self, order: Order) -> Answer:
+        """What was read, or why it was not."""
         try:
-            found = self._done.get_nowait()
-        except queue.Empty:
-            return None
-        os.read(self._readable, 1)
-        self.is_busy = False
-        return found
+            with self._session(order):
+                if isinstance(order, StageOrder):
+                    return self._stage(order)
+                read = self._look(order) if order.known is None else self._copy(order, order.known)
+                self._await_flush(read)
+                return read
+        except PgcdcError as error:
+            return error
+        except Exception as error:  # a bug: the capture must hear of it
+            return PgcdcError(f"a chunk cannot be read: {error!r}", "This is a bug in pgcdc: please report it")
 
     def close(self) -> None:
-        """End the thread; what is being read is given up."""
-        if self._thread is None:
-            return
-        self._orders.put(None)
-        conn = self._conn
-        if conn is not None and self.is_busy:
-            with contextlib.suppress(psycopg.Error):
-                conn.cancel()
-        self._thread.join(2)
-
-    # --- in the thread
-
-    def _run(self) -> None:
-        while (order := self._orders.get()) is not None:
-            try:
-                found: ChunkRead | PgcdcError = self._read(order)
-            except PgcdcError as error:
-                found = error
-            except Exception as error:  # a bug: the capture must hear of it
-                found = PgcdcError(f"a chunk cannot be read: {error!r}", "This is a bug in pgcdc: please report it")
-            self._done.put(found)
-            os.write(self._writable, b"x")
-        self._drop()
-
-    def _drop(self) -> None:
+        """End the session."""
         if self._conn is not None:
             with contextlib.suppress(psycopg.Error):
                 self._conn.close()
             self._conn = None
 
-    def _read(self, order: ChunkOrder) -> ChunkRead:
+    @contextlib.contextmanager
+    def _session(self, order: Order) -> Iterator[None]:
         try:
-            with explain_errors(f"read table {order.table}"):
-                read = self._look(order) if order.known is None else self._copy(order, order.known)
-                self._await_flush(read)
-                return read
+            with explain_errors(f"read table {_title(order)}"):
+                yield
         except SourceError as error:
-            self._drop()
+            self.close()
             cause = error.__cause__
+            if isinstance(order, StageOrder) and isinstance(cause, psycopg.errors.InsufficientPrivilege):
+                refused = explain_right(order.published.title, order.chunk.sql, self._role, cause)
+                raise NoRight(refused.message, refused.advice) from cause
             if isinstance(cause, psycopg.Error) and (cause.sqlstate or "").startswith(_PASSING):
                 raise ConnectionLost(error.message, error.advice) from cause
             raise
         except BaseException:
-            self._drop()  # it may be in a transaction, or in the middle of a COPY
+            self.close()  # it may be in a transaction, or in the middle of a COPY
             raise
+
+    def _stage(self, order: StageOrder) -> Staged:
+        conn = self._connection()
+        columns, row_filter = order.published.columns, order.published.row_filter
+        time_us = time.time_ns() // 1000
+        conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        if not import_snapshot(conn, order.snapshot):
+            raise SnapshotLost("its snapshot is not held any more")
+        conn.execute("SET LOCAL row_security = off")  # rows that a policy hides are an error, not missing
+        conditions = [*order.chunk.conditions, *([row_filter] if row_filter else [])]
+        statement = copy_statement(columns, order.chunk.source, conditions)
+        name = f"{order.id}.{secrets.token_hex(4)}.arrow"  # another one for each attempt
+        lock_chunks(conn, [order.chunk])
+        hit("reader.reading")
+        batches = (snapshot_rows(values, len(columns)) for values in copy_rows(conn, statement, len(columns)))
+        rows, written = stage_rows(order.folder / name, batches)
+        conn.execute("COMMIT")
+        return Staged(name, rows, written, time_us)
 
     def _connection(self) -> Connection:
         if self._conn is not None and self._conn.pgconn.transaction_status != pq.TransactionStatus.IDLE:
-            self._drop()  # an open transaction would read in its old snapshot, for ever
+            self.close()  # an open transaction would read in its old snapshot, for ever
         if self._conn is None or self._conn.closed:
             self._conn = connect(self._url, application_name=self._application_name)
+            self._role = self._conn.info.user
             if self._conn.info.parameter_status("server_encoding") == "SQL_ASCII":
                 self._conn.execute("SET client_encoding = 'SQL_ASCII'")  # as the stream has it
         return self._conn
@@ -215,7 +217,7 @@ class ChunkReader:
     def _look(self, order: ChunkOrder) -> ChunkRead:
         conn = self._connection()
         table = find_table(conn, self._publications, order.table, order.oid)
-        check_readable(conn, table, order.where, lock_timeout="0")
+        check_table(conn, table, order.where, lock_timeout="0")
         row = conn.execute(_ESTIMATE, [table.relation.oid] * 2).fetchone()
         waiting = conn.execute(_WAITING).fetchall()
         estimated = int(row[0] or 0) if row else 0
@@ -287,50 +289,8 @@ class ChunkReader:
             time.sleep(FLUSH_POLL_S)
 
 
-def find_table(conn: Connection, publications: Sequence[str], name: str, oid: int = 0) -> PublishedTable:
-    """The table that is meant, if it can be read while the stream goes on. SourceError with advice if not."""
-    wanted = split_table(name)
-    known: list[PublishedTable] = []
-    if oid:
-        found = find_published(conn, publications, oid)
-    else:
-        known = read_published(conn, publications)
-        found = next((one for one in known if (one.relation.namespace, one.relation.name) == wanted), None)
-    if found is None:
-        known = known or read_published(conn, publications)
-        names = ", ".join(one.title for one in known[:10]) or "none"
-        what = "is not captured any more" if oid else "is not captured"
-        raise NeverReadable(f"table {name} {what}", f"Name one of those that are: {names}")
-    if not found.key:
-        raise NeverReadable(
-            f"table {found.title} has no primary key or replica identity index: its existing rows cannot be read while the "
-            "stream goes on",
-            "Add a primary key; or begin anew with all tables: pgcdc resync --new-slot",
-        )
-    return found
-
-
-def check_readable(conn: Connection, table: PublishedTable, where: str, lock_timeout: str = "1s") -> None:
-    """Raise SourceError if its rows cannot be read: no right, or a condition that is none. Timeout 0: wait for locks."""
-    columns = ", ".join(map(quote_identifier, table.columns))
-    condition = f" WHERE ({where}\n)" if where else ""
-    try:
-        with conn.transaction():
-            conn.execute("SET TRANSACTION READ ONLY")
-            conn.execute("SET LOCAL row_security = off")
-            conn.execute(f"SET LOCAL lock_timeout = {quote_literal(lock_timeout)}".encode())
-            execute_one(conn, f"SELECT {columns} FROM {table.source}{condition} LIMIT 0")
-    except psycopg.errors.InsufficientPrivilege as error:
-        raise explain_right(table.title, table.sql, conn.info.user, error) from None
-    except psycopg.errors.LockNotAvailable:
-        raise SourceError(f"table {table.title} is locked", "Try again when nobody alters it") from None
-    except (psycopg.ProgrammingError, psycopg.DataError, psycopg.errors.FeatureNotSupported) as error:
-        if not where:
-            raise
-        raise SourceError(
-            f"the condition {where!r} cannot be used: {error.diag.message_primary}",
-            f"Write an SQL expression over the columns of {table.title}, as behind WHERE",
-        ) from None
+def _title(order: Order) -> str:
+    return order.table if isinstance(order, ChunkOrder) else order.published.title
 
 
 def _literals(values: Sequence[str]) -> str:

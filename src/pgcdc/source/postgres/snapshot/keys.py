@@ -1,8 +1,10 @@
-"""Rows that got another key while their table was read: they may have gone from what is still to be read to what was.
+"""Files of keys that are read by name: rows that got another key while their table was read, and keys that a sink has.
 
-An UPDATE has the whole new row, so that this does no harm, except for long values that it does not change: these are not in
-the stream, and whoever has not got the row yet would never have them. So the new keys of such rows are written down,
-durably, before the change becomes visible, and read at the end.
+*Moved*: a row may go from what is still to be read to what was. An UPDATE has the whole new row, so that this does no harm,
+except for long values that it does not change: these are not in the stream, and whoever has not got the row yet would never
+have them. So the new keys of such rows are written down, durably, before the change becomes visible, and read at the end.
+
+*Vanished*: keys that a sink has, and the table perhaps no more: the candidates of requests of the kind vanished.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from pgcdc.core.errors import StateError
+from pgcdc.core.errors import SourceError, StateError
 from pgcdc.core.state import fsync_folder
+from pgcdc.source.postgres.setup.published import PublishedTable
+from pgcdc.source.postgres.snapshot.requests import SnapshotRequest
 from pgcdc.source.postgres.snapshot.window import Key
 
-__all__ = ["MovedKeys"]
+__all__ = ["MovedKeys", "read_candidates"]
 
 
 class MovedKeys:
@@ -98,3 +102,28 @@ class MovedKeys:
 
 def _text(value: bytes) -> str:
     return value.decode("utf-8", "surrogateescape")
+
+
+def read_candidates(
+    request: SnapshotRequest, begin: int, count: int, table: PublishedTable
+) -> tuple[tuple[tuple[str, ...], ...], int]:
+    """The next keys in the file of a request, each once, and how many bytes are done then. No keys: it is at its end."""
+    found: dict[tuple[str, ...], None] = {}
+    try:
+        with open(request.keys_file, "rb") as file:
+            file.seek(begin)
+            while len(found) < count and (line := file.readline()):
+                key = json.loads(line)
+                if (
+                    not isinstance(key, list)
+                    or len(key) != len(table.key)
+                    or not all(isinstance(one, str) for one in key)
+                ):
+                    raise ValueError(f"not a key of {len(table.key)} texts: {line[:80]!r}")
+                found[tuple(key)] = None
+                begin += len(line)
+    except (OSError, ValueError) as error:
+        raise SourceError(
+            f"the keys of table {table.title} in {request.keys_file} cannot be read: {error}", "Make the file again"
+        ) from error
+    return tuple(found), begin
