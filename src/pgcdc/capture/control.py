@@ -29,6 +29,7 @@ from pgcdc.core.state import Lock, StateDir, is_alive, open_log, read_json
 __all__ = [
     "CaptureGone",
     "CaptureLink",
+    "Channel",
     "ControlClient",
     "Settled",
     "ask_or_do",
@@ -58,8 +59,10 @@ class CaptureGone(ConnectionLost):
     """The capture process ended; start or join it again."""
 
 
-class ControlClient:
-    """One connection to the capture process. Not thread-safe."""
+class Channel:
+    """One connection to a control socket: requests and their answers. Not thread-safe."""
+
+    who = "the run"
 
     def __init__(self, address: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -67,8 +70,37 @@ class ControlClient:
             self._socket.connect(address)
         except OSError as error:
             self._socket.close()
-            raise CaptureGone("the capture process does not answer") from error
+            raise CaptureGone(f"{self.who} does not answer") from error
         self._file = self._socket.makefile("rb")
+
+    def request(self, content: dict[str, Any], timeout_s: float = 120.0) -> dict[str, Any]:
+        """Send one request and wait for its answer. Raises what the other process failed with."""
+        is_sent = False
+        try:
+            self._socket.settimeout(timeout_s)
+            with contextlib.suppress(BrokenPipeError):  # it has gone, but may have said why
+                self._socket.sendall(json.dumps(content).encode() + b"\n")
+                is_sent = True
+            line = self._file.readline()
+        except OSError as error:
+            raise CaptureGone(f"{self.who} does not answer") from error
+        reply: dict[str, Any] = json.loads(line) if line else {}
+        if "error" in reply:
+            raise PgcdcError.from_json(reply["error"])
+        if not line or not is_sent:
+            raise CaptureGone(f"{self.who} ended")
+        return reply
+
+    def close(self) -> None:
+        """Close the connection; the other side goes on."""
+        self._file.close()
+        self._socket.close()
+
+
+class ControlClient(Channel):
+    """One connection to the capture process."""
+
+    who = "the capture process"
 
     def join(
         self, consumer: str, *, exclusive: bool = False, start: Position | None = None
@@ -124,29 +156,6 @@ class ControlClient:
     def stop(self) -> None:
         """Ask the process to end."""
         self.request({"do": "stop"})
-
-    def request(self, content: dict[str, Any], timeout_s: float = 120.0) -> dict[str, Any]:
-        """Send one request and wait for its answer. Raises what the capture process failed with."""
-        is_sent = False
-        try:
-            self._socket.settimeout(timeout_s)
-            with contextlib.suppress(BrokenPipeError):  # it has gone, but may have said why
-                self._socket.sendall(json.dumps(content).encode() + b"\n")
-                is_sent = True
-            line = self._file.readline()
-        except OSError as error:
-            raise CaptureGone("the capture process does not answer") from error
-        reply: dict[str, Any] = json.loads(line) if line else {}
-        if "error" in reply:
-            raise PgcdcError.from_json(reply["error"])
-        if not line or not is_sent:
-            raise CaptureGone("the capture process ended")
-        return reply
-
-    def close(self) -> None:
-        """Close the connection; the capture goes on."""
-        self._file.close()
-        self._socket.close()
 
 
 class CaptureLink:

@@ -21,7 +21,6 @@ def spark_options(config: Config) -> dict[str, str]:
     options = {
         "state_dir": str(StateDir(config.state_dir).path),
         "slot": config.slot_name,
-        "_driver_acks": "true",  # only after the checkpoint files are fsynced
     }
     for name in _PASSED_ON:
         value = getattr(config, name)

@@ -2,7 +2,7 @@
 
 identity.json     which slot of which server this directory belongs to
 identity.lock     held by who changes the identity, or our publications
-run.lock          held by `pgcdc listen`
+run.lock          held by `pgcdc listen`; tells its pid and control socket
 capture.lock      held by the capture process; tells its pid and control socket
 capture.json      the capture's status, once a second
 run.json          the driver's status, once a second
@@ -14,7 +14,7 @@ shapes.jsonl      which shape every table had from which position on
 spool/            segments and index
 snapshot/         rows of snapshots that were released, and what is asked of incremental ones (requests.json)
 acks/             one file per sink
-checkpoints/      Spark's, one folder per lane
+checkpoints/      Spark's, one folder per lane, and in each where its batches ended (`ends`)
 toast/            the cache of --toast cache
 snapshot/         rows of snapshots that were released, and what is asked of snapshots
 dead_letters.jsonl  events that targets refused; replay/ has what `pgcdc dlq replay` asks of a run
@@ -219,6 +219,8 @@ class Lock:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: IO[str] | None = None
+        self.previous: dict[str, Any] = {}
+        """What the last holder wrote, if it was killed; known when the lock is taken."""
 
     def acquire(self, timeout_s: float = 0.2) -> dict[str, Any] | None:
         """Take the lock; None if another process holds it, else what the last holder wrote if it was killed.
@@ -233,10 +235,10 @@ class Lock:
         self._file = file
         file.seek(0)
         try:
-            previous: dict[str, Any] = json.loads(file.read() or "{}")
+            self.previous = json.loads(file.read() or "{}")
         except ValueError:
-            previous = {}
-        return previous
+            self.previous = {}
+        return self.previous
 
     def _try(self) -> IO[str] | None:
         file = open(self._path, "a+")  # noqa: SIM115 - open as long as the lock is held

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pgcdc.core.errors import GapError, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
-from pgcdc.core.state import fsync_folder
+from pgcdc.core.state import explain_writing, fsync_folder, write_durably
 from pgcdc.run.member import Member, WriteFuture, may_pass
 from pgcdc.run.roster import Write, WriteState, judge
 from pgcdc.sink.base import Batch
@@ -30,18 +30,29 @@ if TYPE_CHECKING:
 
     from pgcdc.spark.parallel import LargeBatch, LargeBatches
 
-__all__ = ["Lane", "LaneStopped", "read_offset", "stop_query"]
+__all__ = ["Ends", "Lane", "LaneStopped", "Planned", "stop_query"]
 
 FATAL_WAIT_S = 1.0
 """How long the others may finish their writes when one failed for good."""
 LARGE_GRACE_S = 5.0
 """How much longer a large batch is waited for: executors have to be started, and what they write is more at once."""
+KEPT_ENDS = 200
+"""Ends of batches that a lane remembers: Spark keeps the last 100."""
+MAX_LINES = 10_000
 GRACE_EVENTS = 100_000
 """That is for so many events; for more it is that much longer."""
 
 
 class LaneStopped(Exception):
     """Refuses a batch that came after the lane was told to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A batch, as its source planned it."""
+
+    start: Position
+    end: Position
 
 
 class Lane:
@@ -69,7 +80,10 @@ class Lane:
         """Called with what the first chain has of each batch that was collected, after the members have it."""
         self.large: LargeBatches | None = None
         """Set before the start: then executors write large batches to the sinks that can."""
+        self.planned: Planned | None = None
+        """Where the next batch begins and ends: the source says so before Spark runs it."""
         self._checkpoint = checkpoint
+        self._ends = Ends(checkpoint / "ends")
         self._initial = initial
         self._last_batch = max(self._committed_batches(), default=-1)  # by an earlier run, maybe not yet confirmed
         self._acked_batch = -1
@@ -104,7 +118,7 @@ class Lane:
     def place(self) -> Position:
         """Where the query goes on: behind what Spark has committed."""
         commits = self._committed_batches()
-        return read_offset(self._checkpoint, max(commits)) if commits else self._initial
+        return self._ends.of(max(commits)) if commits else self._initial
 
     def _committed_batches(self) -> list[int]:
         return [int(file.name) for file in (self._checkpoint / "commits").glob("[0-9]*") if file.name.isdigit()]
@@ -117,7 +131,7 @@ class Lane:
             batch -= 1
         if batch <= self._acked_batch or batch < 0:
             return None
-        position = read_offset(self._checkpoint, batch)
+        position = self._ends.of(batch)
         for folder in ("offsets", "commits"):
             for number in range(max(self._acked_batch, batch - 2), batch + 1):  # Spark also reads the one before
                 with contextlib.suppress(FileNotFoundError):
@@ -177,8 +191,8 @@ class Lane:
     def _write(self, blocks: DataFrame, batch_id: int) -> None:
         hit("lane.planned")
         assert self.program is not None
-        end = read_offset(self._checkpoint, batch_id)
-        start = read_offset(self._checkpoint, batch_id - 1) if batch_id else self._initial
+        planned = self._take_planned(batch_id)
+        start, end = planned.start, planned.end
         self.on_begin(start)
         self.last_start = start
         members = self.members()
@@ -209,10 +223,23 @@ class Lane:
             self.events += len(collected[0]) if collected else events
             if collected and self.on_batch is not None:
                 self.on_batch(collected[0])
+        self._ends.note(batch_id, end)
         hit("lane.written")
         with self._lock:
             self._last_batch = batch_id
             self.next_start = end
+
+    def _take_planned(self, batch_id: int) -> Planned:
+        """What the source said of this batch. It begins where the one before it ended."""
+        planned, self.planned = self.planned, None
+        expected = self._ends.of(batch_id - 1) if batch_id else self._initial
+        if planned is None or planned.start != expected:
+            raise StateError(
+                f"lane {self.name} expects batch {batch_id} to begin at {expected}, its source says "
+                f"{planned.start if planned else 'nothing'}",
+                "Restore the whole state directory from one backup, or begin with a new slot: pgcdc resync --new-slot",
+            )
+        return planned
 
     def _collect(self, blocks: DataFrame, start: Position, end: Position) -> list[Batch]:
         """The batch in this process, for each chain."""
@@ -303,23 +330,55 @@ def stop_query(query: StreamingQuery, timeout_s: float) -> bool:
     return not thread.is_alive()
 
 
-def read_offset(checkpoint: Path, batch_id: int) -> Position:
-    """The end of a batch, from Spark's offset log."""
-    return Position.from_offset(_raw_offset(checkpoint, batch_id))
+class Ends:
+    """Where the batches of a lane ended: a line for each, durable before Spark commits it."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._ends: dict[int, Position] = {}
+        self._lines = 0
+        """How many the file has."""
+        for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
+            number, _, text = line.partition(" ")
+            if line.endswith("\n"):  # else it was being written: its batch was not committed
+                with contextlib.suppress(ValueError):  # the same, by a machine that crashed
+                    self._keep(int(number), Position.parse(text.strip()))
+            self._lines += 1
+        if self._lines:
+            self._rewrite()
 
-def _raw_offset(checkpoint: Path, batch_id: int) -> dict[str, Any]:
-    """What the source said (one line of metadata, then one line per source)."""
-    path = checkpoint / "offsets" / str(batch_id)
-    try:
-        offset: dict[str, Any] = json.loads(path.read_text().splitlines()[2])
-        Position.from_offset(offset)
-        return offset
-    except (OSError, IndexError, ValueError, KeyError, TypeError) as error:
-        raise StateError(
-            f"Spark's offset log {path} cannot be read: {error}",
-            "Restore the checkpoint from a backup, or begin with a new slot: pgcdc resync --new-slot",
-        ) from error
+    def of(self, batch_id: int) -> Position:
+        """The end of a batch."""
+        if batch_id not in self._ends:
+            raise StateError(
+                f"{self._path} does not say where batch {batch_id} ended",
+                "Restore the state directory from a backup, or begin with a new slot: pgcdc resync --new-slot",
+            )
+        return self._ends[batch_id]
+
+    def note(self, batch_id: int, end: Position) -> None:
+        """Durable when this returns. A batch that comes again may have another end: the last line counts."""
+        self._keep(batch_id, end)
+        if not self._lines or self._lines >= MAX_LINES:
+            self._rewrite()
+            return
+        with explain_writing(self._path), open(self._path, "a") as file:
+            file.write(f"{batch_id} {end}\n")
+            file.flush()
+            os.fdatasync(file.fileno())
+        self._lines += 1
+
+    def _keep(self, batch_id: int, end: Position) -> None:
+        self._ends.pop(batch_id, None)
+        self._ends[batch_id] = end
+        if len(self._ends) > KEPT_ENDS:
+            del self._ends[next(iter(self._ends))]
+
+    def _rewrite(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(self._path, "".join(f"{number} {end}\n" for number, end in self._ends.items()).encode())
+        fsync_folder(self._path.parent.parent)
+        self._lines = len(self._ends)
 
 
 def _fsync(path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pgcdc.capture.consumers import MAIN
 from pgcdc.capture.control import CaptureLink
+from pgcdc.capture.server import remove_socket
 from pgcdc.config import Config
 from pgcdc.config.adapters import choose_specs, with_source_db
 from pgcdc.config.spark import spark_options
@@ -27,6 +28,7 @@ from pgcdc.core.errors import ConfigError, ConnectionLost, PgcdcError, SinkError
 from pgcdc.core.position import format_lsn
 from pgcdc.core.state import Lock, StateDir, read_json, write_json
 from pgcdc.postgres.database import connect
+from pgcdc.run.control import RunServer
 from pgcdc.run.letter_service import LetterOffice
 from pgcdc.run.member import Adapter
 from pgcdc.run.progress import RequestWatch, SnapshotWatch, describe_stop
@@ -100,6 +102,7 @@ class Pipeline:
         self._letters = LetterOffice(config, self.state, say, dead_letters)
         self._tables = TableWatch(config, self.state.shapes_file, say)
         self._link: CaptureLink | None = None
+        self._server: RunServer | None = None
         self._prepared: Prepared | None = None
         self._owns_spark = False
         self._phase = "starting"
@@ -200,7 +203,9 @@ class Pipeline:
                     f"the state directory {self.state.path} is in use by process {holder.get('pid', '?')}",
                     "Stop that run first, or use another --state-dir (with another --slot-name)",
                 )
-            lock.write({"pid": os.getpid()})
+            remove_socket(lock.previous)
+            self._server = RunServer(self._answer)
+            lock.write({"pid": os.getpid(), "address": self._server.address})
             self._is_locked = True
             self._check_transforms()
             self._letters.check()
@@ -248,11 +253,12 @@ class Pipeline:
 
     def _open_lanes(self) -> None:
         """Start the capture, and open the sinks where they go on."""
-        assert self._prepared is not None
+        assert self._prepared is not None and self._server is not None
         self._link = CaptureLink(self._prepared.spec, is_restart=False)
         self._lanes = Lanes(
             self.state, self._link, self._say,
-            options=self._spark_options(), once=self.config.once, fail_fast=self.config.fail_fast,
+            options=self._spark_options(), address=self._server.address,
+            once=self.config.once, fail_fast=self.config.fail_fast,
             bus_mode=self.config.bus_mode, bus_buffer=self.config.bus_buffer,
         )  # fmt: skip
         note_chains(self.state.transforms_file, [(spec, self._chain(spec)) for spec in self._specs])
@@ -475,6 +481,8 @@ class Pipeline:
         self._letters.close()
         if self._spark is not None and self._owns_spark:
             stop_session(self._spark, SPARK_STOP_S)
+        if self._server is not None:
+            self._server.close()
         if self._phase != "failed":
             self._enter("stopped")
         if self._temporary is not None:
@@ -483,6 +491,14 @@ class Pipeline:
                 drop_publications(self.config.source_options(), self._prepared.created_publications)
 
     # --- status
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What others ask of this run (`run/control.py`)."""
+        if request["do"] == "plan":
+            if self._lanes is not None:
+                self._lanes.plan(request)
+            return {}
+        raise ValueError(request["do"])
 
     def _enter(self, phase: str) -> None:
         self._phase = phase

@@ -19,7 +19,7 @@ from pgcdc.core.errors import ConfigError, PgcdcError, Policy, SchemaChanged, Si
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position, parse_lsn, stream_lsn
 from pgcdc.core.state import StateDir, read_json
-from pgcdc.run.lane import Lane, LaneStopped, stop_query
+from pgcdc.run.lane import Lane, LaneStopped, Planned, stop_query
 from pgcdc.run.member import Adapter, Member, may_pass
 from pgcdc.run.transfer import Moves
 from pgcdc.sink.base import Batch, Sink
@@ -70,16 +70,18 @@ class Lanes:
         say: Say,
         *,
         options: dict[str, str],
+        address: str = "",
         once: bool = False,
         fail_fast: bool = False,
         bus_mode: str = "reliable",
         bus_buffer: int = 100_000,
     ) -> None:
-        """`options` are those of the Spark source, without the consumer."""
+        """`options` are those of the Spark source, without the consumer; `address` is where it finds this process."""
         self._state = state
         self._link = link
         self._say = say
         self._options = options
+        self._address = address
         self._once = once
         self._fail_fast = fail_fast
         self._bus_mode = bus_mode
@@ -157,7 +159,7 @@ class Lanes:
         watched = self._watched.setdefault(lane.name, Watched())
         watched.is_done, watched.began = False, time.monotonic()
         try:
-            options = {**self._options, "consumer": lane.name}
+            options = {**self._options, "consumer": lane.name, "_run": self._address}
             lane.large = LargeBatches(self._spark, self._state) if self._is_keyed else None
             lane.start(self._spark, options, self._program(lane), once=self._once)
         except PgcdcError:
@@ -196,6 +198,12 @@ class Lanes:
                 if not query.isActive or not query.status["message"].startswith("Initializing"):
                     return
                 time.sleep(0.05)
+
+    def plan(self, batch: dict[str, Any]) -> None:
+        """The source says where the next batch of a lane begins and ends; from any thread."""
+        lane = self._moves.lanes.get(batch["lane"])
+        if lane is not None:  # else it was left meanwhile, and runs no batch
+            lane.planned = Planned(Position.parse(batch["start"]), Position.parse(batch["end"]))
 
     # --- watch
 

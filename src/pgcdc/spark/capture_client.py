@@ -69,12 +69,12 @@ class CaptureFeed:
         watch_pid = driver_pid()
         began = identity is not None and identity.created_lsn > 0
         source = _what_to_capture(options, identity if began else None)
-        if not began or (Lock.holder(state.capture_lock) is None and not options.driver_acks):
+        if not began or (Lock.holder(state.capture_lock) is None and not options.run):
             prepared = prepare(source, watch_pid=watch_pid, consumer=options.consumer)
             spec, identity = prepared.spec, prepared.identity
         else:
             assert identity is not None
-            if not options.driver_acks:
+            if not options.run:
                 _check_same(source, identity, read_json(state.capture_status) or {}, is_typed=options.table is not None)
             spec = source.spec((item["name"] for item in identity.publications), watch_pid)
         if options.table is not None:

@@ -77,8 +77,8 @@ class StreamOptions:
     source: SourceOptions
     consumer: str
     max_batch_rows: int
-    driver_acks: bool
-    """Somebody else acknowledges for this consumer, after more than Spark's commit (`pgcdc listen`)."""
+    run: str
+    """The control socket of the run that this query is a lane of: it acknowledges for the consumer, not the query."""
     events: EventOptions
     spool: str
     """Read this spool and no other: no capture (used to warm up)."""
@@ -156,7 +156,7 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
         source,
         options.get("consumer", "default"),
         rows,
-        _flag(options, "_driver_acks"),
+        options.get("_run", ""),
         events,
         options.get("_spool", ""),
         chains=options.get("_chains", ""),
@@ -260,7 +260,7 @@ _KNOWN = {
     "snapshot_mode", "snapshot_hold_limit",
     "streaming", "messages", "two_phase", "origin", "binary", "toast", "toast_cache_max_entries",
     "incremental_snapshot", "signal_table", "snapshot_chunk_size", "snapshot_chunk_delay",
-    "_spool", "_driver_acks", "_chains",
+    "_spool", "_run", "_chains",
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
+from pgcdc.capture.control import Channel
 from pgcdc.core.errors import ConfigError, GapError, SpoolError
 from pgcdc.core.position import Position, format_lsn
 from pgcdc.core.relation import Relation
@@ -61,6 +62,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._spool: SpoolReader | None = None
         self._shapes: ShapeHistory | None = None
         self._feed: Feed | None = None
+        self._run: Channel | None = None
         self._target: Position | None = None
         self._needed: Position | None = None
         """Where a run that has an end, ends; None while rows of snapshots are still to be read before."""
@@ -132,10 +134,20 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         relations = list(self._spool.relations())
         changes = self._schema_changes(begin, stop)
         described = self._describe(feed, relations)
+        self._announce(begin, stop)
         return [
             ChangePartition(group, relations, feed.seed, socket.gethostname(), changes, described=described)
             for group in group_slices(slices, PARTITION_BYTES)
         ]
+
+    def _announce(self, begin: Position, stop: Position) -> None:
+        """Tell the run where the batch that Spark is about to run begins and ends."""
+        if not self._options.run:
+            return
+        if self._run is None:
+            self._run = Channel(self._options.run)
+        batch = {"lane": self._options.consumer, "start": str(begin), "end": str(stop)}
+        self._run.request({"do": "plan", **batch})
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, ChangePartition)
@@ -184,7 +196,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def commit(self, end: dict[str, Any]) -> None:
         position = Position.from_offset(end)
-        if not self._options.driver_acks:
+        if not self._options.run:
             self._open().ack(position)
         if self._spool is not None:
             self._spool.forget(position)
@@ -192,6 +204,8 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def stop(self) -> None:
         if self._feed is not None:
             self._feed.close()
+        if self._run is not None:
+            self._run.close()
 
     def _open(self) -> Feed:
         """The feed, opened at first use: the constructor also runs where nothing should be started."""
@@ -230,7 +244,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         assert self._spool is not None
         self._spool.refresh()
         if self._spool.end <= begin:
-            if not self._options.driver_acks and begin > max(self._acked, self._told):
+            if not self._options.run and begin > max(self._acked, self._told):
                 feed.ack(begin)
                 self._told = begin
             feed.wait(LONG_POLL_S)

@@ -88,7 +88,7 @@ class TypedReader(ChangeReader):
             place, shape = found
             if place > begin:
                 return place
-            if not self._options.driver_acks:
+            if not self._options.run:
                 feed.ack(begin)  # Spark has committed it: the next load begins with the columns of this place
             raise self._explain(shape, place)
         return end
