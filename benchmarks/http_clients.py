@@ -30,7 +30,7 @@ __all__ = ["CLIENTS", "Receiver", "main", "receive"]
 EVENT = json.dumps({
     "id": "01a1e1d1-81b2-7e0a-8c3e-1f2c5d6a7b80", "channel": "pgcdc:orders", "operation": "INSERT",
     "payload": {"op": "INSERT", "table": "orders", "row": {"id": "1", "note": "x" * 260}, "old": None},
-    "source": "wal_replication", "created_at": "2026-11-16T00:46:06.258000Z", "position": "0000000001B12860/000000000001",
+    "source": "wal_replication", "created_at": "2026-11-16T00:46:06.258000Z", "position": "0000000001B12860/0000000000001",
 }).encode()  # fmt: skip
 HEADERS = {
     "Content-Type": "application/json",

@@ -22,7 +22,7 @@ from report import Figure, at_least
 from webhook import receiver, what_arrived
 from workload import PUBLICATION, VALUES, Backlog, connect, copied_slot, start_server
 
-from pgcdc.core.position import parse_lsn
+from pgcdc.postgres.lsn import parse_lsn
 
 if TYPE_CHECKING:
     from sections import Bench

@@ -22,7 +22,7 @@ from usage import cpu_of_tree, cpu_since, peak_rss_bytes
 from workload import PUBLICATION, wait_for_reader
 
 from pgcdc.config import Config
-from pgcdc.core.position import parse_lsn
+from pgcdc.postgres.lsn import parse_lsn
 from pgcdc.run.pipeline import Pipeline
 from pgcdc.sink.base import Batch
 
@@ -71,7 +71,7 @@ class WarmPipeline(Pipeline):
 
     def _watch_acks(self, end: int) -> None:
         assert self._lanes is not None
-        while any(member.sink.ack.lsn < end for member in self._lanes.members()):
+        while any(member.sink.ack.commit < end for member in self._lanes.members()):
             time.sleep(0.01)
         self.ended = time.time()
         self._conclude()

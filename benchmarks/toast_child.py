@@ -35,7 +35,7 @@ def drain(slot: str, changes: int, mode: str, entries: int, folder: Path) -> dic
     state.create()
     url = os.environ["PGCDC_DB"]
     spool = SpoolWriter(state.spool, Position.end(0))
-    step = ToastStep(ToastOptions(mode, entries), PUBLICATIONS, state, resume_lsn=0, instance="bench")
+    step = ToastStep(ToastOptions(mode, entries), PUBLICATIONS, state, resume=Position.end(0), instance="bench")
     capture = Capture(url, slot=slot, publications=PUBLICATIONS, relations=spool.relations, spill_dir=state.spool)
     consumers = Consumers(state.consumers_file)
     consumers.join("bench", Position.end(0))

@@ -75,7 +75,7 @@ def _batches(events: int) -> Iterator[Batch]:
     start = _START
     for first in range(0, events, BATCH_EVENTS):
         numbers = range(first, min(first + BATCH_EVENTS, events))
-        positions = [Position(1000 + number, 1) for number in numbers]
+        positions = [Position.at(1000 + number, 1) for number in numbers]
         lines = [_line(number, position) for number, position in zip(numbers, positions, strict=True)]
         yield Batch(start, positions[-1], pa.table({"position": list(map(str, positions)), "line": lines}))
         start = positions[-1]

@@ -63,7 +63,7 @@ def flatten(batch: pgcdc.CaptureBatch, done: pgcdc.Position) -> pa.Table:
     changes = batch.data
     transactions = batch.transactions
     transaction = np.repeat(np.arange(transactions.num_rows), transactions.column("rows").to_numpy())
-    lsn = transactions.column("lsn").to_numpy()[transaction]
+    lsn = transactions.column("commit").to_numpy()[transaction]
     ordinal = changes.column("ordinal").to_numpy()
     version = pa.array(changes.column("relation").to_numpy())
     relations = [batch.relations[number] for number in range(len(batch.relations))]

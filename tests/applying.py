@@ -66,7 +66,7 @@ class Source:
         self.state = StateDir(folder)
         self.state.create()
         self.start = self.end = Position.end(lsn)
-        self._toast = ToastStep(ToastOptions(), ("p",), self.state, resume_lsn=lsn, instance="1")
+        self._toast = ToastStep(ToastOptions(), ("p",), self.state, resume=Position.end(lsn), instance="1")
         self._observer = ShapeObserver(self.state.shapes_file, self.start)
         self._capture = Capture(
             url, slot=slot, publications=["p"], start_lsn=lsn, confirmed_lsn=lsn, relations=Relations()

@@ -125,5 +125,5 @@ def down() -> SinkUnavailable:
 
 
 def batch(count: int = 3, start: Position = START, end: Position = END) -> Batch:
-    positions = [str(Position(start.lsn + 1, number)) for number in range(1, count + 1)]
+    positions = [str(Position.at(start.commit + 1, number)) for number in range(1, count + 1)]
     return Batch(start, end, pa.table({"position": positions, "line": [f"{one}\n" for one in positions]}))

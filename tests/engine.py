@@ -77,7 +77,7 @@ class Engine:
             conn.execute("SELECT pg_logical_emit_message(true, 'flush', '')")
         self.capture.target_lsn = int(row[0])
         deadline = time.monotonic() + 30
-        while self.end.lsn < int(row[0]):
+        while self.end.commit < int(row[0]):
             assert time.monotonic() < deadline
             batch = self.capture.receive_batch(timeout_s=0.05)
             self.capture.ask_for_progress()

@@ -127,7 +127,7 @@ def expected_id(seed: IdSeed, position: Position, commit_time: int) -> str:
         x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
         return x ^ x >> 31
 
-    x = mix((position.lsn * 0x9E3779B97F4A7C15 + seed.high) & mask)
+    x = mix((position.commit * 0x9E3779B97F4A7C15 + position.kind + seed.high) & mask)
     x = mix((x + (position.ordinal << 16) + position.sub + (position.sub >> 16) * 0x9E3779B97F4A7C15) & mask)
     y = mix((x + seed.low) & mask)
     number = max(commit_time, 0) // 1000 << 80 | 7 << 76 | (x >> 52) << 64 | 2 << 62 | y >> 2
@@ -148,7 +148,7 @@ def expected_events(transactions: list[Transaction], seed: IdSeed = SEED) -> lis
     events = []
     for transaction in transactions:
         for ordinal, change in enumerate(transaction.changes, 1):
-            relation, position = change.relation, Position(transaction.lsn, ordinal)
+            relation, position = change.relation, Position.at(transaction.lsn, ordinal)
             old = expected_map(relation, change.old, change.old_kind == "K")
             is_delete = change.operation == "DELETE"
             names = [c.name for c, value in zip(relation.columns, change.new or (), strict=False) if value is UNCHANGED]
@@ -185,7 +185,7 @@ def spooled(
     with tempfile.TemporaryDirectory() as temporary:
         place = folder or Path(temporary)
         writer = SpoolWriter(place, START)
-        assembler = Assembler(writer.relations, start_lsn=START.lsn, seal_rows=seal_rows)
+        assembler = Assembler(writer.relations, start_lsn=START.commit, seal_rows=seal_rows)
         for number, transaction in enumerate(transactions, 1):
             for message in transaction.encode():
                 assembler.feed(message, transaction.lsn)
@@ -236,7 +236,7 @@ def changes(draw: st.DrawFn, shapes: list[Relation]) -> Change:
 def streams(draw: st.DrawFn) -> list[Transaction]:
     # Two oids for three shapes: one of the tables was altered.
     shapes = [draw(relations(oid)) for oid in (1, 1, 2)]
-    transactions, lsn = [], START.lsn
+    transactions, lsn = [], START.commit
     for _ in range(draw(st.integers(1, 4))):
         lsn += draw(st.integers(1, 3))
         content = tuple(draw(st.lists(changes(shapes), max_size=6)))

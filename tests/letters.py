@@ -25,7 +25,7 @@ PIPELINE = "7/slot"
 
 
 def at(*numbers: int) -> list[str]:
-    return [str(Position(101, number)) for number in numbers]
+    return [str(Position.at(101, number)) for number in numbers]
 
 
 def letter(number: int, adapter: str = "file", event: str | None = None, **other: Any) -> DeadLetter:

@@ -150,7 +150,7 @@ class Listener:
 
     def delivered_lsn(self) -> int:
         ack = self.ack()
-        return ack.lsn if ack else 0
+        return ack.commit if ack else 0
 
     def wait_delivered(self, timeout_s: float = 60.0) -> None:
         """Until everything that is committed now is in the file."""
@@ -235,4 +235,4 @@ class ConfirmWatch:
         if not commits:
             return None
         lines = (folder / "offsets" / str(max(commits))).read_text().splitlines()
-        return Position.from_offset(json.loads(lines[2])).lsn
+        return Position.from_offset(json.loads(lines[2])).commit

@@ -74,7 +74,7 @@ class Backfill(Query):
     def pull(self) -> None:
         """Everything that is committed by now."""
         target = _patiently(self.reader._open().target)
-        while self.offset is None or Position.from_offset(self.offset).lsn < target:
+        while self.offset is None or Position.from_offset(self.offset).commit < target:
             self.events += self.step() or []
 
     def drain(self) -> None:

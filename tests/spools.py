@@ -30,7 +30,15 @@ def write_spool(folder: Path, transactions: Sequence[Sequence[Change]]) -> Posit
         lsn += 8
         rows = [_row(number, writer.relations.intern(change[0]), change) for number, change in enumerate(changes, 1)]
         batch = pa.RecordBatch.from_pylist(rows, schema=CHANGES)
-        owner = {"lsn": lsn, "commit_time": 0, "xid": 1, "rows": len(rows), "complete": True, "origin": None}
+        owner = {
+            "commit": lsn,
+            "kind": 0,
+            "commit_time": 0,
+            "xid": 1,
+            "rows": len(rows),
+            "complete": True,
+            "origin": None,
+        }
         owners = pa.RecordBatch.from_pylist([owner], schema=TRANSACTIONS)
         part = Part(batch.num_rows, batch.nbytes, (len(rows), 0), batch)
         writer.append(CaptureBatch(part, owners, writer.relations, Position.end(lsn), lsn))

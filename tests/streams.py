@@ -60,7 +60,7 @@ def changes_of(batch: pgcdc.CaptureBatch) -> list[Change]:
             shape = batch.relations[row["relation"]] if row["relation"] >= 0 else None
             found.append(
                 Change(
-                    one["lsn"],
+                    one["commit"],
                     row["ordinal"],
                     row["sub"],
                     chr(row["op"]),

@@ -12,6 +12,7 @@ import psycopg
 from databases import Database
 from streams import Change, changes_of
 
+from pgcdc.core.position import Position
 from pgcdc.core.state import StateDir
 from pgcdc.postgres.database import connect
 from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
@@ -58,7 +59,7 @@ class Rig:
     def open(self, resume_lsn: int, wire: WireOptions | None = None) -> None:
         self.changes = []
         self.step = ToastStep(
-            self.toast, self.spec.publications, self.state, resume_lsn=resume_lsn, instance=self.instance
+            self.toast, self.spec.publications, self.state, resume=Position.end(resume_lsn), instance=self.instance
         )
         self.capture = Capture(
             self.url, slot=self.spec.slot, publications=self.spec.publications, start_lsn=resume_lsn, options=wire

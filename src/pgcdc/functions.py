@@ -18,7 +18,8 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, MapType, StructType, VariantType
 
 from pgcdc.core.errors import ConfigError
-from pgcdc.core.position import Position, parse_lsn
+from pgcdc.core.position import Position
+from pgcdc.postgres.lsn import parse_lsn
 
 __all__ = [
     "METADATA",
@@ -75,8 +76,8 @@ def as_of(df: DataFrame, position: Position | str) -> DataFrame:
     """
     _schema_with(df, "as_of", "_lsn", "_ordinal")
     end = _parse_position(position)
-    lsn = F.lit(min(end.lsn, _MAX_LSN)).cast("bigint")
-    inside = (F.col("_lsn") == lsn) & (F.col("_ordinal") <= F.lit(end.ordinal).cast("bigint"))
+    lsn = F.lit(min(end.commit, _MAX_LSN)).cast("bigint")
+    inside = (F.col("_lsn") == lsn) & (F.col("_ordinal") <= F.lit(end.place).cast("bigint"))
     return df.filter((F.col("_lsn") < lsn) | inside)
 
 
@@ -213,7 +214,7 @@ def _stop_at_truncate(df: DataFrame) -> DataFrame:
             F.lit("current_state: the table was truncated at "),
             F.lpad(F.hex("_lsn"), 16, "0"),
             F.lit("/"),
-            F.lpad(F.hex("_ordinal"), 12, "0"),
+            F.lpad(F.hex("_ordinal"), 13, "0"),
             F.lit(
                 ", which a stream of sums cannot follow. Start the query anew, with a new checkpoint and start position"
             ),

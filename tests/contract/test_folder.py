@@ -37,14 +37,14 @@ def hidden(folder: FolderTarget) -> list[Path]:
 
 def test_parts_are_named_by_position_and_nothing_else_is_seen(folder: FolderTarget) -> None:
     with opened(folder) as sink:
-        sink.write(batch(START, Position(120, 2)))
-        sink.write(batch(Position(120, 2), Position(120, 2, 1)))
-        sink.write(batch(Position(120, 2, 1), Position.end(125)))
+        sink.write(batch(START, Position.at(120, 2)))
+        sink.write(batch(Position.at(120, 2), Position.at(120, 2, 1)))
+        sink.write(batch(Position.at(120, 2, 1), Position.end(125)))
         sink.write(batch(Position.end(125), Position.end(126)))  # empty
     assert names(folder) == [
-        "0000000000000078-000000000002-00000.jsonl",
-        "0000000000000078-000000000002.00000001-00000.jsonl",
-        "000000000000007D-FFFFFFFFFFFF-00000.jsonl",
+        "0000000000000078-0000000000002-00000.jsonl",
+        "0000000000000078-0000000000002.00000001-00000.jsonl",
+        "000000000000007D-0FFFFFFFFFFFF-00000.jsonl",
     ]
     assert hidden(folder) == []
 
@@ -158,7 +158,7 @@ def test_keys_are_read_back_from_all_parts_and_missing_ones_are_refused(folder: 
         payload = {"op": operation, "table": "orders", "row": {"id": key}, "old": None}
         return json.dumps({"operation": operation, "channel": "pgcdc:orders", "payload": payload}) + "\n"
 
-    first, second = Position(110, 1), Position(120, 1)
+    first, second = Position.at(110, 1), Position.at(120, 1)
     with opened(folder) as sink:
         for start, position, operation, key in ((START, first, "INSERT", "7"), (first, second, "INSERT", "8")):
             table = pa.table({"position": [str(position)], "line": [event(position, operation, key)]})
@@ -319,7 +319,7 @@ def test_redelivered_events_are_parts_of_their_own_with_numbers_that_are_never_u
         sink.write(batch(START, Position.end(120)))
         sink.redeliver(past(1))
         moved = next(folder.path.glob("*-R*.jsonl"))
-        assert moved.name == "0000000000000078-FFFFFFFFFFFF-R00001.jsonl"
+        assert moved.name == "0000000000000078-0FFFFFFFFFFFF-R00001.jsonl"
         moved.unlink()  # its reader has taken it
         sink.redeliver(past(2))
         sink.write(batch(Position.end(120), END))
@@ -327,8 +327,8 @@ def test_redelivered_events_are_parts_of_their_own_with_numbers_that_are_never_u
         assert isinstance(sink, FolderSink)
         sink.redeliver(past(3))
     assert [name for name in names(folder) if "-R" in name] == [
-        "0000000000000078-FFFFFFFFFFFF-R00002.jsonl",
-        "0000000000000096-FFFFFFFFFFFF-R00003.jsonl",
+        "0000000000000078-0FFFFFFFFFFFF-R00002.jsonl",
+        "0000000000000096-0FFFFFFFFFFFF-R00003.jsonl",
     ]
 
 

@@ -110,7 +110,7 @@ class Source:
         row = self._conn.execute("SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn").fetchone()
         assert row is not None
         self._insert(1)  # others write to this server, too: whoever has this has all that was before
-        return Position(int(row[0]) + 1, 0)
+        return Position.at(int(row[0]) + 1, 0)
 
     def _insert(self, count: int, transactions: int = 1) -> None:
         for _ in range(transactions):
@@ -158,7 +158,7 @@ def start(spark: SparkSession, database: Database, tmp_path: Path) -> Iterator[C
 
 def check_all(targets: dict[str, Target], rows: int) -> None:
     """Every row is at every target, once: nothing has crashed."""
-    expected = [str(Position(1, number)) for number in range(1, rows + 1)]
+    expected = [str(Position.at(1, number)) for number in range(1, rows + 1)]
     for name, target in targets.items():
         if target.keeps:
             wait_until(lambda target=target: len(target.lines()) >= rows, 30, f"{name} has {rows} rows")  # type: ignore[misc]

@@ -78,7 +78,7 @@ def _changes() -> list[str]:
     made = []
     for number in range(28):
         operation = "DELETE" if number % 10 > 6 else "UPDATE" if number % 10 > 2 else "INSERT"
-        position = Position(110 + 10 * (number // 10), number % 10 + 1)
+        position = Position.at(110 + 10 * (number // 10), number % 10 + 1)
         made.append(to_line(event(position, key=number % 3, operation=operation, text=f"state {number}")))
     return made
 

@@ -60,7 +60,7 @@ def test_a_look_at_the_target_changes_nothing_before_and_after_the_first_events(
 
 def test_events_arrive_in_order_over_batches(target: Target) -> None:
     with opened(target) as sink:
-        for start, end in pairwise([START, Position.end(110), Position(120, 2), Position.end(130), END]):
+        for start, end in pairwise([START, Position.end(110), Position.at(120, 2), Position.end(130), END]):
             sink.write(batch(start, end))
             assert sink.ack == end
             assert target.lines() == up_to(end)
@@ -87,7 +87,7 @@ def test_empty_batch_moves_the_ack_and_writes_nothing(target: Target) -> None:
 
 def test_ack_survives_and_the_next_process_goes_on_there(target: Target) -> None:
     start = START
-    for end in (Position(110, 2), Position(110, 2, 1), Position.end(120), END):
+    for end in (Position.at(110, 2), Position.at(110, 2, 1), Position.end(120), END):
         with opened(target, start) as sink:
             sink.write(batch(sink.ack, end))
         assert target.sink().ack == end
@@ -97,7 +97,7 @@ def test_ack_survives_and_the_next_process_goes_on_there(target: Target) -> None
 
 def test_large_batch(target: Target) -> None:
     lines = many(target.large)
-    positions = [str(Position(110, number)) for number in range(1, target.large + 1)]
+    positions = [str(Position.at(110, number)) for number in range(1, target.large + 1)]
     table = pa.table({"position": positions, "line": lines})
     with opened(target) as sink:
         sink.write(Batch(START, Position.end(110), table))
@@ -129,14 +129,16 @@ def test_older_batch_never_moves_the_ack_back(target: Target) -> None:
     with opened(target) as sink:
         sink.write(batch(START, END))
         sink.write(batch(START, Position.end(110)))
-        sink.write(batch(Position.end(110), Position(120, 1)))
+        sink.write(batch(Position.end(110), Position.at(120, 1)))
         assert sink.ack == END
     assert target.lines() == WHOLE
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize(
-    "ack", [Position.end(110), Position(120, 1), Position(120, 2), Position(120, 2, 1), Position.end(145)], ids=str
+    "ack",
+    [Position.end(110), Position.at(120, 1), Position.at(120, 2), Position.at(120, 2, 1), Position.end(145)],
+    ids=str,
 )
 def test_batch_that_starts_before_the_ack_gives_only_what_is_new(target: Target, ack: Position, chunks: int) -> None:
     with opened(target) as sink:
@@ -174,7 +176,7 @@ def test_any_cuts_with_restarts_between_give_every_event_once(
 # --- crashes
 
 
-@pytest.mark.parametrize("cut", [Position(120, 2), Position.end(120), Position.end(130), END], ids=str)
+@pytest.mark.parametrize("cut", [Position.at(120, 2), Position.end(120), Position.end(130), END], ids=str)
 def test_crash_between_write_and_ack(target: Target, cut: Position, crash_at: Callable[[str], None]) -> None:
     with opened(target) as sink:
         sink.write(batch(START, Position.end(110)))

@@ -21,9 +21,10 @@ from pgcdc.capture.control import CaptureGone, ControlClient, ensure_capture
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.core.errors import ConfigError, ConnectionLost, GapError, PgcdcError, SourceError
 from pgcdc.core.operation import Op
-from pgcdc.core.position import Position, format_lsn
+from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
+from pgcdc.postgres.lsn import format_lsn
 from pgcdc.source.postgres.setup.prepare import Prepared, SourceOptions, prepare
 from pgcdc.spool.reader import SpoolReader, read_slice
 
@@ -125,7 +126,7 @@ def test_a_huge_transaction_comes_in_parts_and_only_the_last_part_may_be_confirm
             batch = capture.receive_batch(limit=1000, timeout_s=10)
             assert batch is not None
             batches.append(batch)
-        huge = [batch for batch in batches if batch.end.lsn == batches[-1].end.lsn]
+        huge = [batch for batch in batches if batch.end.commit == batches[-1].end.commit]
         assert [batch.end.is_end for batch in huge] == [False] * (len(huge) - 1) + [True]
         assert len(huge) > 1
         assert {batch.last_lsn for batch in huge[:-1]} == {batches[0].last_lsn}
@@ -173,11 +174,11 @@ def test_the_capture_process_fills_the_spool_and_confirms_only_what_is_acked(
     reader = SpoolReader(tmp_path / "state" / "spool")
     reader.refresh()
     client.ack("one", reader.end)
-    assert client.confirm() == initial.lsn  # the other consumer has acked nothing
-    assert confirmed(database, prepared.spec.slot) == initial.lsn
+    assert client.confirm() == initial.commit  # the other consumer has acked nothing
+    assert confirmed(database, prepared.spec.slot) == initial.commit
     client.ack("two", reader.end)
     lsn = client.confirm()
-    assert lsn == reader.end.lsn
+    assert lsn == reader.end.commit
     wait_until(lambda: confirmed(database, prepared.spec.slot) == lsn, 10, "the server has it")
     assert not list((tmp_path / "state" / "spool").glob("seg-*.arrow")), "delivered segments are released"
 

@@ -39,7 +39,7 @@ class FolderListener(Listener):
     def delivered_lsn(self) -> int:
         """An ack inside of a transaction is not its end."""
         ack = self.ack()
-        return 0 if ack is None else ack.lsn if ack.is_end else ack.lsn - 1
+        return 0 if ack is None else ack.commit if ack.is_end else ack.commit - 1
 
     def hidden(self) -> list[Path]:
         folder = self.output / "_pgcdc"

@@ -80,9 +80,9 @@ def test_as_of_includes_the_position_and_nothing_after_it(spark: SparkSession) -
         ("0/A", 3),  # the transaction that ends there, whole
         ("0/9", 0),
         ("0/B", 3),
-        (Position(10, 1), 1),
-        (Position(10, 1, 5), 1),  # a message after the first change
-        (str(Position(40, 1)), 7),
+        (Position.at(10, 1), 1),
+        (Position.at(10, 1, 5), 1),  # a message after the first change
+        (str(Position.at(40, 1)), 7),
         (Position.end(40), 8),
         ("FFFFFFFF/FFFFFFFF", len(HISTORY)),
     ]
@@ -292,7 +292,7 @@ def test_stream_of_a_z_set_gives_the_current_state(spark: SparkSession, tmp_path
 def test_stream_of_a_z_set_stops_at_a_truncate(spark: SparkSession, tmp_path: Path) -> None:
     batches = [[change("INSERT", 10, one(1, "a"), weight=1)], [change("TRUNCATE", 20)]]
     state = C.current_state(to_stream(spark, tmp_path, batches, zset=True))
-    with pytest.raises(StreamingQueryException, match=f"truncated at {Position(20, 1)}.*new checkpoint"):
+    with pytest.raises(StreamingQueryException, match=f"truncated at {Position.at(20, 1)}.*new checkpoint"):
         run_stream(state, "truncated", "complete")
 
 

@@ -14,6 +14,7 @@ from listening import wait_until
 from snapshots import long_text
 
 from pgcdc.core.operation import Op
+from pgcdc.core.position import Position
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.source.postgres.snapshot import reader
 from pgcdc.source.postgres.snapshot.planning import find_table
@@ -218,7 +219,7 @@ def test_a_table_that_is_renamed_is_still_the_same(database: Database, three: En
 def test_nothing_is_released_inside_of_a_transaction(database: Database, three: Engine) -> None:
     name = three.begin("t")
     three.catch_up()
-    end, three.end = three.end, type(three.end)(three.end.lsn + 800, 5)
+    end, three.end = three.end, Position.at(three.end.commit + 800, 5)
     assert three.step() is None
     three.end = end
     assert three.step() is not None and three.status(name) == "done"

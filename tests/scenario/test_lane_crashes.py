@@ -95,7 +95,7 @@ def test_kill_9_in_the_middle_of_a_move_loses_and_repeats_nothing(
             assert row is not None
             for name in "ab":
                 ack = seen.ack(name)
-                assert ack is not None and ack.lsn >= int(row[0]), f"{name} is behind what was confirmed"
+                assert ack is not None and ack.commit >= int(row[0]), f"{name} is behind what was confirmed"
                 assert traffic.last > (seen.keys(name) or [0])[-1], "changes must be in flight"
         assert traffic is not None
         seen.tell("b", "")

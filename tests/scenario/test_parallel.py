@@ -51,7 +51,7 @@ STREAM: list[list[Change]] = [
     inserts(WIDER, 500),
     inserts(ORDERS, 1000, b"y" * 2000),
 ]
-CUT = Position(START_LSN + 8 * 4, 0, SCHEMA_SUB)
+CUT = Position.at(START_LSN + 8 * 4, 0, SCHEMA_SUB)
 """Where items gets another column."""
 SEGMENTS = 6
 """TRUNCATE, the updates of keys, and what is before and behind them; the last of it in two, for the new column."""
@@ -102,7 +102,7 @@ def check(events: Sequence[dict[str, Any]], *, after: Position = START) -> None:
         str(position)
         for number, size in enumerate(sizes, 1)
         for ordinal in range(1, size + 1)
-        if (position := Position(START_LSN + 8 * number, ordinal)) > after
+        if (position := Position.at(START_LSN + 8 * number, ordinal)) > after
     }
     positions = [event["position"] for event in events]
     assert len(positions) == len(expected)
@@ -129,7 +129,7 @@ def test_several_sinks_at_different_places_and_of_different_kinds(
         needs_key_order = False
 
     first, second = delivery(tmp_path, name="first"), delivery(tmp_path, name="second")
-    middle = Position(START_LSN + 16, 100)
+    middle = Position.at(START_LSN + 16, 100)
     second.sink.commit_parts(START, middle, [])  # type: ignore[attr-defined]
     limited = delivery(tmp_path, name="limited", rate_limit=1e6)
     unordered = delivery(tmp_path, Unordered, name="unordered")

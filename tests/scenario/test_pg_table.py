@@ -84,28 +84,28 @@ def expected(end: Position = END) -> list[str]:
 
 
 def test_events_become_rows_and_what_transforms_made_of_them_is_kept_whole(database: Database, made: Made) -> None:
-    plain = event(Position(110, 1), text='tab\t quote " backslash \\ newline\n \\N')
-    odd = {**event(Position(110, 2)), "channel": 'pgcdc:we"ird'}
-    described = {**event(Position(110, 3)), "transaction": {"xid": 7, "commit_time": None, "seq": 3}}
-    alone = {**event(Position(110, 4)), "created_at": None}
-    extra = {**event(Position(110, 5)), "tenant": "a"}
-    exact = to_line(event(Position(110, 6))).replace('"ä🐘"', "12345678901234567890123456789.10")
+    plain = event(Position.at(110, 1), text='tab\t quote " backslash \\ newline\n \\N')
+    odd = {**event(Position.at(110, 2)), "channel": 'pgcdc:we"ird'}
+    described = {**event(Position.at(110, 3)), "transaction": {"xid": 7, "commit_time": None, "seq": 3}}
+    alone = {**event(Position.at(110, 4)), "created_at": None}
+    extra = {**event(Position.at(110, 5)), "tenant": "a"}
+    exact = to_line(event(Position.at(110, 6))).replace('"ä🐘"', "12345678901234567890123456789.10")
     envelope = '{"before":null,"after":{"id":1},"op":"c","position":"-"}\n'
     lines = [to_line(one) for one in (plain, odd, described, alone, extra)]
     everything = batch_of(START, END, [*lines, exact])
     table = everything.events
-    for number, position in enumerate([Position(110, 7), Position(110, 7)]):
+    for number, position in enumerate([Position.at(110, 7), Position.at(110, 7)]):
         row = {"position": [str(position)], "line": [envelope.replace('"-"', str(number))]}
         table = pa.concat_tables([table, pa.table(row)])
     made.opened().write(type(everything)(START, END, table))
     rows = database.query("SELECT id::text, channel, operation, payload, source, created_at::text, position, transaction "
                           "FROM pgcdc_events ORDER BY position, payload->>'position'")  # fmt: skip
     assert rows[0][:5] == (plain["id"], "pgcdc:items", "INSERT", plain["payload"], "wal_replication")
-    assert rows[0][5:] == ("2026-11-16 00:46:06.258+00", str(Position(110, 1)), None)
+    assert rows[0][5:] == ("2026-11-16 00:46:06.258+00", str(Position.at(110, 1)), None)
     assert rows[1][1] == 'pgcdc:we"ird' and rows[2][7] == described["transaction"] and rows[3][5] is None
     assert rows[4][1] is None and rows[4][3] == extra
     ((number,),) = database.query(
-        "SELECT payload #>> '{row,text}' FROM pgcdc_events WHERE position = %s", [str(Position(110, 6))]
+        "SELECT payload #>> '{row,text}' FROM pgcdc_events WHERE position = %s", [str(Position.at(110, 6))]
     )
     assert number == "12345678901234567890123456789.10"
     assert [row[3]["position"] for row in rows[6:]] == [0, 1] and len({row[0] for row in rows}) == len(rows)
@@ -377,8 +377,8 @@ def test_refused_events_are_named_and_the_others_arrive(database: Database, made
 
 
 def test_line_that_only_looks_like_an_event_is_parsed(database: Database, made: Made) -> None:
-    odd = to_line(event(Position(110, 1))).replace(',"source"', ',"extra":{"a":1},"source"')
-    made.opened().write(batch_of(START, END, [odd, to_line(event(Position(110, 2)))]))
+    odd = to_line(event(Position.at(110, 1))).replace(',"source"', ',"extra":{"a":1},"source"')
+    made.opened().write(batch_of(START, END, [odd, to_line(event(Position.at(110, 2)))]))
     assert database.query("SELECT payload->'extra' FROM pgcdc_events ORDER BY position") == [({"a": 1},), (None,)]
 
 
@@ -445,7 +445,7 @@ def test_without_rights_for_origins_and_triggers_it_goes_on_and_says_what_to_gra
 ) -> None:
     database.execute(f"GRANT CREATE ON SCHEMA public TO {role}")
     made.url = database.server.url(database.name, role)
-    append_shapes(made.folder / "shapes.jsonl", [ShapeChange(Position(100, 0, SCHEMA_SUB), ITEMS)])
+    append_shapes(made.folder / "shapes.jsonl", [ShapeChange(Position.at(100, 0, SCHEMA_SUB), ITEMS)])
     made.opened(mode="apply").write(batch(START, END))
     assert database.query("SELECT count(*) FROM items") == [(len(STREAM),)]
     triggers, origin = made.said[:2]
@@ -455,7 +455,9 @@ def test_without_rights_for_origins_and_triggers_it_goes_on_and_says_what_to_gra
         made.opened(mode="apply", origin="mine")
     database.execute(caught.value.advice.partition("superuser: ")[2])
     made.said.clear()
-    made.opened(mode="apply", origin="mine").write(batch_of(END, Position.end(160), [to_line(event(Position(160, 1)))]))
+    made.opened(mode="apply", origin="mine").write(
+        batch_of(END, Position.end(160), [to_line(event(Position.at(160, 1)))])
+    )
     assert not [text for text in made.said if "origin" in text]
     try:
         ((lsn,),) = database.query(
@@ -479,7 +481,7 @@ def test_ack_file_tells_the_owner_and_no_secret(database: Database, made: Made) 
 @pytest.mark.parametrize("mode", ["append", "apply"])
 def test_older_server(tmp_path: Path, mode: str) -> None:
     with EmbeddedPostgres.temporary(version=16, settings={"fsync": "off"}) as server:
-        append_shapes(tmp_path / "shapes.jsonl", [ShapeChange(Position(100, 0, SCHEMA_SUB), ITEMS)])
+        append_shapes(tmp_path / "shapes.jsonl", [ShapeChange(Position.at(100, 0, SCHEMA_SUB), ITEMS)])
         made = Made(server.url(), tmp_path)
         made.opened(mode=mode).write(batch(START, HALF))
         made.close()

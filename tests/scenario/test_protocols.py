@@ -400,7 +400,7 @@ def test_a_small_limit_cuts_a_streamed_transaction_and_only_its_end_may_be_confi
     assert {part.last_lsn for part in parts[:-1]} == {first.last_lsn}
     for part in parts[:-1]:
         last = changes_of(part)[-1]
-        assert (part.end.lsn, part.end.ordinal, part.end.sub) == (last.lsn, last.ordinal, last.sub)
+        assert (part.end.commit, part.end.ordinal, part.end.sub) == (last.lsn, last.ordinal, last.sub)
 
 
 # --- options

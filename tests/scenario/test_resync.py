@@ -112,14 +112,14 @@ def check_begun_anew(one: Delivery, size: int) -> None:
     }
     assert read_json(one.state.consumers_file) == {
         "confirmed_lsn": identity.created_lsn,
-        "floor": str(Position(0, 0)),
+        "floor": str(Position.at(0, 0)),
         "consumers": {},
     }
     assert vanished(one) == {"t": [["1"], ["2"], ["3"], ["4"], ["5"]], "pair": [["a", "1"], ["b", "2"]]}
     assert [
         state.id for state in RequestQueue(one.state.snapshot / "requests.json").entries() if state.id == "old"
     ] == []
-    releases = Releases(one.state.snapshot, Position.end(identity.created_lsn)).after(Position(0, 0))
+    releases = Releases(one.state.snapshot, Position.end(identity.created_lsn)).after(Position.at(0, 0))
     assert [(release.relation or {})["name"] for release in releases] == ["log"]
     left = {path.name for path in one.state.path.iterdir()}
     assert not left & {*FOLDERS_OF_THE_SLOT, "shapes.jsonl", "resync", "resync.json"}

@@ -98,7 +98,7 @@ def test_a_query_starts_the_capture_by_itself_and_goes_on_from_its_checkpoint(da
     ]
     first = rows.seen[0]
     assert (first["channel"], first["schema"], first["table"]) == ("pgcdc:t", "public", "t")
-    assert (first["lsn"], first["ordinal"]) == (Position.parse(first["position"]).lsn, 1)
+    assert (first["lsn"], first["ordinal"]) == (Position.parse(first["position"]).commit, 1)
     assert [row["position"] for row in rows.seen] == sorted(row["position"] for row in rows.seen)
     start(rows, once=True).awaitTermination()
     assert len(rows.seen) == 4, "nothing comes twice"
@@ -187,7 +187,7 @@ def test_two_consumers_share_a_slot_and_the_slower_one_holds_confirmation(
     start(one, consumer="one", checkpoint="c1", once=True).awaitTermination()
     assert (one.ids(), two.ids()) == ([1, 2], [])
     consumers = Consumers(state.consumers_file)
-    assert consumers.confirmed_lsn <= consumers["two"].ack.lsn
+    assert consumers.confirmed_lsn <= consumers["two"].ack.commit
     start(two, consumer="two", checkpoint="c2", once=True).awaitTermination()
     assert two.ids() == [1, 2]
 

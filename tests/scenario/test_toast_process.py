@@ -54,10 +54,10 @@ class Consumer:
         found: list[Row] = []
         for piece in reader.slices(after, target):
             changes, owners = read_slice(piece)
-            for row, lsn in zip(changes.to_pylist(), owners.column("lsn").to_pylist(), strict=True):
+            for row, lsn in zip(changes.to_pylist(), owners.column("commit").to_pylist(), strict=True):
                 names = [column.name for column in shapes[row["relation"]].columns]
                 values = dict(zip(names, row["new"] or row["old"], strict=True))
-                found.append((Position(lsn, row["ordinal"], row["sub"]), values, row["unchanged"]))
+                found.append((Position.at(lsn, row["ordinal"], row["sub"]), values, row["unchanged"]))
         return found
 
     def confirm(self, position: Position) -> None:
@@ -120,7 +120,7 @@ def test_a_kill_at_every_step_between_cache_spool_and_confirmation(
                 assert unchanged is None
                 assert values["body"] == expected[int(values["id"] or b"")].encode()
             if number % 3 == 0:
-                consumer.confirm(Position.end(seen[len(seen) // 2][0].lsn))
+                consumer.confirm(Position.end(seen[len(seen) // 2][0].commit))
 
 
 @pytest.mark.parametrize("lost", ["spool", pytest.param("nothing", marks=pytest.mark.slow)])
@@ -132,18 +132,18 @@ def test_a_replay_after_a_kill_gives_identical_rows(database: Database, tmp_path
         database.execute("UPDATE docs SET n = 1")
         first = consumer.read(database, consumer.start)
         confirmed = first[-1][0]
-        consumer.confirm(Position.end(confirmed.lsn))
+        consumer.confirm(Position.end(confirmed.commit))
         database.execute("UPDATE docs SET n = 2")
         database.execute("UPDATE docs SET body = %s WHERE id < 3", [text(3)])
         database.execute("DELETE FROM docs WHERE id = 5")
         database.execute("UPDATE docs SET id = id + 10, note = %s WHERE id = 4", [text(4)])
         database.execute("UPDATE docs SET n = 3")
-        rows = consumer.read(database, Position.end(confirmed.lsn))
+        rows = consumer.read(database, Position.end(confirmed.commit))
         assert [unchanged for _, _, unchanged in rows] == [None] * len(rows) and len(rows) == 5 + 2 + 1 + 1 + 4
         consumer.kill()
         if lost == "spool":
             shutil.rmtree(consumer.state.spool)
-        assert consumer.read(database, Position.end(confirmed.lsn)) == rows
+        assert consumer.read(database, Position.end(confirmed.commit)) == rows
 
 
 def test_hits_misses_and_entries_are_shown(database: Database, tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_a_python_function_sees_each_event_once_and_may_drop_it(events: DataFram
 
 def test_a_function_that_fails_names_the_event(events: DataFrame) -> None:
     program = compile_chains([Chain((transform.python(lambda event: event["nothing"]),))])
-    with pytest.raises(TransformError, match="at position 000000000000006E/000000000001: KeyError: 'nothing'"):
+    with pytest.raises(TransformError, match="at position 000000000000006E/0000000000001: KeyError: 'nothing'"):
         program.collect(events, START, START)
 
 
@@ -183,11 +183,11 @@ def test_an_error_in_sql_stops_with_the_transform_and_the_position(events: DataF
     with pytest.raises(TransformError) as caught:
         program.collect(events, START, START)
     # The first UPDATE fails by its old row: the new one has no note. INSERTs before it are not asked.
-    assert "transform 3 (sql) failed at position 000000000000006E/000000000002" in str(caught.value)
+    assert "transform 3 (sql) failed at position 000000000000006E/0000000000002" in str(caught.value)
     assert "CAST_INVALID_INPUT" in str(caught.value) and "try_cast" in str(caught.value)
     renamed = compile_chains([Chain(({"type": "rename_fields", "fields": {"note": "total"}}, *specs))])
     with pytest.raises(
-        TransformError, match=r"rename_fields gives two columns the name of one.*000000000000006E/000000000001"
+        TransformError, match=r"rename_fields gives two columns the name of one.*000000000000006E/0000000000001"
     ):
         renamed.collect(events, START, START)
 

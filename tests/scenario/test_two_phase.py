@@ -206,7 +206,7 @@ def test_a_capture_process_that_is_killed_between_prepare_and_commit_goes_on(str
 def reader_end(state: StateDir) -> int:
     reader = SpoolReader(state.spool)
     reader.refresh()
-    return reader.end.lsn
+    return reader.end.commit
 
 
 def test_a_slot_that_was_made_without_it_is_refused(stream: Stream) -> None:

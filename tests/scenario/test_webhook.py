@@ -50,7 +50,7 @@ def sink_to(url: str, folder: Path, **options: Any) -> Iterator[WebhookSink]:
     acks = folder / "acks"
     acks.mkdir(exist_ok=True)
     if not (folder / "shapes.jsonl").exists():
-        append_shapes(folder / "shapes.jsonl", [ShapeChange(Position(101, 0), ITEMS)])
+        append_shapes(folder / "shapes.jsonl", [ShapeChange(Position.at(101, 0), ITEMS)])
     given = {"url": url, "allow_private": True, "request_timeout": 5.0, **options}
     sink = WebhookSink(WebhookOptions.model_validate(given), acks)
     sink.open(START)
@@ -243,7 +243,7 @@ def test_endless_body_is_not_read(hook: Receiver, tmp_path: Path, monkeypatch: p
 
     hook.always(how)
     with sink_to(hook.url, tmp_path, concurrency=1) as sink, pytest.raises(SinkRejected, match="answer 400: xxx"):
-        sink.write(batch(START, Position(110, 1)))
+        sink.write(batch(START, Position.at(110, 1)))
     wait_until(lambda: hook.under_way == 0)
     assert sent < 20 << 20, sent
 
@@ -267,7 +267,7 @@ def test_slow_body_of_an_answer_is_not_waited_for(
     hook.always(raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", *[b"x"] * 9, pause_s=0.3))
     began = time.monotonic()
     with sink_to(hook.url, tmp_path, concurrency=1) as sink:
-        sink.write(batch(START, Position(110, 2)))
+        sink.write(batch(START, Position.at(110, 2)))
     assert time.monotonic() - began < 1
     assert len(hook.seen) == 2
 
@@ -305,7 +305,7 @@ def changes(keys: int, count: int, seed: int) -> list[str]:
     pick = random.Random(seed)
     found = []
     for number in range(count):
-        position = Position(200 + number, 1)
+        position = Position.at(200 + number, 1)
         one = event(position, key=pick.randrange(keys), operation=pick.choice(["INSERT", "UPDATE", "DELETE"]))
         if number % 97 == 50:
             one["operation"] = one["payload"]["op"] = "TRUNCATE"
@@ -587,7 +587,7 @@ def test_killed_in_the_middle_everything_arrives_in_order_and_repeats_have_their
     lines = changes(keys=40, count=600, seed=9)
     (tmp_path / "lines").write_text("".join(lines))
     (tmp_path / "acks").mkdir()
-    append_shapes(tmp_path / "shapes.jsonl", [ShapeChange(Position(101, 0), ITEMS)])
+    append_shapes(tmp_path / "shapes.jsonl", [ShapeChange(Position.at(101, 0), ITEMS)])
     hook.delay_s = 0.01
     tests = Path(__file__).parents[1]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent / "src"), str(tests)])}

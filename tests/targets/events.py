@@ -15,7 +15,7 @@ from pgcdc.core.position import Position
 from pgcdc.sink.base import Batch
 
 START = Position.end(100)
-STREAM = [Position(110 + 10 * t, n, sub) for t in range(4) for n in range(1, 4) for sub in range(2 if n == 2 else 1)]
+STREAM = [Position.at(110 + 10 * t, n, sub) for t in range(4) for n in range(1, 4) for sub in range(2 if n == 2 else 1)]
 END = Position.end(150)
 _IDS = uuid.UUID("5b0cb3a5-1f9e-4d0e-9c55-0f5f3a4e9d01")
 
@@ -24,7 +24,7 @@ def event(
     position: Position, key: int | None = None, operation: str = "INSERT", text: str | None = "ä🐘"
 ) -> dict[str, Any]:
     """One change of a row of `items`. Without a key: of a row that no other position has."""
-    key = position.lsn * 10_000_000 + position.ordinal * 10 + position.sub if key is None else key
+    key = position.commit * 10_000_000 + position.ordinal * 10 + position.sub if key is None else key
     row: dict[str, str | None] = {"id": str(key)}
     if operation != "DELETE":
         row |= {"position": str(position), "text": text}
@@ -82,7 +82,7 @@ WHOLE = [line(position) for position in STREAM]
 @functools.cache
 def many(count: int) -> list[str]:
     """So many lines of one transaction."""
-    return [line(Position(110, number)) for number in range(1, count + 1)]
+    return [line(Position.at(110, number)) for number in range(1, count + 1)]
 
 
 def up_to(end: Position) -> list[str]:

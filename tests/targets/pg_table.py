@@ -122,7 +122,7 @@ class PgApplyTarget(_PgTarget):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        append_shapes(folder / "shapes.jsonl", [ShapeChange(Position(100, 0, SCHEMA_SUB), ITEMS)])
+        append_shapes(folder / "shapes.jsonl", [ShapeChange(Position.at(100, 0, SCHEMA_SUB), ITEMS)])
         self.table = f"{self.schema}.items"
         self.query(
             f"CREATE TABLE {self.table} (id bigint PRIMARY KEY, position text, text text, "

@@ -34,7 +34,7 @@ class WebhookTarget(BaseTarget):
     def __init__(self, folder: Path) -> None:
         self.acks = folder / "acks"
         self.acks.mkdir()
-        append_shapes(folder / "shapes.jsonl", [ShapeChange(Position(101, 0), ITEMS)])
+        append_shapes(folder / "shapes.jsonl", [ShapeChange(Position.at(101, 0), ITEMS)])
         self._stack = contextlib.ExitStack()
         self.receiver: Receiver = self._stack.enter_context(receiver())
         self.receiver.how = self._answer

@@ -91,7 +91,7 @@ def test_commit_publishes_with_its_end_lsn_and_ordinals_from_1() -> None:
     assert batch.data.column("op").to_pylist() == [Op.INSERT, Op.UPDATE, Op.DELETE]
     assert batch.data.schema == CHANGES
     assert batch.transactions.to_pylist() == [
-        {"lsn": 110, "commit_time": NOON, "xid": 7, "rows": 3, "complete": True, "origin": None}
+        {"commit": 110, "kind": 0, "commit_time": NOON, "xid": 7, "rows": 3, "complete": True, "origin": None}
     ]
     assert (made.pop(), made.is_drained, made.in_transaction, made.last_lsn) == (None, True, False, 110)
 
@@ -101,7 +101,7 @@ def test_small_transactions_share_a_batch_and_each_counts_from_1() -> None:
     feed(made, *transaction(110, insert(), insert(), xid=7), *transaction(120, insert(), xid=8))
     (batch,) = pop_all(made)
     assert positions(batch) == [(1, 0), (2, 0), (1, 0)]
-    assert [(one["lsn"], one["xid"], one["rows"]) for one in batch.transactions.to_pylist()] == [
+    assert [(one["commit"], one["xid"], one["rows"]) for one in batch.transactions.to_pylist()] == [
         (110, 7, 2),
         (120, 8, 1),
     ]
@@ -154,7 +154,7 @@ def test_message_outside_of_a_transaction_stands_alone_at_its_lsn() -> None:
     made = assembler()
     feed(made, *transaction(110, insert()), encode_message("p", b"m", 118, transactional=False))
     (batch,) = pop_all(made)
-    assert [(one["lsn"], one["rows"]) for one in batch.transactions.to_pylist()] == [(110, 1), (118, 1)]
+    assert [(one["commit"], one["rows"]) for one in batch.transactions.to_pylist()] == [(110, 1), (118, 1)]
     assert positions(batch) == [(1, 0), (0, 1)]
     assert (batch.end, batch.last_lsn, made.last_lsn) == (Position.end(118), 118, 118)
 
@@ -194,14 +194,14 @@ def test_huge_transaction_comes_in_parts_only_after_its_commit() -> None:
     feed(made, encode_commit(115, 120, NOON))
     parts = pop_all(made)
     assert [one for part in parts for one in positions(part)] == [(n, 0) for n in range(1, 9)]
-    assert [part.end for part in parts[:-1]] == [Position(120, *positions(part)[-1]) for part in parts[:-1]]
+    assert [part.end for part in parts[:-1]] == [Position.at(120, *positions(part)[-1]) for part in parts[:-1]]
     assert parts[-1].end == Position.end(120)
     assert [part.last_lsn for part in parts] == [*[110] * (len(parts) - 1), 120]
     assert [part.transactions.column("complete").to_pylist() for part in parts] == [
         *[[False]] * (len(parts) - 1),
         [True],
     ]
-    assert {part.transactions.column("lsn")[0].as_py() for part in parts} == {120}
+    assert {part.transactions.column("commit")[0].as_py() for part in parts} == {120}
 
 
 def test_parts_never_confirm_their_transaction_even_while_others_wait() -> None:
@@ -211,7 +211,7 @@ def test_parts_never_confirm_their_transaction_even_while_others_wait() -> None:
     seen = 100
     for batch in pop_all(made):
         complete = batch.transactions.column("complete").to_pylist()[-1]
-        assert batch.last_lsn == (batch.end.lsn if complete else seen)
+        assert batch.last_lsn == (batch.end.commit if complete else seen)
         assert batch.end.is_end == complete
         seen = batch.last_lsn
     assert seen == 130
@@ -222,7 +222,7 @@ def test_transaction_that_ends_exactly_with_a_sealed_part_has_no_empty_one() -> 
     feed(made, *transaction(110, *[insert(n) for n in range(4)]))
     parts = pop_all(made)
     assert [part.rows for part in parts] == [2, 2]
-    assert [part.end for part in parts] == [Position(110, 2), Position.end(110)]
+    assert [part.end for part in parts] == [Position.at(110, 2), Position.end(110)]
 
 
 def test_part_that_ends_with_a_message_ends_at_its_sub_ordinal() -> None:
@@ -233,7 +233,7 @@ def test_part_that_ends_with_a_message_ends_at_its_sub_ordinal() -> None:
     pop_all(made)  # the drain takes what is open aside
     feed(made, insert(2), encode_commit(115, 120, NOON))
     first, second = pop_all(made)
-    assert (first.end, positions(first)) == (Position(120, 1, 2), [(1, 0), (1, 1), (1, 2)])
+    assert (first.end, positions(first)) == (Position.at(120, 1, 2), [(1, 0), (1, 1), (1, 2)])
     assert (second.end, positions(second)) == (Position.end(120), [(2, 0)])
 
 
@@ -278,7 +278,7 @@ def test_abandon_drops_only_the_open_transaction(tmp_path: Path) -> None:
     describe(made)
     feed(made, *transaction(120, insert(1), insert(2), insert(3)))
     batches = pop_all(made)
-    assert [(one["lsn"], one["rows"]) for batch in batches for one in batch.transactions.to_pylist()] == [
+    assert [(one["commit"], one["rows"]) for batch in batches for one in batch.transactions.to_pylist()] == [
         (110, 1), (120, 2), (120, 1),
     ]  # fmt: skip
     assert [one for batch in batches for one in positions(batch)] == [(1, 0), (1, 0), (2, 0), (3, 0)]
@@ -291,8 +291,8 @@ def test_abandon_keeps_what_was_committed_and_not_handed_out() -> None:
     made.abandon()
     assert not made.is_drained
     assert [batch.end for batch in pop_all(made)] == [
-        Position(110, 2),
-        Position(110, 4),
+        Position.at(110, 2),
+        Position.at(110, 4),
         Position.end(110),
         Position.end(120),
     ]

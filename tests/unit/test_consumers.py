@@ -63,7 +63,7 @@ def test_late_consumer_never_moves_confirmation_back(path: Path, consumers: Cons
 def test_ack_inside_of_a_transaction_confirms_only_the_end_before_it(consumers: Consumers) -> None:
     consumers.join("a", START)
     consumers.ack("a", Position.end(1600))
-    for inside in (Position(2400, 0, 1), Position(2400, 1), Position(2400, 5, 2), Position(2400, 1 << 40)):
+    for inside in (Position.at(2400, 0, 1), Position.at(2400, 1), Position.at(2400, 5, 2), Position.at(2400, 1 << 40)):
         consumers.ack("a", inside)
         assert consumers["a"].ack == inside
         assert consumers.confirmable() == 1600
@@ -76,7 +76,7 @@ def test_ack_inside_of_a_transaction_confirms_only_the_end_before_it(consumers: 
     st.lists(
         st.tuples(
             st.sampled_from("abc"),
-            st.builds(Position.end, lsns) | st.builds(Position, lsns, st.integers(0, 3)),
+            st.builds(Position.end, lsns) | st.builds(Position.at, lsns, st.integers(0, 3)),
         ),
         max_size=12,
     )
@@ -93,11 +93,11 @@ def test_confirmation_is_always_an_end_that_every_consumer_has_acked(acks: list[
     for count, (name, position) in enumerate(acks, 1):
         consumers.ack(name, position)
         lsn = consumers.confirmable()
-        ends = {800, *(position.lsn for _, position in acks[:count] if position.is_end)}
+        ends = {800, *(position.commit for _, position in acks[:count] if position.is_end)}
         assert lsn in ends
         for one in "abc":
             assert lsn <= max(
-                [800, *(position.lsn for who, position in acks[:count] if who == one and position.is_end)]
+                [800, *(position.commit for who, position in acks[:count] if who == one and position.is_end)]
             )
         assert lsn >= last
         last = lsn
@@ -108,24 +108,24 @@ def test_rows_behind_a_transaction_are_not_needed_when_all_have_acked_them(path:
     """Rows of snapshots stand behind what was confirmed: they confirm no more, but need not be kept either."""
     for name, chunk in (("a", 2), ("b", 1)):
         consumers.join(name, START)
-        consumers.ack(name, Position.chunk_end(801, chunk))
-    assert (consumers.confirmable(), consumers.base) == (800, Position.chunk_end(801, 1))
-    assert Consumers(path).base == Position.chunk_end(801, 1)
-    consumers.ack("b", Position.chunk_end(1601, 0))
-    assert (consumers.confirmable(), consumers.base) == (800, Position.chunk_end(801, 2))
-    consumers.ack("a", Position(1601, 5))
+        consumers.ack(name, Position.chunk_end(800, chunk))
+    assert (consumers.confirmable(), consumers.base) == (800, Position.chunk_end(800, 1))
+    assert Consumers(path).base == Position.chunk_end(800, 1)
+    consumers.ack("b", Position.chunk_end(1600, 0))
+    assert (consumers.confirmable(), consumers.base) == (800, Position.chunk_end(800, 2))
+    consumers.ack("a", Position.of_chunk(1600, 0, 5))
     assert (consumers.confirmable(), consumers.base) == (800, Position.end(800)), (
         "inside of a chunk nothing is confirmed"
     )
-    consumers.ack("a", Position.chunk_end(1601, 0))
-    assert (consumers.confirmable(), consumers.base) == (1600, Position.chunk_end(1601, 0))
+    consumers.ack("a", Position.chunk_end(1600, 0))
+    assert (consumers.confirmable(), consumers.base) == (1600, Position.chunk_end(1600, 0))
 
 
 def test_older_ack_changes_nothing(consumers: Consumers) -> None:
     consumers.join("a", START)
     consumers.ack("a", Position.end(2400))
     consumers.ack("a", Position.end(1600))
-    consumers.ack("a", Position(2400, 7))
+    consumers.ack("a", Position.at(2400, 7))
     assert consumers["a"].ack == Position.end(2400)
     assert consumers.confirmable() == 2400
 
@@ -162,10 +162,10 @@ def test_confirmation_that_cannot_be_written_is_not_returned(
 def test_ack_inside_of_a_transaction_survives_with_what_it_confirms(path: Path, consumers: Consumers) -> None:
     consumers.join("a", START)
     consumers.ack("a", Position.end(1600))
-    consumers.ack("a", Position(2400, 5, 1))
+    consumers.ack("a", Position.at(2400, 5, 1))
     consumers.confirmable()
     again = Consumers(path)
-    assert (again["a"].ack, again["a"].confirmable_lsn, again.confirmed_lsn) == (Position(2400, 5, 1), 1600, 1600)
+    assert (again["a"].ack, again["a"].confirmable, again.confirmed_lsn) == (Position.at(2400, 5, 1), 1600, 1600)
 
 
 def test_join_gives_the_same_initial_position_forever(path: Path, consumers: Consumers) -> None:

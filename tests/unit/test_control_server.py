@@ -71,18 +71,18 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_requests_carry_what_they_say_and_answers_come_back(loop: Loop, client: ControlClient) -> None:
     loop.replies = {
-        "join": {"initial": str(Position.end(40)), "ack": str(Position(56, 3, 1)), "is_new": True},
+        "join": {"initial": str(Position.end(40)), "ack": str(Position.at(56, 3, 1)), "is_new": True},
         "target": {"lsn": 99},
         "status": {"phase": "streaming"},
     }
-    assert client.join("reports") == (Position.end(40), Position(56, 3, 1))
-    client.ack("reports", Position(56, 4))
+    assert client.join("reports") == (Position.end(40), Position.at(56, 3, 1))
+    client.ack("reports", Position.at(56, 4))
     assert client.target() == 99
     assert client.status() == {"phase": "streaming"}
     client.stop()
     assert [{key: value for key, value in request.items() if key != "exclusive"} for request in loop.requests] == [
         {"do": "join", "consumer": "reports"},
-        {"do": "ack", "consumer": "reports", "position": str(Position(56, 4))},
+        {"do": "ack", "consumer": "reports", "position": str(Position.at(56, 4))},
         {"do": "target"},
         {"do": "status"},
         {"do": "stop"},

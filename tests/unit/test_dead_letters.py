@@ -88,7 +88,7 @@ class Setup:
 
 
 def at(*numbers: int) -> list[str]:
-    return [str(Position(101, number)) for number in numbers]
+    return [str(Position.at(101, number)) for number in numbers]
 
 
 # --- delivery
@@ -173,7 +173,7 @@ def test_store_that_is_down_stops_the_adapter_and_nothing_is_passed_over(error: 
 
 
 def test_event_that_it_was_not_given_is_a_defect() -> None:
-    setup = Setup(ScriptedSink(SinkRejected("x", "", [Reject(str(Position(999, 1)), "k", "t")])))
+    setup = Setup(ScriptedSink(SinkRejected("x", "", [Reject(str(Position.at(999, 1)), "k", "t")])))
     with pytest.raises(SinkError, match="was not given"):
         setup.delivery.write(batch(3))
 
@@ -277,7 +277,7 @@ def test_row_goes_over_batches_and_one_success_ends_it(at_once: int) -> None:
         setup.delivery.write(batch(2, END, Position.end(120)))
         return setup
 
-    first, second = at(1, 2), [str(Position(111, number)) for number in (1, 2)]
+    first, second = at(1, 2), [str(Position.at(111, number)) for number in (1, 2)]
     with pytest.raises(SinkError, match="4 events in a row"):
         story([*first, *second])
     assert story([*first, second[1]]).delivery.dead_letters == 3

@@ -99,7 +99,7 @@ def test_what_is_tried_again_says_why_until_it_is_over() -> None:
     setup.delivery.write(batch())
     assert seen == [str(down())] and setup.delivery.failing is None
     with pytest.raises(SinkUnavailable):
-        setup.delivery.write(batch(start=END, end=Position.end(END.lsn + 50)))
+        setup.delivery.write(batch(start=END, end=Position.end(END.commit + 50)))
     assert setup.delivery.failing is None
 
 
@@ -266,14 +266,14 @@ def test_part_that_was_written_is_not_written_again_when_the_next_fails() -> Non
     setup = Setup(None, down(), rate_limit=10, rate_limit_burst=4, max_retries=0)
     with pytest.raises(SinkUnavailable):
         setup.delivery.write(batch(6))
-    assert setup.sink.ack == Position(101, 4)
+    assert setup.sink.ack == Position.at(101, 4)
     setup.delivery.write(batch(6))
     assert setup.sink.sizes == [4, 2, 2]
     assert setup.sink.written == batch(6).events.column("line").to_pylist()
 
 
 def test_events_that_share_a_position_are_not_cut_apart() -> None:
-    positions = [str(Position(101, number)) for number in (1, 2, 2, 3)]
+    positions = [str(Position.at(101, number)) for number in (1, 2, 2, 3)]
     table = pa.table({"position": positions, "line": ["a\n", "b\n", "c\n", "d\n"]})
     setup = Setup(rate_limit=1000, rate_limit_burst=2)
     setup.delivery.write(Batch(START, END, table))
@@ -407,7 +407,7 @@ def test_stop_ends_the_wait_for_tokens() -> None:
     with pytest.raises(DeliveryStopped):
         setup.delivery.write(batch(6))
     assert setup.clock.time == 1000.5
-    assert setup.sink.ack == Position(101, 2)
+    assert setup.sink.ack == Position.at(101, 2)
 
 
 def test_stop_ends_the_wait_for_a_hung_write() -> None:

@@ -178,7 +178,7 @@ def test_what_is_not_a_row_of_a_table_passes_column_transforms_unharmed(tmp_path
         {"type": "mask", "columns": ["note"]},
     )
     writer = SpoolWriter(tmp_path, START)
-    assembler = Assembler(writer.relations, start_lsn=START.lsn)
+    assembler = Assembler(writer.relations, start_lsn=START.commit)
     begin, relation, insert, *_, commit = Transaction(110, CHANGES[:1]).encode()
     for message in (begin, relation, insert, encode_message("audit", b"checked", 109), encode_truncate([1]), commit):
         assembler.feed(message, 110)
@@ -262,7 +262,7 @@ def asked() -> pa.Array:
 def test_a_function_that_fails_or_changes_what_it_must_not_names_the_event(message: str) -> None:
     with pytest.raises(TransformError) as caught:
         call_all(asked(), FAULTS[message], "mine:f", list(CHANGEABLE))
-    assert "python transform mine:f at position 000000000000006E/000000000001: " in str(caught.value)
+    assert "python transform mine:f at position 000000000000006E/0000000000001: " in str(caught.value)
     assert any(part in str(caught.value) for part in message.split("|")) and caught.value.advice
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
@@ -44,7 +45,7 @@ from wire import (
 )
 
 from pgcdc.core.errors import DecodeError
-from pgcdc.core.position import LAST_SUB, Position
+from pgcdc.core.position import LAST_SUB, Kind, Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.event import lines
 from pgcdc.event.events import EVENT_SCHEMA, PIECE_BYTES, event_batch, pack_block, unpack_blocks
@@ -148,7 +149,7 @@ def test_event_carries_its_transaction() -> None:
     found = event_of(SHAPES["truncate_has_neither"][0], commit_time=NOON, xid=4_294_967_295, origin="berlin")
     assert (found["xid"], found["origin"], found["lsn"], found["ordinal"]) == (4_294_967_295, "berlin", 110, 1)
     assert found["created_at"] == datetime(2023, 11, 14, 22, 13, 20, 123_456, tzinfo=UTC)
-    assert (found["position"], found["source"]) == ("000000000000006E/000000000001", "wal_replication")
+    assert (found["position"], found["source"]) == ("000000000000006E/0000000000001", "wal_replication")
 
 
 def test_each_change_is_read_with_the_shape_of_its_time() -> None:
@@ -362,7 +363,7 @@ def with_messages(seal_rows: int = 65_536) -> Iterator[SpoolReader]:
     ]
     with tempfile.TemporaryDirectory() as folder:
         writer = SpoolWriter(Path(folder), START)
-        assembler = Assembler(writer.relations, start_lsn=START.lsn, seal_rows=seal_rows)
+        assembler = Assembler(writer.relations, start_lsn=START.commit, seal_rows=seal_rows)
         for message in stream:
             assembler.feed(message, 100)
             while batch := assembler.pop():
@@ -390,7 +391,7 @@ def test_messages_are_events_with_prefix_and_content(seal_rows: int) -> None:
         {"prefix": "alone", "content": ""},
     ]
     assert [one["position"].partition("/")[2] for one in messages] == [
-        "000000000000.00000001", "000000000001.00000001", "000000000001.00000002", "000000000000.00000001",
+        "0000000000000.00000001", "0000000000001.00000001", "0000000000001.00000002", "0000000000000.00000001",
     ]  # fmt: skip
     assert (messages[3]["created_at"], messages[3]["transaction"]) == (None, None)
     assert [one["position"] for one in found] == sorted(one["position"] for one in found)
@@ -427,10 +428,12 @@ def test_bytes_that_are_not_utf8_outside_of_a_cut_do_not_matter() -> None:
     with spooled(
         [Transaction(110, (bad,)), Transaction(120, (good, bad)), Transaction(130, (bad,))], drain=3
     ) as reader:
-        assert [one["row"][1] for one in events_of(reader, Position.end(110), Position(120, 1))] == [("note", "fine")]
-        with pytest.raises(DecodeError, match=r"at 0000000000000078/000000000002"):
+        assert [one["row"][1] for one in events_of(reader, Position.end(110), Position.at(120, 1))] == [
+            ("note", "fine")
+        ]
+        with pytest.raises(DecodeError, match=r"at 0000000000000078/0000000000002"):
             events_of(reader, Position.end(110), Position.end(120))
-        slices = reader.slices(Position(120, 1), Position.end(120))
+        slices = reader.slices(Position.at(120, 1), Position.end(120))
         batch = event_batch(slices, reader.relations(), SEED, LINES, EventOptions(invalid_text="replace"))
         assert batch is not None and [
             json.loads(line)["payload"]["row"]["note"] for line in batch.column("line").to_pylist()
@@ -441,25 +444,26 @@ def test_error_about_bytes_that_are_not_utf8_names_the_place() -> None:
     changes = (Change(ITEMS, "INSERT", ("1", "2")), Change(ORDERS, "INSERT", ("1", b"\xff", None)))
     with spooled([Transaction(110, changes)]) as reader, pytest.raises(DecodeError) as caught:
         lines_of(reader)
-    assert "column note of table public.orders at 000000000000006E/000000000002" in caught.value.message
+    assert "column note of table public.orders at 000000000000006E/0000000000002" in caught.value.message
     assert "--invalid-utf8" in str(caught.value.advice)
 
 
 # --- ids and positions
 
 
-def arrays(positions: list[Position]) -> tuple[I64, I64, I64]:
-    """lsn, ordinal and sub as columns."""
-    rows = np.array([(one.lsn, one.ordinal, one.sub) for one in positions], np.int64)
-    return rows[:, 0].copy(), rows[:, 1].copy(), rows[:, 2].copy()
+def arrays(positions: list[Position]) -> tuple[I64, npt.NDArray[np.uint8], I64, I64]:
+    """Commit, kind, ordinal and sub as columns."""
+    rows = np.array([(one.commit, one.kind, one.ordinal, one.sub) for one in positions], np.int64)
+    return rows[:, 0].copy(), rows[:, 1].astype(np.uint8), rows[:, 2].copy(), rows[:, 3].copy()
 
 
 def ids_of(positions: list[Position], commit_time: int = NOON, seed: IdSeed = SEED) -> list[str]:
-    lsn, ordinal, sub = arrays(positions)
-    return list(event_ids(seed, lsn, ordinal, sub, np.full(len(positions), commit_time)).to_pylist())
+    return list(event_ids(seed, *arrays(positions), np.full(len(positions), commit_time)).to_pylist())
 
 
-somewhere = st.builds(Position, st.integers(0, 2**63 - 1), st.integers(0, 2**48 - 1), st.integers(0, LAST_SUB))
+somewhere = st.builds(
+    Position, st.integers(0, 2**63 - 1), st.sampled_from(Kind), st.integers(0, 2**48 - 1), st.integers(0, LAST_SUB)
+)
 
 
 @given(somewhere, st.integers(0, (2**48 - 1) * 1000))
@@ -472,12 +476,17 @@ def test_id_is_a_uuid_of_version_7_with_the_commit_time(position: Position, comm
 
 
 def test_a_message_far_behind_a_change_shares_no_id_with_the_next_change() -> None:
-    a, b = ids_of([Position(5, 1, 2**16), Position(5, 2)])
+    a, b = ids_of([Position.at(5, 1, 2**16), Position.at(5, 2)])
+    assert a != b
+
+
+def test_a_row_of_a_snapshot_shares_no_id_with_the_change_of_that_number() -> None:
+    a, b = ids_of([Position.at(5, 1), Position.of_chunk(5, 0, 1)])
     assert a != b
 
 
 def test_id_stays_the_same_in_all_versions_of_pgcdc() -> None:
-    assert ids_of([Position(0x16_B374D848, 7), Position(0x16_B374D848, 7, 1)]) == PINNED_IDS
+    assert ids_of([Position.at(0x16_B374D848, 7), Position.at(0x16_B374D848, 7, 1)]) == PINNED_IDS
 
 
 PINNED_IDS = ["018bcfe5-687b-7320-be28-01618b236a8d", "018bcfe5-687b-77ae-9950-498e2b46663f"]
@@ -485,19 +494,21 @@ PINNED_IDS = ["018bcfe5-687b-7320-be28-01618b236a8d", "018bcfe5-687b-77ae-9950-4
 
 def test_other_slot_or_server_has_other_ids() -> None:
     seeds = [IdSeed.of(server, slot) for server in ("1", "2") for slot in ("a", "b")]
-    assert len({ids_of([Position(110, 1)], seed=seed)[0] for seed in seeds}) == 4
+    assert len({ids_of([Position.at(110, 1)], seed=seed)[0] for seed in seeds}) == 4
     assert IdSeed.of("1", "a") == IdSeed.of("1", "a")
 
 
 def test_commit_before_1970_has_an_id_too() -> None:
-    assert uuid.UUID(ids_of([Position(110, 1)], -5_000_000)[0]).int >> 80 == 0
+    assert uuid.UUID(ids_of([Position.at(110, 1)], -5_000_000)[0]).int >> 80 == 0
 
 
 def test_ids_of_many_messages_after_one_change_do_not_collide() -> None:
     count = 200_000
     ordinal = np.concatenate([np.ones(count, np.int64), np.arange(1, count + 1)])
     sub = np.concatenate([np.arange(1, count + 1), np.zeros(count, np.int64)])
-    ids = event_ids(SEED, np.full(2 * count, 110), ordinal, sub, np.full(2 * count, NOON))
+    ids = event_ids(
+        SEED, np.full(2 * count, 110), np.zeros(2 * count, np.uint8), ordinal, sub, np.full(2 * count, NOON)
+    )
     assert len(ids.unique()) == 2 * count
 
 
@@ -506,7 +517,7 @@ def test_ids_of_many_changes_at_one_time_do_not_collide() -> None:
     number = np.arange(count, dtype=np.int64)
     lsn, ordinal = 0x1_0000_0000 + number // 100 * 8, number % 100 // 2 + 1
     sub = number % 2
-    ids = event_ids(SEED, lsn, ordinal, sub, np.full(count, NOON))
+    ids = event_ids(SEED, lsn, np.zeros(count, np.uint8), ordinal, sub, np.full(count, NOON))
     assert len(ids.unique()) == count
     # Not even in the 62 bits after the variant: the others are only 12, and shared with nothing but the time.
     assert len(pc.utf8_slice_codeunits(ids, 19).unique()) == count
@@ -515,5 +526,5 @@ def test_ids_of_many_changes_at_one_time_do_not_collide() -> None:
 @given(st.lists(somewhere, min_size=1, max_size=5), st.booleans())
 def test_position_text_is_that_of_the_position(positions: list[Position], rows_only: bool) -> None:
     if rows_only:
-        positions = [Position(one.lsn, one.ordinal) for one in positions]
+        positions = [Position(one.commit, one.kind, one.ordinal) for one in positions]
     assert position_texts(*arrays(positions)).to_pylist() == [str(one) for one in positions]

@@ -272,7 +272,7 @@ def test_events_of_one_position_are_refused_together(make: Make, tmp_path: Path)
 
 
 def large(count: int = 20_000) -> Batch:
-    positions = [f"{110:016X}/{number:012X}" for number in range(1, count + 1)]
+    positions = [f"{110:016X}/{number:013X}" for number in range(1, count + 1)]
     texts = [f'{{"id":"{number}","text":"{"x" * 80}"}}\n' for number in range(count)]
     return Batch(START, FIRST, pa.table({"position": positions, "line": texts}))
 

@@ -136,7 +136,7 @@ def test_strict_takes_what_snapshots_may_do() -> None:
         mark("incremental"),
         event("SNAPSHOT", NEWER),
     ]
-    vanished = {**event("DELETE", {"id": "7"}), "position": "0000000000000101/000000000001"}
+    vanished = {**event("DELETE", {"id": "7"}), "position": "0000000000000100/1000000000001"}
     assert fold_events([*again, vanished], KEYS, strict=True) == {"public.t": {("1",): NEWER}}
     unknown = [event("UPDATE", NEWER), GONE, GONE, mark("incremental"), event("SNAPSHOT", ROW)]
     assert fold_events(unknown, KEYS, strict=True, complete=False) == {"public.t": {("1",): ROW}}

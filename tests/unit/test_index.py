@@ -12,18 +12,23 @@ from hypothesis import strategies as st
 
 from pgcdc.core.errors import SpoolError
 from pgcdc.core.operation import Op
-from pgcdc.core.position import LAST_ORDINAL, Position
+from pgcdc.core.position import LAST_ORDINAL, Kind, Position
 from pgcdc.spool.index import IndexRecord, chunk_number, chunk_path, encode_record, list_chunks, parse_records
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 from pgcdc.spool.segment import checksum_file, open_segment, read_segment, write_segment
 
 positions = st.builds(Position.end, st.integers(0, 2**63 - 1)) | st.builds(
-    Position, st.integers(0, 2**63 - 1), st.integers(0, LAST_ORDINAL - 1), st.integers(0, 2**31 - 1)
+    Position,
+    st.integers(0, 2**63 - 1),
+    st.sampled_from(Kind),
+    st.integers(0, LAST_ORDINAL - 1),
+    st.integers(0, 2**31 - 1),
 )
 transactions = st.lists(
     st.fixed_dictionaries(
         {
-            "lsn": st.integers(0, 2**63 - 1),
+            "commit": st.integers(0, 2**63 - 1),
+            "kind": st.sampled_from([0, 1]),
             "commit_time": st.integers(-(2**63), 2**63 - 1),
             "xid": st.integers(0, 2**32 - 1),
             "rows": st.integers(0, 2**40),
@@ -80,12 +85,13 @@ def test_records_round_trip_with_the_offset_behind_each(written: list[IndexRecor
 SAMPLE = [
     IndexRecord(Position.end(16), is_base=True),
     IndexRecord(
-        Position(32, 3, 1),
+        Position.at(32, 3, 1),
         "seg-000000000001.arrow",
         (1234, 0xDEADBEEF),
         3,
         pa.RecordBatch.from_pylist(
-            [{"lsn": 32, "commit_time": 7, "xid": 9, "rows": 3, "complete": False, "origin": "x"}], schema=TRANSACTIONS
+            [{"commit": 32, "kind": 0, "commit_time": 7, "xid": 9, "rows": 3, "complete": False, "origin": "x"}],
+            schema=TRANSACTIONS,
         ),
         2,
     ),

@@ -38,7 +38,7 @@ def at(number: int) -> Position:
 
 
 def number_of(position: Position) -> int:
-    return position.lsn // 8
+    return position.commit // 8
 
 
 class Crash(Exception):

@@ -23,7 +23,7 @@ from pgcdc.sink.letters.record import make_letter
 
 
 def at(*numbers: int) -> list[str]:
-    return [str(Position(101, number)) for number in numbers]
+    return [str(Position.at(101, number)) for number in numbers]
 
 
 # --- letters

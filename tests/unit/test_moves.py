@@ -301,7 +301,7 @@ def test_an_adapter_that_comes_back_begins_with_what_its_last_write_has_done(
 
     def late(do: Callable[[], None]) -> None:
         if old.ack == at(0):
-            positions = [str(Position(START_LSN + 8, 0))]
+            positions = [str(Position.at(START_LSN + 8, 0))]
             old.write(Batch(at(0), at(2), pa.table({"position": positions, "line": ["x\n"]}, schema=LINES)))
         ask(do)
 

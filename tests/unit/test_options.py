@@ -135,7 +135,9 @@ def test_a_pipeline_tells_what_changed_since_it_began_and_not_what_an_earlier_ru
     before = Relation(1, "public", "orders", "d", (Column("id", 23, -1, True),))
     after = replace(before, columns=(*before.columns, Column("note", 25, -1, False)))
     steps = [(None, before), (before, after), (after, before)]
-    changes = [ShapeChange(Position(110 + number, 0, SCHEMA_SUB), new, old) for number, (old, new) in enumerate(steps)]
+    changes = [
+        ShapeChange(Position.at(110 + number, 0, SCHEMA_SUB), new, old) for number, (old, new) in enumerate(steps)
+    ]
     append_shapes(pipeline.state.shapes_file, changes[:2])
     pipeline._tables.begin()
     append_shapes(pipeline.state.shapes_file, changes[2:])

@@ -68,7 +68,7 @@ def frame(*changes: tuple[Relation, Op, Values, Values]) -> Frame:
         }
         for number, (relation, op, new, old) in enumerate(changes, 1)
     ]
-    owner = {"lsn": 16, "commit_time": 0, "xid": 1, "rows": len(rows), "complete": True, "origin": None}
+    owner = {"commit": 16, "kind": 0, "commit_time": 0, "xid": 1, "rows": len(rows), "complete": True, "origin": None}
     owners = pa.RecordBatch.from_pylist([owner] * len(rows), schema=TRANSACTIONS)
     return make_frame(pa.RecordBatch.from_pylist(rows, schema=CHANGES), owners, SHAPES, EventOptions())
 
@@ -186,11 +186,11 @@ def test_blocks_with_keys_are_read_as_those_without() -> None:
 
 # --- segments
 
-CUT = Position(16, 4, SCHEMA_SUB)
+CUT = Position.at(16, 4, SCHEMA_SUB)
 
 
 def place(number: int) -> str:
-    return str(Position(16, number))
+    return str(Position.at(16, number))
 
 
 @pytest.mark.parametrize(
@@ -198,10 +198,14 @@ def place(number: int) -> str:
     [
         ([], [], [(END, 0)]),
         ([(1, 9, False), (2, 8, False)], [], [(END, 2)]),
-        ([(1, 3, False), (4, 4, True), (5, 9, False)], [], [(Position(16, 3), 1), (Position(16, 4), 1), (END, 1)]),
-        ([(1, 1, True), (2, 2, True), (3, 9, False)], [], [(Position(16, 2), 2), (END, 1)]),
-        ([(1, 3, False), (2, 4, False), (5, 9, False)], [CUT], [(Position(16, 4), 2), (END, 1)]),
-        ([(1, 3, False), (5, 9, False)], [CUT, CUT], [(Position(16, 3), 1), (END, 1)]),
+        (
+            [(1, 3, False), (4, 4, True), (5, 9, False)],
+            [],
+            [(Position.at(16, 3), 1), (Position.at(16, 4), 1), (END, 1)],
+        ),
+        ([(1, 1, True), (2, 2, True), (3, 9, False)], [], [(Position.at(16, 2), 2), (END, 1)]),
+        ([(1, 3, False), (2, 4, False), (5, 9, False)], [CUT], [(Position.at(16, 4), 2), (END, 1)]),
+        ([(1, 3, False), (5, 9, False)], [CUT, CUT], [(Position.at(16, 3), 1), (END, 1)]),
         ([(5, 9, False)], [CUT], [(END, 1)]),
     ],
 )
@@ -271,8 +275,10 @@ def test_every_event_once_keys_in_order_and_nothing_passes_a_barrier(
     for size in [*sizes, len(changes)]:
         blocks.append(events.slice(begin, size))
         begin += size
-    cuts = [Position(16, number, SCHEMA_SUB) for number in cut_at]
-    lines, segments = written_by_executors([block for block in blocks if len(block)], parts, cuts, Position(16, done))
+    cuts = [Position.at(16, number, SCHEMA_SUB) for number in cut_at]
+    lines, segments = written_by_executors(
+        [block for block in blocks if len(block)], parts, cuts, Position.at(16, done)
+    )
     order = [int(line) for line in lines]
     assert sorted(order) == list(range(done + 1, len(changes) + 1))
     for key in {key for key, _ in changes}:
@@ -297,7 +303,7 @@ def test_nothing_passes_a_cut_in_the_middle_of_a_block() -> None:
     )
     lines, segments = written_by_executors([events], 2, [CUT], START)
     assert [int(line) for line in lines] == [1, 3, 2, 4, 5, 7, 6, 8]
-    assert [segment.end for segment in segments] == [Position(16, 4), END]
+    assert [segment.end for segment in segments] == [Position.at(16, 4), END]
 
 
 def test_block_with_very_many_barriers_stays_in_one_piece() -> None:

@@ -118,7 +118,7 @@ def _line(operation: str, row: Any, old: Any, is_ascii: bool, has_toast: bool) -
         payload["_unchanged_toast_columns"] = ["a"]
     event = {
         "id": "1", "channel": 'pgcdc:ta"b\\le', "operation": operation, "payload": payload, "source": "wal_replication",
-        "position": "0000000000000010/000000000001",
+        "position": "0000000000000010/0000000000001",
     }  # fmt: skip
     return json.dumps(event, ensure_ascii=is_ascii, separators=(",", ":")) + "\n"
 

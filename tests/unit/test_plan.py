@@ -20,7 +20,7 @@ def record(end: Position, rows: int, size: int = 1) -> IndexRecord:
 
 
 def part(lsn: int, ordinal: int, rows: int, size: int = 1) -> IndexRecord:
-    return record(Position(lsn, ordinal), rows, size)
+    return record(Position.at(lsn, ordinal), rows, size)
 
 
 def whole(lsn: int, rows: int, size: int = 1) -> IndexRecord:
@@ -42,11 +42,11 @@ PLANS: dict[str, tuple[list[IndexRecord], Position, int, int, Position]] = {
         [whole(1, 2), part(2, 4, 4), whole(2, 9)], Position.end(2), 10, ANY, Position.end(1),
     ),
     "huge_transaction_at_the_start_is_split": (
-        [part(1, 6, 6), part(1, 12, 6), whole(1, 6)], Position.end(1), 10, ANY, Position(1, 6),
+        [part(1, 6, 6), part(1, 12, 6), whole(1, 6)], Position.end(1), 10, ANY, Position.at(1, 6),
     ),
     "its_last_part_goes_with_what_follows": ([whole(1, 6), whole(2, 2)], Position.end(2), 10, ANY, Position.end(2)),
     "spool_that_ends_inside_of_a_transaction": (
-        [whole(1, 2), part(2, 4, 4)], Position(2, 4), 10, ANY, Position.end(1),
+        [whole(1, 2), part(2, 4, 4)], Position.at(2, 4), 10, ANY, Position.end(1),
     ),
     "idle_progress_waits_for_the_rest_of_the_backlog": (
         [whole(1, 9), whole(2, 9)], Position.end(7), 10, ANY, Position.end(1),
@@ -81,7 +81,7 @@ def test_batches_reach_the_end_in_increasing_steps(
     spool: tuple[list[IndexRecord], Position], max_rows: int, max_bytes: int
 ) -> None:
     records, end = spool
-    start = Position(0, 0)
+    start = Position.at(0, 0)
     while start < end:
         cut = plan_end([one for one in records if one.end > start], end, max_rows, max_bytes)
         assert cut is not None
@@ -95,13 +95,13 @@ def test_only_a_transaction_beyond_the_limits_is_split(
     spool: tuple[list[IndexRecord], Position], max_rows: int, max_bytes: int
 ) -> None:
     records, end = spool
-    start = Position(0, 0)
+    start = Position.at(0, 0)
     while start < end:
         cut = plan_end([one for one in records if one.end > start], end, max_rows, max_bytes)
         assert cut is not None
         start = cut
         if not start.is_end:
-            torn = [one for one in records if one.end.lsn == start.lsn]
+            torn = [one for one in records if one.end.commit == start.commit]
             rows, size = sum(one.rows for one in torn), sum(one.written[0] for one in torn)
             assert rows > max_rows or size > max_bytes
 
@@ -111,7 +111,7 @@ def test_batch_of_several_segments_is_within_the_limits_and_takes_all_commits_th
     spool: tuple[list[IndexRecord], Position], max_rows: int, max_bytes: int
 ) -> None:
     records, end = spool
-    start = Position(0, 0)
+    start = Position.at(0, 0)
     while start < end:
         ahead = [one for one in records if one.end > start]
         cut = plan_end(ahead, end, max_rows, max_bytes)
@@ -127,5 +127,5 @@ def test_batch_of_several_segments_is_within_the_limits_and_takes_all_commits_th
 
 
 def test_a_part_of_a_transaction_within_the_limits_waits_for_the_rest() -> None:
-    part = IndexRecord(Position(110, 3), "seg-1.arrow", (10, 0), 3)
-    assert plan_end([part], Position(110, 3), max_rows=100, max_bytes=100) is None
+    part = IndexRecord(Position.at(110, 3), "seg-1.arrow", (10, 0), 3)
+    assert plan_end([part], Position.at(110, 3), max_rows=100, max_bytes=100) is None

@@ -9,65 +9,46 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgcdc.core.position import (
-    CHUNK_BITS,
-    CHUNK_ROWS,
-    LAST_CHUNK,
-    LAST_ORDINAL,
-    LAST_SUB,
-    Position,
-    format_lsn,
-    parse_lsn,
-    stream_lsn,
-)
+from pgcdc.core.position import LAST_CHUNK, LAST_ORDINAL, LAST_SUB, MAX_CHUNK_ROWS, Position
+from pgcdc.postgres.lsn import format_lsn, parse_lsn
 
 lsns = st.integers(0, 2**64 - 1)
-ends = st.integers(0, 2**61 - 1).map(lambda number: 8 * number)
-"""Where transactions end: PostgreSQL aligns them."""
+ends = st.integers(0, 2**64 - 2)
 chunks = st.integers(0, 3) | st.integers(0, LAST_CHUNK)
-inside = st.builds(Position, ends, st.integers(0, LAST_ORDINAL - 1), st.integers(0, LAST_SUB))
+inside = st.builds(Position.at, ends, st.integers(0, LAST_ORDINAL - 1), st.integers(0, LAST_SUB))
 
 
-def snapshot_row(lsn: int, chunk: int, row: int) -> Position:
-    """A row of a snapshot that stands behind the transaction that ends at `lsn`."""
-    return Position(lsn + 1, (chunk << CHUNK_BITS) | row)
-
-
-def snapshot_end(lsn: int, chunk: int) -> Position:
-    return Position.chunk_end(lsn + 1, chunk)
-
-
-snapshot_rows = st.builds(snapshot_row, ends, chunks, st.integers(0, CHUNK_ROWS - 1))
-snapshots = snapshot_rows | st.builds(snapshot_end, ends, chunks)
+snapshot_rows = st.builds(Position.of_chunk, ends, chunks, st.integers(0, MAX_CHUNK_ROWS))
+snapshots = snapshot_rows | st.builds(Position.chunk_end, ends, chunks)
 positions = inside | snapshots | st.builds(Position.end, ends)
 # Few different numbers, so that neighbours and equals come up.
 few = st.integers(0, 2)
 near = (
-    st.builds(Position, few.map(lambda number: 8 * number), few, few)
-    | st.builds(Position.end, few.map(lambda number: 8 * number))
-    | st.builds(snapshot_row, few.map(lambda number: 8 * number), few, few)
-    | st.builds(snapshot_end, few.map(lambda number: 8 * number), few)
+    st.builds(Position.at, few, few, few)
+    | st.builds(Position.end, few)
+    | st.builds(Position.of_chunk, few, few, few)
+    | st.builds(Position.chunk_end, few, few)
 )
 
 STREAM = [
-    Position(0, 0),
+    Position.at(0, 0),
     Position.end(8),
-    Position(0x10, 0, 1),  # a message before the first row change
-    Position(0x10, 1),
-    Position(0x10, 1, 1),
-    Position(0x10, 1, 0x10),
-    Position(0x10, 2),
-    Position(0x10, 0x10),
+    Position.at(0x10, 0, 1),  # a message before the first row change
+    Position.at(0x10, 1),
+    Position.at(0x10, 1, 1),
+    Position.at(0x10, 1, 0x10),
+    Position.at(0x10, 2),
+    Position.at(0x10, 0x10),
     Position.end(0x10),
-    Position(0x11, 1),  # a row of a snapshot, behind the transaction
-    Position(0x11, 2),
-    Position.chunk_end(0x11, 0),
-    Position(0x11, (1 << CHUNK_BITS) | 1),
-    Position.chunk_end(0x11, 1),
-    Position(0x11, 0x10 << CHUNK_BITS),
-    Position.chunk_end(0x11, LAST_CHUNK),
-    Position(0x18, 0, 1),
-    Position(1 << 32, 1),
+    Position.of_chunk(0x10, 0, 1),  # a row of a snapshot, behind the transaction
+    Position.of_chunk(0x10, 0, 2),
+    Position.chunk_end(0x10, 0),
+    Position.of_chunk(0x10, 1, 1),
+    Position.chunk_end(0x10, 1),
+    Position.of_chunk(0x10, 0x10, 0),
+    Position.chunk_end(0x10, LAST_CHUNK),
+    Position.at(0x11, 0, 1),
+    Position.at(1 << 32, 1),
     Position.end(2**64 - 8),
 ]
 
@@ -86,6 +67,11 @@ def test_text_compares_like_positions(one: Position, other: Position) -> None:
     assert (one == other) == (str(one) == str(other))
 
 
+@given(positions | near, positions | near)
+def test_commit_and_place_compare_like_positions(one: Position, other: Position) -> None:
+    assert (one < other) == ((one.commit, one.place, one.sub) < (other.commit, other.place, other.sub))
+
+
 @given(positions)
 def test_text_round_trips(position: Position) -> None:
     assert Position.parse(str(position)) == position
@@ -99,11 +85,16 @@ def test_offset_round_trips_through_json(position: Position) -> None:
 @pytest.mark.parametrize(
     ("position", "text", "offset"),
     [
-        (Position(0x16_B374D848, 7), "00000016B374D848/000000000007", {"lsn": "16/B374D848", "ordinal": 7}),
-        (Position(0x10, 1, 2), "0000000000000010/000000000001.00000002", {"lsn": "0/10", "ordinal": 1, "sub": 2}),
-        (Position.end(0x10), "0000000000000010/FFFFFFFFFFFF", {"lsn": "0/10"}),
-        (Position(0x11, 1), "0000000000000011/000000000001", {"lsn": "0/11", "ordinal": 1}),
-        (Position.chunk_end(0x11, 2), "0000000000000011/00002FFFFFFF", {"lsn": "0/11", "ordinal": 0x2FFFFFFF}),
+        (Position.at(0x16_B374D848, 7), "00000016B374D848/0000000000007", {"commit": 0x16_B374D848, "ordinal": 7}),
+        (Position.at(0x10, 1, 2), "0000000000000010/0000000000001.00000002", {"commit": 16, "ordinal": 1, "sub": 2}),
+        (Position.end(0x10), "0000000000000010/0FFFFFFFFFFFF", {"commit": 16}),
+        (Position.of_chunk(0x10, 0, 1), "0000000000000010/1000000000001", {"commit": 16, "kind": 1, "ordinal": 1}),
+        (
+            Position.chunk_end(0x10, 2),
+            "0000000000000010/100002FFFFFFF",
+            {"commit": 16, "kind": 1, "ordinal": 0x2FFFFFFF},
+        ),
+        (Position.behind(0x10), "0000000000000010/1FFFFFFFFFFFF", {"commit": 16, "kind": 1}),
     ],
 )
 def test_forms_that_stand_in_events_and_checkpoints_stay(
@@ -114,38 +105,40 @@ def test_forms_that_stand_in_events_and_checkpoints_stay(
 
 @given(ends, st.integers(0, LAST_ORDINAL - 1), st.integers(0, LAST_SUB))
 def test_only_the_end_of_a_transaction_is_confirmable(lsn: int, ordinal: int, sub: int) -> None:
-    assert Position.end(lsn).confirmable_lsn == lsn
-    assert Position(lsn, ordinal, sub).confirmable_lsn == 0
+    assert Position.end(lsn).confirmable == lsn
+    assert Position.at(lsn, ordinal, sub).confirmable == 0
 
 
-@given(ends, chunks, st.integers(0, CHUNK_ROWS - 1))
+@given(ends, chunks, st.integers(0, MAX_CHUNK_ROWS))
 def test_the_end_of_a_chunk_confirms_the_transaction_that_it_stands_behind(lsn: int, chunk: int, row: int) -> None:
-    assert snapshot_end(lsn, chunk).confirmable_lsn == lsn
-    assert snapshot_row(lsn, chunk, row).confirmable_lsn == 0
+    assert Position.chunk_end(lsn, chunk).confirmable == lsn
+    assert Position.of_chunk(lsn, chunk, row).confirmable == 0
 
 
-@given(ends, st.integers(0, LAST_ORDINAL - 1), st.integers(0, LAST_SUB), chunks, st.integers(0, CHUNK_ROWS - 1))
+@given(ends, st.integers(0, LAST_ORDINAL - 1), st.integers(0, LAST_SUB), chunks, st.integers(0, MAX_CHUNK_ROWS))
 def test_what_is_of_a_snapshot_and_what_of_the_stream(lsn: int, ordinal: int, sub: int, chunk: int, row: int) -> None:
-    one, end = snapshot_row(lsn, chunk, row), snapshot_end(lsn, chunk)
+    one, end = Position.of_chunk(lsn, chunk, row), Position.chunk_end(lsn, chunk)
     assert one.is_snapshot and not one.is_end and end.is_snapshot and end.is_end
     assert one.chunk == end.chunk == chunk
-    assert stream_lsn(one.lsn) == stream_lsn(end.lsn) == lsn == stream_lsn(lsn)
-    change = Position(lsn, ordinal, sub)
+    assert one.commit == end.commit == lsn
+    change = Position.at(lsn, ordinal, sub)
     assert not change.is_snapshot and not change.is_end
     assert Position.end(lsn).is_end and not Position.end(lsn).is_snapshot
 
 
 @given(inside)
 def test_end_is_after_everything_of_its_transaction_and_before_the_next(position: Position) -> None:
-    assert position < Position.end(position.lsn) < Position(position.lsn + 8, 0)
+    assert position < Position.end(position.commit) < Position.at(position.commit + 1, 0)
 
 
 @given(snapshot_rows)
 def test_rows_of_a_snapshot_stand_between_two_transactions_chunk_by_chunk(row: Position) -> None:
-    lsn = stream_lsn(row.lsn)
-    assert Position.end(lsn) < row < snapshot_end(lsn, row.chunk) < Position(lsn + 8, 0)
+    lsn = row.commit
+    assert (
+        Position.end(lsn) < row < Position.chunk_end(lsn, row.chunk) <= Position.behind(lsn) < Position.at(lsn + 1, 0)
+    )
     if row.chunk < LAST_CHUNK:
-        assert snapshot_end(lsn, row.chunk) < snapshot_row(lsn, row.chunk + 1, 0)
+        assert Position.chunk_end(lsn, row.chunk) < Position.of_chunk(lsn, row.chunk + 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -156,11 +149,13 @@ def test_rows_of_a_snapshot_stand_between_two_transactions_chunk_by_chunk(row: P
         "0000000000000010",
         "0000000000000010/",
         "0000000000000010/1",
-        "000000000000010/000000000001",
-        "0000000000000010/0000000000001",
-        "000000000000001G/000000000001",
-        "0000000000000010/00000000000G",
-        "0000000000000010/000000000001.0000000G",
+        "000000000000010/0000000000001",
+        "0000000000000010/000000000001",
+        "0000000000000010/00000000000001",
+        "0000000000000010/2000000000001",
+        "000000000000001G/0000000000001",
+        "0000000000000010/000000000000G",
+        "0000000000000010/0000000000001.0000000G",
     ],
 )
 def test_parse_refuses_what_is_no_position(text: str) -> None:

@@ -85,7 +85,7 @@ def taken(made: Assembler) -> list[tuple[int, int, bytes]]:
         rows = iter(batch.data.to_pylist())
         for one in batch.transactions.to_pylist():
             found += [
-                (one["lsn"], row["ordinal"], row["new"][0]) for row, _ in zip(rows, range(one["rows"]), strict=False)
+                (one["commit"], row["ordinal"], row["new"][0]) for row, _ in zip(rows, range(one["rows"]), strict=False)
             ]
     return found
 
@@ -104,7 +104,7 @@ def test_prepared_changes_are_handed_out_at_commit_prepared_with_its_end_lsn(pre
         (Position.end(130), 130, 1), (Position.end(140), 140, 2),
     ]  # fmt: skip
     assert batches[1].transactions.to_pylist() == [
-        {"lsn": 140, "commit_time": NOON, "xid": 7, "rows": 2, "complete": True, "origin": None}
+        {"commit": 140, "kind": 0, "commit_time": NOON, "xid": 7, "rows": 2, "complete": True, "origin": None}
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from pgcdc.core.errors import SpoolError, StateError
 from pgcdc.core.operation import OldKind, Op
-from pgcdc.core.position import LAST_CHUNK, Position
+from pgcdc.core.position import LAST_CHUNK, SNAPSHOT, Position
 from pgcdc.core.relation import Column, Relation, Relations
 from pgcdc.source.postgres.snapshot.releases import Releases, stage_rows
 from pgcdc.spool.batch import CaptureBatch, Part, split_batch
@@ -45,9 +45,9 @@ def test_rows_of_a_snapshot_stand_between_two_transactions(tmp_path: Path) -> No
     releases = Releases(tmp_path, BASE)
     first = release(releases, BASE, rows(1, 2), rows(3))
     second = release(releases, first, rows(4))
-    assert BASE < first < second < Position(0x108, 1)
+    assert BASE < first < second < Position.at(0x108, 1)
     assert first.is_end and second.is_end and first.is_snapshot and not BASE.is_snapshot
-    assert {first.confirmable_lsn, second.confirmable_lsn} == {0x100}
+    assert {first.confirmable, second.confirmable} == {0x100}
     assert Position.parse(str(second)) == second and Position.from_offset(second.to_offset()) == second
 
 
@@ -56,8 +56,8 @@ def test_a_release_follows_the_very_end_of_its_transaction(tmp_path: Path) -> No
     first = release(releases, BASE, rows(1, 2))
     second = release(releases, first, rows(3))
     one, two = releases.after(BASE)
-    assert one.follows(BASE) and two.follows(first) and two.follows(Position(0x101, second.ordinal - 1))
-    assert not any(one.follows(end) for end in (Position.end(0xF8), Position(0x100, 3), Position.end(0x108)))
+    assert one.follows(BASE) and two.follows(first) and two.follows(Position(0x100, SNAPSHOT, second.ordinal - 1))
+    assert not any(one.follows(end) for end in (Position.end(0xF8), Position.at(0x100, 3), Position.end(0x108)))
 
 
 def test_a_note_is_there_again_after_a_crash(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_batches_have_final_positions_and_only_the_last_ends_the_chunk(tmp_path:
     batches = list(releases.batches(second, relations))
     assert [batch.end.is_end for batch in batches] == [False, True]
     positions = [
-        Position(batch.transactions.column("lsn")[0].as_py(), ordinal)
+        Position(batch.transactions.column("commit")[0].as_py(), batch.transactions.column("kind")[0].as_py(), ordinal)
         for batch in batches
         for ordinal in batch.data.column("ordinal").to_pylist()
     ]
@@ -118,7 +118,9 @@ def test_damage_is_said(tmp_path: Path) -> None:
         list(releases.batches(known, Relations()))
 
 
-@pytest.mark.parametrize("after", [Position(0x100, 3), Position.chunk_end(0x101, LAST_CHUNK), Position.end(0x104)])
+@pytest.mark.parametrize(
+    "after", [Position.at(0x100, 3), Position.chunk_end(0x100, LAST_CHUNK), Position.behind(0x100)]
+)
 def test_where_there_is_no_place_nothing_is_released(tmp_path: Path, after: Position) -> None:
     releases = Releases(tmp_path, BASE)
     with pytest.raises(SpoolError, match="no place"):
@@ -129,7 +131,7 @@ def test_where_there_is_no_place_nothing_is_released(tmp_path: Path, after: Posi
 def test_a_batch_is_split_between_its_transactions() -> None:
     transactions = pa.RecordBatch.from_pylist(
         [
-            {"lsn": lsn, "commit_time": 0, "xid": lsn, "rows": count, "complete": True, "origin": None}
+            {"commit": lsn, "kind": 0, "commit_time": 0, "xid": lsn, "rows": count, "complete": True, "origin": None}
             for lsn, count in ((0x108, 2), (0x110, 1), (0x118, 2))
         ],
         schema=TRANSACTIONS,

@@ -130,7 +130,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
 
 
 def test_every_sink_takes_events_of_the_past_again_and_its_ack_stays(target: Target) -> None:
-    middle, past = Position.end(120), batch(START, Position(110, 2))
+    middle, past = Position.end(120), batch(START, Position.at(110, 2))
     with opened(target) as sink:
         assert isinstance(sink, ReplayableSink)
         sink.write(batch(START, middle).without(past.events.column("position").to_pylist()))

@@ -382,7 +382,7 @@ def test_files_that_were_removed_make_it_incomplete_even_if_they_are_still_there
 
 def test_another_path_begins_anew_and_leaves_the_old_files(target: RotatingFile) -> None:
     sink = make(target)
-    sink.write(batch(START, Position(120, 1)))
+    sink.write(batch(START, Position.at(120, 1)))
     sink.close()
     kept = target.lines()
     other = RotatingFile.__new__(RotatingFile)
@@ -430,8 +430,8 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
 
 def test_large_files_rotate_in_whole_lines(tmp_path: Path) -> None:
     target = RotatingZstd(tmp_path)
-    lines = [f'{{"position":"{110:016X}/{number:012X}"}}\n' for number in range(1, 20_001)]
-    table = pa.table({"position": [line[13:42] for line in lines], "line": lines})
+    lines = [f'{{"position":"{110:016X}/{number:013X}"}}\n' for number in range(1, 20_001)]
+    table = pa.table({"position": [line[13:43] for line in lines], "line": lines})
     sink = make(target, max_bytes=100_000)
     sink.write(Batch(START, Position.end(110), table))
     sink.close()

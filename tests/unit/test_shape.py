@@ -30,7 +30,7 @@ DETAILS = {
 
 
 def test_types_are_codes_with_modifiers() -> None:
-    described = Described("shop", (ShapeChange(Position(8, 0), ORDERS, details=DETAILS),))
+    described = Described("shop", (ShapeChange(Position.at(8, 0), ORDERS, details=DETAILS),))
     assert shape_array([ORDERS], described).to_pylist() == [
         {
             "database": "shop",
@@ -57,7 +57,8 @@ def _events(rows: list[tuple[int, int, int, int]]) -> list[int | None]:
         for _, ordinal, sub, relation in rows
     ]  # fmt: skip
     owners = [
-        {"lsn": lsn, "commit_time": 0, "xid": 7, "rows": 1, "complete": True, "origin": None} for lsn, _, _, _ in rows
+        {"commit": lsn, "kind": 0, "commit_time": 0, "xid": 7, "rows": 1, "complete": True, "origin": None}
+        for lsn, _, _, _ in rows
     ]
     frame = make_frame(
         pa.RecordBatch.from_pylist(changes, CHANGES), pa.RecordBatch.from_pylist(owners, TRANSACTIONS), [ORDERS, ITEMS],

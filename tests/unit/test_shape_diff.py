@@ -33,7 +33,7 @@ def details(shape: Relation, attnums: tuple[int, ...], primary_key: tuple[str, .
 
 def change(before: Relation | None, after: Relation, *attnums: tuple[int, ...], **more: Any) -> ShapeChange:
     """`attnums` of both, if the catalog was asked in time."""
-    position = Position(110, 0, SCHEMA_SUB)
+    position = Position.at(110, 0, SCHEMA_SUB)
     if not attnums or before is None:
         return ShapeChange(position, after, before)
     old = details(before, attnums[0], **more.get("old", {}))

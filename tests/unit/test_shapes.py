@@ -72,7 +72,7 @@ def expected_history(transactions: list[Transaction]) -> list[ShapeChange]:
         rows = [step for step in one.steps if isinstance(step, Relation)]
         for ordinal, after in enumerate(rows, 1):
             if current.get(after.oid) != after:
-                position = Position(one.lsn, ordinal - 1, SCHEMA_SUB)
+                position = Position.at(one.lsn, ordinal - 1, SCHEMA_SUB)
                 found.append(ShapeChange(position, after, current.get(after.oid)))
             current[after.oid] = after
     return found
@@ -182,9 +182,9 @@ def test_shape_that_comes_back_is_a_change_again(pipe: Pipe, seal_rows: int) -> 
     pipe.seal_rows = seal_rows  # each row a batch, or all in one
     assert pipe.run([Transaction(110, (A, B)), Transaction(120, (A,))]) == 2
     assert [(str(one.position), one.before, one.after) for one in pipe.history] == [
-        ("000000000000006E/000000000000.7FFFFFFE", None, A),
-        ("000000000000006E/000000000001.7FFFFFFE", A, B),
-        ("0000000000000078/000000000000.7FFFFFFE", B, A),
+        ("000000000000006E/0000000000000.7FFFFFFE", None, A),
+        ("000000000000006E/0000000000001.7FFFFFFE", A, B),
+        ("0000000000000078/0000000000000.7FFFFFFE", B, A),
     ]
 
 
@@ -217,7 +217,7 @@ def test_state_of_an_older_version_begins_with_what_is_seen_and_takes_in_what_is
     assert [(one.before, one.after) for one in pipe.history] == [(None, B), (None, X)]
     shutil.rmtree(pipe.folder / "spool")
     pipe.run(transactions)
-    assert [(one.position.lsn, one.before, one.after) for one in pipe.history] == [
+    assert [(one.position.commit, one.before, one.after) for one in pipe.history] == [
         (110, None, A), (120, A, B), (130, None, B), (130, None, X),
     ]  # fmt: skip
 
@@ -225,7 +225,7 @@ def test_state_of_an_older_version_begins_with_what_is_seen_and_takes_in_what_is
 def test_history_that_says_otherwise_stops_the_capture(pipe: Pipe) -> None:
     pipe.run([Transaction(110, (A,))])
     shutil.rmtree(pipe.folder / "spool")
-    with pytest.raises(StateError, match=r"public\.t1 has another shape at 000000000000006E/000000000000\.7FFFFFFE"):
+    with pytest.raises(StateError, match=r"public\.t1 has another shape at 000000000000006E/0000000000000\.7FFFFFFE"):
         pipe.run([Transaction(110, (B,))])
 
 
@@ -241,7 +241,7 @@ def test_nothing_has_happened_when_the_catalog_could_not_be_asked(tmp_path: Path
 
     writer = SpoolWriter(tmp_path / "spool", START)
     observer = ShapeObserver(pipe.file, START)
-    assembler = Assembler(writer.relations, start_lsn=START.lsn)
+    assembler = Assembler(writer.relations, start_lsn=START.commit)
     for message in Transaction(110, (A, X, B)).encode():
         assembler.feed(message, 110)
     batch = assembler.pop()
@@ -264,7 +264,9 @@ def test_nothing_has_happened_when_the_catalog_could_not_be_asked(tmp_path: Path
 
 def test_record_survives_its_way_through_the_file(tmp_path: Path) -> None:
     details = {"columns": [{"name": "id", "attnum": 1}], "primary_key": ["id"], "types": None}
-    change = ShapeChange(Position(110, 3, SCHEMA_SUB), B, A, details, {"columns": [], "primary_key": [], "types": None})
+    change = ShapeChange(
+        Position.at(110, 3, SCHEMA_SUB), B, A, details, {"columns": [], "primary_key": [], "types": None}
+    )
     append_shapes(tmp_path / "shapes.jsonl", [change])
     history = ShapeHistory(tmp_path / "shapes.jsonl")
     assert history.refresh() == history.changes == [change]
@@ -273,7 +275,7 @@ def test_record_survives_its_way_through_the_file(tmp_path: Path) -> None:
 
 def test_half_written_line_is_left_alone_by_readers_and_cut_off_by_the_writer(tmp_path: Path) -> None:
     file = tmp_path / "shapes.jsonl"
-    changes = [ShapeChange(Position(110, number, SCHEMA_SUB), one) for number, one in enumerate((A, X))]
+    changes = [ShapeChange(Position.at(110, number, SCHEMA_SUB), one) for number, one in enumerate((A, X))]
     append_shapes(file, changes)
     whole = file.read_bytes()
     first = whole.index(b"\n") + 1
@@ -289,18 +291,18 @@ def test_half_written_line_is_left_alone_by_readers_and_cut_off_by_the_writer(tm
 
 def test_records_are_found_by_their_positions(tmp_path: Path) -> None:
     file = tmp_path / "shapes.jsonl"
-    first, second, third = (ShapeChange(Position(lsn, 0, SCHEMA_SUB), A) for lsn in (110, 120, 130))
+    first, second, third = (ShapeChange(Position.at(lsn, 0, SCHEMA_SUB), A) for lsn in (110, 120, 130))
     append_shapes(file, [second, third])
     append_shapes(file, [first])  # read again, see above
     history = ShapeHistory(file)
     history.refresh()
     assert history.changes == [first, second, third]
     assert history.at(second.position) == second
-    assert history.at(Position(120, 0)) is None and history.at(Position.end(130)) is None
+    assert history.at(Position.at(120, 0)) is None and history.at(Position.end(130)) is None
     assert history.between(first.position, second.position) == [second]
-    assert history.between(Position(110, 0), Position.end(120)) == [first, second]
-    assert history.in_force("public", "t1", Position(120, 0)) == first
-    assert history.next("public", "t1", Position(120, 0)) == second
+    assert history.between(Position.at(110, 0), Position.end(120)) == [first, second]
+    assert history.in_force("public", "t1", Position.at(120, 0)) == first
+    assert history.next("public", "t1", Position.at(120, 0)) == second
 
 
 # --- events
@@ -339,7 +341,7 @@ def test_event_stands_directly_before_the_first_row_in_the_new_shape(pipe: Pipe)
     ]  # fmt: skip
     found = events[3]
     assert found["channel"] == "pgcdc:_schema"
-    assert found["position"] == "000000000000006E/000000000001.7FFFFFFE"
+    assert found["position"] == "000000000000006E/0000000000001.7FFFFFFE"
     assert found["transaction"]["seq"] == 1
     row = found["payload"].pop("row")
     assert found["payload"] == {"op": "SCHEMA_CHANGE", "table": None, "old": None}

@@ -18,7 +18,7 @@ from pgcdc.sink.file import FileSink
 from pgcdc.sink.stdout import StdoutSink
 
 START = Position.end(100)
-POSITIONS = [Position(110, 1), Position(110, 2), Position(110, 2, 1), Position(120, 1), Position(130, 1)]
+POSITIONS = [Position.at(110, 1), Position.at(110, 2), Position.at(110, 2, 1), Position.at(120, 1), Position.at(130, 1)]
 END = Position.end(130)
 
 
@@ -38,9 +38,9 @@ LINES = ["one\n", "two\n", "three\n", "four\n", "five\n"]
     [
         (Position.end(90), 5),
         (START, 5),
-        (Position(110, 1), 4),
-        (Position(110, 2), 3),
-        (Position(110, 2, 1), 2),
+        (Position.at(110, 1), 4),
+        (Position.at(110, 2), 3),
+        (Position.at(110, 2, 1), 2),
         (Position.end(110), 2),
         (Position.end(125), 1),
         (END, 0),
@@ -76,9 +76,9 @@ def test_lines_of_a_chunk_are_one_buffer() -> None:
 
 def test_ack_round_trips_with_its_detail(tmp_path: Path) -> None:
     assert AckFile(tmp_path, "file").position is None
-    AckFile(tmp_path, "file").save(Position(110, 2, 1), {"size": 7})
+    AckFile(tmp_path, "file").save(Position.at(110, 2, 1), {"size": 7})
     again = AckFile(tmp_path, "file")
-    assert (again.position, again.detail) == (Position(110, 2, 1), {"size": 7})
+    assert (again.position, again.detail) == (Position.at(110, 2, 1), {"size": 7})
     assert AckFile(tmp_path, "other").position is None
 
 
@@ -98,7 +98,7 @@ def test_ack_that_could_not_be_saved_did_not_move(tmp_path: Path, monkeypatch: p
 def test_a_batch_whose_ack_failed_is_written_once_by_the_retry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = FileSink(tmp_path / "out", tmp_path)
     sink.open(START)
-    batch = Batch(START, END, pa.table({"position": [str(Position(END.lsn, 1))], "line": ["x\n"]}))
+    batch = Batch(START, END, pa.table({"position": [str(Position.at(END.commit, 1))], "line": ["x\n"]}))
     with monkeypatch.context() as broken:
 
         def fail(*_: object) -> None:

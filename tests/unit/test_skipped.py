@@ -47,18 +47,20 @@ def make(*transactions: tuple[int, int, list[int]]) -> CaptureBatch:
     ]
     data = pa.RecordBatch.from_pylist(rows, schema=CHANGES)
     owners = [
-        {"lsn": lsn, "commit_time": 0, "xid": xid, "rows": len(tables), "complete": True}
+        {"commit": lsn, "kind": 0, "commit_time": 0, "xid": xid, "rows": len(tables), "complete": True}
         for lsn, xid, tables in transactions
     ]
     end = Position.end(transactions[-1][0])
     part = Part(len(rows), data.nbytes, (rows[-1]["ordinal"], 0), data)
-    return CaptureBatch(part, pa.RecordBatch.from_pylist(owners, schema=TRANSACTIONS), Relations(SHAPES), end, end.lsn)
+    return CaptureBatch(
+        part, pa.RecordBatch.from_pylist(owners, schema=TRANSACTIONS), Relations(SHAPES), end, end.commit
+    )
 
 
 def left(batch: CaptureBatch) -> list[tuple[int, int, int]]:
     """(lsn, ordinal, table) of the rows."""
     owners = batch.transactions
-    lsns = np.repeat(owners.column("lsn").to_numpy(), owners.column("rows").to_numpy())
+    lsns = np.repeat(owners.column("commit").to_numpy(), owners.column("rows").to_numpy())
     data = batch.data
     return list(
         zip(lsns.tolist(), data.column("ordinal").to_pylist(), data.column("relation").to_pylist(), strict=True)
@@ -70,7 +72,7 @@ def test_only_rows_of_the_table_by_transactions_that_were_seen_are_left_out() ->
     rule = SkipRule(1, "10:20:12", 24)
     found = leave_out(batch, [rule])
     assert left(found) == [(8, 2, 1), (24, 1, 0), (24, 2, 1), (32, 1, 0)], "the positions of the others are the same"
-    assert found.transactions.column("lsn").to_pylist() == [8, 24, 32] and found.end == batch.end
+    assert found.transactions.column("commit").to_pylist() == [8, 24, 32] and found.end == batch.end
     assert left(leave_out(found, [rule])) == left(found)
 
 

@@ -27,7 +27,7 @@ class SlowFeed(StaticFeed):
     def wait(self, timeout_s: float, until: Position | None = None) -> None:
         self.asked.append(until)
         if until is not None:
-            self._writer.append(CaptureBatch.advance(self._writer.end.lsn + 10, Relations()))
+            self._writer.append(CaptureBatch.advance(self._writer.end.commit + 10, Relations()))
 
 
 def test_the_end_of_a_planned_batch_is_asked_for_until_it_is_there(tmp_path: Path) -> None:

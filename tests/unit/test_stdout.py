@@ -175,7 +175,7 @@ def test_full_disk_is_tried_again_and_nothing_comes_twice(
     sink.open(START)
     with monkeypatch.context() as patched:
         disk = Disk(patched)
-        cuts = [Position.end(110), Position(120, 2), Position(120, 2, 1), END]
+        cuts = [Position.end(110), Position.at(120, 2), Position.at(120, 2, 1), END]
         tries = 0
         while sink.ack < END:
             end = cuts[tries % 4]  # cut in other places each time

@@ -91,7 +91,7 @@ def changes_of(batches: Sequence[CaptureBatch]) -> list[tuple[Any, ...]]:
                 shape = batch.relations[row["relation"]].columns if row["relation"] >= 0 else None
                 found.append(
                     (
-                        one["lsn"],
+                        one["commit"],
                         one["xid"],
                         row["ordinal"],
                         row["sub"],
@@ -122,7 +122,7 @@ def test_a_streamed_transaction_is_handed_out_at_its_commit() -> None:
     assert values([batch]) == [(110, 1, b"1"), (110, 2, b"2")]
     assert (batch.end, batch.last_lsn, made.last_lsn) == (Position.end(110), 110, 110)
     assert batch.transactions.to_pylist() == [
-        {"lsn": 110, "commit_time": NOON, "xid": 7, "rows": 2, "complete": True, "origin": None}
+        {"commit": 110, "kind": 0, "commit_time": NOON, "xid": 7, "rows": 2, "complete": True, "origin": None}
     ]
 
 
@@ -187,7 +187,7 @@ def test_the_last_part_with_rows_completes_the_transaction() -> None:
     feed(made, *block(7, *[insert(n) for n in range(5)], first=False, sub=8), abort(7, 8), commit(7, 110))
     parts = pop_all(made)
     assert [(part.rows, part.end, part.last_lsn) for part in parts] == [
-        (2, Position(110, 2), 100), (1, Position.end(110), 110),
+        (2, Position.at(110, 2), 100), (1, Position.end(110), 110),
     ]  # fmt: skip
     assert [part.transactions.column("complete")[0].as_py() for part in parts] == [False, True]
 
@@ -517,6 +517,6 @@ def test_streamed_and_whole_transactions_give_the_same_changes(
     seen = 100
     for batch in batches:
         complete = batch.transactions.column("complete").to_pylist()[-1]
-        assert batch.last_lsn == (batch.end.lsn if complete else seen)
+        assert batch.last_lsn == (batch.end.commit if complete else seen)
         assert batch.end.is_end == complete
         seen = batch.last_lsn

@@ -50,9 +50,9 @@ def test_column_that_was_renamed_is_told_at_once_to_be_no_longer_masked(
     monkeypatch.setattr(table_watch, "connect", lambda *_, **__: cast(Any, memoryview(b"")))
     monkeypatch.setattr(table_watch, "read_published", lambda *_: [SimpleNamespace(relation=after)])
     chains = [Chain((transform.mask("email"),))]
-    append_shapes(shapes, [ShapeChange(Position(100, 1), before)])
+    append_shapes(shapes, [ShapeChange(Position.at(100, 1), before)])
     watch.tell_changes(prepared, chains)
     assert said == []  # a table that is seen for the first time was looked at before
-    append_shapes(shapes, [ShapeChange(Position(200, 1), after, before)])
+    append_shapes(shapes, [ShapeChange(Position.at(200, 1), after, before)])
     watch.tell_changes(prepared, chains)
     assert said[-1] == "warning: mask: no captured table has a column email; did you mean mail?"

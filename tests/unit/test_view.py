@@ -46,7 +46,7 @@ def make_event(
         "payload": payload,
         "source": "wal_replication",
         "created_at": COMMIT_TEXT,
-        "position": str(Position(lsn, ordinal)),
+        "position": str(Position.at(lsn, ordinal)),
     }
 
 

@@ -261,7 +261,7 @@ def test_flags_and_variables_say_headers_in_lines() -> None:
 
 
 def test_request_has_the_headers_of_the_manual_and_a_signature_over_what_is_sent() -> None:
-    events = read_events([str(Position(9, 1))], [to_line("k", channel="pgcdc:tisch ä%\n")], ShapeKeys())
+    events = read_events([str(Position.at(9, 1))], [to_line("k", channel="pgcdc:tisch ä%\n")], ShapeKeys())
     body, headers = Requests({"user-agent": "mine"}, "key", is_batched=False, is_zipped=False).make(events)
     assert body + b"\n" == to_line("k", channel="pgcdc:tisch ä%\n").encode()
     assert headers["Content-Type"] == "application/json" and headers["user-agent"] == "mine"
@@ -288,7 +288,7 @@ TRACE = {"traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01", "tracestate":
 )
 def test_trace_of_an_event_goes_on(event: dict[str, Any], expected: dict[str, str]) -> None:
     line = json.dumps({"channel": "pgcdc:t", "operation": "INSERT", **event})
-    assert read_events([str(Position(9, 1))], [line], ShapeKeys())[0].trace == expected
+    assert read_events([str(Position.at(9, 1))], [line], ShapeKeys())[0].trace == expected
 
 
 # --- keys
@@ -306,10 +306,10 @@ def to_line(key: str, operation: str = "INSERT", old: Any = None, channel: str =
 def keys_of(lines: Sequence[str], *changes: ShapeChange) -> list[Event]:
     keys = ShapeKeys()
     keys.set(changes)
-    return read_events([str(Position(10, number)) for number in range(1, len(lines) + 1)], lines, keys)
+    return read_events([str(Position.at(10, number)) for number in range(1, len(lines) + 1)], lines, keys)
 
 
-ORDERS = ShapeChange(Position(5, 0), table("orders", "id", "n"))
+ORDERS = ShapeChange(Position.at(5, 0), table("orders", "id", "n"))
 
 
 def test_rows_have_the_key_of_their_table_and_what_concerns_more_has_none() -> None:
@@ -328,7 +328,7 @@ def test_rows_have_the_key_of_their_table_and_what_concerns_more_has_none() -> N
     [table("orders", "id", "n", identity="f"), table("orders", "id", "n", identity="n"), table("orders", "id", key=())],
 )
 def test_table_without_a_key_is_kept_in_order_as_a_whole(shape: Relation) -> None:
-    events = keys_of([to_line("a"), to_line("b", "UPDATE", old={"id": "a"})], ShapeChange(Position(5, 0), shape))
+    events = keys_of([to_line("a"), to_line("b", "UPDATE", old={"id": "a"})], ShapeChange(Position.at(5, 0), shape))
     assert [event.key for event in events] == [("pgcdc:orders",), ("pgcdc:orders",)]
 
 
@@ -340,7 +340,7 @@ def test_row_without_its_key_waits_for_all() -> None:
 
 
 def test_new_shape_is_a_cut_and_brings_its_key() -> None:
-    other = ShapeChange(Position(10, 1, 1), table("orders", "id", "n", key=("n",)), ORDERS.after)
+    other = ShapeChange(Position.at(10, 1, 1), table("orders", "id", "n", key=("n",)), ORDERS.after)
     events = keys_of([to_line("a"), to_line("a"), to_line("b")], ORDERS, other)
     assert [(event.key, event.is_cut) for event in events] == [
         (("pgcdc:orders", "a"), False), (("pgcdc:orders", "1"), True), (("pgcdc:orders", "1"), False),
@@ -358,12 +358,12 @@ def test_envelopes_have_keys_too_and_anything_else_is_one_queue() -> None:
     events = keys_of([*map(json.dumps, lines), "no JSON"], ORDERS)
     one = ("pgcdc:orders", "1")
     assert [event.key for event in events] == [("pgcdc:orders", "a"), one, one, None, None, *[("", "")] * 3]
-    assert [event.id for event in events][:2] == ["7", str(Position(10, 2))]
-    assert events[5].id == str(Position(10, 6))  # the id of a typed row is a column
+    assert [event.id for event in events][:2] == ["7", str(Position.at(10, 2))]
+    assert events[5].id == str(Position.at(10, 6))  # the id of a typed row is a column
 
 
 def test_events_that_share_a_position_are_told_apart() -> None:
-    position = str(Position(10, 1))
+    position = str(Position.at(10, 1))
     events = read_events([position, position], ["{}\n", "{}\n"], ShapeKeys())
     assert [event.id for event in events] == [position, f"{position}.1"]
     assert len({event.place for event in events}) == 2

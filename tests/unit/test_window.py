@@ -161,10 +161,10 @@ def test_requests_are_there_again_after_a_crash(tmp_path: Path) -> None:
     queue.add(SnapshotRequest("a", "t", low=("1",), chunk_delay_s=0.5), SnapshotRequest("b", "u", where="x > 1"))
     queue.begin("a", oid=7, estimated_rows=10)
     queue.advance("a", chunks=2, last_key=("k", "1"), rows=5)
-    queue.heed(Position(8, 1), [SnapshotRequest("c", "t")], bad=1)
+    queue.heed(Position.at(8, 1), [SnapshotRequest("c", "t")], bad=1)
     queue.know([1, 2])
     again = RequestQueue(path)
-    assert again.entries() == queue.entries() and again.heeded == Position(8, 1) and again.bad_signals == 1
+    assert again.entries() == queue.entries() and again.heeded == Position.at(8, 1) and again.bad_signals == 1
     assert again.tables == frozenset({1, 2}) and again["a"].last_key == ("k", "1")
     assert describe(again["a"], 2.5)["seconds_left"] == 2.0 and describe(again["a"])["percent"] == 50.0
     following = again.next()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pgcdc.core.errors import ConfigError, GapError
-from pgcdc.core.position import Position, format_lsn, stream_lsn
+from pgcdc.core.position import Position
 from pgcdc.core.state import read_json, write_json_durably
 
 __all__ = ["MAIN", "Consumer", "Consumers", "is_side_lane"]
@@ -34,7 +34,7 @@ class Consumer:
     initial: Position
     """Where it began: Spark asks again after a crash in its first batch, and must get the same answer."""
     ack: Position
-    confirmable_lsn: int
+    confirmable: int
     """The last transaction END that its acks have covered."""
 
 
@@ -45,11 +45,11 @@ class Consumers:
         self._path = path
         raw: dict[str, Any] = read_json(path) or {}
         self.confirmed_lsn: int = raw.get("confirmed_lsn", 0)
-        self._floor = Position.parse(raw["floor"]) if "floor" in raw else Position(0, 0)
+        self._floor = Position.parse(raw["floor"]) if "floor" in raw else Position.at(0, 0)
         """What was let go of while there were other consumers: nobody can begin before it."""
         self._dirty = False
         self._consumers = {
-            name: Consumer(Position.parse(one["initial"]), Position.parse(one["ack"]), one["confirmable_lsn"])
+            name: Consumer(Position.parse(one["initial"]), Position.parse(one["ack"]), one["confirmable"])
             for name, one in raw.get("consumers", {}).items()
         }
 
@@ -67,8 +67,7 @@ class Consumers:
         """The same as `join`, for one who knows where it begins. GapError: that is not kept any more."""
         if name not in self._consumers and start < self.base:
             raise GapError(
-                f"consumer {name!r} cannot begin at {format_lsn(start.lsn)}: changes are kept only after "
-                f"{format_lsn(self.base.lsn)}",
+                f"consumer {name!r} cannot begin at {start}: changes are kept only after {self.base}",
                 "Let it begin with what is there, with a new target",
             )
         return self.join(name, start)
@@ -76,7 +75,7 @@ class Consumers:
     def join(self, name: str, start: Position) -> Consumer:
         """The consumer of that name; a new one begins at `start`. Durable when this returns."""
         if name not in self._consumers:
-            self._consumers[name] = Consumer(start, start, start.confirmable_lsn)
+            self._consumers[name] = Consumer(start, start, start.confirmable)
             self._save()
         return self._consumers[name]
 
@@ -98,14 +97,14 @@ class Consumers:
             )
         if position > consumer.ack:
             consumer.ack = position
-            consumer.confirmable_lsn = max(consumer.confirmable_lsn, position.confirmable_lsn)
+            consumer.confirmable = max(consumer.confirmable, position.confirmable)
             self._dirty = True
 
     def confirmable(self) -> int:
         """What may be confirmed to PostgreSQL now; durable here when this returns."""
         if not self._consumers:
             return self.confirmed_lsn
-        lsn = min(consumer.confirmable_lsn for consumer in self._consumers.values())
+        lsn = min(consumer.confirmable for consumer in self._consumers.values())
         if lsn > self.confirmed_lsn:
             self.confirmed_lsn = lsn
             self._dirty = True
@@ -119,12 +118,12 @@ class Consumers:
         base = max(Position.end(self.confirmed_lsn), self._floor)
         acks = [consumer.ack for consumer in self._consumers.values()]
         acked = min(acks, default=base)
-        return acked if acked > base and acked.is_snapshot and stream_lsn(acked.lsn) == self.confirmed_lsn else base
+        return acked if acked > base and acked.is_snapshot and acked.commit == self.confirmed_lsn else base
 
     def begin(self, lsn: int) -> None:
         """A new slot: it has confirmed `lsn`, and nobody reads yet."""
         self.confirmed_lsn = lsn
-        self._floor = Position(0, 0)
+        self._floor = Position.at(0, 0)
         self._save()
 
     def to_json(self) -> dict[str, Any]:
@@ -133,7 +132,7 @@ class Consumers:
             "confirmed_lsn": self.confirmed_lsn,
             "floor": str(self._floor),
             "consumers": {
-                name: {"initial": str(one.initial), "ack": str(one.ack), "confirmable_lsn": one.confirmable_lsn}
+                name: {"initial": str(one.initial), "ack": str(one.ack), "confirmable": one.confirmable}
                 for name, one in self._consumers.items()
             },
         }

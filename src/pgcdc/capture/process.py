@@ -28,9 +28,10 @@ from pgcdc.capture.server import ControlServer, remove_socket
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.core.errors import ConnectionLost, GapError, PgcdcError, SourceError, StateError
 from pgcdc.core.failpoint import hit
-from pgcdc.core.position import Position, format_lsn, stream_lsn
+from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir, is_alive, write_json
 from pgcdc.postgres.database import connect
+from pgcdc.postgres.lsn import format_lsn
 from pgcdc.source.postgres.setup.clock import Clock
 from pgcdc.source.postgres.setup.guard import Guard, connection_ended
 from pgcdc.source.postgres.setup.shapes import ShapeObserver
@@ -79,16 +80,14 @@ class CaptureProcess:
         )  # fmt: skip
         self._signals = Signals(self._snapshots.queue, spec.signal_table)
         self._selector.register(self._snapshots.reader.fileno(), selectors.EVENT_READ, None)
-        self._initial = InitialSnapshot(spec, state, self._releases.after(Position(0, 0)), self._snapshots.queue)
+        self._initial = InitialSnapshot(spec, state, self._releases.after(Position.at(0, 0)), self._snapshots.queue)
         self._selector.register(self._initial.readers.fileno(), selectors.EVENT_READ, None)
         self._skip_rules = self._initial.rules
-        self._shapes = ShapeObserver(
-            state.shapes_file, self._spool.end if self._spool.end.is_snapshot else Position.end(self._spool.resume_lsn)
-        )
+        self._shapes = ShapeObserver(state.shapes_file, self._spool.state)
         self._unspooled: CaptureBatch | None = None
         """Read, but the connection was lost while the catalog was asked about its shapes."""
         self._toast = ToastStep(
-            spec.toast, spec.publications, state, resume_lsn=self._spool.state_lsn, instance=identity.instance
+            spec.toast, spec.publications, state, resume=self._spool.state, instance=identity.instance
         )
         self._server = ControlServer(self._selector, self._answer)
         self._guard = Guard(state, identity, self._consumers, temporary=spec.temporary)
@@ -307,9 +306,9 @@ class CaptureProcess:
         """One batch of the stream, with what was released between its transactions. ConnectionLost: it may come again."""
         if self._skip_rules:
             batch = self._unspooled = leave_out(batch, self._skip_rules)
-        while self._to_replay and self._to_replay[0].lsn < batch.end.lsn:
+        while self._to_replay and self._to_replay[0].commit < batch.end.commit:
             release = self._to_replay[0]
-            before, batch = split_batch(batch, release.lsn)
+            before, batch = split_batch(batch, release.commit)
             if before is not None:
                 self._append(before)
             self._publish(release)
@@ -343,8 +342,8 @@ class CaptureProcess:
             self._to_replay.append(release)
             self._publish_due()
         # What somebody waits for, or was put behind an idle position: do not wait for the next report of progress.
-        replayed = self._to_replay[-1].lsn if self._to_replay else 0
-        wanted = max(self._snapshots.target_lsn, stream_lsn(self._server.needed.lsn), stream_lsn(replayed))
+        replayed = self._to_replay[-1].commit if self._to_replay else 0
+        wanted = max(self._snapshots.target_lsn, self._server.needed.commit, replayed)
         self._target_lsn = self._capture.target_lsn = max(self._target_lsn, wanted)
 
     def _publish_due(self) -> None:
@@ -409,7 +408,7 @@ class CaptureProcess:
             self._capture.send_feedback(lsn)
             hit("capture.after_confirm")
             self._toast.release(lsn)
-        base = min(self._consumers.base, Position.end(lsn | 7))
+        base = min(self._consumers.base, Position.behind(lsn))
         if base > self._released:
             self._spool.release(base)
             self._releases.forget(base)

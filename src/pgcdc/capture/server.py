@@ -62,7 +62,7 @@ class ControlServer:
         self._clients: dict[int, _Client] = {}
         self._version = 0
         self.confirm_requested = False
-        self.needed = Position(0, 0)
+        self.needed = Position.at(0, 0)
         """Up to here somebody needs the spool to go, before anything can be delivered and released."""
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 

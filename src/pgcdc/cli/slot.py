@@ -11,8 +11,8 @@ import typer
 
 from pgcdc.cli.report import exit_on_error, print_table, show
 from pgcdc.core.errors import ConfigError, SourceError
-from pgcdc.core.position import format_lsn
 from pgcdc.postgres.database import connect
+from pgcdc.postgres.lsn import format_lsn
 from pgcdc.source.postgres.setup.slots import SlotInfo, drop_slot, get_slot, list_slots
 
 __all__ = ["slot_app"]

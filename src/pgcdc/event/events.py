@@ -22,7 +22,7 @@ from pgcdc.event.frame import EventOptions, Frame, load_frame
 from pgcdc.event.keys import find_barriers, key_hashes
 from pgcdc.event.lines import OPERATION_OF, OPERATIONS, SOURCE_NAME, LineMaker
 from pgcdc.event.shape import SHAPE, shape_array
-from pgcdc.event.texts import I64, IdSeed, event_ids, position_texts
+from pgcdc.event.texts import I64, IdSeed, event_ids, places, position_texts
 from pgcdc.spool.reader import SegmentSlice
 
 __all__ = [
@@ -229,7 +229,7 @@ class _Events:
 
     def _ids(self) -> None:
         frame = self._frame
-        self._made["id"] = event_ids(self._seed, frame.lsn, frame.ordinal, frame.sub, frame.commit_time)
+        self._made["id"] = event_ids(self._seed, frame.commit, frame.kind, frame.ordinal, frame.sub, frame.commit_time)
 
     def _channels(self) -> None:
         self._made["channel"] = self._pick([shape.channel for shape in self._frame.shapes])
@@ -259,10 +259,11 @@ class _Events:
 
     def _positions(self) -> None:
         frame = self._frame
-        self._made["position"] = position_texts(frame.lsn, frame.ordinal, frame.sub)
+        self._made["position"] = position_texts(frame.commit, frame.kind, frame.ordinal, frame.sub)
 
     def _numbers(self) -> None:
-        self._made["lsn"], self._made["ordinal"] = pa.array(self._frame.lsn), pa.array(self._frame.ordinal)
+        frame = self._frame
+        self._made["lsn"], self._made["ordinal"] = pa.array(frame.commit), pa.array(places(frame.kind, frame.ordinal))
 
     def _owners(self) -> None:
         self._made["xid"], self._made["origin"] = self._frame.owners.column("xid"), self._frame.owners.column("origin")
@@ -411,12 +412,14 @@ def _numbered_by_table(frame: Frame) -> pa.Array:
     tables = np.array([shape.oid for shape in frame.shapes], np.int64)[frame.version]
     is_row = (frame.sub == 0) & (tables != 0)
     rows = np.flatnonzero(is_row)
-    order = rows[np.lexsort((frame.ordinal[rows], tables[rows], frame.lsn[rows]))]
-    lsn, table = frame.lsn[order], tables[order]
+    is_next = (np.diff(frame.commit) != 0) | (np.diff(frame.kind) != 0)
+    of_row = np.append(0, np.cumsum(is_next))  # which transaction, in the frame's order
+    order = rows[np.lexsort((frame.ordinal[rows], tables[rows], of_row[rows]))]
+    owner, table = of_row[order], tables[order]
     is_first = np.ones(len(order), np.bool_)
-    is_first[1:] = (lsn[1:] != lsn[:-1]) | (table[1:] != table[:-1])
+    is_first[1:] = (owner[1:] != owner[:-1]) | (table[1:] != table[:-1])
     places = np.arange(len(order))
     numbers = np.zeros(len(frame), np.int64)
     numbers[order] = places - np.maximum.accumulate(np.where(is_first, places, 0)) + 1
-    begun = np.unique(frame.lsn[is_row & (frame.ordinal == 1)])
-    return pa.array(numbers, mask=~(is_row & np.isin(frame.lsn, begun)))
+    begun = np.unique(of_row[is_row & (frame.ordinal == 1)])
+    return pa.array(numbers, mask=~(is_row & np.isin(of_row, begun)))

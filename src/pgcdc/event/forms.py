@@ -188,7 +188,12 @@ def render_changes(changes: pa.RecordBatch, shapes: Mapping[int, TableShape], *,
     given = {name: changes.column(name) for name in ("ordinal", "op", "new", "old", "old_kind", "unchanged")}
     rows = pa.RecordBatch.from_pydict({**given, "sub": zeros, "relation": relation, "prefix": none})
     owners = pa.RecordBatch.from_pydict(
-        {"lsn": zeros.cast(pa.int64()), "commit_time": changes.column("commit_time"), "xid": changes.column("xid")}
+        {
+            "commit": zeros.cast(pa.int64()),
+            "kind": zeros.cast(pa.uint8()),
+            "commit_time": changes.column("commit_time"),
+            "xid": changes.column("xid"),
+        }
     )
     frame = make_frame(rows, owners, [shapes[number].relation for number in numbers], EventOptions())
     ids, positions = changes.column("id"), changes.column("position")

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from pgcdc.core.errors import DecodeError
 from pgcdc.core.operation import Op
-from pgcdc.core.position import Position
+from pgcdc.core.position import Kind, Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.core.shapes import ShapeChange
 from pgcdc.event.shape import Described
@@ -86,7 +86,8 @@ class Frame:
     version: npt.NDArray[np.int32]
     """Index in `shapes`."""
     old_kind: npt.NDArray[np.uint8]
-    lsn: I64
+    commit: I64
+    kind: npt.NDArray[np.uint8]
     ordinal: I64
     sub: I64
     commit_time: I64
@@ -132,9 +133,8 @@ def make_frame(
     counts = [len(shape.columns) for shape in shapes]
     first: I64 = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     ordinal: I64 = changes.column("ordinal").to_numpy()
-    lsn: I64 = owners.column("lsn").to_numpy()
     for name in ("new", "old"):
-        place = _Place(name, shapes, version, lsn, ordinal)
+        place = _Place(name, shapes, version, owners, ordinal)
         changes = _with_valid_text(changes, place, options.invalid_text)
     return Frame(
         changes,
@@ -143,7 +143,8 @@ def make_frame(
         op,
         version,
         changes.column("old_kind").to_numpy(),
-        lsn,
+        owners.column("commit").to_numpy(),
+        owners.column("kind").to_numpy(),
         ordinal,
         changes.column("sub").to_numpy().astype(np.int64),
         owners.column("commit_time").to_numpy(),
@@ -198,14 +199,15 @@ class _Place:
     side: str
     shapes: list[Relation]
     version: npt.NDArray[np.int32]
-    lsn: I64
+    owners: pa.RecordBatch
     ordinal: I64
 
     def describe(self, offsets: npt.NDArray[np.int32], item: int) -> str:
         row = int(np.searchsorted(offsets, item, side="right")) - 1
         shape = self.shapes[self.version[row]]
         column = shape.columns[item - offsets[row]].name
-        place = Position(int(self.lsn[row]), int(self.ordinal[row]))
+        commit, kind = (self.owners.column(name)[row].as_py() for name in ("commit", "kind"))
+        place = Position(commit, Kind(kind), int(self.ordinal[row]))
         return f"column {column} of table {shape.namespace}.{shape.name} at {place}"
 
 
@@ -214,9 +216,9 @@ def repair_text(changes: pa.RecordBatch, shape: Relation, owners: pa.RecordBatch
     if policy == "error":
         return changes
     version = np.zeros(changes.num_rows, np.int32)
-    lsn, ordinal = owners.column("lsn").to_numpy(), changes.column("ordinal").to_numpy()
+    ordinal = changes.column("ordinal").to_numpy()
     for side in ("new", "old"):
-        changes = _with_valid_text(changes, _Place(side, [shape], version, lsn, ordinal), policy)
+        changes = _with_valid_text(changes, _Place(side, [shape], version, owners, ordinal), policy)
     return changes
 
 

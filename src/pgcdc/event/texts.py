@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from pgcdc.core.position import Position
+from pgcdc.core.position import ORDINAL_BITS, Kind, Position
 
-__all__ = ["IdSeed", "event_ids", "mix", "position_texts", "quote_json", "time_texts"]
+__all__ = ["IdSeed", "event_ids", "mix", "places", "position_texts", "quote_json", "time_texts"]
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,15 @@ def mix(x: U64) -> U64:
     return x ^ (x >> np.uint64(31))
 
 
-def event_ids(seed: IdSeed, lsn: I64, ordinal: I64, sub: I64, commit_time: I64) -> pa.Array:
+def places(kind: U8, ordinal: I64) -> I64:
+    """`Position.place` of every row."""
+    return (kind.astype(np.int64) << ORDINAL_BITS) | ordinal
+
+
+def event_ids(seed: IdSeed, commit: I64, kind: U8, ordinal: I64, sub: I64, commit_time: I64) -> pa.Array:
     """UUIDv7s of commit time and position: the same change has the same id on every replay."""
     golden = np.uint64(0x9E3779B97F4A7C15)
-    x = mix(lsn.view(np.uint64) * golden + np.uint64(seed.high))
+    x = mix(commit.view(np.uint64) * golden + kind.astype(np.uint64) + np.uint64(seed.high))
     small, many = sub.view(np.uint64), sub.view(np.uint64) >> np.uint64(16)
     x = mix(x + (ordinal.view(np.uint64) << np.uint64(16)) + small + many * golden)
     y = mix(x + np.uint64(seed.low))
@@ -49,18 +55,19 @@ def event_ids(seed: IdSeed, lsn: I64, ordinal: I64, sub: I64, commit_time: I64) 
     high = (milliseconds << np.uint64(16)) | np.uint64(0x7000) | (x >> np.uint64(52))
     low = np.uint64(0x8000000000000000) | (y >> np.uint64(2))
     digits = np.concatenate([_hex(high), _hex(low)], axis=1)
-    dash = np.full((len(lsn), 1), ord("-"), np.uint8)
+    dash = np.full((len(commit), 1), ord("-"), np.uint8)
     cuts = ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32))
     pieces = [piece for begin, end in cuts for piece in (dash, digits[:, begin:end])][1:]
     return _fixed_text(np.concatenate(pieces, axis=1))
 
 
-def position_texts(lsn: I64, ordinal: I64, sub: I64) -> pa.Array:
+def position_texts(commit: I64, kind: U8, ordinal: I64, sub: I64) -> pa.Array:
     """`str(Position)` of every row."""
     if sub.any():
-        return pa.array([str(Position(*p)) for p in zip(lsn.tolist(), ordinal.tolist(), sub.tolist(), strict=True)])
-    slash = np.full((len(lsn), 1), ord("/"), np.uint8)
-    upper = [_hex(lsn.view(np.uint64), _UPPER), slash, _hex(ordinal.view(np.uint64), _UPPER)[:, 4:]]
+        rows = zip(commit.tolist(), kind.tolist(), ordinal.tolist(), sub.tolist(), strict=True)
+        return pa.array([str(Position(row[0], Kind(row[1]), *row[2:])) for row in rows], pa.string())
+    slash = np.full((len(commit), 1), ord("/"), np.uint8)
+    upper = [_hex(commit.view(np.uint64), _UPPER), slash, _hex(places(kind, ordinal).view(np.uint64), _UPPER)[:, 3:]]
     return _fixed_text(np.concatenate(upper, axis=1))
 
 

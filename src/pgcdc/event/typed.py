@@ -15,9 +15,10 @@ import pyarrow.compute as pc
 
 from pgcdc.core.errors import ConversionError, GapError, SchemaChanged
 from pgcdc.core.operation import OldKind, Op
-from pgcdc.core.position import Position
+from pgcdc.core.position import Kind, Position
 from pgcdc.core.relation import Relation
 from pgcdc.event.frame import repair_text
+from pgcdc.event.texts import places
 from pgcdc.postgres.types.column import Rejected
 from pgcdc.postgres.types.rows import take_column
 from pgcdc.spark.options import RowOptions
@@ -76,8 +77,8 @@ def heartbeat_batch(position: Position, time_us: int, schema: pa.Schema) -> pa.R
     """One row that says: everything committed before that time has come."""
     known = {
         "_op": pa.array([HEARTBEAT]),
-        "_lsn": pa.array([position.lsn]),
-        "_ordinal": pa.array([position.ordinal]),
+        "_lsn": pa.array([position.commit]),
+        "_ordinal": pa.array([position.place]),
         "_ts": pa.array([time_us]),
     }
     arrays = [
@@ -138,12 +139,9 @@ class _Group:
                 "Load the rows anew, or give option('truncate', 'mark') for a row with _op TRUNCATE and no _weight",
             )
         self._check_pairs()
-        lsn, ordinal, end = (
-            self._owners.column("lsn").to_numpy(),
-            self._changes.column("ordinal").to_numpy(),
-            self._options.snapshot_end,
-        )
-        again = (self._op == Op.SNAPSHOT) & ((lsn > end.lsn) | ((lsn == end.lsn) & (ordinal > end.ordinal)))
+        commit, end = self._owners.column("commit").to_numpy(), self._options.snapshot_end
+        is_later = (commit > end.commit) | ((commit == end.commit) & (self._places() > end.place))
+        again = (self._op == Op.SNAPSHOT) & is_later
         if again.any():
             raise GapError(
                 f"table {self._table.title} was read again at {self._position(int(again.argmax()))}: a Z-set cannot add a "
@@ -253,14 +251,17 @@ class _Group:
     def _times(self) -> pa.Array:
         return self._of_owner("commit_time").cast(pa.timestamp("us", tz="UTC"))
 
+    def _places(self) -> I64:
+        return places(self._owners.column("kind").to_numpy(), self._changes.column("ordinal").to_numpy())
+
     def _ordinals(self) -> pa.Array:
-        column = self._changes.column("ordinal")
-        return column if len(self.row) == len(column) else column.take(pa.array(self.row))
+        return pa.array(self._places()[self.row])
 
     # --- what is said when a value has no place
 
     def _position(self, row: int) -> Position:
-        return Position(self._owners.column("lsn")[row].as_py(), self._changes.column("ordinal")[row].as_py())
+        commit, kind = (self._owners.column(name)[row].as_py() for name in ("commit", "kind"))
+        return Position(commit, Kind(kind), self._changes.column("ordinal")[row].as_py())
 
     def _explain(self, name: str, problem: Rejected) -> ConversionError:
         is_old = problem.index >= self._news
@@ -278,7 +279,7 @@ class _Group:
 
 _META = {
     "_op": _Group._ops,
-    "_lsn": lambda group: group._of_owner("lsn"),
+    "_lsn": lambda group: group._of_owner("commit"),
     "_ordinal": _Group._ordinals,
     "_xid": lambda group: group._of_owner("xid"),
     "_ts": _Group._times,

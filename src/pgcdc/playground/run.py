@@ -31,7 +31,7 @@ from rich.text import Text
 from pgcdc.capture.control import ControlClient
 from pgcdc.config import Config
 from pgcdc.core.errors import ConfigError, PgcdcError
-from pgcdc.core.position import Position, format_lsn
+from pgcdc.core.position import Position
 from pgcdc.core.state import Lock
 from pgcdc.playground.meter import Meter, measure
 from pgcdc.playground.postgres import EmbeddedPostgres
@@ -39,6 +39,7 @@ from pgcdc.playground.proof import Verdict, compare
 from pgcdc.playground.shop import TABLES, Traffic, add_first_rows, create_tables, read_tables
 from pgcdc.playground.view import View, summary_line
 from pgcdc.postgres.database import Connection, connect
+from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.pipeline import Pipeline
 from pgcdc.sink.base import Batch
 from pgcdc.spark.session import check_java
@@ -179,7 +180,7 @@ class Playground:
         self._ready = threading.Event()
         self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._delivered: queue.SimpleQueue[tuple[float, Batch]] = queue.SimpleQueue()
-        self._position = Position(0, 0)
+        self._position = Position.at(0, 0)
         self._first_event_s: float | None = None
         self._lsns = (0, 0)
         self._note, self._note_until_s = "", 0.0
@@ -281,8 +282,8 @@ class Playground:
                 moved_s, position = time.monotonic(), self._position
             if time.monotonic() - moved_s > DRAIN_TIMEOUT_S:
                 raise PgcdcError(
-                    f"nothing was delivered for {DRAIN_TIMEOUT_S:.0f} s: the file is at {format_lsn(position.lsn)}, "
-                    f"the database at {format_lsn(target.lsn)}",
+                    f"nothing was delivered for {DRAIN_TIMEOUT_S:.0f} s: the file is at {format_lsn(position.commit)}, "
+                    f"the database at {format_lsn(target.commit)}",
                     "This is a defect: run it again with --keep, and report it with the file",
                 )
 
@@ -322,7 +323,7 @@ class Playground:
                 delivered_s, batch = self._delivered.get_nowait()
                 self._position = batch.end
                 self._meter.add(measure(batch.events, delivered_s))
-                self._meter.lag.observe_delivery(batch.end.lsn)
+                self._meter.lag.observe_delivery(batch.end.commit)
                 if self._first_event_s is None and batch.events.num_rows:
                     self._first_event_s = delivered_s
         with contextlib.suppress(queue.Empty):

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from pgcdc.core.errors import ConfigError, PgcdcError, SinkError
 from pgcdc.core.operation import Op
-from pgcdc.core.position import Position
+from pgcdc.core.position import SNAPSHOT, Position
 from pgcdc.core.state import write_all
 from pgcdc.event.events import LINES, events_of
 from pgcdc.event.frame import EventOptions, make_frame
@@ -33,7 +33,7 @@ from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 __all__ = ["copy_to_adapters"]
 
 KIND = "one-off"
-_BEGIN = Position(0, 0)
+_BEGIN = Position.at(0, 0)
 
 
 class _Target(Protocol):
@@ -174,7 +174,10 @@ class _Writer:
 
     def _owners(self, count: int) -> pa.RecordBatch:
         """Where the rows stand: behind what was committed when the snapshot was taken."""
-        known = {"lsn": self._copy.lsn + 1, "commit_time": self._copy.time_us, "xid": 0, "rows": 1, "complete": True}
+        known = {
+            "commit": self._copy.lsn, "kind": SNAPSHOT, "commit_time": self._copy.time_us, "xid": 0, "rows": 1,
+            "complete": True,
+        }  # fmt: skip
         arrays = [
             pa.repeat(pa.scalar(known[field.name], field.type), count)
             if field.name in known

@@ -21,7 +21,7 @@ from urllib.parse import quote
 import pyarrow.parquet as pq
 
 from pgcdc.core.errors import PgcdcError, SinkError, SourceError
-from pgcdc.core.position import format_lsn
+from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.copy_tables import CopiedTable, Copy, Progress, Say, Wanted, explain_reading, open_copy
 from pgcdc.run.copy_target import PartialFolder, explain_writing
 from pgcdc.spark.session import check_java, session

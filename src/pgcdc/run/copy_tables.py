@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import psycopg
 
 from pgcdc.core.errors import ConfigError, ConnectionLost, SourceError
-from pgcdc.core.position import parse_lsn, stream_lsn
 from pgcdc.core.relation import Column, Relation
 from pgcdc.postgres.database import Connection, connect, execute_one, explain_errors, quote_identifier
+from pgcdc.postgres.lsn import parse_lsn
 from pgcdc.postgres.selection import Selection
 from pgcdc.source.postgres.setup.tables import Table, choose_tables, find_table, read_tables
 from pgcdc.source.postgres.snapshot.chunks import Chunk, files_text, plan_chunks
@@ -220,7 +220,7 @@ def _export(catalog: Connection, conn: Connection, tables: tuple[CopiedTable, ..
     ).fetchone()
     assert where is not None and row is not None
     snapshot, time_us = row
-    return Copy(conn, tables, HeldSnapshot(snapshot, session, 0), stream_lsn(parse_lsn(where[0])), time_us)
+    return Copy(conn, tables, HeldSnapshot(snapshot, session, 0), parse_lsn(where[0]), time_us)
 
 
 @contextmanager

@@ -25,9 +25,9 @@ from pgcdc.config import Config
 from pgcdc.config.adapters import choose_specs, with_source_db
 from pgcdc.config.spark import spark_options
 from pgcdc.core.errors import ConfigError, ConnectionLost, PgcdcError, SinkError, SinkUnavailable, StateError
-from pgcdc.core.position import format_lsn
 from pgcdc.core.state import Lock, StateDir, read_json, write_json
 from pgcdc.postgres.database import connect
+from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.control import RunServer
 from pgcdc.run.letter_service import LetterOffice
 from pgcdc.run.member import Adapter

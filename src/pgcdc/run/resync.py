@@ -22,9 +22,10 @@ from pgcdc.capture.consumers import MAIN, Consumers, is_side_lane
 from pgcdc.capture.server import remove_socket
 from pgcdc.core.errors import ConfigError, GapError, StateError
 from pgcdc.core.failpoint import hit
-from pgcdc.core.position import Position, format_lsn
+from pgcdc.core.position import Position
 from pgcdc.core.state import Identity, Lock, StateDir, check_identity, fsync_folder, read_json, write_json_durably
 from pgcdc.postgres.database import connect, name_table, quote_qualified, split_table
+from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.rewritten_columns import why_unreadable
 from pgcdc.sink.ack import AckFile
 from pgcdc.sink.file import FileSink

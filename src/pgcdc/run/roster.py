@@ -80,7 +80,7 @@ class Place:
 
     lane: str = MAIN
     start: Position | None = None
-    floor: Position = Position(0, 0)  # noqa: RUF009 - frozen
+    floor: Position = Position.at(0, 0)  # noqa: RUF009 - frozen
     """Everything up to here counts as delivered to it: what was not was skipped in fast mode."""
     dropped: int = 0
     """How many events were skipped, ever."""

@@ -17,8 +17,9 @@ from pgcdc.capture.consumers import MAIN
 from pgcdc.capture.control import CaptureLink
 from pgcdc.core.errors import ConfigError, PgcdcError, Policy, SchemaChanged, SinkUnavailable
 from pgcdc.core.failpoint import hit
-from pgcdc.core.position import Position, parse_lsn, stream_lsn
+from pgcdc.core.position import Position
 from pgcdc.core.state import StateDir, read_json
+from pgcdc.postgres.lsn import parse_lsn
 from pgcdc.run.lane import Lane, LaneStopped, Planned, stop_query
 from pgcdc.run.member import Adapter, Member, may_pass
 from pgcdc.run.transfer import Moves
@@ -126,7 +127,7 @@ class Lanes:
             if place is None:  # it is being removed
                 continue
             ack = member.sink.ack if member.is_open else None
-            behind = max(0, received - stream_lsn(max(ack, place.floor).lsn)) if ack else None
+            behind = max(0, received - max(ack, place.floor).commit) if ack else None
             report.append(
                 {
                     "adapter": member.name,

@@ -34,7 +34,7 @@ class Feed(Protocol):
     database: str
     """Its name."""
     seed: IdSeed
-    snapshot_lsn: int
+    created: int
     """Where the rows of the initial snapshot stand."""
 
     def join(self) -> tuple[Position, Position]:
@@ -86,7 +86,7 @@ class CaptureFeed:
         self.shapes = state.shapes_file
         self.database = identity.database
         self.seed = IdSeed.of(identity.system_identifier, identity.slot)
-        self.snapshot_lsn = identity.created_lsn + 1
+        self.created = identity.created_lsn
 
     def join(self) -> tuple[Position, Position]:
         deadline = time.monotonic() + JOIN_TIMEOUT_S
@@ -128,7 +128,7 @@ class StaticFeed:
         self.shapes = StateDir(spool.parent).shapes_file
         self.database = ""
         self.seed = IdSeed.of("static", "static")
-        self.snapshot_lsn = 0
+        self.created = 0
         reader = SpoolReader(spool)
         reader.refresh()
         self._base, self._end = reader.base, reader.end
@@ -143,10 +143,10 @@ class StaticFeed:
         pass
 
     def target(self) -> int:
-        return self._end.lsn
+        return self._end.commit
 
     def settled(self) -> Settled:
-        return Settled(self._end, Position(0, 0))
+        return Settled(self._end, Position.at(0, 0))
 
     def clock(self) -> tuple[Position, int] | None:
         return None

@@ -48,7 +48,7 @@ class RowOptions:
     other_shapes: bool = False
     """Changes whose table has other columns by then are read as far as they go; else they are refused."""
     events: EventOptions = EventOptions()  # noqa: RUF009 - frozen
-    snapshot_end: Position = Position(0, 0)  # noqa: RUF009 - frozen
+    snapshot_end: Position = Position.at(0, 0)  # noqa: RUF009 - frozen
     """Up to where rows of snapshots are those of the initial one: only these are new to a Z-set."""
 
 

@@ -21,13 +21,14 @@ from pyspark.sql.types import StructType
 
 from pgcdc.capture.control import Channel
 from pgcdc.core.errors import ConfigError, GapError, SpoolError
-from pgcdc.core.position import Position, format_lsn
+from pgcdc.core.position import Position
 from pgcdc.core.relation import Relation
 from pgcdc.core.shapes import ShapeChange, ShapeHistory
 from pgcdc.event.edits import parse_chains
 from pgcdc.event.events import block_schema, drop_unwanted, event_batch, pack_block
 from pgcdc.event.shape import Described
 from pgcdc.event.texts import IdSeed
+from pgcdc.postgres.lsn import format_lsn
 from pgcdc.spark.capture_client import CaptureFeed, Feed, StaticFeed
 from pgcdc.spark.options import StreamOptions
 from pgcdc.spool.reader import SegmentSlice, SpoolReader, plan_end
@@ -66,7 +67,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._target: Position | None = None
         self._needed: Position | None = None
         """Where a run that has an end, ends; None while rows of snapshots are still to be read before."""
-        self._acked = Position(0, 0)
+        self._acked = Position.at(0, 0)
         """What the consumer had acknowledged when the query began."""
         self._told = self._acked
         """What was acknowledged since."""
@@ -81,7 +82,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if ack != initial:
             raise GapError(
                 f"the query has no checkpoint, but consumer {self._options.consumer!r} has acknowledged everything up to "
-                f"{format_lsn(ack.lsn)}",
+                f"{format_lsn(ack.commit)}",
                 "Restore the query's checkpoint. To begin with what the slot still has, forget the consumer first: "
                 f"pgcdc consumer forget {self._options.consumer} --state-dir {self._options.source.state_dir} (rows that "
                 "were delivered do not come again then; with all rows: pgcdc resync --new-slot)",

@@ -17,7 +17,7 @@ from pyspark.sql.streaming.datasource import ReadLimit
 from pyspark.sql.types import StructType
 
 from pgcdc.core.errors import SchemaChanged
-from pgcdc.core.position import SCHEMA_SUB, Position
+from pgcdc.core.position import SCHEMA_SUB, Kind, Position
 from pgcdc.core.relation import Relation
 from pgcdc.core.shapes import ShapeChange
 from pgcdc.core.state import StateDir
@@ -43,7 +43,7 @@ class TypedPartition(ChangePartition):
     """The shapes of the table, by version."""
     heartbeat: tuple[Position, int] | None = None
     """At the end of the batch: how far time has come, in microseconds since 1970."""
-    snapshot_end: Position = Position(0, 0)  # noqa: RUF009 - frozen
+    snapshot_end: Position = Position.at(0, 0)  # noqa: RUF009 - frozen
     """Up to where rows of snapshots are those of the initial one."""
 
 
@@ -158,7 +158,7 @@ class TypedReader(ChangeReader):
         feed = self._open()
         if self._snapshot_end is None:
             self._snapshot_end = feed.settled().initial_end
-        return self._snapshot_end or Position.end(feed.snapshot_lsn)
+        return self._snapshot_end or Position.behind(feed.created)
 
     def _batches(self, partition: ChangePartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, TypedPartition)
@@ -188,7 +188,7 @@ class TypedReader(ChangeReader):
         if known - before >= self._options.heartbeat_s * 1_000_000:
             return known
         if known > before:
-            self._times.appendleft((Position(0, 0), known))
+            self._times.appendleft((Position.at(0, 0), known))
         return before
 
 
@@ -200,5 +200,6 @@ def _first_of(piece: SegmentSlice, versions: dict[int, Relation]) -> tuple[Posit
     if not len(rows):
         return None
     row = int(rows[0])
-    place = Position(owners.column("lsn")[row].as_py(), changes.column("ordinal")[row].as_py() - 1, SCHEMA_SUB)
+    commit, kind = (owners.column(name)[row].as_py() for name in ("commit", "kind"))
+    place = Position(commit, Kind(kind), changes.column("ordinal")[row].as_py() - 1, SCHEMA_SUB)
     return place, versions[int(numbers[row])]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from pgcdc.core.operation import OldKind, Op
-from pgcdc.core.position import Position
+from pgcdc.core.position import STREAM, Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.spark.session import with_settings
 from pgcdc.spool.batch import CaptureBatch, Part
@@ -53,7 +53,10 @@ def _write_spool(folder: Path) -> None:
     version = writer.relations.intern(Relation(1, "public", "warm", "d", (key, value)))
     for number in range(2, 2 + BATCHES):
         rows = pa.RecordBatch.from_pylist([_row(n, op, version) for n, op in enumerate(_OPS, 1)], schema=CHANGES)
-        transaction = {"lsn": number, "commit_time": 0, "xid": 1, "rows": len(_OPS), "complete": True, "origin": None}
+        transaction = {
+            "commit": number, "kind": STREAM, "commit_time": 0, "xid": 1, "rows": len(_OPS), "complete": True,
+            "origin": None,
+        }  # fmt: skip
         transactions = pa.RecordBatch.from_pylist([transaction], schema=TRANSACTIONS)
         part = Part(rows.num_rows, rows.nbytes, (len(_OPS), 0), rows)
         writer.append(CaptureBatch(part, transactions, writer.relations, Position.end(number), number))

@@ -68,9 +68,9 @@ class CaptureBatch:
 _NO_TRANSACTIONS = pa.RecordBatch.from_pylist([], schema=TRANSACTIONS)
 
 
-def split_batch(batch: CaptureBatch, lsn: int) -> tuple[CaptureBatch | None, CaptureBatch]:
-    """The transactions that end before `lsn`, if there are any, and the others. Some do: the batch ends behind it."""
-    count = int(np.searchsorted(batch.transactions.column("lsn").to_numpy(), lsn))
+def split_batch(batch: CaptureBatch, commit: int) -> tuple[CaptureBatch | None, CaptureBatch]:
+    """The transactions up to `commit`, if there are any, and the others. There are others: the batch ends behind it."""
+    count = int(np.searchsorted(batch.transactions.column("commit").to_numpy(), commit, side="right"))
     if batch.part is None or count == 0:
         return None, batch
     rows = int(batch.transactions.column("rows").to_numpy()[:count].sum())
@@ -82,7 +82,7 @@ def split_batch(batch: CaptureBatch, lsn: int) -> tuple[CaptureBatch | None, Cap
     ):
         last = (changes.column("ordinal")[-1].as_py(), changes.column("sub")[-1].as_py())
         part = Part(changes.num_rows, changes.nbytes, last, changes)
-        end_lsn = transactions.column("lsn")[-1].as_py()
+        end_lsn = transactions.column("commit")[-1].as_py()
         pieces.append((part, transactions, end_lsn))
     (first, earlier, before_lsn), (second, later, _) = pieces
     return (

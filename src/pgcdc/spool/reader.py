@@ -7,13 +7,15 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from pgcdc.core.errors import GapError, SpoolError
 from pgcdc.core.operation import Op
-from pgcdc.core.position import LAST_SUB, SCHEMA_SUB, Position, format_lsn
+from pgcdc.core.position import LAST_SUB, SCHEMA_SUB, Position
 from pgcdc.core.relation import Relation
 from pgcdc.spool.index import (
     IndexRecord,
@@ -26,6 +28,8 @@ from pgcdc.spool.index import (
 )
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 from pgcdc.spool.segment import Written, open_segment
+
+Column = npt.NDArray[Any]
 
 __all__ = ["SegmentSlice", "SpoolReader", "plan_end", "read_slice"]
 
@@ -54,8 +58,8 @@ class SpoolReader:
         self._folder = folder
         self._chunk = 0
         self._offset = 0
-        self.base = Position(0, 0)
-        self.end = Position(0, 0)
+        self.base = Position.at(0, 0)
+        self.end = Position.at(0, 0)
         self.records: list[IndexRecord] = []
         self._relations: list[Relation] = []
         self._relations_offset = 0
@@ -148,8 +152,7 @@ class SpoolReader:
     def _check_start(self, start: Position) -> None:
         if start < self.base:
             raise GapError(
-                f"the query wants to go on from {format_lsn(start.lsn)}, "
-                f"but changes are kept only after {format_lsn(self.base.lsn)}",
+                f"the query wants to go on from {start}, but changes are kept only after {self.base}",
                 "Its checkpoint is older than what was confirmed to PostgreSQL. Restore the checkpoint that belongs to "
                 "this state directory, or start with a new state directory and a new slot",
             )
@@ -205,10 +208,10 @@ def read_slice(
         made_up = _markers(table, transactions, piece.continues) if markers else []
         made_up.append(_schema_changes(table, transactions, shapes))
         table, of_row = _insert(table, of_row, made_up)
-    lsn = transactions.column("lsn").to_numpy()[of_row]
+    commit, kind = (transactions.column(name).to_numpy()[of_row] for name in ("commit", "kind"))
     ordinal = table.column("ordinal").to_numpy()
     sub = table.column("sub").to_numpy()
-    wanted = _after(lsn, ordinal, sub, piece.start) & ~_after(lsn, ordinal, sub, piece.end)
+    wanted = _after(commit, kind, ordinal, sub, piece.start) & ~_after(commit, kind, ordinal, sub, piece.end)
     rows = np.flatnonzero(wanted)
     owners = pa.Table.from_batches([transactions]).take(pa.array(of_row[rows]))
     if len(rows) == table.num_rows:
@@ -252,13 +255,13 @@ def _markers(table: pa.Table, transactions: pa.RecordBatch, continues: bool) -> 
 def _schema_changes(table: pa.Table, transactions: pa.RecordBatch, shapes: Sequence[SchemaChange]) -> _MadeUp:
     """Those whose row is in this segment: a change stands where its row is, also if the cut is between them."""
     ends = np.cumsum(transactions.column("rows").to_numpy())
-    lsns = transactions.column("lsn").to_numpy()
+    owned = list(zip(*(transactions.column(name).to_pylist() for name in ("commit", "kind")), strict=True))
     ordinals, subs = table.column("ordinal").to_numpy(), table.column("sub").to_numpy()
     here, owners, rows = [], [], []
     for change in shapes:
         position = change[0]
-        owner = int(np.searchsorted(lsns, position.lsn))
-        if owner == len(lsns) or lsns[owner] != position.lsn:
+        owner = bisect.bisect_left(owned, (position.commit, position.kind))
+        if owner == len(owned) or owned[owner] != (position.commit, position.kind):
             continue
         first, ordinal = int(ends[owner - 1]) if owner else 0, position.ordinal + 1
         row = first + int(np.searchsorted(ordinals[first : ends[owner]], ordinal))
@@ -288,7 +291,8 @@ def _marks(op: Op, ordinals: np.ndarray, sub: int, new: pa.Array | None = None) 
     return pa.RecordBatch.from_arrays(arrays, schema=CHANGES)
 
 
-def _after(lsn: np.ndarray, ordinal: np.ndarray, sub: np.ndarray, limit: Position) -> np.ndarray:
-    later_ordinal = (ordinal > limit.ordinal) | ((ordinal == limit.ordinal) & (sub > limit.sub))
-    later: np.ndarray = (lsn > limit.lsn) | ((lsn == limit.lsn) & later_ordinal)
+def _after(commit: Column, kind: Column, ordinal: Column, sub: Column, limit: Position) -> Column:
+    later: Column = sub > limit.sub
+    for column, bound in ((ordinal, limit.ordinal), (kind, limit.kind), (commit, limit.commit)):
+        later = (column > bound) | ((column == bound) & later)
     return later

@@ -2,7 +2,7 @@
 
 `CHANGES` is what a segment holds: one schema for all tables, values as PostgreSQL's exact bytes.
 `TRANSACTIONS` says which transactions those rows belong to, in order. It stands in the index and not in the rows,
-because the END lsn and the commit time of a transaction are known only at its Commit.
+because the place and the time of a transaction are known only at its Commit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ CHANGES = pa.schema(
 
 TRANSACTIONS = pa.schema(
     [
-        pa.field("lsn", pa.int64(), nullable=False),  # END lsn
+        pa.field("commit", pa.int64(), nullable=False),  # as in a position
+        pa.field("kind", pa.uint8(), nullable=False),
         pa.field("commit_time", pa.int64(), nullable=False),  # microseconds since 1970-01-01 UTC
         pa.field("xid", pa.int64(), nullable=False),
         pa.field("rows", pa.int64(), nullable=False),  # how many rows of this segment belong to it

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from pgcdc.core.errors import SpoolError
 from pgcdc.core.failpoint import hit
-from pgcdc.core.position import Position, stream_lsn
+from pgcdc.core.position import Position
 from pgcdc.core.relation import Relations
 from pgcdc.core.state import write_all
 from pgcdc.spool.batch import CaptureBatch, Part
@@ -53,7 +53,7 @@ class SpoolWriter:
         self._relations_written = len(self.relations)
         self._relations_file = open(folder / "relations.jsonl", "ab", buffering=0)  # noqa: SIM115 - lives with the writer
         self.end = base
-        self.resume_lsn = stream_lsn(base.lsn)
+        self.resume_lsn = base.commit
         """END lsn of the last transaction that is here completely: where the stream has to go on."""
         self._recover(base)
         self._index = open(chunk_path(folder, self._chunk), "ab", buffering=0)  # noqa: SIM115
@@ -100,12 +100,12 @@ class SpoolWriter:
     def _move_end(self, end: Position) -> None:
         self.end = end
         if end.is_end:
-            self.resume_lsn = stream_lsn(end.lsn)
+            self.resume_lsn = end.commit
 
     @property
-    def state_lsn(self) -> int:
+    def state(self) -> Position:
         """What has an effect on what comes next, such as a cache, is to be as it was after everything up to here."""
-        return self.end.lsn if self.end.is_snapshot else self.resume_lsn
+        return self.end if self.end.is_snapshot else Position.end(self.resume_lsn)
 
     def release(self, base: Position) -> None:
         """Delete the segments that everybody is past of."""
@@ -219,7 +219,8 @@ class SpoolWriter:
 
 def _without(batch: CaptureBatch, end: Position) -> CaptureBatch:
     """The batch without the first changes of its first transaction, up to `end`, which is inside of that transaction."""
-    if batch.part is None or batch.transactions.column("lsn")[0].as_py() != end.lsn:
+    first = tuple(batch.transactions.column(name)[0].as_py() for name in ("commit", "kind")) if batch.part else None
+    if batch.part is None or first != (end.commit, end.kind):
         return batch
     rows = batch.part.load().combine_chunks().to_batches()[0]
     ordinal, sub = rows.column("ordinal").to_numpy(), rows.column("sub").to_numpy()

@@ -81,7 +81,7 @@ def _source(prefix: str) -> str:
         {micros}, ',"ts_ns":', {micros}, '000,"schema":',
         coalesce({quote("schema")}, '""'), ',"table":', coalesce({quote("table")}, '""'), ',"txId":',
         if(xid = 0, 'null', CAST(xid AS STRING)),
-        ',"lsn":', lsn - lsn % 8, ',"xmin":null,"origin":', coalesce({quote("origin")}, 'null'), ',"origin_lsn":null}}')"""
+        ',"lsn":', lsn, ',"xmin":null,"origin":', coalesce({quote("origin")}, 'null'), ',"origin_lsn":null}}')"""
 
 
 def _transaction() -> str:

@@ -64,7 +64,7 @@ def as_batch(letters: Iterable[DeadLetter]) -> Batch:
         "position": pa.array([position for position, _ in rows], pa.string()),
         "line": pa.array([line for _, line in rows], pa.string()),
     })  # fmt: skip
-    return Batch(Position(0, 0), Position.parse(rows[-1][0]), table)
+    return Batch(Position.at(0, 0), Position.parse(rows[-1][0]), table)
 
 
 def deliver_again(store: ReadableDeadLetters, letters: Iterable[DeadLetter], redeliver: Redeliver) -> Tally:

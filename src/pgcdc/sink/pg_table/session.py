@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import psycopg
 
 from pgcdc.core.errors import ConnectionLost, SinkError, SinkUnavailable, SourceError
-from pgcdc.core.position import Position, format_lsn, stream_lsn
+from pgcdc.core.position import Position
 from pgcdc.postgres.database import Connection, connect, quote_literal
+from pgcdc.postgres.lsn import format_lsn
 from pgcdc.sink.pg_table.sqlstate import describe, explain
 
 __all__ = ["Say", "SessionPlan", "connect_target", "mark_transaction", "open_session", "say_on_stderr"]
@@ -100,7 +101,7 @@ def open_session(plan: SessionPlan, say: Say) -> tuple[Connection, bool]:
 
 def mark_transaction(conn: Connection, end: Position) -> None:
     """Say how far of the source this transaction of a session with an origin goes: `pg_replication_origin_status`."""
-    conn.execute("SELECT pg_replication_origin_xact_setup(%s, now())", (format_lsn(stream_lsn(end.lsn)),))
+    conn.execute("SELECT pg_replication_origin_xact_setup(%s, now())", (format_lsn(end.commit),))
 
 
 def _lock_timeout_ms(plan: SessionPlan) -> int:

@@ -19,9 +19,9 @@ from pgcdc.capture.consumers import Consumers, is_side_lane
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.core.errors import ConfigError, GapError, SourceError, StateError
 from pgcdc.core.failpoint import hit
-from pgcdc.core.position import format_lsn
 from pgcdc.core.state import Identity, Lock, StateDir, check_identity
 from pgcdc.postgres.database import Connection, connect, split_table
+from pgcdc.postgres.lsn import format_lsn
 from pgcdc.postgres.selection import Selection
 from pgcdc.source.postgres.setup.fingerprint import (
     Fingerprint,

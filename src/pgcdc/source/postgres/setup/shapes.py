@@ -18,7 +18,7 @@ from psycopg import Error
 
 from pgcdc.core.errors import StateError
 from pgcdc.core.failpoint import hit
-from pgcdc.core.position import SCHEMA_SUB, Position
+from pgcdc.core.position import SCHEMA_SUB, Kind, Position
 from pgcdc.core.relation import Relation
 from pgcdc.core.shapes import ShapeChange, ShapeHistory, append_shapes, cut_tail
 from pgcdc.postgres.database import Connection
@@ -40,7 +40,7 @@ class ShapeObserver:
         self._history = ShapeHistory(path)
         self._history.refresh()
         self._current: dict[int, ShapeChange] = {}
-        for change in self._history.between(Position(0, 0), resume):
+        for change in self._history.between(Position.at(0, 0), resume):
             self._current[change.after.oid] = change
         self._in_force: set[int] = set()  # versions that are the current ones, as far as they were met
         self.changes = sum(change.before is not None for change in self._history.changes)
@@ -116,8 +116,8 @@ def _place(batch: CaptureBatch, rows: pa.Table, row: int) -> Position:
     """Directly before a row."""
     ends = np.cumsum(batch.transactions.column("rows").to_numpy())
     transaction = int(np.searchsorted(ends, row, side="right"))
-    lsn = batch.transactions.column("lsn")[transaction].as_py()
-    return Position(lsn, rows.column("ordinal")[row].as_py() - 1, SCHEMA_SUB)
+    commit, kind = (batch.transactions.column(name)[transaction].as_py() for name in ("commit", "kind"))
+    return Position(commit, Kind(kind), rows.column("ordinal")[row].as_py() - 1, SCHEMA_SUB)
 
 
 # --- the catalog

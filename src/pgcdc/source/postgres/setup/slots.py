@@ -17,8 +17,8 @@ import psycopg
 from psycopg import pq
 
 from pgcdc.core.errors import ConfigError, ConnectionLost, GapError, PgcdcError, SourceError
-from pgcdc.core.position import format_lsn, parse_lsn
 from pgcdc.postgres.database import Connection, explain_errors, quote_identifier, quote_literal
+from pgcdc.postgres.lsn import format_lsn, parse_lsn
 
 __all__ = [
     "OpenTransaction",

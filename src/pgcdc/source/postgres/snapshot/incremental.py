@@ -25,7 +25,7 @@ import pyarrow as pa
 from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.operation import Op
-from pgcdc.core.position import Position, stream_lsn
+from pgcdc.core.position import Position
 from pgcdc.core.state import StateDir
 from pgcdc.postgres.database import Connection, explain_errors
 from pgcdc.source.postgres.setup.published import PublishedTable
@@ -159,7 +159,7 @@ class IncrementalSnapshots:
         release = None
         if may_work and self._attempt is not None:
             read = self._attempt.read
-            if read is not None and stream_lsn(end.lsn) >= read.lsn and Releases.has_place(end):
+            if read is not None and end.commit >= read.lsn and Releases.has_place(end):
                 release = self._finish(self._attempt, read, end)
         if may_work and self._attempt is None and not self.reader.is_busy and time.monotonic() >= self._due:
             self._begin()
@@ -413,7 +413,7 @@ class IncrementalSnapshots:
 
     def _recover(self) -> None:
         """What was released, but is not in requests.json: a crash came between."""
-        for release in self._releases.after(Position(0, 0)):
+        for release in self._releases.after(Position.at(0, 0)):
             note = release.note
             if note is None or "request" not in note:
                 continue

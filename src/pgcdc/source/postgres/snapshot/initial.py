@@ -20,8 +20,9 @@ from typing import Any, Protocol
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, StateError
 from pgcdc.core.operation import Op
-from pgcdc.core.position import Position, format_lsn
+from pgcdc.core.position import Position
 from pgcdc.core.state import StateDir
+from pgcdc.postgres.lsn import format_lsn
 from pgcdc.source.postgres.setup.published import PublishedTable
 from pgcdc.source.postgres.snapshot.held import Hold, hold_for_long, is_held, let_all_go, let_go
 from pgcdc.source.postgres.snapshot.plan import Entry, PlannedTable, SkipRule, SnapshotPlan
@@ -123,7 +124,7 @@ class InitialSnapshot:
         """The position behind its last row; that of nothing without one, None while it is under way."""
         if self._plan.is_active:
             return None
-        return str(self._plan.completed["end"] if self._plan.completed else Position(0, 0))
+        return str(self._plan.completed["end"] if self._plan.completed else Position.at(0, 0))
 
     @property
     def rules(self) -> list[SkipRule]:

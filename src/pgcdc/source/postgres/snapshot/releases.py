@@ -24,7 +24,7 @@ from pgcdc.core.errors import SpoolError, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.journal import append_lines, read_lines
 from pgcdc.core.operation import OldKind, Op
-from pgcdc.core.position import CHUNK_BITS, CHUNK_ROWS, LAST_CHUNK, Position, stream_lsn
+from pgcdc.core.position import LAST_CHUNK, MAX_CHUNK_ROWS, SNAPSHOT, Position
 from pgcdc.core.relation import Relation, Relations
 from pgcdc.core.state import fsync_folder
 from pgcdc.source.postgres.snapshot.copy import row_lists
@@ -50,8 +50,8 @@ _DISK_FULL = "Make room on the disk of the state directory and start again: noth
 class Release:
     """The rows of one chunk, and where they stand in the stream."""
 
-    lsn: int
-    """One of a snapshot: behind the transaction that ends at `stream_lsn(lsn)`."""
+    commit: int
+    """The transaction that they stand behind."""
     chunk: int
     file: str
     """In the folder of the releases."""
@@ -67,11 +67,11 @@ class Release:
     @property
     def end(self) -> Position:
         """The position behind the rows."""
-        return Position.chunk_end(self.lsn, self.chunk)
+        return Position.chunk_end(self.commit, self.chunk)
 
     def follows(self, end: Position) -> bool:
         """Whether its place is right behind `end`, or `end` is inside of it: it can be made visible at once."""
-        return end.lsn == self.lsn or (end.is_end and end.lsn == stream_lsn(self.lsn))
+        return end.commit == self.commit and (end.is_snapshot or end.is_end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +135,13 @@ class Releases:
 
         A crash leaves the file at its old place, or the release.
         """
-        if rows >= CHUNK_ROWS:
+        if rows > MAX_CHUNK_ROWS:
             raise SpoolError(f"a chunk of {rows} rows is too large", "Choose smaller chunks")
-        lsn, chunk = (after.lsn, after.chunk + 1) if after.is_snapshot else (after.lsn + 1, 0)
+        commit, chunk = after.commit, after.chunk + 1 if after.is_snapshot else 0
         if not self.has_place(after):
             raise SpoolError(f"rows of a snapshot have no place behind {after}")
-        name = f"{lsn:016X}-{chunk:05X}.arrow"
-        release = Release(lsn, chunk, name, written, rows, time_us, relation.to_json() if relation else None, note)
+        name = f"{commit:016X}-{chunk:05X}.arrow"
+        release = Release(commit, chunk, name, written, rows, time_us, relation.to_json() if relation else None, note)
         try:
             _duplicate(file, self.folder / name)
             fsync_folder(self.folder)
@@ -157,8 +157,7 @@ class Releases:
     @staticmethod
     def has_place(after: Position) -> bool:
         """Whether rows can be released behind a position: at the end of a transaction, or of other rows."""
-        is_aligned = after.is_snapshot or stream_lsn(after.lsn) == after.lsn
-        return after.is_end and is_aligned and not (after.is_snapshot and after.chunk >= LAST_CHUNK)
+        return after.is_end and not (after.is_snapshot and after.chunk >= LAST_CHUNK)
 
     def after(self, position: Position) -> list[Release]:
         """What stands behind `position`, in order."""
@@ -187,7 +186,7 @@ class Releases:
         version = relations.intern(Relation.from_json(release.relation)) if release.relation else -1
         with pa.memory_map(str(path)) as source:
             file = pa.ipc.open_file(source)
-            ordinal = release.chunk << CHUNK_BITS
+            ordinal = Position.of_chunk(release.commit, release.chunk, 0).ordinal
             for number in range(file.num_record_batches):
                 rows = file.get_batch(number)
                 is_last = number == file.num_record_batches - 1
@@ -210,7 +209,8 @@ def _number(
     transactions = pa.RecordBatch.from_pylist(
         [
             {
-                "lsn": release.lsn,
+                "commit": release.commit,
+                "kind": SNAPSHOT,
                 "commit_time": release.time_us,
                 "xid": 0,
                 "rows": rows.num_rows,
@@ -221,10 +221,8 @@ def _number(
         schema=TRANSACTIONS,
     )
     last = (ordinal + rows.num_rows, 0)
-    end = release.end if is_last else Position(release.lsn, *last)
-    return CaptureBatch(
-        Part(rows.num_rows, data.nbytes, last, data), transactions, relations, end, stream_lsn(release.lsn)
-    )
+    end = release.end if is_last else Position(release.commit, SNAPSHOT, *last)
+    return CaptureBatch(Part(rows.num_rows, data.nbytes, last, data), transactions, relations, end, release.commit)
 
 
 def _duplicate(file: Path, target: Path) -> None:

@@ -140,7 +140,7 @@ class RequestQueue:
         self._path = path
         raw: dict[str, Any] = read_json(path) or {}
         self._states = {one["request"]["id"]: RequestState.from_json(one) for one in raw.get("requests", [])}
-        self.heeded = Position.parse(raw["heeded"]) if "heeded" in raw else Position(0, 0)
+        self.heeded = Position.parse(raw["heeded"]) if "heeded" in raw else Position.at(0, 0)
         """The position of the last signal that was heeded: it is not heeded again when the stream is read again."""
         self.bad_signals: int = raw.get("bad_signals", 0)
         known = raw.get("tables")

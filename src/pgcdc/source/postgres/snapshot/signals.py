@@ -120,9 +120,9 @@ class Signals:
         if not mine.any():
             return
         counts = batch.transactions.column("rows").to_numpy()
-        lsns = np.repeat(batch.transactions.column("lsn").to_numpy(), counts)
+        lsns = np.repeat(batch.transactions.column("commit").to_numpy(), counts)
         for row in np.flatnonzero(mine).tolist():
-            position = Position(int(lsns[row]), data.column("ordinal")[row].as_py())
+            position = Position.at(int(lsns[row]), data.column("ordinal")[row].as_py())
             if position > self._queue.heeded:
                 names = [column.name for column in batch.relations[int(versions[row])].columns]
                 values = data.column("new")[row].as_py()

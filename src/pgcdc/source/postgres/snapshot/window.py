@@ -338,7 +338,7 @@ def is_visible(xids: npt.NDArray[np.int64], snapshot: str) -> npt.NDArray[np.boo
 
 def leave_out(batch: CaptureBatch, rules: Sequence[SkipRule]) -> CaptureBatch:
     """The batch without what a younger snapshot than the slot's saw. Positions stay, as if nothing was left out."""
-    lsns = batch.transactions.column("lsn").to_numpy()
+    lsns = batch.transactions.column("commit").to_numpy()
     if batch.part is None or not len(lsns) or lsns[0] > max((rule.lsn for rule in rules), default=0):
         return batch
     data = batch.part.load().combine_chunks().to_batches()[0]

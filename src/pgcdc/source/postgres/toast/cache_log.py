@@ -21,7 +21,7 @@ from pgcdc.core.state import fsync_folder, write_all
 __all__ = ["Columns", "Item", "LogMissing", "Record", "ToastLog"]
 
 Item = tuple[int, bytes, bytes | None, bytes | None]
-"""END lsn, key, new value, old value; None is absence."""
+"""Where (`cache_place`, as all that is called lsn here), key, new value, old value; None is absence."""
 Record = tuple[int, list[Item]]
 """The END lsn up to which everything is here, and what was done since the record before."""
 Columns = tuple[list[int], list[bytes], list[bytes | None], list[bytes | None]]

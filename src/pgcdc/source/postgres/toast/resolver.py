@@ -16,11 +16,12 @@ from psycopg import Connection
 
 from pgcdc.core.errors import ConfigError, ConversionError
 from pgcdc.core.operation import Op
+from pgcdc.core.position import STREAM, Position
 from pgcdc.core.relation import Relations
 from pgcdc.core.state import StateDir
 from pgcdc.postgres.database import name_table
 from pgcdc.source.postgres.toast.identity_rules import TableFacts, TableRules, ToastCatalog, alter_to_full, shape_of
-from pgcdc.source.postgres.toast.values import Steps, ToastRows, pack_values, single_value, unpack_values
+from pgcdc.source.postgres.toast.values import Steps, ToastRows, cache_place, pack_values, single_value, unpack_values
 from pgcdc.spool.batch import CaptureBatch
 
 if TYPE_CHECKING:
@@ -73,19 +74,18 @@ class ToastStep:
         publications: tuple[str, ...],
         state: StateDir,
         *,
-        resume_lsn: int,
+        resume: Position,
         instance: str,
     ) -> None:
-        """`resume_lsn` is where the stream goes on: the cache is brought there."""
+        """`resume` is where the stream goes on: the cache is brought there."""
         self._mode = options.mode
         self.hits = self.misses = 0
         self._cache: ToastCache | None = None
         if options.mode == "cache":
             from pgcdc.source.postgres.toast.cache import ToastCache
 
-            self._cache = ToastCache(
-                state.toast, limit=options.cache_max_entries, resume_lsn=resume_lsn, instance=instance
-            )
+            place = cache_place(resume.commit, resume.kind)
+            self._cache = ToastCache(state.toast, limit=options.cache_max_entries, resume_lsn=place, instance=instance)
         self._catalog = ToastCatalog(publications)
         self._facts: dict[int, TableFacts] = {}
         self._rules: dict[int, TableRules | None] = {}
@@ -103,7 +103,7 @@ class ToastStep:
         if part is None:
             if cache is not None:
                 with cache.explaining():
-                    cache.advance(batch.last_lsn)
+                    cache.advance(cache_place(batch.last_lsn, STREAM))
             yield batch
             return
         data = part.batch if part.batch is not None else part.load().combine_chunks().to_batches()[0]
@@ -137,7 +137,7 @@ class ToastStep:
         """`lsn` is confirmed: nobody goes back before it."""
         if self._cache is not None:
             with self._cache.explaining():
-                self._cache.release(lsn)
+                self._cache.release(cache_place(lsn, STREAM))
 
     def status(self) -> dict[str, Any]:
         """For `pgcdc status`: None where there is no cache."""
@@ -160,7 +160,11 @@ class ToastStep:
         """Remember what the catalog says, and since when: if it says the same as before, since before."""
         self._facts.update(facts)
         self._rules.clear()
-        seen = {oid: (fact.stamp, lsn) for oid, fact in facts.items() if cache.seen_stamp(oid)[0] != fact.stamp}
+        seen = {
+            oid: (fact.stamp, cache_place(lsn, STREAM))
+            for oid, fact in facts.items()
+            if cache.seen_stamp(oid)[0] != fact.stamp
+        }
         if seen:
             cache.see_stamps(seen)
 
@@ -174,7 +178,7 @@ class ToastStep:
             return set()
         fresh, lsn = self._catalog.read(sql, list(batch.told))
         self._take_facts({oid: fresh.get(oid, _UNKNOWN) for oid in batch.told}, lsn, cache)
-        first_lsn = batch.transactions.column("lsn")[0].as_py()
+        first_lsn = cache_place(batch.transactions.column("commit")[0].as_py(), batch.end.kind)
         for oid in batch.told:
             if not _is_trusted(cache.generation(oid), self._facts[oid]):
                 cache.evict_table(oid, first_lsn)
@@ -220,9 +224,9 @@ class ToastStep:
             while begin < len(steps):
                 begin = self._take(steps, begin, rows, columns, at, cache, found)
                 if begin < len(steps):
-                    cache.advance(rows.complete_lsn(steps.row[begin - 1] + 1))
+                    cache.advance(rows.complete_place(steps.row[begin - 1] + 1))
                     yield steps.row[begin - 1] + 1
-            cache.advance(rows.complete_lsn(rows.data.num_rows))
+            cache.advance(rows.complete_place(rows.data.num_rows))
         yield rows.data.num_rows
 
     def _tables_in(
@@ -231,7 +235,7 @@ class ToastStep:
         """The tables of a batch that the cache is for: version, rows, rules, and whether it has entries."""
         versions = [version for version in np.unique(rows.relation).tolist() if version >= 0]
         oids = [rows.relations[version].oid for version in versions]
-        first_lsn = int(rows.lsn[0])
+        first_lsn = int(rows.place[0])
         found = []
         for version, oid in zip(versions, oids, strict=True):
             rules = self._rules_of(version, rows.relations)
@@ -258,7 +262,7 @@ class ToastStep:
         fields = (
             steps.version,
             steps.op,
-            steps.lsn,
+            steps.place,
             steps.key,
             steps.old_key,
             steps.packed,

@@ -6,6 +6,7 @@ import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pgcdc.core.operation import OldKind, Op
-from pgcdc.core.position import Position
+from pgcdc.core.position import Kind, Position
 from pgcdc.source.postgres.toast.identity_rules import TableRules
 from pgcdc.spool.batch import CaptureBatch, Part
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 
-__all__ = ["Steps", "ToastRows", "pack_values", "single_value", "unpack_values"]
+__all__ = ["Steps", "ToastRows", "cache_place", "pack_values", "single_value", "unpack_values"]
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -35,7 +36,7 @@ class Steps:
     row: list[int]
     version: list[int]
     op: list[int]
-    lsn: list[int]
+    place: list[int]
     key: list[bytes | None]
     old_key: list[bytes | None]
     """Only where it differs."""
@@ -47,6 +48,11 @@ class Steps:
 
     def __len__(self) -> int:
         return len(self.row)
+
+
+def cache_place(commit: Any, kind: Any) -> Any:
+    """Commit and kind (numbers or arrays) as one number in their order: by which the cache knows what came when."""
+    return commit * 2 + kind
 
 
 def pack_values(values: dict[int, bytes]) -> bytes:
@@ -91,9 +97,10 @@ class ToastRows:
         self.mark_column = marked.values.to_numpy()[at[0] : at[-1]].astype(np.int64)
         self.mark_left = np.ones(len(self.mark_row), bool)
         counts = batch.transactions.column("rows").to_numpy()
-        self._lsns = batch.transactions.column("lsn").to_numpy()
+        commits, kinds = (batch.transactions.column(name).to_numpy() for name in ("commit", "kind"))
+        self._commits = commits
         self._ends = np.cumsum(counts)
-        self.lsn = np.repeat(self._lsns, counts)
+        self.place = np.repeat(cache_place(commits, kinds), counts)
         self._lengths: Ints | None = None
         self._from_old = np.empty(0, np.int64)
 
@@ -119,16 +126,21 @@ class ToastRows:
 
     def position(self, row: int) -> Position:
         """Where a change stands."""
-        return Position(
-            int(self.lsn[row]), self.data.column("ordinal")[row].as_py(), self.data.column("sub")[row].as_py()
-        )
+        transaction = int(np.searchsorted(self._ends, row, "right"))
+        commit, kind = (self._batch.transactions.column(name)[transaction].as_py() for name in ("commit", "kind"))
+        ordinal, sub = (self.data.column(name)[row].as_py() for name in ("ordinal", "sub"))
+        return Position(commit, Kind(kind), ordinal, sub)
 
-    def complete_lsn(self, end: int) -> int:
-        """END lsn of the last transaction that is complete within the first `end` rows; 0 if none is."""
+    def complete_place(self, end: int) -> int:
+        """`cache_place` of the last transaction that is complete within the first `end` rows; 0 if none is."""
+        count = self._count_complete(end)
+        return int(self.place[self._ends[count - 1] - 1]) if count else 0
+
+    def _count_complete(self, end: int) -> int:
         count = int(np.searchsorted(self._ends, end, "right"))
         if count and not self._batch.transactions.column("complete")[count - 1].as_py():
             count -= 1
-        return int(self._lsns[count - 1]) if count else 0
+        return count
 
     # --- what the cache needs
 
@@ -152,7 +164,7 @@ class ToastRows:
             chosen = [every[at] for at in order.tolist()]
             keys, old_keys, packed = ([one[part] for one in chosen] for part in (0, 1, 2))
         return Steps(
-            row.tolist(), self.relation[row].tolist(), self.op[row].tolist(), self.lsn[row].tolist(), keys, old_keys,
+            row.tolist(), self.relation[row].tolist(), self.op[row].tolist(), self.place[row].tolist(), keys, old_keys,
             packed, np.searchsorted(mark_row, row, "left").tolist(), np.searchsorted(mark_row, row, "right").tolist(),
         )  # fmt: skip
 
@@ -250,9 +262,12 @@ class ToastRows:
             batch = self._batch
             return CaptureBatch(part, batch.transactions, batch.relations, batch.end, batch.last_lsn)
         transactions = self._cut_transactions(begin, end)
-        lsn, complete = (transactions.column(name)[-1].as_py() for name in ("lsn", "complete"))
-        position = Position.end(lsn) if complete else Position(lsn, *last)
-        return CaptureBatch(part, transactions, self.relations, position, self.complete_lsn(end))
+        count = self._count_complete(end)
+        commit = int(self._commits[count - 1]) if count else 0
+        position = self._batch.end if end == self.data.num_rows else self.position(end - 1)
+        if end < self.data.num_rows and transactions.column("complete")[-1].as_py():
+            position = Position.end(commit)
+        return CaptureBatch(part, transactions, self.relations, position, commit)
 
     def _rebuild_new(self, begin: int, end: int, found: Sequence[tuple[int, bytes]]) -> pa.ListArray:
         at = self._new_at[begin : end + 1]

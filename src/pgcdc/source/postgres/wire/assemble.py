@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from pgcdc.core.errors import DecodeError, GapError
-from pgcdc.core.position import format_lsn
 from pgcdc.core.relation import Column, Relations
+from pgcdc.postgres.lsn import format_lsn
 from pgcdc.source.postgres.wire import messages as wire
 from pgcdc.source.postgres.wire import undecided
 from pgcdc.source.postgres.wire.confirmable import Confirmable

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pgcdc.core.errors import DecodeError
-from pgcdc.core.position import format_lsn
 from pgcdc.core.relation import Column, Relation
+from pgcdc.postgres.lsn import format_lsn
 
 __all__ = [
     "BEGIN",

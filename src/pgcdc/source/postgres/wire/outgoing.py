@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pgcdc.core.operation import Op
-from pgcdc.core.position import Position
+from pgcdc.core.position import STREAM, Position
 from pgcdc.core.relation import Relations
 from pgcdc.source.postgres.wire.pending import PendingPart
 from pgcdc.spool.batch import CaptureBatch, Part
@@ -25,7 +25,7 @@ from pgcdc.spool.schema import TRANSACTIONS
 __all__ = ["Outbox", "Outgoing", "TransactionRow", "add_told", "number_changes"]
 
 TransactionRow = tuple[int, int, int, int, bool, str | None]
-"""One row of the schema TRANSACTIONS."""
+"""One row of the schema TRANSACTIONS; the kind is STREAM."""
 
 
 class Outbox:
@@ -54,6 +54,7 @@ class Outbox:
         if not self._ready[0]:
             self._ready.popleft()
         columns = list(zip(*transactions, strict=True))
+        columns.insert(1, (STREAM,) * len(transactions))
         table = pa.RecordBatch.from_arrays(
             [pa.array(column, field.type) for column, field in zip(columns, TRANSACTIONS, strict=True)],
             schema=TRANSACTIONS,
@@ -61,7 +62,7 @@ class Outbox:
         lsn, is_complete = transactions[-1][0], transactions[-1][4]
         if is_complete:
             self.last_lsn = lsn
-        end = Position.end(lsn) if is_complete else Position(lsn, *part.last)
+        end = Position.end(lsn) if is_complete else Position.at(lsn, *part.last)
         return CaptureBatch(part, table, self._relations, end, self.last_lsn, told)
 
     def advance(self, lsn: int) -> CaptureBatch | None:

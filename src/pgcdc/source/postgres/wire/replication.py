@@ -12,8 +12,8 @@ import psycopg
 from psycopg import pq
 
 from pgcdc.core.errors import ConnectionLost, GapError, SourceError
-from pgcdc.core.position import format_lsn
 from pgcdc.postgres.database import quote_identifier
+from pgcdc.postgres.lsn import format_lsn
 from pgcdc.source.postgres.wire.messages import POSTGRES_EPOCH_US, encode_status_update
 
 __all__ = ["ReplicationStream"]

@@ -25,9 +25,9 @@ from psycopg import Connection
 
 from pgcdc.core.backoff import full_jitter_s
 from pgcdc.core.errors import ConnectionLost
-from pgcdc.core.position import format_lsn
 from pgcdc.core.relation import Relations
 from pgcdc.postgres.database import connect
+from pgcdc.postgres.lsn import format_lsn
 from pgcdc.source.postgres.setup.slots import create_slot, is_two_phase
 from pgcdc.source.postgres.wire import messages as wire
 from pgcdc.source.postgres.wire.assemble import Assembler
