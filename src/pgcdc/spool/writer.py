@@ -46,6 +46,8 @@ class SpoolWriter:
         self._folder = folder
         self._records: deque[tuple[int, IndexRecord]] = deque()  # (chunk, record with a file), not yet released
         self._commit_times: deque[int] = deque()  # of the same records
+        self._bases: dict[int, Position] = {}
+        """Where each chunk of the index begins."""
         self._chunk = 0
         self._chunk_size = 0
         self.bytes_held = 0
@@ -117,8 +119,9 @@ class SpoolWriter:
             self.bytes_held -= record.written[0]
         oldest = self._records[0][0] if self._records else self._chunk
         for path in list_chunks(self._folder):
-            if chunk_number(path) >= oldest:
+            if chunk_number(path) >= oldest or self._bases[chunk_number(path) + 1] > base:  # else a start finds a hole
                 break
+            del self._bases[chunk_number(path)]
             path.unlink()
 
     @property
@@ -153,6 +156,7 @@ class SpoolWriter:
         self._index.close()
         self._index = open(chunk_path(self._folder, number), "ab", buffering=0)  # noqa: SIM115
         self._chunk, self._chunk_size = number, 0
+        self._bases[number] = self.end
         self._append_record(IndexRecord(self.end, is_base=True))
 
     def _recover(self, base: Position) -> None:
@@ -190,6 +194,8 @@ class SpoolWriter:
             for record, offset in parse_records(data, path.name):
                 if record.is_base and record.end > self.end:  # an older chunk lost its tail, or is gone
                     return size, False
+                if record.is_base:
+                    self._bases[number] = record.end
                 if record.file is not None and record.end > base:
                     segment = self._folder / record.file
                     if (
@@ -211,6 +217,7 @@ class SpoolWriter:
         self._records.clear()
         self._commit_times.clear()
         self._chunk += 1
+        self._bases = {self._chunk: base}
         data = encode_record(IndexRecord(base, is_base=True))
         chunk_path(self._folder, self._chunk).write_bytes(data)
         self._chunk_size = len(data)
