@@ -21,7 +21,8 @@ from pgcdc.capture.consumers import Consumers
 from pgcdc.core.position import Position
 from pgcdc.core.state import StateDir
 from pgcdc.postgres.database import connect
-from pgcdc.source.postgres.toast.resolver import ToastOptions, ToastStep
+from pgcdc.source.postgres.options import ToastOptions
+from pgcdc.source.postgres.toast.resolver import ToastStep
 from pgcdc.source.postgres.wire.stream import Capture
 from pgcdc.spool.writer import SpoolWriter
 
@@ -35,7 +36,8 @@ def drain(slot: str, changes: int, mode: str, entries: int, folder: Path) -> dic
     state.create()
     url = os.environ["PGCDC_DB"]
     spool = SpoolWriter(state.spool, Position.end(0))
-    step = ToastStep(ToastOptions(mode, entries), PUBLICATIONS, state, resume=Position.end(0), instance="bench")
+    options = ToastOptions.model_validate({"toast": mode, "toast_cache_max_entries": entries})
+    step = ToastStep(options, PUBLICATIONS, state, resume=Position.end(0), instance="bench")
     capture = Capture(url, slot=slot, publications=PUBLICATIONS, relations=spool.relations, spill_dir=state.spool)
     consumers = Consumers(state.consumers_file)
     consumers.join("bench", Position.end(0))

@@ -29,9 +29,10 @@ from pgcdc.sink.base import Batch
 from pgcdc.sink.pg_table.apply import Applier
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.seen_tables import KnownTables
+from pgcdc.source.postgres.options import ToastOptions
 from pgcdc.source.postgres.setup.shapes import ShapeObserver
 from pgcdc.source.postgres.setup.slots import create_slot
-from pgcdc.source.postgres.toast.resolver import ToastOptions, ToastStep
+from pgcdc.source.postgres.toast.resolver import ToastStep
 from pgcdc.source.postgres.wire.stream import Capture
 
 _NUMBERS = itertools.count(1)

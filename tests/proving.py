@@ -22,6 +22,7 @@ import pyarrow as pa
 from databases import Database
 from killing import Killer
 from listening import Listener, wait_until
+from preparing import Wanted, prepare
 from pyspark.sql.types import StringType, StructField, StructType
 from queries import Query
 
@@ -32,7 +33,6 @@ from pgcdc.playground import contents
 from pgcdc.playground.contents import Tables
 from pgcdc.sink.base import Batch
 from pgcdc.sink.file import FileSink
-from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
 
 WRITERS = 8
 BODY_BYTES = 9000
@@ -251,7 +251,7 @@ class Delivery(Query):
         """Make the slot, as the first start does, and read nothing."""
         tables = tuple(filter(None, self.options.get("tables", "").split(",")))
         url, slot, state_dir = (self.options[name] for name in ("url", "slot", "state_dir"))
-        prepare(SourceOptions(url, slot, tables=tables, all_tables=not tables, state_dir=state_dir))
+        prepare(Wanted(db=url, slot_name=slot, tables=tables, all_tables=not tables, state_dir=state_dir))
 
     def deliver(self, until: Callable[[], bool] = lambda: True) -> None:
         """Everything that is committed by now, after `until` has come true; then nobody reads any more."""

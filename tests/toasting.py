@@ -10,14 +10,14 @@ from typing import Any
 
 import psycopg
 from databases import Database
+from preparing import Wanted, prepare
 from streams import Change, changes_of
 
 from pgcdc.core.position import Position
 from pgcdc.core.state import StateDir
 from pgcdc.postgres.database import connect
-from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
-from pgcdc.source.postgres.toast.resolver import ToastOptions, ToastStep
-from pgcdc.source.postgres.wire.protocol import WireOptions
+from pgcdc.source.postgres.options import ToastOptions, WireOptions
+from pgcdc.source.postgres.toast.resolver import ToastStep
 from pgcdc.source.postgres.wire.stream import Capture
 
 TABLE = """
@@ -40,12 +40,14 @@ class Rig:
         self.database = database
         self.url = database.url
         self.state = StateDir(folder / "state")
-        self.toast = ToastOptions(mode, limit)
-        source = SourceOptions(
-            url=self.url,
-            slot=f"s_{database.name}",
+        self.slot = f"s_{database.name}"
+        self.toast = ToastOptions.model_validate({"toast": mode, "toast_cache_max_entries": limit})
+        source = Wanted(
+            db=self.url,
+            slot_name=f"s_{database.name}",
             state_dir=str(self.state.path),
-            toast=self.toast,
+            toast=mode,
+            **({"toast_cache_max_entries": limit} if mode == "cache" else {}),
             **({"all_tables": True} | options),
         )
         self.spec = prepare(source).spec
@@ -62,7 +64,7 @@ class Rig:
             self.toast, self.spec.publications, self.state, resume=Position.end(resume_lsn), instance=self.instance
         )
         self.capture = Capture(
-            self.url, slot=self.spec.slot, publications=self.spec.publications, start_lsn=resume_lsn, options=wire
+            self.url, slot=self.slot, publications=self.spec.publications, start_lsn=resume_lsn, options=wire
         )
         self.sql = connect(self.url)
         self.step.look(self.sql)
@@ -82,9 +84,7 @@ class Rig:
         else:
             cache._close_files()  # without a commit
         deadline = time.monotonic() + 10
-        while self.database.query(f"SELECT active FROM pg_replication_slots WHERE slot_name = '{self.spec.slot}'")[0][
-            0
-        ]:
+        while self.database.query(f"SELECT active FROM pg_replication_slots WHERE slot_name = '{self.slot}'")[0][0]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 

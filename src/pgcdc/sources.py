@@ -12,9 +12,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from pgcdc.config import Config
-from pgcdc.config.conflict import KeyPath, name_key
+from pgcdc.config.conflict import name_key
 from pgcdc.config.explain import explain
 from pgcdc.core.errors import ConfigError
+from pgcdc.core.settings import KeyPath
 
 __all__ = ["postgres"]
 

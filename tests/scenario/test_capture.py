@@ -15,6 +15,7 @@ import psycopg
 import pytest
 from databases import Database
 from listening import wait_until
+from preparing import Ready, Wanted, prepare
 
 import pgcdc
 from pgcdc.capture.control import CaptureGone, ControlClient, ensure_capture
@@ -25,15 +26,14 @@ from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.postgres.lsn import format_lsn
-from pgcdc.source.postgres.setup.prepare import Prepared, SourceOptions, prepare
 from pgcdc.spool.reader import SpoolReader, read_slice
 
 
-def options(database: Database, folder: Path, **more: Any) -> SourceOptions:
-    return SourceOptions(
+def options(database: Database, folder: Path, **more: Any) -> Wanted:
+    return Wanted(
         **{
-            "url": database.url,
-            "slot": f"s_{database.name}",
+            "db": database.url,
+            "slot_name": f"s_{database.name}",
             "all_tables": True,
             "state_dir": str(folder / "state"),
             **more,
@@ -41,7 +41,7 @@ def options(database: Database, folder: Path, **more: Any) -> SourceOptions:
     )
 
 
-Starter = Callable[..., tuple[ControlClient, Prepared]]
+Starter = Callable[..., tuple[ControlClient, Ready]]
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def start(database: Database, tmp_path: Path) -> Iterator[Starter]:
     """Starts (or joins) the capture of this test's state directory; ends it afterwards."""
     clients: list[ControlClient] = []
 
-    def run(**more: Any) -> tuple[ControlClient, Prepared]:
+    def run(**more: Any) -> tuple[ControlClient, Ready]:
         prepared = prepare(options(database, tmp_path, **more))
         clients.append(ensure_capture(prepared.spec, is_restart=False))
         return clients[-1], prepared
@@ -175,11 +175,11 @@ def test_the_capture_process_fills_the_spool_and_confirms_only_what_is_acked(
     reader.refresh()
     client.ack("one", reader.end)
     assert client.confirm() == initial.commit  # the other consumer has acked nothing
-    assert confirmed(database, prepared.spec.slot) == initial.commit
+    assert confirmed(database, prepared.identity.slot) == initial.commit
     client.ack("two", reader.end)
     lsn = client.confirm()
     assert lsn == reader.end.commit
-    wait_until(lambda: confirmed(database, prepared.spec.slot) == lsn, 10, "the server has it")
+    wait_until(lambda: confirmed(database, prepared.identity.slot) == lsn, 10, "the server has it")
     assert not list((tmp_path / "state" / "spool").glob("seg-*.arrow")), "delivered segments are released"
 
 
@@ -198,7 +198,7 @@ def test_idle_and_unpublished_traffic_moves_the_confirmed_position(
         client.wait(0.1)
         reader.refresh()
         client.ack("one", reader.end)
-        return confirmed(database, prepared.spec.slot) >= target
+        return confirmed(database, prepared.identity.slot) >= target
 
     wait_until(follows, 60, "confirmed_flush_lsn follows the WAL end")
     assert rows_in(tmp_path) == []
@@ -209,7 +209,7 @@ def test_at_the_spool_limit_reading_stops_and_status_updates_go_on(
 ) -> None:
     database.execute("CREATE TABLE t (id int PRIMARY KEY, v text)")
     database.execute(f"ALTER DATABASE {database.name} SET wal_sender_timeout = '2s'")
-    client, prepared = start(spool_limit_bytes=1 << 20)
+    client, prepared = start(spool_limit=1 << 20)
     client.join("one")
     for number in range(30):
         database.execute(
@@ -220,9 +220,9 @@ def test_at_the_spool_limit_reading_stops_and_status_updates_go_on(
     wait_until(lambda: client.status()["phase"].startswith("paused"), 20, "the capture pauses")
     held = client.status()["spool_bytes"]
     assert held < 8 << 20
-    pid = walsender_pid(database, prepared.spec.slot)
+    pid = walsender_pid(database, prepared.identity.slot)
     time.sleep(3)  # longer than wal_sender_timeout: the pause must not look like death to the server
-    assert walsender_pid(database, prepared.spec.slot) == pid
+    assert walsender_pid(database, prepared.identity.slot) == pid
     reader = SpoolReader(tmp_path / "state" / "spool")
 
     def drained() -> bool:
@@ -268,7 +268,7 @@ def test_a_killed_walsender_is_reconnected(database: Database, tmp_path: Path, s
     client.join("one")
     database.execute("INSERT INTO t VALUES (1)")
     wait_rows(client, tmp_path, 1)
-    database.execute("SELECT pg_terminate_backend(%s)", [walsender_pid(database, prepared.spec.slot)])
+    database.execute("SELECT pg_terminate_backend(%s)", [walsender_pid(database, prepared.identity.slot)])
     database.execute("INSERT INTO t VALUES (2)")
     wait_rows(client, tmp_path, 2)
     assert [new for _, new in rows_in(tmp_path)] == [[b"1"], [b"2"]]
@@ -279,7 +279,7 @@ def test_fail_fast_ends_the_capture_when_the_connection_is_lost(
 ) -> None:
     database.execute("CREATE TABLE t (id int PRIMARY KEY)")
     client, prepared = start(fail_fast=True)
-    database.execute("SELECT pg_terminate_backend(%s)", [walsender_pid(database, prepared.spec.slot)])
+    database.execute("SELECT pg_terminate_backend(%s)", [walsender_pid(database, prepared.identity.slot)])
     with pytest.raises(ConnectionLost):
         while True:
             client.wait(0.2)
@@ -297,7 +297,7 @@ def test_two_captures_of_one_state_directory_are_one_and_another_reader_is_refus
         prepare(options(database, tmp_path / "elsewhere", start_from="slot"))
     assert not (tmp_path / "elsewhere").exists(), "nothing is left behind"
     with pytest.raises(SourceError, match="in use"):
-        pgcdc.open_capture(database.url, slot=prepared.spec.slot, publication=prepared.spec.slot)
+        pgcdc.open_capture(database.url, slot=prepared.identity.slot, publication=prepared.identity.slot)
 
 
 class Test_a_gap_is_never_crossed:
@@ -307,35 +307,38 @@ class Test_a_gap_is_never_crossed:
         database.execute("CREATE TABLE t (id int PRIMARY KEY)")
         return prepare(options(database, tmp_path)).spec
 
-    def again(self, database: Database, tmp_path: Path, **more: Any) -> Prepared:
+    def again(self, database: Database, tmp_path: Path, **more: Any) -> Ready:
         return prepare(options(database, tmp_path, **more))
 
     def test_slot_dropped(self, database: Database, tmp_path: Path, ran: CaptureSpec) -> None:
-        database.execute("SELECT pg_drop_replication_slot(%s)", [ran.slot])
+        database.execute("SELECT pg_drop_replication_slot(%s)", [ran.source["slot_name"]])
         with pytest.raises(GapError, match="does not exist any more"):
             self.again(database, tmp_path)
 
     def test_slot_recreated(self, database: Database, tmp_path: Path, ran: CaptureSpec) -> None:
-        database.execute("SELECT pg_drop_replication_slot(%s)", [ran.slot])
-        database.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", [ran.slot])
+        database.execute("SELECT pg_drop_replication_slot(%s)", [ran.source["slot_name"]])
+        database.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", [ran.source["slot_name"]])
         with pytest.raises(GapError, match="recreated, or advanced"):
             self.again(database, tmp_path)
 
     def test_slot_advanced_by_somebody_else(self, database: Database, tmp_path: Path, ran: CaptureSpec) -> None:
         database.execute("INSERT INTO t VALUES (1)")
-        database.execute("SELECT pg_replication_slot_advance(%s, pg_current_wal_lsn())", [ran.slot])
+        database.execute("SELECT pg_replication_slot_advance(%s, pg_current_wal_lsn())", [ran.source["slot_name"]])
         with pytest.raises(GapError, match="recreated, or advanced"):
             self.again(database, tmp_path)
 
     def test_publication_recreated(self, database: Database, tmp_path: Path, ran: CaptureSpec) -> None:
-        database.execute(f"DROP PUBLICATION {ran.slot}")
+        database.execute(f"DROP PUBLICATION {ran.source['slot_name']}")
         with pytest.raises(GapError):
             self.again(database, tmp_path)
 
     def test_state_directory_of_another_slot(self, database: Database, tmp_path: Path, ran: CaptureSpec) -> None:
         with pytest.raises(GapError, match="belongs to slot"):
-            self.again(database, tmp_path, slot=f"{ran.slot}_b")
-        assert database.query("SELECT 1 FROM pg_replication_slots WHERE slot_name = %s", [f"{ran.slot}_b"]) == []
+            self.again(database, tmp_path, slot_name=f"{ran.source['slot_name']}_b")
+        assert (
+            database.query("SELECT 1 FROM pg_replication_slots WHERE slot_name = %s", [f"{ran.source['slot_name']}_b"])
+            == []
+        )
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -366,8 +369,8 @@ class Test_a_gap_is_never_crossed:
         self, database: Database, tmp_path: Path, ran: CaptureSpec, start: Starter
     ) -> None:
         client, prepared = start()
-        database.execute("SELECT pg_terminate_backend(%s)", [walsender_pid(database, prepared.spec.slot)])
-        wait_until(lambda: drop_slot(database, prepared.spec.slot), 10, "the slot is dropped")
+        database.execute("SELECT pg_terminate_backend(%s)", [walsender_pid(database, prepared.identity.slot)])
+        wait_until(lambda: drop_slot(database, prepared.identity.slot), 10, "the slot is dropped")
         with pytest.raises(PgcdcError) as caught:
             while True:
                 client.wait(0.2)
@@ -378,7 +381,7 @@ class Test_a_gap_is_never_crossed:
     ) -> None:
         client, _ = start()
         client.join("one")
-        database.execute(f"DROP PUBLICATION {ran.slot}")
+        database.execute(f"DROP PUBLICATION {ran.source['slot_name']}")
         database.execute("INSERT INTO t VALUES (7)")
         with pytest.raises(GapError):
             while True:
@@ -446,7 +449,7 @@ def test_a_refused_start_does_not_touch_the_publication_of_a_running_pipeline(
     _, prepared = start(all_tables=False, tables=("a", "b"))
     with pytest.raises(PgcdcError):
         prepare(options(database, tmp_path / "elsewhere", all_tables=False, tables=("a",)))
-    tables = database.query("SELECT tablename FROM pg_publication_tables WHERE pubname = %s", [prepared.spec.slot])
+    tables = database.query("SELECT tablename FROM pg_publication_tables WHERE pubname = %s", [prepared.identity.slot])
     assert sorted(tables) == [("a",), ("b",)]
 
 

@@ -19,6 +19,7 @@ import psycopg
 import pytest
 from databases import Database
 from listening import wait_until
+from preparing import Ready, Wanted, prepare
 
 from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.control import CaptureLink, ControlClient, ensure_capture
@@ -30,16 +31,15 @@ from pgcdc.core.state import Lock, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.postgres.database import connect
 from pgcdc.source.postgres.setup.guard import Guard
-from pgcdc.source.postgres.setup.prepare import Prepared, SourceOptions, prepare
 from pgcdc.spool.reader import SpoolReader
 
 
 @pytest.fixture
-def prepared(database: Database, tmp_path: Path) -> Iterator[Prepared]:
+def prepared(database: Database, tmp_path: Path) -> Iterator[Ready]:
     """A database with one table, ready to be captured; what captures it is ended afterwards."""
     database.execute("CREATE TABLE t (id int PRIMARY KEY)")
     yield prepare(
-        SourceOptions(url=database.url, slot=f"s_{database.name}", all_tables=True, state_dir=str(tmp_path / "state"))
+        Wanted(db=database.url, slot_name=f"s_{database.name}", all_tables=True, state_dir=str(tmp_path / "state"))
     )
     end_capture(StateDir(tmp_path / "state"))
 
@@ -51,7 +51,7 @@ def end_capture(state: StateDir) -> None:
         wait_until(lambda: Lock.holder(state.capture_lock) is None, 10, "the capture ends")
 
 
-def test_an_idle_wait_ends_in_time(prepared: Prepared) -> None:
+def test_an_idle_wait_ends_in_time(prepared: Ready) -> None:
     with closing(ensure_capture(prepared.spec, is_restart=False)) as client:
         client.wait(5)  # what came with the start
         took = []
@@ -62,14 +62,15 @@ def test_an_idle_wait_ends_in_time(prepared: Prepared) -> None:
     assert 0.09 < min(took) < 0.25, took
 
 
-def hold_slot(database: Database, prepared: Prepared) -> psycopg.Connection[Any]:
+def hold_slot(database: Database, prepared: Ready) -> psycopg.Connection[Any]:
     """A walsender that looks like our own of before a crash, and does not go."""
     conn = psycopg.connect(
         database.url, autocommit=True, replication="database", application_name=f"pgcdc {prepared.identity.instance}"
     )
     names = ",".join(prepared.spec.publications)
     conn.pgconn.exec_(
-        f"START_REPLICATION SLOT {prepared.spec.slot} LOGICAL 0/0 (proto_version '1', publication_names '{names}')".encode()
+        f"START_REPLICATION SLOT {prepared.identity.slot} LOGICAL 0/0 "
+        f"(proto_version '1', publication_names '{names}')".encode()
     )
     return conn
 
@@ -85,7 +86,7 @@ def phase_of(state: StateDir) -> str | None:
 
 @pytest.mark.parametrize("how", ["signal", "request", "driver"])
 def test_a_capture_that_waits_for_its_slot_still_ends_when_it_is_told_to(
-    database: Database, prepared: Prepared, tmp_path: Path, how: str
+    database: Database, prepared: Ready, tmp_path: Path, how: str
 ) -> None:
     state = StateDir(tmp_path / "state")
     with (
@@ -122,7 +123,7 @@ def start_once(spec: CaptureSpec) -> int:
 
 
 def test_a_connection_that_ends_while_the_slot_is_looked_at_is_a_lost_connection(
-    database: Database, prepared: Prepared, tmp_path: Path
+    database: Database, prepared: Ready, tmp_path: Path
 ) -> None:
     state = StateDir(tmp_path / "state")
     guard = Guard(state, prepared.identity, Consumers(state.consumers_file), temporary=False)
@@ -140,7 +141,7 @@ def test_without_a_connection_the_lag_grows_and_is_not_zero(tmp_path: Path) -> N
     with EmbeddedPostgres.temporary() as server:
         database = Database("postgres", server.url(), server)
         database.execute("CREATE TABLE t (id int PRIMARY KEY)")
-        source = SourceOptions(url=server.url(), slot="s1", all_tables=True, state_dir=str(tmp_path / "state"))
+        source = Wanted(db=server.url(), slot_name="s1", all_tables=True, state_dir=str(tmp_path / "state"))
         client = ensure_capture(prepare(source).spec, is_restart=False)
         try:
             assert client.status()["lag_seconds"] == 0
@@ -157,7 +158,7 @@ def test_without_a_connection_the_lag_grows_and_is_not_zero(tmp_path: Path) -> N
         assert read_status(tmp_path / "state")["lag_seconds"] is None, "nobody knows"
 
 
-def test_a_link_starts_the_capture_again_and_tells_it_what_it_must_know(prepared: Prepared) -> None:
+def test_a_link_starts_the_capture_again_and_tells_it_what_it_must_know(prepared: Ready) -> None:
     told: list[int] = []
 
     def tell(client: ControlClient) -> None:
@@ -181,7 +182,7 @@ def kill(pid: int) -> None:
     wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, 10, "it is dead")
 
 
-def test_a_capture_that_dies_again_and_again_is_not_hidden(prepared: Prepared) -> None:
+def test_a_capture_that_dies_again_and_again_is_not_hidden(prepared: Ready) -> None:
     link = CaptureLink(prepared.spec, is_restart=False)
 
     def die(client: ControlClient) -> None:
@@ -194,12 +195,12 @@ def test_a_capture_that_dies_again_and_again_is_not_hidden(prepared: Prepared) -
 
 
 def test_a_full_spool_is_read_up_to_what_a_planned_batch_needs(
-    database: Database, prepared: Prepared, tmp_path: Path
+    database: Database, prepared: Ready, tmp_path: Path
 ) -> None:
     """Nothing is acknowledged, and so nothing released, before the batch is complete: pausing would wait for ever."""
     database.execute("ALTER TABLE t ADD v text")
     reader = SpoolReader(tmp_path / "state" / "spool")
-    with closing(ensure_capture(replace(prepared.spec, spool_limit_bytes=1 << 20), is_restart=False)) as client:
+    with closing(ensure_capture(replace(prepared.spec, spool_limit=1 << 20), is_restart=False)) as client:
         client.join("one")
 
         def fill(number: int) -> int:
@@ -231,7 +232,7 @@ def test_a_full_spool_is_read_up_to_what_a_planned_batch_needs(
         assert sum(record.rows for record in reader.records) <= 4001
 
 
-def test_no_capture_is_started_for_a_driver_that_is_gone(prepared: Prepared) -> None:
+def test_no_capture_is_started_for_a_driver_that_is_gone(prepared: Ready) -> None:
     """An orphaned source would start one after the other: each ends at once."""
     with subprocess.Popen([sys.executable, "-c", ""]) as driver:
         driver.wait()

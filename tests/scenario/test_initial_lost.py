@@ -13,11 +13,11 @@ import pytest
 from databases import Database
 from initials import Initial, fill, writers
 from listening import wait_until
+from preparing import Wanted, prepare
 
 from pgcdc.core.errors import SourceError, SpoolError
 from pgcdc.core.state import Lock
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
 from pgcdc.source.postgres.setup.published import read_published
 from pgcdc.source.postgres.snapshot.chunks import Chunk
 from pgcdc.source.postgres.snapshot.reader import Reader, StageOrder
@@ -165,8 +165,8 @@ def test_a_table_that_is_changed_before_it_is_planned(
 ) -> None:
     fill(database, "t", 300)
     query = begin()
-    source = SourceOptions(
-        url=database.url, slot=query.options["slot"], all_tables=True, state_dir=str(query.state.path),
+    source = Wanted(
+        db=database.url, slot_name=query.options["slot"], all_tables=True, state_dir=str(query.state.path),
         snapshot_mode="initial",
     )  # fmt: skip
     prepare(source)

@@ -10,12 +10,12 @@ import pytest
 from databases import Database
 from initials import Initial
 from listening import wait_until
+from preparing import Wanted, prepare
 from queries import Query
 from type_cases import CASES
 
 from pgcdc.core.errors import ConfigError, SourceError
 from pgcdc.core.state import StateDir
-from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
 
 PAIR = ["id", "region"]
 
@@ -133,8 +133,8 @@ def test_without_the_right_to_read_nothing_is_begun(database: Database, tmp_path
     if with_policy:
         database.execute(f"GRANT SELECT ON b TO {role}; ALTER TABLE b ENABLE ROW LEVEL SECURITY")
     url = database.url.replace("postgres@", f"{role}@")
-    source = SourceOptions(
-        url=url, slot="refused", publication="mine", state_dir=str(tmp_path / "new"), snapshot_mode="initial"
+    source = Wanted(
+        db=url, slot_name="refused", publication="mine", state_dir=str(tmp_path / "new"), snapshot_mode="initial"
     )
     try:
         advice = "BYPASSRLS" if with_policy else f'GRANT SELECT ON "public"."b" TO "{role}"'

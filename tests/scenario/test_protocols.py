@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from streams import SETTINGS, Change, Stream, changes_of, drain, new_stream, record
 
+import pgcdc
 from pgcdc.core.errors import ConfigError, PgcdcError, SourceError
 from pgcdc.playground.postgres import EmbeddedPostgres, find_binaries
-from pgcdc.source.postgres.wire.protocol import WireOptions
+from pgcdc.source.postgres.options import WireOptions
 from pgcdc.spool.batch import CaptureBatch
 
 
@@ -432,7 +433,7 @@ def test_an_option_that_the_server_refuses_is_a_source_error_and_nothing_is_lost
 
 def test_options_that_a_version_does_not_have_are_refused_before_the_stream_starts() -> None:
     with pytest.raises(SourceError, match="PostgreSQL 11 is too old"):
-        WireOptions().check(110005)
+        WireOptions().check_server(110005)
     for options, version, named in [
         (WireOptions(messages=True), 130000, "messages needs PostgreSQL 14"),
         (WireOptions(binary=True), 130000, "binary needs PostgreSQL 14"),
@@ -440,10 +441,10 @@ def test_options_that_a_version_does_not_have_are_refused_before_the_stream_star
         (WireOptions(origin="none"), 150000, "origin needs PostgreSQL 16"),
     ]:
         with pytest.raises(SourceError, match=named):
-            options.check(version)
-        options.check(version + 10000)
-    with pytest.raises(PgcdcError, match="origin 'some' is not known"):
-        WireOptions(origin="some").check(180000)
+            options.check_server(version)
+        options.check_server(version + 10000)
+    with pytest.raises(PgcdcError, match="open_capture: origin: Input should be 'any' or 'none'"):
+        pgcdc.open_capture("postgresql://localhost/none", slot="s", publication="p", origin="some")
 
 
 # --- random traffic

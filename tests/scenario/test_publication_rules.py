@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from databases import Database
 from listening import wait_until
+from preparing import Wanted, follow_tables, prepare
 
 from pgcdc.capture.control import ensure_capture
 from pgcdc.core.errors import GapError, SourceError
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.source.postgres.setup.prepare import SourceOptions, follow_tables, prepare
 from pgcdc.source.postgres.setup.rules import check_version
 from pgcdc.spool.reader import SpoolReader, read_slice
 
 
-def options(database: Database, folder: Path, **more: Any) -> SourceOptions:
-    base = {"url": database.url, "slot": f"s_{database.name}", "state_dir": str(folder / "state")}
-    return SourceOptions(**{**base, **more})
+def options(database: Database, folder: Path, **more: Any) -> Wanted:
+    base = {"db": database.url, "slot_name": f"s_{database.name}", "state_dir": str(folder / "state")}
+    return Wanted(**{**base, **more})
 
 
 def members(database: Database, name: str) -> dict[str, tuple[list[str], str | None]]:
@@ -41,7 +40,7 @@ def shop(database: Database) -> Database:
     return database
 
 
-def received(database: Database, source: SourceOptions, count: int) -> list[list[bytes | None]]:
+def received(database: Database, source: Wanted, count: int) -> list[list[bytes | None]]:
     """What arrives in the spool."""
     with closing(ensure_capture(prepare(source).spec, is_restart=False)) as client:
         client.join("one")
@@ -80,19 +79,19 @@ def test_changed_rules_are_altered_by_us_said_and_no_gap(shop: Database, tmp_pat
     assert first.changed == []
     name = first.spec.publications[0]
     before = shop.query("SELECT array_agg(oid ORDER BY oid) FROM pg_publication_rel")
-    assert prepare(replace(source, row_filters=("orders=((id)>10)",))).changed == [], "it means the same"
+    assert prepare(source.but(row_filters=("orders=((id)>10)",))).changed == [], "it means the same"
     assert shop.query("SELECT array_agg(oid ORDER BY oid) FROM pg_publication_rel") == before
-    changed = prepare(replace(source, row_filters=("orders=id > 20",), columns=("items=id",)))
+    changed = prepare(source.but(row_filters=("orders=id > 20",), columns=("items=id",)))
     assert sorted(changed.changed) == [
         "the row filter or columns of table items were changed",
         "the row filter or columns of table orders were changed",
     ]
     assert members(shop, name)["orders"][1] == "(id > 20)" and members(shop, name)["items"][0] == ["id"]
-    assert prepare(replace(source, row_filters=())).changed and members(shop, name)["orders"][1] is None
-    assert prepare(replace(source, row_filters=())).changed == []
+    assert prepare(source.but(row_filters=())).changed and members(shop, name)["orders"][1] is None
+    assert prepare(source.but(row_filters=())).changed == []
     shop.execute(f"ALTER PUBLICATION {name} SET TABLE orders WHERE (id > 3), items")
     with pytest.raises(GapError, match="another row filter or column list for table orders"):
-        prepare(replace(source, row_filters=()))
+        prepare(source.but(row_filters=()))
 
 
 REFUSED = {
@@ -133,7 +132,7 @@ def test_rules_that_fit_to_a_full_identity_or_to_inserts_are_fine(shop: Database
     shop.execute("INSERT INTO orders VALUES (1, 2, 'x')")
     shop.execute("UPDATE orders SET total = 3")
     with pytest.raises(SourceError, match="leave out total, note"):
-        prepare(replace(source, columns=("orders=id",)))
+        prepare(source.but(columns=("orders=id",)))
 
 
 def test_a_filtered_table_that_gets_a_key_stays_for_inserts_until_the_next_start(
@@ -150,7 +149,7 @@ def test_a_filtered_table_that_gets_a_key_stays_for_inserts_until_the_next_start
     shop.execute("UPDATE log SET text = 'y'")
     with pytest.raises(SourceError, match="the row filter of table log uses text"):
         prepare(source)
-    prepare(replace(source, row_filters=("log=at > 0",)))
+    prepare(source.but(row_filters=("log=at > 0",)))
     assert members(shop, full)["log"][1] == "(at > 0)" and members(shop, inserts) == {}
 
 
@@ -177,9 +176,9 @@ def test_schemas_stand_for_their_tables_and_those_to_come(database: Database, tm
     assert "sales.later" in follow_tables(source)[0].tables
     assert sorted(members(database, full)) == ["a", "b", "later"]
     with pytest.raises(SourceError, match="schema nothere does not exist") as caught:
-        prepare(replace(source, schemas=("nothere",)))
+        prepare(source.but(schemas=("nothere",)))
     assert "sales" in caught.value.advice
-    assert prepare(replace(source, schemas=("sales",))).left_out == ('"Shop".b',)
+    assert prepare(source.but(schemas=("sales",))).left_out == ('"Shop".b',)
 
 
 def test_generated_columns_are_published_on_request(database: Database, tmp_path: Path) -> None:
@@ -187,7 +186,7 @@ def test_generated_columns_are_published_on_request(database: Database, tmp_path
     source = options(database, tmp_path, tables=("t",))
     name = prepare(source).spec.publications[0]
     assert members(database, name)["t"][0] == ["id"]
-    with_them = replace(source, generated_columns=True)
+    with_them = source.but(generated_columns=True)
     assert any("generated columns: stored" in change for change in prepare(with_them).changed)
     assert prepare(with_them).changed == []
     database.execute("INSERT INTO t VALUES (4)")
@@ -206,10 +205,10 @@ def test_older_servers_refuse_in_words(tmp_path: Path) -> None:
         database.execute("CREATE TABLE t (id int PRIMARY KEY, v text)")
         source = options(database, tmp_path, tables=("t",))
         with pytest.raises(SourceError, match="since PostgreSQL 18, and this is 16"):
-            prepare(replace(source, generated_columns=True))
+            prepare(source.but(generated_columns=True))
         assert database.query("SELECT 1 FROM pg_publication") == []
-        name = prepare(replace(source, row_filters=("t=id > 1",))).spec.publications[0]
-        assert prepare(replace(source, row_filters=("t=id > 2",))).changed
+        name = prepare(source.but(row_filters=("t=id > 1",))).spec.publications[0]
+        assert prepare(source.but(row_filters=("t=id > 2",))).changed
         assert members(database, name)["t"][1] == "(id > 2)"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 from databases import Database
+from preparing import Wanted, follow_tables, prepare
 
 from pgcdc import adapters, sources, transform
 from pgcdc.capture import process
@@ -26,14 +26,13 @@ from pgcdc.core.state import Identity, Lock, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.postgres.database import connect
 from pgcdc.run.pipeline import Pipeline
+from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.postgres.setup.fingerprint import check_unchanged, read_fingerprint
-from pgcdc.source.postgres.setup.prepare import SourceOptions, follow_tables, prepare
-from pgcdc.source.postgres.wire.protocol import WireOptions
 
 
-def options(database: Database, folder: Path, **more: Any) -> SourceOptions:
-    state = {"url": database.url, "slot": f"s_{database.name}", "state_dir": str(folder / "state")}
-    return SourceOptions(**{**state, **more})
+def options(database: Database, folder: Path, **more: Any) -> Wanted:
+    state = {"db": database.url, "slot_name": f"s_{database.name}", "state_dir": str(folder / "state")}
+    return Wanted(**{**state, **more})
 
 
 def members(database: Database, name: str) -> list[str]:
@@ -128,7 +127,7 @@ def test_another_table_in_the_place_of_a_captured_one_is_a_gap(
             conn.execute("ALTER PUBLICATION theirs ADD TABLE a")
             check_unchanged(conn, identity(tmp_path).publications)
             conn.rollback()
-    prepare(replace(source, accept_publication=True))
+    prepare(source.but(accept_publication=True))
     assert ("a" in members(database, name)) is ours
     prepare(source)
 
@@ -159,7 +158,7 @@ def test_a_dropped_table_that_is_not_wanted_any_more_may_come_back(database: Dat
     source = options(database, tmp_path, tables=("a", "b"))
     prepare(source)
     database.execute("DROP TABLE a")
-    only = replace(source, tables=("b",))
+    only = source.but(tables=("b",))
     prepare(only)
     database.execute("CREATE TABLE a (id int PRIMARY KEY)")
     prepare(only)
@@ -186,7 +185,7 @@ def test_a_table_that_was_added_is_missed_when_it_is_taken_out_again(database: D
     database.execute("ALTER PUBLICATION theirs DROP TABLE later")
     with pytest.raises(GapError, match="table later was taken out"):
         prepare(source)
-    prepare(replace(source, accept_publication=True))
+    prepare(source.but(accept_publication=True))
     prepare(source)
 
 
@@ -214,7 +213,7 @@ def test_our_own_changes_are_no_gap_and_those_of_others_to_ours_are(database: Da
     database.execute("CREATE TABLE keyless (id int)")
     both = options(database, tmp_path, tables=("a", "b", "keyless"))
     name = prepare(both).spec.publications[0]
-    only = replace(both, tables=("a", "keyless"))
+    only = both.but(tables=("a", "keyless"))
     assert prepare(only).left_out == ("b",)
     prepare(only)
     database.execute("ALTER TABLE keyless ADD PRIMARY KEY (id)")
@@ -225,7 +224,7 @@ def test_our_own_changes_are_no_gap_and_those_of_others_to_ours_are(database: Da
     with pytest.raises(GapError, match="table a was taken out"):
         prepare(only)
     assert members(database, name) == ["keyless"], "it is not repaired silently"
-    prepare(replace(only, accept_publication=True))
+    prepare(only.but(accept_publication=True))
     assert members(database, name) == ["a", "keyless"]
     prepare(only)
 
@@ -255,7 +254,7 @@ def test_a_start_that_is_refused_for_a_column_changes_no_publication(database: D
     name = prepare(source).spec.publications[0]
     known = identity(tmp_path)
     with pytest.raises(SourceError, match="column price of table b cannot travel in binary form"):
-        prepare(replace(source, tables=("b",), wire=WireOptions(binary=True)))
+        prepare(source.but(tables=("b",), binary=True))
     assert members(database, name) == ["a"]
     assert identity(tmp_path) == known
     prepare(source)
@@ -272,21 +271,22 @@ def test_a_start_that_is_refused_for_a_column_accepts_no_change(database: Databa
     name = prepare(source).spec.publications[0]
     database.execute(f'ALTER PUBLICATION "{name}" DROP TABLE a')
     with pytest.raises(SourceError, match="column price of table b cannot travel in binary form"):
-        prepare(replace(source, accept_publication=True, wire=WireOptions(binary=True)))
+        prepare(source.but(accept_publication=True, binary=True))
     with pytest.raises(GapError, match="table a was taken out"):
         prepare(source)
 
 
 CRASH = """
 import pickle, sys
-from pgcdc.source.postgres.setup.prepare import prepare
+from preparing import prepare
 prepare(pickle.loads(bytes.fromhex(sys.argv[1])))
 """
 
 
-def crash(source: SourceOptions) -> None:
+def crash(source: Wanted) -> None:
     """Kill -9 of a start that has altered the publications, and not yet written down what they are now."""
-    command = [sys.executable, "-c", CRASH, pickle.dumps(source).hex()]
+    options = source.part(PostgresOptions).model_dump_json()
+    command = [sys.executable, "-c", CRASH, options, str(source.state_dir)]
     run = subprocess.run(
         command, env={**os.environ, "PGCDC_FAILPOINTS": "prepare.altered=kill"}, timeout=60, check=False
     )
@@ -300,7 +300,7 @@ def test_a_crash_while_we_change_a_publication_neither_looks_like_a_gap_nor_hide
         database.execute(f"CREATE TABLE {table} (id int PRIMARY KEY)")
     source = options(database, tmp_path, tables=("a", "b"))
     name = prepare(source).spec.publications[0]
-    narrower = replace(source, tables=("a",))
+    narrower = source.but(tables=("a",))
     crash(narrower)
     assert members(database, name) == ["a"] and len(identity(tmp_path).publications[0]["tables"]) == 2
     database.execute(f"ALTER PUBLICATION {name} ADD TABLE c")
@@ -347,10 +347,10 @@ def test_the_capture_looks_again_later_while_somebody_changes_the_publications(
 
 def test_two_pipelines_with_all_tables_do_not_share_a_publication(database: Database, tmp_path: Path) -> None:
     database.execute("CREATE TABLE a (id int PRIMARY KEY)")
-    first = prepare(options(database, tmp_path / "one", all_tables=True)).spec
-    second = prepare(options(database, tmp_path / "two", all_tables=True, slot=f"{first.slot}_2")).spec
-    assert first.publications == (first.slot, f"{first.slot}_inserts")
-    assert second.publications == (second.slot, f"{second.slot}_inserts")
+    first = prepare(options(database, tmp_path / "one", all_tables=True))
+    second = prepare(options(database, tmp_path / "two", all_tables=True, slot_name=f"{first.identity.slot}_2"))
+    assert first.names == (first.identity.slot, f"{first.identity.slot}_inserts")
+    assert second.names == (second.identity.slot, f"{second.identity.slot}_inserts")
 
 
 @pytest.mark.parametrize("more", [{"all_tables": True}, {}])
@@ -359,11 +359,11 @@ def test_a_publication_of_another_slot_is_refused_and_nothing_is_left_behind(
 ) -> None:
     database.execute("CREATE TABLE a (id int PRIMARY KEY)")
     prepare(options(database, tmp_path, all_tables=True, publication="shared"))
-    other = options(database, tmp_path / "other", slot=f"s_{database.name}_2", publication="shared", **more)
+    other = options(database, tmp_path / "other", slot_name=f"s_{database.name}_2", publication="shared", **more)
     with pytest.raises(SourceError, match="belongs to the pipeline of slot"):
         prepare(other)
     assert not (tmp_path / "other").exists()
-    assert database.query("SELECT 1 FROM pg_replication_slots WHERE slot_name = %s", [other.slot]) == []
+    assert database.query("SELECT 1 FROM pg_replication_slots WHERE slot_name = %s", [other.slot_name]) == []
 
 
 def test_a_pipeline_stays_with_the_publications_it_has(database: Database, tmp_path: Path) -> None:
@@ -377,11 +377,11 @@ def test_a_pipeline_stays_with_the_publications_it_has(database: Database, tmp_p
     assert database.query("SELECT 1 FROM pg_publication WHERE pubname = 'other'") == []
 
 
-def prepare_together(*sources: SourceOptions) -> list[Identity | Exception]:
+def prepare_together(*sources: Wanted) -> list[Identity | Exception]:
     """Prepare all of these at the same moment; what each of them gave or raised."""
     barrier = threading.Barrier(len(sources))
 
-    def run(source: SourceOptions) -> Identity | Exception:
+    def run(source: Wanted) -> Identity | Exception:
         barrier.wait()
         try:
             return prepare(source).identity
@@ -404,7 +404,7 @@ def test_a_first_start_that_is_refused_does_not_remove_what_another_one_made(
 ) -> None:
     database.execute("CREATE TABLE a (id int PRIMARY KEY)")
     for number in range(5):
-        good = options(database, tmp_path / str(number), all_tables=True, slot=f"s_{database.name}_{number}")
+        good = options(database, tmp_path / str(number), all_tables=True, slot_name=f"s_{database.name}_{number}")
         bad = replace(good, all_tables=False, tables=("nothere",))
         results = prepare_together(bad, good, bad)
         assert results[1] == identity(tmp_path / str(number)), results

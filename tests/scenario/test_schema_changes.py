@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from databases import Database
 from listening import wait_until
+from preparing import Wanted, prepare
 from pyspark.sql.types import StructType
 from streams import SETTINGS
 
@@ -32,7 +33,6 @@ from pgcdc.postgres.types.built_in import BUILT_IN
 from pgcdc.postgres.types.catalog import TypeCatalog
 from pgcdc.postgres.types.names import type_name
 from pgcdc.source.postgres.setup import shapes as capture_shapes
-from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
 from pgcdc.source.postgres.setup.shapes import describe_shapes
 from pgcdc.spark.options import parse_options
 from pgcdc.spark.reader import ChangeReader
@@ -46,12 +46,13 @@ class Captured:
     def __init__(self, database: Database, folder: Path) -> None:
         self.database = database
         self.state = StateDir(folder / "state")
+        self.slot = f"s_{database.name}"
         self._client: ControlClient | None = None
         self._start: Position | None = None
 
     def prepare(self) -> None:
-        source = SourceOptions(
-            url=self.database.url, slot=f"s_{self.database.name}", state_dir=str(self.state.path), all_tables=True
+        source = Wanted(
+            db=self.database.url, slot_name=f"s_{self.database.name}", state_dir=str(self.state.path), all_tables=True
         )
         self.spec = prepare(source).spec
 
@@ -266,7 +267,7 @@ def test_alter_table_in_a_streamed_transaction(captured_by: Captured) -> None:
             conn.execute(rows.format(6001, 9000).encode())
         conn.execute(rows.format(6001, 7000).encode())
     assert told(captured.events()) == [*range(1, 3001), ["column_added"], *range(3001, 7001)]
-    slot = f"SELECT stream_txns FROM pg_stat_replication_slots WHERE slot_name = '{captured.spec.slot}'"
+    slot = f"SELECT stream_txns FROM pg_stat_replication_slots WHERE slot_name = '{captured.slot}'"
     wait_until(lambda: bool(captured.database.query(slot)[0][0]), 20, "the server says that it was streamed")
 
 

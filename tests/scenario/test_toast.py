@@ -10,15 +10,14 @@ from typing import Any
 import psycopg
 import pytest
 from databases import Database, drop_database
+from preparing import Wanted, prepare
 from streams import SETTINGS, Change
 from toasting import TABLE, Rig, text
 
 from pgcdc.core.errors import ConfigError, ConversionError, SourceError, StateError
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
+from pgcdc.source.postgres.options import ToastOptions
 from pgcdc.source.postgres.toast import resolver as toast_module
-from pgcdc.source.postgres.toast.resolver import ToastOptions
-from pgcdc.source.postgres.wire.protocol import WireOptions
 from pgcdc.spool.batch import CaptureBatch
 
 SLOW = pytest.mark.slow
@@ -278,8 +277,8 @@ def test_full_says_what_is_needed_before_anything_is_created(docs: Database, tmp
     docs.execute("CREATE TABLE keyless (body text); CREATE TABLE plain (id int PRIMARY KEY, body text STORAGE PLAIN)")
     docs.execute("CREATE TABLE parts (id int PRIMARY KEY, body text) PARTITION BY RANGE (id)")
     docs.execute("CREATE TABLE part_1 PARTITION OF parts FOR VALUES FROM (0) TO (10)")
-    options = SourceOptions(
-        url=docs.url, slot=f"s_{docs.name}", all_tables=True, state_dir=str(tmp_path / "s"), toast=ToastOptions("full")
+    options = Wanted(
+        db=docs.url, slot_name=f"s_{docs.name}", all_tables=True, state_dir=str(tmp_path / "s"), toast="full"
     )
     with pytest.raises(SourceError) as caught:
         prepare(options)
@@ -307,16 +306,16 @@ def test_full_stops_when_the_old_row_does_not_come_any_more(docs: Database, tmp_
 
 
 def test_what_would_make_the_cache_stale_is_refused(docs: Database, tmp_path: Path) -> None:
-    options = SourceOptions(
-        url=docs.url, tables=("docs",), state_dir=str(tmp_path / "s"), toast=ToastOptions("cache"),
-        wire=WireOptions(origin="none"),
+    options = Wanted(
+        db=docs.url, tables=("docs",), state_dir=str(tmp_path / "s"), toast="cache",
+        origin="none",
     )  # fmt: skip
     with pytest.raises(ConfigError, match="origin"):
         prepare(options)
     docs.execute("CREATE PUBLICATION only_updates FOR TABLE docs WITH (publish = 'update')")
-    options = SourceOptions(
-        url=docs.url, slot=f"s_{docs.name}", publication="only_updates", state_dir=str(tmp_path / "s"),
-        toast=ToastOptions("cache"),
+    options = Wanted(
+        db=docs.url, slot_name=f"s_{docs.name}", publication="only_updates", state_dir=str(tmp_path / "s"),
+        toast="cache",
     )  # fmt: skip
     with pytest.raises(SourceError, match="only_updates"):
         prepare(options)
@@ -373,10 +372,10 @@ def test_what_is_confirmed_is_not_gone_back_to(rig: Rig) -> None:
 def test_a_cache_that_does_not_reach_the_position_starts_empty(rig: Rig) -> None:
     rig.read(insert(1))
     rig.close()
-    rig.toast = ToastOptions("mark")
+    rig.toast = ToastOptions(toast="mark")
     rig.open(rig.changes[-1].lsn)
     lsn = rig.read(f"UPDATE docs SET body = '{text(2)}'")[-1].lsn
-    rig.toast = ToastOptions("cache")
+    rig.toast = ToastOptions(toast="cache")
     rig.restart(lsn)
     (change,) = rig.read("UPDATE docs SET n = 1")
     assert marked(change) == ["body", "note"], "a miss, not the value of before"

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from databases import Database
 from listening import wait_until
+from preparing import Wanted, prepare
 from toasting import TABLE, text
 
 from pgcdc.capture.control import CaptureLink, ControlClient
@@ -21,8 +22,6 @@ from pgcdc.core.errors import ConversionError
 from pgcdc.core.position import Position
 from pgcdc.core.state import StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
-from pgcdc.source.postgres.toast.resolver import ToastOptions
 from pgcdc.spool.reader import SpoolReader, read_slice
 
 Row = tuple[Position, dict[str, bytes | None], list[int] | None]
@@ -78,9 +77,9 @@ class Consumer:
 
 
 def source(database: Database, folder: Path, mode: str = "cache") -> CaptureSpec:
-    options = SourceOptions(
-        url=database.url, slot=f"s_{database.name}", all_tables=True, state_dir=str(folder / "state"),
-        toast=ToastOptions(mode),
+    options = Wanted(
+        db=database.url, slot_name=f"s_{database.name}", all_tables=True, state_dir=str(folder / "state"),
+        toast=mode,
     )  # fmt: skip
     return prepare(options).spec
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from listening import wait_until
+from preparing import Wanted, prepare
 from streams import SETTINGS, Change, Stream, drain, new_stream, record
 
 import pgcdc
@@ -18,7 +19,6 @@ from pgcdc.core.errors import ConfigError, GapError, SourceError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres, find_binaries
-from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
 from pgcdc.spool.reader import SpoolReader, read_slice
 
 
@@ -151,8 +151,8 @@ def test_a_crash_between_prepare_and_commit_loses_nothing(stream: Stream, count:
 
 def test_a_capture_process_that_is_killed_between_prepare_and_commit_goes_on(stream: Stream, tmp_path: Path) -> None:
     slot = stream.slot(two_phase=True)
-    options = SourceOptions(
-        url=stream.url, slot=slot, publication="p", state_dir=str(tmp_path / "state"), start_from="slot"
+    options = Wanted(
+        db=stream.url, slot_name=slot, publication="p", state_dir=str(tmp_path / "state"), start_from="slot"
     )
     state = StateDir(tmp_path / "state")
 

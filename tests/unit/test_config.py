@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pgcdc.capture.spec import CaptureOptions
 from pgcdc.config import Config, load_config
 from pgcdc.core.errors import ConfigError
 from pgcdc.sink.spec import FileOptions
@@ -112,10 +113,9 @@ def test_source_options_carry_every_value() -> None:
         "db": DB, "slot_name": "s", "publication": "p", "tables": ("a",), "state_dir": Path("/x"),
         "spool_limit": 2 << 20, "temporary_slot": True, "start_from": "slot", "fail_fast": True,
     }  # fmt: skip
-    source = load_config(flags, {}, None).source_options()
-    assert (source.url, source.slot, source.publication, source.tables) == (DB, "s", "p", ("a",))
-    assert (source.state_dir, source.spool_limit_bytes, source.start_from) == ("/x", 2 << 20, "slot")
-    assert (source.temporary_slot, source.fail_fast, source.all_tables) == (True, True, False)
+    config = load_config(flags, {}, None)
+    given = {**config.source_options().model_dump(), **config.part(CaptureOptions).model_dump()}
+    assert {name: given[name] for name in flags} == flags
 
 
 # --- errors

@@ -146,14 +146,14 @@ def test_names_of_the_manual_are_accepted() -> None:
     config = read(
         "", {"persistent_slot": True, "cooperative_checkpoint": True, "snapshot_first": True, "toast_cache": True}
     )
-    assert config.effective_snapshot_mode == "initial" and config.source_options().toast.mode == "cache"
+    assert config.effective_snapshot_mode == "initial" and config.source_options().effective_toast == "cache"
     alone = {"db": URL, "tables": "orders", "snapshot_first": True, "snapshot_table": "orders"}
     assert load_config(alone, {}, None).effective_snapshot_mode == "initial"
 
 
 def test_of_two_ways_to_say_a_thing_the_higher_layer_holds() -> None:
     assert read("snapshot_mode: never\n", {"snapshot_first": True}).effective_snapshot_mode == "initial"
-    assert read("toast_cache: true\n", {"toast": "full"}).source_options().toast.mode == "full"
+    assert read("toast_cache: true\n", {"toast": "full"}).source_options().effective_toast == "full"
 
 
 # --- secrets

@@ -89,7 +89,7 @@ def test_walkthrough_names_only_files_and_folders_that_exist() -> None:
 
 
 def test_spark_page_names_the_options_of_the_source_and_no_others() -> None:
-    known = {name for name in stream_options._KNOWN if not name.startswith("_")}
+    known = {name for name in stream_options.OPTION_NAMES if not name.startswith("_")}
     tables = {"spark.md": "## Options", "tables.md": "## Options", "snapshots.md": "### Options"}
     documented = [name for page, heading in tables.items() for name in _first_cells(_read(page), heading)]
     assert len(documented) == len(set(documented))

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pyspark.sql.types import StructType
 
+from pgcdc.capture.spec import CaptureOptions
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.position import SCHEMA_SUB, Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.core.shapes import ShapeChange, append_shapes
 from pgcdc.event.frame import EventOptions
-from pgcdc.source.postgres.setup.prepare import DEFAULT_SPOOL_LIMIT_BYTES
-from pgcdc.source.postgres.wire.protocol import WireOptions
-from pgcdc.spark.options import DEFAULT_MAX_BATCH_ROWS, parse_options
+from pgcdc.source.postgres.options import WireOptions
+from pgcdc.spark.options import parse_options, write_options
 
 URL = "postgresql://app@localhost/shop"
 
@@ -26,12 +28,11 @@ def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_defaults() -> None:
     options = parse_options({"url": URL})
-    assert (options.consumer, options.max_batch_rows, options.spool) == ("default", DEFAULT_MAX_BATCH_ROWS, "")
-    source = options.source
-    assert (source.url, source.slot, source.state_dir) == (URL, "pgcdc", ".pgcdc")
-    assert (source.publication, source.tables, source.all_tables) == (None, (), False)
-    assert (source.spool_limit_bytes, source.start_from) == (DEFAULT_SPOOL_LIMIT_BYTES, None)
-    assert (source.fail_fast, source.temporary_slot) == (False, False)
+    assert (options.consumer, options.max_batch_rows, options.spool) == ("default", 100_000, "")
+    assert (options.db, options.slot_name, options.state_dir) == (URL, "pgcdc", Path(".pgcdc"))
+    assert (options.publication, options.tables, options.all_tables) == (None, (), False)
+    assert (options.spool_limit, options.start_from) == (1 << 30, None)
+    assert (options.fail_fast, options.temporary_slot) == (False, False)
 
 
 def test_every_option_arrives_where_it_belongs() -> None:
@@ -49,9 +50,8 @@ def test_every_option_arrives_where_it_belongs() -> None:
             "_spool": "/spool",
         }
     )
-    source = options.source
-    assert (source.slot, source.publication, source.tables) == ("s", "p", ("a", "sales.b"))
-    assert (source.state_dir, source.spool_limit_bytes, source.start_from) == ("/state", 2 << 20, "slot")
+    assert (options.slot_name, options.publication, options.tables) == ("s", "p", ("a", "sales.b"))
+    assert (options.state_dir, options.spool_limit, options.start_from) == (Path("/state"), 2 << 20, "slot")
     assert (options.consumer, options.max_batch_rows, options.spool) == ("reports", 5, "/spool")
 
 
@@ -63,7 +63,7 @@ def test_keys_come_in_any_case_and_with_dashes(key: str) -> None:
 @pytest.mark.parametrize("name", ["all_tables", "fail_fast", "temporary_slot"])
 @pytest.mark.parametrize(("text", "expected"), [("true", True), ("TRUE", True), ("false", False), ("False", False)])
 def test_flags_are_true_or_false(name: str, text: str, expected: bool) -> None:
-    assert getattr(parse_options({name: text}).source, name) is expected
+    assert getattr(parse_options({name: text}), name) is expected
 
 
 @pytest.mark.parametrize("name", ["all_tables", "fail_fast", "temporary_slot"])
@@ -98,8 +98,8 @@ def test_password_in_the_url_is_refused_and_not_repeated(url: str) -> None:
 
 def test_password_may_come_from_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PGCDC_DB", "postgresql://app:s3cret@localhost/shop")
-    assert parse_options({}).source.url == "postgresql://app:s3cret@localhost/shop"
-    assert parse_options({"url": URL}).source.url == URL
+    assert parse_options({}).db == "postgresql://app:s3cret@localhost/shop"
+    assert parse_options({"url": URL}).db == URL
 
 
 @pytest.mark.parametrize(
@@ -112,17 +112,51 @@ def test_number_that_is_none_is_refused_by_name(name: str, text: str) -> None:
 
 
 def test_a_pipeline_passes_everything_about_wire_and_events_on_to_its_source(tmp_path: Path) -> None:
+
     from pgcdc.config import Config
-    from pgcdc.config.spark import spark_options
 
     changed = {
         "streaming": False, "two_phase": True, "origin": "none", "binary": True, "messages": True, "tx_metadata": True,
         "tx_markers": True, "schema_events": True, "invalid_utf8": "base64",
     }  # fmt: skip
     config = Config.model_validate({"db": "postgresql://h/x", "all_tables": True, "state_dir": tmp_path, **changed})
-    options = parse_options(spark_options(config))
-    assert options.source.wire == config.source_options().wire == WireOptions(False, True, True, "none", True)
+    options = parse_options(write_options(config))
+    assert options.part(WireOptions) == config.part(WireOptions)
+    assert options.source == config.source_options().but(db="")
     assert options.events == EventOptions(True, True, "base64", True)
+
+
+def test_no_secret_stands_in_what_spark_is_told_or_sends_to_executors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 8: Spark keeps options and plans, and shows them."""
+    from pgcdc.config import load_config
+    from pgcdc.spark.reader import ChangeReader
+
+    url = "postgresql://app:hush-hush@localhost/shop"
+    secrets = {"db": url, "dlq": "pg_table", "dlq_db": "postgresql://ops:quiet-now@localhost/ops"}
+    config = load_config({**secrets, "tables": "orders", "state_dir": str(tmp_path)}, {}, None)
+    told = write_options(config)
+    assert "shop" not in str(told) and "hush-hush" not in str(told) and "quiet-now" not in str(told)
+    monkeypatch.setenv("PGCDC_DB", url)
+    options = parse_options(told)
+    assert options.db == url and "hush-hush" not in repr(options)
+    sent = pickle.dumps(ChangeReader(options, StructType()))
+    assert b"hush-hush" not in sent and b"localhost/shop" not in sent
+
+
+def test_every_setting_of_a_pipeline_survives_spark(tmp_path: Path) -> None:
+    from pgcdc.config import load_config
+
+    given = {
+        "row_filters": ["orders=note <> 'a;b,c'"], "columns": ['orders=id,"Total; Sum"'], "tables": ['sales."Or,ders"', "b"],
+        "snapshot_hold_limit": "90m", "snapshot_chunk_delay": "250ms", "spool_limit": "3MB", "slot_name": "s2",
+        "incremental_snapshot": True, "signal_table": "ops.signals", "toast": "cache", "toast_cache_max_entries": 7,
+    }  # fmt: skip
+    config = load_config({**given, "db": "postgresql://h/x", "state_dir": str(tmp_path)}, {}, None)
+    options = parse_options(write_options(config))
+    assert options.source == config.source_options().but(db="")
+    assert options.part(CaptureOptions) == config.part(CaptureOptions)
 
 
 def test_a_pipeline_tells_what_changed_since_it_began_and_not_what_an_earlier_run_told(tmp_path: Path) -> None:

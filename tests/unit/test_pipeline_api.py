@@ -244,7 +244,7 @@ def test_what_transforms_change_is_remembered_before_anything_is_written(
     monkeypatch.setattr("pgcdc.run.pipeline.Lanes", mock.Mock())
     given = adapters.file(tmp_path / "x.jsonl", transforms=[transform.mask("email")])
     pipeline = Pipeline(sources.postgres(DB, tables=["a"], state_dir=tmp_path), [given, adapters.noop()])
-    pipeline._prepared = pipeline._server = mock.Mock()
+    pipeline._prepared = pipeline._server = mock.Mock(names=("p",))
 
     def changed() -> dict[str, list[str]]:
         return {name: one["columns"] for name, one in (read_json(pipeline.state.transforms_file) or {}).items()}

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from preparing import Wanted
 
 from pgcdc.config import load_config
 from pgcdc.core.errors import ConfigError
-from pgcdc.core.settings import split_outside_quotes
+from pgcdc.core.settings import make_options, split_outside_quotes
 from pgcdc.postgres.selection import Rule, Selection
-from pgcdc.source.postgres.setup.prepare import SourceOptions
 from pgcdc.spark.options import parse_options
 
 URL = "postgresql://h/d"
@@ -46,7 +46,7 @@ def test_rules_are_read_by_table() -> None:
 )
 def test_what_cannot_be_read_is_refused_before_anything_starts(more: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        SourceOptions(**{"url": URL, "tables": ("a",), **more}).check()
+        make_options(Wanted, {"db": URL, "tables": ("a",), **more}, "source").check()
     assert caught.value.advice
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from pgcdc.cli.progress import SnapshotProgress
 from pgcdc.core.relation import Column, Relation
+from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.postgres.setup.published import PublishedTable
 from pgcdc.source.postgres.snapshot.chunks import Chunk
 from pgcdc.source.postgres.snapshot.held import Hold
-from pgcdc.source.postgres.snapshot.mode import choose_snapshot_mode
 from pgcdc.source.postgres.snapshot.plan import PLAN_FILE, Entry, PlannedTable, SkipRule, SnapshotPlan, begin_plan
 from pgcdc.source.postgres.snapshot.planning import requests_for_rest
 
@@ -95,7 +95,8 @@ def test_a_table_that_was_cut_otherwise_is_asked_for_whole() -> None:
     ],
 )
 def test_the_default_is_initial_where_it_can_be(given: str | None, how: dict[str, Any], mode: str) -> None:
-    assert choose_snapshot_mode(given, **{"temporary_slot": False, "start_from": None, **how}) == mode
+    options = PostgresOptions.model_validate({"snapshot_mode": given, **how})
+    assert options.effective_snapshot_mode == mode
 
 
 def test_progress_is_said_in_lines(monkeypatch: pytest.MonkeyPatch) -> None:

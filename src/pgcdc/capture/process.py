@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 from collections import deque
-from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,6 +31,7 @@ from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir, is_alive, write_json
 from pgcdc.postgres.database import connect
 from pgcdc.postgres.lsn import format_lsn
+from pgcdc.source.postgres.options import PostgresOptions, WireOptions
 from pgcdc.source.postgres.setup.clock import Clock
 from pgcdc.source.postgres.setup.guard import Guard, connection_ended
 from pgcdc.source.postgres.setup.shapes import ShapeObserver
@@ -64,6 +64,7 @@ class CaptureProcess:
 
     def __init__(self, spec: CaptureSpec, state: StateDir) -> None:
         self._spec = spec
+        options = self._options = PostgresOptions.model_validate(spec.source)
         self._state = state
         identity = state.identity()
         if identity is None:
@@ -75,33 +76,33 @@ class CaptureProcess:
         self._releases = Releases(state.snapshot, self._consumers.base)
         self._to_replay = deque(self._releases.after(self._spool.end))
         self._snapshots = IncrementalSnapshots(
-            spec.url, spec.publications, state, self._releases, f"pgcdc {identity.instance} chunks",
-            chunk_size=spec.chunk_size, chunk_delay_s=spec.chunk_delay_s,
+            options.db, spec.publications, state, self._releases, f"pgcdc {identity.instance} chunks",
+            chunk_size=options.snapshot_chunk_size, chunk_delay_s=options.snapshot_chunk_delay,
         )  # fmt: skip
-        self._signals = Signals(self._snapshots.queue, spec.signal_table)
+        self._signals = Signals(self._snapshots.queue, options.signal_table)
         self._selector.register(self._snapshots.reader.fileno(), selectors.EVENT_READ, None)
-        self._initial = InitialSnapshot(spec, state, self._releases.after(Position.at(0, 0)), self._snapshots.queue)
+        self._initial = InitialSnapshot(
+            options, spec.publications, state, self._releases.after(Position.at(0, 0)), self._snapshots.queue
+        )
         self._selector.register(self._initial.readers.fileno(), selectors.EVENT_READ, None)
         self._skip_rules = self._initial.rules
         self._shapes = ShapeObserver(state.shapes_file, self._spool.state)
         self._unspooled: CaptureBatch | None = None
         """Read, but the connection was lost while the catalog was asked about its shapes."""
-        self._toast = ToastStep(
-            spec.toast, spec.publications, state, resume=self._spool.state, instance=identity.instance
-        )
+        self._toast = ToastStep(options, spec.publications, state, resume=self._spool.state, instance=identity.instance)
         self._server = ControlServer(self._selector, self._answer)
-        self._guard = Guard(state, identity, self._consumers, temporary=spec.temporary)
+        self._guard = Guard(state, identity, self._consumers, temporary=options.temporary_slot)
         self._capture = Capture(
-            spec.url,
-            slot=spec.slot,
+            options.db,
+            slot=options.slot_name,
             publications=spec.publications,
             start_lsn=self._spool.resume_lsn,
             confirmed_lsn=self._consumers.confirmed_lsn,
             relations=self._spool.relations,
             spill_dir=state.spool,
             application_name=f"pgcdc {identity.instance}",
-            temporary=spec.temporary,
-            options=spec.wire,
+            temporary=options.temporary_slot,
+            options=options,
             on_notice=lambda text: logger.warning("the server says: %s", text),
             check=self._guard.check_server,
         )
@@ -206,9 +207,9 @@ class CaptureProcess:
 
     def _connect(self) -> None:
         if self._sql is None or self._sql.closed:
-            self._sql = connect(self._spec.url, application_name=f"pgcdc {self._identity.instance}")
+            self._sql = connect(self._options.db, application_name=f"pgcdc {self._identity.instance}")
             self._selector.register(self._sql.fileno(), selectors.EVENT_READ, self._watch_sql)
-        if not self._spec.temporary:
+        if not self._options.temporary_slot:
             self._check_slot()
         self._toast.look(self._sql)
         if self._initial.holds_stream:
@@ -219,9 +220,9 @@ class CaptureProcess:
         except SlotBusy as error:
             self._wait_for_slot(error)
             return
-        if self._spec.temporary and self._consumers.confirmed_lsn == 0:
+        if self._options.temporary_slot and self._consumers.confirmed_lsn == 0:
             self._consumers.begin(self._capture.confirmed_lsn)
-        logger.info("reading slot %s after %s", self._spec.slot, format_lsn(self._capture.last_lsn))
+        logger.info("reading slot %s after %s", self._options.slot_name, format_lsn(self._capture.last_lsn))
         self._failed_attempts, self._busy_since, self._lost_at = 0, None, None
         self._phase, self._last_error = "streaming", None
 
@@ -245,7 +246,7 @@ class CaptureProcess:
         self._snapshots.lose()
         self._capture.disconnect()
         self._drop_sql()
-        if self._spec.fail_fast or self._spec.temporary:
+        if self._spec.fail_fast or self._options.temporary_slot:
             raise error
         delay_s = reconnect_delay_s(self._failed_attempts)
         self._failed_attempts += 1
@@ -377,7 +378,7 @@ class CaptureProcess:
     def _is_full(self) -> bool:
         """At the limit; but a batch that was planned before a restart is read to its end: nothing is released without it."""
         end = self._spool.end
-        return self._spool.bytes_held >= self._spec.spool_limit_bytes and end.is_end and end >= self._server.needed
+        return self._spool.bytes_held >= self._spec.spool_limit and end.is_end and end >= self._server.needed
 
     def _unregister_stream(self) -> None:
         self._selector.unregister(self._registered_fd)
@@ -424,7 +425,9 @@ class CaptureProcess:
         """Stop if slot or publication are not as we left them."""
         assert self._sql is not None
         self._guard.check(self._sql)
-        note_tables(self._snapshots.queue, self._sql, self._spec.publications, is_wanted=self._spec.read_added)
+        note_tables(
+            self._snapshots.queue, self._sql, self._spec.publications, is_wanted=self._options.reads_added_tables
+        )
         self._capture.status_interval_s = min(STATUS_INTERVAL_S, self._guard.wal_sender_timeout_s / 4)
 
     # --- the queries
@@ -452,7 +455,7 @@ class CaptureProcess:
         if what == "clock":
             return self._read_clock()
         if what == "settled":
-            return {"end": self._settled(), "initial_end": self._initial.end, "only": self._spec.snapshot_only}
+            return {"end": self._settled(), "initial_end": self._initial.end, "only": self._options.is_snapshot_only}
         if what == "snapshot":
             return self._snapshots.answer(request, self._sql)
         if what == "status":
@@ -502,8 +505,8 @@ class CaptureProcess:
             "pid": os.getpid(),
             "time": time.time(),
             "phase": self._phase,
-            "slot": self._spec.slot,
-            "wire": asdict(self._spec.wire),
+            "slot": self._options.slot_name,
+            "wire": self._options.part(WireOptions).model_dump(),
             "received_lsn": format_lsn(self._capture.last_lsn),
             "confirmed_lsn": format_lsn(self._confirmed_lsn()),
             "server_lsn": format_lsn(server_lsn),

@@ -3,42 +3,40 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-from pgcdc.source.postgres.toast.resolver import ToastOptions
-from pgcdc.source.postgres.wire.protocol import WireOptions
+from pgcdc.core.settings import Options, setting
+from pgcdc.core.state import StateDir
+from pgcdc.core.units import Bytes
 
-__all__ = ["CaptureSpec"]
+__all__ = ["CaptureOptions", "CaptureSpec", "make_spec"]
+
+
+class CaptureOptions(Options):
+    """Settings of every capture, whatever its source."""
+
+    fail_fast: bool = setting(False, "Exit 1 when the connection is lost, for supervisors.", "Database")
+    state_dir: Path = setting(Path(".pgcdc"), "Spool, acks and checkpoints.", "Running", metavar="PATH")
+    spool_limit: Bytes = setting(1 << 30, "Stop reading when this much is undelivered.", "Running", ge=1 << 20)
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureSpec:
     """Everything a capture process needs to know."""
 
-    url: str
-    slot: str
+    source: dict[str, Any]
+    """The options of the source, whole: only the source reads them."""
     publications: tuple[str, ...]
     state_dir: str
-    spool_limit_bytes: int
+    spool_limit: int
     watch_pid: int
     """The driver: when this process is gone, so are we."""
-    temporary: bool = False
     fail_fast: bool = False
     is_restart: bool = False
     """The pipeline was running: a server that is not there is waited for, not an error."""
-    wire: WireOptions = WireOptions()  # noqa: RUF009 - frozen
-    """What the server is asked for."""
-    toast: ToastOptions = ToastOptions()  # noqa: RUF009 - frozen
-    snapshot_only: bool = False
-    """The stream is never read: only the rows of the initial snapshot are wanted."""
-    snapshot_hold_limit_s: float = 6 * 3600.0
-    signal_table: str = "pgcdc_signals"
-    """Rows that are inserted there ask for snapshots, if it is captured."""
-    chunk_size: int = 0
-    """Rows that incremental snapshots read at a time, unless a request says otherwise; 0: what is read in a moment."""
-    chunk_delay_s: float = 0.0
-    read_added: bool = False
-    """Existing rows of tables that are new in the publications are read."""
 
     def to_json(self) -> str:
         """For the standard input of the process."""
@@ -48,5 +46,16 @@ class CaptureSpec:
     def from_json(cls, text: str) -> CaptureSpec:
         """The specification behind `to_json()`."""
         raw = json.loads(text)
-        parsed = {"wire": WireOptions(**raw["wire"]), "toast": ToastOptions(**raw["toast"])}
-        return cls(**{**raw, "publications": tuple(raw["publications"]), **parsed})
+        return cls(**{**raw, "publications": tuple(raw["publications"])})
+
+
+def make_spec(source: Options, options: CaptureOptions, publications: Iterable[str], watch_pid: int) -> CaptureSpec:
+    """What the capture process of this source is told."""
+    return CaptureSpec(
+        source=source.model_dump(mode="json"),
+        publications=tuple(publications),
+        state_dir=str(StateDir(options.state_dir).path),
+        spool_limit=options.spool_limit,
+        watch_pid=watch_pid,
+        fail_fast=options.fail_fast,
+    )

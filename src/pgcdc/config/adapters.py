@@ -25,9 +25,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from pgcdc.config.conflict import KeyPath, Misfit
 from pgcdc.config.fields import AdapterName, Patterns
-from pgcdc.core.settings import UNKNOWN, Options, setting, setting_of, unit_of
+from pgcdc.core.settings import UNKNOWN, Conflict, KeyPath, Options, setting, setting_of, unit_of
 from pgcdc.sink.registry import ADAPTERS, AdapterType
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, Priority
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, TransformSpec
@@ -148,7 +147,7 @@ else:
 
 
 def adapter_specs(config: Config) -> tuple[AdapterSpec, ...]:
-    """The adapters with all that concerns them. Raises Misfit if one lacks what it needs."""
+    """The adapters with all that concerns them. Raises Conflict if one lacks what it needs."""
     return tuple(_spec(config, number, item) for number, item in enumerate(config.adapters))
 
 
@@ -174,7 +173,7 @@ def _spec(config: Config, number: int, item: AdapterItem) -> AdapterSpec:
             key = f"{kind.name}_{field}"
             flag = key.replace("_", "-")
             advice = f"Add --{flag} {field.upper()}; in the YAML file, {key}: {field.upper()}"
-            raise Misfit(("adapters", number), f"adapter {name} needs a {field}", advice)
+            raise Conflict(("adapters", number), f"adapter {name} needs a {field}", advice)
     options = {field: value for field, value in given.items() if field in kind.options.model_fields}
     delivery = {field: value for field, value in given.items() if field in DeliveryOptions.model_fields}
     try:
@@ -183,7 +182,7 @@ def _spec(config: Config, number: int, item: AdapterItem) -> AdapterSpec:
         first = error.errors(include_url=False, include_input=False)[0]
         where = option_path(config, number, str(first["loc"][0])) if first["loc"] else ("adapters", number)
         reason = first["msg"].removeprefix("Value error, ")
-        raise Misfit(where, f"adapter {name}: {reason}", _say_keys(kind, item, reason)) from None
+        raise Conflict(where, f"adapter {name}: {reason}", _say_keys(kind, item, reason)) from None
     own: tuple[Any, ...] = config.transforms.adapter.get(name, ())
     routes, priority = config.routes.get(name), config.adapter_priority.get(name)
     if isinstance(item, Entry):

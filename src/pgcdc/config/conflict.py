@@ -1,21 +1,10 @@
-"""What does not fit together: an error that knows which key it is about, so that who reads files can say the line."""
+"""How the way to a value is written."""
 
 from __future__ import annotations
 
-from pgcdc.core.errors import ConfigError
+from pgcdc.core.settings import KeyPath
 
-__all__ = ["KeyPath", "Misfit", "name_key"]
-
-KeyPath = tuple[str | int, ...]
-"""The way to a value: `("adapters", 1, "path")`."""
-
-
-class Misfit(ConfigError):
-    """A value that is right by itself, and wrong with the others."""
-
-    def __init__(self, path: KeyPath, message: str, advice: str) -> None:
-        super().__init__(message, advice)
-        self.path = path
+__all__ = ["name_key"]
 
 
 def name_key(path: KeyPath) -> str:

@@ -9,22 +9,15 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from pgcdc.core.operation import Op
-from pgcdc.core.settings import check_known, checked, refuse, split_names, text_or_list
-from pgcdc.postgres.database import parse_identifier, parse_url, split_table
+from pgcdc.core.settings import check_known, refuse, split_names, text_or_list
 from pgcdc.sink.spec import Priority
-from pgcdc.source.postgres.setup.slots import check_slot_name
 
 __all__ = [
     "AdapterName",
-    "DatabaseUrl",
-    "Identifiers",
     "Operations",
     "Patterns",
     "Priorities",
     "Routes",
-    "SlotName",
-    "TableName",
-    "TableNames",
     "parse_priorities",
     "parse_routes",
 ]
@@ -33,17 +26,7 @@ ADAPTER_NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,62}$"
 _PRIORITIES = ("critical", "normal", "best-effort")
 
 
-DatabaseUrl = Annotated[str, AfterValidator(lambda url: checked(parse_url, url) if url else url)]
-SlotName = Annotated[str, AfterValidator(partial(checked, check_slot_name))]
-TableName = Annotated[str, AfterValidator(partial(checked, split_table))]
 AdapterName = Annotated[str, Field(pattern=ADAPTER_NAME)]
-TableNames = Annotated[tuple[TableName, ...], BeforeValidator(split_names), text_or_list()]
-Identifiers = Annotated[
-    tuple[Annotated[str, AfterValidator(partial(checked, parse_identifier))], ...],
-    BeforeValidator(split_names),
-    text_or_list(),
-]
-
 _OPERATIONS = [op.name for op in Op]
 Operations = Annotated[
     tuple[

@@ -15,7 +15,7 @@ from psycopg.conninfo import make_conninfo
 from pydantic import ValidationError
 from pydantic_core import PydanticCustomError
 
-from pgcdc.config.conflict import KeyPath, Misfit, name_key
+from pgcdc.config.conflict import name_key
 from pgcdc.config.explain import explain
 from pgcdc.config.fields import parse_priorities, parse_routes
 from pgcdc.config.model import Config
@@ -23,7 +23,7 @@ from pgcdc.config.option_secrets import check_literals, option_secrets
 from pgcdc.config.yaml_file import YamlFile, read_yaml
 from pgcdc.core.errors import ConfigError, PgcdcError
 from pgcdc.core.secrets import hide, literal_part, read_secret
-from pgcdc.core.settings import setting_of
+from pgcdc.core.settings import Conflict, KeyPath, setting_of
 from pgcdc.postgres.database import parse_url
 from pgcdc.sink.registry import ADAPTERS
 
@@ -85,9 +85,8 @@ class Loaded:
         """Raise ConfigError, with its place, for what cannot go together."""
         try:
             self.config.check()
-        except Misfit as error:
-            key = error.path[0]
-            where = f"{self.place(error.path)}: " if (key,) in self.origins else ""
+        except Conflict as error:
+            where = f"{self.place(error.path)}: " if error.path[:1] in self.origins else ""
             if where and error.message.startswith(where.replace(": ", " ", 1)):  # a flag, which it begins with
                 where = ""
             raise self.safe(ConfigError(where + error.message, error.advice)) from None
@@ -130,7 +129,7 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None
         loaded.config = Config.model_validate(loaded.values)
     except ValidationError as error:
         raise loaded.safe(explain(error, loaded.place, loaded.raw)) from None
-    except Misfit as error:
+    except Conflict as error:
         raise loaded.safe(ConfigError(f"{loaded.place(error.path)}: {error.message}", error.advice)) from None
     return loaded
 
@@ -195,7 +194,7 @@ def _take_database(loaded: Loaded) -> None:
     """The URL, from where it is said to be, with its password: `db` is what connects."""
     values = loaded.values
     if values.get("db") and values.get("db_file"):
-        raise Misfit(("db_file",), "db and db_file are given", "Leave one of them out")
+        raise Conflict(("db_file",), "db and db_file are given", "Leave one of them out")
     if isinstance(values.get("db_file"), (str, Path)) and values["db_file"]:
         _check_not_in_file(loaded, "db_file")
         values["db"] = _read(("db_file",), values["db_file"], "the database URL").strip()
@@ -208,13 +207,13 @@ def _take_database(loaded: Loaded) -> None:
         params = parse_url(url)
     except PgcdcError as error:
         key = "db_file" if loaded.origins.get(("db",)) == "db_file" else "db"
-        raise Misfit((key,), error.message, error.advice) from None
+        raise Conflict((key,), error.message, error.advice) from None
     loaded.secrets.update(str(value) for key, value in params.items() if "password" in key and value)
     _check_no_literal(loaded, ("db",))
     given = values.get("password_file")
     if isinstance(given, (str, Path)) and given:
         if params.get("password"):
-            raise Misfit(
+            raise Conflict(
                 ("password_file",), "the URL has a password, and password_file is given", "Leave one of them out"
             )
         password = _read(("password_file",), given, "the password")
@@ -226,7 +225,7 @@ def _take_letters_database(loaded: Loaded) -> None:
     """The URL of the dead letters' database, from where it is said to be."""
     values = loaded.values
     if values.get("dlq_db") and values.get("dlq_db_file"):
-        raise Misfit(("dlq_db_file",), "dlq_db and dlq_db_file are given", "Leave one of them out")
+        raise Conflict(("dlq_db_file",), "dlq_db and dlq_db_file are given", "Leave one of them out")
     if isinstance(values.get("dlq_db_file"), (str, Path)) and values["dlq_db_file"]:
         _check_not_in_file(loaded, "dlq_db_file")
         values["dlq_db"] = _read(("dlq_db_file",), values["dlq_db_file"], "the database URL").strip()
@@ -239,7 +238,7 @@ def _take_letters_database(loaded: Loaded) -> None:
         params = parse_url(url)
     except PgcdcError as error:
         key = "dlq_db_file" if loaded.origins.get(("dlq_db",)) == "dlq_db_file" else "dlq_db"
-        raise Misfit((key,), error.message, error.advice) from None
+        raise Conflict((key,), error.message, error.advice) from None
     loaded.secrets.update(str(value) for key, value in params.items() if "password" in key and value)
     _check_no_literal(loaded, ("dlq_db",))
 
@@ -248,13 +247,13 @@ def _read(path: KeyPath, file: str | Path, what: str) -> str:
     try:
         return read_secret(Path(file), what)
     except ConfigError as error:
-        raise Misfit(path, error.message, error.advice) from None
+        raise Conflict(path, error.message, error.advice) from None
 
 
 def _check_not_in_file(loaded: Loaded, key: str) -> None:
     """A URL where the name of a file belongs is a slip, and must not be shown as the name of a missing file."""
     if "://" in str(loaded.values[key]):
-        raise Misfit(
+        raise Conflict(
             (key,), "this is not the path of a file", "Give the file that holds the URL; the URL itself is `db`"
         )
 
@@ -270,7 +269,7 @@ def _check_no_literal(loaded: Loaded, path: KeyPath) -> None:
         return  # it is made of variables
     if any("password" in key and value for key, value in params.items()):
         other = "password_file, or put the whole URL into PGCDC_DB" if path == ("db",) else f"{path[-1]}_file"
-        raise Misfit(
+        raise Conflict(
             path, "the password stands in this file", f"Write ${{NAME}} for it and set that variable, or use {other}"
         )
 
@@ -296,6 +295,6 @@ def _take_target_databases(loaded: Loaded) -> None:
         try:
             params = parse_url(url)
         except PgcdcError as error:
-            raise Misfit(path, error.message, error.advice) from None
+            raise Conflict(path, error.message, error.advice) from None
         loaded.secrets.update(str(value) for key, value in params.items() if "password" in key and value)
         _check_no_literal(loaded, path)

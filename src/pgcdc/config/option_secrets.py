@@ -16,9 +16,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from pgcdc.config.adapters import FLAT_KEYS
-from pgcdc.config.conflict import KeyPath, Misfit
 from pgcdc.core.secrets import literal_part, redact_text
-from pgcdc.core.settings import Setting, setting_of
+from pgcdc.core.settings import Conflict, KeyPath, Setting, setting_of
 from pgcdc.sink.registry import ADAPTERS
 from pgcdc.sink.webhook.options import is_secret_header, parse_headers, redact_url
 
@@ -62,7 +61,7 @@ def option_secrets(values: Mapping[str, Any]) -> set[str]:
 
 
 def check_literals(raw: Mapping[str, Any]) -> None:
-    """Raise Misfit for a secret that stands in the file itself. `raw` is what the file says, with its `${NAME}`."""
+    """Raise Conflict for a secret that stands in the file itself. `raw` is what the file says, with its `${NAME}`."""
     for path, said, value in _options(raw):
         if said.literal:
             continue
@@ -77,7 +76,7 @@ def check_literals(raw: Mapping[str, Any]) -> None:
         )
         is_header = isinstance(found, Mapping)
         if any(isinstance(text, str) and _has_literal(text, is_header=is_header) for text in texts):
-            raise Misfit(
+            raise Conflict(
                 path,
                 "a secret stands in this file",
                 f"Write ${{NAME}} for it and set that variable, or use {path[-1]}_file",

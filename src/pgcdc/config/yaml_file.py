@@ -13,9 +13,10 @@ from typing import Any
 
 import yaml
 
-from pgcdc.config.conflict import KeyPath, name_key
+from pgcdc.config.conflict import name_key
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.secrets import expand
+from pgcdc.core.settings import KeyPath
 
 __all__ = ["YamlFile", "read_yaml"]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, field_validator
 from pydantic.fields import FieldInfo
@@ -23,6 +23,8 @@ from pgcdc.core.units import Unit
 __all__ = [
     "REFUSED",
     "UNKNOWN",
+    "Conflict",
+    "KeyPath",
     "Names",
     "Options",
     "PathText",
@@ -30,6 +32,7 @@ __all__ = [
     "Setting",
     "check_known",
     "checked",
+    "conflicts_of",
     "is_switch",
     "make_options",
     "refuse",
@@ -124,6 +127,51 @@ class Options(BaseModel):
         if isinstance(value, bool) and not is_switch(cls.model_fields[info.field_name].annotation):
             raise PydanticCustomError("not_a_switch", "this is not a switch: true and false are no values of it")
         return value
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """What is right by itself and cannot go together."""
+        return iter(())
+
+    def check(self) -> None:
+        """Raise the first of the conflicts."""
+        for conflict in self.conflicts():
+            raise conflict
+
+    def but(self, **changes: Any) -> Self:
+        """The same with other values, which are right."""
+        return self.model_copy(update=changes)
+
+    def part(self, model: type[_O]) -> _O:
+        """What of these settings is of another model."""
+        names = model.model_fields.keys()
+        given = {name: getattr(self, name) for name in names}
+        return model.model_construct(_fields_set=self.model_fields_set.intersection(names), **given)
+
+    def is_given(self, name: str) -> bool:
+        """Whether it says something: a default that is written down changes nothing."""
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
+
+
+KeyPath = tuple[str | int, ...]
+"""The way to a value: `("adapters", 1, "path")`."""
+
+
+class Conflict(ConfigError):
+    """A value that is right by itself, and wrong with others: it knows where that stands, so that its line can be said."""
+
+    def __init__(self, path: KeyPath, message: str, advice: str) -> None:
+        super().__init__(message, advice)
+        self.path = path
+
+
+def conflicts_of(path: KeyPath, check: Callable[[], object]) -> Iterator[Conflict]:
+    """What a check of another module refuses, about this key."""
+    try:
+        check()
+    except Conflict as conflict:
+        yield conflict if conflict.path else Conflict(path, conflict.message, conflict.advice)
+    except ConfigError as error:
+        yield Conflict(path, error.message, error.advice)
 
 
 def make_options(model: type[_O], values: Mapping[str, Any], what: str, advice: str = "") -> _O:

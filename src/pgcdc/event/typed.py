@@ -18,10 +18,10 @@ from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import Kind, Position
 from pgcdc.core.relation import Relation
 from pgcdc.event.frame import repair_text
+from pgcdc.event.options import RowOptions
 from pgcdc.event.texts import places
 from pgcdc.postgres.types.column import Rejected
 from pgcdc.postgres.types.rows import take_column
-from pgcdc.spark.options import RowOptions
 from pgcdc.spark.table import BEFORE, LOAD_AGAIN, UNCHANGED, WEIGHT, TypedTable
 from pgcdc.spool.reader import SegmentSlice, read_slice
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from pgcdc.capture.consumers import MAIN
 from pgcdc.capture.control import CaptureLink
 from pgcdc.capture.server import remove_socket
+from pgcdc.capture.spec import make_spec
 from pgcdc.config import Config
 from pgcdc.config.adapters import choose_specs, with_source_db
-from pgcdc.config.spark import spark_options
 from pgcdc.core.errors import ConfigError, ConnectionLost, PgcdcError, SinkError, SinkUnavailable, StateError
 from pgcdc.core.state import Lock, StateDir, read_json, write_json
 from pgcdc.postgres.database import connect
@@ -45,7 +45,7 @@ from pgcdc.sink.secrecy import keep_secrets
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.source.postgres.setup.prepare import Prepared, drop_publications, prepare
 from pgcdc.source.postgres.setup.slots import OpenTransaction, get_slot
-from pgcdc.spark.options import parse_options
+from pgcdc.spark.options import parse_options, write_options
 from pgcdc.spark.session import check_java, check_running, session, stop_session
 from pgcdc.transform.check import check_chains
 from pgcdc.transform.program import Chain, compile_chains
@@ -211,14 +211,14 @@ class Pipeline:
             self._letters.check()
             self._adapters = self._make_adapters(self._specs)
             for spec in self._specs:
-                ADAPTERS[spec.type].check_source(spec, self.config.source_options())
+                ADAPTERS[spec.type].check_source(spec, self.config.source_options(), self.state)
             if self.config.table:
                 from pgcdc.spark.table import load_table  # with all that typed rows need
 
                 # Refuses a table that cannot be read in this form, before anything is made for it.
-                load_table(replace(parse_options(self._spark_options()), source=self.config.source_options()))
+                load_table(parse_options(self._spark_options()).but(db=self.config.db))
             self._say(f"checking the database and slot {self.config.slot_name}")
-            self._prepared = prepare(self.config.source_options(), consumer=MAIN, on_wait=self._report_wait)
+            self._prepared = prepare(self.config.source_options(), self.state, consumer=MAIN, on_wait=self._report_wait)
             self._letters.open(self._prepared.identity)
         for change in self._prepared.changed:
             self._say(f"{change}; this holds for what is written from now on")
@@ -249,12 +249,13 @@ class Pipeline:
             self._finish()
 
     def _spark_options(self) -> dict[str, str]:
-        return spark_options(self.config)
+        return write_options(self.config)
 
     def _open_lanes(self) -> None:
         """Start the capture, and open the sinks where they go on."""
         assert self._prepared is not None and self._server is not None
-        self._link = CaptureLink(self._prepared.spec, is_restart=False)
+        spec = make_spec(self.config.source_options(), self.config, self._prepared.names, os.getpid())
+        self._link = CaptureLink(spec, is_restart=False)
         self._lanes = Lanes(
             self.state, self._link, self._say,
             options=self._spark_options(), address=self._server.address,

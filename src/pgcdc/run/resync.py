@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,13 @@ from pgcdc.sink.ack import AckFile
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.folder import FolderSink, file_sink
 from pgcdc.sink.state import KeyStore, TableName
+from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.postgres.setup.preflight import check, identify
-from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
+from pgcdc.source.postgres.setup.prepare import prepare
 from pgcdc.source.postgres.setup.published import PublishedTable, read_published
 from pgcdc.source.postgres.setup.slots import OpenTransaction, SlotInfo, check_not_ahead, drop_slot, get_slot
 from pgcdc.source.postgres.snapshot.releases import Releases, stage_rows, truncated_rows
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, SnapshotRequest, new_id
-from pgcdc.source.postgres.wire.protocol import WireOptions
 
 __all__ = ["Resync", "ResyncOptions"]
 
@@ -282,7 +282,7 @@ class Resync:
         hit("resync.noted")
         if self._note["phase"] == "reset":
             self._reset()
-            prepared = prepare(self._source_options(), consumer=MAIN, on_wait=on_wait, is_resync=True)
+            prepared = prepare(self._source_options(), self.state, consumer=MAIN, on_wait=on_wait, is_resync=True)
             hit("resync.prepared")
             self._save(**{**self._note, "phase": "begin", "lsn": prepared.identity.created_lsn})
             self._say(f"slot {self._identity.slot} begins at {format_lsn(prepared.identity.created_lsn)}")
@@ -439,14 +439,14 @@ class Resync:
 
     # --- what it works with
 
-    def _source_options(self) -> SourceOptions:
+    def _source_options(self) -> PostgresOptions:
         """What was captured before, through a slot of the same name."""
         note, known = self._note, self._identity
-        wire = WireOptions(two_phase=self._two_phase or note.get("two_phase", False))
-        options = SourceOptions(url=self.options.url, slot=known.slot, state_dir=str(self.state.path), wire=wire)
+        two_phase = self._two_phase or note.get("two_phase", False)
+        options = PostgresOptions(db=self.options.url, slot_name=known.slot, two_phase=two_phase)
         tables = self.options.tables or tuple(note.get("tables", ()))
-        options = replace(options, tables=tables) if tables else options.as_before(known)
-        return replace(options, publication=known.publications[0]["name"], snapshot_mode="initial")
+        options = options.but(tables=tables) if tables else options.as_before(known)
+        return options.but(publication=known.publications[0]["name"], snapshot_mode="initial")
 
     def _published(self) -> list[PublishedTable]:
         names = [item["name"] for item in self._identity.publications]

@@ -11,6 +11,7 @@ from pathlib import Path
 from pgcdc.config import Config
 from pgcdc.core.errors import GapError, PgcdcError
 from pgcdc.core.shapes import ShapeHistory
+from pgcdc.core.state import StateDir
 from pgcdc.event.shape_diff import describe_change
 from pgcdc.postgres.database import connect, explain_errors
 from pgcdc.source.postgres.setup.prepare import Prepared, follow_tables
@@ -43,7 +44,7 @@ class TableWatch:
             return prepared
         self._due = now + INTERVAL_S
         try:
-            infos = follow_tables(self._config.source_options())
+            infos = follow_tables(self._config.source_options(), StateDir(self._config.state_dir))
         except GapError:
             raise
         except PgcdcError as error:

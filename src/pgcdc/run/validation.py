@@ -7,12 +7,12 @@ import os
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from pgcdc.config import TYPED_KEYS, Config
+from pgcdc.config import Config
 from pgcdc.config.option_secrets import describe_options
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
 from pgcdc.core.state import Lock, StateDir
@@ -80,10 +80,10 @@ def _check_database(config: Config) -> Iterator[Check]:
     found: ServerInfo = server
 
     def look_at_slot() -> str:
-        check_slot(options, found, CONSUMER)
+        check_slot(options, StateDir(config.state_dir), found, CONSUMER)
         if options.temporary_slot:
-            return f"{options.slot} will be temporary"
-        return f"{options.slot} exists" if found.slot is not None else f"{options.slot} will be created"
+            return f"{options.slot_name} will be temporary"
+        return f"{options.slot_name} exists" if found.slot is not None else f"{options.slot_name} will be created"
 
     slot = _try("slot", look_at_slot)
     yield slot
@@ -91,7 +91,7 @@ def _check_database(config: Config) -> Iterator[Check]:
         yield Check("tables", "skipped", "the slot cannot be used")
         return
     try:
-        rehearsal = rehearse(options)
+        rehearsal = rehearse(options, StateDir(config.state_dir))
     except PgcdcError as error:
         yield Check("tables", "failed", error.message, error.advice)
         return
@@ -101,7 +101,7 @@ def _check_database(config: Config) -> Iterator[Check]:
     yield Check("tables", "ok", f"{len(tables)} ({', '.join(tables[:10])}{', ...' if len(tables) > 10 else ''}){only}")
     if rehearsal.unreadable is not None:
         yield Check("rows", "failed", rehearsal.unreadable.message, rehearsal.unreadable.advice)
-    elif rehearsal.is_new and options.snapshot_mode != "never":
+    elif rehearsal.is_new and options.effective_snapshot_mode != "never":
         yield Check("rows", "ok", "can be read for the initial snapshot")
     if config.table:
         yield _try("typed rows", partial(_look_at_table, config))
@@ -111,11 +111,10 @@ def _check_database(config: Config) -> Iterator[Check]:
 
 
 def _look_at_table(config: Config) -> str:
-    from pgcdc.spark.options import parse_options
+    from pgcdc.spark.options import parse_options, write_options
     from pgcdc.spark.table import load_table
 
-    raw = {name: str(getattr(config, name)) for name in ("table", *TYPED_KEYS)}
-    table = load_table(replace(parse_options(raw), source=config.source_options()))
+    table = load_table(parse_options(write_options(config)).but(db=config.db))
     return f"{table.title} with {len(table.columns)} columns"
 
 
@@ -149,7 +148,7 @@ def _look_at_state(config: Config) -> str:
 
 def _look_at_adapter(config: Config, spec: AdapterSpec) -> str:
     make_sink(spec, StateDir(config.state_dir).acks).check()
-    ADAPTERS[spec.type].check_source(spec, config.source_options())
+    ADAPTERS[spec.type].check_source(spec, config.source_options(), StateDir(config.state_dir))
     routes = f", only {', '.join(spec.routes)}" if spec.routes else ""
     return f"type {spec.type}{describe_options(spec.type, spec.options)}{routes}"
 

@@ -23,7 +23,8 @@ from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, FileOptions, NoopOptio
 from pgcdc.sink.webhook.options import WebhookOptions
 
 if TYPE_CHECKING:
-    from pgcdc.source.postgres.setup.prepare import SourceOptions
+    from pgcdc.core.state import StateDir
+    from pgcdc.source.postgres.options import PostgresOptions
 
 __all__ = ["ADAPTERS", "AdapterType", "check_adapters", "check_options", "make_sink"]
 
@@ -40,7 +41,7 @@ def _any_delivery(options: Any, delivery: DeliveryOptions) -> None:
     return None
 
 
-def _any_source(spec: AdapterSpec, source: SourceOptions) -> None:
+def _any_source(spec: AdapterSpec, source: PostgresOptions, state: StateDir) -> None:
     return None
 
 
@@ -58,7 +59,7 @@ class AdapterType:
     """Raises ConfigError for options that cannot work, without asking the target."""
     check_delivery: Callable[[Any, DeliveryOptions], None] = _any_delivery
     """Raises ConfigError for options that do not go with how it is called."""
-    check_source: Callable[[AdapterSpec, SourceOptions], None] = _any_source
+    check_source: Callable[[AdapterSpec, PostgresOptions, StateDir], None] = _any_source
     """Raises ConfigError if it must not get the events of this source. Both are asked, and nothing is left behind."""
     place: Callable[[Any], str] | None = None
     """Where it delivers to, to the letter; None: that is `target`."""
@@ -155,10 +156,10 @@ def _make_pg_table(spec: AdapterSpec, acks: Path) -> Sink:
     return PgTableSink(spec.options.resolved(), acks, spec.name, timeout_s=spec.delivery.timeout)
 
 
-def _check_pg_table_source(spec: AdapterSpec, source: SourceOptions) -> None:
+def _check_pg_table_source(spec: AdapterSpec, source: PostgresOptions, state: StateDir) -> None:
     from pgcdc.sink.pg_table.loops import check_source
 
-    check_source(spec, source)
+    check_source(spec, source, state)
 
 
 def _make_webhook(spec: AdapterSpec, acks: Path) -> Sink:

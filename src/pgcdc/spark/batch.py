@@ -34,7 +34,7 @@ from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement
 from pgcdc.source.postgres.snapshot.held import HeldSnapshot, hold_snapshot, read_in_snapshot
 from pgcdc.spark.capture_client import driver_pid
 from pgcdc.spark.describe import read_table_columns
-from pgcdc.spark.options import StreamOptions
+from pgcdc.spark.options import BatchOptions, StreamOptions
 from pgcdc.spark.table import TypedColumn, TypedTable
 
 __all__ = ["SNAPSHOT", "BatchReader", "ChunkPartition", "LiveTable", "load_live_table"]
@@ -75,9 +75,9 @@ class LiveTable:
 def load_live_table(options: StreamOptions) -> LiveTable:
     """The table with all its columns, generated ones too. Raises with advice if there is no such table."""
     assert options.table is not None
-    if not options.source.url:
+    if not options.db:
         raise ConfigError("no database is given", "Use option('url', ...) or the variable PGCDC_DB")
-    with connect(options.source.url, may_retry=False) as conn, explain_errors("read the columns of the table"):
+    with connect(options.db, may_retry=False) as conn, explain_errors("read the columns of the table"):
         table = find_table(read_tables(conn), options.table, "option table")
         found = read_table_columns(conn, table)
         catalog = TypeCatalog.load(conn)
@@ -114,10 +114,10 @@ class ChunkPartition(InputPartition):
 class BatchReader(DataSourceReader):
     """Reads a table by COPY. Picklable: it travels to the executors, without a password."""
 
-    def __init__(self, options: StreamOptions, url: str, schema: StructType, table: LiveTable) -> None:
-        """`url` is what the option says; without it every host takes its own variable PGCDC_DB."""
-        self._url = url
-        self._batch = options.batch
+    def __init__(self, options: StreamOptions, schema: StructType, table: LiveTable) -> None:
+        """Of the URL only what the option says; without it every host takes its own variable PGCDC_DB."""
+        self._url = options.url
+        self._batch = options.part(BatchOptions)
         self._table = table.table
         self._title = table.title
         self._arrow = to_arrow_schema(schema, timezone="UTC")
@@ -144,7 +144,7 @@ class BatchReader(DataSourceReader):
             if self._batch.held:
                 held = HeldSnapshot.from_text(self._batch.held)
             else:
-                held = hold_snapshot(url, watch_pid=driver_pid(), keep_s=self._batch.keep_s)
+                held = hold_snapshot(url, watch_pid=driver_pid(), keep_s=self._batch.snapshot_keep)
             if files != files_text(conn, self._table):
                 raise SourceError(
                     f"{self._title} was truncated or altered while its reading was planned", "Load it again"

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
 from pgcdc.capture.control import CaptureLink, ControlClient, Settled
+from pgcdc.capture.spec import make_spec
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Identity, Lock, StateDir, read_json
 from pgcdc.event.texts import IdSeed
 from pgcdc.postgres.selection import Selection
-from pgcdc.source.postgres.setup.prepare import SourceOptions, prepare
+from pgcdc.source.postgres.options import PostgresOptions
+from pgcdc.source.postgres.setup.prepare import prepare
 from pgcdc.spark.options import StreamOptions
 from pgcdc.spool.reader import SpoolReader
 
@@ -64,23 +65,24 @@ class CaptureFeed:
 
     def __init__(self, options: StreamOptions) -> None:
         self._consumer = options.consumer
-        state = StateDir(Path(options.source.state_dir))
+        state = StateDir(options.state_dir)
         identity = state.identity()
         watch_pid = driver_pid()
         began = identity is not None and identity.created_lsn > 0
         source = _what_to_capture(options, identity if began else None)
         if not began or (Lock.holder(state.capture_lock) is None and not options.run):
-            prepared = prepare(source, watch_pid=watch_pid, consumer=options.consumer)
-            spec, identity = prepared.spec, prepared.identity
+            prepared = prepare(source, state, consumer=options.consumer)
+            names, identity = prepared.names, prepared.identity
         else:
             assert identity is not None
             if not options.run:
                 _check_same(source, identity, read_json(state.capture_status) or {}, is_typed=options.table is not None)
-            spec = source.spec((item["name"] for item in identity.publications), watch_pid)
+            names = tuple(item["name"] for item in identity.publications)
         if options.table is not None:
             from pgcdc.spark.table import check_captured  # with all that typed rows need
 
-            check_captured(source.url, spec.publications, options.table, source.slot, zset=options.rows.zset)
+            check_captured(source.db, names, options.table, source.slot_name, zset=options.rows.zset)
+        spec = make_spec(source, options, names, watch_pid)
         self._link = CaptureLink(spec, is_restart=began, on_restart=self._claim)
         self.spool = state.spool
         self.shapes = state.shapes_file
@@ -155,22 +157,22 @@ class StaticFeed:
         pass
 
 
-def _what_to_capture(options: StreamOptions, identity: Identity | None) -> SourceOptions:
+def _what_to_capture(options: StreamOptions, identity: Identity | None) -> PostgresOptions:
     """A typed query that only names its table captures that one, or joins what its slot captures already."""
     source = options.source
     if options.table is None or source.has_selection:
         return source
-    return replace(source, tables=(options.table,)) if identity is None else source.as_before(identity)
+    return source.but(tables=(options.table,)) if identity is None else source.as_before(identity)
 
 
-def _check_same(source: SourceOptions, identity: Identity, status: dict[str, Any], *, is_typed: bool) -> None:
+def _check_same(source: PostgresOptions, identity: Identity, status: dict[str, Any], *, is_typed: bool) -> None:
     """What a running capture reads is not changed by a query that joins it: one that asks for something else is refused."""
     running = identity.asked or {}
     said = [f"{name}={value}" for name, value in running.items() if value]
     names = [item["name"] for item in identity.publications]
     different = []
-    if source.slot != identity.slot:
-        different.append(f"slot={source.slot}")
+    if source.slot_name != identity.slot:
+        different.append(f"slot={source.slot_name}")
     if source.uses_existing:
         different += [f"publication={source.publication}"] if [source.publication] != names else []
     elif source.has_selection and identity.asked is not None:
@@ -178,7 +180,7 @@ def _check_same(source: SourceOptions, identity: Identity, status: dict[str, Any
         different += [] if asked.covers(wanted) and wanted.covers(asked) else ["other tables, rows or columns"]
     wire = status.get("wire", {})
     for name in ("two_phase", "origin") if is_typed else ("two_phase", "origin", "messages"):
-        mine = getattr(source.wire, name)
+        mine = getattr(source, name)
         if wire.get(name, mine) != mine:
             said.append(f"{name}={wire[name]}")
             different.append(f"{name}={mine}")

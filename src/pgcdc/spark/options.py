@@ -1,227 +1,212 @@
-"""The options of the Spark source, checked in one place."""
+"""The options of the Spark source: the settings of the PostgreSQL source, of the capture and of events by their names, and
+those of a reader."""
 
 from __future__ import annotations
 
 import difflib
-import math
+import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
+from pydantic import ConfigDict, Field, ValidationError
+
+from pgcdc.capture.spec import CaptureOptions
 from pgcdc.core.errors import ConfigError
-from pgcdc.core.position import Position
-from pgcdc.core.settings import split_outside_quotes
-from pgcdc.core.units import parse_bytes, parse_seconds
-from pgcdc.event.frame import INVALID_TEXT, EventOptions
+from pgcdc.core.settings import REFUSED, Options, is_switch, setting, setting_of, unit_of
+from pgcdc.core.state import StateDir
+from pgcdc.core.units import Seconds
+from pgcdc.event.options import EventSettings, RowOptions, TypedSettings
 from pgcdc.postgres.database import parse_url, split_table
 from pgcdc.postgres.types.column import CHOICES, TypeOptions
-from pgcdc.source.postgres.setup.prepare import DEFAULT_SPOOL_LIMIT_BYTES, SourceOptions
-from pgcdc.source.postgres.snapshot.held import DEFAULT_HOLD_LIMIT_S
-from pgcdc.source.postgres.snapshot.mode import SNAPSHOT_MODES, choose_snapshot_mode
-from pgcdc.source.postgres.toast.resolver import DEFAULT_CACHE_ENTRIES, ToastOptions
-from pgcdc.source.postgres.wire.protocol import WireOptions
+from pgcdc.source.postgres.options import PostgresOptions
 
-__all__ = [
-    "BatchOptions",
-    "RowOptions",
-    "StreamOptions",
-    "check_kind",
-    "parse_options",
-]
+__all__ = ["BatchOptions", "ReaderSettings", "StreamOptions", "check_kind", "parse_options", "write_options"]
 
-DEFAULT_MAX_BATCH_ROWS = 100_000
-DEFAULT_HEARTBEAT_S = 10.0
-DEFAULT_SNAPSHOT_KEEP_S = 300.0
-
-_N = TypeVar("_N", int, float)
+_RENAMED = {"url": "db", "slot": "slot_name"}
+"""Names of options that are others than those of the settings."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowOptions:
-    """How changes become rows."""
+class ReaderSettings(Options):
+    """What every query of events is told."""
 
-    zset: bool = False
-    """Rows with weights: an UPDATE takes the old row back (-1) and adds the new one (+1)."""
-    truncate: str = "error"
-    """What a TRUNCATE is for a Z-set, which was not told of the rows that are gone: `error`, or a row to `mark` it."""
-    other_shapes: bool = False
-    """Changes whose table has other columns by then are read as far as they go; else they are refused."""
-    events: EventOptions = EventOptions()  # noqa: RUF009 - frozen
-    snapshot_end: Position = Position.at(0, 0)  # noqa: RUF009 - frozen
-    """Up to where rows of snapshots are those of the initial one: only these are new to a Z-set."""
+    max_batch_rows: int = setting(100_000, "At most about this many events a batch.", "Running", metavar="N", ge=1)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchOptions:
+class TypedReaderSettings(TypedSettings):
+    """Further options of typed rows."""
+
+    json_: Literal["string", "variant"] = Field("string", alias="json")
+    schema_change: Literal["stop", "ignore"] = "stop"
+    heartbeats: bool = False
+    heartbeat_interval: Seconds = Field(10.0, gt=0)
+    start: str = Field("", alias="_start")
+    """Where the query goes on, if its driver knows better than the consumer's ack."""
+
+
+class BatchOptions(Options):
     """What a batch read says about its source, besides the table and its types."""
 
-    partitions: int = 0
-    """How many tasks read; 0: by the size of the table."""
+    model_config = ConfigDict(populate_by_name=True)
+
+    partitions: int | None = Field(None, ge=1)
+    """How many tasks read; None: by the size of the table."""
     where: str = ""
     """Only rows for which this is true, in SQL."""
-    keep_s: float = DEFAULT_SNAPSHOT_KEEP_S
+    snapshot_keep: Seconds = Field(300.0, gt=0)
     """How long the snapshot is held after the last read."""
     metadata: bool = True
     """With the columns of typed changes (`_op` and the others), so that both have the same schema."""
-    held: str = ""
+    held: str = Field("", alias="_held")
     """Read in this snapshot (`HeldSnapshot.to_text`), which who gives it holds (`pgcdc snapshot`)."""
-    files: str = ""
+    files: str = Field("", alias="_files")
     """With `held`: `chunks.files_text` of the table when the snapshot was taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamOptions:
+class StreamOptions(PostgresOptions, CaptureOptions, EventSettings, ReaderSettings, TypedReaderSettings, BatchOptions):
     """What a query says about its source."""
 
-    source: SourceOptions
-    consumer: str
-    max_batch_rows: int
-    run: str
+    consumer: str = "default"
+    run: str = Field("", alias="_run")
     """The control socket of the run that this query is a lane of: it acknowledges for the consumer, not the query."""
-    events: EventOptions
-    spool: str
+    spool: str = Field("", alias="_spool")
     """Read this spool and no other: no capture (used to warm up)."""
-    table: str | None = None
-    """Typed rows of this table; else events."""
-    rows: RowOptions = RowOptions()
-    types: TypeOptions = TypeOptions()  # noqa: RUF009 - frozen
-    heartbeat_s: float = 0.0
-    """How often a typed query hears how far time has come, at most; 0: never."""
-    start: str = ""
-    """Where the query goes on, if its driver knows better than the consumer's ack."""
-    batch: BatchOptions = BatchOptions()
-    chains: str = ""
+    chains: str = Field("", alias="_chains")
     """Chains of simple transforms that the source does itself (`event.edits`)."""
-    url: str = ""
+    url: str = Field("", alias="_url")
     """What the option says: it has no password, and may travel to the executors."""
+
+    @property
+    def source(self) -> PostgresOptions:
+        """The part that concerns the source."""
+        return self.part(PostgresOptions)
+
+    @property
+    def rows(self) -> RowOptions:
+        """How changes become typed rows."""
+        return RowOptions(self.changelog == "zset", self.truncate, self.schema_change == "ignore", self.events)
+
+    @property
+    def types(self) -> TypeOptions:
+        """Which Spark types the columns get."""
+        return TypeOptions(**{name: getattr(self, _FIELDS[name]) for name in CHOICES})
+
+    @property
+    def heartbeat_s(self) -> float:
+        """How often a typed query hears how far time has come, at most; 0: never."""
+        return self.heartbeat_interval if self.heartbeats else 0.0
+
+
+_SYNONYMS = ("url", "persistent_slot", "snapshot_first", "snapshot_table", "toast_cache")
+_FIELDS = {field.alias or name: name for name, field in StreamOptions.model_fields.items() if name not in _SYNONYMS}
+"""The fields by the names of the settings; other words for one of them are for the command line."""
+OPTION_NAMES = sorted({*_FIELDS, *_RENAMED} - set(_RENAMED.values()))
+"""The options by the names that users know; those that begin with `_` are ours."""
+_BATCH = {field.alias or name for name, field in BatchOptions.model_fields.items()}
+_TYPED = {*_BATCH, *(field.alias or name for name, field in TypedReaderSettings.model_fields.items())} - {"table"}
 
 
 def parse_options(raw: Mapping[str, str]) -> StreamOptions:
     """Spark's option map (keys in any case). Raises ConfigError for what is unknown or does not fit."""
-    options = {key.lower().replace("-", "_"): value for key, value in raw.items()}
-    unknown = sorted(set(options) - _KNOWN)
+    given = {key.lower().replace("-", "_"): value for key, value in raw.items()}
+    options = {_RENAMED.get(key, key): value for key, value in given.items()}
+    unknown = sorted(set(options) - set(_FIELDS))
     if unknown:
-        close = difflib.get_close_matches(unknown[0], _KNOWN, n=1)
-        known = ", ".join(sorted(name for name in _KNOWN if not name.startswith("_")))
+        names = [name for name in OPTION_NAMES if not name.startswith("_")]
+        close, known = difflib.get_close_matches(unknown[0], names, n=1), ", ".join(names)
         raise ConfigError(
             f"unknown option {unknown[0]!r}", f"Did you mean {close[0]}?" if close else f"Known options: {known}"
         )
-    url = options.get("url", "") or os.environ.get("PGCDC_DB", "")
-    if options.get("url") and any("password" in key and value for key, value in parse_url(options["url"]).items()):
+    url = options.get("db", "")
+    if url and any("password" in key and value for key, value in parse_url(url).items()):
         raise ConfigError(
             "the option url holds a password, and Spark keeps options in plans and logs",
             "Put the whole URL into the variable PGCDC_DB and leave the option out, or the password into PGPASSWORD "
             "or ~/.pgpass",
         )
-    source = SourceOptions(
-        url=url,
-        slot=options.get("slot", "pgcdc"),
-        publication=options.get("publication"),
-        tables=tuple(split_outside_quotes(options.get("tables", ""), ",")),
-        all_tables=_flag(options, "all_tables"),
-        schemas=tuple(split_outside_quotes(options.get("schemas", ""), ",")),
-        row_filters=tuple(split_outside_quotes(options.get("row_filters", ""), ";")),
-        columns=tuple(split_outside_quotes(options.get("columns", ""), ";")),
-        generated_columns=_flag(options, "generated_columns"),
-        state_dir=options.get("state_dir", ".pgcdc"),
-        spool_limit_bytes=_number(options, "spool_limit", DEFAULT_SPOOL_LIMIT_BYTES, parse_bytes),
-        start_from=options.get("start_from"),
-        fail_fast=_flag(options, "fail_fast"),
-        temporary_slot=_flag(options, "temporary_slot"),
-        accept_publication=_flag(options, "accept_publication"),
-        wire=WireOptions(
-            streaming=_flag(options, "streaming") if "streaming" in options else None,
-            messages=_flag(options, "messages"),
-            two_phase=_flag(options, "two_phase"),
-            origin=options.get("origin", "any"),
-            binary=_flag(options, "binary"),
-        ),
-        toast=ToastOptions(
-            options.get("toast", "mark"), _number(options, "toast_cache_max_entries", DEFAULT_CACHE_ENTRIES, int)
-        ),
-        snapshot_mode=_snapshot_mode(options),
-        snapshot_hold_limit_s=_number(options, "snapshot_hold_limit", DEFAULT_HOLD_LIMIT_S, parse_seconds),
-        incremental_snapshot=_flag(options, "incremental_snapshot"),
-        signal_table=options.get("signal_table", "pgcdc_signals"),
-        snapshot_chunk_size=_number(options, "snapshot_chunk_size", 0, int),
-        snapshot_chunk_delay_s=_number(options, "snapshot_chunk_delay", 0.0, parse_seconds),
-    )
-    source.toast.check(source.wire.origin)
-    rows = _number(options, "max_batch_rows", DEFAULT_MAX_BATCH_ROWS, int)
-    if rows < 1:
-        raise ConfigError("max_batch_rows must be at least 1", "Leave it out for the default")
-    events = _event_options(options)
-    plain = StreamOptions(
-        source,
-        options.get("consumer", "default"),
-        rows,
-        options.get("_run", ""),
-        events,
-        options.get("_spool", ""),
-        chains=options.get("_chains", ""),
-        url=options.get("url", ""),
-    )
-    return _typed(plain, options)
+    values = {name: read for name, text in options.items() if (read := _read(name, text)) is not None}
+    try:
+        found = StreamOptions.model_validate({**values, "db": url or os.environ.get("PGCDC_DB", ""), "_url": url})
+    except ValidationError as error:
+        raise _explain(error, options) from None
+    _check_typed(found, set(options))
+    for conflict in found.conflicts():
+        if conflict.path:  # what is missing is said by who needs it
+            raise conflict
+    return found
 
 
-def _snapshot_mode(options: Mapping[str, str]) -> str:
-    given = _choice(options, "snapshot_mode", SNAPSHOT_MODES) if "snapshot_mode" in options else None
-    return choose_snapshot_mode(
-        given, temporary_slot=_flag(options, "temporary_slot"), start_from=options.get("start_from")
-    )
+def write_options(settings: Options) -> dict[str, str]:
+    """What the source of a pipeline's query is told of these settings: never a secret, because Spark shows it."""
+    options = {}
+    for name, field in type(settings).model_fields.items():
+        if name not in _FIELDS or setting_of(name, field).secret or not settings.is_given(name):
+            continue
+        value = getattr(settings, name)
+        if isinstance(value, bool):
+            options[name] = str(value).lower()
+        else:
+            options[name] = json.dumps(value) if isinstance(value, tuple) else str(value)
+    if isinstance(settings, CaptureOptions):
+        options["state_dir"] = str(StateDir(settings.state_dir).path)
+    return options
 
 
-def _typed(plain: StreamOptions, options: Mapping[str, str]) -> StreamOptions:
-    """The same with what concerns typed rows, which events have none of."""
-    table = options.get("table")
-    if not table:
-        given = sorted(_TYPED.intersection(options))
-        if given:
-            raise ConfigError(f"option {given[0]} is for typed rows", "Name the table with option('table', ...)")
-        return plain
-    named = {split_table(name) for name in plain.source.tables}
-    if named and split_table(table) not in named:
+def _read(name: str, text: str) -> Any:
+    """A value of the option map for the model; None: it says nothing."""
+    field = StreamOptions.model_fields[_FIELDS[name]]
+    if is_switch(field.annotation):
+        if text.lower() not in ("true", "false"):
+            raise ConfigError(f"option {name} is {text.lower()!r}", "Give true or false")
+        return text.lower() == "true"
+    if _choices(field.annotation):
+        return text.lower() or None
+    if text == "" and field.annotation not in (int, float):
+        return None
+    if text.startswith("[") and "tuple" in str(field.annotation):  # as `write_options` has it
+        return tuple(json.loads(text))
+    return text
+
+
+def _choices(annotation: Any) -> list[str]:
+    parts = (annotation, *get_args(annotation))
+    return [one for part in parts if getattr(part, "__origin__", None) is Literal for one in get_args(part)]
+
+
+def _explain(error: ValidationError, options: Mapping[str, str]) -> ConfigError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    name, context = str(first["loc"][0]), first.get("ctx", {})
+    field = StreamOptions.model_fields[_FIELDS[name]]
+    shown = {"db": "url", "slot_name": "slot"}.get(name, name)
+    if first["type"] == REFUSED:
+        return ConfigError(f"option {shown}: {context['message']}", context["advice"])
+    if choices := _choices(field.annotation):
+        return ConfigError(f"option {shown} is {options[name].lower()!r}", f"Give one of: {', '.join(choices)}")
+    unit = unit_of(field)
+    wanted = {"seconds": "a time like 100ms, 30s or 5m", "bytes": "a size like 512MB"}.get(unit.kind) if unit else ""
+    reason = str(first["msg"]).removeprefix("Input should be ")
+    return ConfigError(f"option {shown} is {options.get(name, '')!r}", f"Give {wanted or 'a number'}: {reason}")
+
+
+def _check_typed(found: StreamOptions, given: set[str]) -> None:
+    """What concerns typed rows is not for events, and the other way round."""
+    if not found.table:
+        wrong = sorted(_TYPED.intersection(given))
+        if wrong:
+            raise ConfigError(f"option {wrong[0]} is for typed rows", "Name the table with option('table', ...)")
+        return
+    if found.tables and split_table(found.table) not in {split_table(name) for name in found.tables}:
         raise ConfigError(
-            f"table {table} is not among the tables to capture", "Add it to option tables, or leave that out"
+            f"table {found.table} is not among the tables to capture", "Add it to option tables, or leave that out"
         )
     for name in ("tx_metadata", "tx_markers", "schema_events"):
-        if _flag(options, name):
+        if getattr(found, name):
             raise ConfigError(f"option {name} is for events", "Typed rows have the columns _xid, _ts and _ordinal")
-    interval = _number(options, "heartbeat_interval", DEFAULT_HEARTBEAT_S, parse_seconds)
-    if not 0 < interval < math.inf:
-        raise ConfigError(f"option heartbeat_interval is {interval}", "Give a number of seconds above 0")
-    rows = RowOptions(
-        zset=_choice(options, "changelog", ("changes", "zset")) == "zset",
-        truncate=_choice(options, "truncate", ("error", "mark")),
-        other_shapes=_choice(options, "schema_change", ("stop", "ignore")) == "ignore",
-        events=plain.events,
-    )
-    if rows.zset and rows.other_shapes:
+    if found.rows.zset and found.rows.other_shapes:
         raise ConfigError(
             "a Z-set cannot go on with other columns: old rows would not be taken back as they were added",
             "Leave option schema_change out",
         )
-    return replace(
-        plain,
-        table=table,
-        rows=rows,
-        types=TypeOptions(**{name: _choice(options, name, choices) for name, choices in CHOICES.items()}),
-        heartbeat_s=interval if _flag(options, "heartbeats") else 0.0,
-        start=options.get("_start", ""),
-        batch=_batch_options(options),
-    )
-
-
-def _batch_options(options: Mapping[str, str]) -> BatchOptions:
-    partitions = _number(options, "partitions", 0, int)
-    keep_s = _number(options, "snapshot_keep", DEFAULT_SNAPSHOT_KEEP_S, parse_seconds)
-    if ("partitions" in options and partitions < 1) or keep_s <= 0:
-        name = "snapshot_keep" if keep_s <= 0 else "partitions"
-        raise ConfigError(f"option {name} is {options[name]}", "Give a number above 0, or leave it out")
-    metadata = _flag(options, "metadata", default="true")
-    held, files = options.get("_held", ""), options.get("_files", "")
-    return BatchOptions(partitions, options.get("where", ""), keep_s, metadata, held, files)
 
 
 def check_kind(raw: Mapping[str, str], *, is_batch: bool) -> None:
@@ -231,50 +216,3 @@ def check_kind(raw: Mapping[str, str], *, is_batch: bool) -> None:
     if wrong:
         kinds = ("spark.readStream", "spark.read") if is_batch else ("spark.read", "spark.readStream")
         raise ConfigError(f"option {wrong[0]} is for {kinds[0]}, not for {kinds[1]}", "Leave it out")
-
-
-def _choice(options: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
-    """One of the choices; the first is the default."""
-    value = options.get(name, choices[0]).lower()
-    if value not in choices:
-        raise ConfigError(f"option {name} is {value!r}", f"Give one of: {', '.join(choices)}")
-    return value
-
-
-def _event_options(options: Mapping[str, str]) -> EventOptions:
-    markers = _flag(options, "tx_markers")
-    invalid = options.get("invalid_utf8", "error")
-    if invalid not in INVALID_TEXT:
-        raise ConfigError(f"option invalid_utf8 is {invalid!r}", f"Give one of: {', '.join(INVALID_TEXT)}")
-    return EventOptions(markers or _flag(options, "tx_metadata"), markers, invalid, _flag(options, "schema_events"))
-
-
-_BATCH = {"partitions", "where", "snapshot_keep", "metadata", "_held", "_files"}
-_TYPED = {*_BATCH, "changelog", "truncate", "schema_change", "heartbeats", "heartbeat_interval", "_start", *CHOICES}
-_KNOWN = {
-    *_TYPED, "table",
-    "url", "slot", "publication", "tables", "all_tables", "schemas", "row_filters", "columns",
-    "generated_columns", "state_dir", "spool_limit", "start_from", "fail_fast",
-    "temporary_slot", "accept_publication", "consumer", "max_batch_rows", "tx_metadata", "tx_markers", "invalid_utf8",
-    "schema_events",
-    "snapshot_mode", "snapshot_hold_limit",
-    "streaming", "messages", "two_phase", "origin", "binary", "toast", "toast_cache_max_entries",
-    "incremental_snapshot", "signal_table", "snapshot_chunk_size", "snapshot_chunk_delay",
-    "_spool", "_run", "_chains",
-}  # fmt: skip
-
-
-def _flag(options: Mapping[str, str], name: str, default: str = "false") -> bool:
-    value = options.get(name, default).lower()
-    if value not in ("true", "false"):
-        raise ConfigError(f"option {name} is {value!r}", "Give true or false")
-    return value == "true"
-
-
-def _number(options: Mapping[str, str], name: str, default: _N, parse: Callable[[str], _N]) -> _N:
-    if name not in options:
-        return default
-    try:
-        return parse(options[name])
-    except ValueError as error:
-        raise ConfigError(f"option {name} is {options[name]!r}", "Give a number") from error

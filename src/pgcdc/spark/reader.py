@@ -74,7 +74,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to the executors in Spark's plan: never the database's URL, which may have a password."""
-        options = replace(self._options, source=replace(self._options.source, url=""))
+        options = self._options.but(db="")
         return {**self.__dict__, "_options": options}
 
     def initialOffset(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 f"the query has no checkpoint, but consumer {self._options.consumer!r} has acknowledged everything up to "
                 f"{format_lsn(ack.commit)}",
                 "Restore the query's checkpoint. To begin with what the slot still has, forget the consumer first: "
-                f"pgcdc consumer forget {self._options.consumer} --state-dir {self._options.source.state_dir} (rows that "
+                f"pgcdc consumer forget {self._options.consumer} --state-dir {self._options.state_dir} (rows that "
                 "were delivered do not come again then; with all rows: pgcdc resync --new-slot)",
             )
         return initial.to_offset()

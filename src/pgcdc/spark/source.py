@@ -38,7 +38,7 @@ class ChangeSource(DataSource):
         if options.table is None:
             return EVENT_SCHEMA
         # Spark does not say for whom it asks: what a read and a stream of the same options get is the same.
-        if not options.batch.metadata:
+        if not options.metadata:
             from pgcdc.spark.batch import load_live_table
 
             return load_live_table(options).own_schema
@@ -59,7 +59,7 @@ class ChangeSource(DataSource):
 
         table = load_live_table(options)
         _compare(schema, {field.name: field.dataType.simpleString() for field in table.whole_schema}, table.title)
-        return BatchReader(options, self.options.get("url", ""), schema, table)
+        return BatchReader(options, schema, table)
 
     def streamReader(self, schema: StructType) -> ChangeReader:
         options = parse_options(self.options)

@@ -182,11 +182,11 @@ def load_table(options: StreamOptions) -> TypedTable:
     """
     assert options.table is not None
     namespace, name = split_table(options.table)
-    state = StateDir(Path(options.source.state_dir))
-    if not options.source.url:
+    state = StateDir(options.state_dir)
+    if not options.db:
         raise ConfigError("no database is given", "Use option('url', ...) or the variable PGCDC_DB")
-    with connect(options.source.url, may_retry=False) as sql:
-        if not options.source.uses_existing:
+    with connect(options.db, may_retry=False) as sql:
+        if not options.uses_existing:
             _refuse_partitioned(sql, namespace, name)
         change = _shape_here(options, state, namespace, name)
         columns = _described(sql, options, state, (namespace, name), change)
@@ -288,18 +288,16 @@ def _published(
     identity = state.identity()
     if identity is not None and identity.publications:
         names = [item["name"] for item in identity.publications]
-    elif options.source.uses_existing:
-        assert options.source.publication is not None
-        names = [options.source.publication]
+    elif options.uses_existing:
+        assert options.publication is not None
+        names = [options.publication]
     else:
-        names = list(pair_of(options.source.publication or options.source.slot))
-    sent = (
-        _published_names(sql, names, namespace, name) if identity is not None or options.source.uses_existing else None
-    )
+        names = list(pair_of(options.publication or options.slot_name))
+    sent = _published_names(sql, names, namespace, name) if identity is not None or options.uses_existing else None
     if sent is None:
-        rule = options.source.selection.rules().get((namespace, name))
+        rule = options.selection.rules().get((namespace, name))
         chosen = set(rule.columns) if rule is not None and rule.columns else None
-        with_generated = options.source.generated_columns
+        with_generated = options.generated_columns
         return [
             column
             for column in live

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,7 +61,7 @@ class TypedReader(ChangeReader):
         is_first = self._feed is None
         feed = super()._open()
         if is_first and self._table.is_whole and not self._options.spool:
-            remember_table(StateDir(Path(self._options.source.state_dir)), self._options.consumer, self._table)
+            remember_table(StateDir(self._options.state_dir), self._options.consumer, self._table)
         return feed
 
     # --- where batches end

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pgcdc.core.errors import ConfigError, PgcdcError, SinkError
@@ -14,7 +13,8 @@ from pgcdc.sink.pg_table.positions import TargetName
 from pgcdc.sink.spec import AdapterSpec
 
 if TYPE_CHECKING:
-    from pgcdc.source.postgres.setup.prepare import SourceOptions
+    from pgcdc.core.state import StateDir
+    from pgcdc.source.postgres.options import PostgresOptions
 
 __all__ = ["check_captured", "check_source"]
 
@@ -38,7 +38,7 @@ def check_captured(options: PgTableOptions, adapter: str, captured: Collection[T
         )
 
 
-def check_source(spec: AdapterSpec, source: SourceOptions) -> None:
+def check_source(spec: AdapterSpec, source: PostgresOptions, state: StateDir) -> None:
     """The same for tables that a start would capture, before anything is made for it. ConfigError: it must not begin.
 
     A database that cannot be asked is no matter of this check: who needs it says so.
@@ -49,9 +49,9 @@ def check_source(spec: AdapterSpec, source: SourceOptions) -> None:
     options = spec.options.resolved()
     try:
         target = _name(options.db)
-        if target != _name(source.url) or (not target.system and not _is_same_address(options.db, source.url)):
+        if target != _name(source.db) or (not target.system and not _is_same_address(options.db, source.db)):
             return
-        published = rehearse(replace(source, snapshot_mode="never")).published
+        published = rehearse(source.but(snapshot_mode="never", snapshot_first=None), state).published
     except PgcdcError:
         return
     try:

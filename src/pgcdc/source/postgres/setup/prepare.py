@@ -9,20 +9,18 @@ prepares a state directory.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from pgcdc.capture.consumers import Consumers, is_side_lane
-from pgcdc.capture.spec import CaptureSpec
 from pgcdc.core.errors import ConfigError, GapError, SourceError, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.state import Identity, Lock, StateDir, check_identity
-from pgcdc.postgres.database import Connection, connect, split_table
+from pgcdc.postgres.database import Connection, connect
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.postgres.selection import Selection
+from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.postgres.setup.fingerprint import (
     Fingerprint,
     Narrowed,
@@ -33,20 +31,15 @@ from pgcdc.source.postgres.setup.fingerprint import (
 from pgcdc.source.postgres.setup.preflight import ServerInfo, check
 from pgcdc.source.postgres.setup.publications import PublicationInfo, drop_ours, ensure, pair_of, use_existing
 from pgcdc.source.postgres.setup.slots import OpenTransaction, check_not_ahead, create_slot, drop_slot, get_slot
-from pgcdc.source.postgres.snapshot.held import DEFAULT_HOLD_LIMIT_S, Hold, hold_for_long, let_all_go
-from pgcdc.source.postgres.snapshot.mode import SNAPSHOT_MODES
+from pgcdc.source.postgres.snapshot.held import Hold, hold_for_long, let_all_go
 from pgcdc.source.postgres.snapshot.plan import PLAN_FILE, begin_plan
 from pgcdc.source.postgres.snapshot.planning import check_readable, request_all
 from pgcdc.source.postgres.snapshot.signals import drop_signal_table, ensure_signal_table
 from pgcdc.source.postgres.toast.identity_rules import check_cacheable, check_full
-from pgcdc.source.postgres.toast.resolver import ToastOptions
 from pgcdc.source.postgres.wire.binary.columns import check_columns
-from pgcdc.source.postgres.wire.protocol import WireOptions
 
 __all__ = [
-    "DEFAULT_SPOOL_LIMIT_BYTES",
     "Prepared",
-    "SourceOptions",
     "check_begin",
     "check_known",
     "check_others",
@@ -59,138 +52,14 @@ __all__ = [
     "publication_names",
 ]
 
-DEFAULT_SPOOL_LIMIT_BYTES = 1 << 30
 LOCK_TIMEOUT_S = 120.0
 """How long we wait for another process that prepares the same state directory."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceOptions:
-    """What a user says about the source, in the CLI, in YAML or as options of the Spark source."""
-
-    url: str
-    slot: str = "pgcdc"
-    publication: str | None = None
-    tables: tuple[str, ...] = ()
-    all_tables: bool = False
-    schemas: tuple[str, ...] = ()
-    row_filters: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
-    generated_columns: bool = False
-    state_dir: str = ".pgcdc"
-    spool_limit_bytes: int = DEFAULT_SPOOL_LIMIT_BYTES
-    temporary_slot: bool = False
-    start_from: str | None = None
-    fail_fast: bool = False
-    accept_publication: bool = False
-    """Somebody narrowed the publication, and the user says that this was meant."""
-    wire: WireOptions = WireOptions()  # noqa: RUF009 - frozen
-    """What the server is asked for beside the rows of committed transactions."""
-    toast: ToastOptions = ToastOptions()  # noqa: RUF009 - frozen
-    snapshot_mode: str = "never"
-    """One of SNAPSHOT_MODES: what becomes of the rows that are there. Who has no tasks to read them says never."""
-    snapshot_hold_limit_s: float = DEFAULT_HOLD_LIMIT_S
-    incremental_snapshot: bool = False
-    """There is to be a table for signals, and it is captured."""
-    signal_table: str = "pgcdc_signals"
-    snapshot_chunk_size: int = 0
-    snapshot_chunk_delay_s: float = 0.0
-
-    @property
-    def uses_existing(self) -> bool:
-        """The publication is the user's: it is only read."""
-        return bool(self.publication) and not self.tables and not self.all_tables and not self.schemas
-
-    @property
-    def selection(self) -> Selection:
-        """What is to be captured, if the publication is ours."""
-        return Selection(
-            self.tables, self.schemas, self.all_tables, self.row_filters, self.columns, self.generated_columns,
-            (self.signal_table,) if self.incremental_snapshot else (),
-        )  # fmt: skip
-
-    @property
-    def has_selection(self) -> bool:
-        """Whether it says what to capture at all."""
-        return bool(self.publication or self.tables or self.schemas or self.all_tables)
-
-    def as_before(self, identity: Identity) -> SourceOptions:
-        """The same with what the slot captures already: for whoever only joins it."""
-        if identity.asked is None:
-            raise ConfigError(
-                "the state directory was written by an older version, which did not note what is captured",
-                "Name the tables once: option('tables', ...)",
-            )
-        asked = Selection.from_json(identity.asked)
-        if not (asked.tables or asked.schemas or asked.all_tables):
-            return replace(self, publication=identity.publications[0]["name"])
-        return replace(
-            self,
-            tables=asked.tables,
-            schemas=asked.schemas,
-            all_tables=asked.all_tables,
-            row_filters=asked.row_filters,
-            columns=asked.columns,
-            generated_columns=asked.generated_columns,
-            incremental_snapshot=bool(asked.also),
-            signal_table=asked.also[0] if asked.also else self.signal_table,
-        )
-
-    def spec(self, publications: Iterable[str], watch_pid: int) -> CaptureSpec:
-        """What the capture process is told."""
-        return CaptureSpec(
-            url=self.url,
-            slot=self.slot,
-            publications=tuple(publications),
-            state_dir=str(StateDir(Path(self.state_dir)).path),
-            spool_limit_bytes=self.spool_limit_bytes,
-            watch_pid=watch_pid,
-            temporary=self.temporary_slot,
-            fail_fast=self.fail_fast,
-            wire=self.wire,
-            toast=self.toast,
-            snapshot_only=self.snapshot_mode == "initial_only",
-            read_added=self.snapshot_mode in ("initial", "always"),
-            snapshot_hold_limit_s=self.snapshot_hold_limit_s,
-            signal_table=self.signal_table,
-            chunk_size=self.snapshot_chunk_size,
-            chunk_delay_s=self.snapshot_chunk_delay_s,
-        )
-
-    def check(self) -> None:
-        """Raise ConfigError for what cannot go together, before anything is touched."""
-        if not self.url:
-            raise ConfigError("no database is given", "Use --db, the variable PGCDC_DB, or `db:` in pgcdc.yaml")
-        if sum([self.uses_existing, bool(self.tables), bool(self.schemas), self.all_tables]) != 1:
-            raise ConfigError(
-                "say which tables to capture, in one way",
-                "Use --tables a,b, --schemas a,b or --all-tables, or --publication with one that exists",
-            )
-        if self.uses_existing and (self.row_filters or self.columns or self.generated_columns):
-            raise ConfigError(
-                f"publication {self.publication} is yours and is not changed: filters and columns cannot be given for it",
-                "Put them into the publication, or use --tables, --schemas or --all-tables with --publication as our name",
-            )
-        self.selection.check()
-        split_table(self.signal_table)
-        if self.snapshot_chunk_size < 0 or self.snapshot_chunk_delay_s < 0:
-            raise ConfigError("chunk size and chunk delay are not below 0", "0 is the default of both")
-        self.toast.check(self.wire.origin)
-        if self.start_from not in (None, "slot"):
-            raise ConfigError(f"start_from {self.start_from!r} is not known", "The only value is: slot")
-        if self.spool_limit_bytes < 1 << 20:
-            raise ConfigError("the spool limit is too small", "Give at least 1 MB")
-        if self.snapshot_mode not in SNAPSHOT_MODES:
-            raise ConfigError(f"snapshot_mode is {self.snapshot_mode!r}", f"Give one of: {', '.join(SNAPSHOT_MODES)}")
-        if self.snapshot_hold_limit_s < 1:
-            raise ConfigError("the limit of --snapshot-hold-limit is too short", "Give at least 1s; the default is 6h")
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A source that can be read."""
 
-    spec: CaptureSpec
     identity: Identity
     publications: tuple[PublicationInfo, ...]
     left_out: tuple[str, ...]
@@ -199,6 +68,11 @@ class Prepared:
     """Publications that did not exist before (a trial drops them again)."""
     is_new: bool
     """Slot and state directory were created just now."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the publications."""
+        return tuple(publication.name for publication in self.publications)
 
     @property
     def changed(self) -> list[str]:
@@ -212,9 +86,9 @@ class Prepared:
 
 
 def prepare(
-    options: SourceOptions,
+    options: PostgresOptions,
+    state: StateDir,
     *,
-    watch_pid: int | None = None,
     consumer: str = "",
     on_wait: Callable[[list[OpenTransaction]], None] | None = None,
     is_resync: bool = False,
@@ -225,7 +99,6 @@ def prepare(
     `pgcdc resync` itself (`is_resync`) may begin in a directory that it has not finished with.
     """
     options.check()
-    state = StateDir(Path(options.state_dir))
     lock = Lock(state.identity_lock)
     try:
         with state.claim(lock, LOCK_TIMEOUT_S) as taken:
@@ -234,12 +107,12 @@ def prepare(
             if not is_resync:
                 state.check_whole()
             check_others(options, state, consumer)
-            return _prepare(options, state, watch_pid or os.getpid(), on_wait)
+            return _prepare(options, state, on_wait)
     finally:
         lock.release()
 
 
-def check_others(options: SourceOptions, state: StateDir, consumer: str) -> None:
+def check_others(options: PostgresOptions, state: StateDir, consumer: str) -> None:
     """Tables that other consumers were promised stay captured until these are forgotten."""
     known = state.identity()
     if known is None or known.asked is None or options.uses_existing:
@@ -252,14 +125,14 @@ def check_others(options: SourceOptions, state: StateDir, consumer: str) -> None
         raise ConfigError(
             f"slot {known.slot!r} captures {said} for {', '.join(others)} as well: they would lose what is left out",
             "Name all of it; or use another slot and state directory; or forget them first: "
-            f"pgcdc consumer forget NAME --state-dir {options.state_dir}",
+            f"pgcdc consumer forget NAME --state-dir {state.path}",
         )
 
 
-def check_known(options: SourceOptions, state: StateDir, server: ServerInfo) -> Identity | None:
+def check_known(options: PostgresOptions, state: StateDir, server: ServerInfo) -> Identity | None:
     """Who the state directory belongs to, if slot and server are the ones it knows. Raises with advice if not."""
     if server.slot is not None and not options.temporary_slot:
-        options.wire.check_slot(options.slot, server.slot.two_phase)
+        options.check_slot(options.slot_name, server.slot.two_phase)
     check_not_taken(options, state, server)
     known = state.identity()
     if known is not None:
@@ -268,28 +141,27 @@ def check_known(options: SourceOptions, state: StateDir, server: ServerInfo) -> 
             system_identifier=server.system_identifier,
             timeline=server.timeline,
             database=server.database,
-            slot=options.slot,
+            slot=options.slot_name,
         )
     return known
 
 
 def _prepare(
-    options: SourceOptions,
+    options: PostgresOptions,
     state: StateDir,
-    watch_pid: int,
     on_wait: Callable[[list[OpenTransaction]], None] | None,
 ) -> Prepared:
-    server = check(options.url, options.slot)
-    options.wire.check(server.version_num)
+    server = check(options.db, options.slot_name)
+    options.check_server(server.version_num)
     known = check_known(options, state, server)
     # Every refusal comes before the first change: a refused start must not touch what a running pipeline uses.
     began = known is not None and known.created_lsn > 0
-    with contextlib.ExitStack() as undo, connect(options.url, may_retry=False) as sql:
+    with contextlib.ExitStack() as undo, connect(options.db, may_retry=False) as sql:
         names = publication_names(options, known if began else None)
         existing = [item["name"] for item in read_fingerprint(sql, names)]
-        before = {table for name in existing for table in use_existing(sql, name, slot=options.slot).tables}
+        before = {table for name in existing for table in use_existing(sql, name, slot=options.slot_name).tables}
         if known is not None and began:
-            check_rejoin(options, known, server)
+            check_rejoin(options, state, known, server)
             known = check_publications(sql, options, known, names)
             _prepare_signals(sql, options, names, undo)
             publications, identity = _bring_up_to_date(sql, options, state, known)
@@ -301,45 +173,44 @@ def _prepare(
         if not began and created:
             undo.callback(drop_publications, options, created)
         if not began:
-            if options.snapshot_mode != "never":
+            if options.effective_snapshot_mode != "never":
                 check_readable(sql, names)
             identity = _begin(options, state, server, read_fingerprint(sql, names), undo, on_wait)
-        elif options.snapshot_mode == "always":
+        elif options.effective_snapshot_mode == "always":
             request_all(sql, state, names)
         undo.pop_all()
-    spec = options.spec((publication.name for publication in publications), watch_pid)
     left = before - {table for publication in publications for table in publication.tables}
-    return Prepared(spec, identity, publications, tuple(sorted(left)), created, not began)
+    return Prepared(identity, publications, tuple(sorted(left)), created, not began)
 
 
 def _prepare_signals(
-    sql: Connection, options: SourceOptions, names: tuple[str, ...], undo: contextlib.ExitStack
+    sql: Connection, options: PostgresOptions, names: tuple[str, ...], undo: contextlib.ExitStack
 ) -> None:
     if options.incremental_snapshot and ensure_signal_table(
         sql, options.signal_table, names[0] if options.uses_existing else ""
     ):
-        undo.callback(drop_signal_table, options.url, options.signal_table)
+        undo.callback(drop_signal_table, options.db, options.signal_table)
 
 
-def check_not_taken(options: SourceOptions, state: StateDir, server: ServerInfo) -> None:
+def check_not_taken(options: PostgresOptions, state: StateDir, server: ServerInfo) -> None:
     """Say at once if somebody else reads this slot; our own capture, or its dying walsender, is no reason."""
     if server.slot is None or not server.slot.active:
         return
     if options.temporary_slot:
-        raise SourceError(f"slot {options.slot!r} is in use", "Choose another --slot-name for the temporary slot")
+        raise SourceError(f"slot {options.slot_name!r} is in use", "Choose another --slot-name for the temporary slot")
     known = state.identity()
-    with connect(options.url, may_retry=False) as sql:
+    with connect(options.db, may_retry=False) as sql:
         row = sql.execute(
             "SELECT application_name FROM pg_stat_activity WHERE pid = %s", [server.slot.active_pid]
         ).fetchone()
     if row is not None and (known is None or row[0] != f"pgcdc {known.instance}"):
         raise SourceError(
-            f"slot {options.slot!r} is in use by process {server.slot.active_pid} of the server ({row[0]})",
+            f"slot {options.slot_name!r} is in use by process {server.slot.active_pid} of the server ({row[0]})",
             "Another consumer reads this slot. Stop it, or use another --slot-name",
         )
 
 
-def publication_names(options: SourceOptions, known: Identity | None) -> tuple[str, ...]:
+def publication_names(options: PostgresOptions, known: Identity | None) -> tuple[str, ...]:
     """The publications to use: a pipeline that ran before stays with its own."""
     used = tuple(item["name"] for item in known.publications) if known else ()
     if options.uses_existing:
@@ -348,7 +219,7 @@ def publication_names(options: SourceOptions, known: Identity | None) -> tuple[s
     elif options.publication is None and used and used == pair_of(used[0]):
         return used
     else:
-        names = pair_of(options.publication or options.slot)
+        names = pair_of(options.publication or options.slot_name)
     if used and names != used:
         raise GapError(
             f"this state directory belongs to publication {used[0]}, not to {names[0]}",
@@ -359,7 +230,7 @@ def publication_names(options: SourceOptions, known: Identity | None) -> tuple[s
 
 def make_publications(
     sql: Connection,
-    options: SourceOptions,
+    options: PostgresOptions,
     names: tuple[str, ...],
     before_commit: Callable[[Fingerprint], None] = lambda made: None,
     review: bool = True,
@@ -367,29 +238,29 @@ def make_publications(
     """Create our publications or bring them up to what is wanted, or read the user's; and check what they hold."""
 
     def check() -> None:
-        if options.wire.binary and review:
+        if options.binary and review:
             check_columns(sql, names)
-        if options.toast.mode == "full" and review:
+        if options.effective_toast == "full" and review:
             check_full(sql, names)
-        if options.toast.mode == "cache" and review:
+        if options.effective_toast == "cache" and review:
             check_cacheable(sql, names)
 
     if options.uses_existing:
-        info = use_existing(sql, names[0], slot=options.slot)
+        info = use_existing(sql, names[0], slot=options.slot_name)
         check()
         return (info,)
     return ensure(
         sql,
         names[0],
         options.selection,
-        slot=options.slot,
+        slot=options.slot_name,
         review=review,
         check=check,
         before_commit=before_commit,
     )
 
 
-def check_publications(sql: Connection, options: SourceOptions, known: Identity, names: tuple[str, ...]) -> Identity:
+def check_publications(sql: Connection, options: PostgresOptions, known: Identity, names: tuple[str, ...]) -> Identity:
     """Refuse publications that somebody narrowed since we looked last, unless the user says that this was meant.
 
     What was accepted is written down later, when nothing else is refused.
@@ -404,7 +275,7 @@ def check_publications(sql: Connection, options: SourceOptions, known: Identity,
 
 
 def _bring_up_to_date(
-    sql: Connection, options: SourceOptions, state: StateDir, known: Identity, *, review: bool = True
+    sql: Connection, options: PostgresOptions, state: StateDir, known: Identity, *, review: bool = True
 ) -> tuple[tuple[PublicationInfo, ...], Identity]:
     """Change our publications to what is wanted now, and remember them as they are then.
 
@@ -430,49 +301,48 @@ def _bring_up_to_date(
     return infos, updated
 
 
-def follow_tables(options: SourceOptions) -> tuple[PublicationInfo, ...]:
+def follow_tables(options: PostgresOptions, state: StateDir) -> tuple[PublicationInfo, ...]:
     """Bring our publications up to date with the tables that exist now (--all-tables, --schemas)."""
-    state = StateDir(Path(options.state_dir))
     lock = Lock(state.identity_lock)
     if lock.acquire(timeout_s=2.0) is None:
         raise StateError(f"another process prepares {state.path}", "It is tried again")
     try:
         known = state.identity()
         assert known is not None
-        with connect(options.url) as sql:
+        with connect(options.db) as sql:
             sql.execute("SET lock_timeout = '2s'")  # the pipeline must not wait behind a VACUUM FULL
             return _bring_up_to_date(sql, options, state, known, review=False)[0]
     finally:
         lock.release()
 
 
-def drop_publications(options: SourceOptions, names: Sequence[str]) -> None:
+def drop_publications(options: PostgresOptions, names: Sequence[str]) -> None:
     """Drop publications that we have created and that nobody needs; one that cannot be dropped stays."""
-    with contextlib.suppress(SourceError), connect(options.url, may_retry=False) as sql:
-        drop_ours(sql, names, slot=options.slot)
+    with contextlib.suppress(SourceError), connect(options.db, may_retry=False) as sql:
+        drop_ours(sql, names, slot=options.slot_name)
 
 
-def check_rejoin(options: SourceOptions, known: Identity, server: ServerInfo) -> None:
+def check_rejoin(options: PostgresOptions, state: StateDir, known: Identity, server: ServerInfo) -> None:
     """The pipeline ran before: slot and publications must be as we left them."""
     if options.temporary_slot:
         raise ConfigError(
-            f"the state directory {options.state_dir} belongs to the persistent slot {known.slot!r}",
+            f"the state directory {state.path} belongs to the persistent slot {known.slot!r}",
             "Use another --state-dir with --temporary-slot",
         )
     if server.slot is None:
         raise GapError(
-            f"slot {options.slot!r} does not exist any more: somebody dropped it",
+            f"slot {options.slot_name!r} does not exist any more: somebody dropped it",
             "Changes since then are gone. Bring the sinks back to the source: pgcdc resync",
         )
-    consumers = Consumers(StateDir(Path(options.state_dir)).consumers_file)
+    consumers = Consumers(state.consumers_file)
     check_not_ahead(server.slot, consumers.confirmed_lsn)
 
 
-def check_begin(options: SourceOptions, state: StateDir, server: ServerInfo) -> None:
+def check_begin(options: PostgresOptions, state: StateDir, server: ServerInfo) -> None:
     """A slot that exists beside a state directory that is new: somebody has to say what that means."""
     if server.slot is not None and state.identity() is None and options.start_from != "slot":
         raise GapError(
-            f"slot {options.slot!r} exists (it stands at {format_lsn(server.slot.confirmed_flush_lsn or 0)}), but the "
+            f"slot {options.slot_name!r} exists (it stands at {format_lsn(server.slot.confirmed_flush_lsn or 0)}), but the "
             f"state directory {state.path} is new: what was delivered is not known",
             "If the state directory was lost, restore it. To deliver everything that the slot still has, give "
             "--start-from slot. Otherwise use another --slot-name, or drop the slot: pgcdc slot drop",
@@ -480,7 +350,7 @@ def check_begin(options: SourceOptions, state: StateDir, server: ServerInfo) -> 
 
 
 def _begin(
-    options: SourceOptions,
+    options: PostgresOptions,
     state: StateDir,
     server: ServerInfo,
     publications: Fingerprint,
@@ -493,7 +363,7 @@ def _begin(
         system_identifier=server.system_identifier,
         timeline=server.timeline,
         database=server.database,
-        slot=options.slot,
+        slot=options.slot_name,
         instance=started.instance if started else secrets.token_hex(8),
         publications=publications,
         created_lsn=0,
@@ -512,7 +382,7 @@ def _begin(
     else:
         lsn, hold = _create_slot(options, state, undo, on_wait)
     hit("prepare.created")
-    if options.snapshot_mode != "never":
+    if options.effective_snapshot_mode != "never":
         begin_plan(state.snapshot, lsn, hold)
     if not options.temporary_slot:
         Consumers(state.consumers_file).begin(lsn)
@@ -522,32 +392,32 @@ def _begin(
 
 
 def _create_slot(
-    options: SourceOptions,
+    options: PostgresOptions,
     state: StateDir,
     undo: contextlib.ExitStack,
     on_wait: Callable[[list[OpenTransaction]], None] | None,
 ) -> tuple[int, Hold | None]:
-    exported: list[str] | None = [] if options.snapshot_mode != "never" else None
+    exported: list[str] | None = [] if options.effective_snapshot_mode != "never" else None
     with (
-        connect(options.url, replication=True, may_retry=False) as replication,
-        connect(options.url, may_retry=False) as sql,
+        connect(options.db, replication=True, may_retry=False) as replication,
+        connect(options.db, may_retry=False) as sql,
     ):
         # Cleans up after itself if it fails.
         create_slot(
             replication,
-            options.slot,
-            two_phase=options.wire.two_phase,
+            options.slot_name,
+            two_phase=options.two_phase,
             monitor=sql,
             on_wait=on_wait,
             exported=exported,
         )
-        undo.callback(_remove_slot, options.url, options.slot)
+        undo.callback(_remove_slot, options.db, options.slot_name)
         hold = None
         if exported:  # while the connection of the slot is open
-            limit_s = options.snapshot_hold_limit_s
+            limit_s = options.snapshot_hold_limit
             undo.callback(let_all_go, state.snapshot)
-            hold = hold_for_long(options.url, state, 1, limit_s=limit_s, exported=exported[0])
-        slot = get_slot(sql, options.slot)
+            hold = hold_for_long(options.db, state, 1, limit_s=limit_s, exported=exported[0])
+        slot = get_slot(sql, options.slot_name)
         assert slot is not None
         return slot.confirmed_flush_lsn or 0, hold
 

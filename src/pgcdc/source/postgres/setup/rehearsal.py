@@ -6,14 +6,13 @@ Nothing is left in the database or in the state directory, and nobody else sees 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from pgcdc.core.errors import SourceError
 from pgcdc.core.state import StateDir
 from pgcdc.postgres.database import connect, explain_errors
+from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.postgres.setup.preflight import ServerInfo, check
 from pgcdc.source.postgres.setup.prepare import (
-    SourceOptions,
     check_begin,
     check_known,
     check_others,
@@ -45,31 +44,30 @@ class Rehearsal:
     """The tables with the columns that would be captured."""
 
 
-def check_server(options: SourceOptions) -> ServerInfo:
+def check_server(options: PostgresOptions) -> ServerInfo:
     """Connect, and see whether this server and role can be captured from. Raises with advice."""
-    server = check(options.url, options.slot)
-    options.wire.check(server.version_num)
+    server = check(options.db, options.slot_name)
+    options.check_server(server.version_num)
     return server
 
 
-def check_slot(options: SourceOptions, server: ServerInfo, consumer: str) -> None:
+def check_slot(options: PostgresOptions, state: StateDir, server: ServerInfo, consumer: str) -> None:
     """Whether slot and state directory belong together, and nobody else reads the slot. Raises with advice."""
-    state = StateDir(Path(options.state_dir))
     state.check_whole()
     check_others(options, state, consumer)
     known = check_known(options, state, server)
     if known is not None and known.created_lsn > 0:
-        check_rejoin(options, known, server)
+        check_rejoin(options, state, known, server)
     else:
         check_begin(options, state, server)
 
 
 @explain_errors("try the publications")
-def rehearse(options: SourceOptions) -> Rehearsal:
+def rehearse(options: PostgresOptions, state: StateDir) -> Rehearsal:
     """Make the publications (and the table of signals) as a start would, see what they hold, and take all of it back."""
-    known = StateDir(Path(options.state_dir)).identity()
+    known = state.identity()
     began = known is not None and known.created_lsn > 0
-    with connect(options.url, may_retry=False) as sql, sql.transaction(force_rollback=True):
+    with connect(options.db, may_retry=False) as sql, sql.transaction(force_rollback=True):
         sql.execute(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT}'".encode())
         names = publication_names(options, known if began else None)
         if began:
@@ -79,7 +77,7 @@ def rehearse(options: SourceOptions) -> Rehearsal:
             ensure_signal_table(sql, options.signal_table, names[0] if options.uses_existing else "")
         publications = make_publications(sql, options, names)
         unreadable = None
-        if not began and options.snapshot_mode != "never":
+        if not began and options.effective_snapshot_mode != "never":
             try:
                 check_readable(sql, names)
             except SourceError as error:

@@ -38,11 +38,10 @@ from pgcdc.core.state import Lock, StateDir
 from pgcdc.postgres.database import Connection, connect, explain_errors, quote_literal
 
 __all__ = [
-    "ALONE_S", "DEFAULT_HOLD_LIMIT_S", "HeldSnapshot", "Hold", "hold_for_long", "hold_snapshot", "import_snapshot",
+    "ALONE_S", "HeldSnapshot", "Hold", "hold_for_long", "hold_snapshot", "import_snapshot",
     "is_held", "keep_files", "let_all_go", "let_go", "main", "read_in_snapshot",
 ]  # fmt: skip
 
-DEFAULT_HOLD_LIMIT_S = 6 * 3600.0
 ALONE_S = 300.0
 """How long the snapshot is held while no capture runs: for the next start."""
 POLL_S = 0.5

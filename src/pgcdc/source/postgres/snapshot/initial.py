@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from pgcdc.capture.spec import CaptureSpec
 from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, StateError
 from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
 from pgcdc.core.state import StateDir
 from pgcdc.postgres.lsn import format_lsn
+from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.postgres.setup.published import PublishedTable
 from pgcdc.source.postgres.snapshot.held import Hold, hold_for_long, is_held, let_all_go, let_go
 from pgcdc.source.postgres.snapshot.plan import Entry, PlannedTable, SkipRule, SnapshotPlan
@@ -66,19 +66,20 @@ class InitialSnapshot:
 
     def __init__(
         self,
-        spec: CaptureSpec,
+        options: PostgresOptions,
+        publications: tuple[str, ...],
         state: StateDir,
         released: Iterable[Release],
         queue: RequestQueue | None = None,
     ) -> None:
         """`released` is what the log of releases has: it may be one step ahead of the plan. `queue` has the requests for
         incremental snapshots; without one they are left in their file."""
-        self._spec = spec
+        self._options, self._publications = options, publications
         self._state = state
         self._queue = queue
         self._plan = SnapshotPlan(state.snapshot)
         self._folder = state.snapshot / "staged"
-        self.readers = Readers(spec.url, spec.publications, "pgcdc snapshot reader", READERS)
+        self.readers = Readers(options.db, publications, "pgcdc snapshot reader", READERS)
         self._due: dict[int, None] = {}
         """Tables of which there may be something to publish, in that order."""
         self._lost: dict[int, str] = {}
@@ -111,7 +112,7 @@ class InitialSnapshot:
     @property
     def holds_stream(self) -> bool:
         """Whether the stream is not to be read, now or at all."""
-        return self._plan.is_active or (self._spec.snapshot_only and not self._has_rest)
+        return self._plan.is_active or (self._options.is_snapshot_only and not self._has_rest)
 
     @property
     def _has_rest(self) -> bool:
@@ -292,7 +293,7 @@ class InitialSnapshot:
             return False
         held = (hold for hold in self._plan.holds.values() if is_held(self._state.snapshot, hold))
         hold = next(held, None) or self._hold()
-        planned = plan_tables(self._spec.url, self._spec.publications, hold)
+        planned = plan_tables(self._options.db, self._publications, hold)
         if planned is not None:
             self._record(hold, *planned)
         return True
@@ -300,7 +301,7 @@ class InitialSnapshot:
     def _hold(self) -> Hold:
         """A snapshot of now. What it sees is left out of the stream, for the tables that are planned in it."""
         number = max(self._plan.holds, default=0) + 1
-        hold = hold_for_long(self._spec.url, self._state, number, limit_s=self._spec.snapshot_hold_limit_s)
+        hold = hold_for_long(self._options.db, self._state, number, limit_s=self._options.snapshot_hold_limit)
         self._plan.hold(hold)
         self._held_due = 0.0
         return hold
@@ -327,7 +328,7 @@ class InitialSnapshot:
             self._is_unsure = False
             return False
         partly = [table for table in lost.values() if table.done]
-        names = published_names(self._spec.url, self._spec.publications) if partly else {}
+        names = published_names(self._options.db, self._publications) if partly else {}
         for table in partly:
             if table.oid not in names:
                 logger.warning("table %s is gone: nothing is left to be read of it", table.published.title)
@@ -368,7 +369,7 @@ class InitialSnapshot:
             logger.warning("%s: %s; what is not published yet is read in a new snapshot", names, why)
             self._spare = self._hold()
         hold = self._spare
-        planned = plan_tables(self._spec.url, self._spec.publications, hold, set(tables))
+        planned = plan_tables(self._options.db, self._publications, hold, set(tables))
         self._losses += 1
         self._spare = None
         if planned is None:
@@ -408,7 +409,7 @@ class InitialSnapshot:
             "status": "reading" if self._plan.is_planned else "planning",
             "tables": [self._table_status(table) for table in self._plan.tables.values()],
             "held_seconds": round(self._held_s(), 1),
-            "hold_limit_seconds": self._spec.snapshot_hold_limit_s,
+            "hold_limit_seconds": self._options.snapshot_hold_limit,
             "wal_held_bytes": max(0, server_lsn - self._plan.lsn),
             "warning": self._warning or None,
         }
@@ -435,7 +436,7 @@ class InitialSnapshot:
 
     def _warn(self) -> None:
         """After ten minutes, and when half and nine tenths of the time are over."""
-        limit_s, held_s = self._spec.snapshot_hold_limit_s, self._held_s()
+        limit_s, held_s = self._options.snapshot_hold_limit, self._held_s()
         passed = [after for after in sorted((WARN_AFTER_S, limit_s / 2, limit_s * 0.9)) if held_s >= after]
         if not passed:
             return

@@ -7,19 +7,19 @@ values in the place of "unchanged" wherever they are known. A batch that grows m
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from psycopg import Connection
 
-from pgcdc.core.errors import ConfigError, ConversionError
+from pgcdc.core.errors import ConversionError
 from pgcdc.core.operation import Op
 from pgcdc.core.position import STREAM, Position
 from pgcdc.core.relation import Relations
 from pgcdc.core.state import StateDir
 from pgcdc.postgres.database import name_table
+from pgcdc.source.postgres.options import ToastOptions
 from pgcdc.source.postgres.toast.identity_rules import TableFacts, TableRules, ToastCatalog, alter_to_full, shape_of
 from pgcdc.source.postgres.toast.values import Steps, ToastRows, cache_place, pack_values, single_value, unpack_values
 from pgcdc.spool.batch import CaptureBatch
@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     from pgcdc.source.postgres.toast.cache import ToastCache
     from pgcdc.source.postgres.toast.cache_state import Generation
 
-__all__ = ["DEFAULT_CACHE_ENTRIES", "TOAST_MODES", "ToastOptions", "ToastStep"]
+__all__ = ["ToastStep"]
 
-TOAST_MODES = ("full", "cache", "mark")
-DEFAULT_CACHE_ENTRIES = 100_000
 PIECE_BYTES = 8 << 20
 """A piece leaves when so much was put in."""
 
@@ -43,26 +41,6 @@ STORED_HEAD = 12
 
 _UNKNOWN = TableFacts("")
 _Found = list[tuple[int, bytes]]
-
-
-@dataclass(frozen=True, slots=True)
-class ToastOptions:
-    """What to do with values that PostgreSQL does not send because an update left them as they were."""
-
-    mode: str = "mark"
-    cache_max_entries: int = DEFAULT_CACHE_ENTRIES
-
-    def check(self, origin: str) -> None:
-        """Raise ConfigError for what is not known, or cannot be."""
-        if self.mode not in TOAST_MODES:
-            raise ConfigError(f"toast is {self.mode!r}", f"Give one of: {', '.join(TOAST_MODES)}")
-        if self.cache_max_entries < 1:
-            raise ConfigError("the TOAST cache has no room for an entry", "Give --toast-cache-max-entries at least 1")
-        if self.mode == "cache" and origin != "any":
-            raise ConfigError(
-                "--toast cache does not go with --origin none: changes that are left out would make its values stale",
-                "Use --toast full or --toast mark",
-            )
 
 
 class ToastStep:
@@ -78,14 +56,14 @@ class ToastStep:
         instance: str,
     ) -> None:
         """`resume` is where the stream goes on: the cache is brought there."""
-        self._mode = options.mode
+        self._mode = options.effective_toast
         self.hits = self.misses = 0
         self._cache: ToastCache | None = None
-        if options.mode == "cache":
+        if self._mode == "cache":
             from pgcdc.source.postgres.toast.cache import ToastCache
 
-            place = cache_place(resume.commit, resume.kind)
-            self._cache = ToastCache(state.toast, limit=options.cache_max_entries, resume_lsn=place, instance=instance)
+            place, limit = cache_place(resume.commit, resume.kind), options.toast_cache_max_entries
+            self._cache = ToastCache(state.toast, limit=limit, resume_lsn=place, instance=instance)
         self._catalog = ToastCatalog(publications)
         self._facts: dict[int, TableFacts] = {}
         self._rules: dict[int, TableRules | None] = {}

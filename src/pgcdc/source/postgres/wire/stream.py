@@ -16,7 +16,6 @@ import select
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -26,12 +25,14 @@ from psycopg import Connection
 from pgcdc.core.backoff import full_jitter_s
 from pgcdc.core.errors import ConnectionLost
 from pgcdc.core.relation import Relations
+from pgcdc.core.settings import make_options
 from pgcdc.postgres.database import connect
 from pgcdc.postgres.lsn import format_lsn
+from pgcdc.source.postgres.options import WireOptions
 from pgcdc.source.postgres.setup.slots import create_slot, is_two_phase
 from pgcdc.source.postgres.wire import messages as wire
 from pgcdc.source.postgres.wire.assemble import Assembler
-from pgcdc.source.postgres.wire.protocol import WireOptions, plugin_options, streaming_mode
+from pgcdc.source.postgres.wire.protocol import plugin_options, streaming_mode
 from pgcdc.source.postgres.wire.replication import ReplicationStream
 from pgcdc.spool.batch import CaptureBatch
 
@@ -113,7 +114,7 @@ class Capture:
             if self._check is not None:
                 self._check(connection)
             version = connection.info.server_version
-            self._options.check(version)
+            self._options.check_server(version)
             two_phase = self._options.two_phase
             if self._temporary:
                 lsn = create_slot(connection, self._slot, temporary=True, two_phase=two_phase)
@@ -126,7 +127,7 @@ class Capture:
                 # byte that does not fit. So it sends what it has, and whoever makes events decides.
                 connection.pgconn.exec_(b"SET client_encoding = 'SQL_ASCII'")
             stream = ReplicationStream(connection, self._on_notice)
-            options = replace(self._options, two_phase=two_phase)
+            options = self._options.but(two_phase=two_phase)
             mode = streaming_mode(version, options)
             self._assembler.begin(parallel=mode == "parallel", two_phase=two_phase, decoder=self._binary_decoder())
             # A transaction that was prepared before what we have read comes again only if we begin before its PREPARE.
@@ -344,7 +345,8 @@ def open_capture(
     What the server is asked for (`streaming`, `messages`, `two_phase`, `origin`, `binary`) is described in `WireOptions`.
     """
     names = [publication] if isinstance(publication, str) else list(publication)
-    options = WireOptions(streaming, messages, two_phase, origin, binary)
+    asked = {"streaming": streaming, "messages": messages, "two_phase": two_phase, "origin": origin, "binary": binary}
+    options = make_options(WireOptions, asked, "open_capture", "Leave it out for the default")
     capture = Capture(
         url, slot=slot, publications=names, temporary=temporary, options=options, fail_fast=fail_fast,
         spill_dir=spill_dir,

@@ -1,0 +1,304 @@
+"""Every setting of the PostgreSQL source. Flags, YAML, Python, Spark's options and the capture process use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
+
+from pgcdc.core.errors import ConfigError, SourceError
+from pgcdc.core.settings import Conflict, Options, Rules, checked, conflicts_of, setting
+from pgcdc.core.state import Identity
+from pgcdc.core.units import Seconds
+from pgcdc.postgres.fields import DatabaseUrl, Identifiers, TableName, TableNames
+from pgcdc.postgres.selection import Selection
+from pgcdc.source.postgres.setup.slots import check_slot_name
+
+__all__ = ["PostgresOptions", "ToastOptions", "WireOptions"]
+
+DATABASE, TABLES, SNAPSHOTS, EVENTS = "Database", "Tables", "Rows that are there", "Events"
+
+MIN_SERVER = 12
+_SINCE = {"messages": 14, "binary": 14, "two_phase": 15, "origin": 16}
+
+SlotName = Annotated[str, AfterValidator(partial(checked, check_slot_name))]
+SnapshotMode = Literal["initial", "never", "always", "initial_only"]
+
+
+class WireOptions(Options):
+    """What the server is asked for beside the rows of committed transactions."""
+
+    streaming: bool | None = setting(
+        None,
+        "Read large transactions while they run. (default: yes, but not with --messages)",
+        DATABASE,
+        example="true",
+    )
+    two_phase: bool = setting(False, "Decode prepared transactions at PREPARE. PostgreSQL 15, new slots.", DATABASE)
+    origin: Literal["any", "none"] = setting(
+        "any", "none: leave out what was replicated to the server. PostgreSQL 16.", DATABASE
+    )
+    binary: bool = setting(False, "Values travel in binary form; events are the same. PostgreSQL 14.", DATABASE)
+    messages: bool = setting(False, "Also what pg_logical_emit_message writes. PostgreSQL 14.", EVENTS)
+
+    @property
+    def streams(self) -> bool:
+        """Whether large transactions are asked for while they run.
+
+        By default not with `messages`: the server does not say to which subtransaction a message in such a transaction
+        belongs, so one that was rolled back to a savepoint cannot be told from one that was committed.
+        """
+        return not self.messages if self.streaming is None else self.streaming
+
+    def check_server(self, server_version: int) -> None:
+        """Raise unless a server of this version (as `server_version_num`) can do that."""
+        major = server_version // 10000
+        if major < MIN_SERVER:
+            raise SourceError(f"PostgreSQL {major} is too old", f"Use PostgreSQL {MIN_SERVER} or later")
+        for name, since in _SINCE.items():
+            if getattr(self, name) not in (False, "any") and major < since:
+                raise SourceError(
+                    f"the option {name} needs PostgreSQL {since}, and this server is {major}",
+                    f"Leave {name} out, or upgrade the server",
+                )
+
+    def check_slot(self, name: str, two_phase: bool) -> None:
+        """Raise unless a slot that exists (`two_phase`: and decodes prepared transactions) can do that."""
+        if self.two_phase and not two_phase:
+            raise SourceError(
+                f"slot {name!r} was made without two-phase decoding (pg_replication_slots.two_phase)",
+                "Leave two_phase out, or use a new slot that is created with two_phase",
+            )
+
+
+class ToastOptions(Options):
+    """What to do with long values that PostgreSQL does not send because an update left them as they were."""
+
+    toast: Literal["full", "cache", "mark"] = setting(
+        "mark", "Long values that an update left alone: full (old row), cache, or mark.", EVENTS, metavar="MODE"
+    )
+    toast_cache: bool | None = setting(None, "The same as --toast cache.", EVENTS, example="true")
+    toast_cache_max_entries: int = setting(100_000, "Rows that --toast cache remembers.", EVENTS, metavar="N", ge=1)
+
+    @property
+    def effective_toast(self) -> str:
+        """What becomes of long values, said in either way."""
+        return "cache" if self.toast_cache else self.toast
+
+
+class PostgresOptions(WireOptions, ToastOptions):
+    """A PostgreSQL database: how to reach it, our place in it, and what of it is captured."""
+
+    # --- the database and our place in it
+
+    db: DatabaseUrl = setting(
+        "", "Database URL. Better in PGCDC_DB: arguments are visible to others.", DATABASE, metavar="URL",
+        example="postgresql://app@localhost:5432/shop", secret=True,
+    )  # fmt: skip
+    slot_name: SlotName = setting("pgcdc", "Replication slot; created if it does not exist.", DATABASE, metavar="NAME")
+    persistent_slot: bool | None = setting(None, "Accepted; slots are persistent.", DATABASE, example="true")
+    temporary_slot: bool = setting(False, "For trials with stdout: no state, ends with the connection.", DATABASE)
+    start_from: Literal["slot"] | None = setting(
+        None, "slot: begin with what an existing slot still has.", DATABASE, example="slot"
+    )
+
+    # --- what is captured
+
+    tables: TableNames = setting(
+        (), "Capture these tables: a,b,schema.c. Creates our publication.", TABLES, metavar="A,B", example="[orders]"
+    )
+    all_tables: bool = setting(False, "Capture all tables. Creates our publication.", TABLES)
+    schemas: Identifiers = setting(
+        (), "Capture all tables of these schemas: a,b. Creates our publication.", TABLES, metavar="A,B",
+        example="[sales]",
+    )  # fmt: skip
+    publication: str | None = setting(
+        None, "Use this existing publication.", TABLES, metavar="NAME", example="shop", min_length=1, max_length=63
+    )
+    row_filters: Rules = setting(
+        (), "Only these rows: 'orders=total > 100'. Repeatable. PostgreSQL 15.", TABLES, flag="row-filter",
+        metavar="TABLE=EXPR", is_repeated=True, example="{orders: total > 100}",
+    )  # fmt: skip
+    columns: Rules = setting(
+        (), "Only these columns: orders=id,total. Repeatable. PostgreSQL 15.", TABLES, metavar="TABLE=A,B",
+        is_repeated=True, example="{orders: [id, total]}",
+    )  # fmt: skip
+    generated_columns: bool = setting(False, "Also stored generated columns. PostgreSQL 18.", TABLES)
+    accept_publication: bool = setting(False, "Go on with a publication that was narrowed on purpose.", TABLES)
+
+    # --- the rows that are there
+
+    snapshot_mode: SnapshotMode | None = setting(
+        None, "Rows that are there: initial, never, always or initial_only. (default: initial, new slots)", SNAPSHOTS,
+        metavar="MODE", example="initial",
+    )  # fmt: skip
+    snapshot_first: bool | None = setting(None, "The same as --snapshot-mode initial.", SNAPSHOTS, example="true")
+    snapshot_table: TableName | None = setting(
+        None, "With --snapshot-first: accepted if it is the one table that is captured.", SNAPSHOTS, metavar="NAME",
+        example="orders",
+    )  # fmt: skip
+    snapshot_hold_limit: Seconds = setting(
+        6 * 3600.0, "Give the initial snapshot up after this time: 30m, 6h.", SNAPSHOTS, ge=1
+    )
+    incremental_snapshot: bool = setting(False, "Capture the table of signals; created if it is missing.", SNAPSHOTS)
+    signal_table: TableName = setting(
+        "pgcdc_signals", "Rows inserted there ask for snapshots.", SNAPSHOTS, metavar="NAME"
+    )
+    snapshot_chunk_size: int = setting(
+        0, "Rows that incremental snapshots read at a time; 0: by time and size.", SNAPSHOTS, metavar="N", ge=0
+    )
+    snapshot_chunk_delay: Seconds = setting(0.0, "How long they rest between chunks: 100ms, 2s.", SNAPSHOTS, ge=0)
+
+    @property
+    def uses_existing(self) -> bool:
+        """The publication is the user's: it is only read."""
+        return bool(self.publication) and not self.tables and not self.all_tables and not self.schemas
+
+    @property
+    def has_selection(self) -> bool:
+        """Whether it says what to capture at all."""
+        return bool(self.publication or self.tables or self.schemas or self.all_tables)
+
+    @property
+    def selection(self) -> Selection:
+        """What is to be captured, if the publication is ours."""
+        return Selection(
+            self.tables, self.schemas, self.all_tables, self.row_filters, self.columns, self.generated_columns,
+            (self.signal_table,) if self.incremental_snapshot else (),
+        )  # fmt: skip
+
+    @property
+    def effective_snapshot_mode(self) -> str:
+        """What was said; or else a new slot gets the existing rows, if it can be known which they are."""
+        given = self.snapshot_mode or ("initial" if self.snapshot_first else None)
+        return given or ("never" if self.temporary_slot or self.start_from else "initial")
+
+    @property
+    def reads_added_tables(self) -> bool:
+        """Whether existing rows of tables that are new in the publications are read."""
+        return self.effective_snapshot_mode in ("initial", "always")
+
+    @property
+    def is_snapshot_only(self) -> bool:
+        """The stream is never read: only the rows of the initial snapshot are wanted."""
+        return self.effective_snapshot_mode == "initial_only"
+
+    def as_before(self, identity: Identity) -> PostgresOptions:
+        """The same with what the slot captures already: for whoever only joins it."""
+        if identity.asked is None:
+            raise ConfigError(
+                "the state directory was written by an older version, which did not note what is captured",
+                "Name the tables once: option('tables', ...)",
+            )
+        asked = Selection.from_json(identity.asked)
+        if not (asked.tables or asked.schemas or asked.all_tables):
+            return self.but(publication=identity.publications[0]["name"])
+        return self.but(
+            tables=asked.tables,
+            schemas=asked.schemas,
+            all_tables=asked.all_tables,
+            row_filters=asked.row_filters,
+            columns=asked.columns,
+            generated_columns=asked.generated_columns,
+            incremental_snapshot=bool(asked.also),
+            signal_table=asked.also[0] if asked.also else self.signal_table,
+        )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """What cannot go together."""
+        yield from self._slot_conflicts()
+        yield from self._snapshot_conflicts()
+        yield from self._toast_conflicts()
+        for key in ("row_filters", "columns"):
+            yield from conflicts_of((key,), Selection(**{key: getattr(self, key)}).check)
+        ways = [key for key in ("tables", "schemas", "all_tables") if getattr(self, key)]
+        if len(ways) > 1:
+            yield Conflict(
+                (ways[1],),
+                f"say which tables to capture, in one way: {ways[0]} and {ways[1]} are given",
+                "Leave one of them out",
+            )
+        if not self.db:
+            yield Conflict((), "no database is given", "Use --db, the variable PGCDC_DB, or `db:` in pgcdc.yaml")
+        if not self.has_selection:
+            yield Conflict(
+                (),
+                "say which tables to capture, in one way",
+                "Use --tables a,b, --schemas a,b or --all-tables, or --publication with one that exists",
+            )
+        rules = [key for key in ("row_filters", "columns", "generated_columns") if getattr(self, key)]
+        if self.uses_existing and rules:
+            yield Conflict(
+                (rules[0],),
+                f"publication {self.publication} is yours and is not changed: filters and columns cannot be given for it",
+                "Put them into the publication, or use --tables, --schemas or --all-tables with --publication as our name",
+            )
+
+    def _slot_conflicts(self) -> Iterator[Conflict]:
+        """The manual's flags for what we always do may be given, but not denied."""
+        if self.persistent_slot is False and not self.temporary_slot:
+            yield Conflict(
+                ("persistent_slot",),
+                "a slot that does not persist loses its place",
+                "For a trial, use --temporary-slot",
+            )
+        if self.persistent_slot and self.temporary_slot:
+            yield Conflict(
+                ("temporary_slot",), "--temporary-slot and --persistent-slot are given", "Leave one of them out"
+            )
+
+    def _snapshot_conflicts(self) -> Iterator[Conflict]:
+        if self.snapshot_first and self.snapshot_mode not in (None, "initial"):
+            yield Conflict(
+                ("snapshot_first",),
+                f"--snapshot-first does not go with --snapshot-mode {self.snapshot_mode}",
+                "Leave one of them out",
+            )
+        if self.snapshot_first is False and self.snapshot_mode == "initial":
+            yield Conflict(
+                ("snapshot_first",), "snapshot_first is off and --snapshot-mode is initial", "Leave one of them out"
+            )
+        if self.snapshot_table is not None and not self.snapshot_first:
+            yield Conflict(
+                ("snapshot_table",),
+                "--snapshot-table is for --snapshot-first",
+                "Add --snapshot-first. For rows of a table without a stream: pgcdc snapshot --table",
+            )
+        elif self.snapshot_table is not None and self.tables != (self.snapshot_table,):
+            yield Conflict(
+                ("snapshot_table",),
+                "a new slot begins with the rows of every table that is captured, not of one of them",
+                "Leave --snapshot-table out, or name this table alone in --tables",
+            )
+        mode, key = self.effective_snapshot_mode, "snapshot_mode" if self.snapshot_mode else "snapshot_first"
+        if mode != "never" and self.temporary_slot:
+            yield Conflict(
+                (key,),
+                f"snapshot mode {mode} needs a slot that stays: a temporary one loses its place with its connection",
+                "Leave --temporary-slot out, or use --snapshot-mode never",
+            )
+        elif mode != "never" and self.start_from:
+            yield Conflict(
+                (key,),
+                f"snapshot mode {mode} is for a new slot: of an old one it is not known which rows it began with",
+                "Leave --start-from out with a new --slot-name, or use --snapshot-mode never",
+            )
+
+    def _toast_conflicts(self) -> Iterator[Conflict]:
+        key = ("toast_cache",)
+        if self.toast_cache and "toast" in self.model_fields_set and self.toast != "cache":
+            yield Conflict(key, f"--toast-cache does not go with --toast {self.toast}", "Leave one of them out")
+        if self.toast_cache is False and self.toast == "cache":
+            yield Conflict(key, "toast_cache is off and --toast is cache", "Leave one of them out")
+        if self.is_given("toast_cache_max_entries") and self.effective_toast != "cache":
+            yield Conflict(
+                ("toast_cache_max_entries",), "--toast-cache-max-entries is for --toast cache", "Add --toast cache"
+            )
+        if self.effective_toast == "cache" and self.origin != "any":
+            yield Conflict(
+                ("toast_cache" if self.toast_cache else "toast",),
+                "--toast cache does not go with --origin none: changes that are left out would make its values stale",
+                "Use --toast full or --toast mark",
+            )
