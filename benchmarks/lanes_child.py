@@ -16,18 +16,18 @@ from workload import PUBLICATION
 
 from pgcdc import adapters, sources
 from pgcdc.cli.listen import _say, _stop_on_signals
+from pgcdc.event.batch import Batch
 from pgcdc.run.member import Adapter
 from pgcdc.run.pipeline import Pipeline
-from pgcdc.sink.base import Batch
 from pgcdc.sink.noop import NoopSink
+from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import AdapterSpec
 
 
 class BlockedSink(NoopSink):
     """Waits as long as a file is there."""
 
-    def __init__(self, acks: Path, name: str, sign: Path) -> None:
-        super().__init__(acks, name)
+    def __init__(self, sign: Path) -> None:
         self._sign = sign
 
     def write(self, batch: Batch) -> None:
@@ -43,7 +43,7 @@ class SinksPipeline(Pipeline):
         made = super()._make_adapters(specs)
         sign = self.state.path.parent / "block"
         return [
-            replace(one, sink=BlockedSink(self.state.acks, one.name, sign)) if one.name == "blocked" else one
+            replace(one, sink=Runner(BlockedSink(sign), self.state.acks, one.name)) if one.name == "blocked" else one
             for one in made
         ]
 

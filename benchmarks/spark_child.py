@@ -22,9 +22,9 @@ from usage import cpu_of_tree, cpu_since, peak_rss_bytes
 from workload import PUBLICATION, wait_for_reader
 
 from pgcdc.config import Config
+from pgcdc.event.batch import Batch
 from pgcdc.postgres.lsn import parse_lsn
 from pgcdc.run.pipeline import Pipeline
-from pgcdc.sink.base import Batch
 
 
 class WarmPipeline(Pipeline):

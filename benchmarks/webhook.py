@@ -21,9 +21,9 @@ from pgcdc import adapters
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.core.shapes import ShapeChange, append_shapes
-from pgcdc.sink.base import Batch
-from pgcdc.sink.delivery import Delivery
+from pgcdc.event.batch import Batch
 from pgcdc.sink.registry import make_sink
+from pgcdc.sink.runner import Runner
 
 __all__ = ["BATCH_SIZE", "WORKERS", "Posted", "measure_webhook", "receiver", "what_arrived"]
 
@@ -60,7 +60,7 @@ def measure_webhook(events: int, batch_size: int) -> Posted:
         spec = adapters.webhook(
             url, concurrency=WORKERS, batch_size=batch_size, signing_key="a key", allow_private=True, timeout=300
         )
-        sink = Delivery(make_sink(spec, acks), spec.delivery)
+        sink = Runner(make_sink(spec, acks), acks, spec.name, spec.delivery)
         sink.open(_START)
         began, cpu = time.perf_counter(), time.process_time()
         for batch in batches:

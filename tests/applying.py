@@ -20,12 +20,12 @@ from pgcdc.core.position import Position
 from pgcdc.core.relation import Relations
 from pgcdc.core.shapes import ShapeHistory
 from pgcdc.core.state import StateDir
+from pgcdc.event.batch import Batch
 from pgcdc.event.events import LINES, events_of
 from pgcdc.event.frame import EventOptions, make_frame
 from pgcdc.event.texts import IdSeed
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.postgres.database import connect, quote_qualified
-from pgcdc.sink.base import Batch
 from pgcdc.sink.pg_table.apply import Applier
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.seen_tables import KnownTables

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from pgcdc.core.errors import SinkUnavailable
 from pgcdc.core.position import Position
-from pgcdc.sink.base import Batch
-from pgcdc.sink.letters import DeadLetter
+from pgcdc.event.batch import Batch
+from pgcdc.sink.attempts import DeliveryHooks
+from pgcdc.sink.contract import Sink, SinkContext
+from pgcdc.sink.letters import DeadLetter, DeadLetters
 from pgcdc.sink.pace import BreakerState
+from pgcdc.sink.runner import Runner
+from pgcdc.sink.spec import DeliveryOptions
 
 START = Position.end(100)
 END = Position.end(110)
@@ -45,14 +53,11 @@ class FakeClock:
                 self.time = end
 
 
-class ScriptedSink:
+class ScriptedSink(Sink):
     """Does in each write what the script says: an error to raise, "hang", or None to succeed. At its end it succeeds."""
-
-    name = "scripted"
 
     def __init__(self, *script: Exception | str | None) -> None:
         self.script = list(script)
-        self.ack = START
         self.written: list[str] = []
         self.sizes: list[int] = []
         self.writers = 0
@@ -67,11 +72,8 @@ class ScriptedSink:
         self.is_hanging = False
         self._gate.set()
 
-    def check(self) -> None:
-        pass
-
-    def open(self, start: Position) -> None:
-        pass
+    def open(self, context: SinkContext) -> Position | None:
+        return None
 
     def close(self) -> None:
         self.is_closed = True
@@ -94,8 +96,26 @@ class ScriptedSink:
             assert self._gate.wait(REAL_TIMEOUT_S)
             if self.fails_late:
                 raise self.fails_late
-        self.written += batch.after(self.ack).events.column("line").to_pylist()
-        self.ack = max(self.ack, batch.end)
+        self.written += batch.events.column("line").to_pylist()
+
+
+def make_runner(
+    sink: ScriptedSink,
+    options: DeliveryOptions | None = None,
+    hooks: DeliveryHooks | None = None,
+    letters: DeadLetters | None = None,
+    clock: FakeClock | None = None,
+) -> Runner:
+    """The runner of a sink, open at START; every random number is the largest."""
+    acks = Path(tempfile.mkdtemp(prefix="pgcdc-acks-"))
+    atexit.register(shutil.rmtree, acks, ignore_errors=True)
+    made = Runner(
+        sink, acks, "scripted", options or DeliveryOptions(), hooks, letters, clock=clock, uniform=lambda _, high: high
+    )
+    if clock is not None:
+        clock.is_working = lambda: made.attempts.is_calling and not sink.is_hanging
+    made.open(START)
+    return made
 
 
 class Diary:

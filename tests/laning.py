@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from listening import wait_until
+from running import run
 
 from pgcdc import adapters
 from pgcdc.config import Config
 from pgcdc.core.errors import SinkUnavailable
 from pgcdc.core.position import Position
 from pgcdc.core.state import read_json
+from pgcdc.event.batch import Batch
 from pgcdc.run.member import Adapter
 from pgcdc.run.pipeline import Pipeline
-from pgcdc.sink.base import Batch
+from pgcdc.sink.contract import Sink
 from pgcdc.sink.file import FileSink
+from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import AdapterSpec
 
 if TYPE_CHECKING:
@@ -33,8 +36,8 @@ class TestSink(FileSink):
 
     __test__ = False
 
-    def __init__(self, folder: Path, acks: Path, name: str) -> None:
-        super().__init__(folder / f"{name}.jsonl", acks, name)
+    def __init__(self, folder: Path, name: str) -> None:
+        super().__init__(folder / f"{name}.jsonl")
         self._control = folder / f"{name}.do"
         self._writers = 0
         self.most_writers = 0
@@ -107,7 +110,7 @@ class Run(Pipeline):
         priorities = more.pop("priorities", {})
         specs = [adapters.noop(name=name, priority=priorities.get(name, "normal")) for name in names]
         super().__init__(Config.model_validate(raw | more), specs, say=self.lines.append)
-        self.sinks = {name: TestSink(folder, self.state.acks, name) for name in names}
+        self.sinks = {name: TestSink(folder, name) for name in names}
         self._shared = spark
         self.folder = folder
         self.seen = Sinks(folder, self.state.path)
@@ -123,8 +126,13 @@ class Run(Pipeline):
     def said(self, text: str) -> bool:
         return any(text in line for line in self.lines)
 
+    def run_sink(self, name: str) -> Runner:
+        """The sink in a runner that leaves all to the lane."""
+        sink: Sink | Runner = self.sinks[name]
+        return sink if isinstance(sink, Runner) else run(sink, self.state.acks, name, timeout=600)
+
     def _make_adapters(self, specs: Sequence[AdapterSpec]) -> list[Adapter]:
-        return [Adapter(one.name, self.sinks[one.name], self._chain(one), one.priority) for one in specs]
+        return [Adapter(one.name, self.run_sink(one.name), self._chain(one), one.priority) for one in specs]
 
     def _spark_options(self) -> dict[str, str]:
         return super()._spark_options() | {"url": self.config.db}  # the JVM is older than our variables
@@ -183,7 +191,8 @@ class _ChildPipeline(Pipeline):
         self._folder = folder
 
     def _make_adapters(self, specs: Sequence[AdapterSpec]) -> list[Adapter]:
-        return [Adapter(one.name, TestSink(self._folder, self.state.acks, one.name)) for one in specs]
+        acks = self.state.acks
+        return [Adapter(one.name, run(TestSink(self._folder, one.name), acks, one.name, timeout=600)) for one in specs]
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ from pgcdc import adapters
 from pgcdc.config import Config
 from pgcdc.core.errors import Reject, SinkRejected
 from pgcdc.core.position import Position
+from pgcdc.event.batch import Batch
 from pgcdc.run.member import Adapter
 from pgcdc.run.pipeline import Pipeline
-from pgcdc.sink.base import Batch
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.letters import DeadLetter
 from pgcdc.sink.letters.record import make_letter
@@ -61,8 +61,9 @@ class PickyPipeline(Pipeline):
         self._folder = folder
 
     def _make_adapters(self, specs: Sequence[AdapterSpec]) -> list[Adapter]:
-        sink = PickyFile(self._folder / "file.jsonl", self.state.acks, "file")
-        return [Adapter("file", self._letters.deliver(sink, specs[0].delivery))]
+        runner = self._letters.run(specs[0], self.state.acks)
+        runner.sink = PickyFile(self._folder / "file.jsonl")
+        return [Adapter("file", runner)]
 
 
 def main() -> None:

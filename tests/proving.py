@@ -25,14 +25,16 @@ from listening import Listener, wait_until
 from preparing import Wanted, prepare
 from pyspark.sql.types import StringType, StructField, StructType
 from queries import Query
+from running import run
 
 from pgcdc.capture.control import CaptureGone, ControlClient
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, read_json
+from pgcdc.event.batch import Batch
 from pgcdc.playground import contents
 from pgcdc.playground.contents import Tables
-from pgcdc.sink.base import Batch
 from pgcdc.sink.file import FileSink
+from pgcdc.sink.runner import Runner
 
 WRITERS = 8
 BODY_BYTES = 9000
@@ -256,7 +258,7 @@ class Delivery(Query):
     def deliver(self, until: Callable[[], bool] = lambda: True) -> None:
         """Everything that is committed by now, after `until` has come true; then nobody reads any more."""
         self.load(LINES)
-        sink = FileSink(self.output, self.state.acks)
+        sink = run(FileSink(self.output), self.state.acks)
         assert self.offset is not None
         sink.open(Position.from_offset(self.offset))
         deadline = time.monotonic() + 120
@@ -270,7 +272,7 @@ class Delivery(Query):
         sink.close()
         self.end()
 
-    def _deliver_batch(self, sink: FileSink) -> bool:
+    def _deliver_batch(self, sink: Runner) -> bool:
         assert self.offset is not None
         start = Position.from_offset(self.offset)
         rows = self.step()

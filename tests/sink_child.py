@@ -18,7 +18,7 @@ from typing import Any
 from targets.base import Target
 
 from pgcdc.core import failpoint
-from pgcdc.sink.base import Batch
+from pgcdc.event.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def _run(request: dict[str, Any], report: int) -> None:
     from sink_targets import START
 
     from pgcdc.core.settings import make_options
-    from pgcdc.sink.delivery import Delivery
     from pgcdc.sink.letters.file_store import FileDeadLetters
     from pgcdc.sink.registry import ADAPTERS, make_sink
+    from pgcdc.sink.runner import Runner
     from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
 
     if request["stdout"]:
@@ -87,9 +87,10 @@ def _run(request: dict[str, Any], report: int) -> None:
         os.dup2(2, 1)
     kind = request["type"]
     options = make_options(ADAPTERS[kind].options, request["options"], kind)
-    sink = make_sink(AdapterSpec(request["name"], kind, options), Path(request["acks"]))
+    acks = Path(request["acks"])
+    sink = make_sink(AdapterSpec(request["name"], kind, options), acks)
     letters = FileDeadLetters(Path(request["letters"])) if request["letters"] else None
-    delivery = Delivery(sink, DeliveryOptions(max_retries=0, timeout=20.0), dead_letters=letters)
+    delivery = Runner(sink, acks, request["name"], DeliveryOptions(max_retries=0, timeout=20.0), dead_letters=letters)
     delivery.open(START)
     *first, last = (_batch(raw) for raw in request["batches"])
     for one in first:

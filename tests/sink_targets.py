@@ -44,10 +44,10 @@ from targets.picky import PickyTarget
 from targets.webhook import BatchedWebhook, WebhookTarget
 
 from pgcdc.core.position import Position
-from pgcdc.sink.base import Batch, Sink
-from pgcdc.sink.delivery import Delivery
+from pgcdc.event.batch import Batch
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.folder import FolderSink
+from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import DeliveryOptions
 from pgcdc.sink.stdout import StdoutSink
 
@@ -84,7 +84,7 @@ class _OnDisk(_Target):
 
 
 class FileTarget(_OnDisk):
-    before_ack, kill_points = "file.before_ack", ("file.half_written", "file.before_ack", "file.after_ack")
+    before_ack, kill_points = "sink.before_ack", ("file.half_written", "sink.before_ack", "sink.after_ack")
 
     def __init__(self, folder: Path) -> None:
         self.acks, self.path = folder, folder / "events.jsonl"
@@ -92,8 +92,8 @@ class FileTarget(_OnDisk):
     def options(self) -> Mapping[str, Any]:
         return {"path": str(self.path)}
 
-    def sink(self) -> FileSink:
-        return FileSink(self.path, self.acks, self.name or self.type)
+    def make(self) -> FileSink:
+        return FileSink(self.path)
 
     def lines(self) -> list[str]:
         return self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
@@ -112,8 +112,8 @@ class FolderTarget(_OnDisk):
     def options(self) -> Mapping[str, Any]:
         return {"path": f"{self.path}/"}
 
-    def sink(self) -> FolderSink:
-        return FolderSink(self.path, self.acks, self.name or self.type)
+    def make(self) -> FolderSink:
+        return FolderSink(self.path)
 
     def lines(self) -> list[str]:
         parts = sorted(self.path.glob("*.jsonl")) if self.path.exists() else []
@@ -123,16 +123,16 @@ class FolderTarget(_OnDisk):
 class FolderInTwoParts(FolderTarget):
     """The same, written as executors do: each batch in two parts, with a task that ran twice."""
 
-    def sink(self) -> FolderSink:
-        return _InTwoParts(self.path, self.acks, self.name or self.type)
+    def make(self) -> FolderSink:
+        return _InTwoParts(self.path)
 
 
 class _InTwoParts(FolderSink):
     def write(self, batch: Batch) -> None:
-        if batch.end <= self.ack:
+        self._catch_up()
+        if batch.end <= self._at:
             return
-        start = self.ack
-        events, writer = batch.after(start).events, self.part_writer()
+        events, writer, start = batch.events, self.part_writer(), batch.start
         half = events.num_rows // 2
         parts = [events.slice(0, half), events.slice(half)]
         writer.write_part(0, parts[0].to_batches())  # an attempt that was lost
@@ -144,15 +144,15 @@ class _InTwoParts(FolderSink):
 class RedirectedStdout(_Target):
     """Standard output that goes to a file: `pgcdc listen > events.jsonl`."""
 
-    type, repeats, before_ack = "stdout", True, "stdout.before_ack"
+    type, repeats, before_ack = "stdout", True, "sink.before_ack"
 
     def __init__(self, folder: Path) -> None:
         self.acks, self._path = folder, folder / "stdout"
         self.stdout = str(self._path)
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def sink(self) -> StdoutSink:
-        return StdoutSink(self.acks, self.name or self.type, descriptor=self._descriptor)
+    def make(self) -> StdoutSink:
+        return StdoutSink(self._descriptor)
 
     def lines(self) -> list[str]:
         return self._path.read_text().splitlines(keepends=True)
@@ -164,7 +164,7 @@ class RedirectedStdout(_Target):
 class PipedStdout(_Target):
     """Standard output that another process reads: `pgcdc listen | jq`. A pipe holds 64 KB, so somebody must read."""
 
-    type, repeats, before_ack = "stdout", True, "stdout.before_ack"
+    type, repeats, before_ack = "stdout", True, "sink.before_ack"
 
     def __init__(self, folder: Path) -> None:
         self.acks = folder
@@ -184,8 +184,8 @@ class PipedStdout(_Target):
             if not piece:
                 return
 
-    def sink(self) -> StdoutSink:
-        return StdoutSink(self.acks, self.name or self.type, descriptor=self._writing)
+    def make(self) -> StdoutSink:
+        return StdoutSink(self._writing)
 
     def lines(self) -> list[str]:
         while True:
@@ -204,7 +204,7 @@ class PipedStdout(_Target):
 class NoopTarget(_Target):
     """What it has is what its ack covers."""
 
-    type, before_ack, keeps = "noop", "noop.before_ack", False
+    type, before_ack, keeps = "noop", "sink.before_ack", False
 
     def __init__(self, folder: Path) -> None:
         self.acks = folder
@@ -232,8 +232,8 @@ class Delivered:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def sink(self) -> Sink:
-        return Delivery(self._inner.sink(), self._options)
+    def sink(self, options: DeliveryOptions | None = None) -> Runner:
+        return self._inner.sink(options or self._options)
 
 
 def delivered(kind: Callable[[Path], Target], **options: float) -> Callable[[Path], Target]:
@@ -296,7 +296,7 @@ def fresh(name: str) -> Iterator[Target]:
 
 
 @contextlib.contextmanager
-def opened(target: Target, start: Position = START) -> Iterator[Sink]:
+def opened(target: Target, start: Position = START) -> Iterator[Runner]:
     sink = target.sink()
     sink.open(start)
     yield sink

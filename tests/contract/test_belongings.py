@@ -14,9 +14,9 @@ from targets.letters import Letters
 from pgcdc import adapters
 from pgcdc.core.errors import ConfigError, PgcdcError, SinkError
 from pgcdc.core.settings import make_options
-from pgcdc.sink.base import ParallelSink, ReplayableSink
-from pgcdc.sink.delivery import Delivery
+from pgcdc.sink.folder import FolderSink
 from pgcdc.sink.registry import ADAPTERS, make_sink
+from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
 
 ROOT = Path(__file__).parents[2]
@@ -59,8 +59,7 @@ def test_function_in_python_takes_the_options_of_the_configuration(name: str) ->
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_sink_delivers_dead_letters_again(name: str) -> None:
     with fresh(name) as target:
-        sink = target.sink()
-        assert isinstance(sink, ReplayableSink)
+        assert callable(target.make().redeliver)
         assert isinstance(target.spec().options, ADAPTERS[target.type].options)
 
 
@@ -96,9 +95,9 @@ def test_wrong_options_are_refused_before_anything_starts(name: str) -> None:
 def _prepare(target: Target, options: object) -> None:
     """What is done before a pipeline starts."""
     kind = ADAPTERS[target.type]
-    spec = AdapterSpec("one", target.type, make_options(kind.options, options, "adapter one"))  # type: ignore[arg-type]
+    spec = AdapterSpec("one", target.type, make_options(kind.options, options, "adapter one", "See it"))  # type: ignore[arg-type]
     kind.check(spec.options)
-    make_sink(spec, target.acks).check()
+    Runner(make_sink(spec, target.acks), target.acks, "one").check()
 
 
 # --- secrets
@@ -113,12 +112,13 @@ def test_secret_is_seen_nowhere(name: str, caplog: pytest.LogCaptureFixture, cap
         assert secret in repr(target.options()), "the target's options do not have its secret"
         spec = target.spec()
         seen = [repr(spec), str(spec), ADAPTERS[spec.type].target(spec.options)]
-        sink = target.sink()
-        delivery = Delivery(sink, QUICK, dead_letters=letters)
+        delivery = target.sink(QUICK, dead_letters=letters)
+        sink = delivery.sink
         delivery.open(START)
         delivery.write(batch(START, STREAM[4]))
         seen += [repr(sink), repr(delivery), str(vars(delivery))]
-        if isinstance(sink, ParallelSink):
+        if sink.takes_executors:
+            assert isinstance(sink, FolderSink)
             seen.append(pickle.dumps(sink.part_writer()).decode("latin-1"))
             seen.append(repr(sink.part_writer()))
         if (bad := target.bad_line(STREAM[5])) is not None:
@@ -135,7 +135,7 @@ def test_secret_is_seen_nowhere(name: str, caplog: pytest.LogCaptureFixture, cap
             assert secret not in text
 
 
-def _errors_of_an_outage(target: Target, delivery: Delivery) -> list[str]:
+def _errors_of_an_outage(target: Target, delivery: Runner) -> list[str]:
     found = []
     target.break_target()
     try:

@@ -26,7 +26,6 @@ from targets.letters import Letters
 from pgcdc.core.errors import SinkError, SinkRejected
 from pgcdc.core.failpoint import FailpointError
 from pgcdc.core.position import Position
-from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.spec import DeliveryOptions
 
 QUICK = DeliveryOptions(max_retries=1, backoff_base=0.001, backoff_cap=0.002, timeout=20.0)
@@ -53,7 +52,7 @@ def test_refused_event_is_a_dead_letter_once_and_the_others_arrive_in_order(name
     bad, letters = BAD[which], Letters()
     with fresh(name) as target:
         lines = spoiled(target, bad)
-        delivery = Delivery(target.sink(), QUICK, dead_letters=letters)
+        delivery = target.sink(QUICK, dead_letters=letters)
         delivery.open(START)
         for start, end in ((START, MIDDLE), (MIDDLE, END)):
             delivery.write(cut(lines, start, end))
@@ -74,7 +73,7 @@ def test_refused_event_is_a_dead_letter_once_and_the_others_arrive_in_order(name
 def test_without_a_place_for_dead_letters_the_adapter_stops_and_nothing_is_lost(name: str) -> None:
     with fresh(name) as target:
         lines = spoiled(target, [STREAM[5]])
-        delivery = Delivery(target.sink(), QUICK)
+        delivery = target.sink(QUICK)
         delivery.open(START)
         with pytest.raises(SinkRejected) as caught:
             delivery.write(cut(lines, START, END))
@@ -94,7 +93,7 @@ def test_dead_letter_that_cannot_be_written_stops_the_adapter_and_nothing_is_los
     letters.is_up = False
     with fresh(name) as target:
         lines = spoiled(target, [STREAM[5]])
-        delivery = Delivery(target.sink(), QUICK, dead_letters=letters)
+        delivery = target.sink(QUICK, dead_letters=letters)
         delivery.open(START)
         with pytest.raises(SinkError, match="could not be written") as caught:
             delivery.write(cut(lines, START, END))
@@ -103,7 +102,7 @@ def test_dead_letter_that_cannot_be_written_stops_the_adapter_and_nothing_is_los
         assert letters.kept == {}
         delivery.close()
         letters.is_up = True
-        again = Delivery(target.sink(), QUICK, dead_letters=letters)
+        again = target.sink(QUICK, dead_letters=letters)
         again.open(START)
         again.write(cut(lines, START, END))
         again.close()
@@ -118,14 +117,14 @@ def test_crash_behind_the_dead_letter_leaves_one_letter_and_loses_nothing(
     letters = Letters()
     with fresh(name) as target:
         lines = spoiled(target, [STREAM[0]])
-        delivery = Delivery(target.sink(), QUICK, dead_letters=letters)
+        delivery = target.sink(QUICK, dead_letters=letters)
         delivery.open(START)
         crash_at(target.before_ack)
         with pytest.raises(FailpointError):
             delivery.write(cut(lines, START, END))
         assert letters.lines() == [lines[0]]
         delivery.close()
-        again = Delivery(target.sink(), QUICK, dead_letters=letters)
+        again = target.sink(QUICK, dead_letters=letters)
         again.open(START)
         again.write(cut(lines, START, END))
         again.close()
@@ -141,7 +140,7 @@ def test_dead_letter_is_delivered_again_when_the_target_takes_it(name: str) -> N
     letters = Letters()
     with fresh(name) as target:
         lines = spoiled(target, [STREAM[5]])
-        delivery = Delivery(target.sink(), QUICK, dead_letters=letters)
+        delivery = target.sink(QUICK, dead_letters=letters)
         delivery.open(START)
         delivery.write(cut(lines, START, END))
         with pytest.raises(SinkRejected) as caught:  # still

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from running import run
 from sink_targets import END, START, STREAM, WHOLE, FolderInTwoParts, FolderTarget, batch, batch_of, opened, up_to
 
 from pgcdc.core.errors import SinkError, SinkUnavailable
 from pgcdc.core.failpoint import FailpointError
 from pgcdc.core.position import Position
-from pgcdc.sink.base import Batch
+from pgcdc.event.batch import Batch
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.folder import FolderSink, file_sink
 from pgcdc.sink.spec import FileOptions
@@ -91,22 +92,22 @@ def test_commit_that_could_not_be_shown_is_shown_by_the_next_try(
 
 def test_parts_that_begin_before_the_ack_are_refused(folder: FolderTarget) -> None:
     with opened(folder) as sink:
-        assert isinstance(sink, FolderSink)
-        receipt = sink.part_writer().write_part(0, batch(START, END).events.to_batches())
+        assert isinstance(sink.sink, FolderSink)
+        receipt = sink.sink.part_writer().write_part(0, batch(START, END).events.to_batches())
         assert receipt is not None
         sink.write(batch(START, Position.end(120)))
         with pytest.raises(SinkUnavailable, match="begin at"):
-            sink.commit_parts(START, END, [receipt])
-        sink.commit_parts(START, Position.end(115), [receipt])  # the ack has it all: skipped
+            sink.sink.commit_parts(START, END, [receipt])
+        sink.sink.commit_parts(START, Position.end(115), [receipt])  # the ack has it all: skipped
     assert folder.lines() == up_to(Position.end(120))
 
 
 def test_parts_without_a_receipt_are_never_seen_and_deleted_at_the_next_start(folder: FolderTarget) -> None:
     with opened(folder) as sink:
-        assert isinstance(sink, FolderSink)
-        assert sink.part_writer().write_part(0, []) is None
+        assert isinstance(sink.sink, FolderSink)
+        assert sink.sink.part_writer().write_part(0, []) is None
         assert hidden(folder) == []
-        sink.part_writer().write_part(3, batch(START, END).events.to_batches())
+        sink.sink.part_writer().write_part(3, batch(START, END).events.to_batches())
         assert len(hidden(folder)) == 1
     assert folder.lines() == []
     with opened(folder):
@@ -145,12 +146,12 @@ def test_parts_may_be_taken_away_by_their_reader(folder: FolderTarget) -> None:
 
 def test_path_with_a_slash_or_of_a_folder_is_a_folder(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
-    assert isinstance(file_sink(f"{tmp_path}/new/", tmp_path), FolderSink)
-    assert isinstance(file_sink(tmp_path / "there", tmp_path), FolderSink)
-    assert isinstance(file_sink(tmp_path / "new", tmp_path), FileSink)
+    assert isinstance(file_sink(f"{tmp_path}/new/"), FolderSink)
+    assert isinstance(file_sink(tmp_path / "there"), FolderSink)
+    assert isinstance(file_sink(tmp_path / "new"), FileSink)
     for path, is_folder in ((f"{tmp_path}/new/", True), (f"{tmp_path}/new", False)):
         options = FileOptions.model_validate({"path": path})
-        assert isinstance(file_sink(options.path, tmp_path, is_folder=options.is_folder), FolderSink) == is_folder
+        assert isinstance(file_sink(options.path, is_folder=options.is_folder), FolderSink) == is_folder
 
 
 def test_keys_are_read_back_from_all_parts_and_missing_ones_are_refused(folder: FolderTarget, tmp_path: Path) -> None:
@@ -163,29 +164,29 @@ def test_keys_are_read_back_from_all_parts_and_missing_ones_are_refused(folder: 
         for start, position, operation, key in ((START, first, "INSERT", "7"), (first, second, "INSERT", "8")):
             table = pa.table({"position": [str(position)], "line": [event(position, operation, key)]})
             sink.write(Batch(start, position, table))
-        assert isinstance(sink, FolderSink)
+        assert isinstance(sink.sink, FolderSink)
         assert content_kind(folder.path) == "events"
         with KeyStore(tmp_path / "keys.db", {("public", "orders"): ["id"]}) as store:
-            sink.read_back(store)
+            sink.sink.read_back(store)
             assert store.write_keys(("public", "orders"), tmp_path / "keys") == 2
         (folder.path / names(folder)[0]).unlink()
         with (
             pytest.raises(SinkError, match="has 1 parts"),
             KeyStore(tmp_path / "keys.db", {("public", "orders"): ["id"]}) as store,
         ):
-            sink.read_back(store)
+            sink.sink.read_back(store)
 
 
 def test_part_that_the_driver_does_not_see_is_not_acknowledged(folder: FolderTarget) -> None:
     with opened(folder) as sink:
-        assert isinstance(sink, FolderSink)
-        receipt = sink.part_writer().write_part(0, batch(START, END).events.to_batches())
+        assert isinstance(sink.sink, FolderSink)
+        receipt = sink.sink.part_writer().write_part(0, batch(START, END).events.to_batches())
         assert receipt is not None
         for wrong in ({**receipt, "size": 1}, {**receipt, "file": "gone"}):
             with pytest.raises(SinkUnavailable):
-                sink.commit_parts(START, END, [wrong])
+                sink.sink.commit_parts(START, END, [wrong])
             assert folder.sink().ack == START
-        sink.commit_parts(START, END, [receipt])
+        sink.sink.commit_parts(START, END, [receipt])
     assert folder.lines() == WHOLE
 
 
@@ -198,7 +199,7 @@ def test_acknowledged_parts_are_shown_before_the_adapter_goes_on_elsewhere(
         crash_at("folder.before_shown")
         with pytest.raises(FailpointError):
             sink.write(batch(Position.end(110), Position.end(130)))
-    other = file_sink(tmp_path / "other", folder.acks, is_folder=next_target == "folder")
+    other = run(file_sink(tmp_path / "other", is_folder=next_target == "folder"), folder.acks)
     other.open(START)
     assert other.ack == Position.end(130)
     assert folder.lines() == up_to(Position.end(130))
@@ -219,15 +220,15 @@ def test_acknowledged_parts_that_cannot_be_shown_are_told(
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", rename)
         with pytest.raises(SinkError, match="acknowledged and not shown yet"):
-            FolderSink(tmp_path / "other", folder.acks).open(START)
+            run(FolderSink(tmp_path / "other"), folder.acks).open(START)
     shutil.rmtree(folder.path)  # thrown away: nothing is owed there
-    FolderSink(tmp_path / "other", folder.acks).open(START)
+    run(FolderSink(tmp_path / "other"), folder.acks).open(START)
 
 
 def test_folder_has_one_owner(folder: FolderTarget, tmp_path: Path) -> None:
     (tmp_path / "others").mkdir()
     with opened(folder) as sink:
-        other = FolderSink(folder.path, tmp_path / "others")
+        other = run(FolderSink(folder.path), tmp_path / "others")
         for call in (other.check, lambda: other.open(START)):
             with pytest.raises(SinkError, match="the folder of another pipeline"):
                 call()
@@ -242,7 +243,7 @@ def test_folder_in_which_nothing_was_written_is_free_again(folder: FolderTarget,
     (tmp_path / "others").mkdir()
     with opened(folder):
         pass
-    other = FolderSink(folder.path, tmp_path / "others")
+    other = run(FolderSink(folder.path), tmp_path / "others")
     other.open(START)
     with pytest.raises(SinkError, match="the folder of another pipeline"), opened(folder):
         pass
@@ -266,7 +267,7 @@ def test_part_that_was_deleted_before_it_was_shown_is_an_error(
 
 
 def test_path_may_become_a_folder_and_a_file_again(folder: FolderTarget) -> None:
-    first = FileSink(folder.path, folder.acks)
+    first = run(FileSink(folder.path), folder.acks)
     first.open(START)
     first.write(batch(START, Position.end(110)))
     first.close()
@@ -275,7 +276,7 @@ def test_path_may_become_a_folder_and_a_file_again(folder: FolderTarget) -> None
         sink.write(batch(START, Position.end(120)))
     assert folder.lines() == up_to(Position.end(120))[len(up_to(Position.end(110))) :]
     shutil.rmtree(folder.path)
-    again = FileSink(folder.path, folder.acks)
+    again = run(FileSink(folder.path), folder.acks)
     again.open(START)
     assert again.ack == Position.end(120)
     again.close()
@@ -296,7 +297,7 @@ def test_crash_between_a_file_at_the_path_of_a_folder_and_its_ack(folder: Folder
         sink.write(batch(START, Position.end(110)))
     shutil.rmtree(folder.path)
     folder.path.touch()
-    file = FileSink(folder.path, folder.acks)
+    file = run(FileSink(folder.path), folder.acks)
     file.open(START)
     assert file.ack == Position.end(110)
     file.close()
@@ -315,7 +316,7 @@ def past(number: int) -> Batch:
 
 def test_redelivered_events_are_parts_of_their_own_with_numbers_that_are_never_used_again(folder: FolderTarget) -> None:
     with opened(folder) as sink:
-        assert isinstance(sink, FolderSink)
+        assert isinstance(sink.sink, FolderSink)
         sink.write(batch(START, Position.end(120)))
         sink.redeliver(past(1))
         moved = next(folder.path.glob("*-R*.jsonl"))
@@ -324,7 +325,7 @@ def test_redelivered_events_are_parts_of_their_own_with_numbers_that_are_never_u
         sink.redeliver(past(2))
         sink.write(batch(Position.end(120), END))
     with opened(folder) as sink:
-        assert isinstance(sink, FolderSink)
+        assert isinstance(sink.sink, FolderSink)
         sink.redeliver(past(3))
     assert [name for name in names(folder) if "-R" in name] == [
         "0000000000000078-0FFFFFFFFFFFF-R00002.jsonl",
@@ -336,7 +337,7 @@ def test_redelivery_that_could_not_be_shown_is_shown_by_the_next_try_and_not_wri
     folder: FolderTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(folder) as sink:
-        assert isinstance(sink, FolderSink)
+        assert isinstance(sink.sink, FolderSink)
         sink.write(batch(START, Position.end(120)))
         real, failures = os.rename, [OSError(5, "Input/output error")]
 
@@ -359,7 +360,7 @@ def test_crash_in_a_redelivery_leaves_all_of_it_or_nothing(
     folder: FolderTarget, crash_at: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(folder) as sink:
-        assert isinstance(sink, FolderSink)
+        assert isinstance(sink.sink, FolderSink)
         sink.write(batch(START, Position.end(120)))
         crash_at("folder.before_redelivered")
         with pytest.raises(FailpointError):
@@ -368,7 +369,7 @@ def test_crash_in_a_redelivery_leaves_all_of_it_or_nothing(
         assert WHOLE[10] not in folder.lines()
         assert hidden(folder) == []
         monkeypatch.setattr(FolderSink, "_show", _broken)
-        assert isinstance(sink, FolderSink)
+        assert isinstance(sink.sink, FolderSink)
         with pytest.raises(SinkUnavailable):
             sink.redeliver(past(10))
     monkeypatch.undo()

@@ -20,9 +20,8 @@ from sink_targets import PLAIN, Target, fresh
 
 from pgcdc.core.errors import SinkUnavailable
 from pgcdc.core.position import Position
+from pgcdc.event.batch import Batch
 from pgcdc.run.member import Adapter
-from pgcdc.sink.base import Batch, ParallelSink
-from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
 
 if TYPE_CHECKING:
@@ -78,9 +77,8 @@ class All(Run):
         for one in specs:
             target = self.targets[one.name]
             target.acks, target.name = self.state.acks, one.name
-            sink = target.sink()
-            self.gates[one.name] = Gate(sink)
-            delivery = Delivery(sink, DeliveryOptions(max_retries=0, cb_max_failures=0, timeout=120.0))
+            delivery = target.sink(DeliveryOptions(max_retries=0, cb_max_failures=0, timeout=120.0))
+            self.gates[one.name] = Gate(delivery.sink)
             delivery.check()
             made.append(Adapter(one.name, delivery, self._chain(one), one.priority))
         return made
@@ -209,5 +207,5 @@ def test_a_hundred_thousand_rows_at_once(start: Callable[..., All], source: Sour
     run.end()
     check_all(run.targets, source.rows)
     for name, gate in run.gates.items():
-        if isinstance(run.targets[name].sink(), ParallelSink):
+        if run.targets[name].make().takes_executors:
             assert gate.parts, f"executors have not written to {name}"

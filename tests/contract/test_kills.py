@@ -26,7 +26,6 @@ from sink_targets import (
 )
 
 from pgcdc.core.position import Position
-from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.letters.file_store import FileDeadLetters
 from pgcdc.sink.letters.stores import Query
 
@@ -90,7 +89,7 @@ def test_process_that_is_killed_behind_a_dead_letter_leaves_one_and_loses_nothin
         letters = FileDeadLetters(tmp_path / "letters.jsonl")
         letters.open()
         assert [one.position for one in letters.find(Query())] == [str(bad)]
-        delivery = Delivery(target.sink(), dead_letters=letters)
+        delivery = target.sink(dead_letters=letters)
         delivery.open(START)
         delivery.write(cut(lines, START, END))
         delivery.close()

@@ -23,7 +23,7 @@ from sink_targets import (
 
 from pgcdc.core.errors import PgcdcError, Policy, SinkUnavailable, policy_of
 from pgcdc.core.position import Position
-from pgcdc.sink.delivery import Delivery, NoHooks
+from pgcdc.sink.attempts import NoHooks
 from pgcdc.sink.spec import DeliveryOptions
 
 QUICK = DeliveryOptions(max_retries=2, backoff_base=0.001, backoff_cap=0.002, cb_max_failures=0, timeout=20.0)
@@ -61,7 +61,7 @@ def test_only_targets_that_cannot_go_away_have_no_outage() -> None:
 def test_outage_that_lasts_is_said_and_afterwards_everything_arrives(name: str) -> None:
     hooks = _Healer()
     with fresh(name) as target:
-        delivery = Delivery(target.sink(), QUICK, hooks)
+        delivery = target.sink(QUICK, hooks)
         delivery.open(START)
         delivery.write(batch(START, MIDDLE))
         with broken(target):
@@ -83,7 +83,7 @@ def test_outage_that_lasts_is_said_and_afterwards_everything_arrives(name: str) 
 def test_short_outage_is_not_noticed(name: str) -> None:
     with fresh(name) as target:
         hooks = _Healer(target)
-        delivery = Delivery(target.sink(), QUICK, hooks)
+        delivery = target.sink(QUICK, hooks)
         delivery.open(START)
         delivery.write(batch(START, MIDDLE))
         target.break_target()
@@ -122,7 +122,7 @@ def test_sink_that_is_made_during_an_outage_works_or_says_so_and_loses_nothing(n
 def test_outage_in_the_middle_of_a_batch_sends_nothing_twice(name: str) -> None:
     """Nothing has crashed: a target that cannot take anything back does not get again what it has taken."""
     with fresh(name) as target:
-        delivery = Delivery(target.sink(), QUICK)
+        delivery = target.sink(QUICK)
         delivery.open(START)
         target.break_after(6)
         with pytest.raises(SinkUnavailable):

@@ -36,7 +36,7 @@ from targets.events import many
 from pgcdc.core.errors import SinkError, StateError
 from pgcdc.core.failpoint import FailpointError
 from pgcdc.core.position import Position
-from pgcdc.sink.base import Batch
+from pgcdc.event.batch import Batch
 
 # --- a quiet day
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pyarrow as pa
 import pytest
+import running
 from databases import Database
 from laning import Run, TestSink
 from listening import wait_until
 
-from pgcdc.sink.base import Receipt
-from pgcdc.sink.delivery import Delivery
+from pgcdc.sink.contract import Receipt
 from pgcdc.sink.folder import FolderPartWriter, FolderSink
+from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import DeliveryOptions
 from pgcdc.spark.parallel import LargeBatches
 
@@ -61,9 +62,9 @@ def run(spark: SparkSession, database: Database, tmp_path: Path) -> Iterator[Run
     acks.mkdir(parents=True)
     options = DeliveryOptions(max_retries=1, backoff_base=0.01, cb_reset=1.0)
     sinks: dict[str, Any] = {
-        "a": Delivery(ToldSink(tmp_path / "a", acks, "a"), options),
-        "b": TestSink(tmp_path, acks, "b"),
-        "c": Delivery(FolderSink(tmp_path / "c", acks, "c"), options),
+        "a": Runner(ToldSink(tmp_path / "a"), acks, "a", options),
+        "b": running.run(TestSink(tmp_path, "b"), acks, "b", timeout=600),
+        "c": Runner(FolderSink(tmp_path / "c"), acks, "c", options),
     }
     made.sinks = sinks
     made.seen.tell("a", "")

@@ -21,7 +21,7 @@ from pgcdc.core.errors import ConfigError, GapError
 from pgcdc.core.failpoint import FailpointError
 from pgcdc.core.position import Position
 from pgcdc.core.state import read_json
-from pgcdc.sink.delivery import Delivery
+from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import DeliveryOptions
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def test_a_batch_that_fails_after_a_sink_left_in_it_is_replayed_without_it(
 def test_adapters_come_and_go_while_it_runs(start: Callable[..., Run], writer: Writer) -> None:
     run = start("a")
     run.seen.wait_for("a", writer.write(3))
-    run.sinks["late"] = TestSink(run.folder, run.state.acks, "late")
+    run.sinks["late"] = TestSink(run.folder, "late")
     run.add_adapter(adapters.noop(name="late"))
     assert "late" in run.seen.lanes()
     last = writer.write(5)
@@ -185,7 +185,7 @@ def test_adapters_come_and_go_while_it_runs(start: Callable[..., Run], writer: W
     run.seen.wait_for("a", writer.write(2))
     assert run.seen.keys("late") == [4, 5, 6, 7, 8]
     with pytest.raises(GapError, match="the others were served"):
-        run.sinks["late"] = TestSink(run.folder, run.state.acks, "late")
+        run.sinks["late"] = TestSink(run.folder, "late")
         run.add_adapter(adapters.noop(name="late"))
     with pytest.raises(ConfigError, match="no adapter 'late'"):
         run.remove_adapter("late")
@@ -275,7 +275,7 @@ def test_the_end_does_not_wait_for_a_rate_limit(
 
     def begin(options: DeliveryOptions) -> Run:
         run = Run(spark, database.url, tmp_path, ["a"])
-        sinks: dict[str, Any] = {"a": Delivery(TestSink(tmp_path, run.state.acks, "a"), options)}
+        sinks: dict[str, Any] = {"a": Runner(TestSink(tmp_path, "a"), run.state.acks, "a", options)}
         run.sinks = sinks
         return run.begin()
 

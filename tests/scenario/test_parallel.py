@@ -18,10 +18,10 @@ from pgcdc.core.operation import Op
 from pgcdc.core.position import SCHEMA_SUB, Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.event.events import KEYED_BLOCKS
-from pgcdc.sink.base import Receipt
-from pgcdc.sink.delivery import Delivery
+from pgcdc.sink.contract import Receipt
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.folder import FolderPartWriter, FolderSink
+from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import DeliveryOptions
 from pgcdc.spark.parallel import write_parallel
 
@@ -58,13 +58,13 @@ SEGMENTS = 6
 
 
 @pytest.fixture
-def run(spark: SparkSession, tmp_path: Path) -> Callable[..., list[Delivery]]:
+def run(spark: SparkSession, tmp_path: Path) -> Callable[..., list[Runner]]:
     """Writes STREAM, as one batch, to sinks, and returns those that want it otherwise."""
     end = write_spool(tmp_path / "spool", STREAM)
     numbers = iter(range(100))
 
-    def run(*members: Delivery) -> list[Delivery]:
-        left: list[Delivery] = []
+    def run(*members: Runner) -> list[Runner]:
+        left: list[Runner] = []
         errors: list[BaseException] = []
 
         def write(frame: DataFrame, _: int) -> None:
@@ -83,9 +83,9 @@ def run(spark: SparkSession, tmp_path: Path) -> Callable[..., list[Delivery]]:
     return run
 
 
-def delivery(tmp_path: Path, kind: Callable[..., FolderSink] = FolderSink, name: str = "a", **options: Any) -> Delivery:
+def delivery(tmp_path: Path, kind: Callable[..., FolderSink] = FolderSink, name: str = "a", **options: Any) -> Runner:
     (tmp_path / "acks").mkdir(exist_ok=True)
-    made = Delivery(kind(tmp_path / name, tmp_path / "acks", name), DeliveryOptions(backoff_base=0.01, **options))
+    made = Runner(kind(tmp_path / name), tmp_path / "acks", name, DeliveryOptions(backoff_base=0.01, **options))
     made.open(START)
     return made
 
@@ -123,7 +123,7 @@ def hidden(folder: Path) -> list[str]:
 
 
 def test_several_sinks_at_different_places_and_of_different_kinds(
-    run: Callable[..., list[Delivery]], tmp_path: Path
+    run: Callable[..., list[Runner]], tmp_path: Path
 ) -> None:
     class Unordered(FolderSink):
         needs_key_order = False
@@ -133,7 +133,7 @@ def test_several_sinks_at_different_places_and_of_different_kinds(
     second.sink.commit_parts(START, middle, [])  # type: ignore[attr-defined]
     limited = delivery(tmp_path, name="limited", rate_limit=1e6)
     unordered = delivery(tmp_path, Unordered, name="unordered")
-    line_file = Delivery(FileSink(tmp_path / "file.jsonl", tmp_path / "acks"))
+    line_file = Runner(FileSink(tmp_path / "file.jsonl"), tmp_path / "acks", "file")
     line_file.open(START)
     left = run(first, second, limited, unordered, line_file)
     assert left == [limited, line_file]
@@ -154,7 +154,7 @@ def test_several_sinks_at_different_places_and_of_different_kinds(
     check(read(tmp_path / "first"))
 
 
-def test_workers_that_are_killed_in_the_middle_of_a_part(run: Callable[..., list[Delivery]], tmp_path: Path) -> None:
+def test_workers_that_are_killed_in_the_middle_of_a_part(run: Callable[..., list[Runner]], tmp_path: Path) -> None:
     marks = tmp_path / "marks"
     marks.mkdir()
 
@@ -189,7 +189,7 @@ def test_workers_that_are_killed_in_the_middle_of_a_part(run: Callable[..., list
 
 
 def test_commit_that_fails_is_tried_again_and_nothing_is_twice(
-    run: Callable[..., list[Delivery]], tmp_path: Path
+    run: Callable[..., list[Runner]], tmp_path: Path
 ) -> None:
     class Shaky(FolderSink):
         failures = 0
@@ -207,7 +207,7 @@ def test_commit_that_fails_is_tried_again_and_nothing_is_twice(
 
 
 @pytest.mark.slow
-def test_part_that_hangs_is_cancelled_after_the_timeout(run: Callable[..., list[Delivery]], tmp_path: Path) -> None:
+def test_part_that_hangs_is_cancelled_after_the_timeout(run: Callable[..., list[Runner]], tmp_path: Path) -> None:
     class Hanging:
         def __init__(self, inner: FolderPartWriter) -> None:
             self.inner = inner

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from databases import Database
 from psycopg import sql
+from running import run
 from targets.events import END, START, STREAM, batch, batch_of, event, to_line
 from targets.pg_table import ITEMS
 
@@ -26,9 +27,10 @@ from pgcdc.core.shapes import ShapeChange, append_shapes
 from pgcdc.core.state import Identity, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.run.validation import Check, run_checks
-from pgcdc.sink.ack import AckFile
+from pgcdc.sink.contract import Progress
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.sink import PgTableSink
+from pgcdc.sink.runner import Runner
 
 HALF = Position.end(120)
 
@@ -39,18 +41,17 @@ class Made:
     def __init__(self, url: str, folder: Path) -> None:
         self.url, self.folder = url, folder
         self.said: list[str] = []
-        self._sinks: list[PgTableSink] = []
+        self._sinks: list[Runner] = []
         (folder / "acks").mkdir(exist_ok=True)
 
-    def sink(self, timeout_s: float = 30.0, **options: Any) -> PgTableSink:
-        made = PgTableSink(
-            PgTableOptions(**{"db": self.url, **options}),
-            self.folder / "acks", timeout_s=timeout_s, say=self.said.append,
-        )  # fmt: skip
+    def sink(self, timeout_s: float = 30.0, **options: Any) -> Runner:
+        acks = self.folder / "acks"
+        given = PgTableOptions(**{"db": self.url, **options})
+        made = run(PgTableSink(given, acks, timeout_s=timeout_s, say=self.said.append), acks, "pg_table")
         self._sinks.append(made)
         return made
 
-    def opened(self, timeout_s: float = 30.0, **options: Any) -> PgTableSink:
+    def opened(self, timeout_s: float = 30.0, **options: Any) -> Runner:
         sink = self.sink(timeout_s, **options)
         sink.open(START)
         return sink
@@ -176,7 +177,7 @@ def test_target_that_was_restored_to_an_older_state_is_refused(database: Databas
 def test_positions_go_back_where_a_resync_says_so(database: Database, made: Made) -> None:
     """Those of another server can be smaller: what comes from there is not what was written before."""
     made.opened().write(batch(Position.end(125), END))
-    ack = AckFile(made.folder / "acks", "pg_table")
+    ack = Progress(made.folder / "acks", "pg_table")
     ack.save(START, ack.detail)  # as `pgcdc resync` does
     sink = made.opened()
     assert sink.ack == START
@@ -390,7 +391,7 @@ def test_wrong_password_is_said_and_not_shown(tmp_path: Path) -> None:
             with pytest.raises(SinkError, match="password authentication failed") as caught:
                 call()
             assert not isinstance(caught.value, SinkUnavailable)
-            shown = f"{caught.value!r} {caught.value} {caught.value.__cause__} {sink!r}"
+            shown = f"{caught.value!r} {caught.value} {caught.value.__cause__} {sink.sink!r}"
             assert "hunter2" not in shown and "password" in caught.value.advice
 
 
@@ -420,7 +421,9 @@ def test_sessions_mean_by_texts_what_the_source_means_and_commits_are_durable(
     database.execute(f"GRANT CREATE ON SCHEMA public TO {role}")
     made.url = database.server.url(database.name, role)
     sink = made.opened()
-    assert sink._conn is not None
+    assert isinstance(sink.sink, PgTableSink)
+    conn = sink.sink._conn
+    assert conn is not None
     names = (
         "synchronous_commit",
         "TimeZone",
@@ -429,7 +432,7 @@ def test_sessions_mean_by_texts_what_the_source_means_and_commits_are_durable(
         "transaction_isolation",
         "application_name",
     )
-    found = [sink._conn.execute("SELECT current_setting(%s)", (name,)).fetchone() for name in names]
+    found = [conn.execute("SELECT current_setting(%s)", (name,)).fetchone() for name in names]
     assert [one and one[0] for one in found] == [
         "on",
         "UTC",

@@ -13,14 +13,15 @@ import pytest
 from applying import Mirror, Source, content, cuts, two_databases
 from databases import Database
 from histories import NAMES, History
+from running import run
 
 from pgcdc.config.layers import load_config
 from pgcdc.core.errors import ConfigError, SinkError
 from pgcdc.core.state import Identity, StateDir
+from pgcdc.event.batch import Batch
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.run.pipeline import Pipeline
 from pgcdc.run.validation import Check, run_checks
-from pgcdc.sink.base import Batch
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.sink import PgTableSink
 
@@ -460,7 +461,8 @@ def test_a_table_that_would_feed_itself_is_refused(database: Database, tmp_path:
 
     def check(schema: str | None = None) -> None:
         options = PgTableOptions(db=database.url, mode="apply", target_schema=schema)
-        PgTableSink(options, state.path / "acks", "mirror").check()
+        acks = state.path / "acks"
+        run(PgTableSink(options, acks, "mirror"), acks, "mirror").check()
 
     with pytest.raises(SinkError, match="would apply the rows of t to a table that it captures"):
         check()

@@ -9,6 +9,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from applying import Mirror, Source, content, cuts, two_databases
+from running import run
 
 from pgcdc.core.errors import SinkError
 from pgcdc.core.state import StateDir
@@ -18,6 +19,7 @@ from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.rejected import Effect, Rejected
 from pgcdc.sink.pg_table.sink import PgTableSink
 from pgcdc.sink.pg_table.staging import MOST_TABLES
+from pgcdc.sink.runner import Runner
 
 
 @pytest.fixture
@@ -188,12 +190,14 @@ def test_very_many_tables_do_not_leave_very_many_staging_tables(pair: tuple[Sour
 # --- adapters that begin at the same time
 
 
-def sinks(url: str, folder: Path, count: int) -> list[PgTableSink]:
+def sinks(url: str, folder: Path, count: int) -> list[Runner]:
     found = []
     for number in range(count):
         state = StateDir(folder / str(number))
         state.create()
-        found.append(PgTableSink(PgTableOptions(db=url, mode="apply", origin="none"), state.acks, f"sink{number}"))
+        options = PgTableOptions(db=url, mode="apply", origin="none")
+        name = f"sink{number}"
+        found.append(run(PgTableSink(options, state.acks, name), state.acks, name))
     return found
 
 
@@ -204,7 +208,7 @@ def test_adapters_that_begin_at_once_do_not_fail_over_tables_of_their_own(
     faults: list[Exception] = []
     gate = threading.Barrier(4)
 
-    def begin(sink: PgTableSink) -> None:
+    def begin(sink: Runner) -> None:
         gate.wait()
         try:
             sink.open(source.start)

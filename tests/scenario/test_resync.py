@@ -152,7 +152,7 @@ def test_a_lost_slot_is_begun_anew_with_the_same_file(delivery: Delivery, databa
 def rotating(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Files that are delivered to rotate."""
     given: dict[str, Any] = {"max_bytes": 800, "compression": "zstd"}
-    monkeypatch.setattr(proving, "FileSink", lambda path, acks: FileSink(path, acks, **given))
+    monkeypatch.setattr(proving, "FileSink", lambda path: FileSink(path, **given))
     return given
 
 

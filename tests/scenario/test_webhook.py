@@ -23,14 +23,15 @@ from typing import Any
 import pytest
 import trustme
 from receivers import How, Receiver, Request, answer, free_port, raw, receiver
+from running import run
 from targets.events import END, START, STREAM, batch, batch_of, by_key, event, line, to_line
 from targets.webhook import ITEMS
 
 from pgcdc.core.errors import PgcdcError, SinkError, SinkRejected, SinkUnavailable
 from pgcdc.core.position import Position
 from pgcdc.core.shapes import ShapeChange, append_shapes
-from pgcdc.sink.base import Batch
-from pgcdc.sink.delivery import Delivery
+from pgcdc.event.batch import Batch
+from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import DeliveryOptions
 from pgcdc.sink.webhook.options import WebhookOptions
 from pgcdc.sink.webhook.sink import WebhookSink
@@ -46,13 +47,14 @@ def hook() -> Iterator[Receiver]:
 
 
 @contextlib.contextmanager
-def sink_to(url: str, folder: Path, **options: Any) -> Iterator[WebhookSink]:
+def sink_to(url: str, folder: Path, delivery: DeliveryOptions | None = None, **options: Any) -> Iterator[Runner]:
     acks = folder / "acks"
     acks.mkdir(exist_ok=True)
     if not (folder / "shapes.jsonl").exists():
         append_shapes(folder / "shapes.jsonl", [ShapeChange(Position.at(101, 0), ITEMS)])
     given = {"url": url, "allow_private": True, "request_timeout": 5.0, **options}
-    sink = WebhookSink(WebhookOptions.model_validate(given), acks)
+    tries = delivery.model_dump() if delivery is not None else {}
+    sink = run(WebhookSink(WebhookOptions.model_validate(given)), acks, "webhook", **tries)
     sink.open(START)
     try:
         yield sink
@@ -255,8 +257,8 @@ def test_connection_that_is_closed_after_each_answer_is_only_a_retry(hook: Recei
 
     hook.how = how
     options = DeliveryOptions(max_retries=100, backoff_base=0.001, backoff_cap=0.001)
-    with sink_to(hook.url, tmp_path, concurrency=1) as sink:
-        Delivery(sink, options).write(batch(START, END))
+    with sink_to(hook.url, tmp_path, options, concurrency=1) as sink:
+        sink.write(batch(START, END))
     assert list(dict.fromkeys(hook.lines)) == [line(position) for position in STREAM]
 
 
@@ -361,8 +363,8 @@ def test_order_holds_through_failures_and_retries_and_nothing_comes_twice(hook: 
     hook.how, hook.delay_s = how, 0.004
     lines = changes(keys=20, count=400, seed=5)
     options = DeliveryOptions(max_retries=1000, backoff_base=0.001, backoff_cap=0.002)
-    with sink_to(hook.url, tmp_path, concurrency=16) as sink:
-        Delivery(sink, options).write(whole(lines))
+    with sink_to(hook.url, tmp_path, options, concurrency=16) as sink:
+        sink.write(whole(lines))
         assert sink.ack == Position.end(100_000)
     assert len(hook.seen) > len(lines)  # there were failures
     assert len(hook.lines) == len(lines)
@@ -383,15 +385,15 @@ def test_ack_follows_what_is_delivered_before_a_failure(hook: Receiver, tmp_path
 def test_large_batch_is_given_in_parts_that_are_done_in_time(hook: Receiver, tmp_path: Path) -> None:
     hook.delay_s = 0.002
     acks: list[Position] = []
-    with sink_to(hook.url, tmp_path, concurrency=2) as sink:
-        write = sink.write
+    with sink_to(hook.url, tmp_path, DeliveryOptions(timeout=1.0), concurrency=2) as sink:
+        write = sink.sink.write
 
-        def watch(part: Batch) -> None:
-            write(part)
+        def watch(batch: Batch) -> None:
             acks.append(sink.ack)
+            write(batch)
 
-        sink.write = watch  # type: ignore[method-assign, assignment]
-        Delivery(sink, DeliveryOptions(timeout=1.0)).write(whole(changes(10, 300, 1)))
+        sink.sink.write = watch  # type: ignore[method-assign]
+        sink.write(whole(changes(10, 300, 1)))
         assert sink.ack == Position.end(100_000)
     assert len(acks) > 1
     assert len(hook.lines) == 300
@@ -484,7 +486,7 @@ def test_server_may_ask_for_our_certificate(authority: trustme.CA, tmp_path: Pat
         assert len(hook.lines) == COUNT
     options = {"url": "https://example.com", "cert_file": cert_file, "key_file": ca_file, "allow_private": True}
     with pytest.raises(SinkError, match=r"cert\.pem cannot be used for TLS"):
-        WebhookSink(WebhookOptions.model_validate(options), tmp_path / "acks").check()
+        run(WebhookSink(WebhookOptions.model_validate(options)), tmp_path / "acks", "webhook").check()
 
 
 def test_plain_http_at_a_tls_url_is_no_certificate_error(hook: Receiver, tmp_path: Path) -> None:
@@ -502,7 +504,7 @@ def test_private_addresses_are_refused_when_a_connection_is_made(hook: Receiver,
     assert hook.seen == []
     acks = tmp_path / "acks"
     with pytest.raises(SinkError, match="private address"):
-        WebhookSink(WebhookOptions(url=url), acks).check()
+        run(WebhookSink(WebhookOptions(url=url)), acks, "webhook").check()
 
 
 def test_name_that_leads_somewhere_else_the_next_time_gains_nothing(
@@ -552,7 +554,7 @@ def test_netrc_of_the_user_is_not_read(hook: Receiver, tmp_path: Path, monkeypat
 
 def test_host_that_does_not_exist_is_found_by_the_check(tmp_path: Path) -> None:
     with pytest.raises(PgcdcError, match="cannot be resolved"):
-        WebhookSink(WebhookOptions(url="https://nowhere.invalid/x"), tmp_path).check()
+        run(WebhookSink(WebhookOptions(url="https://nowhere.invalid/x")), tmp_path, "webhook").check()
 
 
 # --- kill -9
@@ -564,12 +566,13 @@ CHILD = """
     from pgcdc.core.position import Position
     from pgcdc.sink.webhook.options import WebhookOptions
     from pgcdc.sink.webhook.sink import WebhookSink
+    from running import run
     from targets.events import START, batch_of
 
     folder, url, batch_size, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     lines = (folder / "lines").read_text().splitlines(keepends=True)
     options = WebhookOptions(url=url, allow_private=True, concurrency=16, batch_size=batch_size)
-    sink = WebhookSink(options, folder / "acks")
+    sink = run(WebhookSink(options), folder / "acks", "webhook")
     sink.open(START)
     sent = 0
     for begin in range(0, len(lines), step):  # cut in other places each time
@@ -631,7 +634,8 @@ def test_example_receiver_checks_the_signature_and_takes_every_event_once(tmp_pa
         url = child.stdout.readline().removeprefix("listening on ").strip() + "hook"
         error = refused(tmp_path, url, SinkError, signing_key="another key")
         assert "answer 401" in error.message and "signing key" in error.advice
-        for number, options in enumerate(({}, {"batch_size": 5}, {"batch_size": 5, "gzip": True})):
+        kinds: list[dict[str, Any]] = [{}, {"batch_size": 5}, {"batch_size": 5, "gzip": True}]
+        for number, options in enumerate(kinds):
             (tmp_path / f"{number}").mkdir()  # a sink that has forgotten everything
             with sink_to(url, tmp_path / f"{number}", signing_key="the key", **options) as sink:
                 sink.write(batch(START, END))

@@ -9,9 +9,14 @@ from typing import Any
 from pgcdc.core.position import Position
 from pgcdc.core.settings import make_options
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.sink.base import Sink
+from pgcdc.sink.attempts import DeliveryHooks
+from pgcdc.sink.contract import Sink
+from pgcdc.sink.letters.stores import DeadLetters
 from pgcdc.sink.registry import ADAPTERS, make_sink
-from pgcdc.sink.spec import AdapterSpec
+from pgcdc.sink.runner import Runner
+from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
+
+ONE_TRY = DeliveryOptions(max_retries=0, cb_max_failures=0)
 
 
 class BaseTarget:
@@ -55,9 +60,18 @@ class BaseTarget:
         kind = ADAPTERS[self.type]
         return AdapterSpec(self.name or self.type, self.type, make_options(kind.options, self.options(), self.type))
 
-    def sink(self) -> Sink:
-        """A new process's sink for this target: that of `options()`, as a pipeline makes it."""
+    def make(self) -> Sink:
+        """The sink of `options()`, as a pipeline makes it."""
         return make_sink(self.spec(), self.acks)
+
+    def sink(
+        self,
+        options: DeliveryOptions = ONE_TRY,
+        hooks: DeliveryHooks | None = None,
+        dead_letters: DeadLetters | None = None,
+    ) -> Runner:
+        """A new process's sink for this target, in its runner."""
+        return Runner(self.make(), self.acks, self.name or self.type, options, hooks, dead_letters)
 
     def lines(self) -> list[str]:
         """Everything that arrived, as the lines that were sent, in order (sorted, where order is only kept by key)."""

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from pgcdc.core.position import Position
-from pgcdc.sink.base import Batch
+from pgcdc.event.batch import Batch
 
 START = Position.end(100)
 STREAM = [Position.at(110 + 10 * t, n, sub) for t in range(4) for n in range(1, 4) for sub in range(2 if n == 2 else 1)]

@@ -48,8 +48,8 @@ with open(out, "ab") as file:
 
 
 class _ExecTarget(BaseTarget):
-    type, repeats, before_ack, can_break, large = "exec", True, "exec.before_ack", True, 4_000
-    kill_points = ("exec.half_sent", "exec.before_ack")
+    type, repeats, before_ack, can_break, large = "exec", True, "sink.before_ack", True, 4_000
+    kill_points = ("exec.half_sent", "sink.before_ack")
 
     def __init__(self, folder: Path) -> None:
         self.acks, self.out = folder / "acks", folder / "out"

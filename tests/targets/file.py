@@ -40,9 +40,9 @@ def _read_zstd(path: Path) -> bytes:
 class RotatingFile(BaseTarget):
     """A new file after a few events."""
 
-    type, before_ack, can_break, large = "file", "file.before_ack", True, 60
+    type, before_ack, can_break, large = "file", "sink.before_ack", True, 60
     kill_points = (
-        "file.half_written", "file.before_ack", "file.after_ack", "file.before_rotation", "file.rotation_noted",
+        "file.half_written", "sink.before_ack", "sink.after_ack", "file.before_rotation", "file.rotation_noted",
         "file.renamed", "file.rotated",
     )  # fmt: skip
     max_size: int | str = 1500

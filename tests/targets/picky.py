@@ -8,7 +8,7 @@ from typing import Any
 
 from pgcdc.core.errors import Reject, SinkRejected, SinkUnavailable
 from pgcdc.core.position import Position
-from pgcdc.sink.base import Batch
+from pgcdc.event.batch import Batch
 from pgcdc.sink.file import FileSink
 from targets.base import BaseTarget
 from targets.events import event, to_line
@@ -17,7 +17,7 @@ _BAD = "refuse this"
 
 
 class PickyTarget(BaseTarget):
-    type, before_ack, can_break = "file", "file.before_ack", True
+    type, before_ack, can_break = "file", "sink.before_ack", True
 
     def __init__(self, folder: Path) -> None:
         self.acks, self.path = folder, folder / "events.jsonl"
@@ -26,7 +26,7 @@ class PickyTarget(BaseTarget):
     def options(self) -> Mapping[str, Any]:
         return {"path": str(self.path)}
 
-    def sink(self) -> FileSink:
+    def make(self) -> FileSink:
         return _PickySink(self)
 
     def lines(self) -> list[str]:
@@ -52,12 +52,11 @@ class _PickySink(FileSink):
     """Names one event after the other, as a target does that answers for each."""
 
     def __init__(self, target: PickyTarget) -> None:
-        super().__init__(target.path, target.acks, target.name or target.type)
+        super().__init__(target.path)
         self._target = target
 
     def write(self, batch: Batch) -> None:
-        if batch.end > self.ack:
-            self._look_at(batch.after(self.ack))
+        self._look_at(batch)
         super().write(batch)
 
     def redeliver(self, batch: Batch) -> Collection[str]:

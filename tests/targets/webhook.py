@@ -26,8 +26,8 @@ _BAD = "never taken"
 class WebhookTarget(BaseTarget):
     """One event in each request, several requests at a time."""
 
-    type, repeats, before_ack, large = "webhook", True, "webhook.before_ack", 400
-    kill_points = ("webhook.before_request", "webhook.after_answer", "webhook.before_ack")
+    type, repeats, before_ack, large = "webhook", True, "sink.before_ack", 400
+    kill_points = ("webhook.before_request", "webhook.after_answer", "sink.before_ack")
     can_break, secret = True, "s3cr3t-in-query"
     batch_size = 1
 

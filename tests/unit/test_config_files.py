@@ -62,7 +62,8 @@ def test_two_adapters_of_one_type_have_their_own_options() -> None:
 
 def test_every_adapter_makes_its_sink_under_its_name(tmp_path: Path) -> None:
     config = read("adapters: [stdout, {name: a, type: noop}, {name: b, type: file, path: x}]\n")
-    assert [make_sink(spec, tmp_path).name for spec in config.adapter_specs] == ["stdout", "a", "b"]
+    made = [(spec.name, type(make_sink(spec, tmp_path)).__name__) for spec in config.adapter_specs]
+    assert made == [("stdout", "StdoutSink"), ("a", "NoopSink"), ("b", "FileSink")]
 
 
 def test_routes_and_priorities_are_of_one_adapter_each() -> None:

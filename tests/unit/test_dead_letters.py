@@ -9,15 +9,15 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from deliveries import END, START, Diary, FakeClock, ScriptedSink, batch, down
+from deliveries import END, START, Diary, FakeClock, ScriptedSink, batch, down, make_runner
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pgcdc.core.counters import DEAD_LETTERS, counters
 from pgcdc.core.errors import Policy, Reject, SinkError, SinkRejected, SinkUnavailable, StateError, policy_of
 from pgcdc.core.position import Position
-from pgcdc.sink.base import Batch
-from pgcdc.sink.delivery import CircuitOpen, Delivery, SinkTimeout
+from pgcdc.event.batch import Batch
+from pgcdc.sink.attempts import CircuitOpen, SinkTimeout
 from pgcdc.sink.letters import DeadLetter, DeadLetters, Dropped, Query
 from pgcdc.sink.pace import BreakerState
 from pgcdc.sink.spec import DeliveryOptions
@@ -81,10 +81,7 @@ class Setup:
     def __init__(self, sink: ScriptedSink, store: DeadLetters | None = None, **options: Any) -> None:
         self.clock, self.sink, self.diary = FakeClock(), sink, Diary()
         self.store = store or Memory()
-        self.delivery = Delivery(
-            sink, DeliveryOptions(**options), self.diary, self.store, clock=self.clock, uniform=lambda low, high: high
-        )
-        self.clock.is_working = lambda: self.delivery._is_writing and not self.sink.is_hanging
+        self.delivery = make_runner(sink, DeliveryOptions(**options), self.diary, self.store, self.clock)
 
 
 def at(*numbers: int) -> list[str]:
@@ -100,7 +97,7 @@ def test_refused_events_are_recorded_and_the_others_are_delivered(at_once: int) 
     before = counters.get(DEAD_LETTERS, adapter="scripted")
     setup.delivery.write(batch(6))
     assert setup.sink.written == [f"{one}\n" for one in at(1, 3, 6)]
-    assert setup.sink.ack == END
+    assert setup.delivery.ack == END
     assert isinstance(setup.store, Memory) and setup.store.positions == at(2, 4, 5)
     letter = next(iter(setup.store.letters.values()))
     assert (letter.pipeline, letter.adapter, letter.error_kind, letter.attempts) == (
@@ -132,7 +129,7 @@ def test_letters_are_there_before_anything_is_delivered_without_them() -> None:
 def test_batch_of_which_everything_is_refused_moves_the_ack() -> None:
     setup = Setup(PickySink(at(1, 2, 3)))
     setup.delivery.write(batch(3))
-    assert setup.sink.written == [] and setup.sink.ack == END and setup.delivery.dead_letters == 3
+    assert setup.sink.written == [] and setup.delivery.ack == END and setup.delivery.dead_letters == 3
 
 
 def test_tries_before_the_refusal_count_and_the_rest_has_all_its_tries() -> None:
@@ -140,21 +137,21 @@ def test_tries_before_the_refusal_count_and_the_rest_has_all_its_tries() -> None
     setup.delivery.write(batch(3))
     assert isinstance(setup.store, Memory)
     assert [one.attempts for one in setup.store.letters.values()] == [3]
-    assert setup.sink.ack == END
+    assert setup.delivery.ack == END
 
 
 def test_without_a_store_a_refused_event_stops_everything() -> None:
-    delivery = Delivery(sink := PickySink(at(2)))
+    delivery = make_runner(PickySink(at(2)))
     with pytest.raises(SinkRejected):
         delivery.write(batch(3))
-    assert sink.ack == START
+    assert delivery.ack == START
 
 
 def test_nameless_refusal_stops_everything() -> None:
     setup = Setup(ScriptedSink(SinkRejected("some of them")))
     with pytest.raises(SinkRejected):
         setup.delivery.write(batch(3))
-    assert setup.sink.ack == START and setup.delivery.dead_letters == 0
+    assert setup.delivery.ack == START and setup.delivery.dead_letters == 0
 
 
 @pytest.mark.parametrize("error", [StateError("disk full", "make room"), OSError(5, "I/O"), ValueError("x")], ids=repr)
@@ -166,10 +163,10 @@ def test_store_that_is_down_stops_the_adapter_and_nothing_is_passed_over(error: 
         setup.delivery.write(batch(3))
     assert policy_of(caught.value) is Policy.STOP and not isinstance(caught.value, SinkUnavailable)
     assert at(2)[0] in caught.value.message and "http_400" in caught.value.message
-    assert setup.sink.ack == START and setup.sink.written == [] and setup.delivery.dead_letters == 0
+    assert setup.delivery.ack == START and setup.sink.written == [] and setup.delivery.dead_letters == 0
     setup.store.fails = None
     setup.delivery.write(batch(3))
-    assert setup.store.positions == at(2) and setup.sink.ack == END
+    assert setup.store.positions == at(2) and setup.delivery.ack == END
 
 
 def test_event_that_it_was_not_given_is_a_defect() -> None:
@@ -203,7 +200,7 @@ def test_refused_again_by_a_later_try_or_process_it_has_one_letter() -> None:
     first = Setup(PickySink(at(2), None, down(), down()), store, max_retries=1)
     with pytest.raises(SinkUnavailable):
         first.delivery.write(batch(3))
-    assert store.positions == at(2) and first.sink.ack == START
+    assert store.positions == at(2) and first.delivery.ack == START
     first.delivery.write(batch(3))
     assert store.calls == [1] and first.delivery.dead_letters == 1
     second = Setup(PickySink(at(2)), store)  # its process crashed before the ack
@@ -245,7 +242,7 @@ def test_store_that_is_down_is_no_reason_not_to_open() -> None:
     setup = Setup(ScriptedSink(), Down())
     setup.delivery.open(START)
     setup.delivery.write(batch(3))
-    assert setup.sink.ack == END
+    assert setup.delivery.ack == END
 
 
 def test_what_is_left_of_an_older_delivery_does_not_settle_what_was_filtered_out() -> None:
@@ -266,7 +263,7 @@ def test_more_refused_events_in_a_row_than_allowed_stop_the_adapter() -> None:
         setup.delivery.write(batch(6))
     assert policy_of(caught.value) is Policy.STOP
     assert "scripted_dead_letter_limit" in caught.value.advice
-    assert setup.sink.ack == START
+    assert setup.delivery.ack == START
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
@@ -329,21 +326,21 @@ def test_event_that_used_up_its_tries_is_set_aside_if_that_is_wanted() -> None:
     assert isinstance(setup.store, Memory)
     (letter,) = setup.store.letters.values()
     assert (letter.position, letter.error_kind, letter.attempts) == (at(2)[0], "exhausted", 2)
-    assert setup.sink.ack == END and setup.sink.written == [f"{one}\n" for one in at(1, 3)]
+    assert setup.delivery.ack == END and setup.sink.written == [f"{one}\n" for one in at(1, 3)]
 
 
 def test_target_that_is_down_takes_nobody_with_it() -> None:
     setup = Setup(ScriptedSink(down(), down()), max_retries=1, on_exhausted="dead_letter")
     with pytest.raises(SinkUnavailable):
         setup.delivery.write(batch(3))
-    assert setup.delivery.dead_letters == 0 and setup.sink.ack == START
+    assert setup.delivery.dead_letters == 0 and setup.delivery.ack == START
 
 
 def test_breaker_opens_before_everything_has_used_up_its_tries() -> None:
     setup = Setup(ScriptedSink(busy(1), busy(2), busy(3)), max_retries=0, on_exhausted="dead_letter", cb_max_failures=2)
     with pytest.raises(CircuitOpen):
         setup.delivery.write(batch(3))
-    assert setup.delivery.dead_letters == 2 and setup.sink.ack == START
+    assert setup.delivery.dead_letters == 2 and setup.delivery.ack == START
 
 
 def test_one_try_in_a_half_open_breaker_is_not_all_tries() -> None:
@@ -352,7 +349,7 @@ def test_one_try_in_a_half_open_breaker_is_not_all_tries() -> None:
     )
     with pytest.raises(SinkUnavailable):
         setup.delivery.write(batch(3))
-    setup.delivery.options = DeliveryOptions(max_retries=3, on_exhausted="dead_letter")
+    setup.delivery.attempts.options = DeliveryOptions(max_retries=3, on_exhausted="dead_letter")
     setup.clock.time += 60
     with pytest.raises(SinkUnavailable):
         setup.delivery.write(batch(3))
@@ -373,7 +370,7 @@ def test_refusal_is_an_answer_for_the_breaker() -> None:
         setup.delivery.write(batch(3))
     setup.clock.time += 60
     setup.delivery.write(batch(3))
-    assert setup.delivery.breaker is BreakerState.CLOSED and setup.delivery.dead_letters == 1
+    assert setup.delivery.attempts.breaker is BreakerState.CLOSED and setup.delivery.dead_letters == 1
 
 
 # --- how long the target wants to be left alone
@@ -420,13 +417,13 @@ class Replayable(ScriptedSink):
 def test_redelivery_is_tried_again_and_the_ack_stays() -> None:
     setup = Setup(Replayable(down(), None))
     assert set(setup.delivery.redeliver(batch(3))) == {at(1)[0]}
-    assert isinstance(setup.sink, Replayable) and len(setup.sink.again) == 3 and setup.sink.ack == START
+    assert isinstance(setup.sink, Replayable) and len(setup.sink.again) == 3 and setup.delivery.ack == START
     assert setup.delivery.failing is None  # else the adapter would be taken for a slow one
 
 
 def test_redelivery_that_failed_is_no_success_though_the_ack_is_far() -> None:
     setup = Setup(Replayable(down(), down()), max_retries=1)
-    setup.sink.ack = END
+    setup.delivery.progress.save(END)
     with pytest.raises(SinkUnavailable):
         setup.delivery.redeliver(batch(3))
 
@@ -438,9 +435,10 @@ def test_what_is_refused_again_comes_out_and_makes_no_letter() -> None:
     assert setup.delivery.dead_letters == 0
 
 
-def test_sink_that_cannot_deliver_again_says_so() -> None:
-    with pytest.raises(SinkError, match="cannot deliver dead letters again"):
-        Setup(ScriptedSink()).delivery.redeliver(batch(1))
+def test_sink_that_says_nothing_else_writes_them() -> None:
+    setup = Setup(ScriptedSink())
+    assert list(setup.delivery.redeliver(batch(2))) == [] and len(setup.sink.written) == 2
+    assert setup.delivery.ack == START
 
 
 # --- none
@@ -450,5 +448,5 @@ def test_none_drops_and_says_so() -> None:
     said: list[str] = []
     setup = Setup(PickySink(at(2)), Dropped(said.append))
     setup.delivery.write(batch(3))
-    assert setup.sink.ack == END and setup.delivery.dead_letters == 1
+    assert setup.delivery.ack == END and setup.delivery.dead_letters == 1
     assert len(said) == 1 and at(2)[0] in said[0] and "dropped" in said[0]

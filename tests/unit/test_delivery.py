@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 import pytest
-from deliveries import END, REAL_TIMEOUT_S, START, Diary, FakeClock, ScriptedSink, batch, down
+from deliveries import END, REAL_TIMEOUT_S, START, Diary, FakeClock, ScriptedSink, batch, down, make_runner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,8 +18,9 @@ from pgcdc.core import errors
 from pgcdc.core.backoff import full_jitter_s
 from pgcdc.core.errors import PgcdcError, Policy, Reject, SinkError, SinkRejected, SinkUnavailable, policy_of
 from pgcdc.core.position import Position
-from pgcdc.sink.base import Batch
-from pgcdc.sink.delivery import CircuitOpen, Delivery, DeliveryStopped, SinkTimeout
+from pgcdc.event.batch import Batch
+from pgcdc.sink.attempts import CircuitOpen, DeliveryStopped, SinkTimeout
+from pgcdc.sink.contract import Progress, SinkContext
 from pgcdc.sink.pace import BreakerState, CircuitBreaker, TokenBucket
 from pgcdc.sink.spec import DeliveryOptions
 
@@ -29,20 +30,19 @@ class Setup:
 
     def __init__(self, *script: Exception | str | None, **options: float) -> None:
         self.clock, self.sink, self.diary = FakeClock(), ScriptedSink(*script), Diary()
-        self.delivery = Delivery(
+        self.delivery = make_runner(
             self.sink,
             DeliveryOptions(**options),  # type: ignore[arg-type]
             self.diary,
             clock=self.clock,
-            uniform=lambda low, high: high,
         )
-        self.clock.is_working = lambda: self.delivery._is_writing and not self.sink.is_hanging
 
     def release(self) -> None:
         """Let a hanging write go on, and wait until it has ended."""
         self.sink.let_go()
-        with self.delivery._condition:
-            assert self.delivery._condition.wait_for(lambda: not self.delivery._is_writing, REAL_TIMEOUT_S)
+        attempts = self.delivery.attempts
+        with attempts.condition:
+            assert attempts.condition.wait_for(lambda: not attempts.is_calling, REAL_TIMEOUT_S)
 
 
 # --- which errors
@@ -78,7 +78,7 @@ def test_error_that_does_not_pass_is_not_tried_again_and_not_changed(error: Exce
     assert caught.value is error
     assert setup.sink.sizes == [3]
     assert setup.diary.told == [("failure", type(error))]
-    assert setup.delivery.breaker is BreakerState.CLOSED
+    assert setup.delivery.attempts.breaker is BreakerState.CLOSED
 
 
 # --- retry
@@ -127,32 +127,131 @@ def test_full_jitter_is_anything_up_to_the_doubled_base(attempt: int, base: floa
 
 def test_what_the_ack_covers_is_not_written_at_all() -> None:
     setup = Setup()
-    setup.sink.ack = END
+    setup.delivery.progress.save(END)
     setup.delivery.write(batch())
     assert setup.sink.sizes == []
     assert setup.diary.told == []
 
 
-def test_try_that_failed_after_its_ack_is_a_success() -> None:
-    setup = Setup(down(), max_retries=0)
-    setup.sink.script = [SinkUnavailable("the answer got lost")]
-    inner = setup.sink._write
+def test_after_a_write_that_failed_the_word_of_a_target_that_keeps_the_position_counts() -> None:
+    setup = Setup(SinkUnavailable("the answer got lost"), backoff_base=0.5)
+    opened: list[Position] = []
+
+    def open(context: SinkContext) -> Position:
+        opened.append(context.start)
+        return END
+
+    setup.sink.keeps_position = True  # type: ignore[misc]
+    setup.sink.open = open  # type: ignore[method-assign]
+    setup.delivery.write(batch())
+    assert opened == [START]
+    assert setup.sink.sizes == [3], "it has everything, by its own word"
+    assert setup.delivery.ack == END == setup.delivery.progress.written
+    assert [one[0] for one in setup.diary.told] == ["retry", "write"]
+
+
+def test_target_that_is_behind_what_was_written_to_it_is_not_touched() -> None:
+    setup = Setup()
+    setup.sink.keeps_position = True  # type: ignore[misc]
+    setup.delivery.write(batch())
+    for said in (START, None):
+        setup.sink.open = lambda context, said=said: said  # type: ignore[method-assign, misc]
+        with pytest.raises(SinkError, match="an older state of the target was restored"):
+            setup.delivery.open(START)
+    setup.delivery.progress.save(START)  # as `pgcdc resync` does
+    setup.sink.open = lambda context: context.start if context.progress.is_rewound else None  # type: ignore[method-assign]
+    setup.delivery.open(START)
+    assert setup.delivery.ack == START == setup.delivery.progress.written
+
+
+def test_sink_that_keeps_the_position_gets_no_empty_batch() -> None:
+    setup = Setup()
+    setup.sink.keeps_position = True  # type: ignore[misc]
+    setup.delivery.write(batch(0))
+    assert setup.delivery.ack == END
+    assert setup.sink.sizes == []
+
+
+def test_ack_is_on_disk_before_it_counts() -> None:
+    """A write whose ack cannot be saved comes again, and nobody is told that it is there."""
+    setup = Setup(max_retries=0)
+    path = setup.delivery.progress._path
+    path.with_suffix(".kept").write_bytes(path.read_bytes())
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(SinkUnavailable):
+        setup.delivery.write(batch())
+    assert setup.delivery.ack == START
+    path.rmdir()
+    setup.delivery.write(batch())
+    assert setup.sink.sizes == [3, 3]
+    assert Progress(path.parent, "scripted").position == END
+
+
+def test_open_that_hangs_is_given_up_and_nothing_is_written_before_it_has_ended() -> None:
+    setup = Setup(timeout=30)
+    gate = threading.Event()
+
+    def open(context: SinkContext) -> None:
+        assert gate.wait(REAL_TIMEOUT_S)
+
+    setup.sink.open = open  # type: ignore[method-assign]
+    setup.sink.is_hanging = True
+    setup.delivery.open(START)  # it has an ack to begin from
+    assert setup.clock.time == 1030
+    with pytest.raises(SinkTimeout, match="has not ended yet"):
+        setup.delivery.write(batch())
+    gate.set()
+    setup.release()
+    setup.delivery.write(batch())
+    assert setup.sink.sizes == [3]
+
+
+def test_what_was_delivered_in_part_is_left_out_of_the_next_try_and_the_ack_follows_it() -> None:
+    setup, three = Setup(max_retries=0), batch()
+    seen: list[list[str]] = []
+    names = three.events.column("position").to_pylist()
 
     def write(batch: Batch) -> None:
-        setup.sink.ack = batch.end
-        inner(batch)
+        seen.append(batch.events.column("position").to_pylist())
+        if len(seen) == 1:
+            setup.delivery._note([names[0], names[2]])
+            raise down()
 
     setup.sink._write = write  # type: ignore[method-assign]
-    setup.delivery.write(batch())
-    assert setup.diary.told == [("write", 3, 0.0)]
+    with pytest.raises(SinkUnavailable):
+        setup.delivery.write(three)
+    assert str(setup.delivery.ack) == names[0]
+    setup.delivery.write(three)
+    assert seen == [names, [names[1]]]
 
 
-def test_sink_that_does_not_acknowledge_what_it_wrote_stops_everything() -> None:
+@pytest.mark.parametrize("bad", [(1,), (3,), (5,), (1, 2, 5), (1, 2, 3, 4, 5)])
+def test_bad_event_is_found_by_halves_in_order_and_nothing_is_written_twice(bad: tuple[int, ...]) -> None:
     setup = Setup()
-    setup.sink._write = lambda batch: None  # type: ignore[method-assign]
-    with pytest.raises(SinkError, match="acknowledges only") as caught:
-        setup.delivery.write(batch())
-    assert policy_of(caught.value) is Policy.STOP
+    five = batch(5)
+    names = five.events.column("position").to_pylist()
+    wrong = {names[number - 1] for number in bad}
+    found: list[str] = []
+
+    def write(batch: Batch) -> None:
+        if wrong & set(batch.events.column("position").to_pylist()):
+            raise SinkRejected("one of them", "look", kind="bad", text="no")
+        found.extend(batch.events.column("position").to_pylist())
+
+    setup.sink.finds_by_halves = True  # type: ignore[misc]
+    setup.sink._write = write  # type: ignore[method-assign]
+    left = five
+    while True:
+        try:
+            setup.delivery.write(left)
+            break
+        except SinkRejected as error:
+            (reject,) = error.rejects
+            assert (reject.kind, reject.text) == ("bad", "no")
+            left = left.without([reject.position])
+            wrong.discard(reject.position)
+    assert found == [one for number, one in enumerate(names, 1) if number not in bad]
 
 
 # --- circuit breaker
@@ -163,7 +262,7 @@ def test_breaker_opens_after_failures_in_a_row_and_says_when_the_next_try_is() -
     for _ in range(2):
         with pytest.raises(SinkUnavailable, match="it is down"):
             setup.delivery.write(batch())
-    assert setup.delivery.breaker is BreakerState.OPEN
+    assert setup.delivery.attempts.breaker is BreakerState.OPEN
     setup.clock.time += 18.5
     said = "failed 2 times in a row: the next try is in 42 s; the last failure: it is down"
     with pytest.raises(CircuitOpen, match=said) as caught:
@@ -189,7 +288,7 @@ def test_half_open_and_failing_again_is_open_again_without_another_try(error: Ex
     setup = Setup(down(), error, max_retries=0, cb_max_failures=1, cb_reset=60)
     with pytest.raises(SinkUnavailable):
         setup.delivery.write(batch())
-    setup.delivery.options = DeliveryOptions(max_retries=5)
+    setup.delivery.attempts.options = DeliveryOptions(max_retries=5)
     setup.clock.time += 60
     with pytest.raises(type(error)):
         setup.delivery.write(batch())
@@ -238,13 +337,13 @@ def test_batch_larger_than_the_burst_is_cut_and_paced() -> None:
     setup.delivery.write(batch(10))
     assert setup.sink.sizes == [4, 4, 2]
     assert setup.sink.written == batch(10).events.column("line").to_pylist()
-    assert setup.sink.ack == END
+    assert setup.delivery.ack == END
     assert setup.clock.time == pytest.approx(1000.6)  # four at once, six more at ten in a second
 
 
 def test_sink_that_needs_whole_batches_waits_before() -> None:
     setup = Setup(rate_limit=10, rate_limit_burst=4)
-    setup.sink.whole_batches = True  # type: ignore[attr-defined]
+    setup.sink.whole_batches = True  # type: ignore[misc]
     setup.delivery.write(batch(10))
     assert setup.sink.sizes == [10]
     assert setup.clock.time == pytest.approx(1000.6)
@@ -266,7 +365,7 @@ def test_part_that_was_written_is_not_written_again_when_the_next_fails() -> Non
     setup = Setup(None, down(), rate_limit=10, rate_limit_burst=4, max_retries=0)
     with pytest.raises(SinkUnavailable):
         setup.delivery.write(batch(6))
-    assert setup.sink.ack == Position.at(101, 4)
+    assert setup.delivery.ack == Position.at(101, 4)
     setup.delivery.write(batch(6))
     assert setup.sink.sizes == [4, 2, 2]
     assert setup.sink.written == batch(6).events.column("line").to_pylist()
@@ -357,13 +456,13 @@ def test_timeouts_count_for_the_breaker() -> None:
     with pytest.raises(SinkTimeout):
         setup.delivery.write(batch())
     setup.release()
-    setup.sink.ack = START
+    setup.delivery.progress.save(START)
     with pytest.raises(CircuitOpen):
         setup.delivery.write(batch())
 
 
 def test_two_callers_are_served_one_after_the_other() -> None:
-    delivery = Delivery(sink := ScriptedSink("hang"))
+    delivery = make_runner(sink := ScriptedSink("hang"))
     callers = [threading.Thread(target=delivery.write, args=[batch()]) for _ in range(2)]
     for caller in callers:
         caller.start()
@@ -381,7 +480,6 @@ def test_a_write_of_another_kind_is_delivered_the_same_way() -> None:
     def write() -> None:
         if error := next(tries):
             raise error
-        setup.sink.ack = END
 
     setup.delivery.deliver(END, 7, write)
     setup.delivery.deliver(END, 7, write)
@@ -407,7 +505,7 @@ def test_stop_ends_the_wait_for_tokens() -> None:
     with pytest.raises(DeliveryStopped):
         setup.delivery.write(batch(6))
     assert setup.clock.time == 1000.5
-    assert setup.sink.ack == Position.at(101, 2)
+    assert setup.delivery.ack == Position.at(101, 2)
 
 
 def test_stop_ends_the_wait_for_a_hung_write() -> None:
@@ -425,16 +523,14 @@ def test_batch_that_is_on_its_way_when_all_stops_is_still_written() -> None:
     setup = Setup()
     setup.delivery.stop()
     setup.delivery.write(batch())
-    assert setup.sink.ack == END
+    assert setup.delivery.ack == END
 
 
 def test_stop_really_wakes_a_thread_that_waits() -> None:
-    delivery = Delivery(
-        ScriptedSink(down()), DeliveryOptions(backoff_base=600, backoff_cap=600), uniform=lambda _, high: high
-    )
+    delivery = make_runner(ScriptedSink(down()), DeliveryOptions(backoff_base=600, backoff_cap=600))
     raised: list[BaseException] = []
     retried = threading.Event()
-    delivery._hooks.on_retry = lambda *_: retried.set()  # type: ignore[method-assign]
+    delivery.attempts.hooks.on_retry = lambda *_: retried.set()  # type: ignore[method-assign]
 
     def write() -> None:
         try:

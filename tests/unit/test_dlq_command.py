@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import running
 import yaml
 from letters import PIPELINE, at, letter
 from sink_targets import START, batch
@@ -137,7 +138,7 @@ def test_purge_deletes_only_what_is_said_and_asks_for_what_waits(run: Run, store
 def delivered(state: StateDir, tmp_path: Path) -> Path:
     """What the adapter `file` has delivered before, as its configuration says."""
     path = tmp_path / "events.jsonl"
-    sink = FileSink(path, state.acks)
+    sink = running.run(FileSink(path), state.acks)
     sink.open(START)
     sink.write(batch(START, Position.end(110)))
     sink.close()

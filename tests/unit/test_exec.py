@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 import pyarrow as pa
 import pytest
+from running import run
 from targets.events import END, START, STREAM, WHOLE, batch, batch_of, up_to
 
 from pgcdc import Pipeline, adapters
@@ -23,29 +23,32 @@ from pgcdc.config.layers import load_config
 from pgcdc.core.counters import EXEC_RESTARTS, counters
 from pgcdc.core.errors import ConfigError, Policy, SinkError, SinkRejected, SinkUnavailable
 from pgcdc.core.position import Position
+from pgcdc.event.batch import Batch
 from pgcdc.sink import secrecy
-from pgcdc.sink.base import Batch
-from pgcdc.sink.delivery import Delivery
-from pgcdc.sink.exec.process import clean_environment, end_all
+from pgcdc.sink.contract import Progress
+from pgcdc.sink.exec.feed import Feed
+from pgcdc.sink.exec.process import Process, clean_environment, end_all
 from pgcdc.sink.exec.sink import ExecSink
 from pgcdc.sink.registry import make_sink
+from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import DeliveryOptions
 
-Make = Callable[..., ExecSink]
+Make = Callable[..., Runner]
 FIRST, MIDDLE = Position.end(110), Position.end(130)
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
     """Sinks with an ack in tmp_path; afterwards nothing that they started may run."""
-    made: list[ExecSink] = []
+    made: list[Runner] = []
     before = {child.pid for child in psutil.Process().children(recursive=True)}
 
-    def make(command: str | list[str], timeout_s: float = 20.0, **options: Any) -> ExecSink:
+    def make(command: str | list[str], timeout_s: float = 20.0, **options: Any) -> Runner:
         spec = adapters.exec(command, timeout=timeout_s, **options)
-        sink = make_sink(spec, tmp_path)
-        assert isinstance(sink, ExecSink)
+        tries = {"max_retries": 0, "cb_max_failures": 0, **(spec.delivery.model_dump(exclude_unset=True))}
+        sink = run(make_sink(spec, tmp_path), tmp_path, spec.name, **tries)
         sink.open(START)
+        sink.options = DeliveryOptions(**{**tries, "timeout": 60.0})  # the sink's own patience is looked at
         made.append(sink)
         return sink
 
@@ -53,6 +56,23 @@ def make(tmp_path: Path) -> Iterator[Make]:
     for sink in made:
         sink.close()
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def inside(runner: Runner) -> ExecSink:
+    assert isinstance(runner.sink, ExecSink)
+    return runner.sink
+
+
+def process_of(runner: Runner) -> Process:
+    process = inside(runner)._process
+    assert process is not None
+    return process
+
+
+def feed_of(runner: Runner) -> Feed:
+    feed = inside(runner)._feed
+    assert feed is not None
+    return feed
 
 
 def python(program: str, *more: str) -> list[str]:
@@ -231,7 +251,7 @@ def test_delivery_starts_it_again_until_it_works(make: Make, tmp_path: Path) -> 
     program = (
         f"echo x >> {quote(out)}.tries; test $(wc -l < {quote(out)}.tries) -gt 3 || kill -9 $$; cat >> {quote(out)}"
     )
-    delivery = Delivery(make(program), DeliveryOptions(backoff_base=0.001))
+    delivery = make(program, max_retries=5, backoff_base=0.001)
     delivery.write(batch(START, END))
     assert lines(out) == WHOLE
     assert len(lines(tmp_path / "out.tries")) == 4
@@ -488,7 +508,7 @@ def test_slow_command_is_left_to_work_and_gets_nothing_twice(make: Make, tmp_pat
 
 def test_command_may_end_when_it_has_done_a_batch(make: Make) -> None:
     program = "import sys\nfor n, line in enumerate(sys.stdin):\n  print('ok', flush=True)\n  if n == 3: sys.exit()\n"
-    delivery = Delivery(make(python(program), ack="line"), DeliveryOptions(backoff_base=0.001))  # it may just be ending
+    delivery = make(python(program), ack="line", max_retries=5, backoff_base=0.001)  # it may just be ending
     for start, end in ((START, 110), (FIRST, 120), (Position.end(120), 130)):
         delivery.write(batch(start, Position.end(end)))
         assert delivery.ack == Position.end(end)
@@ -532,8 +552,7 @@ def test_command_that_ended_between_batches_is_said_and_started_again(
     sink = make(python(LEAVES, str(go)), ack="write")
     sink.write(batch(START, FIRST))
     go.touch()
-    assert sink._process is not None
-    wait_for(lambda: sink._process is not None and sink._process.has_ended)
+    wait_for(lambda: process_of(sink).has_ended)
     go.unlink()
     sink.write(batch(FIRST, END))
     assert "ended with status 4 between two batches" in capfd.readouterr().err
@@ -549,7 +568,7 @@ def test_events_of_the_past_have_a_process_of_their_own(make: Make, tmp_path: Pa
     command = ["tee", "-a", str(tmp_path / "out")]
     sink = make(command, ack=ack)
     sink.write(batch(START, END).without([str(STREAM[2])]))
-    assert sink.redeliver(batch_of(STREAM[1], STREAM[2], [WHOLE[2]])) == ()
+    assert not sink.redeliver(batch_of(STREAM[1], STREAM[2], [WHOLE[2]]))
     assert sink.ack == END
     sink.close()
     assert sorted(lines(tmp_path / "out")) == sorted(WHOLE)
@@ -559,10 +578,9 @@ def test_events_of_the_past_have_a_process_of_their_own(make: Make, tmp_path: Pa
 def test_the_process_that_goes_on_is_the_one_that_the_next_run_would_end(make: Make, tmp_path: Path, ack: str) -> None:
     sink = make(["tee", "-a", str(tmp_path / "out")], ack=ack)
     sink.write(batch(START, END).without([str(STREAM[2])]))
-    assert sink._feed is not None
     sink.redeliver(batch_of(STREAM[1], STREAM[2], [WHOLE[2]]))
-    assert json.loads((tmp_path / "exec.process").read_text())["pid"] == sink._feed.process.pid
-    assert sink._process is sink._feed.process
+    assert sink.progress.detail["process"][0] == feed_of(sink).process.pid
+    assert inside(sink)._process is feed_of(sink).process
 
 
 def test_events_of_the_past_that_were_taken_are_not_given_again_without_those_that_were_not(
@@ -604,9 +622,9 @@ def test_close_ends_a_command_that_does_not_want_to(make: Make, monkeypatch: pyt
 def test_all_commands_can_be_killed_at_once(make: Make) -> None:
     sink = make("trap '' TERM; cat > /dev/null; sleep 600", ack="write")
     sink.write(batch(START, FIRST))
-    assert sink._process is not None and not sink._process.has_ended
+    assert not process_of(sink).has_ended
     end_all()
-    wait_for(lambda: sink._process is not None and sink._process.has_ended)
+    wait_for(lambda: process_of(sink).has_ended)
 
 
 def test_command_of_a_run_that_was_killed_is_ended_by_the_next_one(
@@ -614,18 +632,18 @@ def test_command_of_a_run_that_was_killed_is_ended_by_the_next_one(
 ) -> None:
     left = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 600 & wait"], start_new_session=True)
     started = psutil.Process(left.pid).create_time()
-    (tmp_path / "exec.process").write_text(json.dumps({"pid": left.pid, "started_at": started + 5}))
+    Progress(tmp_path, "exec").save(START, {"process": [left.pid, started + 5]})
     make("cat")
     assert left.poll() is None  # another process has the number now
-    (tmp_path / "exec.process").write_text(json.dumps({"pid": left.pid, "started_at": started}))
+    Progress(tmp_path, "exec").save(START, {"process": [left.pid, started]})
     wait_for(lambda: psutil.Process(left.pid).children())
     (child,) = psutil.Process(left.pid).children()
     make("cat", timeout_s=2.0)
     assert "ended the command of an earlier run" in capfd.readouterr().err
     left.wait(5)
     wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
-    for damaged in ("", "[]", '{"pid": "x"}'):
-        (tmp_path / "exec.process").write_text(damaged)
+    for damaged in ("", [], 7, ["x", "y"]):
+        Progress(tmp_path, "exec").save(START, {"process": damaged})
         make("cat")
 
 

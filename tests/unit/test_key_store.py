@@ -12,9 +12,9 @@ import pytest
 from pgcdc.core.errors import SinkError
 from pgcdc.core.position import Position
 from pgcdc.sink import state
-from pgcdc.sink.ack import AckFile
+from pgcdc.sink.contract import Progress
 from pgcdc.sink.file import FileSink
-from pgcdc.sink.state import KeyStore, ReadableSink, TableName
+from pgcdc.sink.state import KeyStore, TableName
 
 T = ("public", "t")
 TABLES = {T: ("id",), ("sales", "pair"): ("b", "a"), ("public", "x.y"): ("id",), ("x", "y"): ("id",)}
@@ -88,16 +88,17 @@ def test_rows_without_a_key_that_can_be_looked_for_are_counted(tmp_path: Path) -
 
 def make_sink(folder: Path, text: str, size: int | None = None) -> FileSink:
     (folder / "events.jsonl").write_text(text)
-    AckFile(folder, "file").save(
+    Progress(folder, "file").save(
         Position.end(8), {"path": str(folder / "events.jsonl"), "size": len(text) if size is None else size}
     )
-    return FileSink(folder / "events.jsonl", folder)
+    sink = FileSink(folder / "events.jsonl")
+    sink.bind(Progress(folder, "file"))
+    return sink
 
 
 def test_the_file_is_read_up_to_its_ack(tmp_path: Path) -> None:
     acked = json.dumps(event("INSERT", {"id": "1"})) + "\n"
     sink = make_sink(tmp_path, acked + json.dumps(event("INSERT", {"id": "2"})), len(acked))
-    assert isinstance(sink, ReadableSink)
     with KeyStore(tmp_path / "k", TABLES) as store:
         sink.read_back(store)
         store.write_keys(T, tmp_path / "keys")

@@ -18,15 +18,16 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from running import FakeRunner
 
 from pgcdc.capture.consumers import MAIN, is_side_lane
 from pgcdc.core.errors import StateError
 from pgcdc.core.position import Position
+from pgcdc.event.batch import Batch
 from pgcdc.event.events import LINES
 from pgcdc.run.lane import Lane, _look_at
 from pgcdc.run.member import Adapter, Member, NotAMember, WriteFuture
 from pgcdc.run.roster import Membership, Place, Roster, Write, WriteState, judge
-from pgcdc.sink.base import Batch
 
 NAMES = ("a", "b", "c")
 LATE = 1e9
@@ -495,22 +496,14 @@ def test_the_roster_is_the_same_after_a_restart_and_a_damaged_one_is_refused() -
             Roster.from_json(raw | damage)
 
 
-class SlowSink:
+class SlowSink(FakeRunner):
     """Counts who writes at the same time."""
 
-    name = "slow"
-
     def __init__(self) -> None:
-        self.ack = at(0)
+        super().__init__("slow", at(0))
         self.writers = self.most = 0
         self.written: list[tuple[int, int]] = []
         self.began, self.go = threading.Event(), threading.Event()
-
-    def check(self) -> None:
-        pass
-
-    def open(self, start: Position) -> None:
-        pass
 
     def write(self, batch: Batch) -> None:
         self.writers += 1
@@ -520,9 +513,6 @@ class SlowSink:
         self.written.append((number_of(batch.start), number_of(batch.end)))
         self.ack = batch.end
         self.writers -= 1
-
-    def close(self) -> None:
-        pass
 
 
 def test_a_member_has_one_writer_and_refuses_a_lane_that_it_has_left() -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pyarrow as pa
 import pytest
+from running import FakeRunner, run
 from spools import START_LSN, write_spool
 
 from pgcdc import Pipeline, adapters, sources, transform
@@ -21,12 +22,12 @@ from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.core.state import StateDir
+from pgcdc.event.batch import Batch
 from pgcdc.event.events import LINES
 from pgcdc.run.lane import Lane, LaneStopped
 from pgcdc.run.member import Adapter, NotAMember
 from pgcdc.run.supervisor import RECOVERED_S, Lanes, Watched
-from pgcdc.sink.ack import AckFile
-from pgcdc.sink.base import Batch
+from pgcdc.sink.contract import Progress
 from pgcdc.sink.registry import make_sink
 from pgcdc.transform.program import Chain
 
@@ -37,17 +38,14 @@ def at(number: int) -> Position:
     return Position.end(START_LSN + 8 * number)
 
 
-class HeldSink:
+class HeldSink(FakeRunner):
     """A sink that writes when it may."""
 
     def __init__(self, name: str, start: Position) -> None:
-        self.name, self.ack = name, start
+        super().__init__(name, start)
         self.opened = 0
         self.is_busy = False
         self.began, self.go = threading.Event(), threading.Event()
-
-    def check(self) -> None:
-        pass
 
     def open(self, start: Position) -> None:
         self.opened += 1
@@ -56,9 +54,6 @@ class HeldSink:
         self.began.set()
         self.go.wait(10)
         self.ack = batch.end
-
-    def close(self) -> None:
-        pass
 
 
 class Capture:
@@ -130,7 +125,7 @@ def test_an_adapter_comes_back_when_its_last_write_has_ended_and_its_target_is_l
         moves.add(Adapter("b", new))
     old.go.set()
     write.result(10)
-    AckFile(StateDir(tmp_path).acks, "b").save(at(2), {})
+    Progress(StateDir(tmp_path).acks, "b").save(at(2), {})
     moves.main.next_start = at(3)
     with pytest.raises(GapError, match="the others were served"):
         moves.add(Adapter("b", new))
@@ -295,7 +290,8 @@ def test_an_adapter_that_comes_back_begins_with_what_its_last_write_has_done(
     target = adapters.file(str(tmp_path / "b.jsonl"), name="c")
     pipeline = Pipeline(source, [adapters.noop(name="a"), adapters.noop(name="b")])
     pipeline._lanes, pipeline._is_open, pipeline._spark = lanes, True, cast(Any, object())
-    old = make_sink(target, StateDir(tmp_path).acks)
+    acks = StateDir(tmp_path).acks
+    old = run(make_sink(target, acks), acks, "c")
     old.open(at(0))
     ask = lanes.ask
 

@@ -24,9 +24,9 @@ from pgcdc.event.events import KEYED_LINES, events_of, open_blocks, pack_block, 
 from pgcdc.event.frame import EventOptions, Frame, make_frame
 from pgcdc.event.keys import find_barriers, key_hashes
 from pgcdc.event.texts import IdSeed
-from pgcdc.sink.base import Receipt
-from pgcdc.sink.delivery import Delivery
+from pgcdc.sink.contract import Receipt
 from pgcdc.sink.folder import FolderSink
+from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import DeliveryOptions
 from pgcdc.spark import parallel
 from pgcdc.spark.failure import explained
@@ -372,7 +372,7 @@ def test_a_batch_that_cannot_be_split_is_written_to_nobody(monkeypatch: pytest.M
     spark.sparkContext.defaultParallelism = 2
     batch = LargeBatch(spark, MagicMock(), START, END, events=10)
     for name in ("first", "second"):
-        member = Delivery(FolderSink(tmp_path / name, tmp_path, name), DeliveryOptions(max_retries=0))
+        member = Runner(FolderSink(tmp_path / name), tmp_path, name, DeliveryOptions(max_retries=0))
         member.open(START)
         with pytest.raises(SinkUnavailable, match="a worker was lost"):
             batch.write(member)
@@ -419,7 +419,7 @@ def test_executors_write_what_is_behind_the_place_that_a_sink_has_skipped_to(
         return frame
 
     monkeypatch.setattr(parallel, "_map_in_arrow", map_in_arrow)
-    member = Delivery(Unordered(tmp_path / "a", tmp_path, "a"))
+    member = Runner(Unordered(tmp_path / "a"), tmp_path, "a")
     member.open(START)
     floor = Position.end(80)
     batch = LargeBatch(MagicMock(), MagicMock(), START, END, events=10)
@@ -433,8 +433,9 @@ def test_executors_write_what_is_behind_the_place_that_a_sink_has_skipped_to(
 def test_batch_of_which_events_are_refused_goes_the_ordinary_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sink = FolderSink(tmp_path / "out", tmp_path)
-    sink.open(START)
+    sink = FolderSink(tmp_path / "out")
+    member = Runner(sink, tmp_path, "file")
+    member.open(START)
     sink.needs_key_order = False
     batch = LargeBatch(MagicMock(), MagicMock(), START, END)
     error: Exception = SinkRejected("an executor says: no")  # its rejects do not come through Spark
@@ -443,7 +444,7 @@ def test_batch_of_which_events_are_refused_goes_the_ordinary_way(
         raise error
 
     monkeypatch.setattr(LargeBatch, "_deliver", deliver)
-    assert batch.write(Delivery(sink)) is False
+    assert batch.write(member) is False
     error = SinkError("another one")
     with pytest.raises(SinkError, match="another one"):
-        batch.write(Delivery(sink))
+        batch.write(member)

@@ -13,17 +13,19 @@ from typing import Any
 
 import pytest
 from letters import PIPELINE, PickyFile, at, letter
+from running import run
 from sink_targets import END, START, Target, batch, fresh, opened
 
+from pgcdc import adapters
 from pgcdc.config import Config
 from pgcdc.core import failpoint
 from pgcdc.core.errors import PgcdcError, Reject, SinkError, SinkRejected, SinkUnavailable, StateError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir
+from pgcdc.event.batch import Batch
 from pgcdc.run.letter_service import LetterOffice, _Telling, ask_run
 from pgcdc.run.member import Adapter, Member
 from pgcdc.run.roster import Membership, Place, Roster
-from pgcdc.sink.base import Batch, ReplayableSink
 from pgcdc.sink.letters import Query
 from pgcdc.sink.letters.file_store import FileDeadLetters
 from pgcdc.sink.letters.replay import MAX_CHARS, MAX_LETTERS, as_batch, deliver_again, find_batches
@@ -132,7 +134,6 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
 def test_every_sink_takes_events_of_the_past_again_and_its_ack_stays(target: Target) -> None:
     middle, past = Position.end(120), batch(START, Position.at(110, 2))
     with opened(target) as sink:
-        assert isinstance(sink, ReplayableSink)
         sink.write(batch(START, middle).without(past.events.column("position").to_pylist()))
         before = target.lines()
         for _ in range(2):
@@ -147,7 +148,7 @@ def test_every_sink_takes_events_of_the_past_again_and_its_ack_stays(target: Tar
 
 
 def test_noop_takes_them_too(tmp_path: Path) -> None:
-    sink = NoopSink(tmp_path)
+    sink = run(NoopSink(), tmp_path, "noop")
     sink.open(START)
     assert list(sink.redeliver(batch(START, END))) == [] and sink.ack == START
 
@@ -170,8 +171,9 @@ class Running:
         self.state.create()
         self.office = LetterOffice(Config.model_validate(raw), self.state, lambda text: None, None)
         self.office.store.pipeline = PIPELINE
-        self.sink = PickyFile(folder / "file.jsonl", self.state.acks, "file")
-        self.delivery = self.office.deliver(self.sink, Config.model_validate(raw).adapter_specs[0].delivery)
+        self.sink = PickyFile(folder / "file.jsonl")
+        self.delivery = self.office.run(adapters.file(folder / "file.jsonl"), self.state.acks)
+        self.delivery.sink = self.sink
         self.member = Member(Adapter("file", self.delivery), Membership(Roster({"file": Place()}, 0), _Outside()))
         self.member.open(START)
         self.lanes: Any = SimpleNamespace(members=lambda: [self.member])

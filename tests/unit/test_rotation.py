@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from running import run
 from targets.events import END, START, STREAM, WHOLE, batch, batch_of, up_to
 from targets.file import RotatingFile, RotatingGzip, RotatingZstd, read_rotated
 
@@ -20,11 +21,13 @@ from pgcdc.core import failpoint
 from pgcdc.core.errors import ConfigError, SinkError, SinkUnavailable, StateError
 from pgcdc.core.failpoint import FailpointError
 from pgcdc.core.position import Position
-from pgcdc.sink import ack, rotation
-from pgcdc.sink.base import Batch
+from pgcdc.event.batch import Batch
+from pgcdc.sink import contract, rotation
+from pgcdc.sink.contract import Progress
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.registry import check_adapters
 from pgcdc.sink.rotation import Housekeeper, Numbers, tidy
+from pgcdc.sink.runner import Runner
 from pgcdc.sink.state import KeyStore
 
 KINDS = [RotatingFile, RotatingGzip, RotatingZstd]
@@ -41,10 +44,17 @@ def target(tmp_path: Path) -> RotatingFile:
     return RotatingFile(tmp_path)
 
 
-def make(target: RotatingFile, **options: Any) -> FileSink:
+def make(target: RotatingFile, **options: Any) -> Runner:
     given = {"max_bytes": int(target.max_size), "compression": target.compress, **options}
-    sink = FileSink(target.path, target.acks, **given)
+    sink = run(FileSink(target.path, **given), target.acks)
     sink.open(START)
+    return sink
+
+
+def read(target: RotatingFile) -> FileSink:
+    """As a resync looks at it."""
+    sink = FileSink(target.path)
+    sink.bind(Progress(target.acks, "file"))
     return sink
 
 
@@ -117,7 +127,7 @@ def test_events_of_the_past_are_appended_and_survive(target: RotatingFile) -> No
     sink.write(batch(START, END).without({str(STREAM[1])}))
     before = len(target.rotated())
     large = WHOLE[1].replace("🐘", "x" * 1000)
-    assert sink.redeliver(batch_of(STREAM[0], STREAM[1], [large])) == ()
+    assert not sink.redeliver(batch_of(STREAM[0], STREAM[1], [large]))
     assert sink.ack == END
     sink.close()
     sink = make(target)
@@ -142,9 +152,9 @@ def test_crash_in_a_rotation_is_finished_at_the_next_start(
     with pytest.raises(FailpointError):
         sink.write(batch(Position.end(110), END))
     with KeyStore(tmp_path / "keys", {("public", "items"): ["id"]}) as store:  # a resync comes first
-        before = FileSink(target.path, target.acks)
+        before = run(FileSink(target.path), target.acks)
         before.check()
-        before.read_back(store)
+        read(target).read_back(store)
         count = store.write_keys(("public", "items"), target.acks / "found")
     assert count == len(up_to(before.ack))
     again = make(target)
@@ -225,7 +235,7 @@ def test_full_disk_in_a_rotation_is_tried_again(
         elif step == "create":
             patched.setattr(os, "open", fail)
         else:
-            patched.setattr(ack, "write_json_durably", fail_state)
+            patched.setattr(contract, "write_json_durably", fail_state)
         for _ in range(2):
             with pytest.raises(SinkUnavailable, match="No space left"):
                 sink.write(batch(Position.end(110), END))
@@ -349,7 +359,7 @@ def test_keys_are_read_back_over_rotated_files_and_missing_ones_are_refused(
     sink = make(target)
     sink.write(batch(START, END))
     sink.close()
-    reader = FileSink(target.path, target.acks)
+    reader = read(target)
     assert (reader.kind, reader.is_complete, reader.is_there) == ("events", True, True)
     with KeyStore(tmp_path / "keys", {table: ["id"]}) as store:
         reader.read_back(store)
@@ -371,7 +381,7 @@ def test_files_that_were_removed_make_it_incomplete_even_if_they_are_still_there
     sink = make(target, max_files=1)
     sink.write(batch(START, END))
     sink.close()
-    reader = FileSink(target.path, target.acks)
+    reader = read(target)
     assert not reader.is_complete
     with (
         KeyStore(target.path.parent / "keys", {("public", "items"): ["id"]}) as store,

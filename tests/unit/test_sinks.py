@@ -9,11 +9,12 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from running import run
 
 from pgcdc.core.errors import Policy, SinkError, SinkUnavailable, StateError
 from pgcdc.core.position import Position
-from pgcdc.sink.ack import AckFile
-from pgcdc.sink.base import Batch
+from pgcdc.event.batch import Batch
+from pgcdc.sink.contract import Progress
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.stdout import StdoutSink
 
@@ -75,15 +76,15 @@ def test_lines_of_a_chunk_are_one_buffer() -> None:
 
 
 def test_ack_round_trips_with_its_detail(tmp_path: Path) -> None:
-    assert AckFile(tmp_path, "file").position is None
-    AckFile(tmp_path, "file").save(Position.at(110, 2, 1), {"size": 7})
-    again = AckFile(tmp_path, "file")
+    assert Progress(tmp_path, "file").position is None
+    Progress(tmp_path, "file").save(Position.at(110, 2, 1), {"size": 7})
+    again = Progress(tmp_path, "file")
     assert (again.position, again.detail) == (Position.at(110, 2, 1), {"size": 7})
-    assert AckFile(tmp_path, "other").position is None
+    assert Progress(tmp_path, "other").position is None
 
 
 def test_ack_that_could_not_be_saved_did_not_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ack = AckFile(tmp_path, "file")
+    ack = Progress(tmp_path, "file")
     ack.save(START, {})
 
     def fail(*_: object) -> None:
@@ -92,11 +93,11 @@ def test_ack_that_could_not_be_saved_did_not_move(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(StateError, match="No space"):
         ack.save(END, {})
-    assert ack.position == AckFile(tmp_path, "file").position == START
+    assert ack.position == Progress(tmp_path, "file").position == START
 
 
 def test_a_batch_whose_ack_failed_is_written_once_by_the_retry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sink = FileSink(tmp_path / "out", tmp_path)
+    sink = run(FileSink(tmp_path / "out"), tmp_path)
     sink.open(START)
     batch = Batch(START, END, pa.table({"position": [str(Position.at(END.commit, 1))], "line": ["x\n"]}))
     with monkeypatch.context() as broken:
@@ -153,7 +154,7 @@ def test_file_is_synced_before_its_ack_and_the_ack_before_write_returns(
     acks, out = tmp_path / "acks", tmp_path / "out"
     acks.mkdir()
     out.mkdir()
-    sink = FileSink(out / "events.jsonl", acks)
+    sink = run(FileSink(out / "events.jsonl"), acks)
     sink.open(START)
     names = {out / "events.jsonl": "data", acks / "file.json": "ack", acks: "folder of acks", out: "folder of data"}
     trace = Trace(monkeypatch, names)
@@ -175,7 +176,7 @@ def test_new_file_and_its_folder_are_synced_before_the_first_ack(
     acks, out = tmp_path / "acks", tmp_path / "out"
     acks.mkdir()
     out.mkdir()
-    sink = FileSink(out / "events.jsonl", acks)
+    sink = run(FileSink(out / "events.jsonl"), acks)
     names = {out / "events.jsonl": "data", acks / "file.json": "ack", acks: "folder of acks", out: "folder of data"}
     trace = Trace(monkeypatch, names)
     sink.open(START)
@@ -192,7 +193,7 @@ def test_new_file_and_its_folder_are_synced_before_the_first_ack(
 def test_stdout_writes_everything_before_its_ack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     with open(out, "wb") as file:
-        sink = StdoutSink(tmp_path, descriptor=file.fileno())
+        sink = run(StdoutSink(descriptor=file.fileno()), tmp_path, "stdout")
         sink.open(START)
         trace = Trace(monkeypatch, {out: "data", tmp_path / "stdout.json": "ack", tmp_path: "folder"})
         sink.write(batch(LINES))
@@ -211,7 +212,7 @@ def test_stdout_writes_everything_before_its_ack(tmp_path: Path, monkeypatch: py
 def test_file_that_cannot_be_written_now_is_unavailable_and_nothing_is_acked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    sink = FileSink(tmp_path / "events.jsonl", tmp_path)
+    sink = run(FileSink(tmp_path / "events.jsonl"), tmp_path)
     sink.open(START)
 
     def fail(*_: object) -> None:
@@ -222,7 +223,7 @@ def test_file_that_cannot_be_written_now_is_unavailable_and_nothing_is_acked(
         with pytest.raises(SinkUnavailable, match=r"events\.jsonl cannot be written: No space left") as caught:
             sink.write(batch(LINES))
     assert caught.value.policy is Policy.RETRY
-    assert sink.ack == FileSink(tmp_path / "events.jsonl", tmp_path).ack == START
+    assert sink.ack == run(FileSink(tmp_path / "events.jsonl"), tmp_path).ack == START
     sink.write(batch(LINES))
     assert (tmp_path / "events.jsonl").read_text() == "".join(LINES)
     sink.close()
@@ -231,7 +232,7 @@ def test_file_that_cannot_be_written_now_is_unavailable_and_nothing_is_acked(
 def test_write_that_fails_half_way_is_written_again_from_its_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sink = FileSink(tmp_path / "events.jsonl", tmp_path)
+    sink = run(FileSink(tmp_path / "events.jsonl"), tmp_path)
     sink.open(START)
     write = os.write
     left = [7]
@@ -255,20 +256,20 @@ def test_write_that_fails_half_way_is_written_again_from_its_beginning(
 
 def test_closed_stdout_is_found_by_a_look(tmp_path: Path) -> None:
     read, write = os.pipe()
-    StdoutSink(tmp_path, descriptor=write).check()
+    run(StdoutSink(descriptor=write), tmp_path, "stdout").check()
     os.close(read)
     os.close(write)
     with pytest.raises(SinkError, match="closed"):
-        StdoutSink(tmp_path, descriptor=write).check()
+        run(StdoutSink(descriptor=write), tmp_path, "stdout").check()
 
 
 def test_closed_pipe_is_a_sink_error_and_nothing_is_acked(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    sink = StdoutSink(tmp_path, descriptor=writing)
+    sink = run(StdoutSink(descriptor=writing), tmp_path, "stdout")
     sink.open(START)
     with pytest.raises(SinkError, match="standard output is closed: Broken pipe") as caught:
         sink.write(batch(LINES))
     assert caught.value.policy is Policy.STOP
-    assert sink.ack == StdoutSink(tmp_path).ack == START
+    assert sink.ack == run(StdoutSink(), tmp_path, "stdout").ack == START
     os.close(writing)

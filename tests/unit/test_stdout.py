@@ -12,13 +12,14 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from running import run
 from targets.events import END, START, STREAM, WHOLE, batch, batch_of, event, to_line
 
 from pgcdc import adapters
 from pgcdc.core.errors import ConfigError, SinkError, SinkUnavailable, StateError
 from pgcdc.core.position import Position
-from pgcdc.sink import ack
-from pgcdc.sink.base import Batch
+from pgcdc.event.batch import Batch
+from pgcdc.sink import contract
 from pgcdc.sink.pretty import MAX_VALUE, Pretty
 from pgcdc.sink.stdout import StdoutSink
 
@@ -118,7 +119,7 @@ def test_terminal_gets_the_form_for_people(
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
-    sink = StdoutSink(tmp_path, descriptor=writing, format=format)
+    sink = run(StdoutSink(descriptor=writing, format=format), tmp_path, "stdout")
     sink.open(START)
     sink.write(batch(START, END))
     thread.join(10)
@@ -133,7 +134,7 @@ def test_terminal_gets_the_form_for_people(
 def test_file_or_pipe_gets_json_lines_unless_told_otherwise(tmp_path: Path, format: Any, is_pretty: bool) -> None:
     out = tmp_path / "out"
     descriptor = os.open(out, os.O_WRONLY | os.O_CREAT)
-    sink = StdoutSink(tmp_path, descriptor=descriptor, format=format)
+    sink = run(StdoutSink(descriptor=descriptor, format=format), tmp_path, "stdout")
     sink.open(START)
     sink.write(batch(START, END))
     os.close(descriptor)
@@ -171,7 +172,7 @@ class Disk:
 def test_full_disk_is_tried_again_and_nothing_comes_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, format: Any
 ) -> None:
-    sink = StdoutSink(tmp_path, format=format)
+    sink = run(StdoutSink(format=format), tmp_path, "stdout")
     sink.open(START)
     with monkeypatch.context() as patched:
         disk = Disk(patched)
@@ -192,7 +193,7 @@ def test_full_disk_is_tried_again_and_nothing_comes_twice(
 def test_events_with_one_position_are_remembered_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     positions = [str(STREAM[n]) for n in (0, 1, 1, 1, 2)]
     table = pa.table({"position": positions, "line": ["a\n", "bb\n", "cc\n", "dd\n", "e\n"]})
-    sink = StdoutSink(tmp_path)
+    sink = run(StdoutSink(), tmp_path, "stdout")
     sink.open(START)
     with monkeypatch.context() as patched:
         disk = Disk(patched)
@@ -210,15 +211,15 @@ def test_ack_that_cannot_be_written_does_not_make_events_come_twice(
 ) -> None:
     out = tmp_path / "out"
     descriptor = os.open(out, os.O_WRONLY | os.O_CREAT)
-    sink = StdoutSink(tmp_path, descriptor=descriptor)
+    sink = run(StdoutSink(descriptor=descriptor), tmp_path, "stdout")
     sink.open(START)
 
     def fail(*args: Any) -> None:
         raise StateError("full", "Make room")
 
     with monkeypatch.context() as patched:
-        patched.setattr(ack, "write_json_durably", fail)
-        with pytest.raises(StateError):
+        patched.setattr(contract, "write_json_durably", fail)
+        with pytest.raises(SinkUnavailable, match="full"):
             sink.write(batch(START, Position.end(120)))
     sink.write(batch(START, END))
     os.close(descriptor)
@@ -228,7 +229,7 @@ def test_ack_that_cannot_be_written_does_not_make_events_come_twice(
 def test_reader_that_is_gone_stops(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    sink = StdoutSink(tmp_path, descriptor=writing)
+    sink = run(StdoutSink(descriptor=writing), tmp_path, "stdout")
     sink.open(START)
     with pytest.raises(SinkError, match="Broken pipe") as caught:
         sink.write(batch(START, END))
@@ -240,7 +241,7 @@ def test_pipe_that_somebody_made_non_blocking_is_waited_for(tmp_path: Path) -> N
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETFL, os.O_NONBLOCK)
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
-    sink = StdoutSink(tmp_path, descriptor=writing)
+    sink = run(StdoutSink(descriptor=writing), tmp_path, "stdout")
     sink.open(START)
     seen: list[bytes] = []
     total = sum(len(line.encode()) for line in WHOLE)
@@ -262,7 +263,7 @@ def test_pipe_that_somebody_made_non_blocking_is_waited_for(tmp_path: Path) -> N
 def test_events_of_the_past_are_written_and_no_line_is_left_in_half(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    sink = StdoutSink(tmp_path)
+    sink = run(StdoutSink(), tmp_path, "stdout")
     sink.open(START)
     with monkeypatch.context() as patched:
         disk = Disk(patched)
@@ -274,7 +275,7 @@ def test_events_of_the_past_are_written_and_no_line_is_left_in_half(
         with pytest.raises(SinkUnavailable):
             sink.redeliver(batch_of(START, STREAM[3], WHOLE[:3]))
         disk.room = 10**6
-        assert sink.redeliver(batch_of(START, STREAM[3], WHOLE[:3])) == ()
+        assert not sink.redeliver(batch_of(START, STREAM[3], WHOLE[:3]))
         sink.write(batch(START, END))
     written = disk.data.decode().splitlines(keepends=True)
     again = max(len(begun), 1) + (room == len(WHOLE[0].encode()))
@@ -282,7 +283,7 @@ def test_events_of_the_past_are_written_and_no_line_is_left_in_half(
 
 
 def test_event_that_is_out_in_part_ends_before_one_of_the_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sink = StdoutSink(tmp_path)
+    sink = run(StdoutSink(), tmp_path, "stdout")
     sink.open(START)
     with monkeypatch.context() as patched:
         disk = Disk(patched)

@@ -27,7 +27,7 @@ from pgcdc.core.shapes import ShapeChange
 from pgcdc.sink.registry import check_adapters
 from pgcdc.sink.webhook.address import is_public
 from pgcdc.sink.webhook.answer import Answer, Means, Verdict, judge, parse_retry_after
-from pgcdc.sink.webhook.events import Event, Place, ShapeKeys, read_events
+from pgcdc.sink.webhook.events import Event, ShapeKeys, read_events
 from pgcdc.sink.webhook.options import WebhookOptions, redact_url, secrets_of
 from pgcdc.sink.webhook.request import Requests
 from pgcdc.sink.webhook.round import REQUEST_BYTES, Round, segments
@@ -394,9 +394,9 @@ class Target:
         return Verdict(Means.DELIVERED)
 
 
-def deliver(events: Sequence[Event], target: Target, workers: int, batch_size: int) -> tuple[Round, set[Place]]:
-    delivered: set[Place] = set()
-    one = Round(target.post, workers, batch_size, delivered)
+def deliver(events: Sequence[Event], target: Target, workers: int, batch_size: int) -> tuple[Round, set[str]]:
+    delivered: set[str] = set()
+    one = Round(target.post, workers, batch_size, delivered.update)
     asyncio.run(one.run(events))
     return one, delivered
 
@@ -431,16 +431,16 @@ def test_rounds_keep_order_and_dead_letters_come_before_what_is_behind_them(
 ) -> None:
     events = [item(number, key, is_cut) for number, (key, is_cut) in enumerate(stream)]
     wrong = {f"{number:06}" for number in bad if number < len(events)}
-    target, delivered, letters = Target(wrong), set[Place](), set[str]()
+    target, delivered, letters = Target(wrong), set[str](), set[str]()
     for _ in range(len(wrong) + 1):
-        left = [event for event in events if event.place not in delivered and event.position not in letters]
-        one = Round(target.post, workers, batch_size, delivered)
+        left = [event for event in events if event.position not in delivered and event.position not in letters]
+        one = Round(target.post, workers, batch_size, delivered.update)
         asyncio.run(one.run(left))
         found = {reject.position for reject in one.rejects}
         for position in found:  # nothing that must wait for it has overtaken it
             number = int(position)
             held = [e for e in events[number + 1 :] if e.key == events[number].key or events[number].key is None]
-            assert not any(event.place in delivered for event in held)
+            assert not any(event.position in delivered for event in held)
         letters |= found
         if not found:
             break
@@ -497,7 +497,7 @@ def test_error_of_one_worker_ends_the_others_before_it_is_told() -> None:
         running -= 1
         return Verdict(Means.DELIVERED)
 
-    one = Round(post, 8, 1, set())
+    one = Round(post, 8, 1, lambda positions: None)
     with pytest.raises(RuntimeError, match="a defect"):
         asyncio.run(one.run([item(number, f"k{number}") for number in range(50)]))
     assert running == 0

@@ -167,14 +167,19 @@ class Reject:
 class SinkRejected(SinkError):
     """The target will never accept these events; the same batch without them is worth a try.
 
-    Without `rejects` nobody knows which ones they are, and the pipeline stops.
+    Without `rejects` nobody knows which ones they are: the pipeline stops, or the runner of a sink that `finds_by_halves`
+    finds out. `kind` and `text` are for the event that it finds, as in `Reject`.
     """
 
     policy = Policy.DEAD_LETTER
 
-    def __init__(self, message: str, advice: str = "", rejects: Sequence[Reject] = ()) -> None:
+    def __init__(
+        self, message: str, advice: str = "", rejects: Sequence[Reject] = (), *, kind: str = "rejected", text: str = ""
+    ) -> None:
         super().__init__(message, advice)
         self.rejects = tuple(rejects)
+        self.kind = kind
+        self.text = text or message
 
 
 _KINDS: dict[str, type[PgcdcError]] = {

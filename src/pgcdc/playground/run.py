@@ -33,6 +33,7 @@ from pgcdc.config import Config
 from pgcdc.core.errors import ConfigError, PgcdcError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock
+from pgcdc.event.batch import Batch
 from pgcdc.playground.meter import Meter, measure
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.playground.proof import Verdict, compare
@@ -41,7 +42,6 @@ from pgcdc.playground.view import View, summary_line
 from pgcdc.postgres.database import Connection, connect
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.pipeline import Pipeline
-from pgcdc.sink.base import Batch
 from pgcdc.spark.session import check_java
 
 __all__ = ["Playground", "PlaygroundOptions", "run_playground"]

@@ -19,12 +19,12 @@ from pgcdc.core.errors import ConfigError, PgcdcError, SinkError
 from pgcdc.core.operation import Op
 from pgcdc.core.position import SNAPSHOT, Position
 from pgcdc.core.state import write_all
+from pgcdc.event.batch import Batch
 from pgcdc.event.events import LINES, events_of
 from pgcdc.event.frame import EventOptions, make_frame
 from pgcdc.event.texts import IdSeed
 from pgcdc.run.copy_tables import CopiedTable, Copy, Progress, Say, Wanted, explain_reading, open_copy
 from pgcdc.run.copy_target import PartialFile
-from pgcdc.sink.base import Batch
 from pgcdc.source.postgres.snapshot.chunks import lock_chunks
 from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement
 from pgcdc.source.postgres.snapshot.releases import snapshot_mark, snapshot_rows

@@ -18,9 +18,9 @@ from pgcdc.core.errors import GapError, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.state import explain_writing, fsync_folder, write_durably
+from pgcdc.event.batch import Batch
 from pgcdc.run.member import Member, WriteFuture, may_pass
 from pgcdc.run.roster import Write, WriteState, judge
-from pgcdc.sink.base import Batch
 from pgcdc.spark.session import with_settings
 from pgcdc.transform.program import Program
 

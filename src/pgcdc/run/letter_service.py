@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 from pgcdc.config.model import Config
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
 from pgcdc.core.state import Identity, Lock, StateDir, is_alive, read_json, write_json
-from pgcdc.sink.base import Sink
-from pgcdc.sink.delivery import Delivery, NoHooks
+from pgcdc.sink.attempts import NoHooks
 from pgcdc.sink.letters.choose import check_not_captured, describe_store, make_store, name_pipeline
 from pgcdc.sink.letters.record import DeadLetter
 from pgcdc.sink.letters.replay import Tally, deliver_again, find_batches
 from pgcdc.sink.letters.stores import DeadLetters, Query, ReadableDeadLetters
-from pgcdc.sink.spec import DeliveryOptions
+from pgcdc.sink.registry import make_sink
+from pgcdc.sink.runner import Runner
+from pgcdc.sink.spec import AdapterSpec
 
 if TYPE_CHECKING:
     from pgcdc.run.supervisor import Lanes
@@ -72,9 +73,9 @@ class LetterOffice:
         if not self._is_given:
             check_not_captured(self._config)
 
-    def deliver(self, sink: Sink, options: DeliveryOptions) -> Delivery:
-        """The sink, with its refused events in the store."""
-        return Delivery(sink, options, _Telling(self._say), self.store)
+    def run(self, spec: AdapterSpec, acks: Path) -> Runner:
+        """The sink of an adapter, with its refused events in the store."""
+        return Runner(make_sink(spec, acks), acks, spec.name, spec.delivery, _Telling(self._say), self.store)
 
     def status(self) -> dict[str, Any]:
         """For `pgcdc dlq`, which has to find the letters."""
@@ -105,7 +106,7 @@ class LetterOffice:
 
     def _deliver(self, lanes: Lanes, store: ReadableDeadLetters, adapter: str, letters: list[DeadLetter]) -> Tally:
         member = next((one for one in lanes.members() if one.name == adapter), None)
-        if member is None or not member.is_open or not isinstance(member.sink, Delivery):
+        if member is None or not member.is_open:
             return Tally(error=f"adapter {adapter} is not in this run, or not ready yet")
         sink, done = member.sink, list[Tally]()
         future = member.submit_other(lambda: done.append(deliver_again(store, letters, sink.redeliver)))

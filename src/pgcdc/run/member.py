@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pgcdc.core.counters import EVENTS_DELIVERED, counters
 from pgcdc.core.errors import GapError, PgcdcError, Policy
 from pgcdc.core.position import Position
+from pgcdc.event.batch import Batch
 from pgcdc.run.roster import Membership
-from pgcdc.sink.base import Batch, Sink
-from pgcdc.sink.delivery import Delivery
+from pgcdc.sink.runner import Runner
 from pgcdc.spark.parallel import LargeBatch, can_write_parts
 from pgcdc.transform.program import Chain
 
@@ -27,7 +27,7 @@ class Adapter:
     """What a pipeline has to know of one adapter."""
 
     name: str
-    sink: Sink
+    sink: Runner
     chain: Chain = field(default_factory=Chain)
     priority: str = "normal"
 
@@ -103,23 +103,22 @@ class Member:
     @property
     def takes_parts(self) -> bool:
         """Whether executors may write to it."""
-        return isinstance(self.sink, Delivery) and can_write_parts(self.sink)
+        return can_write_parts(self.sink)
 
     @property
     def is_hanging(self) -> bool:
-        """Whether the sink is still at a write that nobody waits for any more (`sink/delivery.py`: its time was over)."""
-        return bool(getattr(self.sink, "is_busy", False))
+        """Whether the sink is still at a write that nobody waits for any more (its time was over)."""
+        return self.sink.is_busy
 
     @property
     def failing(self) -> BaseException | None:
         """What the last try failed with, while the sink waits for the next one."""
-        error: BaseException | None = getattr(self.sink, "failing", None)
-        return error
+        return self.sink.failing
 
     @property
     def dead_letters(self) -> int:
         """How many events of this run its target refused."""
-        return int(getattr(self.sink, "dead_letters", 0))
+        return self.sink.dead_letters
 
     def submit(self, lane: str, batch: Batch) -> WriteFuture:
         """Write a batch, after everything that was submitted before."""
@@ -146,8 +145,7 @@ class Member:
 
     def stop(self) -> None:
         """The pipeline stops: a sink that waits for another try need not."""
-        if callable(stop := getattr(self.sink, "stop", None)):
-            stop()
+        self.sink.stop()
 
     def close(self) -> None:
         """End the thread and close the sink; one that is still being written to is left to itself."""
@@ -193,7 +191,6 @@ class Member:
         reached = self.reached
         if end <= reached:
             return True
-        assert isinstance(self.sink, Delivery)
         is_written = batch.write(self.sink, reached)
         if is_written:
             counters.add(EVENTS_DELIVERED, batch.events, adapter=self.name)

@@ -17,10 +17,8 @@ from pgcdc.core.position import Position
 from pgcdc.core.settings import make_options
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.run.target_digests import check_place
-from pgcdc.sink.ack import AckFile
-from pgcdc.sink.base import Sink
-from pgcdc.sink.delivery import Delivery
 from pgcdc.sink.registry import ADAPTERS, check_options, make_sink
+from pgcdc.sink.runner import Runner
 from pgcdc.sink.secrecy import keep_secrets
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
 
@@ -88,7 +86,7 @@ def _change(spec: AdapterSpec, given: Mapping[str, Any]) -> AdapterSpec:
 
 
 @contextlib.contextmanager
-def open_destination(state: StateDir, destination: Destination) -> Iterator[Delivery]:
+def open_destination(state: StateDir, destination: Destination) -> Iterator[Runner]:
     """The adapter, open. Its own target belongs to a run: the lock of the state directory is held meanwhile."""
     with contextlib.ExitStack() as stack:
         spec = destination.spec
@@ -108,9 +106,8 @@ def open_destination(state: StateDir, destination: Destination) -> Iterator[Deli
                     "Check --state-dir, or name another target by the flags of the adapter",
                 )
             check_place(state, spec)
-        sink = make_sink(spec, acks)
-        _check_path(sink, acks)
-        delivery = Delivery(sink, spec.delivery)
+        delivery = Runner(make_sink(spec, acks), acks, spec.name, spec.delivery)
+        _check_path(delivery)
         delivery.check()
         identity = state.identity()
         delivery.open(Position.end(identity.created_lsn if identity else 0))
@@ -118,9 +115,9 @@ def open_destination(state: StateDir, destination: Destination) -> Iterator[Deli
         yield delivery
 
 
-def _check_path(sink: Sink, acks: Path) -> None:
+def _check_path(sink: Runner) -> None:
     """The ack of a file knows its path: with another one, a replay would forget how far the first file is written."""
-    known, path = AckFile(acks, sink.name).detail.get("path"), getattr(sink, "path", None)
+    known, path = sink.progress.detail.get("path"), getattr(sink.sink, "path", None)
     if known is not None and path is not None and known != str(path):
         raise StateError(
             f"adapter {sink.name} has delivered to {known}, and not to {path}",

@@ -26,6 +26,7 @@ from pgcdc.config import Config
 from pgcdc.config.adapters import choose_specs, with_source_db
 from pgcdc.core.errors import ConfigError, ConnectionLost, PgcdcError, SinkError, SinkUnavailable, StateError
 from pgcdc.core.state import Lock, StateDir, read_json, write_json
+from pgcdc.event.batch import Batch
 from pgcdc.postgres.database import connect
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.control import RunServer
@@ -37,10 +38,9 @@ from pgcdc.run.rewritten_columns import note_chains
 from pgcdc.run.supervisor import STOP_TIMEOUT_S, Lanes
 from pgcdc.run.table_watch import TableWatch
 from pgcdc.run.target_digests import note_places
-from pgcdc.sink.base import Batch
 from pgcdc.sink.letters.replay import Tally
 from pgcdc.sink.letters.stores import DeadLetters, Query
-from pgcdc.sink.registry import ADAPTERS, check_adapters, make_sink
+from pgcdc.sink.registry import ADAPTERS, check_adapters
 from pgcdc.sink.secrecy import keep_secrets
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.source.postgres.setup.prepare import Prepared, drop_publications, prepare
@@ -365,7 +365,7 @@ class Pipeline:
         """Adapters, after a look at their targets: a wrong one must not be found when slot and publication exist."""
         made = []
         for spec in specs:
-            sink = self._letters.deliver(make_sink(spec, self.state.acks), spec.delivery)
+            sink = self._letters.run(spec, self.state.acks)
             try:
                 sink.check()
             except SinkError as error:

@@ -27,9 +27,10 @@ from pgcdc.core.state import Identity, Lock, StateDir, check_identity, fsync_fol
 from pgcdc.postgres.database import connect, name_table, quote_qualified, split_table
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.rewritten_columns import why_unreadable
-from pgcdc.sink.ack import AckFile
+from pgcdc.sink.contract import Progress
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.folder import FolderSink, file_sink
+from pgcdc.sink.runner import Runner
 from pgcdc.sink.state import KeyStore, TableName
 from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.postgres.setup.preflight import check, identify
@@ -209,7 +210,7 @@ class Resync:
     def _plan_sinks(self) -> list[str]:
         lines = []
         for sink in self._sinks():
-            sink.check()
+            Runner(sink, self.state.acks, sink.name).check()
             kind = sink.kind
             where = f"adapter {sink.name} goes on in {sink.path}"
             if kind == "zset" and not self.options.truncate:
@@ -370,7 +371,7 @@ class Resync:
         self._request_vanished(lsn, keys)
         hit("resync.queued")
         for path in sorted(self.state.acks.glob("*.json")):
-            ack = AckFile(self.state.acks, path.stem)
+            ack = Progress(self.state.acks, path.stem)
             if ack.position is not None and ack.position > Position.end(lsn):
                 self._say(f"adapter {path.stem} stood at {ack.position}: positions go back from there")
             ack.save(Position.end(lsn), ack.detail)
@@ -480,13 +481,15 @@ def _name(table: PublishedTable) -> TableName:
 
 def _file_sinks(acks: Path) -> Iterator[FileSink | FolderSink]:
     for path in sorted(acks.glob("*.json")):
-        ack = AckFile(acks, path.stem)
+        ack = Progress(acks, path.stem)
         if "path" in ack.detail:
-            yield file_sink(ack.detail["path"], acks, path.stem, is_folder="parts" in ack.detail)
+            sink = file_sink(ack.detail["path"], is_folder="parts" in ack.detail)
+            sink.bind(ack)
+            yield sink
 
 
 def _blind(acks: Path) -> Iterator[str]:
     """The adapters whose events are gone when they are delivered."""
     for path in sorted(acks.glob("*.json")):
-        if path.stem == "stdout" or AckFile(acks, path.stem).detail.get("type") == "exec":
+        if path.stem == "stdout" or Progress(acks, path.stem).detail.get("type") == "exec":
             yield path.stem

@@ -19,11 +19,12 @@ from pgcdc.core.errors import ConfigError, PgcdcError, Policy, SchemaChanged, Si
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.state import StateDir, read_json
+from pgcdc.event.batch import Batch
 from pgcdc.postgres.lsn import parse_lsn
 from pgcdc.run.lane import Lane, LaneStopped, Planned, stop_query
 from pgcdc.run.member import Adapter, Member, may_pass
 from pgcdc.run.transfer import Moves
-from pgcdc.sink.base import Batch, Sink
+from pgcdc.sink.runner import Runner
 from pgcdc.source.postgres.wire.stream import reconnect_delay_s
 from pgcdc.spark.failure import explain_failure
 from pgcdc.spark.parallel import LargeBatches
@@ -373,7 +374,7 @@ class Lanes:
 
     # --- while it runs
 
-    def add_adapter(self, adapter: Adapter, make: Callable[[], Sink] | None = None) -> None:
+    def add_adapter(self, adapter: Adapter, make: Callable[[], Runner] | None = None) -> None:
         """Deliver to one more sink, from where main is now. Durable when this returns; from any thread.
 
         `make` makes the sink anew when nobody writes to it any more.

@@ -23,8 +23,8 @@ from pgcdc.core.state import StateDir, read_json, write_json_durably
 from pgcdc.run.lane import Lane
 from pgcdc.run.member import Adapter, Member, left_out, may_pass
 from pgcdc.run.roster import Membership, Roster
-from pgcdc.sink.ack import AckFile
-from pgcdc.sink.base import Sink
+from pgcdc.sink.contract import Progress
+from pgcdc.sink.runner import Runner
 from pgcdc.spool.reader import SpoolReader, read_slice
 
 __all__ = ["Moves"]
@@ -254,7 +254,7 @@ class Moves:
 
     # --- while it runs
 
-    def add(self, adapter: Adapter, make: Callable[[], Sink] | None = None) -> None:
+    def add(self, adapter: Adapter, make: Callable[[], Runner] | None = None) -> None:
         """A new adapter, in a lane of its own from where main is. One whose ack is older would miss something: GapError.
 
         `make` makes its sink when nobody writes to it any more: one that was made before has an older ack in mind.
@@ -267,7 +267,7 @@ class Moves:
             )
         self._removed.pop(adapter.name, None)
         start = self.main.next_start
-        ack = AckFile(self._state.acks, adapter.name).position
+        ack = Progress(self._state.acks, adapter.name).position
         if ack is not None and ack < start:  # before its target is touched
             raise left_out(adapter.name, ack, start)
         if make is not None:

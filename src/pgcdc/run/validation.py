@@ -17,6 +17,7 @@ from pgcdc.config.option_secrets import describe_options
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.sink.registry import ADAPTERS, make_sink
+from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.source.postgres.setup.preflight import ServerInfo
 from pgcdc.source.postgres.setup.rehearsal import check_server, check_slot, rehearse
@@ -147,7 +148,8 @@ def _look_at_state(config: Config) -> str:
 
 
 def _look_at_adapter(config: Config, spec: AdapterSpec) -> str:
-    make_sink(spec, StateDir(config.state_dir).acks).check()
+    acks = StateDir(config.state_dir).acks
+    Runner(make_sink(spec, acks), acks, spec.name).check()
     ADAPTERS[spec.type].check_source(spec, config.source_options(), StateDir(config.state_dir))
     routes = f", only {', '.join(spec.routes)}" if spec.routes else ""
     return f"type {spec.type}{describe_options(spec.type, spec.options)}{routes}"

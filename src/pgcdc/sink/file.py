@@ -13,47 +13,41 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
 
-from pgcdc.core.errors import SinkError, SinkUnavailable, StateError
+from pgcdc.core.errors import SinkError, SinkUnavailable
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.state import fsync_folder, write_all
-from pgcdc.sink.ack import AckFile
-from pgcdc.sink.base import Batch
+from pgcdc.event.batch import Batch
+from pgcdc.sink.contract import Progress, Sink, SinkContext
 from pgcdc.sink.rotation import Compression, Housekeeper, Numbers, find_rotated, highest_number, rotated_name
 from pgcdc.sink.state import KeyStore, content_kind, read_lines
-from pgcdc.sink.tell import tell
 
 __all__ = ["FileSink"]
 
 
-class FileSink:
+class FileSink(Sink):
     """Appends every event as one line to `path`."""
 
     def __init__(
         self,
         path: Path,
-        acks: Path,
-        name: str = "file",
         *,
         max_bytes: int = 0,
         max_files: int = 0,
         compression: Compression = "none",
     ) -> None:
         """A file rotates before it gets larger than `max_bytes` (0: never); `max_files` rotated ones are kept (0: all)."""
-        self.name = name
         self._path = path.absolute()
-        self._ack = AckFile(acks, name)
         self._descriptor = -1
         self._max_bytes = max_bytes
         self._max_files = max_files
-        self._housekeeper = Housekeeper(self._path, compression, partial(tell, name))
+        self._compression = compression
+        self._housekeeper: Housekeeper | None = None
 
     @property
     def path(self) -> Path:
@@ -61,11 +55,16 @@ class FileSink:
         return self._path
 
     @property
-    def ack(self) -> Position:
-        assert self._ack.position is not None
-        return self._ack.position
+    def name(self) -> str:
+        """The adapter's."""
+        return self._progress.name
 
-    def check(self) -> None:
+    def bind(self, progress: Progress) -> None:
+        """Look at a file that was written before: comes before all that reads."""
+        self._progress = progress
+
+    def check(self, context: SinkContext) -> None:
+        self.bind(context.progress)
         with self._explain():
             self._look()
             if self._path.exists():
@@ -73,28 +72,31 @@ class FileSink:
             else:
                 tempfile.TemporaryFile(dir=self._path.parent).close()
 
-    def open(self, start: Position) -> None:
+    def open(self, context: SinkContext) -> None:
+        self.bind(context.progress)
+        self._housekeeper = self._housekeeper or Housekeeper(self._path, self._compression, context.say)
         with self._explain():
             known = self._look()
             if not known:
                 from pgcdc.sink.folder import leave_folder  # which imports this
 
-                leave_folder(self._ack.detail)
+                leave_folder(self._progress.detail)
                 self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
                 os.fsync(self._descriptor)
                 fsync_folder(self._path.parent)
-                self._save(self._ack.position or start, {"size": 0})
+                self._progress.save(context.start, {"size": 0, "path": str(self._path)})
             self._restore()
 
     def write(self, batch: Batch) -> None:
-        if batch.end <= self.ack:
-            return
-        batch = batch.after(self.ack)
         with self._explain(kind=SinkUnavailable, advice="Is the disk full? Nothing is lost: it is tried again"):
             self._restore()
-            while self.ack < batch.end:
+            while True:
                 part = self._fitting(batch)
-                self._append(part.lines(), part.end)
+                self._append(part.lines())
+                if part.end >= batch.end:
+                    return
+                hit("sink.before_ack")
+                self._progress.save(part.end)  # the next one goes to another file
                 batch = batch.after(part.end)
 
     def redeliver(self, batch: Batch) -> Collection[str]:
@@ -103,12 +105,14 @@ class FileSink:
             self._restore()
             if self._size and self._max_bytes and self._size + sum(map(len, batch.lines())) > self._max_bytes:
                 self._rotate()
-            self._append(batch.lines(), self.ack)
+            self._append(batch.lines())
+            self._progress.save(self._at)
         return ()
 
     def close(self) -> None:
         self._release()
-        self._housekeeper.close()
+        if self._housekeeper is not None:
+            self._housekeeper.close()
 
     # --- what stands in it
 
@@ -138,7 +142,7 @@ class FileSink:
                     f"older files of {self._path} were removed, as max_files says", "It cannot be read back any more"
                 )
             sizes = [read_lines(path, size, store) for path, size in self._contents()]
-            expected = self._ack.detail.get("bytes", 0) + self._ack.detail["size"]
+            expected = self._progress.detail.get("bytes", 0) + self._progress.detail["size"]
             if sum(sizes) != expected:
                 raise SinkError(
                     f"{self._path} and its rotated files have {sum(sizes)} bytes, but {expected} were written to them",
@@ -148,7 +152,7 @@ class FileSink:
     def _contents(self) -> list[tuple[Path, int | None]]:
         """The files that are there, in order, and how much of each counts; None: all."""
         found: list[tuple[Path, int | None]] = []
-        detail, numbers = self._ack.detail, self._numbers
+        detail, numbers = self._progress.detail, self._numbers
         if numbers is not None:
             for number in range(numbers.oldest, numbers.last + 1):
                 if (rotated := find_rotated(self._path, number)) is not None:
@@ -162,20 +166,25 @@ class FileSink:
     # --- the file
 
     @property
+    def _at(self) -> Position:
+        assert self._progress.position is not None
+        return self._progress.position
+
+    @property
     def _size(self) -> int:
-        return int(self._ack.detail["size"])
+        return int(self._progress.detail["size"])
 
     @property
     def _numbers(self) -> Numbers | None:
         """Which rotated files are ours."""
-        detail = self._ack.detail
+        detail = self._progress.detail
         return Numbers(detail["first"], detail["oldest"], detail["number"]) if "number" in detail else None
 
     def _look(self) -> bool:
         """Whether the file is the one that was written before. Raises SinkError if it is not as it was left."""
-        detail = self._ack.detail
+        detail = self._progress.detail
         # The same path may have been a folder before.
-        known = self._ack.position is not None and "size" in detail and detail["path"] == str(self._path)
+        known = self._progress.position is not None and "size" in detail and detail["path"] == str(self._path)
         exists = self._path.exists()
         size = self._path.stat().st_size if exists else 0
         if not known:
@@ -189,7 +198,7 @@ class FileSink:
         expected = detail["size"] if is_moved else detail.get("moving", detail["size"])
         if not exists and not is_moved:
             raise SinkError(
-                f"{self._path} is gone, but events up to {self.ack} were written to it",
+                f"{self._path} is gone, but events up to {self._at} were written to it",
                 "Move it back, or give the adapter another path: the next events go there",
             )
         if size < expected:
@@ -201,7 +210,7 @@ class FileSink:
 
     def _restore(self) -> None:
         """Have the file open and as the ack says: what a failed attempt, or a crash, has left behind that is cut off."""
-        if "moving" in self._ack.detail:
+        if "moving" in self._progress.detail:
             self._move()
         is_new = self._descriptor < 0
         if is_new:
@@ -211,23 +220,21 @@ class FileSink:
         if is_new:
             os.fsync(self._descriptor)
             fsync_folder(self._path.parent)
-            if numbers := self._numbers:
+            if self._housekeeper is not None and (numbers := self._numbers):
                 self._housekeeper.ask(numbers)
 
-    def _append(self, lines: Iterable[memoryview], end: Position) -> None:
+    def _append(self, lines: Iterable[memoryview]) -> None:
         size = self._size
         for piece in lines:
             size += write_all(self._descriptor, piece)
             hit("file.half_written")
         if size != self._size:
             os.fsync(self._descriptor)
-        hit("file.before_ack")
-        self._save(end, {**self._ack.detail, "size": size})
-        hit("file.after_ack")
+        self._progress.next_detail = {**self._progress.detail, "size": size}  # the runner saves it with the ack
 
     def _fitting(self, batch: Batch) -> Batch:
         """As much of a batch as this file takes: at least one event, and a new file for it if need be."""
-        if not self._max_bytes or not batch.events.num_rows:
+        if not self._max_bytes or not len(batch):
             return batch
         ends = np.cumsum(pc.binary_length(batch.events.column("line")).to_numpy().astype(np.int64))
         count = int(np.searchsorted(ends, self._max_bytes - self._size, side="right"))
@@ -247,17 +254,17 @@ class FileSink:
         first, oldest = (known.first, known.oldest) if known else (number, number)
         if self._max_files:
             oldest = max(oldest, number - self._max_files + 1)
-        detail = self._ack.detail
+        detail = self._progress.detail
         rotated = {"number": number, "first": first, "oldest": oldest, "bytes": detail.get("bytes", 0) + self._size}
         hit("file.before_rotation")
-        self._save(self.ack, {**detail, **rotated, "size": 0, "moving": self._size})
+        self._progress.save(self._at, {**detail, **rotated, "size": 0, "moving": self._size})
         hit("file.rotation_noted")
         self._restore()
 
     def _move(self) -> None:
         """End a rotation that the ack has noted."""
         self._release()
-        detail = dict(self._ack.detail)
+        detail = dict(self._progress.detail)
         if find_rotated(self._path, detail["number"]) is None:
             os.truncate(self._path, detail["moving"])
             os.rename(self._path, rotated_name(self._path, detail["number"]))
@@ -265,7 +272,7 @@ class FileSink:
         os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644))  # before the ack says that it is there
         fsync_folder(self._path.parent)
         del detail["moving"]
-        self._save(self.ack, detail)
+        self._progress.save(self._at, detail)
         hit("file.rotated")
 
     # --- all of it
@@ -274,12 +281,6 @@ class FileSink:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def _save(self, position: Position, detail: dict[str, Any]) -> None:
-        try:
-            self._ack.save(position, {**detail, "path": str(self._path)})
-        except StateError as error:
-            raise SinkUnavailable(error.message, error.advice) from error
 
     @contextlib.contextmanager
     def _explain(

@@ -24,12 +24,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from pgcdc.core.errors import SinkError, SinkUnavailable, StateError
+from pgcdc.core.errors import SinkError, SinkUnavailable
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.state import fsync_folder, write_all
-from pgcdc.sink.ack import AckFile
-from pgcdc.sink.base import Batch, Receipt, line_buffers
+from pgcdc.event.batch import Batch, line_buffers
+from pgcdc.sink.contract import ParallelSink, Progress, Receipt, SinkContext
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.rotation import Compression
 from pgcdc.sink.state import KeyStore, content_kind, read_lines
@@ -45,8 +45,6 @@ _PART = re.compile(r"[0-9A-F]{16}-[0-9A-F]{12}(?:\.[0-9A-F]{8})?-R?[0-9]{5}\.jso
 
 def file_sink(
     path: Path | str,
-    acks: Path,
-    name: str = "file",
     *,
     is_folder: bool = False,
     max_bytes: int = 0,
@@ -56,8 +54,8 @@ def file_sink(
     """The sink for a path: a folder if it is one, or if it ends with a slash."""
     text = str(path)
     if is_folder or text.endswith(os.sep) or Path(text).is_dir():
-        return FolderSink(Path(text), acks, name)
-    return FileSink(Path(text), acks, name, max_bytes=max_bytes, max_files=max_files, compression=compression)
+        return FolderSink(Path(text))
+    return FileSink(Path(text), max_bytes=max_bytes, max_files=max_files, compression=compression)
 
 
 def leave_folder(detail: Mapping[str, Any]) -> None:
@@ -125,19 +123,16 @@ class FolderPartWriter:
         return {"part": part, "file": path.name, "size": size}
 
 
-class FolderSink:
+class FolderSink(ParallelSink):
     """Writes every batch as one part file, or as several."""
 
+    takes_executors = True
     needs_key_order = True
 
-    def __init__(self, path: Path, acks: Path, name: str = "file") -> None:
-        self.name = name
+    def __init__(self, path: Path) -> None:
         self._path = path.absolute()
         self._hidden = self._path / HIDDEN
-        self._file = AckFile(acks, name)
-        self._acked = self._file.position
-        """What is also shown; the file is ahead of it while parts get their names."""
-        self._owner: str = self._file.detail.get("owner", "") if self._is_known else ""
+        self._owner = ""
         self._written: set[str] = set()
         """Parts that this process has acknowledged, and not seen under their names yet."""
         self._again: list[str] = []
@@ -164,38 +159,43 @@ class FolderSink:
         return True
 
     @property
-    def ack(self) -> Position:
-        assert self._acked is not None
-        return self._acked
+    def name(self) -> str:
+        """The adapter's."""
+        return self._progress.name
 
-    def check(self) -> None:
+    def bind(self, progress: Progress) -> None:
+        """Look at a folder that was written before: comes before all that reads."""
+        self._progress = progress
+        self._owner = progress.detail.get("owner", "") if self._is_known else ""
+
+    def check(self, context: SinkContext) -> None:
+        self.bind(context.progress)
         with self._explain():
             self._look()
             tempfile.TemporaryFile(dir=self._path if self._path.exists() else self._path.parent).close()
 
-    def open(self, start: Position) -> None:
+    def open(self, context: SinkContext) -> None:
+        self.bind(context.progress)
         with self._explain():
             known = self._look()
             self._path.mkdir(exist_ok=True)
             self._hidden.mkdir(exist_ok=True)
             fsync_folder(self._path.parent)
             if not known:
-                leave_folder(self._file.detail)
+                leave_folder(self._progress.detail)
                 self._owner = ""
             if not self._owner:  # first into the ack: a crash between must not leave a folder that is nobody's
                 self._owner = uuid.uuid4().hex
-                kept = self._file.detail if known else {"parts": 0, "bytes": 0}
-                self._save(self._file.position or start, kept)
+                kept = self._progress.detail if known else {"parts": 0, "bytes": 0}
+                self._save(context.start, kept)
             self._claim()
             self._show()
             self.discard_parts()
-        self._acked = self._file.position
 
     def write(self, batch: Batch) -> None:
         self._catch_up()
-        if batch.end <= self.ack:
+        if batch.end <= self._at:
             return
-        batch = batch.after(self.ack)
         self.discard_parts()  # of a failed attempt
         receipt = self.part_writer().write_part(0, batch.events.to_batches())
         self.commit_parts(batch.start, batch.end, [receipt] if receipt else [])
@@ -203,7 +203,7 @@ class FolderSink:
     def redeliver(self, batch: Batch) -> Collection[str]:
         """One more part, which the ack names; its position stays."""
         self._catch_up()
-        positions = batch.events.column("position").to_pylist()
+        positions = batch.positions().to_pylist()
         before, self._again = self._again, []
         if positions and positions == before:  # the last try got as far as the ack
             return ()
@@ -211,12 +211,12 @@ class FolderSink:
         receipt = self.part_writer().write_part(0, batch.events.to_batches())
         if receipt is None:
             return ()
-        detail, number = self._file.detail, self._file.detail.get("redelivered", 0) + 1
-        stem = str(self.ack).replace("/", "-")
+        detail, number = self._progress.detail, self._progress.detail.get("redelivered", 0) + 1
+        stem = str(self._at).replace("/", "-")
         self._written = {receipt["file"]}
         hit("folder.before_redelivered")
         self._save(
-            self.ack,
+            self._at,
             {
                 "parts": detail["parts"] + 1,
                 "bytes": detail["bytes"] + int(receipt["size"]),
@@ -237,11 +237,11 @@ class FolderSink:
     def commit_parts(self, start: Position, end: Position, receipts: Sequence[Receipt]) -> None:
         """Show the parts of these receipts, and no others, and move the ack to `end`."""
         self._catch_up()
-        if end <= self.ack:
+        if end <= self._at:
             return
-        if start < self.ack:
+        if start < self._at:
             raise SinkUnavailable(
-                f"these parts begin at {start}, but {self._path} has everything up to {self.ack}",
+                f"these parts begin at {start}, but {self._path} has everything up to {self._at}",
                 "It is tried again with parts that begin there",
             )
         for receipt in receipts:
@@ -251,7 +251,7 @@ class FolderSink:
             [receipt["file"], f"{stem}-{receipt['part']:05d}.jsonl"]
             for receipt in sorted(receipts, key=lambda receipt: int(receipt["part"]))
         ]
-        detail = self._file.detail
+        detail = self._progress.detail
         self._written = {receipt["file"] for receipt in receipts}
         hit("folder.before_ack")
         self._save(
@@ -269,14 +269,14 @@ class FolderSink:
 
     def discard_parts(self) -> None:
         """Delete parts that no ack has named: of a crash, a lost task, or an attempt that came second."""
-        named = {file for file, _ in self._file.detail.get("shown", [])}
+        named = {file for file, _ in self._progress.detail.get("shown", [])}
         with self._explain(kind=SinkUnavailable):
             for path in self._hidden.iterdir():
                 if path.name not in named and path.name != OWNER:
                     path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        if self._owner and self._file.detail.get("parts") == 0:  # nothing is in it: whoever wants it may have it
+        if self._owner and self._progress.detail.get("parts") == 0:  # nothing is in it: whoever wants it may have it
             with contextlib.suppress(OSError):
                 if _read_owner(self._path) == self._owner:
                     (self._hidden / OWNER).unlink()
@@ -289,7 +289,7 @@ class FolderSink:
             self._show()
             parts = self._parts()
             sizes = [path.stat().st_size for path in parts]
-            known = self._file.detail
+            known = self._progress.detail
             if (len(parts), sum(sizes)) != (known["parts"], known["bytes"]):
                 raise SinkError(
                     f"{self._path} has {len(parts)} parts with {sum(sizes)} bytes, but {known['parts']} with "
@@ -305,17 +305,22 @@ class FolderSink:
         return sorted(path for path in self._path.iterdir() if _PART.fullmatch(path.name))
 
     @property
+    def _at(self) -> Position:
+        assert self._progress.position is not None
+        return self._progress.position
+
+    @property
     def _is_known(self) -> bool:
         """Whether the ack is of this folder; the same path may have been a file before."""
-        detail = self._file.detail
-        return self._file.position is not None and "parts" in detail and detail["path"] == str(self._path)
+        detail = self._progress.detail
+        return self._progress.position is not None and "parts" in detail and detail["path"] == str(self._path)
 
     def _look(self) -> bool:
         """Whether the folder is the one that was written before. Raises SinkError if it is not as it was left."""
         known = self._is_known
         if known and not self._path.is_dir():
             raise SinkError(
-                f"{self._path} is gone, but events up to {self._file.position} were written to it",
+                f"{self._path} is gone, but events up to {self._progress.position} were written to it",
                 "Move it back, or give the adapter another path: the next events go there",
             )
         if not known and self._path.exists():
@@ -356,23 +361,23 @@ class FolderSink:
 
     def _show(self) -> None:
         """Give the parts that the ack names their names. Harmless if they have them."""
-        shown = self._file.detail.get("shown", [])
+        shown = self._progress.detail.get("shown", [])
         _show_parts(self._path, shown, self._written)
         for file, name in shown:
             if file in self._written and not (self._path / name).exists():
                 raise SinkError(
                     f"part {name} of {self._path} was deleted under {self._hidden} before it got its name: its events, "
-                    f"up to {self._file.position}, are lost there",
+                    f"up to {self._progress.position}, are lost there",
                     "Leave that folder to pgcdc alone, and deliver everything once more: pgcdc resync --new-slot",
                 )
         self._written.clear()
 
     def _catch_up(self) -> None:
         """Show what the ack on disk covers: a commit counts from there on, whatever happens."""
-        if self._file.position != self._acked or self._written:
+        if self._written or self._progress.acked != self._progress.position:
             with self._explain(kind=SinkUnavailable):
                 self._show()
-            self._acked = self._file.position
+            self._progress.settle()
 
     def _check_part(self, receipt: Receipt) -> None:
         """Nothing is acknowledged that cannot be seen from here: executors may be on other hosts."""
@@ -386,10 +391,9 @@ class FolderSink:
             )
 
     def _save(self, position: Position, detail: dict[str, Any]) -> None:
-        try:
-            self._file.save(position, {**detail, "path": str(self._path), "owner": self._owner})
-        except StateError as error:
-            raise SinkUnavailable(error.message, error.advice) from error
+        """Parts that it names are not shown yet: the ack follows when they are."""
+        detail = {**detail, "path": str(self._path), "owner": self._owner}
+        self._progress.save(position, detail, is_settled=False)
 
     @contextlib.contextmanager
     def _explain(self, done: str = "written", kind: type[SinkError] = SinkError) -> Iterator[None]:

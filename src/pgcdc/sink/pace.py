@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from enum import Enum
+from typing import Protocol
 
-__all__ = ["BreakerState", "CircuitBreaker", "TokenBucket"]
+__all__ = ["BreakerState", "CircuitBreaker", "Clock", "SystemClock", "TokenBucket"]
+
+
+class Clock(Protocol):
+    """Time, as far as a delivery needs it: a test has one that does not wait."""
+
+    def now(self) -> float:
+        """Seconds since whenever."""
+
+    def wait(self, condition: threading.Condition, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait, with `condition` held, until `done()` or until the time is over. Whether it is done."""
+
+
+class SystemClock:
+    """The real one."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def wait(self, condition: threading.Condition, done: Callable[[], bool], timeout_s: float) -> bool:
+        return condition.wait_for(done, timeout_s)
 
 
 class BreakerState(Enum):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from pgcdc.core.errors import ConfigError
-from pgcdc.sink.base import Sink
+from pgcdc.sink.contract import Sink
 from pgcdc.sink.exec.options import ExecOptions
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.secrecy import keep_secrets
@@ -108,7 +108,7 @@ def _make_stdout(spec: AdapterSpec, acks: Path) -> Sink:
     from pgcdc.sink.stdout import StdoutSink
 
     assert isinstance(spec.options, StdoutOptions)
-    return StdoutSink(acks, spec.name, format=spec.options.format)
+    return StdoutSink(format=spec.options.format)
 
 
 def _make_file(spec: AdapterSpec, acks: Path) -> Sink:
@@ -118,8 +118,6 @@ def _make_file(spec: AdapterSpec, acks: Path) -> Sink:
     assert isinstance(options, FileOptions)
     return file_sink(
         options.target,
-        acks,
-        spec.name,
         is_folder=options.is_folder,
         max_bytes=options.max_size,
         max_files=options.max_files,
@@ -140,13 +138,13 @@ def _make_exec(spec: AdapterSpec, acks: Path) -> Sink:
     from pgcdc.sink.exec.sink import ExecSink
 
     assert isinstance(spec.options, ExecOptions)
-    return ExecSink(spec.options, acks, spec.name, timeout_s=spec.delivery.timeout)
+    return ExecSink(spec.options)
 
 
 def _make_noop(spec: AdapterSpec, acks: Path) -> Sink:
     from pgcdc.sink.noop import NoopSink
 
-    return NoopSink(acks, spec.name)
+    return NoopSink()
 
 
 def _make_pg_table(spec: AdapterSpec, acks: Path) -> Sink:
@@ -166,7 +164,7 @@ def _make_webhook(spec: AdapterSpec, acks: Path) -> Sink:
     from pgcdc.sink.webhook.sink import WebhookSink
 
     assert isinstance(spec.options, WebhookOptions)
-    return WebhookSink(spec.options, acks, spec.name, spec.delivery.timeout)
+    return WebhookSink(spec.options)
 
 
 def _check_webhook(options: WebhookOptions) -> None:

@@ -11,7 +11,7 @@ import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import orjson
 
@@ -19,7 +19,7 @@ from pgcdc.core.errors import SinkError, StateError
 from pgcdc.core.state import fsync_folder
 from pgcdc.sink.rotation import open_lines
 
-__all__ = ["KeyStore", "ReadableSink", "TableName", "content_kind", "read_lines"]
+__all__ = ["KeyStore", "TableName", "content_kind", "read_lines"]
 
 TableName = tuple[str, str]
 """Schema and table."""
@@ -28,16 +28,6 @@ BUFFERED_KEYS = 100_000
 CACHE_KB = 64 << 10
 _FFFD = "\ufffd"
 _PUTS = ("INSERT", "UPDATE", "SNAPSHOT")
-
-
-@runtime_checkable
-class ReadableSink(Protocol):
-    """A sink whose content can be read back."""
-
-    name: str
-
-    def read_back(self, store: KeyStore) -> None:
-        """Hand every event that is durable here to `store`, in order. SinkError: it cannot be read."""
 
 
 class KeyStore:

@@ -10,7 +10,6 @@ import errno
 import os
 import select
 from collections.abc import Collection
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -18,10 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pgcdc.core.errors import SinkError, SinkUnavailable
-from pgcdc.core.failpoint import hit
-from pgcdc.core.position import Position
-from pgcdc.sink.ack import AckFile
-from pgcdc.sink.base import Batch, line_buffers
+from pgcdc.event.batch import Batch, line_buffers
+from pgcdc.sink.contract import Sink, SinkContext
 from pgcdc.sink.pretty import Pretty
 
 __all__ = ["StdoutSink"]
@@ -31,12 +28,10 @@ _MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOBUFS)
 """Of standard output that goes to a file."""
 
 
-class StdoutSink:
+class StdoutSink(Sink):
     """Writes every event to a descriptor, standard output by default."""
 
-    def __init__(self, acks: Path, name: str = "stdout", descriptor: int = 1, format: Format = "json") -> None:
-        self.name = name
-        self._ack = AckFile(acks, name)
+    def __init__(self, descriptor: int = 1, format: Format = "json") -> None:
         self._descriptor = descriptor
         self._format = format
         self._pretty: Pretty | None = None
@@ -49,12 +44,7 @@ class StdoutSink:
         self._owed = memoryview(b"")
         """The rest of a line of the past that is out in part: it comes before anything else."""
 
-    @property
-    def ack(self) -> Position:
-        assert self._ack.position is not None
-        return self._ack.position
-
-    def check(self) -> None:
+    def check(self, context: SinkContext) -> None:
         try:
             os.fstat(self._descriptor)
         except OSError as error:
@@ -62,17 +52,13 @@ class StdoutSink:
                 "standard output is closed", "Start with a reader at it, or use another --adapter"
             ) from error
 
-    def open(self, start: Position) -> None:
+    def open(self, context: SinkContext) -> None:
         is_terminal = os.isatty(self._descriptor)
         if self._format == "pretty" or (self._format == "auto" and is_terminal):
             self._pretty = Pretty(is_terminal=is_terminal)
-        if self._ack.position is None:
-            self._ack.save(start, {})
 
     def write(self, batch: Batch) -> None:
-        if batch.end <= self.ack:
-            return
-        events = batch.after(self.ack).events
+        events = batch.events
         if self._out:
             events = events.filter(pc.greater(events.column("position"), self._out))
         positions, texts = events.column("position"), self._texts(events)
@@ -82,8 +68,6 @@ class StdoutSink:
         self._out = max(self._out, str(batch.end))  # a failed attempt may have got further
         if self._begun[0] <= self._out:
             self._begun = ("", 0)
-        hit("stdout.before_ack")
-        self._ack.save(batch.end, {})
 
     def redeliver(self, batch: Batch) -> Collection[str]:
         """Write events of the past once more."""
@@ -99,9 +83,6 @@ class StdoutSink:
         finally:
             self._out, self._begun = before
         return ()
-
-    def close(self) -> None:
-        pass
 
     def _texts(self, events: pa.Table) -> pa.ChunkedArray:
         lines = events.column("line")

@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pyarrow as pa
@@ -32,8 +32,9 @@ from pgcdc.core.position import Position
 from pgcdc.core.shapes import ShapeHistory
 from pgcdc.core.state import StateDir
 from pgcdc.event.events import KEYED_LINES, open_blocks, pack_block
-from pgcdc.sink.base import ParallelSink, PartWriter, Receipt
-from pgcdc.sink.delivery import Delivery, SinkTimeout
+from pgcdc.sink.attempts import SinkTimeout
+from pgcdc.sink.contract import ParallelSink, PartWriter, Receipt
+from pgcdc.sink.runner import Runner
 from pgcdc.spark.failure import Explain, explained
 from pgcdc.spool.reader import SpoolReader
 
@@ -79,9 +80,9 @@ _PIECES_DDL = (
 )
 
 
-def can_write_parts(member: Delivery) -> bool:
+def can_write_parts(member: Runner) -> bool:
     """Whether executors may write to this sink: it can, and no rate limit wants its events one after the other."""
-    return isinstance(member.sink, ParallelSink) and not member.options.rate_limit
+    return member.sink.takes_executors and not member.options.rate_limit
 
 
 class LargeBatches:
@@ -130,13 +131,13 @@ def count_events(spool: SpoolReader, start: Position, end: Position) -> int:
 def write_parallel(
     spark: SparkSession,
     frame: DataFrame,
-    members: Sequence[Delivery],
+    members: Sequence[Runner],
     start: Position,
     end: Position,
     *,
     cuts: Sequence[Position] = (),
     events: int = 0,
-) -> list[Delivery]:
+) -> list[Runner]:
     """Have the executors write the batch (start, end] to these sinks, side by side. Returns those that need it otherwise.
 
     `frame` has KEYED_BLOCKS, or a row per event with `position`, `line`, `key_hash` and `is_barrier`. `cuts` are places
@@ -226,7 +227,7 @@ class LargeBatch:
             if self._pieces is not None:
                 self._pieces.unpersist()
 
-    def write(self, member: Delivery, reached: Position | None = None) -> bool:
+    def write(self, member: Runner, reached: Position | None = None) -> bool:
         """Have the executors write to this sink what lies behind its ack and `reached`. False: it needs it as it is.
 
         A sink that refuses events needs that, too: they are set aside, and the rest is written, by the driver.
@@ -236,13 +237,12 @@ class LargeBatch:
             return True
         if not can_write_parts(member):
             return False
-        assert isinstance(member.sink, ParallelSink)
         try:
-            return self._write(member, member.sink, reached)
+            return self._write(member, cast(ParallelSink, member.sink), reached)
         except SinkRejected:  # which events it is about is known where they are: the driver finds out
             return False
 
-    def _write(self, member: Delivery, sink: ParallelSink, reached: Position) -> bool:
+    def _write(self, member: Runner, sink: ParallelSink, reached: Position) -> bool:
         if not sink.needs_key_order:
             self._deliver(member, self._frame, Segment(self._start, self._end, self.events), reached)
             return True
@@ -278,13 +278,12 @@ class LargeBatch:
                 self._pieces = pieces  # last: with it, the other sinks of the batch take the segments for known
             return self._pieces, self._segments
 
-    def _deliver(self, member: Delivery, frame: DataFrame, segment: Segment, reached: Position) -> None:
-        sink, tag = member.sink, f"pgcdc-{uuid.uuid4().hex}"
-        assert isinstance(sink, ParallelSink)
+    def _deliver(self, member: Runner, frame: DataFrame, segment: Segment, reached: Position) -> None:
+        sink, tag = cast(ParallelSink, member.sink), f"pgcdc-{uuid.uuid4().hex}"
         context = self._spark.sparkContext
 
         def write() -> None:
-            begin = max(segment.start, sink.ack, reached)
+            begin = max(segment.start, member.ack, reached)
             sink.discard_parts()  # of an attempt that failed
             context.addJobTag(tag)
             try:

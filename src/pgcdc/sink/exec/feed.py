@@ -55,10 +55,10 @@ class Feed:
 
     def __init__(self, process: Process, *, by_line: bool) -> None:
         self.process = process
+        self.done: list[str] = []
+        """Positions that are done, in order, until somebody takes them."""
         self.given_to = ""
         """The last position that it was given."""
-        self.reached = ""
-        """All events up to this position are done."""
         self.progress = 0
         """Grows with every byte that it reads, or with every event that it acknowledges."""
         self._taken = 0
@@ -91,7 +91,7 @@ class Feed:
         """The position of the oldest event without an acknowledgement."""
         return self._open[0].position if self._open else None
 
-    def run(self, end: str, deadline: float, on_progress: Callable[[], None]) -> None:
+    def run(self, end: str, deadline: float, on_progress: Callable[[], None] = lambda: None) -> None:
         """Until everything up to `end` is done. FeedEnded, FeedStalled; SinkError for a command that talks nonsense."""
         while self._open and self._open[0].position <= end:
             left = deadline - time.monotonic()
@@ -138,7 +138,7 @@ class Feed:
         """All that is offered, written and read is done."""
         if not self._data and not self.process.unread:
             while self._open and self._open[0].is_offered:
-                self.reached = self._open.popleft().position
+                self._open.popleft()
 
     # --- acknowledgements
 
@@ -163,7 +163,7 @@ class Feed:
             while self._open and self._open[0].is_done:
                 event = self._open.popleft()
                 if not self._open or self._open[0].position != event.position:
-                    self.reached = event.position
+                    self.done.append(event.position)
 
     def _find(self, line: bytes) -> _Event | None:
         """The event for which a line stands."""

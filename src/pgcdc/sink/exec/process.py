@@ -19,14 +19,13 @@ import termios
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import IO
 from urllib.parse import quote
 
 import psutil
 
 from pgcdc.core.errors import SinkError
-from pgcdc.sink.tell import tell
 
 __all__ = ["Process", "clean_environment", "end_all", "end_leftover"]
 
@@ -48,13 +47,20 @@ class Process:
     """A command that runs. Its standard input is written without blocking."""
 
     def __init__(
-        self, words: Sequence[str], environment: Mapping[str, str], name: str, *, reads: bool, counts: bool = False
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        name: str,
+        say: Callable[[str], None],
+        *,
+        reads: bool,
+        counts: bool = False,
     ) -> None:
         """`reads`: its output is for us; else it goes where ours goes. SinkError: there is no such command.
 
         `counts`: when it has ended, `left` says how much it has not read. Then its end does not break the pipe.
         """
-        self._name = name
+        self._say = say
         self.left = 0
         """Bytes that it was given and has not read when it ended."""
         self._reader, writer = os.pipe()
@@ -239,7 +245,7 @@ class Process:
                 text = raw.decode(errors="replace").rstrip()
                 if text:
                     self.last_words.append(text)
-                    tell(self._name, text)
+                    self._say(text)
 
 
 def _count_bytes(descriptor: int) -> int:

@@ -12,7 +12,7 @@ import pyarrow as pa
 from pgcdc.core.errors import PgcdcError, Policy, SinkRejected, policy_of
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
-from pgcdc.sink.base import Batch
+from pgcdc.event.batch import Batch
 from pgcdc.sink.letters.record import DELIVERED, FAILED, SUPERSEDED, DeadLetter, safe_error
 from pgcdc.sink.letters.stores import Query, ReadableDeadLetters
 

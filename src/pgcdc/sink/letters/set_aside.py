@@ -14,7 +14,7 @@ from pgcdc.core.counters import DEAD_LETTERS, counters
 from pgcdc.core.errors import PgcdcError, Reject, SinkError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
-from pgcdc.sink.base import Batch
+from pgcdc.event.batch import Batch
 from pgcdc.sink.letters.record import DELIVERED, DeadLetter, make_letter
 from pgcdc.sink.letters.stores import DeadLetters, Query, ReadableDeadLetters
 
@@ -72,7 +72,7 @@ class SetAside:
         """All of `whole` but `out` is delivered."""
         if self._recorded:
             self._settle_letters(whole, out)
-        if whole.events.num_rows and (out or self._row):
+        if len(whole) and (out or self._row):
             self._row = int(self._rows(whole, out)[-1])
 
     def _record(self, letters: list[DeadLetter], ack: Position) -> list[DeadLetter]:
@@ -126,10 +126,10 @@ class SetAside:
     def _rows(self, whole: Batch, out: set[str]) -> np.ndarray:
         """How many events are refused before the first one that is not, between these, and behind the last."""
         taken = np.flatnonzero(~_is_in(whole, out).to_numpy(zero_copy_only=False))
-        bounds = np.concatenate([[-1 - self._row], taken, [whole.events.num_rows]])
+        bounds = np.concatenate([[-1 - self._row], taken, [len(whole)]])
         return np.diff(bounds) - 1
 
 
 def _is_in(batch: Batch, positions: set[str] | dict[str, Reject]) -> pa.ChunkedArray:
-    column = batch.events.column("position")
+    column = batch.positions()
     return pc.is_in(column, pa.array(sorted(positions), column.type))

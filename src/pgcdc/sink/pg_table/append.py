@@ -17,8 +17,8 @@ import psycopg
 import pyarrow as pa
 
 from pgcdc.core.errors import Reject, SinkError
+from pgcdc.event.batch import line_buffers
 from pgcdc.postgres.database import Connection, name_table, quote_identifier, quote_qualified, split_table
-from pgcdc.sink.base import line_buffers
 from pgcdc.sink.pg_table.sqlstate import Blame, blame, describe, kind_of
 
 __all__ = ["Appender", "copy_rows", "copy_rows_one_by_one"]

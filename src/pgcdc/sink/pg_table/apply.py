@@ -19,9 +19,9 @@ import pyarrow as pa
 from pgcdc.core.errors import Reject
 from pgcdc.core.position import Position
 from pgcdc.core.shapes import ShapeChange, ShapeHistory
+from pgcdc.event.batch import Batch
 from pgcdc.event.shape_diff import diff_shapes
 from pgcdc.postgres.database import Connection
-from pgcdc.sink.base import Batch
 from pgcdc.sink.pg_table.faults import describe_fault, is_conflict, is_other_shape, is_row_fault
 from pgcdc.sink.pg_table.folding import Folding, Sources
 from pgcdc.sink.pg_table.lines import Event, parse_events, scan_lines

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from pgcdc.core.compiled import load_compiled
 from pgcdc.core.errors import SinkError
-from pgcdc.sink.base import line_buffers
+from pgcdc.event.batch import line_buffers
 from pgcdc.sink.pg_table.copy_text import write_row
 
 __all__ = ["Columns", "Event", "Scanned", "parse_events", "parse_head", "parse_line", "scan_lines", "scan_python"]

@@ -21,9 +21,9 @@ from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.shapes import ShapeHistory
 from pgcdc.core.state import StateDir
+from pgcdc.event.batch import Batch
 from pgcdc.postgres.database import Connection, redact
-from pgcdc.sink.ack import AckFile
-from pgcdc.sink.base import Batch
+from pgcdc.sink.contract import Progress, Sink, SinkContext
 from pgcdc.sink.pg_table.append import Appender
 from pgcdc.sink.pg_table.faults import is_row_fault
 from pgcdc.sink.pg_table.options import NO_ORIGIN, PgTableOptions
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["PgTableSink"]
 
 
-class PgTableSink:
+class PgTableSink(Sink):
     """Appends events to a table, or applies them to tables like those of the source."""
 
     def __init__(
@@ -53,7 +53,6 @@ class PgTableSink:
         self.name = name
         self._options = options
         self._say = say or say_on_stderr(name)
-        self._file = AckFile(acks, name)
         self._state = StateDir(acks.parent)
         self._timeout_s = timeout_s
         self._said: set[str] = set()
@@ -70,12 +69,11 @@ class PgTableSink:
             shapes = ShapeHistory(self._state.shapes_file)
             self._applier = Applier(options, shapes, name, self._say_once, self._known)
         self._target = Target(options, name, self._positions, self._appender, self._state)
-        self._owner: str = self._file.detail.get("owner", "")
+        self._owner = ""
         self._conn: Connection | None = None
         self._has_origin = False
-        self._acked = self._file.position
-        detail = self._file.detail
-        self._written = Position.parse(detail["written"]) if detail.get("is_claimed") else None
+        self._acked: Position | None = None
+        self._written: Position | None = None
         """Where the row in the target is."""
         self._rejected: Batch | None = None
         """What was refused of the batch that comes next without it."""
@@ -92,7 +90,15 @@ class PgTableSink:
 
     # --- before the start
 
-    def check(self) -> None:
+    def _bind(self, progress: Progress) -> None:
+        self._file = progress
+        self._owner = self._file.detail.get("owner", "")
+        self._acked = self._file.position
+        detail = self._file.detail
+        self._written = Position.parse(detail["written"]) if detail.get("is_claimed") else None
+
+    def check(self, context: SinkContext) -> None:
+        self._bind(context.progress)
         with self._explain("look at the target"), connect_target(self._plan()) as conn:
             self._target.look(conn)
             if self._positions.exists(conn):
@@ -102,9 +108,10 @@ class PgTableSink:
 
     # --- start
 
-    def open(self, start: Position) -> None:
+    def open(self, context: SinkContext) -> None:
         """A target that cannot be reached now is opened at the first write, if there is an ack to begin from."""
-        self._start = self._file.position or start
+        self._bind(context.progress)
+        self._start = context.start
         try:
             self._connect()
         except SinkUnavailable as error:

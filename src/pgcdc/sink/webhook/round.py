@@ -8,11 +8,12 @@ concerns all events, ends the round: requests that are under way finish, no othe
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 from pgcdc.core.errors import Reject
 from pgcdc.sink.webhook.answer import Means, Verdict
-from pgcdc.sink.webhook.events import Event, Key, Place
+from pgcdc.sink.webhook.events import Event, Key
 
 __all__ = ["Post", "Round", "segments"]
 
@@ -52,11 +53,13 @@ def _queues(run: list[Event], workers: int) -> list[list[Event]]:
 
 
 class Round:
-    """Sends events, and remembers what became of them. `delivered` is added to as answers come."""
+    """Sends events, and remembers what became of them. `delivered` hears of positions as answers come."""
 
-    def __init__(self, post: Post, workers: int, batch_size: int, delivered: set[Place]) -> None:
+    def __init__(self, post: Post, workers: int, batch_size: int, delivered: Callable[[list[str]], None]) -> None:
         self._post, self._workers, self._batch_size = post, workers, batch_size
         self._delivered = delivered
+        self._left: Counter[str] = Counter()
+        """How many events of each position are to be sent."""
         self._held: set[Key] = set()
         self._is_over = False
         self.rejects: list[Reject] = []
@@ -69,6 +72,7 @@ class Round:
 
     async def run(self, events: Sequence[Event]) -> None:
         """Send all of them, as far as it goes."""
+        self._left = Counter(event.position for event in events)
         for queues in segments(events, self._workers):
             # All of them end, whatever one of them raises: the next round must not meet requests of this one.
             ended = await asyncio.gather(*map(self._work, queues), return_exceptions=True)
@@ -114,7 +118,8 @@ class Round:
     async def _send(self, events: Sequence[Event]) -> None:
         verdict = await self._post(events)
         if verdict.means is Means.DELIVERED:
-            self._delivered.update(event.place for event in events)
+            self._left.subtract(event.position for event in events)
+            self._delivered([one for one in dict.fromkeys(event.position for event in events) if not self._left[one]])
         elif verdict.means is Means.REFUSED and len(events) > 1:
             # One of them is to blame: halves find it. In order, and what a refused one holds is not sent.
             half = len(events) // 2

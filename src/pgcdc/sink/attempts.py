@@ -1,0 +1,314 @@
+"""One call of a sink after the other: never two at once, each for a limited time, tried again where that may help.
+
+A call that did not end in time is left alone, and no other one starts before it has ended.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from pgcdc.core.backoff import full_jitter_s
+from pgcdc.core.errors import (
+    PgcdcError,
+    Policy,
+    Reject,
+    SinkRejected,
+    SinkUnavailable,
+    StateError,
+    policy_of,
+)
+from pgcdc.sink.letters.record import DeadLetter
+from pgcdc.sink.pace import BreakerState, CircuitBreaker, Clock, SystemClock, TokenBucket
+from pgcdc.sink.spec import DeliveryOptions
+
+__all__ = ["Attempts", "CircuitOpen", "DeliveryHooks", "DeliveryStopped", "NoHooks", "Refusal", "SinkTimeout"]
+
+EXHAUSTED = "exhausted"
+"""The kind of a dead letter whose tries were used up."""
+
+
+class CircuitOpen(SinkUnavailable):
+    """The sink failed too often: it is left in peace for a while."""
+
+    retry_in_s: float = 0.0
+    """When the next try is."""
+
+
+class SinkTimeout(SinkUnavailable):
+    """A write did not end in time, or still has not."""
+
+
+class DeliveryStopped(SinkUnavailable):
+    """The pipeline stops: nothing is waited for any more."""
+
+
+class DeliveryHooks(Protocol):
+    """What metrics want to know of one sink. Called in the thread that delivers; must not raise, and must be quick."""
+
+    def on_write(self, events: int, seconds: float) -> None:
+        """These events are durable; the last try took so long."""
+
+    def on_retry(self, attempt: int, delay_s: float, error: BaseException) -> None:
+        """Try number `attempt` (from 1) failed; the next one comes after `delay_s`."""
+
+    def on_failure(self, error: BaseException) -> None:
+        """The delivery is given up, and the caller gets this error."""
+
+    def on_breaker(self, state: BreakerState) -> None:
+        """The circuit breaker has another state."""
+
+    def on_dead_letters(self, letters: Sequence[DeadLetter]) -> None:
+        """These events were refused, and are recorded."""
+
+
+class NoHooks:
+    """Nobody wants to know."""
+
+    def on_write(self, events: int, seconds: float) -> None:
+        pass
+
+    def on_retry(self, attempt: int, delay_s: float, error: BaseException) -> None:
+        pass
+
+    def on_failure(self, error: BaseException) -> None:
+        pass
+
+    def on_breaker(self, state: BreakerState) -> None:
+        pass
+
+    def on_dead_letters(self, letters: Sequence[DeadLetter]) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """How a delivery ended that is worth another one, without some events. No `rejects`: nobody knows without which."""
+
+    rejects: tuple[Reject, ...]
+    attempts: int
+    error: SinkRejected | None = None
+
+
+class Attempts:
+    """The calls of one sink. `stop` ends every wait at once, from any thread."""
+
+    def __init__(
+        self,
+        name: str,
+        options: DeliveryOptions,
+        hooks: DeliveryHooks | None = None,
+        clock: Clock | None = None,
+        uniform: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        self.name = name
+        self.options = options
+        self.hooks = hooks or NoHooks()
+        self.clock = clock or SystemClock()
+        self._uniform = uniform
+        self._breaker = CircuitBreaker(options.cb_max_failures, options.cb_reset)
+        self.bucket = (
+            TokenBucket(options.rate_limit, options.rate_limit_burst, self.clock.now()) if options.rate_limit else None
+        )
+        self._rest_until = -math.inf
+        """The target wants to be left alone until then."""
+        self.condition = threading.Condition()
+        self._is_taken = False
+        """Somebody delivers."""
+        self.is_calling = False
+        """The sink is inside of a call, maybe one that was given up."""
+        self._is_stopped = False
+        self._outcome: BaseException | None = None
+        """How the last call ended."""
+        self.failing: BaseException | None = None
+        """What the last try failed with, while there is another one to come."""
+        self._cause = ""
+        """What the sink failed with when it last counted as failed."""
+
+    @property
+    def breaker(self) -> BreakerState:
+        """The state of the circuit breaker."""
+        return self._breaker.state
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody delivers, or a call that was given up still runs."""
+        with self.condition:
+            return self._is_taken or self.is_calling
+
+    def stop(self) -> None:
+        """End all waits: a call that runs may finish, nothing is tried again."""
+        with self.condition:
+            self._is_stopped = True
+            self.condition.notify_all()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Be the only one who delivers, and the only writer."""
+
+        def is_free() -> bool:
+            return not (self._is_taken or self.is_calling)
+
+        with self.condition:
+            self.clock.wait(self.condition, lambda: is_free() or self._is_stopped, self.options.timeout)
+            if not is_free():
+                kind = DeliveryStopped if self._is_stopped else SinkTimeout
+                raise kind(
+                    f"an earlier write of adapter {self.name} has not ended yet",
+                    "Waiting for it to finish. Check the target; nothing is lost",
+                )
+            self._is_taken = True
+        try:
+            yield
+        finally:
+            with self.condition:
+                self._is_taken = False
+                self.condition.notify_all()
+
+    def try_often(
+        self,
+        events: int,
+        write: Callable[[], None],
+        timeout_s: float,
+        *,
+        is_done: Callable[[], bool] = lambda: False,
+        may_refuse: bool = False,
+        may_halve: bool = False,
+    ) -> Refusal | None:
+        """Until it succeeds, by its own word or because it `is_done`; what ends it otherwise is raised.
+
+        `may_refuse`: events may be set aside. `may_halve`: also if nobody says which.
+        """
+        # Half open, one try decides.
+        last = 0 if self._breaker.state is BreakerState.HALF_OPEN else self.options.max_retries
+        for attempt in range(last + 1):
+            if (rest_s := self._rest_until - self.clock.now()) > 0:
+                self._pause(rest_s)
+            self._wait_for_tokens(events)
+            began = self.clock.now()
+            error = self.run(write, timeout_s)
+            policy = policy_of(error) if error is not None else None
+            if error is None or (policy is Policy.RETRY and is_done()):
+                self._move_breaker(self._breaker.succeed)
+                self.hooks.on_write(events, self.clock.now() - began)
+                return None
+            if isinstance(error, SinkRejected):
+                is_unnamed = may_halve and not error.rejects and events > 0
+                if is_unnamed or (may_refuse and policy is Policy.DEAD_LETTER):
+                    self._move_breaker(self._breaker.succeed)  # it has answered
+                    return Refusal(error.rejects, attempt + 1, error)
+            if policy is not Policy.RETRY:
+                if self._breaker.state is BreakerState.HALF_OPEN:
+                    self._fail(error)
+                raise error
+            rest_s = error.retry_in_s if isinstance(error, SinkUnavailable) else 0.0
+            self._rest_until = self.clock.now() + rest_s
+            if attempt == last or isinstance(error, SinkTimeout):
+                self._fail(error)
+                if may_refuse and attempt == self.options.max_retries and (given_up := self._give_up(error)):
+                    return Refusal(given_up, attempt + 1)
+                if isinstance(error, PgcdcError):
+                    raise error
+                raise SinkUnavailable(
+                    f"adapter {self.name}: {error or type(error).__name__}", "Is the target up and reachable?"
+                ) from error
+            delay_s = full_jitter_s(attempt, self.options.backoff_base, self.options.backoff_cap, self._uniform)
+            delay_s = max(delay_s, rest_s)
+            self.failing = error
+            self.hooks.on_retry(attempt + 1, delay_s, error)
+            self._pause(delay_s, error)
+        return None
+
+    def _give_up(self, error: BaseException) -> tuple[Reject, ...]:
+        """The events whose tries are used up, if the sink can tell which, and if they are not to be waited for."""
+        is_named = isinstance(error, SinkUnavailable) and not isinstance(error, SinkTimeout)
+        if self.options.on_exhausted != "dead_letter" or not is_named:
+            return ()
+        assert isinstance(error, SinkUnavailable)
+        return tuple(Reject(position, EXHAUSTED, error.message) for position in error.positions)
+
+    def run(self, do: Callable[[], None], timeout_s: float, what: str = "") -> BaseException | None:
+        """Call the sink in a thread of its own, for so long at most; what it failed with."""
+
+        def run() -> None:
+            outcome: BaseException | None = None
+            try:
+                do()
+            except StateError as error:  # of the ack: the disk may have room again
+                outcome = SinkUnavailable(error.message, error.advice)
+            except BaseException as error:  # also what ends the pipeline: the caller decides
+                outcome = error
+            with self.condition:
+                self._outcome, self.is_calling = outcome, False
+                self.condition.notify_all()
+
+        with self.condition:
+            self.is_calling = True
+            # A daemon: one that hangs for ever must not keep the process from ending.
+            threading.Thread(target=run, name=f"write-{self.name}", daemon=True).start()
+            if self.clock.wait(self.condition, lambda: not self.is_calling, timeout_s):
+                outcome, self._outcome = self._outcome, None
+                return outcome
+        return SinkTimeout(
+            f"adapter {self.name} {what} within {timeout_s:g} s"
+            if what
+            else f"a write of adapter {self.name} has not ended within {timeout_s:g} s",
+            f"Check the target, or raise {self.name}_timeout. Nothing is lost: it is tried again when this one has ended",
+        )
+
+    # --- waits
+
+    def _pause(self, seconds: float, error: BaseException | None = None) -> None:
+        with self.condition:
+            if seconds > 0:
+                self.clock.wait(self.condition, lambda: self._is_stopped, seconds)
+            if self._is_stopped:
+                raise DeliveryStopped(
+                    f"adapter {self.name} was waiting when the pipeline stopped",
+                    "What it misses comes at the next start",
+                ) from error
+
+    def pass_breaker(self) -> None:
+        left = 0.0
+
+        def ask() -> None:
+            nonlocal left
+            left = self._breaker.wait_s(self.clock.now())
+
+        self._move_breaker(ask)
+        if left:
+            cause = f"; the last failure: {self._cause}" if self._cause else ""
+            error = CircuitOpen(
+                f"adapter {self.name} failed {self._breaker.failures} times in a row: the next try is in "
+                f"{math.ceil(left)} s{cause}",
+                "Look at the target; nothing is lost meanwhile",
+            )
+            error.retry_in_s = left
+            raise error
+
+    def _fail(self, error: BaseException) -> None:
+        text = error.message if isinstance(error, PgcdcError) else str(error) or type(error).__name__
+        self._cause = text.removeprefix(f"adapter {self.name}: ")
+        self._move_breaker(lambda: self._breaker.fail(self.clock.now()))
+
+    def _move_breaker(self, move: Callable[[], None]) -> None:
+        before = self._breaker.state
+        move()
+        if self._breaker.state is not before:
+            self.hooks.on_breaker(self._breaker.state)
+
+    def _wait_for_tokens(self, events: int) -> None:
+        if self.bucket is None:
+            return
+        wait_s = self.bucket.take(events, self.clock.now())
+        if wait_s > 0:
+            try:
+                self._pause(wait_s)
+            except DeliveryStopped:
+                self.bucket.give_back(events)
+                raise

@@ -1,0 +1,207 @@
+"""The contract that every sink keeps, and what the runner around it (`sink/runner.py`) gives it.
+
+A sink makes batches durable, and nothing else: the runner keeps the ack, retries, paces, sets refused events aside and
+remembers what was delivered in part. After a crash a batch comes again, maybe cut in other places; the runner leaves out
+what is acknowledged, by position alone: neither query nor batch numbers are stable.
+
+What a sink needs and can do stands on its class. A class need not inherit from `Sink`, but then it has to say all of it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import pyarrow as pa
+
+from pgcdc.core.errors import StateError
+from pgcdc.core.position import Position
+from pgcdc.core.shapes import ShapeHistory
+from pgcdc.core.state import read_json, write_json_durably
+from pgcdc.event.batch import Batch
+from pgcdc.event.forms import Form
+
+__all__ = ["Form", "ParallelSink", "PartWriter", "Progress", "Receipt", "Sink", "SinkContext"]
+
+Receipt = dict[str, Any]
+"""What a part writer says about a part, for the commit: a few words that JSON can carry."""
+
+
+class Progress:
+    """How far a sink is, on disk: the ack, and a small detail for the sink. Durable when `save` returns.
+
+    The runner saves after every write. A sink saves itself where the detail must be on disk before its next step.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name = name
+        self._path = folder / f"{name}.json"
+        raw = read_json(self._path)
+        self.position: Position | None = None
+        """Everything up to here is durable; None: nothing was ever written."""
+        self.acked: Position | None = None
+        """The same, without what a sink has yet to `settle`."""
+        self.written: Position | None = None
+        """What the target itself has, of a sink that `keeps_position`: empty batches move the ack alone."""
+        self.detail: dict[str, Any] = {}
+        self.next_detail: dict[str, Any] | None = None
+        """What the next `save` puts into `detail`: a sink leaves it for the runner's."""
+        self._owner = ""
+        if raw is not None:
+            try:
+                self.position = Position.parse(raw["position"]) if raw["position"] else None
+                self.written = Position.parse(raw["written"]) if raw.get("written") else None
+                self.detail, self._owner = dict(raw["detail"]), str(raw.get("owner", ""))
+            except (KeyError, TypeError, ValueError) as error:
+                raise StateError(f"{self._path} is damaged", "Restore it from a backup") from error
+        self.acked = self.position
+
+    def save(
+        self,
+        position: Position,
+        detail: dict[str, Any] | None = None,
+        *,
+        written: Position | None = None,
+        is_settled: bool = True,
+    ) -> None:
+        """Replace what is on disk. `is_settled=False`: the ack stays until `settle`, after a crash `open` comes first."""
+        detail = detail if detail is not None else self.next_detail if self.next_detail is not None else self.detail
+        written = written or self.written
+        self._write(position, detail, written)
+        self.position, self.detail, self.written, self.next_detail = position, detail, written, None
+        if is_settled:
+            self.acked = position
+
+    def settle(self) -> None:
+        """What was saved counts."""
+        self.acked = self.position
+
+    @property
+    def owner(self) -> str:
+        """A random name of this sink, the same in every run: what a target stores says by it whose it is."""
+        if not self._owner:
+            self._owner = str(uuid.uuid4())
+            self._write(self.position, self.detail, self.written)  # before a target knows it
+        return self._owner
+
+    @property
+    def has_owner(self) -> bool:
+        """Whether somebody has asked for it."""
+        return bool(self._owner)
+
+    @property
+    def is_rewound(self) -> bool:
+        """Somebody has moved the ack back behind the target (`pgcdc resync`): the target has to follow."""
+        return self.written is not None and self.position is not None and self.position < self.written
+
+    def _write(self, position: Position | None, detail: dict[str, Any], written: Position | None) -> None:
+        values = {"position": position, "written": written}
+        texts = {name: str(value) for name, value in values.items() if value is not None}
+        owner = {"owner": self._owner} if self._owner else {}
+        write_json_durably(self._path, {"position": None, **texts, **owner, "detail": detail})
+
+
+@dataclass(frozen=True, slots=True)
+class SinkContext:
+    """What a sink is given. There are no paths in it."""
+
+    name: str
+    """The adapter's name."""
+    start: Position
+    """Where a new sink begins."""
+    progress: Progress
+    shapes: ShapeHistory
+    """The history of the shapes of the source's tables; `refresh()` before use."""
+    say: Callable[[str], None]
+    """A line for the person at the terminal, or for the log."""
+    timeout_s: float = 30.0
+    """How long a write may take."""
+    source: str = ""
+    """Where the events come from, for people."""
+    delivered: Callable[[Iterable[str]], None] = field(default=lambda positions: None)
+    """For a target that takes events one by one, and cannot take back: these positions are delivered, whatever becomes of
+    the rest of the write. They do not come again in this process."""
+
+
+class Sink(Protocol):
+    """Where events go. All sinks pass the same contract tests (docs/contract.md)."""
+
+    form: ClassVar[Form] = "lines"
+    """What it reads: `batch.lines()`, `batch.records()` or `batch.tables()`."""
+    whole_batches: ClassVar[bool] = False
+    """A batch must not be given in parts."""
+    keeps_position: ClassVar[bool] = False
+    """The target keeps the position, and changes it in one step with what is written: `open` returns it. After a write that
+    failed, `open` is called again, and the target's word counts. Empty batches move the ack alone.
+
+    `open` finds the record that has `progress.owner`; it begins one at `context.start` if `progress.written` is None, else
+    it returns None. If the ack `is_rewound`, it moves the record to `context.start`."""
+    finds_by_halves: ClassVar[bool] = False
+    """SinkRejected without names says that some event is wrong: the runner finds it by giving halves."""
+    takes_executors: bool = False
+    """Executors may write large batches to it: it is a `ParallelSink`."""
+    part_events: int = 0
+    """So many events are in the first part of a batch; its pace decides on the next. 0: batches come as they are."""
+
+    def check(self, context: SinkContext) -> None:
+        """Look at the target before anything is created, and leave it as it is. SinkError: it cannot be used."""
+        return None
+
+    def open(self, context: SinkContext) -> Position | None:
+        """Restore the target to `context.progress`. What the target itself says that it has, if it `keeps_position`.
+
+        SinkError: it must not be touched. SinkUnavailable: it is tried again, and nothing is written before.
+        """
+
+    def write(self, batch: Batch) -> None:
+        """Make a batch durable: it begins where the ack is. Then the runner moves the ack to its end.
+
+        SinkUnavailable: it comes again. SinkRejected names events that the target will never take: the batch comes again
+        without them.
+        """
+
+    def redeliver(self, batch: Batch) -> Collection[str]:
+        """Deliver dead letters: events of the past. The ack stays. Raises as `write` does.
+
+        Returns the positions of those that were left out, because the target has something newer for their key.
+        """
+        self.write(batch)
+        return ()
+
+    def close(self) -> None:
+        """Release what is held; nothing is lost if this is never called, and harmless if it is called twice."""
+        return None
+
+
+class PartWriter(Protocol):
+    """Writes parts of a large batch, on the executors of Spark. It stands in Spark's plan: no secret, no connection."""
+
+    def write_part(self, part: int, lines: Iterable[pa.RecordBatch]) -> Receipt | None:
+        """Make the events of one task durable where nobody sees them, and say how to find them; None if there were none.
+
+        `lines` has `position` and `line`, in order. A task may run again, or twice at the same time: each attempt writes
+        for itself, and only one gets into a commit.
+        """
+
+
+class ParallelSink(Sink, Protocol):
+    """A sink to which executors write large batches, side by side. The driver commits."""
+
+    needs_key_order: bool
+    """Changes of one key stand in one part, in order, and a large batch is cut where that is not enough (TRUNCATE, say). If
+    not, parts are as Spark reads them."""
+
+    def part_writer(self) -> PartWriter:
+        """What goes to the executors."""
+
+    def commit_parts(self, start: Position, end: Position, receipts: Sequence[Receipt]) -> None:
+        """Make the parts of these receipts, and of no others, what the sink has of (start, end].
+
+        Atomic: after a crash all of them are there or none. One that begins before the ack is SinkUnavailable.
+        """
+
+    def discard_parts(self) -> None:
+        """Throw away parts that no commit has seen: of a crash, a lost task, or an attempt that came second."""

@@ -1,0 +1,353 @@
+"""What all sinks have around them: the ack, retry, circuit breaker, rate limit, timeout, dead letters and hooks.
+
+What becomes of an error is decided in `errors.policy_of`: what may pass is tried again here; events that will never be taken
+are set aside as dead letters, durably, and then the others are delivered without them. A sink has one writer at a time,
+whatever happens: a write that did not end in time is left alone, and no other one starts before it has ended. What was
+delivered until then is left out of the next try.
+
+The ack is saved here, durably, after a write has returned. Of a sink whose target keeps the position (`keeps_position`), it
+follows the target's word: that is asked for by `open`, at the start and after every write that failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from pgcdc.core.errors import PgcdcError, Policy, Reject, SinkError, SinkRejected, policy_of
+from pgcdc.core.failpoint import hit
+from pgcdc.core.position import Position
+from pgcdc.core.shapes import ShapeHistory
+from pgcdc.core.state import StateDir
+from pgcdc.event.batch import Batch
+from pgcdc.sink.attempts import Attempts, DeliveryHooks, Refusal
+from pgcdc.sink.contract import Progress, Sink, SinkContext
+from pgcdc.sink.letters.set_aside import SetAside
+from pgcdc.sink.letters.stores import DeadLetters
+from pgcdc.sink.pace import Clock
+from pgcdc.sink.partly import Memory, halve, is_single
+from pgcdc.sink.spec import DeliveryOptions
+
+__all__ = ["Runner", "tell"]
+
+PART_OF_TIMEOUT = 0.25
+"""How much of the time for one write a part of a batch should take, by how fast the last one was (`Sink.part_events`)."""
+MAX_PART = 50_000
+SAVE_INTERVAL_S = 0.2
+"""How often the ack follows what is delivered in the middle of a write."""
+
+
+def tell(adapter: str, text: str) -> None:
+    """One line for the person at the terminal, or for the log of the service."""
+    print(f"pgcdc: adapter {adapter}: {text}", file=sys.stderr, flush=True)
+
+
+class Runner:
+    """A sink that is called with care. `stop` ends every wait at once, from any thread."""
+
+    def __init__(
+        self,
+        sink: Sink,
+        acks: Path,
+        name: str,
+        options: DeliveryOptions = DeliveryOptions(),  # noqa: B008 - frozen
+        hooks: DeliveryHooks | None = None,
+        dead_letters: DeadLetters | None = None,
+        *,
+        say: Callable[[str], None] | None = None,
+        clock: Clock | None = None,
+        uniform: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        """`acks` is the folder of acks in a state directory. Without `dead_letters`, a refused event ends the delivery."""
+        self.sink = sink
+        self.name = name
+        self.options = options
+        self.progress = Progress(acks, name)
+        self._state = StateDir(acks.parent)
+        self._shapes = ShapeHistory(self._state.shapes_file)
+        self._say = say or partial(tell, name)
+        self.attempts = Attempts(name, options, hooks, clock, uniform)
+        self._aside = SetAside(dead_letters, name, options.dead_letter_limit) if dead_letters is not None else None
+        self._start: Position | None = None
+        self._is_open = False
+        """The sink stands where the ack does."""
+        self._delivered, self._redelivered = Memory(), Memory()
+        self._now: Batch | None = None
+        """What is being written; None: dead letters."""
+        self._saved_at = self.attempts.clock.now()
+        self._part = sink.part_events
+
+    @property
+    def ack(self) -> Position:
+        """Everything up to here is durable at the target."""
+        assert self.progress.acked is not None, "open() comes first"
+        return self.progress.acked
+
+    @property
+    def dead_letters(self) -> int:
+        """How many events of this run were set aside."""
+        return self._aside.count if self._aside is not None else 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody delivers, or a write that was given up still runs."""
+        return self.attempts.is_busy
+
+    @property
+    def failing(self) -> BaseException | None:
+        """What the last try failed with, while there is another one to come."""
+        return self.attempts.failing
+
+    def check(self) -> None:
+        """Look at the target, and change nothing."""
+        self.sink.check(self._context(self.progress.position or Position.end(0)))
+
+    def open(self, start: Position) -> None:
+        """Open the sink where its ack is; a new one begins at `start`.
+
+        A target that cannot be reached now is opened at the first write, if there is an ack to begin from.
+        """
+        with self.attempts.taken():
+            self._start = start
+            error = self.attempts.run(self._open, self.options.timeout, "was not opened")
+            if error is not None:
+                if self.progress.position is None or policy_of(error) is not Policy.RETRY:
+                    raise error
+                self._say(f"{error}. It continues when the target does")
+            if self._aside is not None:
+                self._aside.begin(self.ack)
+
+    def write(self, batch: Batch) -> None:
+        """Deliver a batch; what the ack covers is skipped."""
+        with self.attempts.taken():
+            bad: Position | None = None  # an event before it is refused, and nobody has said which
+            while batch.end > self.ack:
+                batch = batch.after(self._reached)
+                part = self._cut(batch)
+                if bad is not None and bad > self._reached:
+                    count = sum(one <= str(bad) for one in batch.positions().to_pylist())
+                    part = halve(batch.first(count))
+                with self._telling():
+                    bad = self._write(part) or bad
+
+    def deliver(self, end: Position, events: int, write: Callable[[], None], timeout_s: float | None = None) -> None:
+        """Like `write`, for one that is not made by the sink's `write`: `write` makes everything up to `end` durable.
+
+        SinkRejected comes out: only `write` knows the events, and can set some aside.
+        """
+
+        def work() -> None:
+            self._reopen()
+            write()
+            self._acknowledge(end)
+
+        with self.attempts.taken():
+            if end > self.ack:
+                with self._telling():
+                    self.attempts.pass_breaker()
+                    self.attempts.try_often(
+                        events, work, timeout_s or self.options.timeout, is_done=lambda: self.ack >= end
+                    )
+
+    def redeliver(self, batch: Batch) -> Collection[str]:
+        """Deliver dead letters again. SinkRejected comes out: these have their letters."""
+        left_out: set[str] = set()
+
+        def write(part: Batch) -> None:
+            self._reopen()
+            self._now = None
+            if len(part):
+                left_out.update(self.sink.redeliver(part))
+
+        with self.attempts.taken():
+            self.attempts.pass_breaker()
+            parts = [self._redelivered.rest(batch)]
+            try:
+                while parts:
+                    part = parts.pop(0)
+                    refusal = self.attempts.try_often(
+                        len(part),
+                        partial(write, part),
+                        self.options.timeout,
+                        may_halve=self.sink.finds_by_halves,
+                    )
+                    if refusal is None:
+                        self._redelivered.add(part.positions().to_pylist())
+                    elif is_single(part):
+                        raise _named(refusal, part)
+                    else:
+                        half = halve(part)
+                        parts = [half, part.without(half.positions().to_pylist()), *parts]
+            finally:
+                self.attempts.failing = None
+        self._redelivered.clear()
+        return left_out
+
+    def stop(self) -> None:
+        """End all waits: a write that runs may finish, nothing is tried again. What is not delivered raises."""
+        self.attempts.stop()
+
+    def close(self) -> None:
+        """Close the sink, unless a write still runs in it: nothing is lost if it is never closed."""
+        if not self.attempts.is_calling:
+            self.sink.close()
+
+    # --- the sink and its ack
+
+    @property
+    def _reached(self) -> Position:
+        """What is durable, also what the sink has yet to settle."""
+        return self.progress.position or self.ack
+
+    def _context(self, start: Position) -> SinkContext:
+        identity = self._state.identity()
+        source = f"slot {identity.slot} of database {identity.database}" if identity else ""
+        return SinkContext(
+            self.name, start, self.progress, self._shapes, self._say, self.options.timeout, source, self._note
+        )
+
+    def _note(self, positions: Iterable[str]) -> None:
+        """The sink says that these are delivered, in the middle of a write."""
+        if self._now is None:
+            self._redelivered.add(positions)
+            return
+        self._delivered.add(positions)
+        if self.attempts.clock.now() >= self._saved_at + SAVE_INTERVAL_S:
+            self._save_prefix(self._now)
+
+    def _save_prefix(self, part: Batch) -> None:
+        """Move the ack as far as everything is delivered: after a crash that much less comes again."""
+        done = self._delivered.prefix(part.after(self._reached))
+        if done is not None:
+            hit("sink.before_ack")
+            self.progress.save(done)
+            self._delivered.forget(done)
+        self._saved_at = self.attempts.clock.now()
+
+    def _open(self) -> None:
+        progress = self.progress
+        assert self._start is not None
+        known = progress.written if not progress.is_rewound else None
+        begin = progress.position or self._start
+        said = self.sink.open(self._context(begin))
+        if self.sink.keeps_position and known is not None and (said is None or said < known):
+            where = f"is at {said}" if said is not None else "has no position"
+            raise SinkError(
+                f"the target of adapter {self.name} {where}, but everything up to {known} was written to it: the record was "
+                "deleted, or an older state of the target was restored",
+                "Restore a newer state; or deliver all of it once more with another --slot-name and --state-dir",
+            )
+        reached = max(said or begin, begin)
+        if progress.position != reached or progress.written != said:
+            progress.save(reached, written=said)
+        progress.settle()
+        self._is_open = True
+
+    def _reopen(self) -> None:
+        if not self._is_open:
+            self._open()
+
+    def _acknowledge(self, end: Position, written: Position | None = None) -> None:
+        """What the sink made durable counts, when that is on disk."""
+        hit("sink.before_ack")
+        if self.progress.position is None or self.progress.position < end:
+            self.progress.save(end, written=written)
+        self.progress.settle()
+        hit("sink.after_ack")
+        self._delivered.forget(end)
+
+    def _write_part(self, part: Batch, is_empty: bool) -> None:
+        """In the thread that writes."""
+        self._reopen()
+        if self.sink.keeps_position and (is_empty or self._reached >= part.end):
+            return self._acknowledge(part.end)
+        rest = self._delivered.rest(part.after(self._reached))
+        began = self.attempts.clock.now()
+        self._now = part
+        try:
+            self.sink.write(rest)
+        except BaseException as error:
+            self._is_open = not (self.sink.keeps_position and policy_of(error) is Policy.RETRY)
+            self.progress.next_detail = None
+            if isinstance(error, SinkError):
+                with contextlib.suppress(PgcdcError):  # the error that is on its way says more
+                    self._save_prefix(part)
+            raise
+        self._learn(len(rest), self.attempts.clock.now() - began)
+        self._acknowledge(part.end, part.end if self.sink.keeps_position else None)
+
+    # --- one delivery
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.attempts.hooks.on_failure(error)
+            raise
+        finally:
+            self.attempts.failing = None
+
+    def _write(self, whole: Batch) -> Position | None:
+        """Everything of a batch that the target takes; what it refuses is in the dead letters first.
+
+        The end of the batch if some event of it is refused, and nobody has said which: halves tell.
+        """
+        part, out = whole, set[str]()
+        while True:
+            self.attempts.pass_breaker()
+            refusal = self.attempts.try_often(
+                len(part),
+                partial(self._write_part, part, len(whole) == 0),
+                self.options.timeout,
+                is_done=lambda: self.ack >= whole.end,
+                may_refuse=self._aside is not None,
+                may_halve=self.sink.finds_by_halves,
+            )
+            if refusal is None:
+                break
+            if not refusal.rejects and not is_single(part):
+                return part.end
+            rejects = refusal.rejects or _named(refusal, part).rejects
+            if self._aside is None:
+                raise _named(refusal, part)
+            letters = self._aside.take(whole, out, rejects, refusal.attempts, self.ack)
+            if letters:
+                self.attempts.hooks.on_dead_letters(letters)
+            part = whole.without(out)
+        if self._aside is not None:
+            self._aside.settle(whole, out)
+        return None
+
+    def _cut(self, batch: Batch) -> Batch:
+        """As much of a batch as the sink can do in time, and the rate limit gives at once, if the sink takes parts."""
+        if self.sink.whole_batches:
+            return batch
+        batch = batch.first(self._part) if self._part else batch
+        if self.attempts.bucket is None or len(batch) <= self.attempts.bucket.burst:
+            return batch
+        return batch.first(self.attempts.bucket.burst)
+
+    def _learn(self, events: int, seconds: float) -> None:
+        """How large the next part is."""
+        if self._part and events:
+            rate = events / max(seconds, 1e-3)
+            wanted = int(rate * self.options.timeout * PART_OF_TIMEOUT)
+            self._part = min(max(self.sink.part_events // 4, wanted, 1), 4 * self._part, MAX_PART)
+
+
+def _named(refusal: Refusal, part: Batch) -> SinkRejected:
+    """The refusal of a batch with one position, with its name."""
+    error = refusal.error
+    assert error is not None
+    if error.rejects:
+        return error
+    position = part.positions()[0].as_py()
+    return SinkRejected(
+        f"{error.message} (the event at {position})", error.advice, [Reject(position, error.kind, error.text)]
+    )
