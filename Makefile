@@ -11,6 +11,7 @@ PY := .venv/bin/python
 # What pgcdc and the demo need, and what tests, lint and benchmarks need besides
 RUN := .venv/.installed
 DEV := .venv/.installed-dev
+ARCHIVE := .venv/spark.jsa
 SOURCES := pyproject.toml setup.py tools/set_up.py $(shell find src -name '*.pyx' -o -name '*.pxd')
 ROUNDS ?= 30
 JOBS ?= 2
@@ -31,13 +32,18 @@ $(RUN) $(DEV): $(SOURCES)
 	@"$(PYTHON)" tools/set_up.py $(if $(filter $(DEV),$@),dev)
 	@touch $(if $(filter $(DEV),$@),$(RUN)) $@
 
+# Half of the CPU time of a start of Spark, for tests that start it dozens of times
+$(ARCHIVE): | $(DEV)
+	@echo "Preparing an archive of Spark's classes: once, about 20 s" >&2
+	@$(PY) tools/spark_archive.py
+
 demo: install ## Embedded PostgreSQL, traffic, Spark and a live view for 30 seconds
 	@.venv/bin/pgcdc playground --seconds 30 $(ARGS)
 
-test: $(DEV) ## Every test but the slow ones, in two processes (JOBS=2)
-	@$(PY) -m pytest -m "not slow" --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(DEV) $(ARCHIVE) ## Every test but the slow ones, in two processes (JOBS=2)
+	@$(PY) -m pytest -m "not slow" --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations=25 $(ARGS)
 
-torture: $(DEV) ## Slow scenarios: random kill -9 under load (ROUNDS=30)
+torture: $(DEV) $(ARCHIVE) ## Slow scenarios: random kill -9 under load (ROUNDS=30)
 	@PGCDC_TORTURE_ROUNDS="$${PGCDC_TORTURE_ROUNDS:-$(ROUNDS)}" $(PY) -m pytest -m slow $(ARGS)
 
 lint: $(DEV) ## ruff (rules and format) and mypy strict

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import time
 import uuid
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -62,8 +64,11 @@ def database(postgres: EmbeddedPostgres) -> Iterator[Database]:
 
 def pytest_sessionstart() -> None:
     os.environ[_RUN_VARIABLE] = _RUN_ID
-    # Most tests with Spark are over before its second compiler has paid off.
-    os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1")
+    # Most tests with Spark are over before its second compiler has paid off; tools/spark_archive.py made the archive.
+    options = "-XX:TieredStopAtLevel=1"
+    if (archive := Path(sys.prefix) / "spark.jsa").exists():
+        options += f' "-XX:SharedArchiveFile={archive}" -Xlog:cds=off -Xlog:cds+dynamic=off'
+    os.environ.setdefault("SPARK_SUBMIT_OPTS", options)
 
 
 @pytest.hookimpl(wrapper=True)
