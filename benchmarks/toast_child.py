@@ -17,13 +17,13 @@ from typing import Any
 import psutil
 from usage import cpu_s, peak_rss_bytes
 
-from pgcdc.capture.consumers import Consumers
 from pgcdc.core.position import Position
 from pgcdc.core.state import StateDir
 from pgcdc.postgres.database import connect
 from pgcdc.source.postgres.options import ToastOptions
 from pgcdc.source.postgres.toast.resolver import ToastStep
 from pgcdc.source.postgres.wire.stream import Capture
+from pgcdc.spool.consumers import Consumers
 from pgcdc.spool.writer import SpoolWriter
 
 PUBLICATIONS = ("bench_toast",)

@@ -21,7 +21,6 @@ from databases import Database
 from listening import wait_until
 from preparing import Ready, Wanted, prepare
 
-from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.control import CaptureLink, ControlClient, ensure_capture
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.cli.status import read_status
@@ -31,6 +30,7 @@ from pgcdc.core.state import Lock, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.postgres.database import connect
 from pgcdc.source.postgres.setup.guard import Guard
+from pgcdc.spool.consumers import Consumers
 from pgcdc.spool.reader import SpoolReader
 
 

@@ -15,10 +15,10 @@ from pyspark.errors.exceptions.base import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from pgcdc.capture.consumers import Consumers
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.event.events import EVENT_SCHEMA
+from pgcdc.spool.consumers import Consumers
 from pgcdc.transform.event_json import event_json
 
 Start = Callable[..., StreamingQuery]

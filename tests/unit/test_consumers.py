@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pgcdc.capture import consumers as consumers_module
-from pgcdc.capture.consumers import Consumers
 from pgcdc.core.errors import ConfigError, StateError
 from pgcdc.core.position import Position
+from pgcdc.spool import consumers as consumers_module
+from pgcdc.spool.consumers import Consumers
 
 START = Position.end(800)
 lsns = st.integers(90, 130).map(lambda number: 8 * number)

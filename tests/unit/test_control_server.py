@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from control_loop import Loop
 
-from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.control import CaptureGone, ControlClient, forget_consumer
 from pgcdc.capture.server import ControlServer
 from pgcdc.core.errors import ConfigError, GapError, PgcdcError, SourceError, StateError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir
+from pgcdc.spool.consumers import Consumers
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from running import FakeRunner
 
-from pgcdc.capture.consumers import MAIN, is_side_lane
 from pgcdc.core.errors import StateError
 from pgcdc.core.position import Position
 from pgcdc.event.batch import Batch
@@ -28,6 +27,7 @@ from pgcdc.event.events import LINES
 from pgcdc.run.lane import Lane, _look_at
 from pgcdc.run.member import Adapter, Member, NotAMember, WriteFuture
 from pgcdc.run.roster import Membership, Place, Roster, Write, WriteState, judge
+from pgcdc.spool.consumers import MAIN, is_side_lane
 
 NAMES = ("a", "b", "c")
 LATE = 1e9

@@ -15,7 +15,6 @@ from running import FakeRunner, run
 from spools import START_LSN, write_spool
 
 from pgcdc import Pipeline, adapters, sources, transform
-from pgcdc.capture.consumers import MAIN
 from pgcdc.capture.control import CaptureLink
 from pgcdc.core.errors import ConnectionLost, GapError, PgcdcError, SinkUnavailable, SourceError
 from pgcdc.core.operation import Op
@@ -29,6 +28,7 @@ from pgcdc.run.member import Adapter, NotAMember
 from pgcdc.run.supervisor import RECOVERED_S, Lanes, Watched
 from pgcdc.sink.contract import Progress
 from pgcdc.sink.registry import make_sink
+from pgcdc.spool.consumers import MAIN
 from pgcdc.transform.program import Chain
 
 ORDERS = Relation(1, "public", "orders", "d", (Column("id", 23, -1, True),))

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 from pgcdc.core.errors import GapError, StateError
 from pgcdc.core.state import (
+    FORMAT,
     Identity,
     Lock,
     StateDir,
@@ -240,6 +241,17 @@ def test_identity_of_another_version_is_refused(tmp_path: Path) -> None:
     state.identity_file.write_text(json.dumps(raw | {"shard": 3}))
     with pytest.raises(StateError, match="not readable by this version"):
         state.identity()
+
+
+@pytest.mark.parametrize("other", [None, 1, FORMAT + 1])
+def test_a_directory_in_another_format_is_refused_with_the_way_out(tmp_path: Path, other: int | None) -> None:
+    state = StateDir(tmp_path)
+    state.save_identity(IDENTITY)
+    raw = json.loads(state.identity_file.read_text())
+    state.identity_file.write_text(json.dumps({**raw, "format": other} if other else {**asdict(IDENTITY)}))
+    with pytest.raises(StateError, match=f"has format {other or 1}, .* reads format {FORMAT}") as caught:
+        state.identity()
+    assert "--state-dir" in caught.value.advice
 
 
 def connected(**changed: Any) -> dict[str, Any]:

@@ -19,12 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.server import remove_socket
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, StateError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir, is_alive, open_log, read_json
+from pgcdc.spool.consumers import Consumers
 
 __all__ = [
     "CaptureGone",

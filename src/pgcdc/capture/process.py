@@ -22,7 +22,6 @@ from typing import Any
 
 from psycopg import Connection, Error
 
-from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.server import ControlServer, remove_socket
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.core.errors import ConnectionLost, GapError, PgcdcError, SourceError, StateError
@@ -45,6 +44,7 @@ from pgcdc.source.postgres.toast.resolver import ToastStep
 from pgcdc.source.postgres.wire.replication import SlotBusy
 from pgcdc.source.postgres.wire.stream import STATUS_INTERVAL_S, Capture, reconnect_delay_s
 from pgcdc.spool.batch import CaptureBatch, split_batch
+from pgcdc.spool.consumers import Consumers
 from pgcdc.spool.writer import SpoolWriter
 
 __all__ = ["main"]

@@ -22,9 +22,9 @@ State = Annotated[Path, typer.Option(help="The state directory.", envvar="PGCDC_
 def list_consumers(state_dir: State = Path(".pgcdc")) -> None:
     """Show all consumers and their acknowledged positions."""
     with exit_on_error():
-        from pgcdc.capture.consumers import Consumers
         from pgcdc.core.errors import StateError
         from pgcdc.core.state import StateDir
+        from pgcdc.spool.consumers import Consumers
 
         state = StateDir(state_dir)
         if not state.consumers_file.exists():

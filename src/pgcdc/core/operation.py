@@ -21,6 +21,12 @@ class Op(IntEnum):
     """The reading of a table begins; not a row of it. Its values: see `stream.frame.SNAPSHOTS`."""
     SNAPSHOT_COMPLETED = ord("c")
     """The same, at its end."""
+    NOTIFY = ord("N")
+    """What somebody sent on a channel of the database; not a row."""
+    VIEW_RESULT = ord("V")
+    """A row of a view's result."""
+    SENTINEL = ord("Z")
+    """Made by us to see that changes arrive; not a row."""
     BEGIN = ord("B")
     """Made for a reader who asked for it; never stored."""
     COMMIT = ord("C")

@@ -33,6 +33,8 @@ class Relation:
     replica_identity: str
     """d (default), n (nothing), f (full) or i (index)."""
     columns: tuple[Column, ...]
+    source: str = "postgres"
+    """The kind of source that it is of: what the numbers of types mean, only that source knows."""
 
     @property
     def channel(self) -> str:
@@ -46,6 +48,7 @@ class Relation:
             "namespace": self.namespace,
             "name": self.name,
             "replica_identity": self.replica_identity,
+            "source": self.source,
             "columns": [[c.name, c.type_oid, c.typmod, c.is_key] for c in self.columns],
         }
 
@@ -53,7 +56,7 @@ class Relation:
     def from_json(cls, raw: dict[str, Any]) -> Relation:
         """The relation behind `to_json()`."""
         columns = tuple(Column(name, oid, typmod, key) for name, oid, typmod, key in raw["columns"])
-        return cls(raw["oid"], raw["namespace"], raw["name"], raw["replica_identity"], columns)
+        return cls(raw["oid"], raw["namespace"], raw["name"], raw["replica_identity"], columns, raw["source"])
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """The state directory: who it belongs to, who holds it, and files that survive a crash.
 
-identity.json     which slot of which server this directory belongs to
+identity.json     which slot of which server this directory belongs to, and the format of all that is here
 identity.lock     held by who changes the identity, or our publications
 run.lock          held by `pgcdc listen`; tells its pid and control socket
 capture.lock      held by the capture process; tells its pid and control socket
@@ -51,6 +51,8 @@ __all__ = [
 ]
 
 LOG_BYTES = 10 << 20
+FORMAT = 2
+"""Of the state directory. It grows whenever one version of pgcdc could misread what another has written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,12 @@ class StateDir:
         raw = read_json(self.identity_file)
         if raw is None:
             return None
+        found = raw.pop("format", 1)
+        if found != FORMAT:
+            raise StateError(
+                f"the state directory {self.path} has format {found}, and this version of pgcdc reads format {FORMAT}",
+                "Use the version of pgcdc that wrote it, or begin with a new directory and a new slot: --state-dir, --slot",
+            )
         try:
             return Identity(**raw)
         except TypeError as error:
@@ -174,7 +182,7 @@ class StateDir:
 
     def save_identity(self, identity: Identity) -> None:
         """Record who the directory belongs to, durably."""
-        write_json_durably(self.identity_file, asdict(identity))
+        write_json_durably(self.identity_file, {"format": FORMAT, **asdict(identity)})
 
 
 def _make_folders(path: Path) -> list[Path]:

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from pgcdc.capture.consumers import MAIN
 from pgcdc.capture.control import CaptureLink
 from pgcdc.capture.server import remove_socket
 from pgcdc.capture.spec import make_spec
@@ -47,6 +46,7 @@ from pgcdc.source.postgres.setup.prepare import Prepared, drop_publications, pre
 from pgcdc.source.postgres.setup.slots import OpenTransaction, get_slot
 from pgcdc.spark.options import parse_options, write_options
 from pgcdc.spark.session import check_java, check_running, session, stop_session
+from pgcdc.spool.consumers import MAIN
 from pgcdc.transform.check import check_chains
 from pgcdc.transform.program import Chain, compile_chains
 from pgcdc.transform.transforms import from_spec

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pgcdc.capture.consumers import MAIN, Consumers, is_side_lane
 from pgcdc.capture.server import remove_socket
 from pgcdc.core.errors import ConfigError, GapError, StateError
 from pgcdc.core.failpoint import hit
@@ -39,6 +38,7 @@ from pgcdc.source.postgres.setup.published import PublishedTable, read_published
 from pgcdc.source.postgres.setup.slots import OpenTransaction, SlotInfo, check_not_ahead, drop_slot, get_slot
 from pgcdc.source.postgres.snapshot.releases import Releases, stage_rows, truncated_rows
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, SnapshotRequest, new_id
+from pgcdc.spool.consumers import MAIN, Consumers, is_side_lane
 
 __all__ = ["Resync", "ResyncOptions"]
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
 
-from pgcdc.capture.consumers import MAIN, is_side_lane
 from pgcdc.core.errors import ConfigError, GapError, StateError
 from pgcdc.core.position import Position
+from pgcdc.spool.consumers import MAIN, is_side_lane
 
 __all__ = ["MAIN", "Membership", "Outside", "Place", "Roster", "Verdict", "Write", "WriteState", "judge"]
 

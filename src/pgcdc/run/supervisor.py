@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pgcdc.capture.consumers import MAIN
 from pgcdc.capture.control import CaptureLink
 from pgcdc.core.errors import ConfigError, PgcdcError, Policy, SchemaChanged, SinkUnavailable
 from pgcdc.core.failpoint import hit
@@ -28,6 +27,7 @@ from pgcdc.sink.runner import Runner
 from pgcdc.source.postgres.wire.stream import reconnect_delay_s
 from pgcdc.spark.failure import explain_failure
 from pgcdc.spark.parallel import LargeBatches
+from pgcdc.spool.consumers import MAIN
 from pgcdc.transform.program import Chain, Program, TypedProgram, compile_chains
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from pgcdc.capture.consumers import MAIN, is_side_lane
 from pgcdc.capture.control import CaptureLink
 from pgcdc.core.counters import EVENTS_DROPPED, LANE_MOVES, counters
 from pgcdc.core.errors import PgcdcError
@@ -25,6 +24,7 @@ from pgcdc.run.member import Adapter, Member, left_out, may_pass
 from pgcdc.run.roster import Membership, Roster
 from pgcdc.sink.contract import Progress
 from pgcdc.sink.runner import Runner
+from pgcdc.spool.consumers import MAIN, is_side_lane
 from pgcdc.spool.reader import SpoolReader, read_slice
 
 __all__ = ["Moves"]

@@ -12,7 +12,6 @@ from urllib.parse import quote
 
 import pyarrow as pa
 
-from pgcdc.capture.consumers import Consumers
 from pgcdc.capture.control import CaptureGone, ControlClient
 from pgcdc.core.errors import ConfigError, SourceError
 from pgcdc.core.position import Position
@@ -25,6 +24,7 @@ from pgcdc.postgres.types.column import ColumnType
 from pgcdc.postgres.types.mapping import map_type
 from pgcdc.source.postgres.setup.publications import pair_of
 from pgcdc.spark.describe import TableColumn, read_table_columns
+from pgcdc.spool.consumers import Consumers
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from psycopg import Error
 
-from pgcdc.capture.consumers import Consumers
 from pgcdc.core.errors import ConnectionLost, GapError
 from pgcdc.core.state import Identity, Lock, StateDir, check_identity
 from pgcdc.postgres.database import Connection
 from pgcdc.source.postgres.setup.fingerprint import check_unchanged
 from pgcdc.source.postgres.setup.preflight import identify
 from pgcdc.source.postgres.setup.slots import check_not_ahead, check_usable, get_slot
+from pgcdc.spool.consumers import Consumers
 
 __all__ = ["Guard", "connection_ended"]
 

@@ -13,7 +13,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from pgcdc.capture.consumers import Consumers, is_side_lane
 from pgcdc.core.errors import ConfigError, GapError, SourceError, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.state import Identity, Lock, StateDir, check_identity
@@ -37,6 +36,7 @@ from pgcdc.source.postgres.snapshot.planning import check_readable, request_all
 from pgcdc.source.postgres.snapshot.signals import drop_signal_table, ensure_signal_table
 from pgcdc.source.postgres.toast.identity_rules import check_cacheable, check_full
 from pgcdc.source.postgres.wire.binary.columns import check_columns
+from pgcdc.spool.consumers import Consumers, is_side_lane
 
 __all__ = [
     "Prepared",
