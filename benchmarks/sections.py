@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -234,6 +235,21 @@ def measure_cast(bench: Bench) -> None:
         f"columns out of rows; in batches of {SMALL_ROWS} rows {found.small_us:.2f} µs"
     )
     bench.figures.append(at_most("cast to Spark's types, CPU a row", whole[2], 1, "µs", note, 2))
+
+
+def measure_cli(bench: Bench) -> None:
+    """How long the command line takes to say what it can do."""
+    for name in ("--help", "version"):
+        found = sorted(_cpu_s([sys.executable, "-m", "pgcdc", name]) for _ in range(5))
+        note = f"5 rounds from {found[0]:.2f} to {found[-1]:.2f} s"
+        bench.figures.append(at_most(f"pgcdc {name}, CPU", found[2], 0.4, "s", note, 2))
+
+
+def _cpu_s(command: list[str]) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def measure_tls(bench: Bench) -> None:
@@ -501,6 +517,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "incremental": measure_incremental,
     "decode": measure_decoder,
     "cast": measure_cast,
+    "cli": measure_cli,
     "latency": measure_listen_latency,
     "arrow": measure_capture_latency,
     "start": measure_starts,

@@ -14,7 +14,9 @@ from pgcdc.cli.report import exit_on_error
 
 __all__ = ["config_app"]
 
-config_app = typer.Typer(help="Begin a configuration file, see what holds, help editors.", no_args_is_help=True)
+config_app = typer.Typer(
+    help="Begin a configuration file, see what holds, help editors.", no_args_is_help=True, add_completion=False
+)
 
 
 @config_app.command("init")

@@ -12,7 +12,9 @@ from pgcdc.cli.report import exit_on_error
 __all__ = ["consumer_app"]
 
 consumer_app = typer.Typer(
-    help="Consumers of a slot: each holds back WAL until it has acknowledged.", no_args_is_help=True
+    help="Consumers of a slot: each holds back WAL until it has acknowledged.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 State = Annotated[Path, typer.Option(help="The state directory.", envvar="PGCDC_STATE_DIR")]

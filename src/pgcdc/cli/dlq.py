@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["dlq_app"]
 
-dlq_app = typer.Typer(help="Events that a target refused: look, deliver again, throw away.", no_args_is_help=True)
+dlq_app = typer.Typer(
+    help="Events that a target refused: look, deliver again, throw away.", no_args_is_help=True, add_completion=False
+)
 
 Adapter = Annotated[list[str] | None, typer.Option("--adapter", help="Only of this adapter.")]
 Since = Annotated[

@@ -1,49 +1,90 @@
-"""`pgcdc`: the commands. Each command's module is imported when it runs, so that `pgcdc --help` is quick."""
+"""`pgcdc`: the commands. The module of a command is imported when it is called, so that `pgcdc --help` is quick."""
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import sys
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from pgcdc.cli.config import config_app
-from pgcdc.cli.consumer import consumer_app
-from pgcdc.cli.describe import describe
-from pgcdc.cli.dlq import dlq_app
-from pgcdc.cli.flags import SettingsCommand
-from pgcdc.cli.listen import listen
-from pgcdc.cli.playground import playground
-from pgcdc.cli.reload import reload
-from pgcdc.cli.resync import resync
-from pgcdc.cli.slot import slot_app
-from pgcdc.cli.snapshot import snapshot
-from pgcdc.cli.status import status
-from pgcdc.cli.validate import validate
-from pgcdc.cli.version import version
+__all__ = ["COMMANDS", "app", "main"]
 
-__all__ = ["app", "main"]
+COMMANDS = {
+    "listen": "Deliver every committed change to the adapters, exactly once, until stopped.",
+    "validate": "Check configuration, connection, rights, tables and adapters. Starts nothing, leaves nothing behind.",
+    "describe": "Every column of a table: its type in PostgreSQL and in Spark, whether it is a key, and how exact it is.",
+    "snapshot": "Copy tables as they are now: consistent, complete, and without a trace on the server.",
+    "status": "Phase, positions, lag in bytes and seconds, and the last error of the pipeline that owns a state directory.",
+    "reload": "Have a running `pgcdc listen` read its transforms and routes again: they change at a batch boundary.",
+    "resync": "After a lost slot: a new one, every table again, and deletes of the rows that vanished meanwhile.",
+    "playground": "A PostgreSQL of its own under random traffic, captured through Spark, with a proof at the end.",
+    "version": "Versions of pgcdc and what it stands on, and which decoder is in use.",
+    "config": "Begin a configuration file, see what holds, help editors.",
+    "dlq": "Events that a target refused: look, deliver again, throw away.",
+    "slot": "List, inspect and drop replication slots.",
+    "consumer": "Consumers of a slot: each holds back WAL until it has acknowledged.",
+}
+"""Each is the module `pgcdc.cli.<name>`, with a function of that name or a group `<name>_app`; and the line of its help."""
+WITH_SETTINGS = ("listen", "validate")
+"""Commands that take every setting as a flag."""
+
+
+class _Commands(TyperGroup):
+    """Loads a command when it is called; its help in the list of commands is known without."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"pgcdc.cli.{cmd_name}")
+        made = getattr(module, f"{cmd_name}_app", None)
+        if made is None:
+            made = typer.Typer(add_completion=False)
+            options: dict[str, Any] = {}
+            if cmd_name in WITH_SETTINGS:
+                from pgcdc.cli.flags import SettingsCommand
+
+                options["cls"] = SettingsCommand
+            made.command(cmd_name, **options)(getattr(module, cmd_name))
+        command = typer.main.get_command(made)
+        command.name = cmd_name
+        return command
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            if close and hasattr(error, "message"):
+                error.message = f"No such command {args[0]!r}. Did you mean {close[0]!r}?"
+            raise
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
 
 app = typer.Typer(
-    help="Change data capture: every change of a database, delivered exactly once, on Spark.",
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # which takes longer to load than all the rest
 )
-app.command(cls=SettingsCommand)(listen)
-app.command(cls=SettingsCommand)(validate)
-app.command()(describe)
-app.command()(snapshot)
-app.command()(status)
-app.command()(reload)
-app.command()(resync)
-app.command()(playground)
-app.command()(version)
-app.add_typer(config_app, name="config")
-app.add_typer(dlq_app, name="dlq")
-app.add_typer(slot_app, name="slot")
-app.add_typer(consumer_app, name="consumer")
 
 
-def main() -> None:
+@app.callback()
+def _pgcdc() -> None:
+    """Change data capture: every change of a database, delivered exactly once, on Spark."""
+
+
+def main() -> Any:
     """The entry point of the command `pgcdc`."""
+    if sys.argv[1:] == ["version"]:  # it takes no flags: what parses them takes longer than all the rest
+        return importlib.import_module("pgcdc.cli.version").version()
     sys.exit(app())

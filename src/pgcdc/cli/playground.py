@@ -24,7 +24,7 @@ def playground(
         Path | None, typer.Option(help="Keep the delivered events in this folder.", show_default=False)
     ] = None,
 ) -> None:
-    """A PostgreSQL of its own under random traffic, captured through Spark: watch it live, and see the proof at the end."""
+    """A PostgreSQL of its own under random traffic, captured through Spark, with a proof at the end."""
     with exit_on_error():
         from rich.console import Console
 

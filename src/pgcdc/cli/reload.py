@@ -22,7 +22,7 @@ def reload(
         ".pgcdc"
     ),
 ) -> None:
-    """Have a running `pgcdc listen` read its configuration again: transforms and routes change at a batch boundary."""
+    """Have a running `pgcdc listen` read its transforms and routes again: they change at a batch boundary."""
     with exit_on_error():
         from pgcdc.core.errors import ConfigError, StateError
         from pgcdc.core.state import Lock, StateDir, read_json

@@ -17,7 +17,7 @@ from pgcdc.source.postgres.setup.slots import SlotInfo, drop_slot, get_slot, lis
 
 __all__ = ["slot_app"]
 
-slot_app = typer.Typer(help="List, inspect and drop replication slots.", no_args_is_help=True)
+slot_app = typer.Typer(help="List, inspect and drop replication slots.", no_args_is_help=True, add_completion=False)
 
 Db = Annotated[str, typer.Option("--db", envvar="PGCDC_DB", show_envvar=True, help="URL of the source database.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]

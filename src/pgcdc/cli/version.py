@@ -5,13 +5,14 @@ from __future__ import annotations
 import platform
 from importlib.metadata import version as installed
 
+from pgcdc.core.compiled import has_compiled
+
 __all__ = ["version"]
 
 
 def version() -> None:
     """Versions of pgcdc and what it stands on, and which decoder is in use."""
-    from pgcdc.source.postgres.wire.rows import decoder_name
-
     print(f"pgcdc {installed('pgcdc')}")
-    print(f"decoder {decoder_name()}")
+    decoder = "compiled" if has_compiled("source.postgres.wire._rows") else "python"
+    print(f"decoder {decoder}")
     print(f"python {platform.python_version()}, pyspark {installed('pyspark')}, pyarrow {installed('pyarrow')}")

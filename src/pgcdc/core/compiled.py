@@ -6,10 +6,11 @@ There is none where no compiler was at hand when the package was built; PGCDC_PU
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from types import ModuleType
 
-__all__ = ["load_compiled"]
+__all__ = ["has_compiled", "load_compiled"]
 
 
 def load_compiled(name: str) -> ModuleType | None:
@@ -20,3 +21,8 @@ def load_compiled(name: str) -> ModuleType | None:
         return importlib.import_module(f"pgcdc.{name}")
     except ImportError:
         return None
+
+
+def has_compiled(name: str) -> bool:
+    """Whether `load_compiled` would find it; without loading it and all that it needs."""
+    return os.environ.get("PGCDC_PURE_PYTHON") != "1" and importlib.util.find_spec(f"pgcdc.{name}") is not None

@@ -1,0 +1,48 @@
+"""How quickly the command line begins: nothing is loaded that is not needed."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from pgcdc.cli.main import COMMANDS, app
+
+HEAVY = ("psycopg", "pyarrow", "numpy", "pyspark", "pydantic", "rich", "yaml", "pgcdc.config", "pgcdc.sink")
+
+
+@pytest.mark.parametrize("command", ["--help", "version"])
+def test_help_and_version_load_neither_settings_nor_adapters(command: str) -> None:
+    program = f"""
+import sys
+sys.argv = ["pgcdc", {command!r}]
+from pgcdc.cli.main import main
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
+found = [name for name in {HEAVY!r} if name in sys.modules]
+assert not found, found
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "listen" in done.stdout or "decoder" in done.stdout
+
+
+def test_the_list_of_commands_says_what_each_says_of_itself() -> None:
+    shown = CliRunner().invoke(app, ["--help"])
+    assert shown.exit_code == 0
+    for name, text in COMMANDS.items():
+        module = importlib.import_module(f"pgcdc.cli.{name}")
+        group = getattr(module, f"{name}_app", None)
+        said = group.info.help if group is not None else getattr(module, name).__doc__
+        assert said.strip().split("\n")[0] == text
+        assert f"  {name}" in shown.output
+
+
+def test_a_command_that_is_misspelt_is_suggested() -> None:
+    shown = CliRunner().invoke(app, ["lissen"])
+    assert shown.exit_code == 2 and "Did you mean 'listen'?" in shown.output
