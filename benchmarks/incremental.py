@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -23,6 +22,8 @@ import psutil
 from latency import POLL_S, Listener, listener
 from usage import SAMPLE_S, peak_rss_bytes, role_of
 from workload import PUBLICATION, VALUES, Writer, connect, drop_slot
+
+from pgcdc.capture.control import ask
 
 __all__ = ["Beside", "Initial", "measure_beside", "measure_initial"]
 
@@ -146,7 +147,7 @@ def _wait_done(running: Listener, state: Path) -> None:
     while time.monotonic() < deadline:
         found: list[dict[str, Any]] = []
         with contextlib.suppress(FileNotFoundError):
-            found = json.loads((state / "capture.json").read_text()).get("snapshots", [])
+            found = ask(state / "capture.lock", {"do": "status"}).get("snapshots", [])
         if found and found[-1]["status"] == "done":
             return
         if found and found[-1]["status"] in ("failed", "stopped"):

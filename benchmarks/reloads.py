@@ -14,6 +14,8 @@ import orjson
 from latency import Listener, listener
 from workload import PUBLICATION, Writer, connect
 
+from pgcdc.capture.control import ask
+
 __all__ = ["Reloads", "measure_reloads"]
 
 ADAPTERS = ("file", "other")
@@ -83,7 +85,7 @@ def _reload(running: Listener, folder: Path, number: int) -> float:
     began = time.monotonic()
     os.kill(running.process.pid, signal.SIGHUP)
     while True:
-        status = json.loads((folder / "state" / "run.json").read_text())
+        status = ask(folder / "state" / "run.lock", {"do": "status"})
         if status["reloads"] >= number:
             return time.monotonic() - began
         if status["reload_errors"]:

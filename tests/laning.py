@@ -132,7 +132,7 @@ class Run(Pipeline):
         return sink if isinstance(sink, Runner) else run(sink, self.state.acks, name, timeout=600)
 
     def _make_adapters(self, specs: Sequence[AdapterSpec]) -> list[Adapter]:
-        return [Adapter(one.name, self.run_sink(one.name), self._chain(one), one.priority) for one in specs]
+        return [Adapter(one.name, self.run_sink(one.name), self._chains.of(one), one.priority) for one in specs]
 
     def _spark_options(self) -> dict[str, str]:
         return super()._spark_options() | {"url": self.config.db}  # the JVM is older than our variables

@@ -80,7 +80,7 @@ class All(Run):
             delivery = target.sink(DeliveryOptions(max_retries=0, cb_max_failures=0, timeout=120.0))
             self.gates[one.name] = Gate(delivery.sink)
             delivery.check()
-            made.append(Adapter(one.name, delivery, self._chain(one), one.priority))
+            made.append(Adapter(one.name, delivery, self._chains.of(one), one.priority))
         return made
 
     def wait_for_all(self, last: Position, names: Sequence[str] = NAMES, timeout_s: float = 60.0) -> None:

@@ -17,6 +17,7 @@ import pytest
 from databases import Database
 from listening import wait_until
 
+from pgcdc.capture.control import ask
 from pgcdc.core.state import Lock, StateDir, read_json
 from pgcdc.sink.letters import Query
 from pgcdc.sink.letters.file_store import FileDeadLetters
@@ -87,7 +88,7 @@ def test_refused_event_is_in_the_dead_letters_once_after_kill_9_and_comes_again(
 ) -> None:
     database.execute("CREATE TABLE items (id bigint PRIMARY KEY, v text)")
     child.start("dlq.recorded=kill", wait=False)
-    wait_until(lambda: (read_json(child.state.run_status) or {}).get("phase") == "streaming", 90, "it streams")
+    wait_until(lambda: ask(child.state.run_lock, {"do": "status"}).get("phase") == "streaming", 90, "it streams")
     insert(database.url, (1, "good"), (2, "bad"), (3, "good"))
     assert child.wait_exit() == -signal.SIGKILL  # the letter is durable, the ack is not
     assert child.keys() == []
@@ -108,7 +109,9 @@ def test_refused_event_is_in_the_dead_letters_once_after_kill_9_and_comes_again(
 
     insert(database.url, (4, "bad"), (5, "good"))
     wait_until(lambda: child.keys() == [1, 3, 5], 60, "the stream goes on")
-    wait_until(lambda: read_json(child.state.run_status)["lanes"][0]["dead_letters"] == 1, 10, "status counts")
+    wait_until(
+        lambda: ask(child.state.run_lock, {"do": "status"})["lanes"][0]["dead_letters"] == 1, 10, "status counts"
+    )
     assert b"refused an event" in child.log.read_bytes()
     shown = child.dlq("list", "--json")
     assert [one["operation"] for one in json.loads(shown.stdout)] == ["INSERT", "INSERT"], shown.stderr

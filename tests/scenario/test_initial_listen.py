@@ -14,6 +14,7 @@ from databases import Database
 from initials import fill, writers
 from listening import Listener, wait_until
 
+from pgcdc.capture.control import ask
 from pgcdc.core.state import Lock
 from pgcdc.playground import contents
 
@@ -55,7 +56,7 @@ def test_writers_kills_of_the_driver_and_a_stop_in_the_middle(database: Database
     )
 
     def rows() -> int:
-        status = json.loads(one.state.capture_status.read_text()) if one.state.capture_status.exists() else {}
+        status = ask(one.state.capture_lock, {"do": "status"})
         found = status.get("initial_snapshot") or {}
         return sum(table["rows"] for table in found.get("tables", []))
 

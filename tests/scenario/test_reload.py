@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -14,6 +13,8 @@ import pytest
 import yaml
 from databases import Database
 from listening import Listener, wait_until
+
+from pgcdc.capture.control import ask
 
 
 @pytest.fixture
@@ -38,8 +39,7 @@ def reload(listener: Listener) -> subprocess.CompletedProcess[str]:
 
 
 def status(listener: Listener) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(listener.state.run_status.read_text())
-    return found
+    return ask(listener.state.run_lock, {"do": "status"})
 
 
 def rows(listener: Listener) -> list[dict[str, Any]]:

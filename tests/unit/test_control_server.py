@@ -16,11 +16,15 @@ from pathlib import Path
 import pytest
 from control_loop import Loop
 
-from pgcdc.capture.control import CaptureGone, ControlClient, forget_consumer
+from pgcdc.capture.control import CaptureGone, ControlClient, ask, forget_consumer
 from pgcdc.capture.server import ControlServer
+from pgcdc.cli.status import read_status
+from pgcdc.core.counters import Counters
 from pgcdc.core.errors import ConfigError, GapError, PgcdcError, SourceError, StateError
 from pgcdc.core.position import Position
-from pgcdc.core.state import Lock, StateDir
+from pgcdc.core.state import Identity, Lock, StateDir, write_json
+from pgcdc.run.control import RunServer
+from pgcdc.sink.contract import Progress
 from pgcdc.spool.consumers import Consumers
 
 
@@ -252,3 +256,102 @@ def test_a_client_that_asks_too_late_still_hears_why_the_capture_ended(tmp_path:
         server.close()
     with contextlib.closing(client), pytest.raises(GapError, match="the publication is gone"):
         client.status()
+
+
+# --- what is pushed
+
+
+def test_what_is_pushed_comes_between_answers_and_only_to_who_follows(loop: Loop, client: ControlClient) -> None:
+    other = ControlClient(loop.server.address)
+    client.request({"do": "follow"})
+    loop.call(lambda: loop.server.push({"status": {"phase": "streaming"}, "say": ["hello"]}))
+    loop.call(lambda: loop.server.push({"status": {"phase": "paused"}}))
+    loop.replies["status"] = {"phase": "asked"}
+    assert client.status() == other.status() == {"phase": "asked"}, "an answer is never mistaken for a push"
+    assert client.pushed == {"phase": "paused"} and client.said == ["hello"]
+    loop.call(lambda: loop.server.push({"status": {"phase": "failed"}}))
+    client.take_pushed()
+    assert client.pushed == {"phase": "failed"}
+    other.take_pushed()
+    assert other.pushed == {}
+    other.close()
+
+
+def test_the_reason_of_an_end_is_not_lost_behind_the_last_push(loop: Loop, client: ControlClient) -> None:
+    client.request({"do": "follow"})
+    loop.call(lambda: loop.server.push({"status": {"phase": "failed"}}))
+    loop.call(lambda: loop.server.close(GapError("the slot is gone")))
+    client.take_pushed()
+    assert client.pushed == {"phase": "failed"}
+    with pytest.raises(GapError, match="the slot is gone"):
+        client.status()
+
+
+def test_nobody_waits_for_a_follower_that_does_not_read(loop: Loop, client: ControlClient) -> None:
+    client.request({"do": "follow"})
+    large = {"status": {"text": "x" * 100_000}}
+
+    def push() -> None:
+        for _ in range(100):
+            loop.server.push(large)
+
+    loop.call(push)
+    with pytest.raises(CaptureGone):
+        for _ in range(3):
+            client.status()
+
+
+def test_counters_of_another_process_are_counted_once_and_over_its_restart() -> None:
+    theirs, ours = Counters(), Counters()
+    theirs.add("rows", 3, table="t")
+    ours.take("capture 1", theirs.to_json())
+    theirs.add("rows", 2, table="t")
+    for _ in range(2):
+        ours.take("capture 1", json.loads(json.dumps(theirs.to_json())))
+    ours.take("capture 2", [["rows", [["table", "t"]], 4]])
+    assert ours.get("rows", table="t") == 9
+
+
+# --- the socket of a run
+
+
+def test_a_run_answers_and_what_does_not_run_does_not(tmp_path: Path) -> None:
+    def answer(request: dict[str, object]) -> dict[str, object]:
+        if request["do"] == "fail":
+            raise StateError("no")
+        return {"phase": "streaming"}
+
+    path = tmp_path / "run.lock"
+    assert ask(path, {"do": "status"}) == {}
+    server, lock = RunServer(answer), Lock(path)
+    assert lock.acquire() is not None
+    assert ask(path, {"do": "status"}) == {}, "it has not said where it is"
+    lock.write({"address": server.address})
+    assert ask(path, {"do": "status"}) == {"phase": "streaming"}
+    with pytest.raises(StateError):
+        ask(path, {"do": "fail"})
+    folder = Path(server.address).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    server.close()
+    assert ask(path, {"do": "status"}) == {} and not folder.exists()
+    lock.release()
+
+
+def test_status_of_what_was_killed_is_what_is_durable(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    state.create()
+    state.save_identity(Identity("1", 1, "db", "s", "i", [], 8))
+    Consumers(state.consumers_file).begin(0x16000000F0)
+    Progress(state.acks, "file").save(Position.end(0x90), {})
+    lane = {
+        "adapter": "file",
+        "lane": "main",
+        "ack": str(Position.end(8)),
+        "lag_bytes": 0,
+        "dropped": 0,
+        "last_error": None,
+    }
+    write_json(state.run_status, {"phase": "streaming", "lanes": [lane]})
+    report = read_status(tmp_path)
+    assert report["phase"] == "not running (last: streaming)" and report["capture"] == "not running"
+    assert report["confirmed_lsn"] == "16/F0" and report["lanes"][0]["ack"] == str(Position.end(0x90))

@@ -25,7 +25,8 @@ from pgcdc.event.batch import Batch
 from pgcdc.event.events import LINES
 from pgcdc.run.lane import Lane, LaneStopped
 from pgcdc.run.member import Adapter, NotAMember
-from pgcdc.run.supervisor import RECOVERED_S, Lanes, Watched
+from pgcdc.run.query_watch import RECOVERED_S
+from pgcdc.run.supervisor import Lanes
 from pgcdc.sink.contract import Progress
 from pgcdc.sink.registry import make_sink
 from pgcdc.spool.consumers import MAIN
@@ -215,15 +216,14 @@ def test_a_reload_does_not_forget_why_a_query_failed(lanes: Lanes) -> None:
     main = lanes.main
     failed: Any = SimpleNamespace(isActive=False, exception=lambda: GapError("gone"), stop=lambda: None)
     main.query, main.error = failed, GapError("gone")
-    watched = lanes._watched[MAIN] = Watched()
-    watched.failures = 3
+    lanes.watch(main).failures = 3
     with pytest.raises(PgcdcError, match="has just failed"):
         lanes._restart(main)
     assert main.query is failed
     main.error = LaneStopped("as it was told to")
     lanes._restart(main)
     assert main.query is None
-    assert lanes._watched[MAIN].failures == 3
+    assert lanes.watch(main).failures == 3
 
 
 def ask_elsewhere(lanes: Lanes, do: Callable[[], None]) -> list[BaseException]:
@@ -339,26 +339,26 @@ def test_an_ack_that_did_not_arrive_is_told_again(
 
 def test_an_error_is_forgotten_when_it_is_over(lanes: Lanes, capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "ack", lambda lane, position: None, raising=False)
-    watched = lanes._watched[MAIN] = Watched()
+    watch = lanes.watch(lanes.main)
 
     def error() -> str | None:
         return lanes.last_error["message"] if lanes.last_error else None
 
-    lanes._recover(lanes.main, watched, SinkUnavailable("the disk is full"))
+    watch.recover(SinkUnavailable("the disk is full"))
     assert error() == "the disk is full"
     commit(lanes.main, at(1))
     lanes.acknowledge()
     assert error() is None
-    lanes._recover(lanes.main, watched, SinkUnavailable("the disk is full"))
+    watch.recover(SinkUnavailable("the disk is full"))
     lanes.main.query = cast(Any, SimpleNamespace(isActive=True))
-    watched.began = time.monotonic()
-    lanes._look_after(lanes.main)
+    watch._began = time.monotonic()
+    watch.look()
     assert error() == "the disk is full"
-    watched.began = time.monotonic() - RECOVERED_S  # and nothing to do since
+    watch._began = time.monotonic() - RECOVERED_S  # and nothing to do since
     with lanes.main.boundary:  # it is at a batch, maybe the one that failed
-        lanes._look_after(lanes.main)
+        watch.look()
     assert error() == "the disk is full"
-    lanes._look_after(lanes.main)
+    watch.look()
     assert error() is None
     capture.error = ConnectionLost("not now")
     lanes._moves.add(Adapter("c", HeldSink("c", at(0))))

@@ -115,7 +115,7 @@ def test_database_is_the_sources_unless_another_one_is_given(tmp_path: Path) -> 
     pipeline = Pipeline(
         sources.postgres(SOURCE, all_tables=True), [adapters.pg_table(), adapters.pg_table(TARGET, name="b")]
     )
-    assert [spec.options.db for spec in pipeline._specs] == [SOURCE, TARGET]
+    assert [spec.options.model_dump()["db"] for spec in pipeline._chains.specs] == [SOURCE, TARGET]
 
 
 def test_flags_and_rules_for_tables() -> None:

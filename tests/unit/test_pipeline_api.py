@@ -13,7 +13,7 @@ from pgcdc import Pipeline, adapters, sources, transform
 from pgcdc.config import Config
 from pgcdc.core.errors import ConfigError, PgcdcError
 from pgcdc.core.state import read_json
-from pgcdc.run.reload import Reloads, change_specs
+from pgcdc.run.chains import Reloads, change_specs
 from pgcdc.spark.session import check_running
 
 DB = "postgresql://h/x"
@@ -32,7 +32,7 @@ def test_a_pipeline_has_what_it_is_given(tmp_path: Path) -> None:
         ["file", "b"],
     )
     assert given[0].delivery.timeout == 3 and given[1].routes == ("orders",)
-    assert [one.name for one in pipeline._chain(given[1]).transforms] == ["mask", "drop_columns"]
+    assert [one.name for one in pipeline._chains.of(given[1]).transforms] == ["mask", "drop_columns"]
 
 
 def test_the_variable_says_which_database(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from pgcdc import sources, transform
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.core.shapes import ShapeChange, append_shapes
-from pgcdc.run import table_watch
-from pgcdc.run.table_watch import TableWatch
+from pgcdc.run import progress
+from pgcdc.run.progress import TableWatch
 from pgcdc.source.postgres.setup.prepare import Prepared
 from pgcdc.transform.program import Chain
 
@@ -26,15 +26,15 @@ def test_columns_that_no_table_has_are_told_if_the_server_answers(
     watch = TableWatch(sources.postgres("postgresql://h/x", tables=["a"]), tmp_path / "shapes.jsonl", said.append)
     prepared = cast(Prepared, SimpleNamespace(identity=SimpleNamespace(publications=[{"name": "p"}])))
     table = SimpleNamespace(relation=Relation(1, "public", "a", "d", (Column("email", 25, -1, False),)))
-    monkeypatch.setattr(table_watch, "connect", lambda *_, **__: cast(Any, memoryview(b"")))  # a context manager
+    monkeypatch.setattr(progress, "connect", lambda *_, **__: cast(Any, memoryview(b"")))  # a context manager
 
     def gone(*_: Any) -> Any:
         raise psycopg.OperationalError("server closed the connection unexpectedly")
 
-    monkeypatch.setattr(table_watch, "read_published", gone)
+    monkeypatch.setattr(progress, "read_published", gone)
     watch.tell_missing(prepared, [Chain((transform.mask("Email"),))])
     assert said == []
-    monkeypatch.setattr(table_watch, "read_published", lambda *_: [table])
+    monkeypatch.setattr(progress, "read_published", lambda *_: [table])
     watch.tell_missing(prepared, [Chain((transform.mask("Email"),))])
     assert said == ["warning: mask: no captured table has a column Email; did you mean email?"]
 
@@ -47,8 +47,8 @@ def test_column_that_was_renamed_is_told_at_once_to_be_no_longer_masked(
     watch = TableWatch(sources.postgres("postgresql://h/x", tables=["a"]), shapes, said.append)
     prepared = cast(Prepared, SimpleNamespace(identity=SimpleNamespace(publications=[{"name": "p"}])))
     before, after = (Relation(1, "public", "a", "d", (Column(name, 25, -1, False),)) for name in ("email", "mail"))
-    monkeypatch.setattr(table_watch, "connect", lambda *_, **__: cast(Any, memoryview(b"")))
-    monkeypatch.setattr(table_watch, "read_published", lambda *_: [SimpleNamespace(relation=after)])
+    monkeypatch.setattr(progress, "connect", lambda *_, **__: cast(Any, memoryview(b"")))
+    monkeypatch.setattr(progress, "read_published", lambda *_: [SimpleNamespace(relation=after)])
     chains = [Chain((transform.mask("email"),))]
     append_shapes(shapes, [ShapeChange(Position.at(100, 1), before)])
     watch.tell_changes(prepared, chains)

@@ -1,4 +1,4 @@
-"""The queries' side of the control socket, and how a capture process comes to be.
+"""The other side of a control socket, and how a capture process comes to be.
 
 `ensure_capture` starts the capture of a state directory or joins the one that runs: whoever needs it calls it, the lock file
 decides. `CaptureLink` does so again whenever the process has died.
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pgcdc.capture.server import remove_socket
 from pgcdc.capture.spec import CaptureSpec
+from pgcdc.core.counters import counters
 from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, StateError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir, is_alive, open_log, read_json
@@ -32,6 +33,7 @@ __all__ = [
     "Channel",
     "ControlClient",
     "Settled",
+    "ask",
     "ask_or_do",
     "ensure_capture",
     "forget_consumer",
@@ -42,6 +44,8 @@ MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 
 _T = TypeVar("_T")
+_PUSH = b'{"push":'
+"""How a line begins that answers no request."""
 
 
 class Settled(NamedTuple):
@@ -60,7 +64,7 @@ class CaptureGone(ConnectionLost):
 
 
 class Channel:
-    """One connection to a control socket: requests and their answers. Not thread-safe."""
+    """One connection to a control socket: requests and their answers, and what is pushed between them. Not thread-safe."""
 
     who = "the run"
 
@@ -71,7 +75,11 @@ class Channel:
         except OSError as error:
             self._socket.close()
             raise CaptureGone(f"{self.who} does not answer") from error
-        self._file = self._socket.makefile("rb")
+        self._buffer = b""
+        self.pushed: dict[str, Any] = {}
+        """The status that the other side pushed last."""
+        self.said: list[str] = []
+        """Messages for people that were pushed, and that nobody has passed on."""
 
     def request(self, content: dict[str, Any], timeout_s: float = 120.0) -> dict[str, Any]:
         """Send one request and wait for its answer. Raises what the other process failed with."""
@@ -81,7 +89,8 @@ class Channel:
             with contextlib.suppress(BrokenPipeError):  # it has gone, but may have said why
                 self._socket.sendall(json.dumps(content).encode() + b"\n")
                 is_sent = True
-            line = self._file.readline()
+            while not (line := self._take_line()) and (data := self._socket.recv(65_536)):
+                self._buffer += data
         except OSError as error:
             raise CaptureGone(f"{self.who} does not answer") from error
         reply: dict[str, Any] = json.loads(line) if line else {}
@@ -93,8 +102,31 @@ class Channel:
 
     def close(self) -> None:
         """Close the connection; the other side goes on."""
-        self._file.close()
         self._socket.close()
+
+    def take_pushed(self) -> None:
+        """Note what was pushed by now, without waiting."""
+        with contextlib.suppress(OSError):  # nothing more is there; or nobody, which the next request finds out
+            self._socket.settimeout(0)
+            while data := self._socket.recv(65_536):
+                self._buffer += data
+        while self._buffer.startswith(_PUSH) and b"\n" in self._buffer:
+            line, _, self._buffer = self._buffer.partition(b"\n")
+            self._note(line)
+
+    def _take_line(self) -> bytes:
+        """The next answer that is here; what was pushed before it is noted."""
+        while b"\n" in self._buffer:
+            line, _, self._buffer = self._buffer.partition(b"\n")
+            if not line.startswith(_PUSH):
+                return line
+            self._note(line)
+        return b""
+
+    def _note(self, line: bytes) -> None:
+        pushed = json.loads(line)["push"]
+        self.pushed = pushed.get("status", self.pushed)
+        self.said += pushed.get("say", ())
 
 
 class ControlClient(Channel):
@@ -167,14 +199,21 @@ class CaptureLink:
         *,
         is_restart: bool,
         on_restart: Callable[[ControlClient], object] = lambda client: None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
-        """`on_restart` is what a new process must be told before anything else."""
+        """`on_restart` is what a new process must be told before anything else.
+
+        `say`: the capture pushes its status (see `status`), and messages for people, which are passed on to this.
+        """
         self._spec = spec
         self._on_restart = on_restart
         self._is_told = True
         self._restarts: list[float] = []
         self._lock = threading.RLock()
+        self._say = say
+        self._status: dict[str, Any] = {}
         self._client = ensure_capture(spec, is_restart=is_restart)
+        self._follow()
 
     def call(self, request: Callable[[ControlClient], _T]) -> _T:
         """Ask the capture; if it has died, start it again and ask again."""
@@ -187,6 +226,30 @@ class CaptureLink:
                     return request(self._client)
                 except CaptureGone:
                     self._restart()
+
+    def status(self) -> dict[str, Any]:
+        """What the capture said last of itself, a second ago at most while it runs. Returns at once; from any thread."""
+        if self._lock.acquire(blocking=False):  # else somebody is asking it, or starts it again
+            try:
+                self._look()
+            finally:
+                self._lock.release()
+        return self._status
+
+    def _look(self) -> None:
+        client = self._client
+        client.take_pushed()
+        if client.pushed is not self._status and client.pushed:
+            self._status = client.pushed
+            counters.take(f"capture {self._status['pid']}", self._status["counters"])
+        said, client.said = client.said, []
+        if self._say is not None:
+            for text in said:
+                self._say(text)
+
+    def _follow(self) -> None:
+        if self._say is not None:
+            self._client.request({"do": "follow"})
 
     def stop(self) -> None:
         """Ask the process to end, if there is one."""
@@ -206,9 +269,20 @@ class CaptureLink:
                 f"the capture process ended {MAX_RESTARTS} times within {RESTART_WINDOW_S:.0f} s",
                 f"See {Path(self._spec.state_dir) / 'capture.log'}",
             )
+        self._look()  # it may have said why it ended
         self._client.close()
         self._client = ensure_capture(self._spec, is_restart=True)
         self._is_told = False
+        self._follow()
+
+
+def ask(lock: Path, request: dict[str, Any]) -> dict[str, Any]:
+    """The answer of the process that holds a lock, if there is one and it answers; else nothing."""
+    holder = Lock.holder(lock)
+    if holder and "address" in holder:
+        with contextlib.suppress(CaptureGone), contextlib.closing(Channel(holder["address"])) as channel:
+            return channel.request(request, 10.0)
+    return {}
 
 
 def forget_consumer(state: StateDir, name: str, timeout_s: float = 30.0) -> None:
@@ -264,7 +338,7 @@ def ensure_capture(spec: CaptureSpec, *, is_restart: bool) -> ControlClient:
 
 
 def _raise_failure(state: StateDir, pid: int) -> None:
-    """A process that began its work and failed at once would do so again: raise what it has left to say."""
+    """A process that began its work and failed at once would do so again: raise its last words."""
     status: dict[str, Any] = read_json(state.capture_status) or {} if pid else {}
     if status.get("pid") == pid and status.get("phase") == "failed" and status.get("last_error"):
         raise PgcdcError.from_json(status["last_error"])

@@ -24,6 +24,7 @@ from psycopg import Connection, Error
 
 from pgcdc.capture.server import ControlServer, remove_socket
 from pgcdc.capture.spec import CaptureSpec
+from pgcdc.core.counters import CHANGES_CAPTURED, CONNECTIONS_LOST, counters
 from pgcdc.core.errors import ConnectionLost, GapError, PgcdcError, SourceError, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
@@ -70,6 +71,9 @@ class CaptureProcess:
         if identity is None:
             raise GapError("the state directory has no identity", "Start pgcdc again: it prepares slot and directory")
         self._identity = identity
+        state.capture_status.unlink(
+            missing_ok=True
+        )  # of the process before: it would not be true if this one is killed
         self._consumers = Consumers(state.consumers_file)
         self._selector = selectors.DefaultSelector()
         self._spool = SpoolWriter(state.spool, self._consumers.base)
@@ -160,7 +164,7 @@ class CaptureProcess:
                 if now >= confirm_due or self._server.confirm_requested:
                     self._confirm()
                     confirm_due = now + CONFIRM_INTERVAL_S
-                    self._write_status()
+                    self._server.push({"status": self._status()})
                 status_due_s = self._capture.keep_alive()
             except ConnectionLost as error:
                 self._lose(error)
@@ -171,11 +175,13 @@ class CaptureProcess:
         self._confirm()
 
     def close(self, error: PgcdcError | None = None) -> None:
-        """Close everything; leave the reason where others find it."""
+        """Close everything; leave the last status, with the reason, where others find it."""
         if error is not None:
             self._phase, self._last_error = "failed", error.to_json()
+        status = self._status()
+        self._server.push({"status": status})
         with contextlib.suppress(StateError):  # the disk may be full: that must not hide the reason
-            self._write_status()
+            write_json(self._state.capture_status, status)
         self._server.close(error)
         self._snapshots.close()
         self._initial.close()
@@ -249,6 +255,9 @@ class CaptureProcess:
         if self._spec.fail_fast or self._options.temporary_slot:
             raise error
         delay_s = reconnect_delay_s(self._failed_attempts)
+        if not self._failed_attempts:
+            counters.add(CONNECTIONS_LOST)
+            self._server.push({"say": [f"{error.message}; connecting again"]})
         self._failed_attempts += 1
         self._reconnect_at = time.monotonic() + delay_s
         self._phase, self._last_error = "reconnecting", error.to_json()
@@ -371,6 +380,7 @@ class CaptureProcess:
                 self._snapshots.see(piece)
             self._spool.append(piece)
         self._rows += batch.rows
+        counters.add(CHANGES_CAPTURED, batch.rows)
         if batch.rows:
             self._last_commit_us = batch.transactions.column("commit_time")[-1].as_py()
         self._server.wake()
@@ -513,6 +523,7 @@ class CaptureProcess:
             "lag_bytes": max(0, server_lsn - self._confirmed_lsn()),
             "spool_bytes": self._spool.bytes_held,
             "rows": self._rows,
+            "counters": counters.to_json(),
             "schema_changes": self._shapes.changes,
             **self._toast.status(),
             "snapshots": self._snapshots.status(),
@@ -531,9 +542,6 @@ class CaptureProcess:
         if self._capture.is_connected:
             return 0.0
         return None if self._lost_at is None else max(0.0, time.time() - self._lost_at)
-
-    def _write_status(self) -> None:
-        write_json(self._state.capture_status, self._status())  # StateError if the disk is full
 
 
 def main() -> int:

@@ -1,7 +1,8 @@
 """The control socket: how queries follow the spool, send their acks and ask for confirmation.
 
 Requests and answers are JSON, one per line, over a Unix socket in a folder that only its owner can enter. Two requests wait:
-`wait` until the spool has grown, and `confirm` until what is acked is confirmed to PostgreSQL.
+`wait` until the spool has grown, and `confirm` until what is acked is confirmed to PostgreSQL. Who asks to `follow`
+also gets what is pushed: the status once a second, and messages for people.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class _Client:
     buffer: bytes = b""
     waits_until: float | None = None
     wants_confirmation: bool = False
+    follows: bool = False
     seen: int = field(default=0)
     consumer: str | None = None
     """The consumer that this client reads for: nobody else may at the same time."""
@@ -107,6 +109,17 @@ class ControlServer:
                 client.wants_confirmation = False
                 self._send(client, {"lsn": lsn})
 
+    def push(self, content: dict[str, Any]) -> None:
+        """Send to all who follow. One that does not read what it gets is dropped: nobody waits for it."""
+        line = json.dumps({"push": content}).encode() + b"\n"
+        for client in [one for one in self._clients.values() if one.follows]:
+            try:
+                is_sent = client.socket.send(line, socket.MSG_DONTWAIT) == len(line)
+            except OSError:
+                is_sent = False
+            if not is_sent:
+                self._drop(client)
+
     def close(self, error: PgcdcError | None = None) -> None:
         """Close all connections; with an error, tell those who wait."""
         for client in list(self._clients.values()):
@@ -151,6 +164,9 @@ class ControlServer:
         elif request.get("do") == "confirm":
             client.wants_confirmation = True
             self.confirm_requested = True
+        elif request.get("do") == "follow":
+            client.follows = True
+            self._send(client, {})
         else:
             try:
                 if request.get("exclusive"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,22 +22,22 @@ def reload(
 ) -> None:
     """Have a running `pgcdc listen` read its transforms and routes again: they change at a batch boundary."""
     with exit_on_error():
+        from pgcdc.capture.control import ask
         from pgcdc.core.errors import ConfigError, StateError
-        from pgcdc.core.state import Lock, StateDir, read_json
+        from pgcdc.core.state import Lock, StateDir
 
         state = StateDir(state_dir)
 
         def counts() -> tuple[dict[str, Any], int]:
-            found = read_json(state.run_status) or {}
+            found = ask(state.run_lock, {"do": "status"})
             return found, found.get("reloads", 0) + found.get("reload_errors", 0)
 
-        holder = Lock.holder(state.run_lock)
-        if holder is None or "pid" not in holder:
+        if Lock.holder(state.run_lock) is None:
             raise StateError(f"nothing runs in {state.path}", "Start it with pgcdc listen, or give --state-dir")
         status, before = counts()
         if status.get("phase") != "streaming":
             raise StateError(f"the run is not ready yet: {status.get('phase', 'starting')}", "Try again in a moment")
-        os.kill(holder["pid"], signal.SIGHUP)
+        ask(state.run_lock, {"do": "reload"})
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             status, now = counts()

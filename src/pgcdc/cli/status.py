@@ -66,19 +66,20 @@ def _print_lanes(lanes: list[dict[str, Any]]) -> None:
 
 
 def read_status(state_dir: Path) -> dict[str, Any]:
-    """One flat report from what driver and capture last wrote."""
+    """One flat report: from the run and the capture, and of what does not run from what it left durably."""
+    from pgcdc.capture.control import ask
     from pgcdc.core.errors import PgcdcError, StateError
-    from pgcdc.core.state import Lock, StateDir, read_json
+    from pgcdc.core.state import Lock, StateDir
 
     state = StateDir(state_dir)
     identity = state.identity()
     if identity is None:
         state.check_whole()
         raise StateError(f"{state.path} is not a state directory of pgcdc", "Give --state-dir")
-    run: dict[str, Any] = read_json(state.run_status) or {}
-    capture: dict[str, Any] = read_json(state.capture_status) or {}
     running = Lock.holder(state.run_lock) is not None
     capturing = Lock.holder(state.capture_lock) is not None
+    run: dict[str, Any] = ask(state.run_lock, {"do": "status"}) or _last_run(state)
+    capture: dict[str, Any] = run.get("capture") or ask(state.capture_lock, {"do": "status"}) or _last_capture(state)
     phase = run.get("phase", "never started") if running else f"not running (last: {run.get('phase', 'never started')})"
     initial = capture.get("initial_snapshot")
     error = run.get("last_error") or capture.get("last_error")
@@ -114,6 +115,28 @@ def read_status(state_dir: Path) -> dict[str, Any]:
         "last_error": str(PgcdcError.from_json(error)) if error else None,
         "updated_seconds_ago": round(time.time() - capture["time"], 1) if "time" in capture else None,
     }
+
+
+def _last_run(state: StateDir) -> dict[str, Any]:
+    """What a run left: its status when it ended, or when it began to stream if it was killed. Acks are always true."""
+    from pgcdc.core.state import read_json
+    from pgcdc.sink.contract import Progress
+
+    run: dict[str, Any] = read_json(state.run_status) or {}
+    for lane in run.get("lanes", []):
+        ack = Progress(state.acks, lane["adapter"]).position
+        lane["ack"] = str(ack) if ack else None
+    return run
+
+
+def _last_capture(state: StateDir) -> dict[str, Any]:
+    """The last status of a capture that ended in order, or what is known of one that was killed."""
+    from pgcdc.core.state import read_json
+    from pgcdc.postgres.lsn import format_lsn
+    from pgcdc.spool.consumers import Consumers
+
+    last: dict[str, Any] = read_json(state.capture_status) or {}
+    return {**last, "confirmed_lsn": format_lsn(Consumers(state.consumers_file).confirmed_lsn)}
 
 
 def _lag_seconds(capture: dict[str, Any]) -> float | None:

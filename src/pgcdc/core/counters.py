@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from typing import Any
 
 __all__ = [
+    "CHANGES_CAPTURED",
     "CONFIG_RELOADS",
     "CONFIG_RELOAD_ERRORS",
+    "CONNECTIONS_LOST",
     "DEAD_LETTERS",
     "EVENTS_DELIVERED",
     "EVENTS_DROPPED",
@@ -18,6 +21,9 @@ __all__ = [
     "counters",
 ]
 
+CHANGES_CAPTURED = "pgcdc_changes_captured_total"
+"""By the capture process: rows that went into the spool, also those that were read again."""
+CONNECTIONS_LOST = "pgcdc_connections_lost_total"
 CONFIG_RELOADS = "pgcdc_config_reloads_total"
 CONFIG_RELOAD_ERRORS = "pgcdc_config_reload_errors_total"
 DEAD_LETTERS = "pgcdc_dead_letters_total"
@@ -42,6 +48,7 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: Counter[tuple[str, Labels]] = Counter()
+        self._taken: dict[str, dict[tuple[str, Labels], int]] = {}
 
     def add(self, name: str, amount: int = 1, **labels: str) -> None:
         """Count."""
@@ -57,6 +64,19 @@ class Counters:
         """All of them."""
         with self._lock:
             return dict(self._values)
+
+    def to_json(self) -> list[Any]:
+        """For another process, which takes them."""
+        return [[name, list(map(list, labels)), value] for (name, labels), value in self.read().items()]
+
+    def take(self, process: str, values: list[Any]) -> None:
+        """Count what another process has counted since its last `to_json()`."""
+        now = {(name, tuple((key, text) for key, text in labels)): int(value) for name, labels, value in values}
+        with self._lock:
+            before = self._taken.get(process, {})
+            self._taken[process] = now
+            for key, value in now.items():
+                self._values[key] += value - before.get(key, 0)
 
 
 counters = Counters()

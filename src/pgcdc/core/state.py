@@ -4,8 +4,8 @@ identity.json     which slot of which server this directory belongs to, and the 
 identity.lock     held by who changes the identity, or our publications
 run.lock          held by `pgcdc listen`; tells its pid and control socket
 capture.lock      held by the capture process; tells its pid and control socket
-capture.json      the capture's status, once a second
-run.json          the driver's status, once a second
+capture.json      the capture's last status, when it has ended
+run.json          the driver's status, when its phase changed
 consumers.json    where every consumer is, and what was confirmed
 lanes.json        which adapter is in which lane
 transforms.json   which columns transforms have changed, by adapter

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from pgcdc.capture.control import Channel
 from pgcdc.capture.server import ControlServer
+from pgcdc.core.errors import PgcdcError
 
 __all__ = ["RunServer"]
 
@@ -26,11 +29,13 @@ class RunServer:
     def close(self) -> None:
         """End the thread, and remove the socket."""
         self._is_closed.set()
+        with contextlib.suppress(PgcdcError):
+            Channel(self.address).close()  # so that it looks up
         self._thread.join()
 
     def _serve(self) -> None:
         while not self._is_closed.is_set():
-            for key, _ in self._selector.select(0.2):
+            for key, _ in self._selector.select():
                 key.data(key)
         self._server.close()
         self._selector.close()

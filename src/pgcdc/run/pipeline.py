@@ -5,14 +5,13 @@ read batch → transform → sinks durable, acks → Spark commits → confirm t
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -24,18 +23,16 @@ from pgcdc.capture.spec import make_spec
 from pgcdc.config import Config
 from pgcdc.config.adapters import choose_specs, with_source_db
 from pgcdc.core.errors import ConfigError, ConnectionLost, PgcdcError, SinkError, SinkUnavailable, StateError
-from pgcdc.core.state import Lock, StateDir, read_json, write_json
+from pgcdc.core.state import Lock, StateDir, write_json
 from pgcdc.event.batch import Batch
-from pgcdc.postgres.database import connect
 from pgcdc.postgres.lsn import format_lsn
+from pgcdc.run.chains import Chains, Own, Reloads, as_many, change_specs
 from pgcdc.run.control import RunServer
 from pgcdc.run.letter_service import LetterOffice
 from pgcdc.run.member import Adapter
-from pgcdc.run.progress import RequestWatch, SnapshotWatch, describe_stop
-from pgcdc.run.reload import Own, Reloads, change_specs
+from pgcdc.run.progress import RequestWatch, SnapshotWatch, TableWatch, describe_stop, has_confirmed
 from pgcdc.run.rewritten_columns import note_chains
 from pgcdc.run.supervisor import STOP_TIMEOUT_S, Lanes
-from pgcdc.run.table_watch import TableWatch
 from pgcdc.run.target_digests import note_places
 from pgcdc.sink.letters.replay import Tally
 from pgcdc.sink.letters.stores import DeadLetters, Query
@@ -43,20 +40,17 @@ from pgcdc.sink.registry import ADAPTERS, check_adapters
 from pgcdc.sink.secrecy import keep_secrets
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.source.postgres.setup.prepare import Prepared, drop_publications, prepare
-from pgcdc.source.postgres.setup.slots import OpenTransaction, get_slot
+from pgcdc.source.postgres.setup.slots import OpenTransaction
 from pgcdc.spark.options import parse_options, write_options
 from pgcdc.spark.session import check_java, check_running, session, stop_session
 from pgcdc.spool.consumers import MAIN
-from pgcdc.transform.check import check_chains
-from pgcdc.transform.program import Chain, compile_chains
-from pgcdc.transform.transforms import from_spec
+from pgcdc.transform.program import compile_chains
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 __all__ = ["Pipeline", "StopNow"]
 
-STATUS_INTERVAL_S = 1.0
 SPARK_STOP_S = 10.0
 
 Say = Callable[[str], None]
@@ -85,12 +79,12 @@ class Pipeline:
                 f"a source is not {type(source).__name__}", "Make one with pgcdc.sources.postgres(url, ...)"
             )
         config = self.config = source
-        self._specs = choose_specs(config, adapters)
-        self._transforms = config.global_transforms if transforms is None else as_many(transforms)
+        shared = config.global_transforms if transforms is None else as_many(transforms)
+        self._chains = Chains(choose_specs(config, adapters), shared, is_typed=config.table is not None)
         self._spark: SparkSession | None = None
-        check_adapters(self._specs)
-        keep_secrets(config, self._specs, self._transforms)
-        self._check_chains({spec.name: self._chain(spec) for spec in self._specs})
+        check_adapters(self._chains.specs)
+        keep_secrets(config, self._chains.specs, shared)
+        self._chains.check(None)
         self.reloads = Reloads(source, read_again, say)
         self._say = say
         self._stop = threading.Event()
@@ -107,7 +101,6 @@ class Pipeline:
         self._owns_spark = False
         self._phase = "starting"
         self._last_error: dict[str, str] | None = None
-        self._status_due = 0.0
         self._adapters: list[Adapter] = []
         self._is_locked = self._is_open = False
         self._lanes: Lanes | None = None
@@ -190,7 +183,7 @@ class Pipeline:
 
     def capture_status(self) -> dict[str, Any]:
         """The capture's last status."""
-        return read_json(self.state.capture_status) or {}
+        return self._link.status() if self._link is not None else {}
 
     # --- start
 
@@ -209,8 +202,8 @@ class Pipeline:
             self._is_locked = True
             self._check_transforms()
             self._letters.check()
-            self._adapters = self._make_adapters(self._specs)
-            for spec in self._specs:
+            self._adapters = self._make_adapters(self._chains.specs)
+            for spec in self._chains.specs:
                 ADAPTERS[spec.type].check_source(spec, self.config.source_options(), self.state)
             if self.config.table:
                 from pgcdc.spark.table import load_table  # with all that typed rows need
@@ -220,15 +213,7 @@ class Pipeline:
             self._say(f"checking the database and slot {self.config.slot_name}")
             self._prepared = prepare(self.config.source_options(), self.state, consumer=MAIN, on_wait=self._report_wait)
             self._letters.open(self._prepared.identity)
-        for change in self._prepared.changed:
-            self._say(f"{change}; this holds for what is written from now on")
-        for table in self._prepared.left_out:
-            self._say(f"table {table} is not captured any more: it was left out of --tables")
-        for table in self._prepared.inserts_only:
-            self._say(
-                f"table {table} has no primary key or other replica identity: only its inserts and truncates are captured"
-            )
-        self._tables.tell_missing(self._prepared, [self._chain(spec) for spec in self._specs])
+        self._tables.tell_prepared(self._prepared, self._chains.all)
 
     def _report_wait(self, transactions: list[OpenTransaction]) -> None:
         pids = ", ".join(str(one.pid) for one in transactions) or "unknown"
@@ -255,15 +240,15 @@ class Pipeline:
         """Start the capture, and open the sinks where they go on."""
         assert self._prepared is not None and self._server is not None
         spec = make_spec(self.config.source_options(), self.config, self._prepared.names, os.getpid())
-        self._link = CaptureLink(spec, is_restart=False)
+        self._link = CaptureLink(spec, is_restart=False, say=self._say)
         self._lanes = Lanes(
             self.state, self._link, self._say,
             options=self._spark_options(), address=self._server.address,
             once=self.config.once, fail_fast=self.config.fail_fast,
             bus_mode=self.config.bus_mode, bus_buffer=self.config.bus_buffer,
         )  # fmt: skip
-        note_chains(self.state.transforms_file, [(spec, self._chain(spec)) for spec in self._specs])
-        note_places(self.state, self._specs)
+        note_chains(self.state.transforms_file, self._chains.by_spec())
+        note_places(self.state, self._chains.specs)
         self._lanes.open(self._adapters, self.on_batch)
         self._is_open = True
 
@@ -271,17 +256,17 @@ class Pipeline:
         """Deliver to one more adapter, from now on. Durable when this returns; from any thread, while `run` streams."""
         lanes = self._running_lanes()
         spec = with_source_db(spec, self.config.db)
-        check_adapters((*self._specs, spec))
-        self._check_chains({spec.name: self._chain(spec)})
+        check_adapters((*self._chains.specs, spec))
+        self._chains.check(self._spark, [spec])
         (looked,) = self._make_adapters([spec])
 
         def add() -> None:  # adapters and transforms may be others by then
-            check_adapters((*self._specs, spec))
-            note_chains(self.state.transforms_file, [(spec, self._chain(spec))])
+            check_adapters((*self._chains.specs, spec))
+            note_chains(self.state.transforms_file, self._chains.by_spec([spec]))
             note_places(self.state, [spec])
-            made = replace(looked, chain=self._chain(spec))
+            made = replace(looked, chain=self._chains.of(spec))
             lanes.add_adapter(made, lambda: self._make_adapters([spec])[0].sink)
-            self._specs = (*self._specs, spec)
+            self._chains = self._chains.having((*self._chains.specs, spec))
 
         lanes.ask(add)
 
@@ -290,7 +275,7 @@ class Pipeline:
 
         def remove() -> None:
             self._running_lanes().remove_adapter(name)
-            self._specs = tuple(one for one in self._specs if one.name != name)
+            self._chains = self._chains.having([one for one in self._chains.specs if one.name != name])
 
         self._running_lanes().ask(remove)
 
@@ -309,13 +294,12 @@ class Pipeline:
         transforms = as_many(transforms)
 
         def change() -> None:  # all at once: no adapter comes or goes meanwhile
-            specs = change_specs(self._specs, adapters)
-            chains = {spec.name: Chain((*transforms, *spec.transforms), spec.routes) for spec in specs}
-            self._check_chains(chains)
-            self._tables.tell_missing(self._prepared, list(chains.values()))
-            note_chains(self.state.transforms_file, [(spec, chains[spec.name]) for spec in specs])
-            self._running_lanes().reload(chains)
-            self._transforms, self._specs = transforms, specs
+            chains = self._chains.having(change_specs(self._chains.specs, adapters), transforms)
+            chains.check(self._spark)
+            self._tables.tell_missing(self._prepared, chains.all)
+            note_chains(self.state.transforms_file, chains.by_spec())
+            self._running_lanes().reload({spec.name: chain for spec, chain in chains.by_spec()})
+            self._chains = chains
 
         self._running_lanes().ask(change)
 
@@ -342,24 +326,10 @@ class Pipeline:
 
     def _check_transforms(self) -> None:
         """What is wrong with them is said before anything is created. Only for SQL, Spark has to start first."""
-        chains = {spec.name: self._chain(spec) for spec in self._specs}
-        self._check_chains(chains)
-        if any(from_spec(one).sql for chain in chains.values() for one in chain.transforms):
+        self._chains.check(None)
+        if self._chains.have_sql:
             self._start_spark()
-            self._check_chains(chains)
-
-    def _check_chains(self, chains: Mapping[str, Chain]) -> None:
-        if self.config.table and any(chain != Chain() for chain in chains.values()):
-            raise ConfigError("typed rows (--table) have no transforms and routes", "Leave them out, or --table")
-        for name, chain in chains.items():
-            try:
-                check_chains(self._spark, [chain])
-            except ConfigError as error:
-                count = f" (the first {len(self._transforms)} are for all)" if self._transforms else ""
-                raise ConfigError(f"adapter {name}, {error.message}{count}", error.advice) from error
-
-    def _chain(self, spec: AdapterSpec) -> Chain:
-        return Chain((*self._transforms, *spec.transforms), spec.routes)
+            self._chains.check(self._spark)
 
     def _make_adapters(self, specs: Sequence[AdapterSpec]) -> list[Adapter]:
         """Adapters, after a look at their targets: a wrong one must not be found when slot and publication exist."""
@@ -374,7 +344,7 @@ class Pipeline:
                 if not isinstance(error, SinkUnavailable):
                     raise
                 self._say(f"{error}. The others do not wait for it")
-            made.append(Adapter(spec.name, sink, self._chain(spec), spec.priority))
+            made.append(Adapter(spec.name, sink, self._chains.of(spec), spec.priority))
         return made
 
     def _warm_up(self) -> None:
@@ -383,8 +353,7 @@ class Pipeline:
         assert self._spark is not None
         self._enter("warming up")
         self._say("warming up")
-        chains = [Chain()] if self.config.table else [self._chain(spec) for spec in self._specs]
-        warm_up(self._spark, compile_chains(chains))
+        warm_up(self._spark, compile_chains(self._chains.all))
 
     # --- the stream
 
@@ -394,20 +363,18 @@ class Pipeline:
         self._enter("starting the query")
         self._lanes.start(self._spark)
         self._enter("streaming")
-        self._say(f"ready: slot {self.config.slot_name} to {', '.join(one.name for one in self._specs)}")
+        self._say(f"ready: slot {self.config.slot_name} to {', '.join(self._chains.names)}")
         self._ready.set()
         if self.on_ready is not None:
             self.on_ready()
         try:
             while not self._stop.is_set():
                 ended = self._lanes.step()
-                if self.reloads.take(self.reload, [spec.name for spec in self._specs]):
-                    self._status_due = 0.0
+                self.reloads.take(self.reload, self._chains.names)
                 self._letters.serve(self._lanes)
                 self._phase = "streaming" if self._lanes.main.query is not None else "restarting the query"
                 self._prepared = self._tables.follow(self._prepared)
-                self._write_status()
-                self._tables.tell_changes(self._prepared, [self._chain(spec) for spec in self._specs])
+                self._tables.tell_changes(self._prepared, self._chains.all)
                 self._requests.follow(self.capture_status)
                 if self.snapshot.follow(self.capture_status, self._lanes):
                     self._stop.set()
@@ -448,7 +415,7 @@ class Pipeline:
         self._requests.follow(lambda: status, at_once=True)
         if self.config.temporary_slot:
             return
-        if self._server_has(lsn):
+        if has_confirmed(self.config.db, self.config.slot_name, lsn):
             self._say(describe_stop(status, f"everything up to {format_lsn(lsn)} is delivered and confirmed"))
         elif self.config.once:
             raise ConnectionLost(
@@ -458,17 +425,6 @@ class Pipeline:
         else:
             later = "everything is delivered; the server was not reached, it is confirmed at the next start"
             self._say(describe_stop(status, later))
-
-    def _server_has(self, lsn: int) -> bool:
-        """Whether the server has taken the confirmation; it may need a moment."""
-        deadline = time.monotonic() + 5
-        with contextlib.suppress(PgcdcError), connect(self.config.db, may_retry=False) as sql:
-            while time.monotonic() < deadline:
-                slot = get_slot(sql, self.config.slot_name)
-                if slot is not None and (slot.confirmed_flush_lsn or 0) >= lsn:
-                    return True
-                time.sleep(0.02)
-        return False
 
     def _close(self) -> None:
         if self._lanes is not None:  # first: a query that goes on would start the capture again
@@ -499,20 +455,17 @@ class Pipeline:
             if self._lanes is not None:
                 self._lanes.plan(request)
             return {}
+        if request["do"] == "status":
+            return {**self.status(), "capture": self.capture_status()}
+        if request["do"] == "reload":
+            self.request_reload()
+            return {}
         raise ValueError(request["do"])
 
     def _enter(self, phase: str) -> None:
         self._phase = phase
-        self._status_due = 0.0
         if self._is_locked and self.state.path.exists():  # not over the status of the run that has it
-            self._write_status()
-
-    def _write_status(self) -> None:
-        now = time.monotonic()
-        if now < self._status_due:
-            return
-        self._status_due = now + STATUS_INTERVAL_S
-        write_json(self.state.run_status, self.status())
+            write_json(self.state.run_status, self.status())
 
     def status(self) -> dict[str, Any]:
         """What the pipeline does and how far each adapter is: what `pgcdc status` shows."""
@@ -522,7 +475,7 @@ class Pipeline:
             "pid": os.getpid(),
             "time": time.time(),
             "phase": self._phase,
-            "adapters": [spec.name for spec in self._specs],
+            "adapters": self._chains.names,
             "events": main.events if main else 0,
             "batches": main.batches if main else 0,
             "position": str(lanes.position) if lanes and lanes.position else None,
@@ -531,11 +484,6 @@ class Pipeline:
             **self._letters.status(),
             "last_error": self._last_error or (lanes.last_error if lanes else None),
         }
-
-
-def as_many(given: Any) -> tuple[Any, ...]:
-    """What should be a list, and may be a single one."""
-    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
 
 
 class StopNow(BaseException):

@@ -1,20 +1,35 @@
-"""How far snapshots are, for the driver: what to show, what to warn of, what to say at the end, and whether that was all."""
+"""What a run says while it goes on: how far snapshots are, what becomes of tables, and what is confirmed at the end."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pgcdc.config import Config
+from pgcdc.core.errors import GapError, PgcdcError
 from pgcdc.core.position import Position
+from pgcdc.core.shapes import ShapeHistory
+from pgcdc.core.state import StateDir
+from pgcdc.event.shape_diff import describe_change
+from pgcdc.postgres.database import connect, explain_errors
+from pgcdc.source.postgres.setup.prepare import Prepared, follow_tables
+from pgcdc.source.postgres.setup.published import read_published
+from pgcdc.source.postgres.setup.slots import get_slot
 from pgcdc.source.postgres.snapshot.held import ALONE_S
+from pgcdc.transform.check import missing_columns
+from pgcdc.transform.program import Chain
 
 if TYPE_CHECKING:
     from pgcdc.run.supervisor import Lanes
 
-__all__ = ["RequestWatch", "SnapshotWatch", "describe_stop"]
+__all__ = ["RequestWatch", "SnapshotWatch", "TableWatch", "describe_stop", "has_confirmed"]
 
 INTERVAL_S = 1.0
+TABLES_INTERVAL_S = 10.0
 
 
 class SnapshotWatch:
@@ -94,6 +109,84 @@ def _describe_end(one: dict[str, Any]) -> str:
             f"snapshot {one['id']} of table {one['table']} is complete: {one['rows']:,} rows that vanished are deleted"
         )
     return f"snapshot {one['id']} of table {one['table']} is complete: {one['rows']:,} rows"
+
+
+class TableWatch:
+    """Says what is new; everything is looked at in the pipeline's thread."""
+
+    def __init__(self, config: Config, shapes_file: Path, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._say = say
+        self._shapes = ShapeHistory(shapes_file)
+        self._due = time.monotonic() + TABLES_INTERVAL_S
+
+    def begin(self) -> None:
+        """What an earlier run has told is not told again."""
+        self._shapes.refresh()
+
+    def tell_prepared(self, prepared: Prepared, chains: Sequence[Chain]) -> None:
+        """What the preparation has changed, and what is captured only in part."""
+        for change in prepared.changed:
+            self._say(f"{change}; this holds for what is written from now on")
+        for table in prepared.left_out:
+            self._say(f"table {table} is not captured any more: it was left out of --tables")
+        for table in prepared.inserts_only:
+            self._say(
+                f"table {table} has no primary key or other replica identity: only its inserts and truncates are captured"
+            )
+        self.tell_missing(prepared, chains)
+
+    def follow(self, prepared: Prepared) -> Prepared:
+        """With --all-tables or --schemas: publish tables that were created meanwhile, and say so."""
+        now = time.monotonic()
+        if not (self._config.all_tables or self._config.schemas) or now < self._due:
+            return prepared
+        self._due = now + TABLES_INTERVAL_S
+        try:
+            infos = follow_tables(self._config.source_options(), StateDir(self._config.state_dir))
+        except GapError:
+            raise
+        except PgcdcError as error:
+            self._say(f"new tables cannot be published: {error}")
+            return prepared
+        known = {table for info in prepared.publications for table in info.tables}
+        added = sorted({table for info in infos for table in info.tables} - known)
+        if not added:
+            return prepared
+        self._say(f"new tables are captured from now on: {', '.join(added)}")
+        return replace(prepared, publications=infos)
+
+    def tell_changes(self, prepared: Prepared | None, chains: Sequence[Chain]) -> None:
+        """Tables that were altered; and what transforms do not find any more: a column that was renamed is not masked."""
+        changes = self._shapes.refresh()
+        for change in changes:
+            for line in describe_change(change):
+                self._say(line)
+        if any(change.before is not None for change in changes):
+            self.tell_missing(prepared, chains)
+
+    def tell_missing(self, prepared: Prepared | None, chains: Sequence[Chain]) -> None:
+        """Columns that no table has are no error: the table may come later. But a mask that hides nothing has to be told."""
+        if prepared is None or not any(chain.transforms for chain in chains):
+            return
+        names = [one["name"] for one in prepared.identity.publications]
+        with contextlib.suppress(PgcdcError), explain_errors("look at the columns"):
+            with connect(self._config.db, may_retry=False) as sql:
+                tables = [one.relation for one in read_published(sql, names)]
+            for line in missing_columns(chains, tables):
+                self._say(f"warning: {line}")
+
+
+def has_confirmed(url: str, slot_name: str, lsn: int) -> bool:
+    """Whether the server has taken a confirmation; it may need a moment."""
+    deadline = time.monotonic() + 5
+    with contextlib.suppress(PgcdcError), connect(url, may_retry=False) as sql:
+        while time.monotonic() < deadline:
+            slot = get_slot(sql, slot_name)
+            if slot is not None and (slot.confirmed_flush_lsn or 0) >= lsn:
+                return True
+            time.sleep(0.02)
+    return False
 
 
 def describe_stop(status: dict[str, Any], confirmed: str) -> str:

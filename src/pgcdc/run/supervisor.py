@@ -14,18 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pgcdc.capture.control import CaptureLink
-from pgcdc.core.errors import ConfigError, PgcdcError, Policy, SchemaChanged, SinkUnavailable
-from pgcdc.core.failpoint import hit
+from pgcdc.core.errors import ConfigError, PgcdcError
 from pgcdc.core.position import Position
-from pgcdc.core.state import StateDir, read_json
+from pgcdc.core.state import StateDir
 from pgcdc.event.batch import Batch
 from pgcdc.postgres.lsn import parse_lsn
 from pgcdc.run.lane import Lane, LaneStopped, Planned, stop_query
 from pgcdc.run.member import Adapter, Member, may_pass
+from pgcdc.run.query_watch import QUERY_STOP_S, QueryWatch, Terms
 from pgcdc.run.transfer import Moves
 from pgcdc.sink.runner import Runner
-from pgcdc.source.postgres.wire.stream import reconnect_delay_s
-from pgcdc.spark.failure import explain_failure
 from pgcdc.spark.parallel import LargeBatches
 from pgcdc.spool.consumers import MAIN
 from pgcdc.transform.program import Chain, Program, TypedProgram, compile_chains
@@ -33,33 +31,13 @@ from pgcdc.transform.program import Chain, Program, TypedProgram, compile_chains
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["Lanes", "Watched"]
+__all__ = ["Lanes"]
 
 POLL_S = 0.25
 READING_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 8.0
-QUERY_STOP_S = 3.0
 CONSUMERS_INTERVAL_S = 10.0
 LIMIT_INTERVAL_S = 1.0
-RECOVERED_S = 10.0
-"""A query that has run for so long and has nothing to do is over what it failed with."""
-MAX_QUERY_FAILURES = 5
-
-Say = Callable[[str], None]
-
-
-class Watched:
-    """What is remembered of a lane's query between two looks."""
-
-    def __init__(self) -> None:
-        self.failures = 0
-        self.retry_at = 0.0
-        self.is_done = False
-        self.began = 0.0
-        self.error: PgcdcError | None = None
-        """What it failed with, until it is over that."""
-        self.schema_place: Position | None = None
-        """Where the typed query was last started again for other columns: once for each place."""
 
 
 class Lanes:
@@ -69,7 +47,7 @@ class Lanes:
         self,
         state: StateDir,
         link: CaptureLink,
-        say: Say,
+        say: Callable[[str], None],
         *,
         options: dict[str, str],
         address: str = "",
@@ -79,18 +57,17 @@ class Lanes:
         bus_buffer: int = 100_000,
     ) -> None:
         """`options` are those of the Spark source, without the consumer; `address` is where it finds this process."""
-        self._state = state
+        self._terms = Terms(
+            state, link, say, {**options, "_run": address}, self._program, once=once, fail_fast=fail_fast
+        )
         self._link = link
         self._say = say
         self._options = options
-        self._address = address
         self._once = once
-        self._fail_fast = fail_fast
         self._bus_mode = bus_mode
         self._bus_buffer = bus_buffer
-        self._spark: SparkSession | None = None
         self._moves = Moves(state, link, say)
-        self._watched: dict[str, Watched] = {}
+        self._watches: dict[str, QueryWatch] = {}
         self._asked: queue.SimpleQueue[tuple[Callable[[], None], _Answer]] = queue.SimpleQueue()
         self._watcher: int | None = None
         self._is_closed = threading.Event()
@@ -114,13 +91,13 @@ class Lanes:
     @property
     def last_error(self) -> dict[str, str] | None:
         """What is wrong now: of main, of the moves between lanes, or of another lane."""
-        main, others = self._watched.get(MAIN, Watched()), list(self._watched.values())
-        errors = [main.error, self._move_error, *(one.error for one in others)]
+        main, others = self._watches.get(MAIN), list(self._watches.values())
+        errors = [main.error if main else None, self._move_error, *(one.error for one in others)]
         return next((one.to_json() for one in errors if one is not None), None)
 
     def status(self) -> list[dict[str, Any]]:
         """Of each adapter: its lane, ack, lag in bytes of WAL, what it skipped, what was refused, and the last error."""
-        capture = read_json(self._state.capture_status) or {}
+        capture = self._link.status()
         received = parse_lsn(capture["received_lsn"]) if "received_lsn" in capture else 0
         report = []
         for member in list(self._moves.members.values()):
@@ -151,26 +128,15 @@ class Lanes:
 
     def start(self, spark: SparkSession) -> None:
         """Start the queries. Main's reads when this returns."""
-        self._spark = spark
+        self._terms.spark = spark
         self._watcher = threading.get_ident()
-        self._start(self.main)
+        self.watch(self.main).start()
         self._await_reading()
-
-    def _start(self, lane: Lane) -> None:
-        assert self._spark is not None
-        watched = self._watched.setdefault(lane.name, Watched())
-        watched.is_done, watched.began = False, time.monotonic()
-        try:
-            options = {**self._options, "consumer": lane.name, "_run": self._address}
-            lane.large = LargeBatches(self._spark, self._state) if self._is_keyed else None
-            lane.start(self._spark, options, self._program(lane), once=self._once)
-        except PgcdcError:
-            raise
-        except Exception as error:
-            raise self._explain(lane, error) from error
 
     def _program(self, lane: Lane) -> Program:
         """Main's has the chains of all adapters, so that each of them may rejoin without a restart."""
+        assert self._terms.spark is not None
+        lane.large = LargeBatches(self._terms.spark, self._terms.state) if self._is_keyed else None
         if "table" in self._options:
             return TypedProgram()
         members = list(self._moves.members.values()) if lane is self.main else lane.members()
@@ -216,10 +182,10 @@ class Lanes:
             try:
                 self._acknowledge(lane)
             except Exception as error:  # it starts again from its checkpoint, and with it what is acknowledged
-                self._fail(lane, error)
+                self.watch(lane).fail(error)
         self._answer()
         for lane in list(self._moves.lanes.values()):
-            self._look_after(lane)
+            self.watch(lane).look()
         try:
             self._move()
             self._move_error = None
@@ -227,9 +193,13 @@ class Lanes:
             if not may_pass(error):
                 raise
             self._move_error = error  # the next look tries again
-        return self._once and all(
-            (one := self._watched.get(lane.name)) is not None and one.is_done for lane in self._moves.lanes.values()
-        )
+        return self._once and all(self.watch(lane).is_done for lane in self._moves.lanes.values())
+
+    def watch(self, lane: Lane) -> QueryWatch:
+        """What is known of a lane's query."""
+        if lane.name not in self._watches or self._watches[lane.name].lane is not lane:
+            self._watches[lane.name] = QueryWatch(lane, self._terms, self.acknowledge)
+        return self._watches[lane.name]
 
     def _move(self) -> None:
         """Bring adapters where they belong, and let go of what they have left."""
@@ -240,16 +210,7 @@ class Lanes:
         for lane in list(self._moves.left_over):
             self._end(lane)
         if self._is_due("consumers", CONSUMERS_INTERVAL_S):
-            capture = read_json(self._state.capture_status) or {}
-            self._moves.let_go_unknown(list(capture.get("consumers", {})))
-
-    def _fail(self, lane: Lane, error: Exception) -> None:
-        """Something failed beside the query: end it, and start it again if that may help."""
-        explained = self._explain(lane, error)
-        if lane.query is not None:
-            stop_query(lane.query, QUERY_STOP_S)
-            lane.query = None
-        self._recover(lane, self._watched.setdefault(lane.name, Watched()), explained)
+            self._moves.let_go_unknown(list(self._link.status().get("consumers", {})))
 
     def _wait(self) -> None:
         query = self.main.query
@@ -261,102 +222,15 @@ class Lanes:
             return
         self._is_closed.wait(POLL_S / 5)
 
-    def _look_after(self, lane: Lane) -> None:
-        watched = self._watched.setdefault(lane.name, Watched())
-        if lane.query is None:
-            if not watched.is_done and time.monotonic() >= watched.retry_at:
-                self._begin(lane, watched)
-            return
-        try:
-            if lane.query.isActive:
-                if not lane.boundary.locked() and time.monotonic() >= watched.began + RECOVERED_S:
-                    self._forget_error(lane, watched)
-                return
-            error: BaseException | None = lane.query.exception()
-        except Exception as raised:
-            error = raised
-        lane.query = None
-        if error is None:
-            watched.is_done = self._once
-        elif not isinstance(lane.error, LaneStopped):
-            self._recover(lane, watched, self._explain(lane, error))
-
-    def _begin(self, lane: Lane, watched: Watched) -> None:
-        """Start a query that is not there (yet, or any more)."""
-        try:
-            if lane is not self.main:
-                member = next(iter(lane.members()), None)
-                if member is None or member.is_busy or member.is_hanging:  # what was begun has to end first
-                    return
-                member.open(lane.place)
-            self._start(lane)
-        except PgcdcError as error:
-            self._recover(lane, watched, error)
-
-    def _recover(self, lane: Lane, watched: Watched, error: PgcdcError) -> None:
-        """A query that failed for a reason that may pass starts again from its checkpoint; anything else ends the run."""
-        if self._follow_schema(lane, watched, error):
-            return
-        is_own = lane is not self.main
-        lasting = watched.failures >= MAX_QUERY_FAILURES and not isinstance(error, SinkUnavailable) and not is_own
-        if error.policy is not Policy.RETRY or (self._fail_fast and not is_own) or lasting:
-            raise error
-        delay_s = reconnect_delay_s(watched.failures)
-        watched.failures += 1
-        watched.retry_at = time.monotonic() + delay_s
-        watched.error = error
-        if is_own:
-            for member in lane.members():
-                member.last_error = error
-        if not is_own or watched.failures == 1:
-            what = f"lane of adapter {lane.members()[0].name}" if is_own and lane.members() else "query"
-            self._say(f"{error.message}; starting the {what} again in {delay_s:.1f} s")
-
-    def _forget_error(self, lane: Lane, watched: Watched) -> None:
-        for member in lane.members() if watched.error is not None else ():
-            if member.last_error is watched.error:
-                member.last_error = None
-        watched.error = None
-
-    def _follow_schema(self, lane: Lane, watched: Watched, error: PgcdcError) -> bool:
-        """A typed query that met other columns starts again there, with these; True if it may."""
-        from pgcdc.spark.table import LOAD_AGAIN
-
-        if not isinstance(error, SchemaChanged) or watched.schema_place == lane.place:
-            return False
-        watched.schema_place = lane.place
-        self.acknowledge()
-        what = error.message.partition(f". {LOAD_AGAIN}")[0]
-        self._say(f"{what}; the query starts again there, with these columns")
-        return True
-
-    def _explain(self, lane: Lane, error: BaseException) -> PgcdcError:
-        assert self._spark is not None
-        return explain_failure(error, lane.error, lambda: read_json(self._state.capture_status) or {}, self._spark)
-
     def acknowledge(self) -> None:
         """What Spark has committed is durable at every member of a lane: the capture may confirm it."""
         for lane in list(self._moves.lanes.values()):
             self._acknowledge(lane)
 
     def _acknowledge(self, lane: Lane) -> None:
-        is_main = lane is self.main
-        if is_main:
-            hit("driver.before_ack")
-        position = lane.committed()
-        if position is None:
-            return
-        watched = self._watched.setdefault(lane.name, Watched())
-        watched.failures = 0
-        self._forget_error(lane, watched)
-        try:
-            self._link.call(lambda client: client.ack(lane.name, position))
-        except BaseException:
-            lane.acknowledge_again()
-            raise
-        if is_main:
+        position = self.watch(lane).acknowledge()
+        if lane is self.main and position is not None:
             self.position = position
-            hit("driver.after_ack")
 
     def _is_due(self, what: str, interval_s: float) -> bool:
         now = time.monotonic()
@@ -370,7 +244,7 @@ class Lanes:
         if lane.query is not None:
             stop_query(lane.query, QUERY_STOP_S)
         self._moves.let_go(lane)
-        self._watched.pop(lane.name, None)
+        self._watches.pop(lane.name, None)
 
     # --- while it runs
 
@@ -427,8 +301,8 @@ class Lanes:
         if query is not None:
             stop_query(query, QUERY_STOP_S)
             lane.query = None
-        watched = self._watched.setdefault(lane.name, Watched())
-        watched.retry_at, watched.is_done = 0.0, False
+        watch = self.watch(lane)
+        watch.retry_at, watch.is_done = 0.0, False
 
     def ask(self, do: Callable[[], None]) -> None:
         """Have the thread that watches do something between two looks; from any thread. Raises what it raises."""

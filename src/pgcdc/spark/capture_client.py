@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import psutil
 
-from pgcdc.capture.control import CaptureLink, ControlClient, Settled
+from pgcdc.capture.control import CaptureLink, ControlClient, Settled, ask
 from pgcdc.capture.spec import make_spec
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.position import Position
-from pgcdc.core.state import Identity, Lock, StateDir, read_json
+from pgcdc.core.state import Identity, Lock, StateDir
 from pgcdc.event.texts import IdSeed
 from pgcdc.postgres.selection import Selection
 from pgcdc.source.postgres.options import PostgresOptions
@@ -76,7 +76,8 @@ class CaptureFeed:
         else:
             assert identity is not None
             if not options.run:
-                _check_same(source, identity, read_json(state.capture_status) or {}, is_typed=options.table is not None)
+                status = ask(state.capture_lock, {"do": "status"})
+                _check_same(source, identity, status, is_typed=options.table is not None)
             names = tuple(item["name"] for item in identity.publications)
         if options.table is not None:
             from pgcdc.spark.table import check_captured  # with all that typed rows need

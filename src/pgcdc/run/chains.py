@@ -1,24 +1,87 @@
-"""Hot reload: a configuration that is read again while the pipeline runs; its transforms and routes are taken, or none."""
+"""What each adapter of a run gets of the stream, and how that changes while it runs.
+
+A configuration that is read again gives its transforms and routes, all of them or none.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from pgcdc.config import Config
 from pgcdc.core.counters import CONFIG_RELOAD_ERRORS, CONFIG_RELOADS, counters
 from pgcdc.core.errors import ConfigError, PgcdcError
 from pgcdc.sink.spec import AdapterSpec
+from pgcdc.transform.check import check_chains
+from pgcdc.transform.program import Chain
+from pgcdc.transform.transforms import from_spec
 
-__all__ = ["Own", "Reloads", "change_specs"]
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["Chains", "Own", "Reloads", "as_many", "change_specs"]
 
 RELOADABLE = ("transforms", "routes", "drop_columns", "filter_operations", "debezium_envelope", "cloudevents_envelope")
 """What is taken from a configuration that is read again."""
 
 Own = Mapping[str, tuple[Sequence[Any], Sequence[str]]]
 """By an adapter's name: its own transforms, and its routes."""
+
+
+@dataclass(frozen=True)
+class Chains:
+    """The adapters of a run, and the transforms that all of them share."""
+
+    specs: Sequence[AdapterSpec]
+    transforms: tuple[Any, ...]
+    is_typed: bool = False
+    """Rows of one table, which have no chains."""
+
+    def of(self, spec: AdapterSpec) -> Chain:
+        """What an adapter gets: also of one that is not among them yet."""
+        return Chain((*self.transforms, *spec.transforms), spec.routes)
+
+    def by_spec(self, specs: Sequence[AdapterSpec] | None = None) -> list[tuple[AdapterSpec, Chain]]:
+        """All of them, or of these."""
+        return [(spec, self.of(spec)) for spec in (self.specs if specs is None else specs)]
+
+    @property
+    def all(self) -> list[Chain]:
+        """One for each adapter."""
+        return [self.of(spec) for spec in self.specs]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the adapters."""
+        return [spec.name for spec in self.specs]
+
+    @property
+    def have_sql(self) -> bool:
+        """Whether only Spark can say if they are right."""
+        return any(from_spec(one).sql for chain in self.all for one in chain.transforms)
+
+    def having(self, specs: Sequence[AdapterSpec], transforms: tuple[Any, ...] | None = None) -> Chains:
+        """With other adapters, and other transforms for all."""
+        return replace(self, specs=tuple(specs), transforms=self.transforms if transforms is None else transforms)
+
+    def check(self, spark: SparkSession | None, specs: Sequence[AdapterSpec] | None = None) -> None:
+        """Raise ConfigError for what cannot be; of SQL only with Spark."""
+        chains = self.by_spec(specs)
+        if self.is_typed and any(chain != Chain() for _, chain in chains):
+            raise ConfigError("typed rows (--table) have no transforms and routes", "Leave them out, or --table")
+        for spec, chain in chains:
+            try:
+                check_chains(spark, [chain])
+            except ConfigError as error:
+                count = f" (the first {len(self.transforms)} are for all)" if self.transforms else ""
+                raise ConfigError(f"adapter {spec.name}, {error.message}{count}", error.advice) from error
+
+
+def as_many(given: Any) -> tuple[Any, ...]:
+    """What should be a list, and may be a single one."""
+    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
 
 
 class Reloads:
