@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,13 +18,13 @@ from databases import Database
 from listening import wait_until
 from pyspark.sql import SparkSession
 
+from pgcdc import adapters
 from pgcdc.core.errors import ConfigError, PgcdcError, SinkError, SourceError
-from pgcdc.core.state import write_all
-from pgcdc.run import copy_target as target_module
-from pgcdc.run.copy_events import copy_to_adapters
-from pgcdc.run.copy_parquet import MANIFEST, copy_to_parquet
-from pgcdc.run.copy_tables import Progress, Wanted
-from pgcdc.run.copy_target import PartialFile, PartialFolder
+from pgcdc.postgres.selection import Selection
+from pgcdc.run import copy_source
+from pgcdc.run.copy import copy_to_adapters
+from pgcdc.run.copy_parquet import MANIFEST, _partial_folder, copy_to_parquet
+from pgcdc.run.copy_source import Progress, Wanted
 
 Event = dict[str, Any]
 
@@ -46,10 +47,13 @@ class At(Progress):
         self.ended.append(rows)
 
 
+def want(url: str, *tables: str, where: str = "", **more: Any) -> Wanted:
+    return Wanted(url, Selection(tables, **more), where=where)
+
+
 def copy(database: Database, path: Path, *tables: str, progress: Progress | None = None, **more: Any) -> list[Event]:
     """The events of a copy to a file."""
-    wanted = Wanted(database.url, tables, **more)
-    copy_to_adapters(wanted, ["file"], path, progress=progress or At())
+    copy_to_adapters(want(database.url, *tables, **more), [adapters.file(str(path))], progress=progress or At())
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -174,12 +178,12 @@ def test_every_table_without_the_right_to_read_is_named(database: Database, tmp_
     role = f"reader_{database.name}"
     database.execute(f"CREATE TABLE a (id int); CREATE TABLE b (id int); CREATE TABLE c (id int); CREATE ROLE {role} LOGIN; GRANT SELECT ON b TO {role}")  # fmt: skip  # noqa: E501
     try:
-        wanted = Wanted(database.url.replace("postgres@", f"{role}@"), all_tables=True)
+        wanted, target = want(database.url.replace("postgres@", f"{role}@"), all_tables=True), str(tmp_path / "e")
         with pytest.raises(SourceError, match=f'tables a, c.*GRANT SELECT ON "public"."a", "public"."c" TO "{role}"'):
-            copy_to_adapters(wanted, ["file"], tmp_path / "e", progress=At())
+            copy_to_adapters(wanted, [adapters.file(target)], progress=At())
         database.execute(f"CREATE SCHEMA s; CREATE TABLE s.d (id int); GRANT SELECT ON s.d TO {role}")
         with pytest.raises(SourceError, match=f'may not use schema "s".*GRANT USAGE ON SCHEMA "s" TO "{role}"'):
-            copy_to_adapters(Wanted(wanted.url, ("s.d",)), ["file"], tmp_path / "e", progress=At())
+            copy_to_adapters(want(wanted.url, "s.d"), [adapters.file(target)], progress=At())
     finally:
         database.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
 
@@ -199,10 +203,10 @@ def test_a_table_that_is_gone_before_its_turn_ends_the_copy_and_nothing_is_there
     database.execute(
         "CREATE TABLE a (id int); CREATE TABLE b (id int, c int); INSERT INTO a VALUES (1); INSERT INTO b VALUES (1)"
     )
-    wanted = Wanted(database.url, ("a", "b"))
+    targets = [adapters.stdout(), adapters.file(str(tmp_path / "e"))]
     with pytest.raises(SourceError, match=said) as error:
-        copy_to_adapters(wanted, ["stdout", "file"], tmp_path / "e", progress=At("b", lambda: database.execute(change)))
-    assert "Run it again. What was written is not complete: a is whole, b is not" in str(error.value)
+        copy_to_adapters(want(database.url, "a", "b"), targets, progress=At("b", lambda: database.execute(change)))
+    assert "Run it again. What was delivered is not complete: a is whole, b is not" in str(error.value)
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     completed = [one["payload"]["row"]["table"] for one in lines if one["operation"] == "SNAPSHOT_COMPLETED"]
     assert completed == ["a"] and os.listdir(tmp_path) == [] and traces(database) == []
@@ -211,35 +215,30 @@ def test_a_table_that_is_gone_before_its_turn_ends_the_copy_and_nothing_is_there
 def test_a_table_that_is_truncated_while_the_snapshot_is_taken_is_looked_at_again(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pgcdc.run import copy_tables as tables_module
-
     database.execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)")
-    export, again = tables_module._export, iter([True, False])
+    export, again = copy_source._export, iter([True, False])
 
     def truncate_first(*args: Any) -> Any:
         if next(again):
             database.execute("TRUNCATE t; INSERT INTO t VALUES (2)")
         return export(*args)
 
-    monkeypatch.setattr(tables_module, "_export", truncate_first)
+    monkeypatch.setattr(copy_source, "_export", truncate_first)
     assert rows_of(copy(database, tmp_path / "e", "t"), "t") == [{"id": "2"}]
 
 
-def test_a_full_disk_leaves_nothing(database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing(database: Database, tmp_path: Path) -> None:
     database.execute("CREATE TABLE t AS SELECT n, repeat('x', 1000) AS x FROM generate_series(1, 20000) n")
-    write, sizes = write_all, []
-
-    def fill(descriptor: int, lines: memoryview) -> int:
-        sizes.append(len(lines))
-        if len(sizes) == 4:
-            write(descriptor, lines[:100])
-            raise OSError(28, "No space left on device")
-        return write(descriptor, lines)
-
-    monkeypatch.setattr(target_module, "write_all", fill)
-    with pytest.raises(SinkError, match=r"No space left on device.*Nothing is left there"):
-        copy(database, tmp_path / "e", "t")
-    assert sizes[1] > 1 << 20 and os.listdir(tmp_path) == [] and traces(database) == []
+    handler, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    target = adapters.file(str(tmp_path / "e"), max_retries=0)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, limits[1]))
+        with pytest.raises(SinkError, match=r"cannot be written"):
+            copy_to_adapters(want(database.url, "t"), [target], progress=At())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert os.listdir(tmp_path) == [] and traces(database) == []
 
 
 def test_a_target_that_is_there_is_not_touched(database: Database, tmp_path: Path) -> None:
@@ -249,7 +248,7 @@ def test_a_target_that_is_there_is_not_touched(database: Database, tmp_path: Pat
     with pytest.raises(ConfigError, match="exists and is not empty"):
         copy(database, file, "t")
     assert file.read_text() == "mine" and os.listdir(tmp_path) == ["e"]
-    with pytest.raises(ConfigError, match=r"the folder of --file-path .* does not exist"):
+    with pytest.raises(ConfigError, match=r"does not exist"):
         copy(database, tmp_path / "no" / "e", "t")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="is not a file"):
@@ -262,15 +261,11 @@ def test_a_target_that_is_there_is_not_touched(database: Database, tmp_path: Pat
     assert (tmp_path / "late").read_text() == "theirs"
 
 
-@pytest.mark.parametrize("kind", [PartialFile, PartialFolder])
-def test_two_runs_do_not_write_the_same_target(tmp_path: Path, kind: type[PartialFile | PartialFolder]) -> None:
-    one, other = kind(tmp_path / "x", "--to"), kind(tmp_path / "x", "--to")
-    one.open()
-    with pytest.raises(ConfigError, match="is being written by another run"):
-        other.open()
-    other.discard()
-    assert one.partial.exists()
-    one.finish()
+def test_two_runs_do_not_write_the_same_target(tmp_path: Path) -> None:
+    with _partial_folder(tmp_path / "x") as partial:
+        with pytest.raises(ConfigError, match="is being written by another run"), _partial_folder(tmp_path / "x"):
+            pass
+        assert partial.exists()
     assert os.listdir(tmp_path) == ["x"]
 
 
@@ -299,13 +294,36 @@ def test_a_run_that_is_ended_leaves_nothing_and_what_a_killed_one_leaves_is_clea
         process.send_signal(number)
         _, said = process.communicate(timeout=20)
         assert (process.returncode, os.listdir(tmp_path)) == (code, left), said
-        assert number == signal.SIGKILL or "stopped: nothing is left behind" in said
+        assert number == signal.SIGKILL or "stopped: the copy is not complete" in said
         with database.connect() as conn:  # the server notices a client that is gone at its next word, here after 10 min
             conn.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'pgcdc%'")
     process = start(database, *flags)
     _, said = process.communicate(timeout=20)
     assert process.returncode == 0 and "table t: 9 rows, complete in" in said and "complete: 9 rows" in said
     assert os.listdir(tmp_path) == ["e.jsonl"] and len(target.read_text().splitlines()) == 11
+
+
+def test_a_copy_has_the_transforms_masks_routes_and_rows_of_the_pipeline(database: Database, tmp_path: Path) -> None:
+    database.execute(
+        "CREATE TABLE people (id int PRIMARY KEY, name text, mail text, region text); CREATE TABLE other (id int); "
+        "INSERT INTO people VALUES (1, 'Ada', 'ada@example.org', 'eu'), (2, 'Bob', 'bob@example.org', 'us')"
+    )
+    out, all_of_it = tmp_path / "people.jsonl", tmp_path / "all.jsonl"
+    (tmp_path / "c.yaml").write_text(
+        "tables: [people, other]\nrow_filters: {people: \"region = 'eu'\"}\nadapters:\n"
+        f"  - {{type: file, name: a, path: {out}, routes: [pgcdc:people], "
+        "transforms: [{type: rename_fields, fields: {name: who}}]}\n"
+        f"  - {{type: file, name: b, path: {all_of_it}}}\n"
+        "transforms:\n  global: [{type: mask, columns: [mail], mode: redact}]\n"
+    )
+    process = start(database, "--config", str(tmp_path / "c.yaml"))
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    (event,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert event["payload"]["row"]["who"] == "Ada" and "ada@" not in out.read_text() + all_of_it.read_text()
+    events = [json.loads(line) for line in all_of_it.read_text().splitlines()]
+    assert [row["name"] for row in rows_of(events, "people")] == ["Ada"], "the row filter of the pipeline"
+    assert len(events) == 1 + 4 and traces(database) == []
 
 
 def test_a_reader_that_goes_away_ends_the_copy_quietly(database: Database) -> None:
@@ -333,7 +351,7 @@ def test_parquet_has_typed_columns_of_all_tables_in_one_moment(
     target = tmp_path / "a folder %20"
     progress = At("empty", lambda: database.execute('UPDATE s."a/b %2F" SET id = 8; INSERT INTO empty VALUES (1)'))
     rows = copy_to_parquet(
-        Wanted(database.url, all_tables=True), target, partitions=3, types={}, progress=progress, spark=spark
+        want(database.url, all_tables=True), target, partitions=3, types={}, progress=progress, spark=spark
     )
     assert rows == 5001 and progress.ended == [5000, 0, 1]
     manifest = json.loads((target / MANIFEST).read_text())
@@ -348,7 +366,7 @@ def test_parquet_has_typed_columns_of_all_tables_in_one_moment(
     assert pq.read_table(folders["empty"][0]).column_names == ["id"]
     assert os.listdir(tmp_path) == [target.name] and traces(database) == []
     with pytest.raises(ConfigError, match="is not empty"):
-        copy_to_parquet(Wanted(database.url, ("a",)), target, types={}, progress=At(), spark=spark)
+        copy_to_parquet(want(database.url, "a"), target, types={}, progress=At(), spark=spark)
 
 
 @pytest.mark.parametrize("change", ["TRUNCATE b", "DROP TABLE b"])
@@ -358,7 +376,7 @@ def test_parquet_of_a_table_that_is_gone_before_its_turn_is_not_there(
     database.execute("CREATE TABLE a AS SELECT 1 AS id; CREATE TABLE b AS SELECT 1 AS id")
     progress = At("b", lambda: database.execute(change))
     with pytest.raises(SourceError, match=r"table b .*(truncated|does not exist)"):
-        copy_to_parquet(Wanted(database.url, ("a", "b")), tmp_path / "x", types={}, progress=progress, spark=spark)
+        copy_to_parquet(want(database.url, "a", "b"), tmp_path / "x", types={}, progress=progress, spark=spark)
     assert progress.ended == [1] and os.listdir(tmp_path) == [] and traces(database) == []
 
 

@@ -19,6 +19,8 @@ from pgcdc.core.errors import ConfigError
 from pgcdc.core.state import Identity, Lock, StateDir, write_json
 from pgcdc.source.postgres.snapshot.requests import RequestQueue
 
+DB = "postgresql://u@h/shop"
+
 
 @pytest.fixture
 def state(tmp_path: Path) -> StateDir:
@@ -60,16 +62,16 @@ def run(*flags: str, code: int = 0) -> str:
         (("--incremental",), "no table is named"),
         (("--incremental", "--tables", "a,b", "--where", "true"), "--where is a condition on one table"),
         (("--incremental", "--table", "t", "--chunk-delay", "soon"), "--chunk-delay soon is not a time"),
-        (("--db", "x", "--table", "t", "--partitions", "2"), "--partitions is for --to parquet:DIR"),
-        (("--db", "x", "--table", "t", "--out-of-range", "clamp"), "--out-of-range is for --to parquet:DIR"),
-        (("--db", "x", "--table", "t", "--file-path", "f"), "--file-path is given without --adapter file"),
-        (("--db", "x", "--table", "t", "--adapter", "file"), "--adapter file needs a path"),
-        (("--db", "x", "--table", "t", "--adapter", "kafka"), "--adapter kafka is not known"),
-        (("--db", "x", "--table", "t", "--to", "csv:x"), "--to csv:x is not known"),
-        (("--db", "x", "--table", "t", "--to", "parquet:s3://x/y"), "is not a folder of this host"),
-        (("--db", "x", "--table", "t", "--to", "parquet:x", "--adapter", "stdout"), "--to and --adapter are given"),
-        (("--db", "x", "--table", "t", "--to", "parquet:x", "--partitions", "0"), "--partitions 0 is not a number"),
-        (("--db", "x", "--table", "t", "--invalid-utf8", "drop"), "--invalid-utf8 drop is not known"),
+        (("--db", DB, "--table", "t", "--partitions", "2"), "--partitions is for --to parquet:DIR"),
+        (("--db", DB, "--table", "t", "--out-of-range", "clamp"), "--out-of-range is for --to parquet:DIR"),
+        (("--db", DB, "--table", "t", "--to", "parquet:x", "--drop-columns", "a"), "copies whole tables"),
+        (("--db", DB, "--table", "t", "--adapter", "file"), "adapter file needs a path"),
+        (("--db", DB, "--table", "t", "--adapter", "kafka"), "'kafka' is not known"),
+        (("--db", DB, "--table", "t", "--to", "csv:x"), "--to csv:x is not known"),
+        (("--db", DB, "--table", "t", "--to", "parquet:s3://x/y"), "is not a folder of this host"),
+        (("--db", DB, "--table", "t", "--to", "parquet:x", "--adapter", "stdout"), "--to and --adapter are given"),
+        (("--db", DB, "--table", "t", "--to", "parquet:x", "--partitions", "0"), "--partitions 0 is not a number"),
+        (("--db", DB, "--table", "t", "--invalid-utf8", "drop"), "--invalid-utf8"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(flags: tuple[str, ...], said: str) -> None:

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from pgcdc.run.copy_tables import Progress
+from pgcdc.run.copy_source import Progress
 
 if TYPE_CHECKING:
     from rich.progress import TaskID

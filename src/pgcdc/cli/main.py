@@ -16,7 +16,7 @@ COMMANDS = {
     "listen": "Deliver every committed change to the adapters, exactly once, until stopped.",
     "validate": "Check configuration, connection, rights, tables and adapters. Starts nothing, leaves nothing behind.",
     "describe": "Every column of a table: its type in PostgreSQL and in Spark, whether it is a key, and how exact it is.",
-    "snapshot": "Copy tables as they are now: consistent, complete, and without a trace on the server.",
+    "snapshot": "Copy tables as they are now through adapters: consistent, complete, and without a trace on the server.",
     "status": "Phase, positions, lag in bytes and seconds, and the last error of the pipeline that owns a state directory.",
     "reload": "Have a running `pgcdc listen` read its transforms and routes again: they change at a batch boundary.",
     "resync": "After a lost slot: a new one, every table again, and deletes of the rows that vanished meanwhile.",

@@ -1,4 +1,4 @@
-"""`pgcdc snapshot`: the rows that are there, once to Parquet or as events, or again in a stream that runs."""
+"""`pgcdc snapshot`: the rows that are there, once through adapters or to Parquet, or again in a stream that runs."""
 
 from __future__ import annotations
 
@@ -13,72 +13,68 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pgcdc.cli.flags import CONFIG_OPTION, SettingsCommand, given_flags
 from pgcdc.cli.report import exit_on_error
 
 if TYPE_CHECKING:
-    from pgcdc.run.copy_tables import Progress, Wanted
+    from pgcdc.config import Config
+    from pgcdc.run.copy_source import Progress, Wanted
 
-__all__ = ["print_snapshots", "snapshot"]
+__all__ = ["print_snapshots", "snapshot", "snapshot_app"]
 
 NOBODY_READS = 128 + signal.SIGPIPE
 """The exit code of every command of Unix whose reader has gone."""
+TYPES = ("numeric", "out_of_range", "arrays", "composites")
 
-Text = str
-Type = str | None
+
+class SnapshotCommand(SettingsCommand):
+    """What a copy takes of the settings: database, tables, adapters, transforms and types."""
+
+    left_out = (
+        "table", "changelog", "truncate", "slot_name", "persistent_slot", "temporary_slot", "start_from", "streaming",
+        "two_phase", "origin", "binary", "fail_fast", "generated_columns", "accept_publication", "adapter_priority",
+        "bus_mode", "bus_buffer", "cooperative_checkpoint", "dlq", "dlq_file", "dlq_db", "dlq_db_file", "dlq_table",
+        "snapshot_mode", "snapshot_first", "snapshot_table", "snapshot_hold_limit", "incremental_snapshot", "signal_table",
+        "snapshot_chunk_size", "snapshot_chunk_delay", "toast", "toast_cache", "toast_cache_max_entries", "messages",
+        "tx_metadata", "tx_markers", "schema_events", "spool_limit", "max_batch_rows", "once", "warm_up",
+    )  # fmt: skip
 
 
 def snapshot(
-    db: Annotated[
-        Text, typer.Option("--db", envvar="PGCDC_DB", show_envvar=True, help="URL of the source database.")
-    ] = "",
-    table: Annotated[list[str] | None, typer.Option(help="A table: orders, or schema.orders. Repeatable.")] = None,
-    tables: Annotated[Text, typer.Option(help="Tables: a,b,schema.c.")] = "",
-    schemas: Annotated[Text, typer.Option(help="All tables of these schemas: a,b.")] = "",
-    all_tables: Annotated[bool, typer.Option("--all-tables", help="All tables.")] = False,
-    where: Annotated[Text, typer.Option(help="Only rows for which this is true, of one table: 'total > 100'.")] = "",
-    to: Annotated[Text, typer.Option(help="parquet:DIR: typed columns, a folder for each table.")] = "",
-    adapter: Annotated[
-        list[str] | None, typer.Option(help="Events to stdout or file. Repeatable. (default: stdout)")
+    ctx: typer.Context,
+    config: Annotated[Path | None, CONFIG_OPTION] = None,
+    name: Annotated[
+        list[str] | None, typer.Option("--table", help="A table: orders, or schema.orders. Repeatable.")
     ] = None,
-    file_path: Annotated[Path | None, typer.Option(help="The file of --adapter file.")] = None,
+    where: Annotated[str, typer.Option(help="Only rows for which this is true, of one table: 'total > 100'.")] = "",
+    to: Annotated[str, typer.Option(help="parquet:DIR: typed columns, a folder for each table.")] = "",
     partitions: Annotated[
         int | None, typer.Option(help="With --to: how many tasks read a table. (default: by its size)")
     ] = None,
-    json_as: Annotated[Type, typer.Option("--json-as", help="With --to: json as string or variant.")] = None,
-    numeric: Annotated[Type, typer.Option(help="With --to: numeric as decimal, string or double.")] = None,
-    out_of_range: Annotated[Type, typer.Option(help="With --to: infinity, BC: error, clamp or string.")] = None,
-    arrays: Annotated[Type, typer.Option(help="With --to: array or string.")] = None,
-    composites: Annotated[Type, typer.Option(help="With --to: struct or string.")] = None,
-    invalid_utf8: Annotated[
-        Text, typer.Option(help="Of events: bytes that are not UTF-8: error, replace or base64.")
-    ] = "error",
+    json_as: Annotated[str | None, typer.Option("--json-as", help="With --to: json as string or variant.")] = None,
     incremental: Annotated[
         bool, typer.Option("--incremental", help="Read tables again while their pipeline runs, into its stream.")
     ] = False,
     chunk_size: Annotated[int, typer.Option(help="With --incremental: rows at a time. (default: adaptive)")] = 0,
-    chunk_delay: Annotated[Text, typer.Option(help="With --incremental: rest between chunks: 100ms, 2s.")] = "",
-    pause: Annotated[Text, typer.Option(metavar="ID", help="Pause an incremental snapshot.")] = "",
-    resume: Annotated[Text, typer.Option(metavar="ID", help="Go on with a paused one.")] = "",
-    stop: Annotated[Text, typer.Option(metavar="ID", help="End one where it is.")] = "",
+    chunk_delay: Annotated[str, typer.Option(help="With --incremental: rest between chunks: 100ms, 2s.")] = "",
+    pause: Annotated[str, typer.Option(metavar="ID", help="Pause an incremental snapshot.")] = "",
+    resume: Annotated[str, typer.Option(metavar="ID", help="Go on with a paused one.")] = "",
+    stop: Annotated[str, typer.Option(metavar="ID", help="End one where it is.")] = "",
     list_all: Annotated[bool, typer.Option("--list", help="Show incremental snapshots.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --list: for machines.")] = False,
-    state_dir: Annotated[
-        Path, typer.Option(help="Of the pipeline: for --incremental and what follows.", envvar="PGCDC_STATE_DIR")
-    ] = Path(".pgcdc"),
 ) -> None:
-    """Copy tables as they are now: consistent, complete, and without a trace on the server.
+    """Copy tables as they are now through adapters: consistent, complete, and without a trace on the server.
 
-    With --incremental (and --pause, --resume, --stop, --list): rows again in the stream of a pipeline, beside its changes.
+    Transforms, masks and routes are those of the configuration. With --incremental (and --pause, --resume, --stop, --list):
+    rows again in the stream of a pipeline, beside its changes.
     """
     with exit_on_error():
-        from pgcdc.core.errors import ConfigError
-        from pgcdc.core.settings import split_outside_quotes
+        from pgcdc.config.layers import load
+        from pgcdc.core.errors import ConfigError, PgcdcError
 
-        names = [*(table or []), *split_outside_quotes(tables, ",")]
-        types = {"json": json_as, "numeric": numeric, "out_of_range": out_of_range, "arrays": arrays}
-        given_types = {name: one for name, one in {**types, "composites": composites}.items() if one is not None}
+        flags = given_flags(ctx)
         changes = {"pause": pause, "resume": resume, "stop": stop}
-        asked = [f"--{name}" for name, one in changes.items() if one]
+        asked = [f"--{action}" for action, one in changes.items() if one]
         asked += [*(["--incremental"] if incremental else []), *(["--list"] if list_all else [])]
         if len(asked) > 1:
             raise ConfigError(f"{asked[0]} and {asked[1]} are given", "Give one of them")
@@ -86,77 +82,105 @@ def snapshot(
             raise ConfigError(
                 "--chunk-size and --chunk-delay are for --incremental", "Add --incremental, or leave them out"
             )
-        if asked:
-            flags = {"to": to, "adapter": adapter, "file_path": file_path, "partitions": partitions, "schemas": schemas}
-            for name, one in {**flags, "all_tables": all_tables, **given_types}.items():
-                if one:
-                    raise ConfigError(
-                        f"{_flag(name)} is not for {asked[0]}", "Leave it out: rows go where the pipeline delivers"
-                    )
-        if incremental:
-            _add(names, where, chunk_size, chunk_delay, state_dir)
-        elif list_all:
-            _list(state_dir, as_json)
-        elif asked:
-            _change(changes, state_dir)
-        else:
-            from pgcdc.run.copy_tables import Wanted
+        for flag, one in {"to": to, "partitions": partitions, "json_as": json_as, **flags}.items() if asked else ():
+            if one and flag not in ("tables", "state_dir", "db"):
+                raise ConfigError(
+                    f"{_flag(flag)} is not for {asked[0]}", "Leave it out: rows go where the pipeline delivers"
+                )
+        loaded = load(flags, os.environ, config)
+        settings, names = loaded.config, [*(name or []), *((flags.get("tables") and loaded.config.tables) or ())]
+        try:
+            if incremental:
+                _add(names, where, chunk_size, chunk_delay, settings.state_dir)
+            elif list_all:
+                _list(settings.state_dir, as_json)
+            elif asked:
+                _change(changes, settings.state_dir)
+            else:
+                types = {"json": json_as, **{one: flags.get(one) for one in TYPES}}
+                given = {one: text for one, text in types.items() if text is not None}
+                _copy(settings, _wanted(settings, flags, names, where), to, partitions, given)
+        except PgcdcError as error:
+            raise loaded.safe(error) if isinstance(error, ConfigError) else error from error
 
-            wanted = Wanted(db, tuple(names), tuple(split_outside_quotes(schemas, ",")), all_tables, where)
-            wanted.check()
-            _copy(wanted, to, adapter, file_path, partitions, given_types, invalid_utf8)
+
+snapshot_app = typer.Typer(add_completion=False)
+snapshot_app.command("snapshot", cls=SnapshotCommand)(snapshot)
 
 
 def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return "--adapter" if name == "adapters" else f"--{name.replace('_', '-')}"
 
 
 # --- once
 
 
-def _copy(
-    wanted: Wanted,
-    to: str,
-    adapters: list[str] | None,
-    file_path: Path | None,
-    partitions: int | None,
-    types: dict[str, str],
-    invalid_utf8: str,
-) -> None:
+def _wanted(settings: Config, flags: dict[str, Any], names: list[str], where: str) -> Wanted:
+    """The tables of the flags, or else those of the configuration."""
+    from pgcdc.postgres.selection import Selection
+    from pgcdc.run.copy_source import Wanted
+
+    source = settings.source_options()
+    chosen, publication = source.selection, settings.publication if source.uses_existing else ""
+    if names or flags.keys() & {"tables", "schemas", "all_tables", "publication"}:
+        schemas = settings.schemas if "schemas" in flags else ()
+        is_all = settings.all_tables and "all_tables" in flags
+        chosen = Selection(tuple(names), schemas, is_all, settings.row_filters, settings.columns)
+        publication = settings.publication if "publication" in flags else ""
+    wanted = Wanted(settings.db, chosen, publication or "", where)
+    wanted.check()
+    return wanted
+
+
+def _copy(settings: Config, wanted: Wanted, to: str, partitions: int | None, types: dict[str, str]) -> None:
     from pgcdc.cli.copy_progress import make_progress
-    from pgcdc.core.errors import ConfigError
-    from pgcdc.event.frame import INVALID_TEXT
+    from pgcdc.config.adapters import choose_specs
+    from pgcdc.core.errors import ConfigError, SinkError
+    from pgcdc.event.frame import EventOptions
+    from pgcdc.sink.secrecy import keep_secrets
 
     if not to:
         for flag, one in (("partitions", partitions), *types.items()):
             if one is not None:
                 raise ConfigError(f"{_flag(flag)} is for --to parquet:DIR", "Leave it out, or add --to")
-        if file_path is not None and "file" not in (adapters or []):
-            raise ConfigError("--file-path is given without --adapter file", "Add --adapter file")
-    elif adapters or file_path:
-        raise ConfigError("--to and --adapter are given", "Give one of them")
-    if invalid_utf8 not in INVALID_TEXT:
-        raise ConfigError(f"--invalid-utf8 {invalid_utf8} is not known", f"Give one of: {', '.join(INVALID_TEXT)}")
+    specs, transforms = choose_specs(settings, None), settings.global_transforms
+    keep_secrets(settings, specs, transforms)
     progress = make_progress()
     signal.signal(signal.SIGTERM, _end)
     try:
         if to:
+            _check_whole(settings, wanted, transforms)
             rows = _to_parquet(wanted, to, partitions, types, progress)
         else:
-            from pgcdc.run.copy_events import copy_to_adapters
+            from pgcdc.run.copy import copy_to_adapters
 
-            chosen = list(dict.fromkeys(adapters or ["stdout"]))
-            rows = copy_to_adapters(wanted, chosen, file_path, invalid_text=invalid_utf8, progress=progress, say=_say)
-    except BrokenPipeError:  # `| head`: it has what it wanted
+            options = EventOptions(invalid_text=settings.invalid_utf8)
+            rows = copy_to_adapters(wanted, specs, transforms, options=options, progress=progress, say=_say)
+    except SinkError as error:
+        if not isinstance(error.__cause__, BrokenPipeError) or len(specs) > 1:
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(NOBODY_READS) from None
+        raise typer.Exit(NOBODY_READS) from None  # `| head`: it has what it wanted
     except KeyboardInterrupt:
-        is_gone = to or adapters == ["file"]
-        _say(f"stopped: {'nothing is left behind' if is_gone else 'what was written is not complete'}")
+        _say("stopped: the copy is not complete")
         raise
     finally:
         progress.close()
     _say(f"complete: {rows:,} row{'s' if rows != 1 else ''}")
+
+
+def _check_whole(settings: Config, wanted: Wanted, transforms: tuple[Any, ...]) -> None:
+    """Parquet has the columns of the tables: what hides something of them must not be passed over."""
+    from pgcdc.core.errors import ConfigError
+
+    if "adapters" in settings.model_fields_set:
+        raise ConfigError("--to and --adapter are given", "Give one of them")
+    rules = wanted.selection.row_filters or wanted.selection.columns or wanted.publication
+    if transforms or rules or any(one.transforms or one.routes for one in settings.adapter_specs):
+        raise ConfigError(
+            "--to parquet copies whole tables, but the configuration has transforms, routes, row filters or columns",
+            "Copy events with --adapter, or leave them out",
+        )
 
 
 def _to_parquet(wanted: Wanted, to: str, partitions: int | None, types: dict[str, str], progress: Progress) -> int:

@@ -65,7 +65,7 @@ def explained(explain: Explain | None, what: str) -> Iterator[None]:
 
 def _ours(error: BaseException) -> PgcdcError | None:
     """Our error in the text of one of Spark, which is all that comes from an executor."""
-    ours = re.search(r"pgcdc\.errors\.(\w+): ([^\n]*)", str(error))
+    ours = re.search(r"pgcdc\.core\.errors\.(\w+): ([^\n]*)", str(error))
     return PgcdcError.from_json({"kind": ours[1], "message": ours[2].rstrip(" ;")}) if ours else None
 
 

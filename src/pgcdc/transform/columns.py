@@ -131,7 +131,7 @@ class ColumnProgram:
 
     def explain(self, batch: DataFrame, error: Exception) -> Exception:
         text = str(error)
-        ours = re.search(r"pgcdc\.errors\.(\w+): ([^\n]*)", text)
+        ours = re.search(r"pgcdc\.core\.errors\.(\w+): ([^\n]*)", text)
         if ours is not None:
             return PgcdcError.from_json({"kind": ours[1], "message": ours[2].rstrip(" ;"), "advice": ""})
         for chain in self.distinct:

@@ -183,22 +183,30 @@ class Releases:
                 f"{path}, which has rows of a snapshot, is missing or damaged",
                 "Restore the state directory from a backup, or begin anew: pgcdc resync --new-slot",
             )
-        version = relations.intern(Relation.from_json(release.relation)) if release.relation else -1
+        relation = Relation.from_json(release.relation) if release.relation else None
         with pa.memory_map(str(path)) as source:
             file = pa.ipc.open_file(source)
             ordinal = Position.of_chunk(release.commit, release.chunk, 0).ordinal
             for number in range(file.num_record_batches):
                 rows = file.get_batch(number)
-                is_last = number == file.num_record_batches - 1
-                yield _number(release, rows, ordinal, version, relations, is_last=is_last)
+                end = release.end if number == file.num_record_batches - 1 else None
+                yield number_rows(rows, release.commit, ordinal, relation, relations, time_us=release.time_us, end=end)
                 ordinal += rows.num_rows
 
 
-def _number(
-    release: Release, rows: pa.RecordBatch, ordinal: int, version: int, relations: Relations, *, is_last: bool
+def number_rows(
+    rows: pa.RecordBatch,
+    commit: int,
+    ordinal: int,
+    relation: Relation | None,
+    relations: Relations,
+    *,
+    time_us: int,
+    end: Position | None = None,
 ) -> CaptureBatch:
-    """One batch with its final positions and versions."""
+    """Rows with their final positions and versions, behind `ordinal`. `end`: they are the last ones of their chunk."""
     of_table = rows.column("relation").to_numpy() >= 0
+    version = relations.intern(relation) if relation is not None and of_table.any() else -1
     columns = {
         "ordinal": pa.array(ordinal + 1 + np.arange(rows.num_rows), pa.int64()),
         "relation": pa.array(np.where(of_table, version, -1), pa.int32()),
@@ -206,23 +214,13 @@ def _number(
     data = pa.RecordBatch.from_arrays(
         [columns.get(field.name, rows.column(field.name)) for field in CHANGES], schema=CHANGES
     )
+    owner = {"commit": commit, "kind": SNAPSHOT, "commit_time": time_us, "xid": 0, "rows": rows.num_rows}
     transactions = pa.RecordBatch.from_pylist(
-        [
-            {
-                "commit": release.commit,
-                "kind": SNAPSHOT,
-                "commit_time": release.time_us,
-                "xid": 0,
-                "rows": rows.num_rows,
-                "complete": is_last,
-                "origin": None,
-            }
-        ],
-        schema=TRANSACTIONS,
+        [{**owner, "complete": end is not None, "origin": None}], schema=TRANSACTIONS
     )
     last = (ordinal + rows.num_rows, 0)
-    end = release.end if is_last else Position(release.commit, SNAPSHOT, *last)
-    return CaptureBatch(Part(rows.num_rows, data.nbytes, last, data), transactions, relations, end, release.commit)
+    part = Part(rows.num_rows, data.nbytes, last, data)
+    return CaptureBatch(part, transactions, relations, end or Position(commit, SNAPSHOT, *last), commit)
 
 
 def _duplicate(file: Path, target: Path) -> None:

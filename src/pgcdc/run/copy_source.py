@@ -18,7 +18,8 @@ from pgcdc.core.errors import ConfigError, ConnectionLost, SourceError
 from pgcdc.core.relation import Column, Relation
 from pgcdc.postgres.database import Connection, connect, execute_one, explain_errors, quote_identifier
 from pgcdc.postgres.lsn import parse_lsn
-from pgcdc.postgres.selection import Selection
+from pgcdc.postgres.selection import Rule, Selection
+from pgcdc.source.postgres.setup.published import read_published
 from pgcdc.source.postgres.setup.tables import Table, choose_tables, find_table, read_tables
 from pgcdc.source.postgres.snapshot.chunks import Chunk, files_text, plan_chunks
 from pgcdc.source.postgres.snapshot.held import HeldSnapshot
@@ -52,30 +53,25 @@ class Wanted:
     """What the user asks for."""
 
     url: str
-    tables: tuple[str, ...] = ()
-    schemas: tuple[str, ...] = ()
-    all_tables: bool = False
+    selection: Selection = Selection()  # noqa: RUF009 - frozen
+    publication: str = ""
+    """Of the user, which says what is wanted instead of the selection."""
     where: str = ""
 
     def check(self) -> None:
         """Raise ConfigError for what cannot be."""
-        given = [
-            flag
-            for flag, is_given in (
-                ("--table", self.tables),
-                ("--schemas", self.schemas),
-                ("--all-tables", self.all_tables),
-            )
-            if is_given
-        ]
+        chosen = self.selection
+        ways = {"--table": chosen.tables, "--schemas": chosen.schemas, "--all-tables": chosen.all_tables}
+        given = [flag for flag, is_given in {**ways, "--publication": self.publication}.items() if is_given]
         if not given:
             raise ConfigError("no table is named", "Use --table NAME (repeatable), --schemas or --all-tables")
         if len(given) > 1:
             raise ConfigError(f"{given[0]} and {given[1]} are given", "Give one of them")
-        if self.where and (given != ["--table"] or len(self.tables) != 1):
+        if self.where and (given != ["--table"] or len(chosen.tables) != 1):
             raise ConfigError("--where is a condition on one table", "Name that table alone, with --table")
         if not self.url:
             raise ConfigError("no database is given", "Use --db, or better the variable PGCDC_DB")
+        chosen.check()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +80,9 @@ class CopiedTable:
 
     table: Table
     relation: Relation
-    """As the stream would describe it: without generated columns."""
+    """As the stream would describe it."""
+    row_filter: str | None
+    """Which rows, in SQL; None: all."""
     chunks: tuple[Chunk, ...]
     files: str
     """Which files its rows are in, to be compared: `chunks.files_text`."""
@@ -102,6 +100,8 @@ class Copy:
 
     conn: Connection
     """In the transaction that has the snapshot."""
+    catalog: Connection
+    """For looks at what is now."""
     tables: tuple[CopiedTable, ...]
     held: HeldSnapshot
     lsn: int
@@ -128,40 +128,50 @@ def open_copy(wanted: Wanted, say: Say = lambda text: None) -> Iterator[Copy]:
             conn.rollback()
         else:
             raise SourceError(f"table {changed[0]} is truncated or altered all the time", "Try again later")
-        catalog.close()
         yield made
 
 
 @explain_errors("find the tables")
 def _find(conn: Connection, wanted: Wanted, say: Say) -> tuple[CopiedTable, ...]:
-    everything = read_tables(conn)
-    if wanted.tables:
-        found = list(dict.fromkeys(find_table(everything, name, "--table") for name in wanted.tables))
-    else:
-        found = choose_tables(everything, Selection(schemas=wanted.schemas, all_tables=wanted.all_tables))
-        if not found:
-            raise SourceError("there are no tables to copy", "Check --schemas, and that --db is the right database")
-    _check_rights(conn, found)
+    chosen = list(_choose(conn, wanted))
+    if not chosen:
+        raise SourceError("there are no tables to copy", "Check --schemas, and that --db is the right database")
+    _check_rights(conn, [table for table, _, _ in chosen])
     copied = []
-    for table in found:
-        # The key's columns stand in `old`, of which rows of snapshots have none.
-        columns = [column for column in read_table_columns(conn, table) if not column.generated]
-        if not columns:
-            if wanted.tables:
+    for table, relation, row_filter in chosen:
+        if not relation.columns:
+            if wanted.selection.tables:
                 raise SourceError(f"table {table.name} has no columns: there is nothing to copy", "Leave it out")
             say(f"table {table.name} has no columns and is left out")
             continue
-        relation = Relation(
-            table.oid,
-            table.schema,
-            table.table,
-            "d",
-            tuple(Column(one.name, one.type_oid, one.typmod, one.is_key) for one in columns),
-        )
         files = files_text(conn, table)
         chunks = tuple(plan_chunks(conn, table, count=1))
-        copied.append(CopiedTable(table, relation, chunks, files, _estimate(conn, table, relation, wanted.where)))
+        rows = _estimate(conn, table, relation, row_filter, wanted.where)
+        copied.append(CopiedTable(table, relation, row_filter, chunks, files, rows))
     return tuple(copied)
+
+
+def _choose(conn: Connection, wanted: Wanted) -> Iterator[tuple[Table, Relation, str | None]]:
+    """The tables, in the columns and rows that their stream would have."""
+    everything, rules = read_tables(conn), wanted.selection.rules()
+    if wanted.publication:
+        known = {table.oid: table for table in everything}
+        for one in read_published(conn, [wanted.publication]):
+            yield known[one.relation.oid], one.relation, one.row_filter
+        return
+    if wanted.selection.tables:
+        found = list(dict.fromkeys(find_table(everything, name, "--table") for name in wanted.selection.tables))
+    else:
+        found = choose_tables(everything, wanted.selection)
+    for table in found:
+        rule = rules.get((table.schema, table.table), Rule())
+        # The key's columns stand in `old`, of which rows of snapshots have none.
+        columns = [
+            Column(one.name, one.type_oid, one.typmod, one.is_key)
+            for one in read_table_columns(conn, table)
+            if not one.generated and (not rule.columns or one.name in rule.columns)
+        ]
+        yield table, Relation(table.oid, table.schema, table.table, "d", tuple(columns)), rule.row_filter
 
 
 def _check_rights(conn: Connection, tables: Sequence[Table]) -> None:
@@ -190,10 +200,11 @@ def _check_rights(conn: Connection, tables: Sequence[Table]) -> None:
         )
 
 
-def _estimate(conn: Connection, table: Table, relation: Relation, where: str) -> int:
+def _estimate(conn: Connection, table: Table, relation: Relation, row_filter: str | None, where: str) -> int:
     """How many rows there are about. A condition that is none is refused here."""
     source = table.sql if table.kind == "p" else f"ONLY {table.sql}"
-    condition = f" WHERE ({where}\n)" if where else ""
+    conditions = [f"({one}\n)" for one in (row_filter, where) if one]
+    condition = f" WHERE {' AND '.join(conditions)}" if conditions else ""
     columns = ", ".join(quote_identifier(column.name) for column in relation.columns)
     try:
         execute_one(conn, f"SELECT {columns} FROM {source}{condition} LIMIT 0")
@@ -220,7 +231,7 @@ def _export(catalog: Connection, conn: Connection, tables: tuple[CopiedTable, ..
     ).fetchone()
     assert where is not None and row is not None
     snapshot, time_us = row
-    return Copy(conn, tables, HeldSnapshot(snapshot, session, 0), parse_lsn(where[0]), time_us)
+    return Copy(conn, catalog, tables, HeldSnapshot(snapshot, session, 0), parse_lsn(where[0]), time_us)
 
 
 @contextmanager
