@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import psycopg
 import pytest
+from commands import end_server
 from databases import Database, drop_database
 from hypothesis import HealthCheck, settings
 from psycopg import sql
@@ -90,6 +91,7 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
     yield  # session fixtures end here if the run was cut short
+    end_server()
     _end_own_jvm()
     left = _processes_left(timeout_s=15.0)
     if hasattr(session.config, "workeroutput"):  # one of several processes that run the tests: the first one reports

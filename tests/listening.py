@@ -168,8 +168,8 @@ class Listener:
         )
 
 
-def check_equal(one: Listener) -> None:
-    """The folded output equals the source tables: nothing lost, nothing twice, in order per key."""
+def check_equal(one: Listener, *others: str) -> None:
+    """The folded output equals the source tables: nothing lost, nothing twice, in order per key. `others` are left out."""
     events = one.events()
     positions = [event["position"] for event in events]
     assert positions == sorted(positions)
@@ -177,7 +177,8 @@ def check_equal(one: Listener) -> None:
     assert len({event["id"] for event in events}) == len(events)
     with psycopg.connect(one.url, autocommit=True) as conn:
         source = contents.read_tables(conn, shop.TABLES)
-    assert contents.differences(source, shop.fold(events, strict=True)) == []
+    of_shop = [event for event in events if event["payload"]["table"] not in others]
+    assert contents.differences(source, shop.fold(of_shop, strict=True)) == []
     assert sum(len(rows) for rows in source.values()) > 0
 
 

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from commands import pgcdc
 from databases import Database
 
 from pgcdc.playground.postgres import EmbeddedPostgres
 
 
 def listen(folder: Path, *flags: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pgcdc", "listen", *flags],
-        cwd=folder,
-        env={**{k: v for k, v in os.environ.items() if not k.startswith("PGCDC_")}, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return pgcdc("listen", *flags, folder=folder, env=env)
 
 
 def refused(folder: Path, *flags: str, env: dict[str, str] | None = None) -> str:

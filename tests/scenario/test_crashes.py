@@ -112,13 +112,23 @@ def test_an_exception_at_every_step_of_the_driver_restarts_the_query_without_los
     assert watch.violations == []
 
 
-@pytest.mark.parametrize("action", ["kill", "raise"])
+@pytest.mark.parametrize(
+    "actions",
+    [
+        pytest.param(["kill", "raise", "kill", "kill", "raise"], id="mixed"),
+        pytest.param(["kill"] * 5, id="kill", marks=pytest.mark.slow),
+        pytest.param(["raise"] * 5, id="raise", marks=pytest.mark.slow),
+    ],
+)
 def test_a_crash_of_the_capture_at_every_step_is_recovered_by_the_running_query(
-    listener: Listener, tmp_path: Path, action: str
+    listener: Listener, tmp_path: Path, actions: list[str]
 ) -> None:
     marks = tmp_path / "marks"
     marks.mkdir()
-    points = ",".join(f"{point}={action}@{20 + 15 * n if n < 3 else 2}" for n, point in enumerate(CAPTURE_POINTS))
+    points = ",".join(
+        f"{point}={action}@{20 + 15 * n if n < 3 else 2}"
+        for n, (point, action) in enumerate(zip(CAPTURE_POINTS, actions, strict=True))
+    )
     listener.start(env={"PGCDC_FAILPOINTS": points, "PGCDC_FAILPOINT_ONCE": str(marks)})
     traffic = start_traffic(listener, seed=3)
     with ConfirmWatch(listener) as watch:

@@ -14,6 +14,7 @@ from typing import Any
 import letters
 import psycopg
 import pytest
+from commands import pgcdc
 from databases import Database
 from listening import wait_until
 
@@ -64,10 +65,7 @@ class Child:
         return [int(json.loads(line)["payload"]["row"]["id"]) for line in data.splitlines()]
 
     def dlq(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "pgcdc", "dlq", *arguments, "--state-dir", str(self.state.path)],
-            capture_output=True, text=True, timeout=60, check=False, cwd=self.folder,
-        )  # fmt: skip
+        return pgcdc("dlq", *arguments, "--state-dir", str(self.state.path), folder=self.folder)
 
 
 @pytest.fixture

@@ -12,21 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import pgcdc
 from databases import Database
 from listening import Listener, check_equal, wait_until
 
 from pgcdc.playground import shop
-
-
-def pgcdc(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pgcdc", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, **(env or {})},
-    )
 
 
 @pytest.fixture
@@ -91,9 +81,12 @@ def test_a_run_can_be_watched_is_locked_follows_new_tables_and_stops_in_order(
 
 
 @pytest.mark.timeout(900)
-def test_signals_under_load_end_in_time_and_lose_nothing(listener: Listener, database: Database) -> None:
+def test_signals_under_load_end_in_time_once_delivers_the_rest_and_an_idle_restart_adds_nothing(
+    listener: Listener, database: Database
+) -> None:
     with database.connect() as conn:
         shop.create_tables(conn)
+        conn.execute("CREATE TABLE many (id int PRIMARY KEY)")
     listener.start()
     with database.connect() as conn:
         shop.add_first_rows(conn)
@@ -113,32 +106,30 @@ def test_signals_under_load_end_in_time_and_lose_nothing(listener: Listener, dat
     assert listener.wait_exit(10) in (0, 128 + signal.SIGTERM)
 
     traffic.stop()
-    run = pgcdc_once(listener)
+    database.execute("INSERT INTO many SELECT generate_series(1, 5000)")
+    run = once(listener)
     assert run.returncode == 0, run.stderr
-    check_equal(listener)
+    assert "is delivered and confirmed" in run.stderr
+    check_equal(listener, "many")
+    rows = [event["payload"]["row"] for event in listener.events() if event["channel"] == "pgcdc:many"]
+    assert [int(row["id"]) for row in rows] == list(range(1, 5001))
+    confirmed = "SELECT confirmed_flush_lsn - '0/0'::pg_lsn FROM pg_replication_slots WHERE slot_name = %s"
+    assert database.query(confirmed, [listener.slot]) == [(listener.delivered_lsn(),)]
 
-
-def pgcdc_once(listener: Listener) -> subprocess.CompletedProcess[str]:
-    return pgcdc(
-        "listen", "--once", "--all-tables", "--slot-name", listener.slot, "--state-dir", str(listener.state.path),
-        "--adapter", "file", "--file-path", str(listener.output), "--snapshot-mode", "never",
-        env={"PGCDC_DB": listener.url},
-    )  # fmt: skip
-
-
-@pytest.mark.timeout(900)
-def test_once_delivers_everything_confirms_and_exits_and_an_idle_restart_adds_nothing(
-    listener: Listener, database: Database
-) -> None:
-    database.execute("CREATE TABLE t (id int PRIMARY KEY)")
-    assert pgcdc_once(listener).returncode == 0
-    database.execute("INSERT INTO t SELECT generate_series(1, 5000)")
-    run = pgcdc_once(listener)
-    assert run.returncode == 0 and "is delivered and confirmed" in run.stderr
-    assert [int(event["payload"]["row"]["id"]) for event in listener.events()] == list(range(1, 5001))
     content = listener.output.read_bytes()
-    assert pgcdc_once(listener).returncode == 0
+    assert once(listener).returncode == 0
     assert listener.output.read_bytes() == content
+
+
+def once(listener: Listener) -> subprocess.CompletedProcess[str]:
+    command = [
+        *(sys.executable, "-m", "pgcdc", "listen", "--once", "--all-tables", "--slot-name", listener.slot),
+        *("--state-dir", str(listener.state.path), "--adapter", "file", "--file-path", str(listener.output)),
+        *("--snapshot-mode", "never"),
+    ]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "PGCDC_DB": listener.url}
+    )
 
 
 def test_a_trial_with_a_temporary_slot_leaves_nothing_behind(database: Database, tmp_path: Path) -> None:

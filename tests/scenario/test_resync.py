@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import proving
 import pytest
+from commands import pgcdc
 from databases import Database
 from listening import wait_until
 from proving import LINES, Delivery, Hammer, assert_equal, create_tables, fold
@@ -77,14 +76,8 @@ def resync(one: Delivery, **more: Any) -> list[str]:
 
 
 def run_command(one: Delivery, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pgcdc", "resync", "--state-dir", str(one.state.path), *flags],
-        env={**os.environ, "PGCDC_DB": one.database.url, **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+    return pgcdc(
+        "resync", "--state-dir", str(one.state.path), *flags, env={"PGCDC_DB": one.database.url, **environment}
     )
 
 
