@@ -86,7 +86,7 @@ def _run(request: dict[str, Any], report: int) -> None:
     else:
         os.dup2(2, 1)
     kind = request["type"]
-    options = make_options(ADAPTERS[kind].options, request["options"], kind)
+    options = make_options(ADAPTERS[kind], request["options"], kind)
     acks = Path(request["acks"])
     sink = make_sink(AdapterSpec(request["name"], kind, options), acks)
     letters = FileDeadLetters(Path(request["letters"])) if request["letters"] else None

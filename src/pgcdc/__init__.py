@@ -16,8 +16,11 @@ from pgcdc.core.errors import (
     DecodeError,
     GapError,
     PgcdcError,
+    Reject,
     SchemaChanged,
     SinkError,
+    SinkRejected,
+    SinkUnavailable,
     SourceError,
     SpoolError,
     StateError,
@@ -28,6 +31,8 @@ from pgcdc.core.position import Position
 if TYPE_CHECKING:
     from pgcdc import adapters, functions, sources, transform
     from pgcdc.run.pipeline import Pipeline
+    from pgcdc.sink.contract import Sink, SinkContext
+    from pgcdc.sink.spec import SinkOptions
     from pgcdc.source.postgres.wire.stream import Capture, open_capture
     from pgcdc.spark.describe import describe
     from pgcdc.spark.session import register, session
@@ -45,8 +50,14 @@ __all__ = [
     "PgcdcError",
     "Pipeline",
     "Position",
+    "Reject",
     "SchemaChanged",
+    "Sink",
+    "SinkContext",
     "SinkError",
+    "SinkOptions",
+    "SinkRejected",
+    "SinkUnavailable",
     "SourceError",
     "SpoolError",
     "StateError",
@@ -68,6 +79,9 @@ _LAZY = {
     "Capture": "pgcdc.source.postgres.wire.stream",
     "CaptureBatch": "pgcdc.spool.batch",
     "Pipeline": "pgcdc.run.pipeline",
+    "Sink": "pgcdc.sink.contract",
+    "SinkContext": "pgcdc.sink.contract",
+    "SinkOptions": "pgcdc.sink.spec",
     "describe": "pgcdc.spark.describe",
     "open_capture": "pgcdc.source.postgres.wire.stream",
     "read_snapshot": "pgcdc.spark.tables",

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal
-
-from pydantic import BaseModel
 
 from pgcdc.config.fields import ADAPTER_NAME
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.settings import make_options
 from pgcdc.sink.exec.options import AckMode, ExecOptions
 from pgcdc.sink.pg_table.options import PgTableOptions
-from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, FileOptions, NoopOptions, Priority, StdoutOptions
+from pgcdc.sink.registry import ADAPTERS
+from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, FileOptions, NoopOptions, Priority, SinkOptions, StdoutOptions
 from pgcdc.sink.webhook.options import WebhookOptions
 
 __all__ = ["exec", "file", "noop", "pg_table", "stdout", "webhook"]
@@ -153,7 +152,7 @@ def webhook(
 def _spec(
     kind: str,
     name: str,
-    model: type[BaseModel],
+    model: type[SinkOptions],
     options: Mapping[str, Any],
     transforms: Sequence[Any],
     routes: Sequence[str],
@@ -173,3 +172,26 @@ def _spec(
         (routes,) if isinstance(routes, str) else tuple(routes),
         priority,
     )
+
+
+def __getattr__(name: str) -> Callable[..., AdapterSpec]:
+    """The function of an adapter that another package has added: its options are keywords, like everything else."""
+    if name.startswith("_") or name not in ADAPTERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    kind = name
+    model = ADAPTERS.find(kind)
+
+    def make(
+        *,
+        name: str = kind,
+        transforms: Sequence[Any] = (),
+        routes: Sequence[str] = (),
+        priority: Priority = "normal",
+        **more: Any,
+    ) -> AdapterSpec:
+        options = {key: value for key, value in more.items() if key in model.model_fields}
+        delivery = {key: value for key, value in more.items() if key not in options}
+        return _spec(kind, name, model, options, transforms, routes, priority, delivery)
+
+    make.__name__, make.__doc__ = kind, model.__doc__
+    return make

@@ -36,7 +36,7 @@ def test_every_type_has_a_page(kind: str) -> None:
     page = ROOT / "docs" / "adapters" / f"{kind}.md"
     assert page.exists(), f"{page} is missing"
     text = page.read_text()
-    options = ADAPTERS[kind].options.model_fields
+    options = ADAPTERS[kind].model_fields
     unnamed = [field.alias or name for name, field in options.items() if f"`{field.alias or name}`" not in text]
     assert unnamed == [], f"{page} does not name these settings"
 
@@ -60,7 +60,7 @@ def test_function_in_python_takes_the_options_of_the_configuration(name: str) ->
 def test_every_sink_delivers_dead_letters_again(name: str) -> None:
     with fresh(name) as target:
         assert callable(target.make().redeliver)
-        assert isinstance(target.spec().options, ADAPTERS[target.type].options)
+        assert isinstance(target.spec().options, ADAPTERS[target.type])
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -95,8 +95,8 @@ def test_wrong_options_are_refused_before_anything_starts(name: str) -> None:
 def _prepare(target: Target, options: object) -> None:
     """What is done before a pipeline starts."""
     kind = ADAPTERS[target.type]
-    spec = AdapterSpec("one", target.type, make_options(kind.options, options, "adapter one", "See it"))  # type: ignore[arg-type]
-    kind.check(spec.options)
+    spec = AdapterSpec("one", target.type, make_options(kind, options, "adapter one", "See it"))  # type: ignore[arg-type]
+    spec.options.check()
     Runner(make_sink(spec, target.acks), target.acks, "one").check()
 
 
@@ -111,7 +111,7 @@ def test_secret_is_seen_nowhere(name: str, caplog: pytest.LogCaptureFixture, cap
         secret = target.secret
         assert secret in repr(target.options()), "the target's options do not have its secret"
         spec = target.spec()
-        seen = [repr(spec), str(spec), ADAPTERS[spec.type].target(spec.options)]
+        seen = [repr(spec), str(spec), spec.options.target()]
         delivery = target.sink(QUICK, dead_letters=letters)
         sink = delivery.sink
         delivery.open(START)

@@ -58,7 +58,7 @@ class BaseTarget:
     def spec(self) -> AdapterSpec:
         """The adapter as a pipeline has it."""
         kind = ADAPTERS[self.type]
-        return AdapterSpec(self.name or self.type, self.type, make_options(kind.options, self.options(), self.type))
+        return AdapterSpec(self.name or self.type, self.type, make_options(kind, self.options(), self.type))
 
     def make(self) -> Sink:
         """The sink of `options()`, as a pipeline makes it."""

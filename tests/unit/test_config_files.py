@@ -11,7 +11,6 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from pgcdc.cli.main import app
@@ -23,8 +22,8 @@ from pgcdc.config.template import make_template, write_template
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.settings import setting, setting_of
 from pgcdc.postgres.database import parse_url
-from pgcdc.sink.registry import ADAPTERS, AdapterType, make_sink
-from pgcdc.sink.spec import FileOptions
+from pgcdc.sink.registry import ADAPTERS, make_sink
+from pgcdc.sink.spec import FileOptions, SinkOptions
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, DropColumnsSpec, FilterSpec
 
 URL = "postgresql://localhost/shop"
@@ -104,10 +103,10 @@ def test_a_database_that_is_not_said_otherwise_is_the_source(monkeypatch: pytest
     """The cascade: adapters with a database of their own will have a key for it."""
     from pgcdc.config import adapters
 
-    class Options(BaseModel):
+    class Options(SinkOptions):
         db: str | None = setting(None, "the database", cascade="db")
 
-    monkeypatch.setitem(ADAPTERS, "pg_table", AdapterType("pg_table", Options, lambda spec, acks: None))  # type: ignore[arg-type,return-value]
+    monkeypatch.setitem(ADAPTERS._loaded, "pg_table", Options)
     entry = adapters._make_entries()["pg_table"]
     for given, expected in (({}, URL), ({"db": "postgresql://other/x"}, "postgresql://other/x")):
         item = entry.model_validate({"name": "t", "type": "pg_table", **given})

@@ -20,11 +20,11 @@ from targets.events import END, START, STREAM, WHOLE, batch, batch_of, up_to
 
 from pgcdc import Pipeline, adapters
 from pgcdc.config.layers import load_config
+from pgcdc.core import secrets
 from pgcdc.core.counters import EXEC_RESTARTS, counters
 from pgcdc.core.errors import ConfigError, Policy, SinkError, SinkRejected, SinkUnavailable
 from pgcdc.core.position import Position
 from pgcdc.event.batch import Batch
-from pgcdc.sink import secrecy
 from pgcdc.sink.contract import Progress
 from pgcdc.sink.exec.feed import Feed
 from pgcdc.sink.exec.process import Process, clean_environment, end_all
@@ -133,7 +133,7 @@ def test_environment_has_no_secret_of_ours() -> None:
 
 
 def test_environment_has_no_secret_of_other_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secrecy, "_known", set())
+    monkeypatch.setattr(secrets, "_known", set())
     variables = {
         "HOOK_TOKEN": "tok-1", "FIRST": "first-half", "SECOND": "second-half", "MIRROR": "postgresql://m:pw-of-m@h/x",
         "SOURCE_PW": "pw-of-source", "LETTERS": "host=h password=pw-of-letters", "MASK": "the-key-of-the-mask",
@@ -162,7 +162,7 @@ def test_environment_has_no_secret_of_other_adapters(tmp_path: Path, monkeypatch
         - {name: pg_table, db: '${MIRROR}'}
     """)
     Pipeline(load_config({}, os.environ, file))
-    found = clean_environment(os.environ, ["KEPT"], secrecy.known_secrets())
+    found = clean_environment(os.environ, ["KEPT"], secrets.known_secrets())
     assert not set(found) & set(variables)
     assert {name: found.get(name) for name in plain} == plain and found["KEPT"] == "tok-1"
 
@@ -173,7 +173,7 @@ def test_command_sees_no_secret(make: Make, tmp_path: Path, ack: str, monkeypatc
     monkeypatch.setenv("MY_URL", "postgresql://app:hush-hush@host/shop")
     monkeypatch.setenv("PGCDC_X", "kept")
     monkeypatch.setenv("HOOK_KEY", "also-hush-hush")
-    monkeypatch.setattr(secrecy, "_known", {"also-hush-hush"})
+    monkeypatch.setattr(secrets, "_known", {"also-hush-hush"})
     out = tmp_path / "env"
     answers = "while read -r line; do echo done; done" if ack == "line" else "cat > /dev/null"
     sink = make(f"env > {quote(out)}.new; mv {quote(out)}.new {quote(out)}; {answers}", ack=ack, keep_env=["PGCDC_X"])

@@ -69,7 +69,7 @@ def test_what_is_shown_of_a_size_is_read_as_the_same(count: int) -> None:
 
 
 def test_every_setting_that_is_a_time_or_a_size_takes_units() -> None:
-    models: list[type[BaseModel]] = [Config, DeliveryOptions, *(kind.options for kind in ADAPTERS.values())]
+    models: list[type[BaseModel]] = [Config, DeliveryOptions, *ADAPTERS.values()]
     name = re.compile(r"(timeout|delay|interval|backoff|reset|hold_limit|keep$|max_size|spool_limit)")
     fields = {
         f"{model.__name__}.{key}": field

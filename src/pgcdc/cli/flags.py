@@ -105,7 +105,7 @@ def _is_on(option: tuple[str, str] | None) -> bool:
     if option is None:
         return False
     kind, name = option
-    return {**ADAPTERS[kind].options.model_fields, **DeliveryOptions.model_fields}[name].default is True
+    return {**ADAPTERS[kind].model_fields, **DeliveryOptions.model_fields}[name].default is True
 
 
 def _describe(text: str, default: Any) -> str:

@@ -137,14 +137,14 @@ def _copy(settings: Config, wanted: Wanted, to: str, partitions: int | None, typ
     from pgcdc.config.adapters import choose_specs
     from pgcdc.core.errors import ConfigError, SinkError
     from pgcdc.event.frame import EventOptions
-    from pgcdc.sink.secrecy import keep_secrets
+    from pgcdc.sink.registry import keep_secrets
 
     if not to:
         for flag, one in (("partitions", partitions), *types.items()):
             if one is not None:
                 raise ConfigError(f"{_flag(flag)} is for --to parquet:DIR", "Leave it out, or add --to")
     specs, transforms = choose_specs(settings, None), settings.global_transforms
-    keep_secrets(settings, specs, transforms)
+    keep_secrets([settings.db, settings.dlq_db], specs, transforms)
     progress = make_progress()
     signal.signal(signal.SIGTERM, _end)
     try:

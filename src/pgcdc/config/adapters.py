@@ -26,9 +26,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from pgcdc.config.fields import AdapterName, Patterns
-from pgcdc.core.settings import UNKNOWN, Conflict, KeyPath, Options, setting, setting_of, unit_of
-from pgcdc.sink.registry import ADAPTERS, AdapterType
-from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, Priority
+from pgcdc.core.errors import ConfigError
+from pgcdc.core.settings import UNKNOWN, Conflict, KeyPath, Options, checked, setting, setting_of, unit_of
+from pgcdc.sink.registry import ADAPTERS
+from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, Priority, SinkOptions
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, TransformSpec
 
 if TYPE_CHECKING:
@@ -69,32 +70,35 @@ def _copy(field: FieldInfo) -> tuple[Any, Any]:
 
 def _make_entries() -> dict[str, type[Entry]]:
     entries: dict[str, type[Entry]] = {}
-    for kind in ADAPTERS.values():
+    for kind, options in ADAPTERS.usable().items():
         own = {"type", *Entry.model_fields, *DeliveryOptions.model_fields}
-        assert not own.intersection(kind.options.model_fields), f"adapter {kind.name} has options of all adapters"
-        fields: dict[str, Any] = {"type": (Literal[kind.name], Field(description="the type of the adapter"))}
-        for name, field in {**kind.options.model_fields, **DeliveryOptions.model_fields}.items():
+        if clash := own.intersection(options.model_fields):
+            raise ConfigError(
+                f"adapter {kind} has options of all adapters: {', '.join(clash)}", "Give them other names"
+            )
+        fields: dict[str, Any] = {"type": (Literal[kind], Field(description="the type of the adapter"))}
+        for name, field in {**options.model_fields, **DeliveryOptions.model_fields}.items():
             fields[name] = _copy(field)
-        title = kind.name.title().replace("_", "")
-        entries[kind.name] = create_model(f"{title}Adapter", __base__=Entry, __doc__=kind.options.__doc__, **fields)
+        title = kind.title().replace("_", "")
+        entries[kind] = create_model(f"{title}Adapter", __base__=Entry, __doc__=options.__doc__, **fields)
     return entries
 
 
 def _make_flat() -> tuple[type[Options], dict[str, tuple[str, str]]]:
     fields: dict[str, Any] = {}
     keys: dict[str, tuple[str, str]] = {}
-    for kind in ADAPTERS.values():
-        for name, field in {**kind.options.model_fields, **DeliveryOptions.model_fields}.items():
+    for kind, options in ADAPTERS.usable().items():
+        for name, field in {**options.model_fields, **DeliveryOptions.model_fields}.items():
             shared = name in DeliveryOptions.model_fields
             unit = unit_of(field)
             plain = unit.format(field.default) if unit else field.default
             plain = f"{plain:g}" if isinstance(plain, float) else plain
             default = "" if field.is_required() or plain is None else f" (default: {plain})"
-            text = f"Adapter {kind.name}: {field.description or name}.{default}"
+            text = f"Adapter {kind}: {field.description or name}.{default}"
             metavar = "N" if field.annotation is int else "NUMBER" if field.annotation is float else name.upper()
             own = setting_of(name, field)
-            keys[f"{kind.name}_{name}"] = kind.name, name
-            fields[f"{kind.name}_{name}"] = (
+            keys[f"{kind}_{name}"] = kind, name
+            fields[f"{kind}_{name}"] = (
                 _type_of(field) | None,
                 setting(None, text, "Adapters", metavar=own.metavar or metavar, is_hidden=shared, aliases=own.aliases),
             )
@@ -108,6 +112,8 @@ _FLAT, FLAT_KEYS = _make_flat()
 
 
 def _known_type(name: str) -> str:
+    if name in ADAPTERS and name not in ENTRIES:
+        return checked(ADAPTERS.find, name)
     if name not in ADAPTERS:
         raise PydanticCustomError(UNKNOWN, "{name} is not known", {"name": repr(name), "known": list(ADAPTERS)})
     return name
@@ -158,38 +164,39 @@ def option_path(config: Config, number: int, name: str) -> KeyPath:
 
 
 def _spec(config: Config, number: int, item: AdapterItem) -> AdapterSpec:
-    kind = ADAPTERS[item if isinstance(item, str) else item.type]  # type: ignore[attr-defined]  # of the models made here
+    type_ = item if isinstance(item, str) else str(item.type)  # type: ignore[attr-defined]  # of the models made here
+    kind = ADAPTERS.find(type_)
     name = item if isinstance(item, str) else item.name
     given: dict[str, Any] = {}
-    for field in (*kind.options.model_fields, *DeliveryOptions.model_fields):
+    for field in (*kind.model_fields, *DeliveryOptions.model_fields):
         value = getattr(config, f"{item}_{field}") if isinstance(item, str) else getattr(item, field)
         if value is not None:
             given[field] = value
-    for field, info in kind.options.model_fields.items():
+    for field, info in kind.model_fields.items():
         is_said = given.get(field) or given.get(f"{field}_file")
         if not is_said and setting_of(field, info).cascade == "db":
             given[field] = config.db  # the database URL cascade: what is not said otherwise is the source's
         if field not in given and info.is_required():
-            key = f"{kind.name}_{field}"
+            key = f"{type_}_{field}"
             flag = key.replace("_", "-")
             advice = f"Add --{flag} {field.upper()}; in the YAML file, {key}: {field.upper()}"
             raise Conflict(("adapters", number), f"adapter {name} needs a {field}", advice)
-    options = {field: value for field, value in given.items() if field in kind.options.model_fields}
+    options = {field: value for field, value in given.items() if field in kind.model_fields}
     delivery = {field: value for field, value in given.items() if field in DeliveryOptions.model_fields}
     try:
-        made = kind.options.model_validate(options)
+        made = kind.model_validate(options)
     except ValidationError as error:  # options that do not go together
         first = error.errors(include_url=False, include_input=False)[0]
         where = option_path(config, number, str(first["loc"][0])) if first["loc"] else ("adapters", number)
         reason = first["msg"].removeprefix("Value error, ")
-        raise Conflict(where, f"adapter {name}: {reason}", _say_keys(kind, item, reason)) from None
+        raise Conflict(where, f"adapter {name}: {reason}", _say_keys(type_, kind, item, reason)) from None
     own: tuple[Any, ...] = config.transforms.adapter.get(name, ())
     routes, priority = config.routes.get(name), config.adapter_priority.get(name)
     if isinstance(item, Entry):
         own, routes, priority = own or item.transforms, routes or item.routes, priority or item.priority
     return AdapterSpec(
         name=name,
-        type=kind.name,
+        type=type_,
         options=made,
         delivery=DeliveryOptions.model_validate(delivery),
         transforms=(*own, *_envelopes(config)),
@@ -198,14 +205,14 @@ def _spec(config: Config, number: int, item: AdapterItem) -> AdapterSpec:
     )
 
 
-def _say_keys(kind: AdapterType, item: AdapterItem, reason: str) -> str:
+def _say_keys(type_: str, kind: type[SinkOptions], item: AdapterItem, reason: str) -> str:
     """Where the options stand that a message names."""
-    named = [field for field in re.findall(r"\w+", reason) if field in kind.options.model_fields]
+    named = [field for field in re.findall(r"\w+", reason) if field in kind.model_fields]
     if not named:
-        return f"See the adapter {kind.name}"
+        return f"See the adapter {type_}"
     if isinstance(item, Entry):
         return f"They are keys of its mapping: {', '.join(dict.fromkeys(named))}"
-    keys = [f"{kind.name}_{field}" for field in dict.fromkeys(named)]
+    keys = [f"{type_}_{field}" for field in dict.fromkeys(named)]
     flags = ", ".join(f"--{key.replace('_', '-')}" for key in keys)
     return f"The flags are {flags}; in the YAML file, {', '.join(keys)}"
 

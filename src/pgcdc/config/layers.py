@@ -277,8 +277,8 @@ def _check_no_literal(loaded: Loaded, path: KeyPath) -> None:
 def _take_target_databases(loaded: Loaded) -> None:
     """The database URLs of adapters: their passwords are hidden like the source's, and stand in no file either."""
     fields = {
-        kind.name: [name for name, info in kind.options.model_fields.items() if setting_of(name, info).cascade == "db"]
-        for kind in ADAPTERS.values()
+        kind: [name for name, info in options.model_fields.items() if setting_of(name, info).cascade == "db"]
+        for kind, options in ADAPTERS.usable().items()
     }
     found: list[KeyPath] = [(f"{kind}_{name}",) for kind, names in fields.items() for name in names]
     items = loaded.values.get("adapters")

@@ -30,7 +30,8 @@ LONG_WORD = 16
 
 def _secret(kind: str, field: str) -> Setting | None:
     """What is said of the field of an adapter, if it is a secret."""
-    known = ADAPTERS[kind].options.model_fields.get(field) if kind in ADAPTERS else None
+    usable = ADAPTERS.usable()
+    known = usable[kind].model_fields.get(field) if kind in usable else None
     found = setting_of(field, known) if known is not None else None
     return found if found is not None and found.secret else None
 

@@ -103,10 +103,9 @@ def _check_adapters(config: Config) -> None:
         raise Conflict(("bus_buffer",), "--bus-buffer is for --bus-mode fast", "Add --bus-mode fast, or leave it out")
     targets: dict[str, str] = {}
     for number, spec in enumerate(config.adapter_specs):
-        known = ADAPTERS[spec.type]
-        path = option_path(config, number, next(iter(known.options.model_fields), "type"))
+        path = option_path(config, number, next(iter(type(spec.options).model_fields), "type"))
         _place(path, partial(check_options, spec))
-        target = known.target(spec.options)
+        target = spec.options.target()
         if target and target in targets:
             raise Conflict(
                 ("adapters", number),

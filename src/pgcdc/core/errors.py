@@ -147,10 +147,15 @@ class SinkUnavailable(SinkError):
     """The target does not answer; it may come back."""
 
     policy = Policy.RETRY
-    retry_in_s: float = 0.0
-    """How long the target wants to be left alone, if it said so."""
-    positions: tuple[str, ...] = ()
-    """The events that failed, if the sink can tell them from others: they may go to dead letters when tries are used up."""
+
+    def __init__(
+        self, message: str, advice: str = "", *, retry_in_s: float = 0.0, positions: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message, advice)
+        self.retry_in_s = retry_in_s
+        """How long the target wants to be left alone, if it said so."""
+        self.positions = tuple(positions)
+        """The events that failed, if the sink can tell: they may go to dead letters when tries are used up."""
 
 
 @dataclass(frozen=True, slots=True)

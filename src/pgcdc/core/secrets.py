@@ -9,7 +9,16 @@ from typing import Any
 
 from pgcdc.core.errors import ConfigError
 
-__all__ = ["describe_value", "expand", "hide", "literal_part", "read_secret", "redact_text"]
+__all__ = [
+    "describe_value",
+    "expand",
+    "hide",
+    "known_secrets",
+    "literal_part",
+    "read_secret",
+    "redact_text",
+    "remember_secrets",
+]
 
 _VARIABLE = re.compile(r"\$(\$?)\{([^}]*)\}")
 _NAME = re.compile(r"([A-Za-z_]\w*)(?::-(.*))?", re.DOTALL)
@@ -90,3 +99,19 @@ def describe_value(key: str, value: Any) -> str:
         return " (got a list)"
     text = repr(value)
     return f" (got {redact_text(text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + '...')})"
+
+
+# --- what is secret in this process: commands of adapters must not find it in their environment
+
+_known: set[str] = set()
+"""One set for the whole process, as there is one environment."""
+
+
+def remember_secrets(secrets: Iterable[str]) -> None:
+    """These are secret from now on."""
+    _known.update(one for one in secrets if one)
+
+
+def known_secrets() -> frozenset[str]:
+    """All that this process was told, when it is asked."""
+    return frozenset(_known)

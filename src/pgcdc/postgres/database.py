@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from pgcdc.core.errors import ConfigError, ConnectionLost, SourceError
+from pgcdc.core.errors import ConfigError, ConnectionLost, PgcdcError, SourceError
 
 __all__ = [
     "Connection",
@@ -37,6 +37,7 @@ __all__ = [
     "quote_qualified",
     "redact",
     "split_table",
+    "url_passwords",
 ]
 
 Connection: TypeAlias = "psycopg.Connection[tuple[Any, ...]]"
@@ -146,6 +147,14 @@ def parse_url(url: str) -> dict[str, Any]:
     if _is_mangled(params):
         raise SourceError("the database URL cannot be read (unexpected host, port or database)", _URL_ADVICE)
     return params
+
+
+def url_passwords(url: str | None) -> set[str]:
+    """The passwords in a database URL; none if it cannot be read."""
+    try:
+        return {str(value) for key, value in parse_url(url or "").items() if "password" in key and value}
+    except PgcdcError:
+        return set()
 
 
 def redact(url: str) -> str:

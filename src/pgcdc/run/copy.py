@@ -118,7 +118,7 @@ def _plain_file(spec: AdapterSpec) -> Path | None:
     """The file that is all of a target: not a folder, and not one that rotates."""
     options = spec.options
     is_plain = isinstance(options, FileOptions) and not options.is_folder and not options.max_size
-    return options.target if is_plain and isinstance(options, FileOptions) else None
+    return options.full_path if is_plain and isinstance(options, FileOptions) else None
 
 
 def _beside(spec: AdapterSpec) -> AdapterSpec:

@@ -17,9 +17,8 @@ from pgcdc.core.position import Position
 from pgcdc.core.settings import make_options
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.run.target_digests import check_place
-from pgcdc.sink.registry import ADAPTERS, check_options, make_sink
+from pgcdc.sink.registry import ADAPTERS, check_options, keep_secrets, make_sink
 from pgcdc.sink.runner import Runner
-from pgcdc.sink.secrecy import keep_secrets
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
 
 __all__ = ["Destination", "open_destination", "own_options", "plan_destinations"]
@@ -48,7 +47,7 @@ def plan_destinations(flags: Mapping[str, Any], file: Path | None, adapters: lis
     base = load({key: value for key, value in flags.items() if key not in others}, os.environ, file)
     known = base.config.adapter_names if ("adapters",) in base.origins else ()
     specs = {spec.name: spec for spec in base.config.adapter_specs} if known else {}
-    keep_secrets(base.config, list(specs.values()), base.config.global_transforms)
+    keep_secrets([base.config.db, base.config.dlq_db], list(specs.values()), base.config.global_transforms)
     found: dict[str, Destination] = {}
     for name in adapters:
         if name in specs:

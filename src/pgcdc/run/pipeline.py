@@ -32,12 +32,12 @@ from pgcdc.run.letter_service import LetterOffice
 from pgcdc.run.member import Adapter
 from pgcdc.run.progress import RequestWatch, SnapshotWatch, TableWatch, describe_stop, has_confirmed
 from pgcdc.run.rewritten_columns import note_chains
+from pgcdc.run.source_view import view_source
 from pgcdc.run.supervisor import STOP_TIMEOUT_S, Lanes
 from pgcdc.run.target_digests import note_places
 from pgcdc.sink.letters.replay import Tally
 from pgcdc.sink.letters.stores import DeadLetters, Query
-from pgcdc.sink.registry import ADAPTERS, check_adapters
-from pgcdc.sink.secrecy import keep_secrets
+from pgcdc.sink.registry import check_adapters, keep_secrets
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.source.postgres.setup.prepare import Prepared, drop_publications, prepare
 from pgcdc.source.postgres.setup.slots import OpenTransaction
@@ -83,7 +83,7 @@ class Pipeline:
         self._chains = Chains(choose_specs(config, adapters), shared, is_typed=config.table is not None)
         self._spark: SparkSession | None = None
         check_adapters(self._chains.specs)
-        keep_secrets(config, self._chains.specs, shared)
+        keep_secrets([config.db, config.dlq_db], self._chains.specs, shared)
         self._chains.check(None)
         self.reloads = Reloads(source, read_again, say)
         self._say = say
@@ -204,7 +204,7 @@ class Pipeline:
             self._letters.check()
             self._adapters = self._make_adapters(self._chains.specs)
             for spec in self._chains.specs:
-                ADAPTERS[spec.type].check_source(spec, self.config.source_options(), self.state)
+                spec.options.check_source(spec.name, view_source(self.config.source_options(), self.state))
             if self.config.table:
                 from pgcdc.spark.table import load_table  # with all that typed rows need
 

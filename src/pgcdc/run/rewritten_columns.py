@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from pgcdc.core.state import read_json, write_json_durably
-from pgcdc.sink.registry import ADAPTERS
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.transform.program import Chain
 from pgcdc.transform.transforms import from_spec
@@ -23,7 +22,7 @@ def note_chains(path: Path, chains: Iterable[tuple[AdapterSpec, Chain]]) -> None
     before: dict[str, Any] = read_json(path) or {}
     after = dict(before)
     for spec, chain in chains:
-        target = ADAPTERS[spec.type].target(spec.options)
+        target = spec.options.target()
         known = before.get(spec.name, {})
         if known.get("target") != target:
             known = {}

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from pgcdc.core.errors import StateError
 from pgcdc.core.state import StateDir, read_json, write_json_durably
-from pgcdc.sink.registry import ADAPTERS
 from pgcdc.sink.spec import AdapterSpec
 
 __all__ = ["check_place", "note_places"]
@@ -34,4 +33,4 @@ def check_place(state: StateDir, spec: AdapterSpec) -> None:
 
 def _digest(spec: AdapterSpec) -> str:
     """Nobody can read the target out of it: it may be a secret."""
-    return hashlib.sha256(f"{spec.type}\0{ADAPTERS[spec.type].where(spec.options)}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{spec.type}\0{spec.options.place()}".encode()).hexdigest()[:16]

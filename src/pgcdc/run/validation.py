@@ -16,7 +16,8 @@ from pgcdc.config import Config
 from pgcdc.config.option_secrets import describe_options
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
 from pgcdc.core.state import Lock, StateDir
-from pgcdc.sink.registry import ADAPTERS, make_sink
+from pgcdc.run.source_view import view_source
+from pgcdc.sink.registry import make_sink
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.source.postgres.setup.preflight import ServerInfo
@@ -150,7 +151,7 @@ def _look_at_state(config: Config) -> str:
 def _look_at_adapter(config: Config, spec: AdapterSpec) -> str:
     acks = StateDir(config.state_dir).acks
     Runner(make_sink(spec, acks), acks, spec.name).check()
-    ADAPTERS[spec.type].check_source(spec, config.source_options(), StateDir(config.state_dir))
+    spec.options.check_source(spec.name, view_source(config.source_options(), StateDir(config.state_dir)))
     routes = f", only {', '.join(spec.routes)}" if spec.routes else ""
     return f"type {spec.type}{describe_options(spec.type, spec.options)}{routes}"
 

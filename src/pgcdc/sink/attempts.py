@@ -34,10 +34,7 @@ EXHAUSTED = "exhausted"
 
 
 class CircuitOpen(SinkUnavailable):
-    """The sink failed too often: it is left in peace for a while."""
-
-    retry_in_s: float = 0.0
-    """When the next try is."""
+    """The sink failed too often: it is left in peace for a while. `retry_in_s` says when the next try is."""
 
 
 class SinkTimeout(SinkUnavailable):
@@ -283,13 +280,12 @@ class Attempts:
         self._move_breaker(ask)
         if left:
             cause = f"; the last failure: {self._cause}" if self._cause else ""
-            error = CircuitOpen(
+            raise CircuitOpen(
                 f"adapter {self.name} failed {self._breaker.failures} times in a row: the next try is in "
                 f"{math.ceil(left)} s{cause}",
                 "Look at the target; nothing is lost meanwhile",
+                retry_in_s=left,
             )
-            error.retry_in_s = left
-            raise error
 
     def _fail(self, error: BaseException) -> None:
         text = error.message if isinstance(error, PgcdcError) else str(error) or type(error).__name__

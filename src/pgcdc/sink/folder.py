@@ -40,7 +40,7 @@ HIDDEN = "_pgcdc"
 """Spark's readers, and many others, leave out what begins with an underscore."""
 OWNER = "owner"
 """The file with the random name that also stands in the ack of the sink whose folder it is."""
-_PART = re.compile(r"[0-9A-F]{16}-[0-9A-F]{12}(?:\.[0-9A-F]{8})?-R?[0-9]{5}\.jsonl")
+_PART = re.compile(r"[0-9A-F]{16}-[0-9A-F]{13}(?:\.[0-9A-F]{8})?-R?[0-9]{5}\.jsonl")
 
 
 def file_sink(

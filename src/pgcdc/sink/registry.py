@@ -1,85 +1,146 @@
-"""Which types of adapters there are: the options of each, and how its sink is made. Nothing else knows them by name.
+"""Which types of adapters there are, by the entry points of the group `pgcdc.sinks`: ours, and those of other packages.
 
-The configuration makes its keys, flags and its JSON schema of this; a new adapter is one entry here.
+An entry point names the options of a type (`SinkOptions`), which make its sink. Each is loaded when it is asked for; one
+that does not keep the contract is refused then, by name.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
+import difflib
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pydantic import BaseModel
-
-from pgcdc.core.errors import ConfigError
+from pgcdc.core.errors import ConfigError, PgcdcError
+from pgcdc.core.secrets import remember_secrets
+from pgcdc.event.forms import FORMS
+from pgcdc.postgres.database import url_passwords
 from pgcdc.sink.contract import Sink
-from pgcdc.sink.exec.options import ExecOptions
-from pgcdc.sink.pg_table.options import PgTableOptions
-from pgcdc.sink.secrecy import keep_secrets
-from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, FileOptions, NoopOptions, StdoutOptions
-from pgcdc.sink.webhook.options import WebhookOptions
+from pgcdc.sink.spec import AdapterSpec, SinkOptions
 
-if TYPE_CHECKING:
-    from pgcdc.core.state import StateDir
-    from pgcdc.source.postgres.options import PostgresOptions
+__all__ = ["ADAPTERS", "GROUP", "check_adapters", "check_options", "keep_secrets", "make_sink"]
 
-__all__ = ["ADAPTERS", "AdapterType", "check_adapters", "check_options", "make_sink"]
-
-
-def _nothing(options: Any) -> str:
-    return ""
+GROUP = "pgcdc.sinks"
+_FIRST = ("stdout", "file", "exec", "noop", "pg_table", "webhook")
+"""In lists these come first, in this order."""
+_OPTIONS = ("make", "target", "place", "secrets", "check", "check_delivery", "check_source", "model_fields")
+_SINK = ("check", "open", "write", "redeliver", "close")
+_DATA = ("form", "whole_batches", "keeps_position", "finds_by_halves", "takes_executors", "part_events")
 
 
-def _anything(options: Any) -> None:
-    return None
+class Adapters(Mapping[str, type[SinkOptions]]):
+    """The options of each type, by its name. ConfigError: what is registered under a name cannot be used."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, type[SinkOptions]] = {}
+
+    @cached_property
+    def _points(self) -> dict[str, EntryPoint]:
+        found = {one.name: one for one in (*entry_points(group=GROUP), *_of_checkout())}
+        names = [*(one for one in _FIRST if one in found), *sorted(set(found) - set(_FIRST))]
+        return {name: found[name] for name in names}
+
+    def __getitem__(self, name: str) -> type[SinkOptions]:
+        if name not in self._loaded:
+            self._loaded[name] = _load(self._points[name])
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._points)
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def usable(self) -> dict[str, type[SinkOptions]]:
+        """Without those that cannot be used: whoever asks for one of them by name hears why."""
+        found = {}
+        for name in self:
+            with contextlib.suppress(ConfigError):
+                found[name] = self[name]
+        return found
+
+    def find(self, name: str) -> type[SinkOptions]:
+        """Like `[]`. ConfigError: there is no such type; it says which there are, and which is nearest."""
+        if name in self._points:
+            return self[name]
+        near = difflib.get_close_matches(name, self._points, 1)
+        meant = f"Did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"there is no adapter {name!r}", f"{meant}Known: {', '.join(self._points)}")
 
 
-def _any_delivery(options: Any, delivery: DeliveryOptions) -> None:
-    return None
+def _of_checkout() -> list[EntryPoint]:
+    """Those of a source tree, which may be newer than what was installed from it."""
+    import tomllib
+
+    project = Path(__file__).parents[3] / "pyproject.toml"
+    try:
+        raw = tomllib.loads(project.read_text())["project"]
+    except (OSError, ValueError, KeyError):
+        return []
+    points = raw.get("entry-points", {}).get(GROUP, {}) if raw.get("name") == "pgcdc" else {}
+    return [EntryPoint(name, value, GROUP) for name, value in points.items()]
 
 
-def _any_source(spec: AdapterSpec, source: PostgresOptions, state: StateDir) -> None:
-    return None
+def _load(point: EntryPoint) -> type[SinkOptions]:
+    whose = f" of the package {point.dist.name} {point.dist.version}" if point.dist is not None else ""
+    title = f"the adapter {point.name}{whose} ({point.value})"
+    try:
+        found: Any = point.load()
+    except Exception as error:  # of somebody else's module: anything
+        raise ConfigError(
+            f"{title} cannot be loaded: {type(error).__name__}: {error}", "Install another version of it, or remove it"
+        ) from error
+    missing = [name for name in _OPTIONS if not hasattr(found, name)]
+    if missing or not isinstance(found, type):
+        what = f"its options lack {', '.join(missing)}" if missing else "its entry point is no class"
+        raise ConfigError(
+            f"{title} does not keep the contract: {what}", "See docs/contract.md: options derive from SinkOptions"
+        )
+    return found
 
 
-@dataclass(frozen=True)
-class AdapterType:
-    """One type. Its options are `<type>_<field>` as flags and flat keys, and `<field>` in a mapping of its own."""
+def make_sink(spec: AdapterSpec, acks: Path | None = None) -> Sink:
+    """The sink of one adapter. ConfigError: it does not keep the contract."""
+    keep_secrets([], [spec])
+    if spec.type == "pg_table":
+        from pgcdc.sink.pg_table.options import PgTableOptions
+        from pgcdc.sink.pg_table.sink import PgTableSink
 
-    name: str
-    options: type[BaseModel]
-    make: Callable[[AdapterSpec, Path], Sink]
-    """The sink, with its ack in this folder (`acks` of a state directory, which has more that a sink may want to know)."""
-    target: Callable[[Any], str] = _nothing
-    """What no other adapter of a pipeline may write to; empty: it does not matter."""
-    check: Callable[[Any], None] = _anything
-    """Raises ConfigError for options that cannot work, without asking the target."""
-    check_delivery: Callable[[Any, DeliveryOptions], None] = _any_delivery
-    """Raises ConfigError for options that do not go with how it is called."""
-    check_source: Callable[[AdapterSpec, PostgresOptions, StateDir], None] = _any_source
-    """Raises ConfigError if it must not get the events of this source. Both are asked, and nothing is left behind."""
-    place: Callable[[Any], str] | None = None
-    """Where it delivers to, to the letter; None: that is `target`."""
-
-    def where(self, options: Any) -> str:
-        """Where it delivers to. It may be a secret."""
-        return (self.place or self.target)(options)
+        assert isinstance(spec.options, PgTableOptions) and acks is not None
+        return PgTableSink(spec.options.resolved(), acks, spec.name, timeout_s=spec.delivery.timeout)
+    sink = spec.options.make()
+    missing = [name for name in _SINK if not callable(getattr(sink, name, None))]
+    missing += [name for name in _DATA if not hasattr(sink, name)]
+    if missing or sink.form not in FORMS:
+        what = f"{type(sink).__name__} lacks {', '.join(missing)}" if missing else f"there is no form {sink.form!r}"
+        raise ConfigError(
+            f"the adapter {spec.type} does not keep the contract: {what}",
+            "See docs/contract.md: sinks derive from Sink",
+        )
+    return sink
 
 
-def make_sink(spec: AdapterSpec, acks: Path) -> Sink:
-    """The sink of one adapter; its ack stands in the folder `acks`."""
-    keep_secrets(None, [spec])
-    return ADAPTERS[spec.type].make(spec, acks)
+def keep_secrets(urls: Iterable[str | None], specs: Sequence[AdapterSpec], transforms: Iterable[Any] = ()) -> None:
+    """Remember the passwords of database URLs, and the secrets of adapters and transforms; those in files are read."""
+    for url in urls:
+        remember_secrets(url_passwords(url))
+    for spec in specs:
+        with contextlib.suppress(PgcdcError):  # which is told elsewhere
+            remember_secrets(spec.options.secrets())
+    for one in (*transforms, *(one for spec in specs for one in spec.transforms)):
+        name = getattr(getattr(one, "spec", one), "key_env", None)
+        if name and os.environ.get(name):
+            remember_secrets([os.environ[name]])
 
 
 def check_options(spec: AdapterSpec) -> None:
     """Raise ConfigError for an adapter that cannot work, without asking its target."""
-    kind = ADAPTERS[spec.type]
-    kind.check(spec.options)
-    kind.check_delivery(spec.options, spec.delivery)
+    spec.options.check()
+    spec.options.check_delivery(spec.delivery)
 
 
 def check_adapters(specs: Sequence[AdapterSpec]) -> None:
@@ -91,11 +152,10 @@ def check_adapters(specs: Sequence[AdapterSpec]) -> None:
             raise ConfigError(f"{spec!r} is no adapter", "Make one with pgcdc.adapters, such as adapters.file(path)")
     targets: dict[str, str] = {}
     for number, spec in enumerate(specs):
-        kind = ADAPTERS[spec.type]
         if any(spec.name == other.name for other in specs[:number]):
             raise ConfigError(f"there are two adapters {spec.name}", "Give each a name of its own: name=...")
         check_options(spec)
-        target = kind.target(spec.options)
+        target = spec.options.target()
         if target and target in targets:
             raise ConfigError(
                 f"adapters {targets[target]} and {spec.name} write to the same target: {target}",
@@ -104,111 +164,5 @@ def check_adapters(specs: Sequence[AdapterSpec]) -> None:
         targets[target] = spec.name
 
 
-def _make_stdout(spec: AdapterSpec, acks: Path) -> Sink:
-    from pgcdc.sink.stdout import StdoutSink
-
-    assert isinstance(spec.options, StdoutOptions)
-    return StdoutSink(format=spec.options.format)
-
-
-def _make_file(spec: AdapterSpec, acks: Path) -> Sink:
-    from pgcdc.sink.folder import file_sink
-
-    options = spec.options
-    assert isinstance(options, FileOptions)
-    return file_sink(
-        options.target,
-        is_folder=options.is_folder,
-        max_bytes=options.max_size,
-        max_files=options.max_files,
-        compression=options.compress,
-    )
-
-
-def _check_file(options: FileOptions) -> None:
-    if not options.target.parent.is_dir():
-        raise ConfigError(f"the folder of the file {options.path} does not exist", "Create it first")
-    if options.is_folder and options.max_size:
-        raise ConfigError(
-            f"{options.path} is a folder: there is nothing to rotate in it", "Leave max_size out, or name a file"
-        )
-
-
-def _make_exec(spec: AdapterSpec, acks: Path) -> Sink:
-    from pgcdc.sink.exec.sink import ExecSink
-
-    assert isinstance(spec.options, ExecOptions)
-    return ExecSink(spec.options)
-
-
-def _make_noop(spec: AdapterSpec, acks: Path) -> Sink:
-    from pgcdc.sink.noop import NoopSink
-
-    return NoopSink()
-
-
-def _make_pg_table(spec: AdapterSpec, acks: Path) -> Sink:
-    from pgcdc.sink.pg_table.sink import PgTableSink
-
-    assert isinstance(spec.options, PgTableOptions)
-    return PgTableSink(spec.options.resolved(), acks, spec.name, timeout_s=spec.delivery.timeout)
-
-
-def _check_pg_table_source(spec: AdapterSpec, source: PostgresOptions, state: StateDir) -> None:
-    from pgcdc.sink.pg_table.loops import check_source
-
-    check_source(spec, source, state)
-
-
-def _make_webhook(spec: AdapterSpec, acks: Path) -> Sink:
-    from pgcdc.sink.webhook.sink import WebhookSink
-
-    assert isinstance(spec.options, WebhookOptions)
-    return WebhookSink(spec.options)
-
-
-def _check_webhook(options: WebhookOptions) -> None:
-    if importlib.util.find_spec("aiohttp") is None:
-        raise ConfigError("the adapter webhook needs the package aiohttp", "Run: pip install 'pgcdc[webhook]'")
-    options.read_url()
-    options.read_headers()
-    options.read_signing_key()
-
-
-def _check_webhook_delivery(options: WebhookOptions, delivery: DeliveryOptions) -> None:
-    if options.request_timeout >= delivery.timeout:
-        raise ConfigError(
-            f"request_timeout is {options.request_timeout:g} s, and a write of several requests has {delivery.timeout:g} s "
-            "(timeout): it would never be given up by itself",
-            "Make request_timeout less than timeout: --webhook-request-timeout, --webhook-timeout; in a mapping of the "
-            "YAML file, request_timeout and timeout",
-        )
-
-
-ADAPTERS: dict[str, AdapterType] = {
-    kind.name: kind
-    for kind in (
-        AdapterType("stdout", StdoutOptions, _make_stdout, target=lambda options: "standard output"),
-        AdapterType("file", FileOptions, _make_file, lambda options: os.path.realpath(options.target), _check_file),
-        AdapterType("exec", ExecOptions, _make_exec, place=lambda options: repr((options.command, options.argv))),
-        AdapterType("noop", NoopOptions, _make_noop),
-        AdapterType(
-            "pg_table",
-            PgTableOptions,
-            _make_pg_table,
-            PgTableOptions.target,
-            PgTableOptions.check,
-            check_source=_check_pg_table_source,
-            place=PgTableOptions.place,
-        ),
-        AdapterType(
-            "webhook",
-            WebhookOptions,
-            _make_webhook,
-            check=_check_webhook,
-            check_delivery=_check_webhook_delivery,
-            place=WebhookOptions.read_url,
-        ),
-    )
-}
+ADAPTERS = Adapters()
 """The types by name."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from pgcdc.core.settings import Options, setting, text_or_list
+from pgcdc.core.settings import setting, text_or_list
+from pgcdc.sink.spec import SinkOptions
+
+if TYPE_CHECKING:
+    from pgcdc.sink.contract import Sink
 
 __all__ = ["AckMode", "ExecOptions"]
 
@@ -32,7 +36,7 @@ def _split_names(value: Any) -> Any:
 _LIST = text_or_list()
 
 
-class ExecOptions(Options):
+class ExecOptions(SinkOptions):
     """JSON lines to the standard input of a command."""
 
     command: str = setting("", "the command, as text for a shell: sh -c COMMAND")
@@ -62,3 +66,11 @@ class ExecOptions(Options):
     def words(self) -> list[str]:
         """What is executed."""
         return list(self.argv) or ["sh", "-c", self.command]
+
+    def make(self) -> Sink:
+        from pgcdc.sink.exec.sink import ExecSink
+
+        return ExecSink(self)
+
+    def place(self) -> str:
+        return repr((self.command, self.argv))

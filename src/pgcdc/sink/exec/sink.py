@@ -23,13 +23,12 @@ from collections.abc import Collection
 from pgcdc.core.counters import EXEC_RESTARTS, counters
 from pgcdc.core.errors import Reject, SinkError, SinkRejected, SinkUnavailable
 from pgcdc.core.failpoint import hit
-from pgcdc.core.secrets import redact_text
+from pgcdc.core.secrets import known_secrets, redact_text
 from pgcdc.event.batch import Batch
 from pgcdc.sink.contract import Sink, SinkContext
 from pgcdc.sink.exec.feed import LOOK_S, Feed, FeedEnded, FeedStalled
 from pgcdc.sink.exec.options import ExecOptions
 from pgcdc.sink.exec.process import GRACE_S, Process, clean_environment, end_leftover
-from pgcdc.sink.secrecy import known_secrets
 
 __all__ = ["ExecSink"]
 

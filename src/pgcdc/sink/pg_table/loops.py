@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from pgcdc.core.errors import ConfigError, PgcdcError, SinkError
 from pgcdc.postgres.database import connect, explain_errors, name_table, parse_url, split_table
 from pgcdc.sink.pg_table.mapping import TableName, TargetNames, find_loops
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.positions import TargetName
-from pgcdc.sink.spec import AdapterSpec
-
-if TYPE_CHECKING:
-    from pgcdc.core.state import StateDir
-    from pgcdc.source.postgres.options import PostgresOptions
+from pgcdc.sink.spec import SourceView
 
 __all__ = ["check_captured", "check_source"]
 
@@ -38,24 +33,21 @@ def check_captured(options: PgTableOptions, adapter: str, captured: Collection[T
         )
 
 
-def check_source(spec: AdapterSpec, source: PostgresOptions, state: StateDir) -> None:
+def check_source(options: PgTableOptions, adapter: str, source: SourceView) -> None:
     """The same for tables that a start would capture, before anything is made for it. ConfigError: it must not begin.
 
     A database that cannot be asked is no matter of this check: who needs it says so.
     """
-    from pgcdc.source.postgres.setup.rehearsal import rehearse  # with all that a capture needs
-
-    assert isinstance(spec.options, PgTableOptions)
-    options = spec.options.resolved()
+    options = options.resolved()
     try:
         target = _name(options.db)
-        if target != _name(source.db) or (not target.system and not _is_same_address(options.db, source.db)):
+        if target != _name(source.url) or (not target.system and not _is_same_address(options.db, source.url)):
             return
-        published = rehearse(source.but(snapshot_mode="never", snapshot_first=None), state).published
+        tables = source.tables()
     except PgcdcError:
         return
     try:
-        check_captured(options, spec.name, {(one.relation.namespace, one.relation.name) for one in published})
+        check_captured(options, adapter, tables)
     except SinkError as error:
         raise ConfigError(error.message, error.advice) from None
 

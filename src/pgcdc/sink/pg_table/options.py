@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
 from pgcdc.core.errors import ConfigError, SourceError
-from pgcdc.core.settings import Options, checked, setting, split_outside_quotes
-from pgcdc.postgres.database import name_table, parse_url, split_table
+from pgcdc.core.settings import checked, setting, split_outside_quotes
+from pgcdc.postgres.database import name_table, parse_url, split_table, url_passwords
+from pgcdc.sink.spec import SinkOptions, SourceView
 
 __all__ = ["NO_ORIGIN", "PgTableOptions"]
 
@@ -41,7 +42,7 @@ TableRules = Annotated[
 ]  # fmt: skip
 
 
-class PgTableOptions(Options):
+class PgTableOptions(SinkOptions):
     """Events as rows of a table in PostgreSQL, or applied to tables like those of the source."""
 
     db: str = setting(
@@ -122,3 +123,11 @@ class PgTableOptions(Options):
             raise ConfigError(
                 "--pg-table-table is for --pg-table-mode append", "For other names, see --pg-table-tables"
             )
+
+    def secrets(self) -> Collection[str]:
+        return url_passwords(self.resolved().db)
+
+    def check_source(self, adapter: str, source: SourceView) -> None:
+        from pgcdc.sink.pg_table.loops import check_source
+
+        check_source(self, adapter, source)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from pydantic import BeforeValidator, WithJsonSchema, field_validator, model_validator
 
-from pgcdc.core.settings import Options, setting
+from pgcdc.core.errors import ConfigError
+from pgcdc.core.settings import setting
 from pgcdc.core.units import Seconds
+from pgcdc.sink.spec import DeliveryOptions, SinkOptions
+
+if TYPE_CHECKING:
+    from pgcdc.sink.contract import Sink
 
 __all__ = ["WebhookOptions", "is_secret_header", "parse_headers", "redact_url", "secrets_of"]
 
 MAX_CONCURRENCY = 1024
+LEAST_OF_URL = 8
+"""Of a secret in a URL: a query has plain words, too, `?v=2`."""
 MAX_BATCH_SIZE = 100_000
 _IPV4 = re.compile(r"(?:(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])(?:\.(?!$)|$)){4}")
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -54,7 +62,7 @@ Headers = Annotated[
 ]
 
 
-class WebhookOptions(Options):
+class WebhookOptions(SinkOptions):
     """Events as HTTP requests to one URL."""
 
     url: str = setting(
@@ -101,6 +109,36 @@ class WebhookOptions(Options):
             raise ValueError("key_file is given without cert_file")
         return self
 
+    def make(self) -> Sink:
+        from pgcdc.sink.webhook.sink import WebhookSink
+
+        return WebhookSink(self)
+
+    def place(self) -> str:
+        return self.read_url()
+
+    def secrets(self) -> Collection[str]:
+        headers = {name: value for name, value in self.read_headers().items() if is_secret_header(name)}
+        of_url = {one for one in secrets_of(self.read_url(), {}, "") if len(one) >= LEAST_OF_URL}
+        words = {*headers.values(), *(value.rpartition(" ")[2] for value in headers.values())}
+        return of_url | words | {self.read_signing_key()}
+
+    def check(self) -> None:
+        if importlib.util.find_spec("aiohttp") is None:
+            raise ConfigError("the adapter webhook needs the package aiohttp", "Run: pip install 'pgcdc[webhook]'")
+        self.read_url()
+        self.read_headers()
+        self.read_signing_key()
+
+    def check_delivery(self, delivery: DeliveryOptions) -> None:
+        if self.request_timeout >= delivery.timeout:
+            raise ConfigError(
+                f"request_timeout is {self.request_timeout:g} s, and a write of several requests has "
+                f"{delivery.timeout:g} s (timeout): it would never be given up by itself",
+                "Make request_timeout less than timeout: --webhook-request-timeout, --webhook-timeout; in a mapping of the "
+                "YAML file, request_timeout and timeout",
+            )
+
     def read_url(self) -> str:
         """The URL, from where it is said to be. ConfigError: the file cannot be read, or has none."""
         if not self.url_file:
@@ -117,8 +155,6 @@ class WebhookOptions(Options):
         """All headers that the user wants; those of the file win."""
         if not self.headers_file:
             return dict(self.headers)
-        from pgcdc.core.errors import ConfigError
-
         path = Path(self.headers_file)
         try:
             found = check_headers(parse_headers(path.read_text()))
@@ -130,7 +166,6 @@ class WebhookOptions(Options):
         return {**self.headers, **found}
 
     def _read(self, file: str, what: str, check: Any) -> str:
-        from pgcdc.core.errors import ConfigError
         from pgcdc.core.secrets import read_secret
 
         text = read_secret(Path(file), what)

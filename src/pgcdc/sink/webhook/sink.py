@@ -115,12 +115,12 @@ class WebhookSink(Sink):
                 one.rejects,
             )
         if one.later is not None:
-            error = SinkUnavailable(
-                f"adapter {self._context.name}: {self.shown}: {one.later.text}", "Is the receiver up and reachable?"
+            raise SinkUnavailable(
+                f"adapter {self._context.name}: {self.shown}: {one.later.text}",
+                "Is the receiver up and reachable?",
+                retry_in_s=one.later.retry_in_s,
+                positions=() if one.is_general else one.failed,
             )
-            error.retry_in_s = one.later.retry_in_s
-            error.positions = () if one.is_general else tuple(one.failed)
-            raise error
 
     def _scrub(self, text: str) -> str:
         return hide(text, self._secrets)
