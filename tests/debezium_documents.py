@@ -10,11 +10,12 @@ import pyarrow as pa
 from databases import Database
 from debezium_cases import CHANGES, SETUP, TYPES
 from debezium_engine import PREFIX
-from pyspark.sql import SparkSession
-from pyspark.sql.types import StructType
+from event_streams import SCHEMA
+from pyspark.sql.pandas.types import from_arrow_schema
 from queries import Query
 
-from pgcdc.event.events import EVENT_SCHEMA, SHAPE_SCHEMA
+from pgcdc.event.edits import SimpleChain, dump_chains
+from pgcdc.event.shape import Described, shape_array
 
 __all__ = ["DIFFERENT", "LEFT_OUT", "Document", "EventQuery", "differences", "make_changes", "set_up"]
 
@@ -51,6 +52,12 @@ UNAVAILABLE = {"amount", "amounts", "prices", "ratios", "flags", "moments", "ids
 else), which says that the value is NULL; pgcdc leaves the field out."""
 
 
+CHAINS = [
+    SimpleChain((), ({"type": "debezium", "topic_prefix": PREFIX, "transaction": True},)),
+    SimpleChain((), ({"type": "cloudevents", "source": "/shop", "type_prefix": "com.example"},)),
+]
+
+
 class EventQuery(Query):
     """Keeps the batches of events as they are."""
 
@@ -58,20 +65,20 @@ class EventQuery(Query):
         super().__init__(database, folder, publication="p", messages="true", **options)
         self.events: list[pa.RecordBatch] = []
 
-    def begin(self, spark: SparkSession) -> None:
-        """Also with the shapes of tables."""
-        schema = StructType.fromDDL(EVENT_SCHEMA + SHAPE_SCHEMA)
-        assert isinstance(schema, StructType)
-        self.load(schema)
+    def begin(self) -> None:
+        """Also with the shapes of tables, and with what the source makes of its chains."""
+        more = [("shape", shape_array([], Described()).type), ("line_0", pa.string()), ("line_1", pa.string())]
+        self.load(from_arrow_schema(pa.schema([*SCHEMA, *more])), _chains=dump_chains(CHAINS))
 
     def replay(self, start: dict[str, Any] | None, end: dict[str, Any]) -> list[dict[str, Any]]:
         for partition in self.reader.partitions(start, end):
             self.events += self.reader.read(partition)
         return []
 
-    def collect(self, spark: SparkSession) -> Any:
-        """A DataFrame of all events so far."""
-        return spark.createDataFrame(pa.Table.from_batches(self.events))
+    def rows(self) -> list[dict[str, Any]]:
+        """All events so far."""
+        found: list[dict[str, Any]] = pa.Table.from_batches(self.events).to_pylist(maps_as_pydicts="strict")
+        return found
 
 
 def set_up(database: Database) -> None:

@@ -228,7 +228,7 @@ def run(spark: SparkSession, chains: list[Chain], folder: Path, checkpoint: Path
     found: list[pa.Table] = []
 
     def collect(batch: DataFrame, _: int) -> None:
-        found[:] = program.collect(batch, START, START)
+        found[:] = [one.events for one in program.collect(batch, START, START)]
 
     with with_settings(spark, program.settings()):
         writer = program.project(source).writeStream.option("checkpointLocation", str(checkpoint)).foreachBatch(collect)

@@ -13,6 +13,10 @@ from pgcdc.core.errors import DecodeError
 cdef enum:
     MAX_OFFSET = 0x7FFFFFFF
     LONGEST_ESCAPE = 6  # \u001F
+    TEXT = 0  # how a value is written: see `lines.py`
+    INTEGER = 1
+    BOOLEAN = 2
+    RAW = 3
 
 cdef uint8_t ESCAPES[256]  # 0: as it is; u: by its number; else the letter behind the backslash
 memset(ESCAPES, 0, sizeof(ESCAPES))
@@ -150,9 +154,50 @@ cdef struct Side:
     Texts texts
 
 
+cdef struct Typed:
+    # How values are written where they have types; `kinds` NULL: all of them are text.
+    const uint8_t* kinds
+    Texts absent
+    Texts placeholders
+
+
+cdef int put_number(Output* out, const uint8_t* data, size_t size) except -1:
+    """An integer as it is, if it is one."""
+    cdef size_t place = 1 if size > 1 and data[0] == c"-" else 0
+    cdef bint is_number = 0 < size < 21
+    while is_number and place < size:
+        is_number = c"0" <= data[place] <= c"9"
+        place += 1
+    return put(out, data, size) if is_number else put_text(out, data, size)
+
+
+cdef int put_value(Output* out, uint8_t kind, const uint8_t* data, size_t size) except -1:
+    if kind == INTEGER:
+        return put_number(out, data, size)
+    if kind == RAW:
+        return put(out, data, size)
+    if kind == BOOLEAN and size == 1 and data[0] == c"t":
+        return put(out, <const char*>b"true", 4)
+    if kind == BOOLEAN and size == 1 and data[0] == c"f":
+        return put(out, <const char*>b"false", 5)
+    return put_text(out, data, size)
+
+
+cdef inline bint put_instead(Output* out, Texts* names, Texts* texts, int64_t name, bint is_first) except -1:
+    """A column whose value was not sent, if there is something to be said; returns whether nothing was written before."""
+    cdef int64_t index = name + texts.offset
+    if texts.ends[index] == texts.ends[index + 1]:
+        return is_first
+    if not is_first:
+        put(out, <const char*>b",", 1)
+    put_item(out, names, name)
+    put_item(out, texts, name)
+    return False
+
+
 cdef int put_values(
     Output* out, Side* side, int64_t row, Texts* names, int64_t first, const uint8_t* keys, const uint8_t* dropped,
-    Unchanged* unchanged, bint is_old
+    Unchanged* unchanged, bint is_old, Typed* typed
 ) except -1:
     """One tuple as a JSON object; `keys` not NULL: only these columns were sent; `dropped` not NULL: without these."""
     cdef int32_t begin, end, index, column
@@ -167,11 +212,17 @@ cdef int put_values(
     put(out, <const char*>b"{", 1)
     for index in range(begin, end):
         column = index - begin
-        if keys != NULL and not keys[first + column]:
-            continue
         if dropped != NULL and dropped[first + column]:
             continue
+        if keys != NULL and not keys[first + column]:
+            if typed.kinds != NULL:
+                is_first = put_instead(out, names, &typed.absent, first + column, is_first)
+            continue
         if unchanged.count and is_unchanged(unchanged, <int16_t>(-1 - column if is_old else column)):
+            if typed.kinds != NULL:
+                is_first = put_instead(
+                    out, names, &typed.absent if is_old else &typed.placeholders, first + column, is_first
+                )
             continue
         if not is_first:
             put(out, <const char*>b",", 1)
@@ -184,7 +235,10 @@ cdef int put_values(
             items = &side.items
             item = index + items.offset
         if is_valid(items.valid, item):
-            put_text(out, items.data + items.ends[item], items.ends[item + 1] - items.ends[item])
+            put_value(
+                out, TEXT if typed.kinds == NULL else typed.kinds[first + column], items.data + items.ends[item],
+                items.ends[item + 1] - items.ends[item],
+            )
         else:
             put(out, <const char*>b"null", 4)
     put(out, <const char*>b"}", 1)
@@ -208,11 +262,23 @@ cdef const uint8_t* bytes_of(const uint8_t[::1] array):
     return NULL if array is None or not array.shape[0] else &array[0]
 
 
-def render(frame, changes, ids, heads, const int32_t[::1] head_of, tails):
+def render(frame, changes, layout):
     """The events of `changes` as JSON, one after the other: a string array."""
-    cdef Texts id_texts = texts_of(ids)
-    cdef Texts head_texts = texts_of(heads)
-    cdef Texts tail_texts = texts_of(tails)
+    ids, begin = layout.ids, layout.begin
+    cdef const uint8_t* begin_text = begin
+    cdef size_t begin_size = len(begin)
+    cdef Texts id_texts = texts_of(layout.heads if ids is None else ids)
+    cdef bint has_ids = ids is not None
+    cdef Texts head_texts = texts_of(layout.heads)
+    cdef const int32_t[::1] head_of = layout.head_of
+    cdef Texts tail_texts = texts_of(layout.tails)
+    cdef const uint8_t* whole = bytes_of(layout.whole)
+    cdef Typed typed
+    cdef const uint8_t[::1] kinds = layout.kinds
+    typed.kinds = NULL
+    if layout.kinds is not None and kinds.shape[0]:
+        typed.kinds = &kinds[0]
+        typed.absent, typed.placeholders = texts_of(layout.absent), texts_of(layout.placeholders)
     cdef Texts names = texts_of(frame.keys)
     cdef const int64_t[::1] first = frame.first
     cdef const uint8_t[::1] is_key = frame.is_key
@@ -227,14 +293,14 @@ def render(frame, changes, ids, heads, const int32_t[::1] head_of, tails):
     cdef const int32_t[::1] version = frame.version
     cdef const uint8_t[::1] op = frame.op
     cdef const uint8_t[::1] old_kind = frame.old_kind
-    cdef int64_t count = len(ids)
+    cdef int64_t count = changes.num_rows
     offsets = pa.allocate_buffer(4 + count * 4)
     cdef int32_t* ends = <int32_t*><uintptr_t>offsets.address
     cdef Output out
     cdef Unchanged unchanged
     cdef const uint8_t* keys
-    cdef int64_t row, mark
-    cdef int32_t index
+    cdef int64_t row, mark, at
+    cdef bint layout_is_typed = layout.kinds is not None
     cdef bint any_key = is_key.shape[0] > 0
     out.at, out.size, out.room = NULL, 0, 0
     try:
@@ -250,18 +316,29 @@ def render(frame, changes, ids, heads, const int32_t[::1] head_of, tails):
                 unchanged.at = mark_items + mark_lists.ends[mark]
                 unchanged.count = mark_lists.ends[mark + 1] - mark_lists.ends[mark]
             keys = &is_key[0] if old_kind[row] == c"K" and any_key else NULL
-            put(&out, <const char*>b'{"id":"', 7)
-            put_item(&out, &id_texts, row)
-            put_item(&out, &head_texts, head_of[row])
-            if op[row] == c"D":
-                put_values(&out, &olds, row, &names, first[version[row]], keys, dropped, &unchanged, True)
-                put(&out, <const char*>b',"old":null', 11)
-            else:
-                put_values(&out, &news, row, &names, first[version[row]], NULL, dropped, &unchanged, False)
-                put(&out, <const char*>b',"old":', 7)
-                put_values(&out, &olds, row, &names, first[version[row]], keys, dropped, &unchanged, True)
-            if unchanged.count:
-                put_unchanged(&out, &unchanged, &names, first[version[row]], dropped)
+            if whole == NULL or not whole[row]:
+                put(&out, begin_text, begin_size)
+                if has_ids:
+                    put_item(&out, &id_texts, row)
+                put_item(&out, &head_texts, head_of[row])
+                at = first[version[row]]
+                if layout_is_typed:
+                    put_values(&out, &olds, row, &names, at, keys, dropped, &unchanged, True, &typed)
+                    put(&out, <const char*>b',"after":', 9)
+                    if op[row] == c"D":
+                        put(&out, <const char*>b"null", 4)
+                    else:
+                        put_values(&out, &news, row, &names, at, NULL, dropped, &unchanged, False, &typed)
+                else:
+                    if op[row] == c"D":
+                        put_values(&out, &olds, row, &names, at, keys, dropped, &unchanged, True, &typed)
+                        put(&out, <const char*>b',"old":null', 11)
+                    else:
+                        put_values(&out, &news, row, &names, at, NULL, dropped, &unchanged, False, &typed)
+                        put(&out, <const char*>b',"old":', 7)
+                        put_values(&out, &olds, row, &names, at, keys, dropped, &unchanged, True, &typed)
+                    if unchanged.count:
+                        put_unchanged(&out, &unchanged, &names, at, dropped)
             put_item(&out, &tail_texts, row)
             if out.size > MAX_OFFSET:
                 raise too_large(out.size)

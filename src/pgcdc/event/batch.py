@@ -54,7 +54,7 @@ class TableChanges:
     """Changes of one table in one shape, in stream order. A TRUNCATE stands alone, without values."""
 
     relation: Relation
-    """Behind the chain's edits. A table whose key the chain has dropped in part has none."""
+    """Behind the chain's edits. `event.keys.has_key` says whether its rows have a key: not if the chain drops part of it."""
     details: Mapping[str, Any] | None
     """What the catalog said about this shape (`source.postgres.setup.shapes`), behind the chain's edits as well."""
     op: npt.NDArray[np.uint8]

@@ -29,6 +29,7 @@ __all__ = ["Edit", "Replaced", "SimpleChain", "dump_chains", "full_pattern", "pa
 Bools = npt.NDArray[np.bool_]
 Step = Mapping[str, Any]
 TEXT_OID = 25
+ENVELOPES = ("debezium", "cloudevents")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +96,25 @@ class SimpleChain:
             self._replaced(frame, "old", keep, masked) if masked else None,
         )
 
+    @property
+    def envelope(self) -> Step | None:
+        """The step that gives the whole event another form."""
+        return next((step for step in self.steps if step["type"] in ENVELOPES), None)
+
+    @property
+    def needs_shapes(self) -> bool:
+        """Whether what the catalog says about tables is wanted."""
+        return "tables" in self.forms or self.envelope is not None
+
+    def text_columns(self, shape: Relation) -> list[bool]:
+        """For each column whether a mask has put text into it, whatever its type."""
+        return [_is_text(steps) for steps in self._fate(shape).masks]
+
     def describe(self, shape: Relation, details: Mapping[str, Any] | None) -> tuple[Relation, Mapping[str, Any] | None]:
         """What a table looks like behind the chain, and what the catalog said about it.
 
-        Hidden values are text. What is left of a key of which a column is dropped tells no rows apart: it is none.
+        Hidden values are text. What is left of a key of which a column is dropped tells no rows apart: such a table has
+        no replica identity (`event.keys.has_key`).
         """
         fate = self._fate(shape)
         fates = list(zip(shape.columns, fate.names, fate.masks, strict=True))
@@ -108,7 +124,7 @@ class SimpleChain:
                 name,
                 TEXT_OID if _is_text(steps) else column.type_oid,
                 -1 if _is_text(steps) else column.typmod,
-                column.is_key and has_key,
+                column.is_key,
             )
             for column, name, steps in fates
             if name is not None

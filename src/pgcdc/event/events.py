@@ -17,6 +17,7 @@ from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.relation import Relation
 from pgcdc.core.shapes import ShapeChange
 from pgcdc.event.edits import Edit, SimpleChain
+from pgcdc.event.envelopes import render_envelope
 from pgcdc.event.forms import FORMS, Form, form_column, form_of, make_record, make_table, shapes_of
 from pgcdc.event.frame import EventOptions, Frame, load_frame
 from pgcdc.event.keys import find_barriers, key_hashes
@@ -209,11 +210,18 @@ class _Events:
     def _form(self, number: int, form: Form) -> pa.Array:
         frame, edit = self._frame, self._edit(number)
         if form == "lines":
-            return self._line_maker("\n").lines(edit)
+            return self._rendered(number, edit, "\n")
         if form == "tables":
             return make_table(frame, edit, self.column("id"))
         known = {name: self.column(name) for name in ("id", "channel", "operation", "key_hash")}
-        return make_record(frame, edit, self._line_maker("").lines(edit), known)
+        return make_record(frame, edit, self._rendered(number, edit, ""), known)
+
+    def _rendered(self, number: int, edit: Edit, end: str) -> pa.Array:
+        chain = self._chains[number]
+        if chain.envelope is None:
+            return self._line_maker(end).lines(edit)
+        columns = {name: self.column(name) for name in ("id", "position", "table_ordinal")}
+        return render_envelope(self._frame, chain, edit, self._options, columns, end)
 
     def _edit(self, number: int) -> Edit:
         if number not in self._edits:

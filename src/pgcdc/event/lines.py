@@ -7,7 +7,9 @@ pipelines with transforms. This one is several times cheaper. It has two impleme
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -23,7 +25,21 @@ from pgcdc.event.edits import Edit, Replaced
 from pgcdc.event.frame import Frame
 from pgcdc.event.texts import quote_json, time_texts
 
-__all__ = ["OPERATIONS", "OPERATION_OF", "SOURCE_NAME", "Keyed", "LineMaker", "quote_json", "render_python"]
+__all__ = [
+    "BOOLEAN",
+    "INTEGER",
+    "OPERATIONS",
+    "OPERATION_OF",
+    "RAW",
+    "SOURCE_NAME",
+    "TEXT",
+    "Keyed",
+    "Layout",
+    "LineMaker",
+    "quote_json",
+    "render",
+    "render_python",
+]
 
 SOURCE_NAME = "wal_replication"
 OPERATIONS = tuple(op.name for op in Op)
@@ -33,6 +49,35 @@ for _number, _name in enumerate(OPERATIONS):
     OPERATION_OF[Op[_name]] = _number
 
 NO_EDIT = Edit()
+TEXT, INTEGER, BOOLEAN, RAW = range(4)
+"""How a value is written: as a string, as a number if it is one, as true or false, or as it is, because it is JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What stands around the values of an event, and how they are written."""
+
+    begin: bytes
+    ids: pa.Array | None
+    """Of each event; they follow `begin`."""
+    heads: pa.Array
+    head_of: npt.NDArray[np.int32]
+    """Which of `heads` follows, up to the first object of values."""
+    tails: pa.Array
+    """Of each event, behind its values."""
+    whole: npt.NDArray[np.uint8] | None = None
+    """Of which events there is nothing but the tail."""
+    kinds: npt.NDArray[np.uint8] | None = None
+    """With types the old row stands before the new one. For each column of all shapes one of TEXT, INTEGER, BOOLEAN, RAW."""
+    absent: pa.Array | None = None
+    """With types: what stands for a value that an old row does not have; empty: nothing."""
+    placeholders: pa.Array | None = None
+    """With types: the same for unchanged TOAST."""
+
+
+def render(frame: Frame, layout: Layout, edit: Edit = NO_EDIT) -> pa.Array:
+    """The JSON of every event; null where the chain behind `edit` does not have it."""
+    return _renderer()(Keyed(frame, edit), frame.changes, layout)
 
 
 class LineMaker:
@@ -40,15 +85,13 @@ class LineMaker:
 
     def __init__(self, frame: Frame, ids: pa.Array, positions: pa.Array, *, transaction: bool, end: str) -> None:
         self._frame = frame
-        self._ids = ids
-        self._heads = pa.array([text for shape in frame.shapes for text in _heads(shape)], pa.string())
-        self._head_of = (frame.version * len(OPERATIONS) + OPERATION_OF[frame.op]).astype(np.int32)
-        self._tails = _tails(frame, positions, transaction, end)
+        heads = pa.array([text for shape in frame.shapes for text in _heads(shape)], pa.string())
+        head_of = (frame.version * len(OPERATIONS) + OPERATION_OF[frame.op]).astype(np.int32)
+        self._layout = Layout(b'{"id":"', ids, heads, head_of, _tails(frame, positions, transaction, end))
 
     def lines(self, edit: Edit = NO_EDIT) -> pa.Array:
         """The JSON of every event; null where the chain behind `edit` does not have it."""
-        keyed = Keyed(self._frame, edit)
-        return _renderer()(keyed, self._frame.changes, self._ids, self._heads, self._head_of, self._tails)
+        return render(self._frame, self._layout, edit)
 
 
 class Keyed:
@@ -94,37 +137,37 @@ def _tails(frame: Frame, positions: pa.Array, transaction: bool, end: str) -> pa
     return pc.binary_join_element_wise(*pieces, "}" + end, "")
 
 
-def render_python(
-    frame: Keyed,
-    changes: pa.RecordBatch,
-    ids: pa.Array,
-    heads: pa.Array,
-    head_of: npt.NDArray[np.int32],
-    tails: pa.Array,
-) -> pa.Array:
+def render_python(frame: Keyed, changes: pa.RecordBatch, layout: Layout) -> pa.Array:
     """The events of `changes`, one JSON text for each."""
-    keys, head_texts, edit = frame.keys.to_pylist(), heads.to_pylist(), frame.edit
+    keys, heads, edit = frame.keys.to_pylist(), layout.heads.to_pylist(), frame.edit
     lines: list[str | None] = []
     news, olds = (_replaced_values(changes.column(side), getattr(edit, side)) for side in ("new", "old"))
     dropped = set() if edit.dropped is None else set(np.flatnonzero(edit.dropped).tolist())
-    columns = (_values(ids), news, olds, _values(changes.column("unchanged")), _values(tails))
+    ids = [""] * len(news) if layout.ids is None else _values(layout.ids)
+    columns = (ids, news, olds, _values(changes.column("unchanged")), _values(layout.tails))
     for row, (event_id, new, old, unchanged, tail) in enumerate(zip(*columns, strict=True)):
         if edit.keep is not None and not edit.keep[row]:
             lines.append(None)
             continue
+        if layout.whole is not None and layout.whole[row]:
+            lines.append(tail)
+            continue
         first, marks = int(frame.first[frame.version[row]]), unchanged or []
-        key_only = frame.old_kind[row] == OldKind.KEY
         gone = {index for index in range(len(new or old or ())) if first + index in dropped} if dropped else set()
-        left_out = gone | {-1 - mark for mark in marks if mark < 0}
-        if key_only and old is not None:
-            left_out |= {index for index in range(len(old)) if not frame.is_key[first + index]}
-        before = _object(old, keys, first, left_out)
+        not_sent = {-1 - mark for mark in marks if mark < 0}
+        if frame.old_kind[row] == OldKind.KEY and old is not None:
+            not_sent |= {index for index in range(len(old)) if not frame.is_key[first + index]}
+        before = _object(old, keys, first, gone, not_sent, layout, layout.absent)
         is_delete = frame.op[row] == Op.DELETE
-        after = before if is_delete else _object(new, keys, first, gone | {mark for mark in marks if mark >= 0})
+        unsent = {mark for mark in marks if mark >= 0}
+        after = None if is_delete else _object(new, keys, first, gone, unsent, layout, layout.placeholders)
+        begin = f"{layout.begin.decode()}{event_id}{heads[layout.head_of[row]]}"
+        if layout.kinds is not None:
+            lines.append(f'{begin}{before},"after":{after or "null"}{tail}')
+            continue
         names = ",".join(keys[first + mark][:-1] for mark in marks if mark >= 0 and mark not in gone)
         toast = f',"_unchanged_toast_columns":[{names}]' if names else ""
-        shown = "null" if is_delete else before
-        lines.append(f'{{"id":"{event_id}{head_texts[head_of[row]]}{after},"old":{shown}{toast}{tail}')
+        lines.append(f'{begin}{after or before},"old":{before if after else "null"}{toast}{tail}')
     return pa.array(lines, pa.string())
 
 
@@ -145,15 +188,35 @@ def _replaced_values(lists: pa.Array, replaced: Replaced | None) -> list[Any]:
     return [values[ends[row] : ends[row + 1]] if lists[row].is_valid else None for row in range(len(lists))]
 
 
-def _object(values: list[bytes | None] | None, keys: list[str], first: int, left_out: set[int]) -> str:
+def _object(
+    values: list[bytes | None] | None,
+    keys: list[str],
+    first: int,
+    gone: set[int],
+    not_sent: set[int],
+    layout: Layout,
+    instead: pa.Array | None,
+) -> str:
     if values is None:
         return "null"
-    fields = (
-        keys[first + index] + quote_json(None if value is None else value.decode())
-        for index, value in enumerate(values)
-        if index not in left_out
-    )
+    fields = []
+    for index, value in enumerate(values):
+        column = first + index
+        if index not in gone and index not in not_sent:
+            kind = TEXT if layout.kinds is None else int(layout.kinds[column])
+            fields.append(keys[column] + _write(None if value is None else value.decode(), kind))
+        elif index not in gone and instead is not None and (text := instead[column].as_py()):
+            fields.append(keys[column] + text)
     return f"{{{','.join(fields)}}}"
+
+
+def _write(text: str | None, kind: int) -> str:
+    if text is not None and kind != TEXT:
+        if kind == RAW or (kind == INTEGER and len(text) < 21 and re.fullmatch("-?[0-9]+", text, re.ASCII)):
+            return text
+        if kind == BOOLEAN and text in ("t", "f"):
+            return "true" if text == "t" else "false"
+    return quote_json(text)
 
 
 @cache

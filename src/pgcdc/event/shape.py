@@ -18,7 +18,7 @@ from pgcdc.core.shapes import ShapeChange
 from pgcdc.postgres.types.built_in import BUILT_IN
 from pgcdc.postgres.types.catalog import TypeCatalog, TypeInfo
 
-__all__ = ["ARRAY", "NO_MODIFIER", "REQUIRED", "SHAPE", "ZERO", "Described", "Family", "shape_array"]
+__all__ = ["ARRAY", "NO_MODIFIER", "REQUIRED", "SHAPE", "ZERO", "Described", "Family", "column_types", "shape_array"]
 
 SHAPE = "struct<database:string,names:array<string>,codes:array<int>,modifiers:array<int>,key:array<string>>"
 """`codes[i]` is the Family of the column `names[i]`, with ARRAY added if it is an array; `modifiers[i]` is what its type
@@ -117,27 +117,34 @@ def shape_array(shapes: Sequence[Relation], described: Described) -> pa.Array:
     return pa.array([_describe(shape, described.database, details.get(shape)) for shape in shapes], _ARROW)
 
 
-def _describe(shape: Relation, database: str, details: Mapping[str, Any] | None) -> dict[str, Any]:
+def column_types(shape: Relation, details: Mapping[str, Any] | None) -> list[tuple[int, int]]:
+    """Code and modifier of each column."""
     catalog = BUILT_IN
     required: set[str] = set()
-    # With REPLICA IDENTITY FULL every column identifies the row, which says nothing about its key.
-    key = [column.name for column in shape.columns if column.is_key] if shape.replica_identity != "f" else []
     if details is not None:
         required = {column["name"] for column in details["columns"] if column["not_null"]}
-        names = {column.name for column in shape.columns}
-        key = details["primary_key"] if details["primary_key"] and names.issuperset(details["primary_key"]) else key
         if details["types"] is not None:
             own = TypeCatalog.from_json(details["types"])
             catalog = TypeCatalog({**BUILT_IN.types, **own.types}, own.server_version)
     types = [_type(catalog, column) for column in shape.columns]
+    return [
+        (code, modifier + REQUIRED * (column.name in required))
+        for column, (code, modifier) in zip(shape.columns, types, strict=True)
+    ]
+
+
+def _describe(shape: Relation, database: str, details: Mapping[str, Any] | None) -> dict[str, Any]:
+    # With REPLICA IDENTITY FULL every column identifies the row, which says nothing about its key.
+    key = [column.name for column in shape.columns if column.is_key] if shape.replica_identity != "f" else []
+    if details is not None:
+        names = {column.name for column in shape.columns}
+        key = details["primary_key"] if details["primary_key"] and names.issuperset(details["primary_key"]) else key
+    types = column_types(shape, details)
     return {
         "database": database,
         "names": [column.name for column in shape.columns],
         "codes": [code for code, _ in types],
-        "modifiers": [
-            modifier + REQUIRED * (column.name in required)
-            for column, (_, modifier) in zip(shape.columns, types, strict=True)
-        ],
+        "modifiers": [modifier for _, modifier in types],
         "key": key,
     }
 

@@ -227,9 +227,9 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return [change for change in self._shapes.between(begin, stop) if change.before is not None]
 
     def _describe(self, feed: Feed, relations: list[Relation]) -> Described:
-        """What is known of shapes besides, if the query asks for it: by the column `shape`, or for changes of tables."""
-        wants_tables = any("tables" in chain.forms for chain in parse_chains(self._options.chains))
-        if "shape" not in self._schema.fieldNames() and not wants_tables:
+        """What is known of shapes besides, if the query asks for it: by the column `shape`, or by its chains."""
+        needs_shapes = any(chain.needs_shapes for chain in parse_chains(self._options.chains))
+        if "shape" not in self._schema.fieldNames() and not needs_shapes:
             return Described()
         assert self._shapes is not None
         self._shapes.refresh()

@@ -75,7 +75,9 @@ class Transform:
         """Whether the source can do it on whole columns, before there is an event (`event.edits`)."""
         if isinstance(self.spec, FilterSpec):
             return self.spec.where is None
-        return self.secret is None and isinstance(self.spec, DropColumnsSpec | RenameFieldsSpec | MaskSpec)
+        return self.is_envelope or (
+            self.secret is None and isinstance(self.spec, DropColumnsSpec | RenameFieldsSpec | MaskSpec)
+        )
 
     @property
     def is_envelope(self) -> bool:
