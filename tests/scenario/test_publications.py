@@ -18,7 +18,6 @@ from databases import Database
 from preparing import Wanted, follow_tables, prepare
 
 from pgcdc import adapters, sources, transform
-from pgcdc.capture import process
 from pgcdc.capture.control import ControlClient, ensure_capture
 from pgcdc.config import load_config
 from pgcdc.core.errors import GapError, SourceError, StateError
@@ -26,6 +25,7 @@ from pgcdc.core.state import Identity, Lock, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.postgres.database import connect
 from pgcdc.run.pipeline import Pipeline
+from pgcdc.source.postgres import source as process
 from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.postgres.setup.fingerprint import check_unchanged, read_fingerprint
 

@@ -11,6 +11,7 @@ from typing import Any
 from pgcdc.core.settings import Options, setting
 from pgcdc.core.state import StateDir
 from pgcdc.core.units import Bytes
+from pgcdc.source.protocol import SourceOptions
 
 __all__ = ["CaptureOptions", "CaptureSpec", "make_spec"]
 
@@ -27,9 +28,12 @@ class CaptureOptions(Options):
 class CaptureSpec:
     """Everything a capture process needs to know."""
 
+    kind: str
+    """Of the source: its name in `source.registry`."""
     source: dict[str, Any]
     """The options of the source, whole: only the source reads them."""
     publications: tuple[str, ...]
+    """What was prepared for it on the server."""
     state_dir: str
     spool_limit: int
     watch_pid: int
@@ -49,9 +53,12 @@ class CaptureSpec:
         return cls(**{**raw, "publications": tuple(raw["publications"])})
 
 
-def make_spec(source: Options, options: CaptureOptions, publications: Iterable[str], watch_pid: int) -> CaptureSpec:
+def make_spec(
+    source: SourceOptions, options: CaptureOptions, publications: Iterable[str], watch_pid: int
+) -> CaptureSpec:
     """What the capture process of this source is told."""
     return CaptureSpec(
+        kind=source.kind,
         source=source.model_dump(mode="json"),
         publications=tuple(publications),
         state_dir=str(StateDir(options.state_dir).path),

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pgcdc.capture.control import CaptureLink
+from pgcdc.core.backoff import reconnect_delay_s
 from pgcdc.core.errors import PgcdcError, Policy, SchemaChanged, SinkUnavailable
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.state import StateDir
 from pgcdc.run.lane import Lane, LaneStopped, stop_query
-from pgcdc.source.postgres.wire.stream import reconnect_delay_s
 from pgcdc.spark.failure import explain_failure
 from pgcdc.spool.consumers import MAIN
 from pgcdc.transform.program import Program

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator
 
@@ -15,6 +15,7 @@ from pgcdc.core.units import Seconds
 from pgcdc.postgres.fields import DatabaseUrl, Identifiers, TableName, TableNames
 from pgcdc.postgres.selection import Selection
 from pgcdc.source.postgres.setup.slots import check_slot_name
+from pgcdc.source.protocol import SourceOptions
 
 __all__ = ["PostgresOptions", "ToastOptions", "WireOptions"]
 
@@ -88,8 +89,10 @@ class ToastOptions(Options):
         return "cache" if self.toast_cache else self.toast
 
 
-class PostgresOptions(WireOptions, ToastOptions):
+class PostgresOptions(SourceOptions, WireOptions, ToastOptions):
     """A PostgreSQL database: how to reach it, our place in it, and what of it is captured."""
+
+    kind: ClassVar[str] = "postgres"
 
     # --- the database and our place in it
 

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from pgcdc.core.backoff import reconnect_delay_s
 from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.operation import Op
@@ -43,7 +44,6 @@ from pgcdc.source.postgres.snapshot.releases import (
 )
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, RequestState, change_queue, describe, make_request
 from pgcdc.source.postgres.snapshot.window import Chunk, StreamedXids, Window, key_moves, rows_of
-from pgcdc.source.postgres.wire.stream import reconnect_delay_s
 from pgcdc.spool.batch import CaptureBatch
 from pgcdc.spool.schema import CHANGES
 

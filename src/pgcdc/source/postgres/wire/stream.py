@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Self
 
 from psycopg import Connection
 
-from pgcdc.core.backoff import full_jitter_s
+from pgcdc.core.backoff import reconnect_delay_s
 from pgcdc.core.errors import ConnectionLost
 from pgcdc.core.relation import Relations
 from pgcdc.core.settings import make_options
@@ -39,17 +39,12 @@ from pgcdc.spool.batch import CaptureBatch
 if TYPE_CHECKING:
     from pgcdc.source.postgres.wire.binary import BinaryDecoder
 
-__all__ = ["Capture", "open_capture", "reconnect_delay_s"]
+__all__ = ["Capture", "open_capture"]
 
 STATUS_INTERVAL_S = 10.0
 ADVANCE_INTERVAL_S = 10.0
 PUMP_MESSAGES = 2_000
 PUMP_BYTES = 8 << 20
-
-
-def reconnect_delay_s(attempt: int) -> float:
-    """Full jitter: anything up to 100 ms · 2^attempt, at most 30 s, at least 100 ms."""
-    return max(0.1, full_jitter_s(attempt, 0.1, 30.0))
 
 
 class Capture:
