@@ -1,0 +1,153 @@
+"""The source `rate` through the capture process, with no database: replays, kills, gaps and the end of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from listening import wait_until
+
+from pgcdc.capture.control import ControlClient, ensure_capture
+from pgcdc.capture.spec import CaptureOptions, CaptureSpec, make_spec
+from pgcdc.core.errors import GapError
+from pgcdc.core.operation import Op
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Relations
+from pgcdc.core.state import Lock, StateDir, read_json
+from pgcdc.source.rate.changes import FIRST_COMMIT, MadeUp
+from pgcdc.source.rate.options import RateOptions
+from pgcdc.source.rate.source import SERVER_FILE, prepare_rate
+from pgcdc.spool.reader import SpoolReader, read_slice
+
+Rows = dict[tuple[int, bytes], list[bytes]]
+"""By table and key."""
+
+
+class Reader:
+    """A consumer that folds what it reads, as a sink would: durable is what it has acknowledged."""
+
+    def __init__(self, folder: Path, options: RateOptions) -> None:
+        self.state = StateDir(folder)
+        self.options = options
+        prepare_rate(options, self.state)
+        self.rows: Rows = {}
+        self.seen: set[Position] = set()
+        self.ack = Position.at(0, 0)
+
+    @property
+    def spec(self) -> CaptureSpec:
+        return make_spec(self.options, CaptureOptions(state_dir=self.state.path), (), os.getpid())
+
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[ControlClient]:
+        client = ensure_capture(self.spec, is_restart=True)
+        try:
+            yield client
+        finally:
+            client.close()
+
+    def pid(self) -> int:
+        return int((Lock.holder(self.state.capture_lock) or {})["pid"])
+
+    def read(self, client: ControlClient, until: int = 0) -> None:
+        """Take what is there (up to a commit), exactly once, and acknowledge it."""
+        self.ack = max(self.ack, client.join("main")[1])
+        spool = SpoolReader(self.state.spool)
+        spool.refresh()
+        while spool.end.commit < until:
+            client.wait(0.2, Position.end(until))
+            spool.refresh()
+        for piece in spool.slices(self.ack, spool.end):
+            changes, owners = read_slice(piece)
+            for change, owner in zip(changes.to_pylist(), owners.to_pylist(), strict=True):
+                place = Position(owner["commit"], owner["kind"], change["ordinal"], change["sub"])
+                assert place not in self.seen, f"{place} came twice"
+                self.seen.add(place)
+                fold(self.rows, change)
+        self.ack = spool.end
+        client.ack("main", self.ack)
+
+
+def fold(rows: Rows, change: dict[str, object]) -> None:
+    """Apply one change, and check that it can be: an INSERT is of a new row, the others of one that is there."""
+    values = change["new"] or change["old"]
+    assert isinstance(values, list) and isinstance(change["relation"], int)
+    key = (change["relation"], values[0])
+    assert (key in rows) == (change["op"] in (Op.UPDATE, Op.DELETE)), change
+    if change["op"] == Op.DELETE:
+        del rows[key]
+    else:
+        rows[key] = values
+
+
+def kill_rounds(tmp_path: Path, rounds: int) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    options = RateOptions(rows_per_second=2000, seed=seed, existing_rows=40, rows_per_transaction=7)
+    torn = Reader(tmp_path / "torn", options)
+    for number in range(rounds):
+        with torn.connected() as client:
+            torn.read(client)
+            client.confirm()
+            pid, before = torn.pid(), torn.ack.commit
+            behind = before + chance.randrange(20, 200)
+
+            def in_flight(client: ControlClient = client, behind: int = behind) -> bool:
+                spool = SpoolReader(torn.state.spool)
+                spool.refresh()
+                client.wait(0.01)
+                return spool.end.commit > behind
+
+            wait_until(in_flight, 60, "changes that nobody has acknowledged")
+            os.kill(pid, signal.SIGKILL)
+        assert torn.ack.commit == before, f"round {number}: nothing was in flight"
+    with torn.connected() as client:
+        last = client.target()
+        torn.read(client, until=last)
+        client.stop()
+    assert torn.ack.commit >= last
+    made_up, expected, places = MadeUp(options, Relations()), Rows(), set()
+    batches = [made_up.existing(table, 0) for table in range(options.made_up_tables)]
+    batches.append(made_up.transactions(FIRST_COMMIT + 1, torn.ack.commit - FIRST_COMMIT, 0))
+    for batch in batches:
+        owners = batch.transactions.to_pylist()
+        of_row = [owner for owner in owners for _ in range(owner["rows"])]
+        for change, owner in zip(batch.data.to_pylist(), of_row, strict=True):
+            places.add(Position(owner["commit"], owner["kind"], change["ordinal"]))
+            fold(expected, change)
+    assert places == torn.seen and expected == torn.rows
+
+
+def test_a_capture_that_is_killed_three_times_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    kill_rounds(tmp_path, 3)
+
+
+@pytest.mark.slow
+def test_a_capture_that_is_killed_twenty_times_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    kill_rounds(tmp_path, 20)
+
+
+def test_what_is_confirmed_is_gone_and_what_is_not_comes_again(tmp_path: Path) -> None:
+    reader = Reader(tmp_path, RateOptions(rows_per_second=10_000, transactions=50))
+    with reader.connected() as client:
+        reader.read(client, until=FIRST_COMMIT + 50)
+        assert client.target() == FIRST_COMMIT + 50 and client.confirm() == FIRST_COMMIT + 50
+        client.stop()
+    assert len(reader.seen) == 250 and read_json(reader.state.path / SERVER_FILE)["confirmed"] == FIRST_COMMIT + 50
+    wait_until(lambda: Lock.holder(reader.state.capture_lock) is None, 20, "the capture has ended")
+    for file in [*reader.state.spool.iterdir(), reader.state.consumers_file]:
+        file.unlink()
+    with pytest.raises(GapError, match="confirmed and gone"):
+        ensure_capture(reader.spec, is_restart=False)
+
+
+def test_other_settings_are_another_log(tmp_path: Path) -> None:
+    Reader(tmp_path, RateOptions())
+    with pytest.raises(GapError, match="others: seed"):
+        Reader(tmp_path, RateOptions(seed=2))
