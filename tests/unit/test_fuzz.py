@@ -40,7 +40,7 @@ def run(messages: Messages, folder: Path | None, seal_rows: int = 3) -> tuple[li
         error = str(caught)
         assert caught.advice
     batches += iter(made.pop, None)
-    undone = [one for one in (*made._streams.values(), *made._prepared.values()) if one is not made._open]
+    undone = [one for one in (*made._streams._open.values(), *made._prepared._open.values()) if one is not made._open]
     undone += [made._open] if made._open is not None else []
     waiting = sum(part.part.rows for one in undone for part in one.parts)
     waiting += sum(one.rows.rows for one in undone if one.rows is not None) + made._shared.rows

@@ -275,7 +275,7 @@ def test_many_open_streams_together_are_bounded(tmp_path: Path) -> None:
     for _ in range(3):
         for xid in xids:
             feed(made, *block(xid, *[insert(n, "x" * 100) for n in range(20)], first=False))
-    streams = made._streams.values()
+    streams = made._streams._open.values()
     buffered = sum(one.rows.nbytes for one in streams if one.rows is not None)
     held = sum(part.part.nbytes for one in streams for part in one.parts if part.part.path is None)
     assert buffered <= 20_000
@@ -291,9 +291,9 @@ def test_many_open_streams_together_are_bounded(tmp_path: Path) -> None:
 def test_a_stream_gives_the_memory_of_a_full_buffer_back() -> None:
     made = assembler(seal_rows=3)
     feed(made, encode_stream_start(7), in_stream(7, encode_relation(ORDERS)), in_stream(7, insert(1)))
-    before = made._streams[7].rows
+    before = made._streams._open[7].rows
     feed(made, in_stream(7, insert(2)), in_stream(7, insert(3)), in_stream(7, insert(4)), encode_stream_stop())
-    assert made._streams[7].rows is not before
+    assert made._streams._open[7].rows is not before
     feed(made, commit(7, 110))
     assert [one[1] for one in values(pop_all(made))] == [1, 2, 3, 4]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from pgcdc.core.errors import DecodeError, GapError
+from pgcdc.core.errors import DecodeError
 from pgcdc.core.relation import Column, Relations
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.source.postgres.wire import messages as wire
@@ -23,6 +23,7 @@ from pgcdc.source.postgres.wire.confirmable import Confirmable
 from pgcdc.source.postgres.wire.outgoing import Outbox, Outgoing, TransactionRow, add_told
 from pgcdc.source.postgres.wire.pending import PendingPart, PendingStore, Table, Transaction
 from pgcdc.source.postgres.wire.rows import RowBuffer, new_row_buffer
+from pgcdc.source.postgres.wire.waiting import PreparedTransactions, StreamedTransactions, out_of_order
 from pgcdc.spool.batch import CaptureBatch, Part
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ class Assembler:
         """END lsn of the last transaction that was read completely."""
         self._seal_rows = seal_rows
         self._seal_bytes = seal_bytes
-        self._spill_bytes = spill_bytes
         self._store = PendingStore(spill_dir, spill_bytes)
         self._confirmable = Confirmable()
         self._outbox = Outbox(relations, start_lsn)
@@ -66,12 +66,11 @@ class Assembler:
         self._rows = self._shared  # where rows go now
         self._open: Transaction | None = None  # whose rows come now
         self._in_stream = False
-        self._streams: dict[int, Transaction] = {}
-        self._prepared: dict[tuple[int, str], Transaction] = {}
+        self._streams = StreamedTransactions(self._store, spill_bytes)
+        self._prepared = PreparedTransactions(self._store, self._confirmable)
         self._tables: dict[int, Table] = {}
         self._told: dict[int, int] = {}  # what the next batch says
         self._relation_count = 0
-        self._buffered = 0
         self._resume_lsn = 0
         self._parallel = False
         self._rewrite_row: Callable[[bytes, Sequence[Column], int], bytes] | None = None
@@ -171,15 +170,13 @@ class Assembler:
         """The connection is gone: forget what is undecided (the server sends it again), keep what was committed."""
         if self._committed:
             self._seal_shared(self._open)
-        whole = [self._open] if self._open is not None and not self._in_stream else []
-        for transaction in (*whole, *self._streams.values(), *self._prepared.values()):
-            self._store.drop(transaction.parts)
+        if self._open is not None and not self._in_stream:
+            self._store.drop(self._open.parts)
+        self._streams.drop()
+        self._prepared.drop()
         self._open, self._in_stream = None, False
-        self._streams.clear()
-        self._prepared.clear()
         self._tables.clear()  # the new connection describes its relations again
         self._told = {}
-        self._buffered = 0
         self._rows = self._shared = self._new_rows()
 
     # --- whole transactions
@@ -193,7 +190,7 @@ class Assembler:
         commit = wire.parse_commit(message, lsn)
         transaction = self._require_open("Commit", lsn, in_stream=False)
         if transaction.gid is not None:
-            raise DecodeError(f"Commit of the prepared transaction {transaction.xid} at {format_lsn(lsn)}", _ADVICE)
+            raise out_of_order(f"Commit of the prepared transaction {transaction.xid}", lsn)
         is_old = self._is_old(commit.end_lsn, lsn)
         self._open = None
         rows = self._shared.rows - self._committed_rows
@@ -231,7 +228,7 @@ class Assembler:
             transaction.sub += 1
             self._rows.add_message(logical.prefix, logical.content, *transaction.last, lsn, xid)
         elif self._open is not None:
-            raise DecodeError(f"a non-transactional Message inside of a transaction at {format_lsn(lsn)}", _ADVICE)
+            raise out_of_order("a non-transactional Message inside of a transaction", lsn)
         else:
             # It stands alone. Its lsn is the end of its record, where no transaction ends. Not a byte further: the next
             # record may be a commit, and a server that was told of more than its beginning does not send it any more.
@@ -262,15 +259,9 @@ class Assembler:
 
     def _take_stream_start(self, message: _Bytes, lsn: int) -> None:
         start = undecided.parse_stream_start(message, lsn)
-        transaction = self._streams.get(start.xid)
-        if start.is_first != (transaction is None):
-            problem = "begins a second time" if start.is_first else "goes on, but has not begun"
-            raise DecodeError(f"the streamed transaction {start.xid} {problem} at {format_lsn(lsn)}", _ADVICE)
-        transaction = transaction or Transaction(start.xid)
         self._require_none("Stream Start", lsn)
-        self._open = self._streams[start.xid] = transaction
-        transaction.rows = transaction.rows or self._new_rows(transaction.tables)
-        self._rows, self._in_stream = transaction.rows, True
+        self._open, self._rows = self._streams.begin_block(start, lsn, self._new_rows)
+        self._in_stream = True
         self._rows.limit(self._seal_rows, self._seal_bytes)
 
     def _take_stream_stop(self, message: _Bytes, lsn: int) -> None:
@@ -278,55 +269,35 @@ class Assembler:
         transaction = self._require_open("Stream Stop", lsn, in_stream=True)
         self._open, self._in_stream = None, False
         self._rows = self._shared
-        self._count_buffered(transaction)
-        while self._buffered > self._spill_bytes:
-            self._set_aside(max(self._streams.values(), key=lambda one: one.buffered))
+        self._streams.end_block(transaction)
 
     def _take_stream_commit(self, message: _Bytes, lsn: int) -> None:
         commit = undecided.parse_stream_commit(message, lsn)
-        self._require_stream(commit.xid, "Stream Commit", lsn)
+        self._require_none("Stream Commit", lsn)
+        self._streams.require(commit.xid, "Stream Commit", lsn)
         is_old = self._is_old(commit.end_lsn, lsn)
         transaction = self._end_stream(commit.xid, "Stream Commit", lsn)
         self._decide(transaction, commit.end_lsn, commit.commit_time, is_old)
 
     def _take_stream_abort(self, message: _Bytes, lsn: int) -> None:
         abort = undecided.parse_stream_abort(message, lsn, parallel=self._parallel)
-        if abort.subxid != abort.xid and abort.xid not in self._streams:
-            self._require_none("Stream Abort", lsn)
-            return  # PostgreSQL 18 tells this of transactions whose rollback it saw before it streamed anything of them
-        transaction = self._require_stream(abort.xid, "Stream Abort", lsn)
-        if abort.subxid == abort.xid:
-            transaction.rows = None
-            self._count_buffered(transaction)
-            self._store.drop(transaction.parts)
-            del self._streams[abort.xid]
-            return
-        transaction.aborted.append(abort.subxid)
-        # The server describes its tables again: the shapes may have been made in what is now undone.
-        transaction.tables.clear()
-        if transaction.rows is not None:
-            transaction.rows.forget()
+        self._require_none("Stream Abort", lsn)
+        # PostgreSQL 18 tells this also of subtransactions whose rollback it saw before it streamed anything.
+        if abort.subxid == abort.xid or abort.xid in self._streams:
+            self._streams.abort(abort, lsn)
 
     def _end_stream(self, xid: int, name: str, lsn: int) -> Transaction:
-        """A streamed transaction that ends with Stream Commit or Stream Prepare, with everything in parts.
+        """A streamed transaction that ends with Stream Commit or Stream Prepare.
 
         The server now takes its relations as known: after Stream Commit always, after Stream Prepare since PostgreSQL 15.20
         (before, it described them again, which does no harm). Relations described since then are newer and stay.
         """
-        transaction = self._require_stream(xid, name, lsn)
-        self._set_aside(transaction)
-        del self._streams[xid]
+        self._require_none(name, lsn)
+        transaction = self._streams.end(xid, name, lsn)
         for oid, table in transaction.tables.items():
             if oid not in self._tables or self._tables[oid].number < table.number:
                 self._tables[oid] = table
                 self._shared.define(oid, table.version, table.columns)
-        return transaction
-
-    def _require_stream(self, xid: int, name: str, lsn: int) -> Transaction:
-        self._require_none(name, lsn)
-        transaction = self._streams.get(xid)
-        if transaction is None:
-            raise DecodeError(f"{name} of transaction {xid}, which was not streamed, at {format_lsn(lsn)}", _ADVICE)
         return transaction
 
     # --- prepared transactions
@@ -340,62 +311,37 @@ class Assembler:
         prepare = undecided.parse_prepare(message, lsn)
         transaction = self._require_open("Prepare", lsn, in_stream=False)
         if (transaction.xid, transaction.gid) != (prepare.xid, prepare.gid):
-            raise DecodeError(
-                f"Prepare of {prepare.gid!r} inside of transaction {transaction.xid} at {format_lsn(lsn)}", _ADVICE
-            )
-        self._require_new(prepare, lsn)
+            raise out_of_order(f"Prepare of {prepare.gid!r} inside of transaction {transaction.xid}", lsn)
+        self._prepared.require_new(prepare, lsn)
         self._open = None
         self._seal_shared(transaction)
-        self._keep_prepared(transaction, prepare)
+        self._prepared.keep(transaction, prepare)
 
     def _take_stream_prepare(self, message: _Bytes, lsn: int) -> None:
         prepare = undecided.parse_prepare(message, lsn)
-        self._require_new(prepare, lsn)
-        self._keep_prepared(self._end_stream(prepare.xid, "Stream Prepare", lsn), prepare)
-
-    def _require_new(self, prepare: undecided.Prepare, lsn: int) -> None:
-        if (prepare.xid, prepare.gid) in self._prepared:
-            raise DecodeError(f"{prepare.gid!r} is prepared a second time at {format_lsn(lsn)}", _ADVICE)
-
-    def _keep_prepared(self, transaction: Transaction, prepare: undecided.Prepare) -> None:
-        name = (prepare.xid, prepare.gid)
-        self._prepared[name] = transaction
-        self._confirmable.prepare(name, prepare.prepare_lsn)
-        self._confirmable.see(prepare.end_lsn)
+        self._prepared.require_new(prepare, lsn)
+        self._prepared.keep(self._end_stream(prepare.xid, "Stream Prepare", lsn), prepare)
 
     def _take_commit_prepared(self, message: _Bytes, lsn: int) -> None:
         commit = undecided.parse_commit_prepared(message, lsn)
         self._require_none("Commit Prepared", lsn)
-        name = (commit.xid, commit.gid)
         is_old = self._is_old(commit.end_lsn, lsn)
-        transaction = self._prepared.pop(name, None)
-        if transaction is None:
-            if is_old:
-                return
-            raise GapError(
-                f"prepared transaction {commit.gid!r} was committed at {format_lsn(commit.end_lsn)}, but its changes were "
-                "never sent to us: the slot was moved past its PREPARE",
-                "Its changes are gone. Begin with a new slot and bring the sinks back: pgcdc resync --new-slot",
-            )
-        self._confirmable.commit(name, commit.end_lsn)
-        self._decide(transaction, commit.end_lsn, commit.commit_time, is_old)
+        transaction = self._prepared.commit(commit, is_old=is_old)
+        if transaction is not None:
+            self._decide(transaction, commit.end_lsn, commit.commit_time, is_old)
 
     def _take_rollback_prepared(self, message: _Bytes, lsn: int) -> None:
         rollback = undecided.parse_rollback_prepared(message, lsn)
         self._require_none("Rollback Prepared", lsn)
-        name = (rollback.xid, rollback.gid)
-        transaction = self._prepared.pop(name, None)  # none: the slot stood behind its PREPARE, and nobody waits for it
+        transaction = self._prepared.roll_back(rollback)
         if transaction is not None:
             add_told(self._told, transaction.told)  # the server takes them as known
-            self._store.drop(transaction.parts)
-        self._confirmable.roll_back(name)
-        self._confirmable.see(rollback.end_lsn)
 
     # --- the steps they share
 
     def _require_none(self, name: str, lsn: int) -> None:
         if self._open is not None:
-            raise DecodeError(f"{name} inside of transaction {self._open.xid} at {format_lsn(lsn)}", _ADVICE)
+            raise out_of_order(f"{name} inside of transaction {self._open.xid}", lsn)
 
     def _require_open(self, name: str, lsn: int, *, in_stream: bool | None = None) -> Transaction:
         if self._open is None or in_stream not in (None, self._in_stream):
@@ -423,13 +369,12 @@ class Assembler:
     def _is_old(self, end_lsn: int, lsn: int) -> bool:
         """Whether a transaction was read before: only a connection that began before its place sends one again."""
         if end_lsn > _MAX_LSN:
-            raise DecodeError(f"a transaction ends at {end_lsn:X}, which is no LSN, at {format_lsn(lsn)}", _ADVICE)
+            raise out_of_order(f"a transaction ends at {end_lsn:X}, which is no LSN,", lsn)
         if end_lsn > self.last_lsn:
             return False
         if end_lsn > self._resume_lsn:
-            raise DecodeError(
-                f"a transaction ends at {format_lsn(end_lsn)}, not behind {format_lsn(self.last_lsn)}, at {format_lsn(lsn)}",
-                _ADVICE,
+            raise out_of_order(
+                f"a transaction ends at {format_lsn(end_lsn)}, not behind {format_lsn(self.last_lsn)},", lsn
             )
         self._confirmable.see(end_lsn)
         return True
@@ -465,7 +410,7 @@ class Assembler:
     def _seal(self) -> None:
         """The buffer is full."""
         if self._in_stream and self._open is not None:
-            self._keep(self._rows, self._open)
+            self._streams.keep(self._rows, self._open)
             # A new one, because an emptied buffer keeps its memory, and there may be one for each of many transactions.
             self._rows = self._open.rows = self._new_rows(self._open.tables)
         else:
@@ -489,30 +434,11 @@ class Assembler:
                 pending = pending.take(pa.array(np.arange(pending.num_rows)))
             transaction.parts.append(self._store.keep(pending, transaction.last, _NO_RUNS))
 
-    def _keep(self, buffer: RowBuffer, transaction: Transaction) -> None:
-        if buffer.rows:
-            runs = buffer.runs()
-            transaction.parts.append(self._store.keep(buffer.take(), transaction.last, runs))
-
-    def _set_aside(self, transaction: Transaction) -> None:
-        """Everything of a streamed transaction into parts, and its buffer away: many may wait between their blocks."""
-        if transaction.rows is not None:
-            self._keep(transaction.rows, transaction)
-            transaction.rows = None
-        self._count_buffered(transaction)
-
-    def _count_buffered(self, transaction: Transaction) -> None:
-        held = transaction.rows.nbytes if transaction.rows is not None else 0
-        self._buffered += held - transaction.buffered
-        transaction.buffered = held
-
 
 def _outside(name: str, lsn: int) -> DecodeError:
-    return DecodeError(f"message {name} outside of a transaction at {format_lsn(lsn)}", _ADVICE)
+    return out_of_order(f"message {name} outside of a transaction", lsn)
 
 
 _NOT_ASKED = (0, 0)
 _NO_RUNS = np.empty((0, 2), np.uint32)
 _MAX_LSN = 2**63 - 1
-
-_ADVICE = "The stream is not as the protocol says: please report this with the server's version"
