@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pgcdc.config import Config
 from pgcdc.config.conflict import name_key
 from pgcdc.config.explain import explain
-from pgcdc.core.errors import ConfigError
+from pgcdc.core.errors import ConfigError, ConfigErrors
 from pgcdc.core.settings import KeyPath
 
 __all__ = ["postgres"]
@@ -44,6 +44,6 @@ def postgres(url: str = "", **settings: Any) -> Config:
     try:
         config = Config.model_validate(values if "db" in values else {**values, "db": os.environ.get("PGCDC_DB", "")})
     except ValidationError as error:
-        raise explain(error, name_key, raw) from None
+        raise ConfigErrors.of(list(explain(error, name_key, raw))) from None
     config.check()
     return config

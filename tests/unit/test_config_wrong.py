@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from pgcdc.cli.main import app
 from pgcdc.config.adapters import ENTRIES, Entry
-from pgcdc.config.explain import ELSEWHERE
 from pgcdc.config.layers import load, load_config
+from pgcdc.config.manual import NAMES, advise
 from pgcdc.config.model import Config, Transforms
-from pgcdc.core.errors import ConfigError
+from pgcdc.core.errors import ConfigError, ConfigErrors
 from pgcdc.core.secrets import read_secret
 from pgcdc.core.settings import is_switch, setting_of
 from pgcdc.event.masks import read_key
@@ -323,9 +323,9 @@ def test_transforms_have_no_variable() -> None:
         load_config({}, {"PGCDC_TRANSFORMS": "x"}, None)
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", NAMES)
 def test_names_from_elsewhere_are_explained(nowhere: Path, name: str) -> None:
-    assert refuse(nowhere, f"{name}: x\n").advice == ELSEWHERE[name]
+    assert refuse(nowhere, f"{name}: x\n").advice == NAMES[name]
 
 
 # --- lists of things with names
@@ -500,5 +500,90 @@ def test_options_that_do_not_go_together_are_named_as_they_are_written(flags: di
 
 def test_a_flag_stands_once_in_a_message() -> None:
     with pytest.raises(ConfigError) as caught:
-        load({"tables": "t", "adapters": ["stdout"], "file_path": "x"}, {}, None).check()
+        load({"db": "postgresql://h/d", "tables": "t", "adapters": ["stdout"], "file_path": "x"}, {}, None).check()
     assert caught.value.message == "--file-path is given without --adapter file"
+
+
+# --- all at once, other names, and names of the manual
+
+FAULTS = """\
+slot_nam: a
+tables: [orders, "a b"]
+snapshot_hold_limit: soon
+adapters:
+  - {name: audit, type: file, pth: x}
+  - {name: two, type: webhook, url: "https://h/", timeout: 0}
+detector: mysql
+"""
+
+
+def test_everything_that_is_wrong_is_said_at_once_each_with_its_line(nowhere: Path) -> None:
+    (nowhere / "pgcdc.yaml").write_text(FAULTS)
+    with pytest.raises(ConfigErrors) as caught:
+        load_config({"dlq": "fiel"}, {"PGCDC_SLOT_NAM": "x"}, None)
+    said = [str(error) for error in caught.value.errors]
+    for line, key, advice in [
+        (1, "slot_nam", "Did you mean slot_name?"), (2, "tables[1]", "table"), (3, "snapshot_hold_limit", "6h"),
+        (5, "adapters[0].pth", "Did you mean path?"), (6, "adapters[1].timeout", "greater than 0"),
+        (7, "detector", "This detector is not built yet; there is: wal"),
+    ]:  # fmt: skip
+        assert any(f"pgcdc.yaml, line {line}: {key}: " in one and advice in one for one in said), (key, said)
+    assert any(one.startswith("--dlq: ") and "Did you mean file?" in one for one in said)
+    assert any(one.startswith("PGCDC_SLOT_NAM: ") for one in said)
+    assert len(said) == 8
+    shown = CliRunner().invoke(app, ["listen", "--dlq", "fiel"])
+    assert shown.exit_code == 2 and shown.output.count("error: ") == 7
+
+
+def test_all_conflicts_are_said_at_once(nowhere: Path) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        load_config({"toast_cache": True, "origin": "none", "bus_buffer": "5", "snapshot_table": "a"}, {}, None)
+    said = [str(error) for error in caught.value.errors]
+    for part in ("--snapshot-table is for", "--toast-cache", "--bus-buffer is for", "no database", "which tables"):
+        assert any(part in one for one in said), (part, said)
+
+
+def test_names_of_the_manual_that_we_renamed_mean_the_same(nowhere: Path) -> None:
+    given = {"db": "postgresql://h/d", "tables": "t", "adapters": ["webhook"], "webhook_url": "https://h/"}
+    (nowhere / "pgcdc.yaml").write_text("webhook_cb_failures: 7\n")
+    config = load_config(given, {"PGCDC_WEBHOOK_RATE_BURST": "9"}, None)
+    assert config.adapter_specs[0].delivery.cb_max_failures == 7
+    assert config.adapter_specs[0].delivery.rate_limit_burst == 9
+    (nowhere / "pgcdc.yaml").write_text("adapters:\n  - {name: a, type: noop, cb_failures: 3, rate_burst: 2}\n")
+    spec = load_config({"db": "postgresql://h/d", "tables": "t"}, {}, None).adapter_specs[0]
+    assert (spec.delivery.cb_max_failures, spec.delivery.rate_limit_burst) == (3, 2)
+    (nowhere / "pgcdc.yaml").write_text("noop_cb_failures: x\n")
+    with pytest.raises(ConfigError, match=r"^pgcdc.yaml, line 1: noop_cb_max_failures: "):
+        load_config({"db": "postgresql://h/d", "tables": "t", "adapters": ["noop"]}, {}, None)
+    (nowhere / "pgcdc.yaml").write_text("noop_cb_failures: 1\nnoop_cb_max_failures: 2\n")
+    with pytest.raises(ConfigError, match="another name of noop_cb_max_failures"):
+        load_config({"db": "postgresql://h/d", "tables": "t", "adapters": ["noop"]}, {}, None)
+    shown = CliRunner().invoke(app, ["config", "show", "--help"])
+    assert shown.exit_code == 0
+    shown = CliRunner().invoke(app, ["validate", "--noop-cb-failures", "x", "--noop-rate-burst", "2"])
+    assert "noop_cb_max_failures" in shown.output or "--noop-cb-max-failures" in shown.output
+
+
+MANUAL = (
+    "channel heartbeat-interval slot-lag-warn outbox-keep-processed outbox-poll-interval outbox-batch-size "
+    "mysql-gtid mongodb-scope mongodb-full-document backpressure bp-warn-threshold bp-critical-threshold "
+    "bp-max-throttle bp-poll-interval plugin-transform skip-validation ws-ping-interval kafka-brokers "
+    "kafka-transactional-id kafka-encoding kafka-tls kafka-tls-ca-file schema-registry-url kafkaserver-partitions "
+    "kafkaserver-checkpoint-db s3-bucket s3-format s3-flush-interval s3-flush-size redis-mode redis-id-column "
+    "embedding-columns embedding-api-url embedding-cb-failures embedding-cb-reset embedding-rate-limit "
+    "embedding-rate-burst embedding-db view-query checkpoint-db snapshot-progress-db plugin-adapter dlq-plugin "
+    "checkpoint-plugin metrics-addr skip-migrations "
+)
+"""The flags of the manual that there are not."""
+
+
+def test_names_of_the_manual_that_are_not_built_get_advice_as_flags_and_as_keys(nowhere: Path) -> None:
+    missing = [flag for flag in MANUAL.split() if flag.replace("-", "_") not in Config.model_fields]
+    for flag in missing:
+        key = flag.replace("-", "_")
+        assert advise(flag) and "Did you mean" not in advise(flag)
+        assert refuse(nowhere, f"{key}: x\n").advice == advise(key)
+    for flag in missing[::6]:
+        shown = CliRunner().invoke(app, ["listen", f"--{flag}", "x"])
+        assert shown.exit_code == 2
+        assert advise(flag) in " ".join(shown.output.split())

@@ -43,6 +43,18 @@ class SettingsCommand(TyperCommand):
             self.params = [*settings, *self.params]
         return super().get_params(ctx)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """With advice for flags of the manual that there are not."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            from pgcdc.config.manual import advise
+
+            advice = advise(str(getattr(error, "option_name", "")).lstrip("-"))
+            if advice and hasattr(error, "message"):
+                error.message, error.possibilities = f"No such option: {error.option_name}. {advice}", None  # type: ignore[attr-defined]
+            raise
+
     def invoke(self, ctx: Any) -> Any:
         """The function gets its own flags; it asks for the settings with `given_flags`."""
         assert self.callback is not None
@@ -68,6 +80,7 @@ def _make_params() -> list[Any]:
     for name, field, setting in sorted(fields, key=lambda one: (GROUPS.index(one[2].group), one[0] in FLAT_KEYS)):
         if setting.flag is None:
             continue
+        adapter = FLAT_KEYS[name][0] if name in FLAT_KEYS else ""
         switch, unit = is_switch(field.annotation), unit_of(field)
         kind: Any = bool | None if switch else list[str] | None if setting.is_repeated else str | None
         both = f"--{setting.flag}"
@@ -75,6 +88,7 @@ def _make_params() -> list[Any]:
             both += f"/--no-{setting.flag}"
         option = typer.Option(
             both if switch else f"--{setting.flag}",
+            *(f"--{adapter}-{alias}".replace("_", "-") for alias in setting.aliases),
             help=_describe(
                 field.description or "", unit.format(field.default) if unit and field.default else field.default
             ),

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import typer
 
-from pgcdc.core.errors import PgcdcError
+from pgcdc.core.errors import ConfigErrors, PgcdcError
 
 __all__ = ["exit_on_error", "format_error", "print_table", "show"]
 
@@ -30,7 +30,8 @@ def exit_on_error() -> Iterator[None]:
     try:
         yield
     except PgcdcError as error:
-        typer.echo(format_error(error), err=True)
+        for one in error.errors if isinstance(error, ConfigErrors) else (error,):
+            typer.echo(format_error(one), err=True)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None

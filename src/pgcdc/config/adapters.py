@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from pgcdc.config.model import Config
 
 __all__ = [
+    "ALIASES",
     "ENTRIES",
+    "ENTRY_ALIASES",
     "FLAT_KEYS",
     "AdapterItem",
     "AdapterKeys",
@@ -105,6 +107,12 @@ def _make_flat() -> tuple[type[Options], dict[str, tuple[str, str]]]:
     return create_model("AdapterKeys", __base__=Options, **fields), keys
 
 
+ENTRY_ALIASES = {
+    alias: name for name, info in DeliveryOptions.model_fields.items() for alias in setting_of(name, info).aliases
+}
+"""Other names of the keys of a mapping: those of the manual."""
+ALIASES = {f"{kind}_{alias}": f"{kind}_{name}" for kind in ADAPTERS for alias, name in ENTRY_ALIASES.items()}
+"""The same for flat keys, variables and flags."""
 ENTRIES = _make_entries()
 """The model of a mapping in `adapters`, by type."""
 _FLAT, FLAT_KEYS = _make_flat()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from pgcdc.config.adapters import ENTRIES
+from pgcdc.config.manual import advise, advise_detector
 from pgcdc.config.model import Config, Transforms
 from pgcdc.config.rules import suggest
 from pgcdc.core.errors import ConfigError
@@ -16,33 +17,36 @@ from pgcdc.core.secrets import describe_value
 from pgcdc.core.settings import REFUSED, UNKNOWN, KeyPath
 from pgcdc.transform.specs import TransformSpec
 
-__all__ = ["ELSEWHERE", "explain"]
+__all__ = ["explain"]
 
 _TRANSFORMS: dict[str, type[BaseModel]] = {
     model.model_fields["type"].default: model for model in get_args(get_args(TransformSpec)[0])
 }
 
-ELSEWHERE = {
-    "checkpoint_db": "Leave it out: progress stands in the state directory (state_dir), not in a database",
-    "snapshot_progress_db": "Leave it out: progress stands in the state directory (state_dir), not in a database",
-    "kafkaserver_checkpoint_db": "Leave it out: progress stands in the state directory (state_dir), not in a database",
-    "backpressure": "Leave it out: the capture stops reading when spool_limit is undelivered",
-    "bp_warn_threshold": "Use spool_limit: the capture stops reading when this much is undelivered",
-    "bp_critical_threshold": "Use spool_limit: the capture stops reading when this much is undelivered",
-    "checkpoint_path": "Use state_dir: it has checkpoints, spool and acks",
-    "password": "Use password_file, or ${NAME} inside of db: a password does not stand in this file",
-}
-"""Names from elsewhere that people try, and what is here instead."""
+
+def explain(
+    error: ValidationError,
+    place: Callable[[KeyPath], str],
+    raw: Callable[[KeyPath], Any],
+    known: Collection[KeyPath] = (),
+) -> Iterator[ConfigError]:
+    """All that is wrong, once for each place: what is misspelt first, since it is why another key is missing.
+
+    `known` are places of which something is said already.
+    """
+    found = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
+    misspelt = {_path(one["loc"], raw)[:-1] for one in found if one["type"] == "extra_forbidden"}
+    seen: set[KeyPath] = set(known)
+    for one in found:
+        path = _path(one["loc"], raw)
+        is_said = any(path[: len(other)] == other or other[: len(path)] == path for other in seen)
+        if not is_said and not (one["type"] == "missing" and path[:-1] in misspelt):
+            yield _explain(one, path, place, raw)
+        seen.add(path)
 
 
-def explain(error: ValidationError, place: Callable[[KeyPath], str], raw: Callable[[KeyPath], Any]) -> ConfigError:
-    """The first thing that is wrong."""
-    found = error.errors(include_url=False)
-    first = next(
-        (one for one in found if one["type"] == "extra_forbidden"), found[0]
-    )  # a typo is why another is missing
+def _explain(first: Any, path: KeyPath, place: Callable[[KeyPath], str], raw: Callable[[KeyPath], Any]) -> ConfigError:
     kind, context, loc = first["type"], first.get("ctx", {}), first["loc"]
-    path = _path(loc, raw)
     if kind == "extra_forbidden":
         return _unknown_key(loc, path, place)
     if kind == "missing":
@@ -64,7 +68,8 @@ def explain(error: ValidationError, place: Callable[[KeyPath], str], raw: Callab
         return ConfigError(f"{where}: {reason}", advice[:1].upper() + advice[1:])
     if kind == "literal_error":
         known = re.findall(r"'([^']*)'", str(context.get("expected", "")))
-        advice = suggest(str(value), known, _help(path)) if isinstance(value, str) else _help(path)
+        later = advise_detector(str(value), ", ".join(known)) if path == ("detector",) else ""
+        advice = later or (suggest(str(value), known, _help(path)) if isinstance(value, str) else _help(path))
         return ConfigError(f"{where}: {reason}{shown}", advice)
     return ConfigError(f"{where}: {reason}{shown}", _help(path))
 
@@ -97,8 +102,9 @@ def _unknown_key(loc: tuple[str | int, ...], path: KeyPath, place: Callable[[Key
     name = str(loc[-1])
     if len(loc) == 1:
         known = list(Config.model_fields)
-        otherwise = ELSEWHERE.get(name, "")
-        advice = otherwise or suggest(name, known, "The keys stand in docs/configuration.md, or: pgcdc config schema")
+        advice = advise(name) or suggest(
+            name, known, "The keys stand in docs/configuration.md, or: pgcdc config schema"
+        )
         return ConfigError(f"{place(path)}: this key is not known", advice)
     model: type[BaseModel] = {**_TRANSFORMS, **ENTRIES}.get(str(loc[-2]), Transforms)
     known = [field.alias or key for key, field in model.model_fields.items()]

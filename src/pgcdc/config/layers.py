@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,16 @@ from psycopg.conninfo import make_conninfo
 from pydantic import ValidationError
 from pydantic_core import PydanticCustomError
 
+from pgcdc.config.adapters import ALIASES, ENTRY_ALIASES
 from pgcdc.config.conflict import name_key
 from pgcdc.config.explain import explain
 from pgcdc.config.fields import parse_priorities, parse_routes
 from pgcdc.config.model import Config
 from pgcdc.config.option_secrets import check_literals, option_secrets
 from pgcdc.config.yaml_file import YamlFile, read_yaml
-from pgcdc.core.errors import ConfigError, PgcdcError
+from pgcdc.core.errors import ConfigError, ConfigErrors, PgcdcError
 from pgcdc.core.secrets import hide, literal_part, read_secret
-from pgcdc.core.settings import Conflict, KeyPath, setting_of
+from pgcdc.core.settings import Conflict, KeyPath, conflicts_of, setting_of
 from pgcdc.postgres.database import parse_url
 from pgcdc.sink.registry import ADAPTERS
 
@@ -83,15 +85,14 @@ class Loaded:
 
     def check(self) -> None:
         """Raise ConfigError, with its place, for what cannot go together."""
-        try:
-            self.config.check()
-        except Conflict as error:
+        found = []
+        for error in self.config.conflicts():
             where = f"{self.place(error.path)}: " if error.path[:1] in self.origins else ""
             if where and error.message.startswith(where.replace(": ", " ", 1)):  # a flag, which it begins with
                 where = ""
-            raise self.safe(ConfigError(where + error.message, error.advice)) from None
-        except ConfigError as error:
-            raise self.safe(error) from None
+            found.append(self.safe(ConfigError(where + error.message, error.advice)))
+        if found:
+            raise ConfigErrors.of(found)
 
     def safe(self, error: PgcdcError) -> ConfigError:
         """The same without any secret in it."""
@@ -116,22 +117,51 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None
         loaded.file = read_yaml(file, environ)
         loaded.secrets |= loaded.file.secrets
         _add(loaded, loaded.file.values, dict.fromkeys(loaded.file.values, ""))
-    variables = _read_variables(environ)
+    variables, wrong = _read_variables(environ)
     _add(loaded, variables, {key: PREFIX + key.upper() for key in variables})
     _add(loaded, flags, {key: f"--{_flag(key)}" for key in flags})
     loaded.secrets |= option_secrets(loaded.values)
+    steps: list[Callable[[], object]] = [
+        partial(take, loaded) for take in (_rename, _take_database, _take_target_databases, _take_letters_database)
+    ]
+    steps += [partial(check_literals, loaded.file.raw)] if loaded.file is not None else []
+    conflicts = [conflict for step in steps for conflict in conflicts_of((), step)]
+    wrong += [ConfigError(f"{loaded.place(one.path)}: {one.message}", one.advice) for one in conflicts]
+    about = {path for one in conflicts if one.path for path in (one.path, (str(one.path[0]).removesuffix("_file"),))}
     try:
-        _take_database(loaded)
-        _take_target_databases(loaded)
-        _take_letters_database(loaded)
-        if loaded.file is not None:
-            check_literals(loaded.file.raw)
         loaded.config = Config.model_validate(loaded.values)
     except ValidationError as error:
-        raise loaded.safe(explain(error, loaded.place, loaded.raw)) from None
-    except Conflict as error:
-        raise loaded.safe(ConfigError(f"{loaded.place(error.path)}: {error.message}", error.advice)) from None
+        wrong += explain(error, loaded.place, loaded.raw, about)
+    if wrong:
+        raise ConfigErrors.of([loaded.safe(one) for one in wrong])
     return loaded
+
+
+def _rename(loaded: Loaded) -> None:
+    """Other names of settings, those of the manual, become ours."""
+    for alias, key in ALIASES.items():
+        if alias in loaded.values:
+            _move(loaded, loaded.values, (alias,), key)
+    items = loaded.values.get("adapters")
+    for number, item in enumerate(items if isinstance(items, list) else ()):
+        for alias, name in ENTRY_ALIASES.items():
+            if isinstance(item, dict) and alias in item:
+                _move(loaded, item, ("adapters", number, alias), name)
+
+
+def _move(loaded: Loaded, values: dict[str, Any], path: KeyPath, name: str) -> None:
+    if name in values:
+        raise Conflict(path, f"this is another name of {name}, which is given, too", "Leave one of them out")
+    values[name] = values.pop(str(path[-1]))
+    new = (*path[:-1], name)
+    if path in loaded.origins:
+        loaded.origins[new] = loaded.origins.pop(path)
+    if loaded.file is not None and path in loaded.file.lines:
+        loaded.file.lines[new] = loaded.file.lines[path]
+        raw: Any = loaded.file.raw
+        for part in path[:-1]:
+            raw = raw[part]
+        raw[name] = raw.pop(path[-1])
 
 
 def _flag(key: str) -> str:
@@ -139,23 +169,24 @@ def _flag(key: str) -> str:
     return (setting_of(key, info).flag if info is not None else None) or key.replace("_", "-")
 
 
-def _read_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def _read_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[PgcdcError]]:
     """Our variables. Others may begin with PGCDC_ too (a cluster makes some), but one that is nearly ours is a slip."""
     known = {PREFIX + key.upper(): key for key, info in Config.model_fields.items() if setting_of(key, info).flag}
-    found = {}
+    known |= {PREFIX + alias.upper(): alias for alias in ALIASES}
+    found, wrong = {}, list[PgcdcError]()
     for name, value in environ.items():
         if not name.startswith(PREFIX) or not value:
             continue
         if name in known:
             found[known[name]] = value
         elif name.removeprefix(PREFIX).lower() in Config.model_fields:
-            raise ConfigError(f"{name}: this stands in the YAML file only", "Remove the variable")
+            wrong.append(ConfigError(f"{name}: this stands in the YAML file only", "Remove the variable"))
         else:
             keys = [one.removeprefix(PREFIX) for one in known]
             close = difflib.get_close_matches(name.removeprefix(PREFIX), keys, n=1, cutoff=0.87)
             if close:
-                raise ConfigError(f"{name}: this variable is not known", f"Did you mean {PREFIX}{close[0]}?")
-    return found
+                wrong.append(ConfigError(f"{name}: this variable is not known", f"Did you mean {PREFIX}{close[0]}?"))
+    return found, wrong
 
 
 def _add(loaded: Loaded, values: Mapping[str, Any], origins: Mapping[str, str]) -> None:

@@ -5,6 +5,7 @@ Flags with their help, the file of `pgcdc config init` and the JSON schema are m
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,8 @@ from pydantic import Field, field_validator
 from pgcdc.capture.spec import CaptureOptions
 from pgcdc.config.adapters import AdapterItem, AdapterKeys, adapter_specs
 from pgcdc.config.fields import Operations, Priorities, Routes
-from pgcdc.core.settings import Names, Options, setting
+from pgcdc.core.errors import ConfigErrors
+from pgcdc.core.settings import Conflict, Names, Options, setting
 from pgcdc.event.options import EventSettings, TypedSettings
 from pgcdc.postgres.fields import DatabaseUrl, TableName
 from pgcdc.sink.spec import AdapterSpec
@@ -129,11 +131,16 @@ class Config(PostgresOptions, CaptureOptions, EventSettings, TypedSettings, Read
     def _split(cls, value: Any) -> Any:
         return tuple(item.strip() for item in value.split(",") if item.strip()) if isinstance(value, str) else value
 
-    def check(self) -> None:
-        """Raise ConfigError for what cannot go together."""
-        from pgcdc.config.rules import check_together
+    def conflicts(self) -> Iterator[Conflict]:
+        """What cannot go together."""
+        from pgcdc.config.rules import find_conflicts
 
-        check_together(self)
+        return find_conflicts(self)
+
+    def check(self) -> None:
+        """Raise ConfigError for all that cannot go together."""
+        if found := list(self.conflicts()):
+            raise ConfigErrors.of(found)
 
     # --- for the pipeline
 

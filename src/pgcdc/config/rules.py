@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from pgcdc.config.adapters import FLAT_KEYS, Entry, option_path
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.operation import Op
 from pgcdc.core.secrets import read_secret
-from pgcdc.core.settings import Conflict, KeyPath
+from pgcdc.core.settings import Conflict, KeyPath, conflicts_of
 from pgcdc.postgres.database import split_table
 from pgcdc.sink.registry import ADAPTERS, check_options
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, FilterSpec, MaskSpec
@@ -21,7 +21,7 @@ from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, FilterSpec, Mas
 if TYPE_CHECKING:
     from pgcdc.config.model import Config
 
-__all__ = ["check_together", "suggest"]
+__all__ = ["find_conflicts", "suggest"]
 
 RESERVED = "main"
 """The lane that adapters share: an adapter's own lane has the adapter's name."""
@@ -34,19 +34,13 @@ def suggest(name: str, known: Iterable[str], otherwise: str = "") -> str:
     return f"Did you mean {close[0]}?" if close else otherwise or f"Known: {', '.join(names) or 'none'}"
 
 
-def check_together(config: Config) -> None:
-    """Raise Conflict for the first rule that is broken."""
-    source = config.source_options()
-    for conflict in source.conflicts():
-        if conflict.path:
-            raise conflict
-    _check_trial(config)
-    _check_adapters(config)
-    _check_dead_letters(config)
-    _check_names(config)
-    _check_transforms(config)
-    _check_typed(config)
-    source.check()
+def find_conflicts(config: Config) -> Iterator[Conflict]:
+    """What cannot go together: all of the source's, and the first of every other rule."""
+    rules = (_check_trial, _check_adapters, _check_dead_letters, _check_names, _check_transforms, _check_typed)
+    found = list(config.source_options().conflicts())
+    found += [conflict for rule in rules for conflict in conflicts_of((), partial(rule, config))]
+    found.sort(key=lambda one: not one.path)  # what is missing comes last
+    yield from {(one.path, one.message): one for one in found}.values()
 
 
 def _check_trial(config: Config) -> None:

@@ -2,6 +2,7 @@
 
     PgcdcError
     ├── ConfigError             stop, exit 2   wrong flag, file or value: nothing was started
+    │   └── ConfigErrors        stop, exit 2   several of them at once
     ├── StateError              stop, exit 2   state directory unusable, locked or of another pipeline
     ├── SourceError             stop, exit 2   the database refuses what we need (right, slot, publication)
     │   └── ConnectionLost      retry          the connection ended; the slot keeps our place
@@ -27,6 +28,7 @@ from typing import ClassVar
 
 __all__ = [
     "ConfigError",
+    "ConfigErrors",
     "ConnectionLost",
     "ConversionError",
     "DecodeError",
@@ -94,6 +96,19 @@ class ConfigError(PgcdcError):
     """A flag, variable or file is wrong. Raised before anything is started."""
 
     exit_code = 2
+
+
+class ConfigErrors(ConfigError):
+    """Several things are wrong at once: `errors` has them all, each with its place and advice."""
+
+    def __init__(self, errors: Sequence[PgcdcError]) -> None:
+        super().__init__("; ".join(str(error) for error in errors))
+        self.errors = tuple(errors)
+
+    @classmethod
+    def of(cls, errors: Sequence[PgcdcError]) -> PgcdcError:
+        """One error for all of them; of a single one, that."""
+        return errors[0] if len(errors) == 1 else cls(errors)
 
 
 class StateError(PgcdcError):
