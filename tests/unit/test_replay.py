@@ -63,10 +63,13 @@ def test_letters_come_in_batches_of_one_adapter_in_the_order_of_the_stream(store
 
 def test_a_batch_has_the_lines_as_they_were(store: FileDeadLetters) -> None:
     made = as_batch([letter(1, event="a\nb"), letter(2, event="c")])
-    assert made.events.to_pylist() == [
+    assert made.events.select(["position", "line"]).to_pylist() == [
         {"position": position, "line": line} for position, line in zip(at(1, 1, 2), ["a\n", "b\n", "c\n"], strict=True)
     ]
     assert str(made.end) == at(2)[0]
+    records = made.records()
+    assert records.value.to_pylist() == ["a", "b", "c"]
+    assert records.is_barrier.to_pylist() == [True] * 3  # in order, one after the other
 
 
 def test_delivered_and_superseded_letters_are_marked_and_refused_ones_stay(store: FileDeadLetters) -> None:

@@ -41,7 +41,7 @@ class Chains:
 
     def of(self, spec: AdapterSpec) -> Chain:
         """What an adapter gets: also of one that is not among them yet."""
-        return Chain((*self.transforms, *spec.transforms), spec.routes)
+        return Chain((*self.transforms, *spec.transforms), spec.routes, spec.options.form())
 
     def by_spec(self, specs: Sequence[AdapterSpec] | None = None) -> list[tuple[AdapterSpec, Chain]]:
         """All of them, or of these."""

@@ -59,7 +59,7 @@ class LetterOffice:
         """Before anything is made. ConfigError, if the pipeline is new, or another one: letters could not be kept."""
         try:
             if not self._is_given:
-                check_not_captured(self._config)
+                check_not_captured(self._config, uses_existing=self._config.source_options().uses_existing)
             self.store.check()
         except PgcdcError as error:
             if self._state.identity() is None:
@@ -71,7 +71,7 @@ class LetterOffice:
         self.store.pipeline = name_pipeline(identity)
         self.store.open()
         if not self._is_given:
-            check_not_captured(self._config)
+            check_not_captured(self._config, uses_existing=self._config.source_options().uses_existing)
 
     def run(self, spec: AdapterSpec, acks: Path) -> Runner:
         """The sink of an adapter, with its refused events in the store."""

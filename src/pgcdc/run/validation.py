@@ -159,7 +159,7 @@ def _look_at_adapter(config: Config, spec: AdapterSpec) -> str:
 def _look_at_dead_letters(config: Config) -> str:
     from pgcdc.sink.letters.choose import check_not_captured, make_store
 
-    check_not_captured(config)
+    check_not_captured(config, uses_existing=config.source_options().uses_existing)
     store = make_store(config)
     store.check()
     if config.dlq == "pg_table":

@@ -15,6 +15,7 @@ from pgcdc.core.settings import Options, PathText, setting
 from pgcdc.core.units import Bytes, Seconds
 
 if TYPE_CHECKING:
+    from pgcdc.event.forms import Form
     from pgcdc.sink.contract import Sink
 
 __all__ = [
@@ -71,6 +72,10 @@ class SinkOptions(Options):
     def make(self) -> Sink:
         """The sink. What it needs is imported here."""
         raise NotImplementedError
+
+    def form(self) -> Form:
+        """Which form of events its sink reads."""
+        return self.make().form
 
     def target(self) -> str:
         """What no other adapter of a pipeline may write to, for people; empty: it does not matter."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from pgcdc.config.model import Config
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.state import Identity, StateDir
 from pgcdc.postgres.database import connect, explain_errors, name_table, parse_url, split_table
@@ -14,10 +13,46 @@ from pgcdc.sink.letters.file_store import FileDeadLetters
 from pgcdc.sink.letters.pg_store import PgDeadLetters
 from pgcdc.sink.letters.stores import DeadLetters, Dropped, StderrDeadLetters
 
-__all__ = ["check_not_captured", "describe_store", "make_store", "name_pipeline"]
+__all__ = ["LetterSettings", "check_not_captured", "describe_store", "make_store", "name_pipeline"]
 
 
-def make_store(config: Config, say: Callable[[str], None] = lambda text: None) -> DeadLetters:
+class LetterSettings(Protocol):
+    """Where letters go. The names are those of the configuration."""
+
+    @property
+    def dlq(self) -> str:
+        """file, pg_table, stderr or none."""
+
+    @property
+    def dlq_file(self) -> Path | None:
+        """Of `file`; None: in the state directory."""
+
+    @property
+    def dlq_db(self) -> str:
+        """Of `pg_table`; empty: the source's."""
+
+    @property
+    def dlq_table(self) -> str:
+        """Of `pg_table`."""
+
+    @property
+    def db(self) -> str:
+        """The source's database."""
+
+    @property
+    def publication(self) -> str | None:
+        """What the source reads."""
+
+    @property
+    def temporary_slot(self) -> bool:
+        """The state directory ends with the run."""
+
+    @property
+    def state_dir(self) -> Path:
+        """The state directory."""
+
+
+def make_store(config: LetterSettings, say: Callable[[str], None] = lambda text: None) -> DeadLetters:
     """The store; nothing is touched yet."""
     if config.dlq == "none":
         return Dropped(say)
@@ -35,16 +70,16 @@ def name_pipeline(identity: Identity) -> str:
     return f"{identity.system_identifier}/{identity.slot}"
 
 
-def describe_store(config: Config) -> dict[str, Any]:
+def describe_store(config: LetterSettings) -> dict[str, Any]:
     """What `pgcdc dlq` has to know of the store of a run, without secrets."""
     file = str(Path(config.dlq_file).absolute()) if config.dlq_file is not None else None
     elsewhere = bool(config.dlq_db) and config.dlq_db != config.db
     return {"dlq": config.dlq, "dlq_file": file, "dlq_table": config.dlq_table, "dlq_elsewhere": elsewhere}
 
 
-def check_not_captured(config: Config) -> None:
+def check_not_captured(config: LetterSettings, *, uses_existing: bool) -> None:
     """Raise ConfigError if a publication of the user has the table of dead letters: each one would be an event, too."""
-    if config.dlq != "pg_table" or not config.source_options().uses_existing or not _is_source(config):
+    if config.dlq != "pg_table" or not uses_existing or not _is_source(config):
         return
     schema, table = split_table(config.dlq_table)
     with (
@@ -64,7 +99,7 @@ def check_not_captured(config: Config) -> None:
         )
 
 
-def _is_source(config: Config) -> bool:
+def _is_source(config: LetterSettings) -> bool:
     if not config.dlq_db:
         return True
     ours, source = parse_url(config.dlq_db), parse_url(config.db)

@@ -58,13 +58,25 @@ def find_batches(store: ReadableDeadLetters, query: Query) -> Iterator[list[Dead
 
 
 def as_batch(letters: Iterable[DeadLetter]) -> Batch:
-    """Letters as a sink takes them."""
-    rows = [(letter.position, line) for letter in letters for line in letter.lines()]
-    table = pa.table({
-        "position": pa.array([position for position, _ in rows], pa.string()),
-        "line": pa.array([line for _, line in rows], pa.string()),
-    })  # fmt: skip
-    return Batch(Position.at(0, 0), Position.parse(rows[-1][0]), table)
+    """Letters as a sink takes them: as lines, or as records, each of which waits for those before it."""
+    rows = [(letter, line) for letter in letters for line in letter.lines()]
+    columns = {
+        "position": [letter.position for letter, _ in rows],
+        "line": [line for _, line in rows],
+        "id": [letter.event_id or letter.position for letter, _ in rows],
+        "channel": [letter.channel for letter, _ in rows],
+        "operation": [letter.operation for letter, _ in rows],
+        "value": [line.removesuffix("\n") for _, line in rows],
+        **{name: [None] * len(rows) for name in ("key", "traceparent", "tracestate")},
+    }
+    table = pa.table({name: pa.array(values, pa.string()) for name, values in columns.items()})
+    for name, kind, value in (
+        ("key_hash", pa.int64(), 0),
+        ("relation", pa.int32(), 0),
+        ("is_barrier", pa.bool_(), True),
+    ):
+        table = table.append_column(name, pa.array([value] * len(rows), kind))
+    return Batch(Position.at(0, 0), Position.parse(rows[-1][0].position), table)
 
 
 def deliver_again(store: ReadableDeadLetters, letters: Iterable[DeadLetter], redeliver: Redeliver) -> Tally:

@@ -49,10 +49,10 @@ class SetAside:
         Returns the letters that are new: an event that is refused again after a crash has its letter already.
         """
         by_position = {one.position: one for one in rejects}
-        found = whole.events.filter(_is_in(whole, by_position))
+        found = whole.only(by_position)
         lines: dict[str, list[str]] = {}
-        for position, line in zip(found.column("position").to_pylist(), found.column("line").to_pylist(), strict=True):
-            lines.setdefault(position, []).append(line)
+        for position, text in zip(found.positions().to_pylist(), found.texts(), strict=True):
+            lines.setdefault(position, []).append(text)
         unknown = sorted(by_position.keys() - lines.keys()) or sorted(out & by_position.keys())
         if unknown:
             raise SinkError(

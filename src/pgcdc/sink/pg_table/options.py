@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
 from pgcdc.core.errors import ConfigError, SourceError
 from pgcdc.core.settings import checked, setting, split_outside_quotes
+from pgcdc.event.forms import Form
 from pgcdc.postgres.database import name_table, parse_url, split_table, url_passwords
 from pgcdc.sink.spec import SinkOptions, SourceView
 
@@ -123,6 +124,9 @@ class PgTableOptions(SinkOptions):
             raise ConfigError(
                 "--pg-table-table is for --pg-table-mode append", "For other names, see --pg-table-tables"
             )
+
+    def form(self) -> Form:
+        return "lines"
 
     def secrets(self) -> Collection[str]:
         return url_passwords(self.resolved().db)
