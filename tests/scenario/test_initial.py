@@ -111,7 +111,8 @@ def test_a_query_that_stops_leaves_the_rest_to_another(database: Database, begin
 
 CRASHES = {
     "releases": ["releases.before_log", "releases.after_log@3", "plan.done@2", "spool.before_index@3"],
-    "plan": ["plan.plan", "plan.started", "plan.done@6", "plan.ended", "capture.before_poll"],
+    "plan": ["plan.plan", "plan.started", "plan.staged@4", "plan.done@6", "plan.ended", "capture.before_poll"],
+    "readers": ["reader.reading", "reader.read@2"],
 }
 
 
@@ -120,9 +121,10 @@ CRASHES = {
     [
         pytest.param(CRASHES["releases"], id="releases"),
         pytest.param(CRASHES["plan"], id="plan", marks=pytest.mark.slow),
+        pytest.param(CRASHES["readers"], id="readers"),
     ],
 )
-def test_the_capture_may_die_anywhere(
+def test_the_capture_and_its_readers_may_die_anywhere(
     database: Database,
     begin: Callable[..., Initial],
     tmp_path: Path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -143,3 +144,20 @@ def test_a_batch_is_split_between_its_transactions() -> None:
     assert (ids([before]), before.end, before.last_lsn) == ([b"1", b"2", b"3"], Position.end(0x110), 0x110)
     assert (ids([after]), after.end, after.last_lsn) == ([b"4", b"5"], Position.end(0x118), 0x118)
     assert split_batch(batch, 0x101) == (None, batch)
+
+
+def test_rows_are_on_disk_before_the_log_says_where_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill cannot show a missing fsync: the calls are traced."""
+    releases = Releases(tmp_path / "r", BASE)
+    real, calls = os.fsync, list[str]()
+
+    def fsync(descriptor: int) -> None:
+        calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    count, written = stage_rows(tmp_path / "r" / "staged", [rows(2)])
+    releases.add(BASE, tmp_path / "r" / "staged", rows=count, written=written, relation=ORDERS, time_us=1)
+    log = calls.index("releases.jsonl")
+    assert calls[0].startswith("staged.") and calls[0].endswith(".partial"), "the rows, before they have their name"
+    assert calls[1:log] == ["r", "r"], "the folder, with the name of the staged file and with that of the release"
