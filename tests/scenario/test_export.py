@@ -326,6 +326,31 @@ def test_a_copy_has_the_transforms_masks_routes_and_rows_of_the_pipeline(databas
     assert len(events) == 1 + 4 and traces(database) == []
 
 
+def test_a_copy_goes_to_tables_of_another_database(database: Database, tmp_path: Path) -> None:
+    database.execute(
+        "CREATE SCHEMA mirror; CREATE TABLE t (id int PRIMARY KEY, n numeric(8,2), note text, at timestamptz); "
+        "INSERT INTO t SELECT i, i / 3.0, 'note ' || i, now() FROM generate_series(1, 3000) i"
+    )
+    target = adapters.pg_table(database.url, mode="apply", target_schema="mirror")
+    assert copy_to_adapters(want(database.url, "t"), [target], progress=At()) == 3000
+    differs = "(TABLE t EXCEPT TABLE mirror.t) UNION ALL (TABLE mirror.t EXCEPT TABLE t)"
+    assert database.query(f"SELECT count(*) FROM ({differs}) d")[0][0] == 0
+
+
+@pytest.mark.slow
+def test_a_transform_in_sql_makes_a_copy_start_spark(database: Database, tmp_path: Path) -> None:
+    database.execute("CREATE TABLE t AS SELECT i AS id, 'a' AS v FROM generate_series(1, 10) i")
+    (tmp_path / "c.yaml").write_text(
+        f"adapters: [{{type: file, path: {tmp_path / 'e'}}}]\ntransforms:\n"
+        "  global: [{type: sql, set: {v: \"concat(row['v'], row['id'])\"}}]\n"
+    )
+    process = start(database, "--table", "t", "--config", str(tmp_path / "c.yaml"))
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0 and "starting Spark" in said, said
+    events = [json.loads(line) for line in (tmp_path / "e").read_text().splitlines()]
+    assert rows_of(events, "t")[9] == {"id": "10", "v": "a10"} and len(events) == 12
+
+
 def test_a_reader_that_goes_away_ends_the_copy_quietly(database: Database) -> None:
     database.execute("CREATE TABLE t AS SELECT n AS id, repeat('x', 100) AS x FROM generate_series(1, 9000) n")
     process = start(database, "--table", "t")
