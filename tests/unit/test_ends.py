@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -102,3 +103,27 @@ def test_what_a_source_said_counts_for_one_batch(lane: Lane) -> None:
     lane._deliver(cast(Any, None), 0)
     with pytest.raises(StateError, match="its source says nothing"):
         lane._deliver(cast(Any, None), 1)
+
+
+def test_ends_are_durable_with_the_batch_and_sparks_files_before_the_ack(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+
+    def note(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(lane._checkpoint.parent).as_posix())
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "fdatasync", note)
+    lane.planned = Planned(at(1), at(3))
+    lane._deliver(cast(Any, None), 0)
+    assert synced[0].startswith("main/ends.") and synced[1:] == ["main", "."], "the file, its entry, and its folder's"
+    commit(lane, 0)
+    lane.planned = Planned(at(3), at(7))
+    synced.clear()
+    lane._deliver(cast(Any, None), 1)
+    assert synced == ["main/ends"]
+    commit(lane, 1)
+    synced.clear()
+    assert lane.committed() == at(7)
+    assert {"main/offsets/1", "main/commits/1", "main/offsets", "main/commits"} <= set(synced)
