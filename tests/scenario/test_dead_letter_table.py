@@ -190,16 +190,16 @@ def config(database: Database, **more: Any) -> Config:
 def test_publication_of_the_user_that_has_the_table_is_refused(database: Database) -> None:
     database.execute("CREATE TABLE t (id int PRIMARY KEY); CREATE PUBLICATION few FOR TABLE t")
     database.execute("CREATE PUBLICATION every FOR ALL TABLES; CREATE PUBLICATION schema FOR TABLES IN SCHEMA public")
-    check_not_captured(config(database, publication="few"), uses_existing=True)
+    check_not_captured(config(database, publication="few"))
     with pytest.raises(ConfigError, match="each dead letter would be an event") as caught:
-        check_not_captured(config(database, publication="every"), uses_existing=True)
+        check_not_captured(config(database, publication="every"))
     assert caught.value.advice
-    check_not_captured(config(database, publication="every", dlq="file"), uses_existing=True)
-    check_not_captured(config(database, publication="every", dlq_db="postgresql://elsewhere/x"), uses_existing=True)
-    check_not_captured(config(database, publication="schema"), uses_existing=True)
+    check_not_captured(config(database, publication="every", dlq="file"))
+    check_not_captured(config(database, publication="every", dlq_db="postgresql://elsewhere/x"))
+    check_not_captured(config(database, publication="schema"))
     PgDeadLetters(database.url).open()
     with pytest.raises(ConfigError):
-        check_not_captured(config(database, publication="schema"), uses_existing=True)
+        check_not_captured(config(database, publication="schema"))
 
 
 def test_json_of_the_table_is_that_of_the_event(store: PgDeadLetters, database: Database) -> None:

@@ -21,7 +21,6 @@ from pgcdc import adapters
 from pgcdc.cli.main import app
 from pgcdc.config import Config
 from pgcdc.config.layers import load
-from pgcdc.config.option_secrets import describe_options
 from pgcdc.config.schema import json_schema
 from pgcdc.config.show import show_yaml
 from pgcdc.core.errors import ConfigError, SinkError
@@ -31,6 +30,7 @@ from pgcdc.run.validation import _look_at_adapter, _try
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.letters import Query
 from pgcdc.sink.letters.file_store import FileDeadLetters
+from pgcdc.sink.shown import describe_options
 
 DB = "postgresql://app:geheim@127.0.0.1:1/shop"
 
@@ -315,12 +315,12 @@ def test_validate_finds_a_store_that_cannot_be_written(state: StateDir) -> None:
 
 def test_options_are_described_without_secrets_and_without_defaults() -> None:
     hook = adapters.webhook("https://example.com/hook?x=geheim", signing_key="geheim", request_timeout=2.5)
-    said = describe_options(hook.type, hook.options)
+    said = describe_options(hook.options)
     assert "geheim" not in said and ", signing_key ***" in said and ", request_timeout 2.5" in said
     hook = adapters.webhook("https://example.com/hook")
-    assert describe_options(hook.type, hook.options) == ", url https://example.com/hook"
+    assert describe_options(hook.options) == ", url https://example.com/hook"
     command = adapters.exec(["cat", "a b"], ack="line")
-    assert describe_options(command.type, command.options) == ", argv cat 'a b', ack line"
+    assert describe_options(command.options) == ", argv cat 'a b', ack line"
 
 
 def test_validation_describes_an_adapter_without_its_secrets(tmp_path: Path) -> None:

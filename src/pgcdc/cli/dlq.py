@@ -183,10 +183,10 @@ def replay_command(
     """Deliver dead letters again: by the run if there is one, else from here. Flags of an adapter name another target."""
     from dataclasses import asdict
 
+    from pgcdc.config.destinations import own_options
     from pgcdc.core.errors import SinkError
     from pgcdc.core.state import Lock, StateDir
     from pgcdc.run.letter_service import ask_run
-    from pgcdc.run.offline_letters import own_options
     from pgcdc.sink.letters.replay import Tally, find_batches
 
     flags = given_flags(ctx)
@@ -232,7 +232,8 @@ def _replay_here(
 ) -> Any:
     from dataclasses import replace
 
-    from pgcdc.run.offline_letters import open_destination, plan_destinations
+    from pgcdc.config.destinations import plan_destinations
+    from pgcdc.run.offline_letters import open_destination
     from pgcdc.sink.letters.replay import Tally, deliver_again, find_batches
 
     tally = Tally()
@@ -257,8 +258,8 @@ def _say_plan(
 ) -> None:
     from collections import Counter
 
-    from pgcdc.config.option_secrets import describe_options
-    from pgcdc.run.offline_letters import plan_destinations
+    from pgcdc.config.destinations import plan_destinations
+    from pgcdc.sink.shown import describe_options
 
     counts = Counter(letter.adapter for letter in store.find(query))
     if not names:
@@ -269,7 +270,7 @@ def _say_plan(
         if name in destinations:
             spec = destinations[name].spec
             other = "another target: " if destinations[name].is_other else ""
-            where = f"to {other}type {spec.type}{describe_options(spec.type, spec.options)}"
+            where = f"to {other}type {spec.type}{describe_options(spec.options)}"
         typer.echo(f"would deliver {_count(counts[name])} of adapter {name} {where}")
 
 

@@ -134,9 +134,9 @@ def _wanted(settings: Config, flags: dict[str, Any], names: list[str], where: st
 
 def _copy(settings: Config, wanted: Wanted, to: str, partitions: int | None, types: dict[str, str]) -> None:
     from pgcdc.cli.copy_progress import make_progress
-    from pgcdc.config.adapters import choose_specs
     from pgcdc.core.errors import ConfigError, SinkError
     from pgcdc.event.frame import EventOptions
+    from pgcdc.run.settings import choose_specs
     from pgcdc.sink.registry import keep_secrets
 
     if not to:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union
 
@@ -44,9 +43,7 @@ __all__ = [
     "AdapterKeys",
     "Entry",
     "adapter_specs",
-    "choose_specs",
     "option_path",
-    "with_source_db",
 ]
 
 
@@ -223,27 +220,6 @@ def _say_keys(type_: str, kind: type[SinkOptions], item: AdapterItem, reason: st
     keys = [f"{type_}_{field}" for field in dict.fromkeys(named)]
     flags = ", ".join(f"--{key.replace('_', '-')}" for key in keys)
     return f"The flags are {flags}; in the YAML file, {', '.join(keys)}"
-
-
-def choose_specs(config: Config, given: Any) -> tuple[Any, ...]:
-    """The adapters of a pipeline: those that were made in Python, one or many, or else the configuration's."""
-    specs = config.adapter_specs if given is None else given if isinstance(given, (list, tuple)) else (given,)
-    return tuple(with_source_db(one, config.db) for one in specs)
-
-
-def with_source_db(spec: Any, db: str) -> Any:
-    """The same cascade for an adapter that was made in Python; what is no adapter stays as it is."""
-    if not isinstance(spec, AdapterSpec):
-        return spec
-    fields = type(spec.options).model_fields
-    missing = {
-        name: db
-        for name, info in fields.items()
-        if setting_of(name, info).cascade == "db"
-        and not getattr(spec.options, name)
-        and not getattr(spec.options, f"{name}_file", None)
-    }
-    return replace(spec, options=spec.options.model_copy(update=missing)) if missing else spec
 
 
 def _envelopes(config: Config) -> tuple[Any, ...]:

@@ -11,16 +11,13 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from pgcdc.capture.spec import CaptureOptions
 from pgcdc.config.adapters import AdapterItem, AdapterKeys, adapter_specs
 from pgcdc.config.fields import Operations, Priorities, Routes
 from pgcdc.core.errors import ConfigErrors
 from pgcdc.core.settings import Conflict, Names, Options, setting
-from pgcdc.event.options import EventSettings, TypedSettings
-from pgcdc.postgres.fields import DatabaseUrl, TableName
+from pgcdc.event.options import TypedSettings
+from pgcdc.run.settings import PipelineSettings
 from pgcdc.sink.spec import AdapterSpec
-from pgcdc.source.postgres.options import PostgresOptions
-from pgcdc.spark.options import ReaderSettings
 from pgcdc.transform.specs import DropColumnsSpec, FilterSpec, TransformSpec
 
 __all__ = ["GROUPS", "TYPED_KEYS", "Config", "Transforms"]
@@ -46,7 +43,7 @@ class Transforms(Options):
     )
 
 
-class Config(PostgresOptions, CaptureOptions, EventSettings, TypedSettings, ReaderSettings, AdapterKeys):
+class Config(PipelineSettings, AdapterKeys):
     """What a pipeline is told. The names are those of the flags, with underscores."""
 
     db_file: Path | None = setting(
@@ -73,34 +70,14 @@ class Config(PostgresOptions, CaptureOptions, EventSettings, TypedSettings, Read
         {}, "critical, normal or best-effort: file=critical. Repeatable.", ADAPTERS, metavar="NAME=PRIORITY",
         is_repeated=True, example="{file: critical}",
     )  # fmt: skip
-    bus_mode: Literal["reliable", "fast"] = setting(
-        "reliable", "fast: an adapter that falls behind by --bus-buffer events skips ahead, and loses them.", ADAPTERS
-    )
-    bus_buffer: int = setting(
-        100_000, "With --bus-mode fast: how many events an adapter may be behind.", ADAPTERS, metavar="N", ge=1
-    )
     cooperative_checkpoint: bool | None = setting(
         None, "Accepted; PostgreSQL hears of an event when every adapter has it.", ADAPTERS, example="true"
     )
 
     # --- what becomes of events that a target refuses
 
-    dlq: Literal["file", "pg_table", "stderr", "none"] = setting(
-        "file", "Where refused events go: file, pg_table, stderr, or none (they are lost).", DEAD, metavar="STORE"
-    )
-    dlq_file: Path | None = setting(
-        None, "With --dlq file: this one. (default: dead_letters.jsonl in the state directory)", DEAD, metavar="PATH",
-        example="dead_letters.jsonl",
-    )  # fmt: skip
-    dlq_db: DatabaseUrl = setting(
-        "", "With --dlq pg_table: the database. Better in PGCDC_DLQ_DB. (default: the source)", DEAD, metavar="URL",
-        example="postgresql://app@localhost:5432/ops",
-    )  # fmt: skip
     dlq_db_file: Path | None = setting(
         None, "The file that holds the URL of that database.", DEAD, metavar="PATH", example="/run/secrets/pgcdc_dlq_db"
-    )
-    dlq_table: TableName = setting(
-        "pgcdc_dead_letters", "With --dlq pg_table: the table; created if it is missing.", DEAD, metavar="NAME"
     )
 
     # --- what is done to them
@@ -116,15 +93,6 @@ class Config(PostgresOptions, CaptureOptions, EventSettings, TypedSettings, Read
     transforms: Transforms = setting(
         Transforms.model_validate({}), "Transforms, for all adapters and for one.", TRANSFORMS, flag=None
     )
-
-    # --- running
-
-    spark_master: str | None = setting(
-        None, "Spark cluster: spark://host:7077, yarn, k8s://... (default: local)", RUNNING, metavar="URL",
-        example="spark://10.0.0.5:7077", pattern=r"^(local(\[.+\])?|spark://.+|yarn|k8s://.+)$",
-    )  # fmt: skip
-    once: bool = setting(False, "Deliver everything committed up to now, confirm, exit.", RUNNING)
-    warm_up: bool = setting(True, "Warm Spark up before saying ready; --once does not.", RUNNING)
 
     @field_validator("adapters", mode="before")
     @classmethod
@@ -160,8 +128,3 @@ class Config(PostgresOptions, CaptureOptions, EventSettings, TypedSettings, Read
         drop = (DropColumnsSpec.model_validate({"columns": self.drop_columns}),) if self.drop_columns else ()
         keep = (FilterSpec.model_validate({"operations": self.filter_operations}),) if self.filter_operations else ()
         return (*drop, *keep, *self.transforms.global_)
-
-    def source_options(self) -> PostgresOptions:
-        """The part that concerns the source; typed rows capture their table, if nothing else is said."""
-        options = self.part(PostgresOptions)
-        return options.but(tables=(self.table,)) if self.table and not options.has_selection else options

@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shlex
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from pgcdc.config.adapters import FLAT_KEYS
-from pgcdc.core.secrets import literal_part, redact_text
+from pgcdc.core.secrets import literal_part
 from pgcdc.core.settings import Conflict, KeyPath, Setting, setting_of
 from pgcdc.sink.registry import ADAPTERS
-from pgcdc.sink.webhook.options import is_secret_header, parse_headers, redact_url
+from pgcdc.sink.shown import hide_value
+from pgcdc.sink.webhook.options import is_secret_header, parse_headers
 
-__all__ = ["check_literals", "describe_options", "hide_option", "hide_options", "option_secrets"]
+__all__ = ["check_literals", "hide_option", "hide_options", "option_secrets"]
 
 _BEFORE_VARIABLE = re.compile(r"^[A-Za-z-]{1,20} +(?=\S)|[\w.-]+=(?=[\"']?\$\{)")
-LONG_WORD = 16
-"""In the path of a URL: as `redact_url` has it."""
 
 
 def _secret(kind: str, field: str) -> Setting | None:
@@ -56,7 +51,7 @@ def option_secrets(values: Mapping[str, Any]) -> set[str]:
     for _, said, value in _options(values):
         if isinstance(value, Mapping):
             found.update(one for key, one in value.items() if isinstance(one, str) and is_secret_header(str(key)))
-        elif isinstance(value, str) and (not said.literal or "://" not in value or _hide(value) != value):
+        elif isinstance(value, str) and (not said.literal or "://" not in value or hide_value(value) != value):
             found.add(value)
     return found
 
@@ -98,49 +93,14 @@ def hide_options(name: str, value: Any) -> Any:
     """A value of the configuration as it may be shown: `name` is its key."""
     if name == "adapters" and isinstance(value, list):
         return [_hide_item(item) if isinstance(item, dict) else item for item in value]
-    return _hide(value) if name in FLAT_KEYS and _secret(*FLAT_KEYS[name]) else value
+    return hide_value(value) if name in FLAT_KEYS and _secret(*FLAT_KEYS[name]) else value
 
 
 def hide_option(kind: str, field: str, value: Any) -> Any:
     """The value of one option of an adapter of this type, as it may be shown."""
-    return _hide(value) if _secret(kind, field) else value
-
-
-def describe_options(kind: str, options: BaseModel) -> str:
-    """The options of an adapter for people, `, path a.jsonl, max_files 3`: without secrets, and without defaults."""
-    said = ""
-    for field, value in options:
-        if value == type(options).model_fields[field].default:
-            continue
-        shown = hide_option(kind, field, value)
-        if isinstance(shown, tuple):
-            shown = shlex.join(map(str, shown))
-        if isinstance(shown, (str, int, float, Path)) and shown != "":
-            said += f", {field} {shown}"
-    return redact_text(said)
+    return hide_value(value) if _secret(kind, field) else value
 
 
 def _hide_item(item: dict[str, Any]) -> dict[str, Any]:
     kind = str(item.get("type", item.get("name")))
     return {field: hide_option(kind, field, value) for field, value in item.items()}
-
-
-def _hide(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: "***" if isinstance(one, str) and "${" not in one else one for key, one in value.items()}
-    if not isinstance(value, str) or not value:
-        return value
-    if "${" in value:
-        return _hide_between(value)
-    if value.startswith(("http://", "https://")):
-        return redact_url(value)
-    return redact_text(value) if "://" in value else "***"
-
-
-def _hide_between(text: str) -> str:
-    """A text with variables; of a URL's query and long words only those are shown."""
-    if not literal_part(text).startswith(("http://", "https://", "/", "?")):
-        return text
-    before, mark, query = text.partition("?")
-    path = "/".join("***" if len(literal_part(word)) >= LONG_WORD else word for word in before.split("/"))
-    return path + (mark and ("?***" if literal_part(query) else f"?{query}"))

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pgcdc.config import Config
 from pgcdc.core.counters import CONFIG_RELOAD_ERRORS, CONFIG_RELOADS, counters
 from pgcdc.core.errors import ConfigError, PgcdcError
+from pgcdc.run.settings import PipelineSettings
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.transform.check import check_chains
 from pgcdc.transform.program import Chain
@@ -87,7 +87,9 @@ def as_many(given: Any) -> tuple[Any, ...]:
 class Reloads:
     """Who asked for one, and what became of it. `ask` is fit for a signal handler, `take` is the pipeline's."""
 
-    def __init__(self, config: Config, read_again: Callable[[], Config] | None, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: PipelineSettings, read_again: Callable[[], PipelineSettings] | None, say: Callable[[str], None]
+    ) -> None:
         self._config = config
         self._read_again = read_again
         self._say = say
@@ -126,7 +128,7 @@ class Reloads:
         said = "the configuration is reloaded: its transforms and routes hold from the next batch on"
         later = [
             name
-            for name in Config.model_fields
+            for name in type(config).model_fields
             if name not in RELOADABLE and getattr(config, name) != getattr(self._config, name)
         ]
         return f"{said}; these hold after a restart: {', '.join(later)}" if later else said

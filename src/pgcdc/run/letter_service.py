@@ -18,9 +18,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pgcdc.config.model import Config
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
 from pgcdc.core.state import Identity, Lock, StateDir, is_alive, read_json, write_json
+from pgcdc.run.settings import PipelineSettings
 from pgcdc.sink.attempts import NoHooks
 from pgcdc.sink.letters.choose import check_not_captured, describe_store, make_store, name_pipeline
 from pgcdc.sink.letters.record import DeadLetter
@@ -43,7 +43,9 @@ TELL_S = 10.0
 class LetterOffice:
     """What a pipeline has to do with dead letters, apart from delivery itself."""
 
-    def __init__(self, config: Config, state: StateDir, say: Callable[[str], None], store: DeadLetters | None) -> None:
+    def __init__(
+        self, config: PipelineSettings, state: StateDir, say: Callable[[str], None], store: DeadLetters | None
+    ) -> None:
         """`store` is one that was given in Python, instead of what the configuration says."""
         self._config = config
         self._state = state
@@ -59,7 +61,7 @@ class LetterOffice:
         """Before anything is made. ConfigError, if the pipeline is new, or another one: letters could not be kept."""
         try:
             if not self._is_given:
-                check_not_captured(self._config, uses_existing=self._config.source_options().uses_existing)
+                check_not_captured(self._config)
             self.store.check()
         except PgcdcError as error:
             if self._state.identity() is None:
@@ -71,7 +73,7 @@ class LetterOffice:
         self.store.pipeline = name_pipeline(identity)
         self.store.open()
         if not self._is_given:
-            check_not_captured(self._config, uses_existing=self._config.source_options().uses_existing)
+            check_not_captured(self._config)
 
     def run(self, spec: AdapterSpec, acks: Path) -> Runner:
         """The sink of an adapter, with its refused events in the store."""

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any
 from pgcdc.capture.control import CaptureLink
 from pgcdc.capture.server import remove_socket
 from pgcdc.capture.spec import make_spec
-from pgcdc.config import Config
-from pgcdc.config.adapters import choose_specs, with_source_db
 from pgcdc.core.errors import ConfigError, ConnectionLost, PgcdcError, SinkError, SinkUnavailable, StateError
 from pgcdc.core.state import Lock, StateDir, write_json
 from pgcdc.event.batch import Batch
@@ -32,13 +30,14 @@ from pgcdc.run.letter_service import LetterOffice
 from pgcdc.run.member import Adapter
 from pgcdc.run.progress import RequestWatch, SnapshotWatch, TableWatch, describe_stop, has_confirmed
 from pgcdc.run.rewritten_columns import note_chains
+from pgcdc.run.settings import PipelineSettings, choose_specs
 from pgcdc.run.source_view import view_source
 from pgcdc.run.supervisor import STOP_TIMEOUT_S, Lanes
 from pgcdc.run.target_digests import note_places
 from pgcdc.sink.letters.replay import Tally
 from pgcdc.sink.letters.stores import DeadLetters, Query
 from pgcdc.sink.registry import check_adapters, keep_secrets
-from pgcdc.sink.spec import AdapterSpec
+from pgcdc.sink.spec import AdapterSpec, with_source_db
 from pgcdc.source.postgres.setup.prepare import Prepared, drop_publications, prepare
 from pgcdc.source.postgres.setup.slots import OpenTransaction
 from pgcdc.spark.options import parse_options, write_options
@@ -66,15 +65,15 @@ class Pipeline:
 
     def __init__(
         self,
-        source: Config,
+        source: PipelineSettings,
         adapters: Sequence[AdapterSpec] | None = None,
         transforms: Sequence[Any] | None = None,
         *,
         say: Say = lambda text: None,
-        read_again: Callable[[], Config] | None = None,
+        read_again: Callable[[], PipelineSettings] | None = None,
         dead_letters: DeadLetters | None = None,
     ) -> None:
-        if not isinstance(source, Config):
+        if not isinstance(source, PipelineSettings):
             raise ConfigError(
                 f"a source is not {type(source).__name__}", "Make one with pgcdc.sources.postgres(url, ...)"
             )

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pgcdc.config import Config
 from pgcdc.core.errors import GapError, PgcdcError
 from pgcdc.core.position import Position
 from pgcdc.core.shapes import ShapeHistory
 from pgcdc.core.state import StateDir
 from pgcdc.event.shape_diff import describe_change
 from pgcdc.postgres.database import connect, explain_errors
+from pgcdc.run.settings import PipelineSettings
 from pgcdc.source.postgres.setup.prepare import Prepared, follow_tables
 from pgcdc.source.postgres.setup.published import read_published
 from pgcdc.source.postgres.setup.slots import get_slot
@@ -114,7 +114,7 @@ def _describe_end(one: dict[str, Any]) -> str:
 class TableWatch:
     """Says what is new; everything is looked at in the pipeline's thread."""
 
-    def __init__(self, config: Config, shapes_file: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, config: PipelineSettings, shapes_file: Path, say: Callable[[str], None]) -> None:
         self._config = config
         self._say = say
         self._shapes = ShapeHistory(shapes_file)

@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from pgcdc.config import Config
-from pgcdc.config.option_secrets import describe_options
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
 from pgcdc.core.state import Lock, StateDir
+from pgcdc.run.settings import PipelineSettings
 from pgcdc.run.source_view import view_source
 from pgcdc.sink.registry import make_sink
 from pgcdc.sink.runner import Runner
+from pgcdc.sink.shown import describe_options
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.source.postgres.setup.preflight import ServerInfo
 from pgcdc.source.postgres.setup.rehearsal import check_server, check_slot, rehearse
@@ -42,7 +42,7 @@ class Check:
     advice: str = ""
 
 
-def run_checks(config: Config) -> Iterator[Check]:
+def run_checks(config: PipelineSettings) -> Iterator[Check]:
     """Everything that a start needs, in the order in which it would need it. What cannot be looked at is skipped."""
     yield _try("java", _look_at_java)
     state = _try("state directory", partial(_look_at_state, config))
@@ -64,7 +64,7 @@ def _try(name: str, look: Callable[[], str]) -> Check:
         return Check(name, "failed", error.message.removeprefix(f"{name}: "), error.advice)
 
 
-def _check_database(config: Config) -> Iterator[Check]:
+def _check_database(config: PipelineSettings) -> Iterator[Check]:
     options = config.source_options()
     server: ServerInfo | None = None
 
@@ -112,7 +112,7 @@ def _check_database(config: Config) -> Iterator[Check]:
         yield Check("columns", "failed", missing, "Names are exact, with regard to case")
 
 
-def _look_at_table(config: Config) -> str:
+def _look_at_table(config: PipelineSettings) -> str:
     from pgcdc.spark.options import parse_options, write_options
     from pgcdc.spark.table import load_table
 
@@ -127,7 +127,7 @@ def _look_at_java() -> str:
     return f"Java {MINIMUM_JAVA} or newer"
 
 
-def _look_at_state(config: Config) -> str:
+def _look_at_state(config: PipelineSettings) -> str:
     if config.temporary_slot:
         return "none: the slot is temporary"
     state = StateDir(config.state_dir)
@@ -148,18 +148,18 @@ def _look_at_state(config: Config) -> str:
     return f"{state.path} is {'ours' if state.identity() is not None else 'new'}"
 
 
-def _look_at_adapter(config: Config, spec: AdapterSpec) -> str:
+def _look_at_adapter(config: PipelineSettings, spec: AdapterSpec) -> str:
     acks = StateDir(config.state_dir).acks
     Runner(make_sink(spec, acks), acks, spec.name).check()
     spec.options.check_source(spec.name, view_source(config.source_options(), StateDir(config.state_dir)))
     routes = f", only {', '.join(spec.routes)}" if spec.routes else ""
-    return f"type {spec.type}{describe_options(spec.type, spec.options)}{routes}"
+    return f"type {spec.type}{describe_options(spec.options)}{routes}"
 
 
-def _look_at_dead_letters(config: Config) -> str:
+def _look_at_dead_letters(config: PipelineSettings) -> str:
     from pgcdc.sink.letters.choose import check_not_captured, make_store
 
-    check_not_captured(config, uses_existing=config.source_options().uses_existing)
+    check_not_captured(config)
     store = make_store(config)
     store.check()
     if config.dlq == "pg_table":
@@ -168,7 +168,7 @@ def _look_at_dead_letters(config: Config) -> str:
     return "are lost (dlq: none)" if config.dlq == "none" else f"go to {getattr(store, 'path', 'standard error')}"
 
 
-def _python_transforms(config: Config) -> Iterator[str]:
+def _python_transforms(config: PipelineSettings) -> Iterator[str]:
     for spec in (*config.global_transforms, *(one for adapter in config.adapter_specs for one in adapter.transforms)):
         if isinstance(spec, PythonSpec):
             yield spec.function

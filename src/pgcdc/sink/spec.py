@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import model_validator
 
 from pgcdc.core.errors import ConfigError
-from pgcdc.core.settings import Options, PathText, setting
+from pgcdc.core.settings import Options, PathText, setting, setting_of
 from pgcdc.core.units import Bytes, Seconds
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ __all__ = [
     "SinkOptions",
     "SourceView",
     "StdoutOptions",
+    "with_source_db",
 ]
 
 Priority = Literal["critical", "normal", "best-effort"]
@@ -186,3 +187,18 @@ class AdapterSpec:
     transforms: tuple[Any, ...] = ()
     routes: tuple[str, ...] = ()
     priority: Priority = "normal"
+
+
+def with_source_db(spec: Any, db: str) -> Any:
+    """The same cascade for an adapter that was made in Python; what is no adapter stays as it is."""
+    if not isinstance(spec, AdapterSpec):
+        return spec
+    fields = type(spec.options).model_fields
+    missing = {
+        name: db
+        for name, info in fields.items()
+        if setting_of(name, info).cascade == "db"
+        and not getattr(spec.options, name)
+        and not getattr(spec.options, f"{name}_file", None)
+    }
+    return replace(spec, options=spec.options.model_copy(update=missing)) if missing else spec

@@ -1,0 +1,55 @@
+"""What a pipeline is told: the settings of every layer below, and its own. A configuration adds adapters and transforms."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pgcdc.capture.spec import CaptureOptions
+from pgcdc.core.settings import setting
+from pgcdc.event.options import EventSettings, TypedSettings
+from pgcdc.sink.letters.choose import LetterSettings
+from pgcdc.sink.spec import AdapterSpec, with_source_db
+from pgcdc.source.postgres.options import PostgresOptions
+from pgcdc.spark.options import ReaderSettings
+
+__all__ = ["PipelineSettings", "choose_specs"]
+
+ADAPTERS, RUNNING = "Adapters", "Running"
+
+
+class PipelineSettings(PostgresOptions, CaptureOptions, EventSettings, TypedSettings, ReaderSettings, LetterSettings):
+    """Everything but adapters and transforms, which `pgcdc.config` reads from flags and files, or Python gives."""
+
+    bus_mode: Literal["reliable", "fast"] = setting(
+        "reliable", "fast: an adapter that falls behind by --bus-buffer events skips ahead, and loses them.", ADAPTERS
+    )
+    bus_buffer: int = setting(
+        100_000, "With --bus-mode fast: how many events an adapter may be behind.", ADAPTERS, metavar="N", ge=1
+    )
+    spark_master: str | None = setting(
+        None, "Spark cluster: spark://host:7077, yarn, k8s://... (default: local)", RUNNING, metavar="URL",
+        example="spark://10.0.0.5:7077", pattern=r"^(local(\[.+\])?|spark://.+|yarn|k8s://.+)$",
+    )  # fmt: skip
+    once: bool = setting(False, "Deliver everything committed up to now, confirm, exit.", RUNNING)
+    warm_up: bool = setting(True, "Warm Spark up before saying ready; --once does not.", RUNNING)
+
+    @property
+    def adapter_specs(self) -> tuple[AdapterSpec, ...]:
+        """The adapters that it names."""
+        return ()
+
+    @property
+    def global_transforms(self) -> tuple[Any, ...]:
+        """What every event goes through first."""
+        return ()
+
+    def source_options(self) -> PostgresOptions:
+        """The part that concerns the source; typed rows capture their table, if nothing else is said."""
+        options = self.part(PostgresOptions)
+        return options.but(tables=(self.table,)) if self.table and not options.has_selection else options
+
+
+def choose_specs(settings: PipelineSettings, given: Any) -> tuple[Any, ...]:
+    """The adapters of a pipeline: those that were made in Python, one or many, or else the configuration's."""
+    specs = settings.adapter_specs if given is None else given if isinstance(given, (list, tuple)) else (given,)
+    return tuple(with_source_db(one, settings.db) for one in specs)
