@@ -14,7 +14,8 @@ from listening import wait_until
 
 from pgcdc.capture.control import ControlClient, ensure_capture
 from pgcdc.capture.spec import CaptureOptions, CaptureSpec, make_spec
-from pgcdc.core.errors import GapError
+from pgcdc.config import load_config
+from pgcdc.core.errors import ConfigError, GapError
 from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Relations
@@ -22,6 +23,7 @@ from pgcdc.core.state import Lock, StateDir, read_json
 from pgcdc.source.rate.changes import FIRST_COMMIT, MadeUp
 from pgcdc.source.rate.options import RateOptions
 from pgcdc.source.rate.source import SERVER_FILE, prepare_rate
+from pgcdc.source.registry import find_source, source_names
 from pgcdc.spool.reader import SpoolReader, read_slice
 
 Rows = dict[tuple[int, bytes], list[bytes]]
@@ -89,7 +91,7 @@ def kill_rounds(tmp_path: Path, rounds: int) -> None:
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    options = RateOptions(rows_per_second=2000, seed=seed, existing_rows=40, rows_per_transaction=7)
+    options = RateOptions(rate_rows_per_second=2000, rate_seed=seed, rate_existing_rows=40, rate_transaction_rows=7)
     torn = Reader(tmp_path / "torn", options)
     for number in range(rounds):
         with torn.connected() as client:
@@ -113,7 +115,7 @@ def kill_rounds(tmp_path: Path, rounds: int) -> None:
         client.stop()
     assert torn.ack.commit >= last
     made_up, expected, places = MadeUp(options, Relations()), Rows(), set()
-    batches = [made_up.existing(table, 0) for table in range(options.made_up_tables)]
+    batches = [made_up.existing(table, 0) for table in range(options.rate_tables)]
     batches.append(made_up.transactions(FIRST_COMMIT + 1, torn.ack.commit - FIRST_COMMIT, 0))
     for batch in batches:
         owners = batch.transactions.to_pylist()
@@ -134,7 +136,7 @@ def test_a_capture_that_is_killed_twenty_times_loses_and_repeats_nothing(tmp_pat
 
 
 def test_what_is_confirmed_is_gone_and_what_is_not_comes_again(tmp_path: Path) -> None:
-    reader = Reader(tmp_path, RateOptions(rows_per_second=10_000, transactions=50))
+    reader = Reader(tmp_path, RateOptions(rate_rows_per_second=10_000, rate_transactions=50))
     with reader.connected() as client:
         reader.read(client, until=FIRST_COMMIT + 50)
         assert client.target() == FIRST_COMMIT + 50 and client.confirm() == FIRST_COMMIT + 50
@@ -149,5 +151,22 @@ def test_what_is_confirmed_is_gone_and_what_is_not_comes_again(tmp_path: Path) -
 
 def test_other_settings_are_another_log(tmp_path: Path) -> None:
     Reader(tmp_path, RateOptions())
-    with pytest.raises(GapError, match="others: seed"):
-        Reader(tmp_path, RateOptions(seed=2))
+    with pytest.raises(GapError, match="others: rate_seed"):
+        Reader(tmp_path, RateOptions(rate_seed=2))
+
+
+def test_an_unknown_source_is_refused_with_the_list_and_what_is_nearest() -> None:
+    assert source_names() == ["postgres", "rate"]
+    with pytest.raises(ConfigError, match="no source 'rat'") as caught:
+        find_source("rat")
+    assert caught.value.advice == "Did you mean rate? Known sources: postgres, rate"
+    with pytest.raises(ConfigError, match="detector") as wrong:
+        load_config({"detector": "rat"}, {}, None)
+    assert "wal" in str(wrong.value) and "rate" in str(wrong.value)
+
+
+def test_settings_of_made_up_changes_need_no_database() -> None:
+    config = load_config({"detector": "rate", "rate_seed": "7"}, {}, None)
+    assert config.made_up == RateOptions(rate_seed=7)
+    with pytest.raises(ConfigError, match="would leave no rows"):
+        load_config({"detector": "rate", "rate_deletes": "6"}, {}, None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, field_validator
 
@@ -18,6 +18,7 @@ from pgcdc.core.settings import Conflict, Names, Options, setting
 from pgcdc.event.options import TypedSettings
 from pgcdc.run.settings import PipelineSettings
 from pgcdc.sink.spec import AdapterSpec
+from pgcdc.source.rate.options import RATE
 from pgcdc.transform.specs import DropColumnsSpec, FilterSpec, TransformSpec
 
 __all__ = ["GROUPS", "TYPED_KEYS", "Config", "Transforms"]
@@ -28,7 +29,7 @@ TYPED_KEYS = tuple(name for name in TypedSettings.model_fields if name != "table
 DATABASE, TABLES, SNAPSHOTS = "Database", "Tables", "Rows that are there"
 EVENTS, TYPED, ADAPTERS, TRANSFORMS, RUNNING = "Events", "Typed rows", "Adapters", "Transforms", "Running"
 DEAD = "Dead letters"
-GROUPS = (DATABASE, TABLES, ADAPTERS, DEAD, TRANSFORMS, SNAPSHOTS, EVENTS, TYPED, RUNNING)
+GROUPS = (DATABASE, TABLES, ADAPTERS, DEAD, TRANSFORMS, SNAPSHOTS, EVENTS, TYPED, RATE, RUNNING)
 """In the order in which they are shown."""
 
 
@@ -53,7 +54,6 @@ class Config(PipelineSettings, AdapterKeys):
         None, "The file that holds the password; the URL then has none.", DATABASE, metavar="PATH",
         example="/run/secrets/pgcdc_password",
     )  # fmt: skip
-    detector: Literal["wal"] = setting("wal", "Where changes come from: wal.", DATABASE)
 
     # --- where events go
 

@@ -37,7 +37,8 @@ def suggest(name: str, known: Iterable[str], otherwise: str = "") -> str:
 def find_conflicts(config: Config) -> Iterator[Conflict]:
     """What cannot go together: all of the source's, and the first of every other rule."""
     rules = (_check_trial, _check_adapters, _check_dead_letters, _check_names, _check_transforms, _check_typed)
-    found = list(config.source_options().conflicts())
+    made_up = config.made_up
+    found = list(config.source_options().conflicts() if made_up is None else conflicts_of((), made_up.check))
     found += [conflict for rule in rules for conflict in conflicts_of((), partial(rule, config))]
     found.sort(key=lambda one: not one.path)  # what is missing comes last
     yield from {(one.path, one.message): one for one in found}.values()

@@ -5,6 +5,7 @@ read batch → transform → sinks durable, acks → Spark commits → confirm t
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -40,6 +41,8 @@ from pgcdc.sink.registry import check_adapters, keep_secrets
 from pgcdc.sink.spec import AdapterSpec, with_source_db
 from pgcdc.source.postgres.setup.prepare import Prepared, drop_publications, prepare
 from pgcdc.source.postgres.setup.slots import OpenTransaction
+from pgcdc.source.rate.options import RateOptions
+from pgcdc.source.rate.source import prepare_rate
 from pgcdc.spark.options import parse_options, write_options
 from pgcdc.spark.session import check_java, check_running, session, stop_session
 from pgcdc.spool.consumers import MAIN
@@ -202,17 +205,22 @@ class Pipeline:
             self._check_transforms()
             self._letters.check()
             self._adapters = self._make_adapters(self._chains.specs)
-            for spec in self._chains.specs:
+            for spec in self._chains.specs if self.config.made_up is None else ():
                 spec.options.check_source(spec.name, view_source(self.config.source_options(), self.state))
             if self.config.table:
                 from pgcdc.spark.table import load_table  # with all that typed rows need
 
                 # Refuses a table that cannot be read in this form, before anything is made for it.
                 load_table(parse_options(self._spark_options()).but(db=self.config.db))
-            self._say(f"checking the database and slot {self.config.slot_name}")
-            self._prepared = prepare(self.config.source_options(), self.state, consumer=MAIN, on_wait=self._report_wait)
+            self._prepared = self._prepare_source()
             self._letters.open(self._prepared.identity)
         self._tables.tell_prepared(self._prepared, self._chains.all)
+
+    def _prepare_source(self) -> Prepared:
+        if self.config.made_up is not None:
+            return Prepared(prepare_rate(self.config.made_up, self.state), (), (), (), is_new=False)
+        self._say(f"checking the database and slot {self.config.slot_name}")
+        return prepare(self.config.source_options(), self.state, consumer=MAIN, on_wait=self._report_wait)
 
     def _report_wait(self, transactions: list[OpenTransaction]) -> None:
         pids = ", ".join(str(one.pid) for one in transactions) or "unknown"
@@ -233,12 +241,16 @@ class Pipeline:
             self._finish()
 
     def _spark_options(self) -> dict[str, str]:
-        return write_options(self.config)
+        if self.config.made_up is None:
+            return write_options(self.config)
+        other = {"kind": RateOptions.kind, "source": self.config.made_up.model_dump(mode="json")}
+        return {**write_options(self.config), "_source": json.dumps(other)}
 
     def _open_lanes(self) -> None:
         """Start the capture, and open the sinks where they go on."""
         assert self._prepared is not None and self._server is not None
-        spec = make_spec(self.config.source_options(), self.config, self._prepared.names, os.getpid())
+        source = self.config.made_up or self.config.source_options()
+        spec = make_spec(source, self.config, self._prepared.names, os.getpid())
         self._link = CaptureLink(spec, is_restart=False, say=self._say)
         self._lanes = Lanes(
             self.state, self._link, self._say,
@@ -414,7 +426,7 @@ class Pipeline:
         self._requests.follow(lambda: status, at_once=True)
         if self.config.temporary_slot:
             return
-        if has_confirmed(self.config.db, self.config.slot_name, lsn):
+        if self.config.made_up or has_confirmed(self.config.db, self.config.slot_name, lsn):
             self._say(describe_stop(status, f"everything up to {format_lsn(lsn)} is delivered and confirmed"))
         elif self.config.once:
             raise ConnectionLost(

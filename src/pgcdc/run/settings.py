@@ -10,6 +10,7 @@ from pgcdc.event.options import EventSettings, TypedSettings
 from pgcdc.sink.letters.choose import LetterSettings
 from pgcdc.sink.spec import AdapterSpec, with_source_db
 from pgcdc.source.postgres.options import PostgresOptions
+from pgcdc.source.rate.options import RateOptions
 from pgcdc.spark.options import ReaderSettings
 
 __all__ = ["PipelineSettings", "choose_specs"]
@@ -17,9 +18,14 @@ __all__ = ["PipelineSettings", "choose_specs"]
 ADAPTERS, RUNNING = "Adapters", "Running"
 
 
-class PipelineSettings(PostgresOptions, CaptureOptions, EventSettings, TypedSettings, ReaderSettings, LetterSettings):
+class PipelineSettings(
+    PostgresOptions, RateOptions, CaptureOptions, EventSettings, TypedSettings, ReaderSettings, LetterSettings
+):
     """Everything but adapters and transforms, which `pgcdc.config` reads from flags and files, or Python gives."""
 
+    detector: Literal["wal", "rate"] = setting(
+        "wal", "Where changes come from: wal, or rate for made-up ones without a database.", "Database"
+    )
     bus_mode: Literal["reliable", "fast"] = setting(
         "reliable", "fast: an adapter that falls behind by --bus-buffer events skips ahead, and loses them.", ADAPTERS
     )
@@ -42,6 +48,11 @@ class PipelineSettings(PostgresOptions, CaptureOptions, EventSettings, TypedSett
     def global_transforms(self) -> tuple[Any, ...]:
         """What every event goes through first."""
         return ()
+
+    @property
+    def made_up(self) -> RateOptions | None:
+        """The source of made-up changes, if that is the one."""
+        return self.part(RateOptions) if self.detector == "rate" else None
 
     def source_options(self) -> PostgresOptions:
         """The part that concerns the source; typed rows capture their table, if nothing else is said."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,6 +86,8 @@ class CaptureFeed:
 
             check_captured(source.db, names, options.table, source.slot_name, zset=options.rows.zset)
         spec = make_spec(source, options, names, watch_pid)
+        if options.other_source:
+            spec = replace(spec, **json.loads(options.other_source))
         self._link = CaptureLink(spec, is_restart=began, on_restart=self._claim)
         self.spool = state.spool
         self.shapes = state.shapes_file

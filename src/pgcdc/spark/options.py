@@ -73,6 +73,8 @@ class StreamOptions(PostgresOptions, CaptureOptions, EventSettings, ReaderSettin
     """Read this spool and no other: no capture (used to warm up)."""
     chains: str = Field("", alias="_chains")
     """Chains of simple transforms that the source does itself (`event.edits`)."""
+    other_source: str = Field("", alias="_source")
+    """Another source than PostgreSQL, which the run has prepared: its kind and its options, as JSON."""
     url: str = Field("", alias="_url")
     """What the option says: it has no password, and may travel to the executors."""
 

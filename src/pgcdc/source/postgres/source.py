@@ -11,7 +11,7 @@ import logging
 import selectors
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from pgcdc.source.postgres.setup.shapes import ShapeObserver
 from pgcdc.source.postgres.snapshot.incremental import IncrementalSnapshots
 from pgcdc.source.postgres.snapshot.initial import InitialSnapshot
 from pgcdc.source.postgres.snapshot.planning import note_tables
-from pgcdc.source.postgres.snapshot.releases import Release, Releases
+from pgcdc.source.postgres.snapshot.releases import Releases
 from pgcdc.source.postgres.snapshot.signals import Signals
 from pgcdc.source.postgres.snapshot.window import leave_out
 from pgcdc.source.postgres.toast.resolver import ToastStep
@@ -47,7 +47,6 @@ logger = logging.getLogger("pgcdc.capture")
 
 CHECK_INTERVAL_S = 10.0
 TARGET_POLL_S = 0.05
-SLOT_POLL_S = 0.2
 
 
 class PostgresSource:
@@ -107,15 +106,14 @@ class PostgresStream:
         self._sql: Connection | None = None
         self._sql_fd = self._stream_fd = -1
         self._pieces: Iterator[CaptureBatch] | None = None
-        """What is being handed out, and what to do behind its end."""
-        self._at_end: Callable[[], object] = lambda: None
+        """What is being handed out."""
         self._unspooled: CaptureBatch | None = None
         """Read, but not handed out: the connection was lost while the catalog was asked about its shapes."""
         self._busy_since: float | None = None
-        self._target_lsn = 0
-        self._check_due = self._target_due = 0.0
+        self._target_lsn, self._check_due, self._target_due = 0, 0.0, 0.0
         self.phase = "starting"
         self.is_drained = True
+        self.can_reconnect = not options.temporary_slot
 
     # --- the connection
 
@@ -127,10 +125,6 @@ class PostgresStream:
     def _is_waiting_for_rows(self) -> bool:
         """Whether the initial snapshot comes first, and is under way."""
         return self._initial.holds_stream and self._sql is not None
-
-    @property
-    def can_reconnect(self) -> bool:
-        return not self._options.temporary_slot
 
     def fileno(self) -> int:
         return self._selector.fileno()  # of epoll and kqueue
@@ -165,7 +159,7 @@ class PostgresStream:
         if not ours or now - self._busy_since > self._guard.wal_sender_timeout_s + 5:
             raise error
         self.phase = "waiting for the slot"
-        return SLOT_POLL_S
+        return 0.2
 
     def lose(self) -> None:
         """At once: an unflushed client blocks a fast shutdown of the server."""
@@ -228,7 +222,6 @@ class PostgresStream:
                 raise
             if piece is None:
                 self._pieces = None
-                self._at_end()
                 continue
             if not piece.end.is_snapshot:
                 self._signals.see(piece)
@@ -241,7 +234,7 @@ class PostgresStream:
         """Choose what comes next; False if nothing is here."""
         if self._to_replay and self._sql is not None and self._to_replay[0].follows(self._end):
             # What was released behind the very end of the spool needs no batch of the stream to come first.
-            self._pieces, self._at_end = self._rows_of(self._to_replay[0]), self._to_replay.popleft
+            self._pieces = self._released()
             return True
         if self._initial.is_active and self._is_waiting_for_rows:
             return self._read_tables(may_read)
@@ -258,9 +251,9 @@ class PostgresStream:
             batch = leave_out(batch, self._skip_rules)
         self._unspooled = batch
         if self._to_replay and self._to_replay[0].commit < batch.end.commit:
-            self._pieces, self._at_end = self._split(batch, self._to_replay[0])
+            self._pieces = self._split(batch)
         else:
-            self._pieces, self._at_end = self._finish(batch), lambda: setattr(self, "_unspooled", None)
+            self._pieces = self._whole(batch)
         return True
 
     def _read_tables(self, may_read: bool) -> bool:
@@ -274,24 +267,23 @@ class PostgresStream:
         self.is_drained = not more
         return bool(self._to_replay) and self._begin(may_read, drain=True)
 
-    def _split(self, batch: CaptureBatch, release: Release) -> tuple[Iterator[CaptureBatch], Callable[[], object]]:
-        """What of a batch stands before a release, and the release."""
-        before, rest = split_batch(batch, release.commit)
+    def _split(self, batch: CaptureBatch) -> Iterator[CaptureBatch]:
+        """What of a batch stands before the next release, and the release. The rest of the batch comes next."""
+        before, rest = split_batch(batch, self._to_replay[0].commit)
+        if before is not None:
+            yield from self._finish(before)
+        yield from self._released()
+        self._unspooled = rest
 
-        def pieces() -> Iterator[CaptureBatch]:
-            if before is not None:
-                yield from self._finish(before)
-            yield from self._rows_of(release)
+    def _whole(self, batch: CaptureBatch) -> Iterator[CaptureBatch]:
+        yield from self._finish(batch)
+        self._unspooled = None
 
-        def at_end() -> None:
-            self._to_replay.popleft()
-            self._unspooled = rest
-
-        return pieces(), at_end
-
-    def _rows_of(self, release: Release) -> Iterator[CaptureBatch]:
-        for batch in self._releases.batches(release, self._relations):
+    def _released(self) -> Iterator[CaptureBatch]:
+        """The rows of the next release."""
+        for batch in self._releases.batches(self._to_replay[0], self._relations):
             yield from self._finish(batch)
+        self._to_replay.popleft()
 
     def _finish(self, batch: CaptureBatch) -> Iterator[CaptureBatch]:
         """The batch as it goes to the spool. ConnectionLost: it may come again."""

@@ -37,15 +37,17 @@ class MadeUp:
         columns = (Column("id", _INT8, -1, True), Column("number", _INT8, -1, False), Column("note", _TEXT, -1, False))
         self.tables = [
             Relation(number, "public", f"rate_{number}", "d", columns, "rate")
-            for number in range(1, options.made_up_tables + 1)
+            for number in range(1, options.rate_tables + 1)
         ]
         self._versions = np.array([relations.intern(table) for table in self.tables], np.int32)
-        ops = [Op.INSERT] * options.inserts + [Op.UPDATE] * options.updates + [Op.DELETE] * options.deletes
+        ops = (
+            [Op.INSERT] * options.rate_inserts + [Op.UPDATE] * options.rate_updates + [Op.DELETE] * options.rate_deletes
+        )
         self._cycle = np.array(ops, np.uint8)
 
     def transactions(self, first: int, count: int, began_us: int) -> CaptureBatch:
         """`count` transactions, from the commit `first` on."""
-        each, rows = self._options.rows_per_transaction, self._options.rows_per_transaction * count
+        each, rows = self._options.rate_transaction_rows, self._options.rate_transaction_rows * count
         numbers: I64 = (first - FIRST_COMMIT - 1) * each + np.arange(rows)
         ordinals = np.tile(np.arange(1, each + 1), count)
         commits = np.arange(first, first + count)
@@ -57,7 +59,7 @@ class MadeUp:
 
     def existing(self, table: int, began_us: int) -> CaptureBatch:
         """The rows that a table (from 0) has before the first transaction."""
-        count = self._options.existing_rows
+        count = self._options.rate_existing_rows
         ordinals = Position.of_chunk(FIRST_COMMIT, table, 1).ordinal + np.arange(count)
         key: I64 = np.arange(1, count + 1)
         data = self._changes(ordinals, np.full(count, Op.SNAPSHOT, np.uint8), np.full(count, table), key, -key)
@@ -67,32 +69,34 @@ class MadeUp:
 
     def commit_time(self, commits: I64, began_us: int) -> I64:
         """When a transaction is committed, in microseconds since 1970."""
-        a_transaction_s = self._options.rows_per_transaction / self._options.rows_per_second
+        a_transaction_s = self._options.rate_transaction_rows / self._options.rate_rows_per_second
         times: I64 = (began_us + (commits - FIRST_COMMIT) * a_transaction_s * 1e6).astype(np.int64)
         return times
 
     def last_commit(self, now_us: int, began_us: int) -> int:
         """The last transaction that is committed by now."""
         options = self._options
-        count = int(max(0, now_us - began_us) / 1e6 * options.rows_per_second / options.rows_per_transaction)
-        return FIRST_COMMIT + (min(count, options.transactions) if options.transactions else count)
+        count = int(max(0, now_us - began_us) / 1e6 * options.rate_rows_per_second / options.rate_transaction_rows)
+        return FIRST_COMMIT + (min(count, options.rate_transactions) if options.rate_transactions else count)
 
     def _choose(self, numbers: I64) -> tuple[I64, I64, npt.NDArray[np.uint8]]:
         """Table, key and operation of each change."""
         options = self._options
-        table, of_table = numbers % options.made_up_tables, numbers // options.made_up_tables
+        table, of_table = numbers % options.rate_tables, numbers // options.rate_tables
         cycle, place = of_table // len(self._cycle), of_table % len(self._cycle)
         op = self._cycle[place]
-        kept = options.inserts - options.deletes  # rows of a cycle that are never deleted: the last of it
-        pick = _mix(numbers, options.seed) % (np.maximum(cycle, 1) * kept)
-        updated = pick // kept * options.inserts + options.deletes + pick % kept
-        deleted = (cycle - 1) * options.inserts + place - options.inserts - options.updates
-        slot = np.where(op == Op.INSERT, cycle * options.inserts + place, np.where(op == Op.UPDATE, updated, deleted))
+        kept = options.rate_inserts - options.rate_deletes  # rows of a cycle that are never deleted: the last of it
+        pick = _mix(numbers, options.rate_seed) % (np.maximum(cycle, 1) * kept)
+        updated = pick // kept * options.rate_inserts + options.rate_deletes + pick % kept
+        deleted = (cycle - 1) * options.rate_inserts + place - options.rate_inserts - options.rate_updates
+        slot = np.where(
+            op == Op.INSERT, cycle * options.rate_inserts + place, np.where(op == Op.UPDATE, updated, deleted)
+        )
         # The first cycle has none before it: instead of deleting, it writes its first row once more.
         is_early = (op == Op.DELETE) & (cycle == 0)
         op = np.where(is_early, np.uint8(Op.UPDATE), op).astype(np.uint8)
-        slot = np.where(is_early, options.deletes, slot)
-        return table, options.existing_rows + 1 + slot, op
+        slot = np.where(is_early, options.rate_deletes, slot)
+        return table, options.rate_existing_rows + 1 + slot, op
 
     def _changes(self, ordinals: I64, op: npt.NDArray[np.uint8], table: I64, key: I64, numbers: I64) -> pa.RecordBatch:
         count = len(op)
@@ -118,8 +122,8 @@ class MadeUp:
 
     def _notes(self, numbers: I64) -> pa.Array:
         """Letters by the number and the seed."""
-        width = self._options.row_width
-        step = _mix(numbers, self._options.seed + 1)[:, None] >> (np.arange(width)[None, :] % 50)
+        width = self._options.rate_row_width
+        step = _mix(numbers, self._options.rate_seed + 1)[:, None] >> (np.arange(width)[None, :] % 50)
         letters = np.ascontiguousarray(_LETTERS[step % len(_LETTERS)])
         offsets = pa.py_buffer(np.arange(0, (len(numbers) + 1) * width, width or 1, dtype=np.int32)[: len(numbers) + 1])
         if not width:

@@ -89,7 +89,7 @@ class RateStream:
         self.reached = spool.resume_lsn
         self._tables_left = [
             table
-            for table in range(options.made_up_tables if options.existing_rows else 0)
+            for table in range(options.rate_tables if options.rate_existing_rows else 0)
             if spool.end < Position.chunk_end(FIRST_COMMIT, table)
         ]
         self._note_shapes(state)
@@ -132,7 +132,7 @@ class RateStream:
         if self._tables_left:
             self.is_drained = False
             return self._made_up.existing(self._tables_left.pop(0), self._began_us)
-        most = max(1, BATCH_ROWS // self._options.rows_per_transaction)
+        most = max(1, BATCH_ROWS // self._options.rate_transaction_rows)
         behind = self._now() - self.reached
         if behind <= 0:
             return None
@@ -144,9 +144,9 @@ class RateStream:
 
     def tend(self, needed: int, *, may_work: bool) -> float:
         """Until the next transaction."""
-        if self._options.transactions and self.reached >= FIRST_COMMIT + self._options.transactions:
+        if self._options.rate_transactions and self.reached >= FIRST_COMMIT + self._options.rate_transactions:
             return 0.5
-        return min(0.5, max(0.005, self._options.rows_per_transaction / self._options.rows_per_second))
+        return min(0.5, max(0.005, self._options.rate_transaction_rows / self._options.rate_rows_per_second))
 
     def target(self) -> int:
         return self._now()
@@ -167,13 +167,15 @@ class RateStream:
 
     def settled(self) -> Settled:
         end = (
-            Position.chunk_end(FIRST_COMMIT, self._options.made_up_tables - 1) if self._options.existing_rows else None
+            Position.chunk_end(FIRST_COMMIT, self._options.rate_tables - 1)
+            if self._options.rate_existing_rows
+            else None
         )
         is_open = bool(self._tables_left)
         return Settled(is_open, None if is_open else str(end or Position.at(0, 0)), False)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        raise ConfigError("made-up tables have no snapshots beside the stream", "Use existing_rows for rows before it")
+        raise ConfigError("made-up tables have no snapshots beside the stream", "Use --rate-existing-rows")
 
     def status(self, confirmed: int) -> dict[str, Any]:
         now = self._now()
