@@ -577,7 +577,7 @@ CHILD = """
     sent = 0
     for begin in range(0, len(lines), step):  # cut in other places each time
         part = lines[begin : begin + step]
-        sink.write(batch_of(START, Position(200 + begin + len(part) - 1, 1), part))
+        sink.write(batch_of(START, Position.at(200 + begin + len(part) - 1, 1), part))
     sink.write(batch_of(START, Position.end(100_000), []))
     print("done")
 """

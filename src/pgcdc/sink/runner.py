@@ -222,12 +222,12 @@ class Runner:
 
     def _save_prefix(self, part: Batch) -> None:
         """Move the ack as far as everything is delivered: after a crash that much less comes again."""
+        self._saved_at = self.attempts.clock.now()  # first: a save that fails is not repeated at once
         done = self._delivered.prefix(part.after(self._reached))
         if done is not None:
             hit("sink.before_ack")
             self.progress.save(done)
             self._delivered.forget(done)
-        self._saved_at = self.attempts.clock.now()
 
     def _open(self) -> None:
         progress = self.progress
