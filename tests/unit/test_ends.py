@@ -10,8 +10,9 @@ import pytest
 
 from pgcdc.core.errors import StateError
 from pgcdc.core.position import Position
-from pgcdc.run import lane as lane_module
-from pgcdc.run.lane import Ends, Lane, Planned
+from pgcdc.run import ends as ends_module
+from pgcdc.run.ends import Ends
+from pgcdc.run.lane import Lane, Planned
 from pgcdc.transform.program import Chain
 
 
@@ -41,8 +42,8 @@ def test_a_batch_that_is_planned_in_another_way_has_its_last_end(tmp_path: Path)
 
 
 def test_the_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane_module, "MAX_LINES", 20)
-    monkeypatch.setattr(lane_module, "KEPT_ENDS", 5)
+    monkeypatch.setattr(ends_module, "MAX_LINES", 20)
+    monkeypatch.setattr(ends_module, "KEPT_ENDS", 5)
     ends = Ends(tmp_path / "ends")
     for number in range(100):
         ends.note(number, at(number))
@@ -105,9 +106,7 @@ def test_what_a_source_said_counts_for_one_batch(lane: Lane) -> None:
         lane._deliver(cast(Any, None), 1)
 
 
-def test_ends_are_durable_with_the_batch_and_sparks_files_before_the_ack(
-    lane: Lane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ends_and_sparks_files_are_durable_before_the_ack(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
 
     def note(descriptor: int) -> None:
@@ -122,8 +121,25 @@ def test_ends_are_durable_with_the_batch_and_sparks_files_before_the_ack(
     lane.planned = Planned(at(3), at(7))
     synced.clear()
     lane._deliver(cast(Any, None), 1)
-    assert synced == ["main/ends"]
+    assert synced == [], "a batch does not wait for the disk"
     commit(lane, 1)
-    synced.clear()
     assert lane.committed() == at(7)
-    assert {"main/offsets/1", "main/commits/1", "main/offsets", "main/commits"} <= set(synced)
+    assert synced[0] == "main/ends" and {"main/offsets/1", "main/commits/1", "main/offsets", "main/commits"} <= set(
+        synced
+    )
+
+
+def test_what_spark_committed_before_the_machine_crashed_comes_again_if_its_end_is_lost(lane: Lane) -> None:
+    for number in range(4):
+        lane.planned = Planned(at(number + 1), at(number + 2))
+        lane._deliver(cast(Any, None), number)
+        commit(lane, number)
+    lines = (lane._checkpoint / "ends").read_text().splitlines(keepends=True)
+    (lane._checkpoint / "ends").write_text("".join(lines[:2]))
+    again = Lane("main", lane._checkpoint, at(1), list)
+    assert again.place == at(3) and again.committed() == at(3)
+    names = {kind: sorted(one.name for one in (lane._checkpoint / kind).iterdir()) for kind in ("offsets", "commits")}
+    assert names == {"offsets": ["0", "1", "2"], "commits": ["0", "1"]}, "batch 2 comes again as it was planned"
+    (lane._checkpoint / "ends").unlink()
+    with pytest.raises(StateError, match="does not say where batch 1 ended"):
+        Lane("main", lane._checkpoint, at(1), list)

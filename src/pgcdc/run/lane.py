@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,8 +16,9 @@ from typing import TYPE_CHECKING
 from pgcdc.core.errors import GapError, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
-from pgcdc.core.state import explain_writing, fsync_folder, write_durably
+from pgcdc.core.state import fsync_folder
 from pgcdc.event.batch import Batch
+from pgcdc.run.ends import Ends, fsync_file
 from pgcdc.run.member import Member, WriteFuture, may_pass
 from pgcdc.run.roster import Write, WriteState, judge
 from pgcdc.spark.session import with_settings
@@ -30,15 +30,14 @@ if TYPE_CHECKING:
 
     from pgcdc.spark.parallel import LargeBatch, LargeBatches
 
-__all__ = ["Ends", "Lane", "LaneStopped", "Planned", "stop_query"]
+__all__ = ["Lane", "LaneStopped", "Planned", "stop_query"]
 
 FATAL_WAIT_S = 1.0
 """How long the others may finish their writes when one failed for good."""
 LARGE_GRACE_S = 5.0
 """How much longer a large batch is waited for: executors have to be started, and what they write is more at once."""
-KEPT_ENDS = 200
-"""Ends of batches that a lane remembers: Spark keeps the last 100."""
-MAX_LINES = 10_000
+MAX_TAKEN_BACK = 50
+"""Batches between two acks: there is one every quarter of a second."""
 GRACE_EVENTS = 100_000
 """That is for so many events; for more it is that much longer."""
 
@@ -85,6 +84,7 @@ class Lane:
         self._checkpoint = checkpoint
         self._ends = Ends(checkpoint / "ends")
         self._initial = initial
+        self._take_back()
         self._last_batch = max(self._committed_batches(), default=-1)  # by an earlier run, maybe not yet confirmed
         self._acked_batch = -1
         self._lock = threading.Lock()
@@ -123,6 +123,16 @@ class Lane:
     def _committed_batches(self) -> list[int]:
         return [int(file.name) for file in (self._checkpoint / "commits").glob("[0-9]*") if file.name.isdigit()]
 
+    def _take_back(self) -> None:
+        """After a crash of the machine Spark's log may be ahead of ours. Nobody has acknowledged that: it comes again."""
+        committed = self._committed_batches()
+        known = max((number for number in committed if number in self._ends), default=-1)
+        if known < 0 or max(committed) - known > MAX_TAKEN_BACK:
+            return  # `place` refuses to go on
+        for number in range(known + 1, max(committed) + 2):
+            (self._checkpoint / "commits" / str(number)).unlink(missing_ok=True)
+            (self._checkpoint / "offsets" / str(number + 1)).unlink(missing_ok=True)
+
     def committed(self) -> Position | None:
         """The end of the last batch that Spark has committed, made durable; None if nothing is new since the last call."""
         with self._lock:
@@ -132,10 +142,11 @@ class Lane:
         if batch <= self._acked_batch or batch < 0:
             return None
         position = self._ends.of(batch)
+        self._ends.sync()
         for folder in ("offsets", "commits"):
             for number in range(max(self._acked_batch, batch - 2), batch + 1):  # Spark also reads the one before
                 with contextlib.suppress(FileNotFoundError):
-                    _fsync(self._checkpoint / folder / str(number))
+                    fsync_file(self._checkpoint / folder / str(number))
             fsync_folder(self._checkpoint / folder)
         self._acked_batch = batch
         return position
@@ -328,62 +339,3 @@ def stop_query(query: StreamingQuery, timeout_s: float) -> bool:
     thread.start()
     thread.join(timeout_s)
     return not thread.is_alive()
-
-
-class Ends:
-    """Where the batches of a lane ended: a line for each, durable before Spark commits it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._ends: dict[int, Position] = {}
-        self._lines = 0
-        """How many the file has."""
-        for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
-            number, _, text = line.partition(" ")
-            if line.endswith("\n"):  # else it was being written: its batch was not committed
-                with contextlib.suppress(ValueError):  # the same, by a machine that crashed
-                    self._keep(int(number), Position.parse(text.strip()))
-            self._lines += 1
-        if self._lines:
-            self._rewrite()
-
-    def of(self, batch_id: int) -> Position:
-        """The end of a batch."""
-        if batch_id not in self._ends:
-            raise StateError(
-                f"{self._path} does not say where batch {batch_id} ended",
-                "Restore the state directory from a backup, or begin with a new slot: pgcdc resync --new-slot",
-            )
-        return self._ends[batch_id]
-
-    def note(self, batch_id: int, end: Position) -> None:
-        """Durable when this returns. A batch that comes again may have another end: the last line counts."""
-        self._keep(batch_id, end)
-        if not self._lines or self._lines >= MAX_LINES:
-            self._rewrite()
-            return
-        with explain_writing(self._path), open(self._path, "a") as file:
-            file.write(f"{batch_id} {end}\n")
-            file.flush()
-            os.fdatasync(file.fileno())
-        self._lines += 1
-
-    def _keep(self, batch_id: int, end: Position) -> None:
-        self._ends.pop(batch_id, None)
-        self._ends[batch_id] = end
-        if len(self._ends) > KEPT_ENDS:
-            del self._ends[next(iter(self._ends))]
-
-    def _rewrite(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(self._path, "".join(f"{number} {end}\n" for number, end in self._ends.items()).encode())
-        fsync_folder(self._path.parent.parent)
-        self._lines = len(self._ends)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
