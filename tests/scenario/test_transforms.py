@@ -23,6 +23,7 @@ from pgcdc.core.errors import ConfigError, TransformError
 from pgcdc.event.batch import Batch
 from pgcdc.event.edits import parse_chains
 from pgcdc.event.events import block_schema, event_batch
+from pgcdc.event.forms import Form
 from pgcdc.spark.session import with_settings
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.transform.columns import ColumnProgram
@@ -219,16 +220,39 @@ def test_a_program_of_all_kinds_collects_once_and_gives_each_chain_its_own(spark
             assert not file.is_file() or KEY.encode() not in file.read_bytes(), file
 
 
+def test_records_and_tables_are_made_of_what_spark_returns(spark: SparkSession, tmp_path: Path) -> None:
+    steps = (
+        {"type": "drop_columns", "columns": ["total"]},
+        {"type": "sql", "set": {"size": "length(row['note'])"}},
+        {"type": "mask", "columns": ["note"]},
+    )
+    forms: list[Form] = ["lines", "records", "tables"]
+    folder = tmp_path / "spool"
+    with spooled(STREAM, folder=folder):
+        lines, records, tables = batches(spark, [Chain(steps, ("orders",), form) for form in forms], folder, tmp_path)
+    texts = lines.texts()
+    assert len(texts) == 5 and records.texts() == texts
+    assert records.records().key.to_pylist() == ['["1"]', '["1"]', '["2"]', None, '["2"]']
+    insert, *_ = tables.tables()
+    assert [column.name for column in insert.relation.columns] == ["id", "note", "size"]
+    assert [one[0].as_py() for one in insert.new] == ["1", "***REDACTED***", "5"]
+    assert sorted(row for run in tables.tables() for row in run.rows.tolist()) == list(range(5))
+
+
 def run(spark: SparkSession, chains: list[Chain], folder: Path, checkpoint: Path) -> list[pa.Table]:
+    return [one.events for one in batches(spark, chains, folder, checkpoint)]
+
+
+def batches(spark: SparkSession, chains: list[Chain], folder: Path, checkpoint: Path) -> list[Batch]:
     """What a lane does."""
     program = compile_chains(chains)
     options = {"_spool": str(folder), **program.source_options()}
     assert KEY not in str(options)
     source = spark.readStream.format("pgcdc").options(**options).schema(program.source_schema()).load()
-    found: list[pa.Table] = []
+    found: list[Batch] = []
 
     def collect(batch: DataFrame, _: int) -> None:
-        found[:] = [one.events for one in program.collect(batch, START, START)]
+        found[:] = program.collect(batch, START, START)
 
     with with_settings(spark, program.settings()):
         writer = program.project(source).writeStream.option("checkpointLocation", str(checkpoint)).foreachBatch(collect)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from event_streams import ITEMS, ORDERS, SEED, START, Change, Transaction, spooled, streams
+from event_streams import ITEMS, ORDERS, SCHEMA, SEED, START, Change, Transaction, spooled, streams
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transform_cases import KEY, KEY_VARIABLE, simple_chains
@@ -21,11 +21,13 @@ from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.event.batch import Batch, TableChanges
+from pgcdc.event.columns import records_of, tables_of
 from pgcdc.event.edits import SimpleChain
 from pgcdc.event.events import block_schema, drop_unwanted, event_batch, pack_block, unpack_blocks
 from pgcdc.event.forms import FORMS, Form
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.transform.program import Chain, compile_chains, split_forms
+from pgcdc.transform.python_function import CHANGEABLE
 
 WIDER = replace(ORDERS, columns=(*ORDERS.columns, Column("traceparent", 25, -1, False)))
 STREAM = [
@@ -154,6 +156,32 @@ def test_forms_agree(transactions: list[Transaction], chain: Chain, seal_rows: i
     for run in tables.tables():
         by_table.setdefault(run.relation.oid, []).extend(run.rows.tolist())
     assert all(rows == sorted(rows) for rows in by_table.values()), "a table's changes keep their order"
+
+
+@settings(max_examples=60)
+@given(streams())
+@example(STREAM)
+def test_what_is_made_of_columns_behind_spark_is_the_same(transactions: list[Transaction]) -> None:
+    more = [("key_hash", pa.int64()), ("is_barrier", pa.bool_()), ("relation", pa.string())]
+    schema, chain = pa.schema([*SCHEMA, *more]), SimpleChain((), ())
+    with spooled(transactions) as reader:
+        native = forms_of(reader, Chain())
+        slices = reader.slices(START, reader.end)
+        batch = event_batch(slices, reader.relations(), SEED, schema) if slices else None
+    if batch is None:
+        return
+    base = pa.Table.from_batches([batch])
+    events = base.select(list(CHANGEABLE)).to_pylist(maps_as_pydicts="strict")
+    records = replace(native["records"], events=records_of(base, events, native["lines"].events.column("line"), chain))
+    for name in ("position", "id", "channel", "operation", "key_hash", "is_barrier", "value", "traceparent"):
+        assert getattr(records.records(), name).to_pylist() == getattr(native["records"].records(), name).to_pylist()
+    table, shapes = tables_of(base, events, chain)
+    tables = replace(native["tables"], events=table, shapes=shapes)
+    found, expected = of_tables(tables), of_tables(native["tables"])
+    assert found.keys() == expected.keys()
+    for row, line in enumerate(of_lines(native["lines"])):
+        assert same(found[row], line["payload"]), (found[row], line)
+    assert [json.loads(text) for text in tables.texts()] == of_lines(native["lines"])
 
 
 def test_a_record_has_the_key_of_its_row_and_says_what_waits() -> None:

@@ -6,6 +6,7 @@ native Spark expressions. A query that asks for fewer columns (`.schema("positio
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -18,7 +19,7 @@ from pgcdc.core.relation import Relation
 from pgcdc.core.shapes import ShapeChange
 from pgcdc.event.edits import Edit, SimpleChain
 from pgcdc.event.envelopes import render_envelope
-from pgcdc.event.forms import FORMS, Form, form_column, form_of, make_record, make_table, shapes_of
+from pgcdc.event.forms import FORMS, Form, TableShape, form_column, form_of, make_record, make_table, shapes_of
 from pgcdc.event.frame import EventOptions, Frame, load_frame
 from pgcdc.event.keys import find_barriers, key_hashes
 from pgcdc.event.lines import OPERATION_OF, OPERATIONS, SOURCE_NAME, LineMaker
@@ -35,6 +36,7 @@ __all__ = [
     "KEY_COLUMNS",
     "LINES",
     "PIECE_BYTES",
+    "RELATION_COLUMNS",
     "SHAPE_COLUMNS",
     "SHAPE_SCHEMA",
     "TEXT_COLUMNS",
@@ -72,6 +74,8 @@ SHAPE_COLUMNS = {"shape": SHAPE, "table_ordinal": "bigint"}
 change is, from 1. Only for those who ask for it."""
 KEY_COLUMNS = {"key": "map<string,string>", "key_hash": "bigint", "is_barrier": "boolean"}
 """What tells which events must stay in order (`stream.keys`): only for those who ask for it."""
+RELATION_COLUMNS = {"relation": "string"}
+"""The table's shape as JSON (`event.forms.TableShape`), for forms that are made behind Spark."""
 COMPRESS_BYTES = 64 << 10
 PIECE_BYTES = 4 << 20
 BLOCKS = "block BINARY, is_last BOOLEAN"
@@ -292,6 +296,14 @@ class _Events:
         frame = self._frame
         self._made["shape"] = shape_array(frame.shapes, self._options.described).take(pa.array(frame.version))
 
+    def _relations(self) -> None:
+        details = {change.after: change.details for change in self._options.described.changes}
+        texts = [
+            json.dumps(TableShape(shape, details.get(shape)).to_json()) if shape.oid else None
+            for shape in self._frame.shapes
+        ]
+        self._made["relation"] = self._pick(texts)
+
     def _table_ordinals(self) -> None:
         self._made["table_ordinal"] = _numbered_by_table(self._frame)
 
@@ -321,6 +333,7 @@ _MAKERS: dict[str, Callable[[_Events], None]] = {
     "json": lambda events: events._text("json"),
     "line": lambda events: events._text("line"),
     "shape": _Events._shapes,
+    "relation": _Events._relations,
     "table_ordinal": _Events._table_ordinals,
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -26,12 +27,17 @@ from pgcdc.event.values import edited_column, edited_lists, edited_marks
 
 __all__ = [
     "FORMS",
+    "RECORD",
+    "TABLE",
+    "TRACES",
     "Form",
     "TableShape",
+    "check_trace",
     "form_column",
     "form_of",
     "make_record",
     "make_table",
+    "read_shape",
     "read_shapes",
     "render_changes",
     "shapes_of",
@@ -71,7 +77,7 @@ FORMS: dict[Form, pa.DataType] = {"lines": pa.string(), "records": RECORD, "tabl
 _PREFIXES: dict[Form, str] = {"lines": "line_", "records": "record_", "tables": "table_"}
 _ROW_CHANGES = np.zeros(256, np.bool_)
 _ROW_CHANGES[[Op.INSERT, Op.UPDATE, Op.DELETE, Op.SNAPSHOT]] = True
-_TRACES = {
+TRACES = {
     "traceparent": r"\A[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\z",
     "tracestate": r"\A[\x20-\x7e]{1,512}\z",
 }
@@ -94,7 +100,7 @@ def form_of(column: str) -> tuple[int, Form] | None:
 
 def make_record(frame: Frame, edit: Edit, values: pa.Array, columns: Mapping[str, pa.Array]) -> pa.Array:
     """The records of a frame; `values` are the rendered events."""
-    traces = {name: _trace(frame, edit, name, look) for name, look in _TRACES.items()}
+    traces = {name: _trace(frame, edit, name) for name in TRACES}
     state = pa.scalar(None, pa.string())  # says nothing without a parent
     traces["tracestate"] = pc.if_else(traces["traceparent"].is_valid(), traces["tracestate"], state)
     arrays = {
@@ -108,7 +114,7 @@ def make_record(frame: Frame, edit: Edit, values: pa.Array, columns: Mapping[str
     return _struct(RECORD, arrays, values.is_null() if values.null_count else None)
 
 
-def _trace(frame: Frame, edit: Edit, wanted: str, look: str) -> pa.Array:
+def _trace(frame: Frame, edit: Edit, wanted: str) -> pa.Array:
     """The values of the column of this name, wherever there is one that looks right."""
     found = pa.nulls(len(frame), pa.string())
     for number, name in enumerate(edit.names or ()):
@@ -119,8 +125,14 @@ def _trace(frame: Frame, edit: Edit, wanted: str, look: str) -> pa.Array:
             values = edited_column(frame, edit, "new", index)
             values = pc.if_else(pa.array(frame.op == Op.DELETE), edited_column(frame, edit, "old", index), values)
             found = pc.if_else(pa.array(rows), values, found)
-    matches = pc.match_substring_regex(found, look)
-    return pc.if_else(matches, found, pa.scalar(None, pa.string())) if found.null_count < len(found) else found
+    return check_trace(found, wanted)
+
+
+def check_trace(values: pa.Array, name: str) -> pa.Array:
+    """The values of a column of TRACES that look right; null for others."""
+    if values.null_count == len(values):
+        return values
+    return pc.if_else(pc.match_substring_regex(values, TRACES[name]), values, pa.scalar(None, pa.string()))
 
 
 # --- tables
@@ -175,6 +187,12 @@ def read_shapes(texts: Iterable[str]) -> dict[int, TableShape]:
     """The shapes behind several `shapes_of`, which have the same numbers for the same."""
     raw = {number: shape for text in set(texts) for number, shape in json.loads(text).items()}
     return {int(number): TableShape.from_json(shape) for number, shape in raw.items()}
+
+
+@cache
+def read_shape(text: str) -> TableShape:
+    """The shape behind the text of an event's column `relation`."""
+    return TableShape.from_json(json.loads(text))
 
 
 def render_changes(changes: pa.RecordBatch, shapes: Mapping[int, TableShape], *, transaction: bool) -> pa.Array:

@@ -229,7 +229,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _describe(self, feed: Feed, relations: list[Relation]) -> Described:
         """What is known of shapes besides, if the query asks for it: by the column `shape`, or by its chains."""
         needs_shapes = any(chain.needs_shapes for chain in parse_chains(self._options.chains))
-        if "shape" not in self._schema.fieldNames() and not needs_shapes:
+        if not {"shape", "relation"} & set(self._schema.fieldNames()) and not needs_shapes:
             return Described()
         assert self._shapes is not None
         self._shapes.refresh()

@@ -12,7 +12,7 @@ from pyspark.sql.types import StructType
 
 from pgcdc.core.errors import ConfigError
 from pgcdc.event.edits import parse_chains
-from pgcdc.event.events import EVENT_COLUMNS, EVENT_SCHEMA, KEY_COLUMNS, SHAPE_COLUMNS, TEXT_COLUMNS
+from pgcdc.event.events import EVENT_COLUMNS, EVENT_SCHEMA, KEY_COLUMNS, RELATION_COLUMNS, SHAPE_COLUMNS, TEXT_COLUMNS
 from pgcdc.event.forms import form_column
 from pgcdc.spark.options import check_kind, parse_options
 from pgcdc.spark.reader import ChangeReader
@@ -82,7 +82,7 @@ class ChangeSource(DataSource):
 def _check_schema(schema: StructType, chains: int) -> None:
     """A user's schema may leave columns out, and ask for JSON, keys and shapes; names and types are ours."""
     chain_columns = {form_column(number): "string" for number in range(chains)}
-    known = {**EVENT_COLUMNS, **KEY_COLUMNS, **SHAPE_COLUMNS, **TEXT_COLUMNS, **chain_columns}
+    known = {**EVENT_COLUMNS, **KEY_COLUMNS, **SHAPE_COLUMNS, **RELATION_COLUMNS, **TEXT_COLUMNS, **chain_columns}
     if schema.simpleString() in ("struct<block:binary,is_last:boolean>", "struct<keyed_block:binary,is_last:boolean>"):
         return
     _compare(schema, known, "events")
