@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from event_streams import ORDERS, SEED, START, Change, Transaction, expected_events, spooled, streams
-from hypothesis import given, settings
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from transform_cases import KEY, KEY_VARIABLE, simple_chains
 from wire import UNCHANGED
 
@@ -105,6 +106,30 @@ def test_values_have_types_and_what_was_not_sent_is_said() -> None:
     assert (delete["before"]["id"], delete["before"]["total"], delete["after"]) == (2, zero, None)
     assert (truncate["before"], truncate["after"], truncate["op"]) == (None, None, "t")
     assert insert["source"]["db"] == "shop" and insert["transaction"]["total_order"] == 1
+
+
+_decimals = st.decimals(-(10**20), 10**20, allow_nan=False).map(lambda one: f"{one:f}")
+_moments = st.datetimes().map(
+    lambda one: f"{one.isoformat(' ').rstrip('0') if one.microsecond else one.isoformat(' ')}+00"
+)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(_decimals, _moments | st.sampled_from(["infinity", "0044-03-15 00:00:00+00 BC", "x"]))))
+@example(
+    [("0", "2026-11-16 00:46:06+00"), ("-0.10", "2026-11-16 00:46:06.5+00"), ("-128", "infinity"), ("100.00", "x")]
+)
+def test_frequent_types_are_written_in_c_as_in_python(rows: list[tuple[str, str]]) -> None:
+    table = replace(
+        ORDERS, columns=(*TYPED.columns[:3], Column("price", 1700, (10 << 16 | 2) + 4, False), TYPED.columns[4])
+    )
+    changes = tuple(Change(table, "INSERT", ("1", "", total, f"{float(total):.2f}", at)) for total, at in rows)
+    with spooled([Transaction(110, changes)]) as reader:
+        found = documents(reader, Chain((DEBEZIUM,)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lines, "_renderer", lambda: lines.render_python)
+            again = documents(reader, Chain((DEBEZIUM,)))
+    assert [one["after"] for one in found] == [one["after"] for one in again]
 
 
 def test_edits_come_before_the_envelope() -> None:

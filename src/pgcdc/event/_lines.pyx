@@ -17,6 +17,9 @@ cdef enum:
     INTEGER = 1
     BOOLEAN = 2
     RAW = 3
+    MOMENT = 4
+    DECIMAL = 5
+    NUMBER = 6
 
 cdef uint8_t ESCAPES[256]  # 0: as it is; u: by its number; else the letter behind the backslash
 memset(ESCAPES, 0, sizeof(ESCAPES))
@@ -171,11 +174,93 @@ cdef int put_number(Output* out, const uint8_t* data, size_t size) except -1:
     return put(out, data, size) if is_number else put_text(out, data, size)
 
 
+cdef const char* BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+
+
+cdef int put_base64(Output* out, int64_t number) except -1:
+    """The bytes of a number, as few as it needs, highest first, as a JSON string."""
+    cdef uint8_t data[9]
+    cdef uint8_t text[14]
+    cdef int size = 1, place, to = 1
+    while size < 8 and (number >> (8 * size - 1)) != 0 and (number >> (8 * size - 1)) != -1:
+        size += 1
+    for place in range(size):
+        data[place] = <uint8_t>(number >> (8 * (size - 1 - place)))
+    data[size] = 0
+    text[0] = c'"'
+    for place in range(0, size, 3):
+        text[to] = BASE64[data[place] >> 2]
+        text[to + 1] = BASE64[((data[place] & 3) << 4) | (data[place + 1] >> 4 if place + 1 < size else 0)]
+        text[to + 2] = c"="
+        text[to + 3] = c"="
+        if place + 1 < size:
+            text[to + 2] = BASE64[((data[place + 1] & 15) << 2) | (data[place + 2] >> 6 if place + 2 < size else 0)]
+        if place + 2 < size:
+            text[to + 3] = BASE64[data[place + 2] & 63]
+        to += 4
+    text[to] = c'"'
+    return put(out, text, to + 1)
+
+
+cdef int put_decimal(Output* out, const uint8_t* data, size_t size, bint has_scale) except -1:
+    """A number of at most 18 digits, with a point or without one."""
+    cdef size_t place, scale = 0
+    cdef bint is_behind = False
+    cdef int64_t number = 0
+    cdef uint8_t digit
+    if has_scale:  # the scale that it needs
+        for place in range(size):
+            is_behind = is_behind or data[place] == c"."
+        while is_behind and data[size - 1] == c"0":
+            size -= 1
+        size -= data[size - 1] == c"."
+    is_behind = False
+    for place in range(1 if data[0] == c"-" else 0, size):
+        if data[place] == c".":
+            is_behind = True
+        else:
+            number = number * 10 + (data[place] - c"0")
+            scale += is_behind
+    if data[0] == c"-":
+        number = -number
+    if not has_scale:
+        return put_base64(out, number)
+    put(out, <const char*>b'{"scale":', 9)
+    if scale >= 10:
+        digit = <uint8_t>(c"0" + scale // 10)
+        put(out, &digit, 1)
+    digit = <uint8_t>(c"0" + scale % 10)
+    put(out, &digit, 1)
+    put(out, <const char*>b',"value":', 9)
+    put_base64(out, number)
+    return put(out, <const char*>b"}", 1)
+
+
+cdef int put_moment(Output* out, const uint8_t* data, size_t size) except -1:
+    """2026-11-16 00:46:06.5+00 as "2026-11-16T00:46:06.500000Z"."""
+    cdef size_t fraction = size - 22
+    put(out, <const char*>b'"', 1)
+    put(out, data, 10)
+    put(out, <const char*>b"T", 1)
+    put(out, data + 11, 8)
+    if fraction:
+        put(out, data + 19, fraction)
+    else:
+        put(out, <const char*>b".", 1)
+        fraction = 1
+    put(out, <const char*>b"000000", 7 - fraction)
+    return put(out, <const char*>b'Z"', 2)
+
+
 cdef int put_value(Output* out, uint8_t kind, const uint8_t* data, size_t size) except -1:
     if kind == INTEGER:
         return put_number(out, data, size)
     if kind == RAW:
         return put(out, data, size)
+    if kind == MOMENT:
+        return put_moment(out, data, size)
+    if kind == DECIMAL or kind == NUMBER:
+        return put_decimal(out, data, size, kind == NUMBER)
     if kind == BOOLEAN and size == 1 and data[0] == c"t":
         return put(out, <const char*>b"true", 4)
     if kind == BOOLEAN and size == 1 and data[0] == c"f":
@@ -205,6 +290,7 @@ cdef int put_values(
     cdef Lists* lists = &side.lists
     cdef Texts* items
     cdef bint is_first = True
+    cdef uint8_t kind
     row += lists.offset
     if not is_valid(lists.valid, row):
         return put(out, <const char*>b"null", 4)
@@ -235,10 +321,10 @@ cdef int put_values(
             items = &side.items
             item = index + items.offset
         if is_valid(items.valid, item):
-            put_value(
-                out, TEXT if typed.kinds == NULL else typed.kinds[first + column], items.data + items.ends[item],
-                items.ends[item + 1] - items.ends[item],
-            )
+            kind = TEXT if typed.kinds == NULL else typed.kinds[first + column]
+            if kind > RAW and items == &side.texts:
+                kind = RAW
+            put_value(out, kind, items.data + items.ends[item], items.ends[item + 1] - items.ends[item])
         else:
             put(out, <const char*>b"null", 4)
     put(out, <const char*>b"}", 1)

@@ -23,7 +23,21 @@ from pgcdc.core.operation import Op
 from pgcdc.event.debezium_values import absent, json_texts, placeholder
 from pgcdc.event.edits import Edit, Replaced, SimpleChain
 from pgcdc.event.frame import EventOptions, Frame
-from pgcdc.event.lines import BOOLEAN, INTEGER, OPERATION_OF, OPERATIONS, RAW, TEXT, Layout, quote_json, render
+from pgcdc.event.lines import (
+    BOOLEAN,
+    DECIMAL,
+    INTEGER,
+    MOMENT,
+    NUMBER,
+    OPERATION_OF,
+    OPERATIONS,
+    RAW,
+    TEXT,
+    Layout,
+    is_compiled,
+    quote_json,
+    render,
+)
 from pgcdc.event.shape import ARRAY, NO_MODIFIER, REQUIRED, Family, column_types
 from pgcdc.event.texts import time_texts
 
@@ -32,6 +46,12 @@ __all__ = ["render_envelope"]
 Step = Mapping[str, Any]
 _DEBEZIUM_OPS = {Op.INSERT: "c", Op.UPDATE: "u", Op.DELETE: "d", Op.TRUNCATE: "t", Op.SNAPSHOT: "r"}
 _KINDS: dict[int, int] = {Family.TEXT: TEXT, Family.UUID: TEXT, Family.INTEGER: INTEGER, Family.BOOLEAN: BOOLEAN}
+_FREQUENT: dict[int, int] = {Family.TIMESTAMPTZ: MOMENT, Family.NUMERIC: DECIMAL, Family.NUMBER: NUMBER}
+_LOOKS = {
+    MOMENT: r"\A[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,6})?\+00\z",
+    **dict.fromkeys((DECIMAL, NUMBER), r"\A-?[0-9]{1,9}(?:\.[0-9]{1,9})?\z"),
+}
+"""What the compiled renderer can write of types that are frequent; the rest of them is written here."""
 
 
 def render_envelope(
@@ -122,7 +142,7 @@ def _debezium(
     codes = np.array([code for code, _ in types], np.int64)
     is_other = codes & (ARRAY - 1) == Family.OTHER
     dropped = is_other if edit.dropped is None else is_other | (edit.dropped != 0)
-    kinds = np.array([_KINDS.get(code, RAW) for code, _ in types], np.uint8)
+    kinds = np.array([_kind(*one) for one in types], np.uint8)
     written = {side: _written(frame, edit, side, types, kinds, dropped, keep) for side in ("new", "old")}
     after = Edit(
         edit.names,
@@ -145,6 +165,13 @@ def _debezium(
         pa.array([placeholder(code) for code, _ in types], pa.string()),
     )
     return render(frame, layout, after)
+
+
+def _kind(code: int, modifier: int) -> int:
+    frequent = _FREQUENT.get(code) if is_compiled() else None
+    if frequent is not None and (code != Family.TIMESTAMPTZ or modifier & NO_MODIFIER == NO_MODIFIER):
+        return frequent
+    return _KINDS.get(code, RAW)
 
 
 def _types(frame: Frame, chain: SimpleChain, options: EventOptions) -> list[tuple[int, int]]:
@@ -171,7 +198,7 @@ def _written(
     """The values of a side of which the renderer does not know how to write them, as JSON; beside what masks made."""
     lists = frame.changes.column(side)
     replaced: Replaced | None = getattr(edit, side)
-    is_wanted = (kinds == RAW) & ~dropped
+    is_wanted = (kinds >= RAW) & ~dropped
     if lists.null_count == len(lists) or not is_wanted.any():
         return replaced
     begins: npt.NDArray[np.int32] = lists.offsets.to_numpy()[:-1]
@@ -188,6 +215,11 @@ def _written(
                 column = values.take(pa.array(items))
                 if replaced is not None and (replaced.where[items] >= 0).any():  # a zero of its own type
                     column = replaced.texts.take(pa.array(replaced.where[items]))
+                elif kinds[number] in _LOOKS:
+                    is_odd = ~pc.fill_null(pc.match_substring_regex(column, _LOOKS[kinds[number]]), True).to_numpy(
+                        zero_copy_only=False
+                    )
+                    items, column = items[is_odd], column.filter(pa.array(is_odd))
                 texts.append(json_texts(column, *types[number]))
                 where[items] = np.arange(done, done + len(items), dtype=np.int32)
                 done += len(items)

@@ -27,7 +27,10 @@ from pgcdc.event.texts import quote_json, time_texts
 
 __all__ = [
     "BOOLEAN",
+    "DECIMAL",
     "INTEGER",
+    "MOMENT",
+    "NUMBER",
     "OPERATIONS",
     "OPERATION_OF",
     "RAW",
@@ -36,6 +39,7 @@ __all__ = [
     "Keyed",
     "Layout",
     "LineMaker",
+    "is_compiled",
     "quote_json",
     "render",
     "render_python",
@@ -49,8 +53,9 @@ for _number, _name in enumerate(OPERATIONS):
     OPERATION_OF[Op[_name]] = _number
 
 NO_EDIT = Edit()
-TEXT, INTEGER, BOOLEAN, RAW = range(4)
-"""How a value is written: as a string, as a number if it is one, as true or false, or as it is, because it is JSON."""
+TEXT, INTEGER, BOOLEAN, RAW, MOMENT, DECIMAL, NUMBER = range(7)
+"""How a value is written: as a string, as a number if it is one, as true or false, or as it is, because it is JSON. Only the
+compiled renderer knows the others: Debezium's forms of timestamptz, and of numeric with and without a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +222,11 @@ def _write(text: str | None, kind: int) -> str:
         if kind == BOOLEAN and text in ("t", "f"):
             return "true" if text == "t" else "false"
     return quote_json(text)
+
+
+def is_compiled() -> bool:
+    """Whether the renderer is the one in C."""
+    return _renderer() is not render_python
 
 
 @cache
