@@ -29,6 +29,7 @@ __all__ = [
     "run_child",
     "run_contenders",
     "run_recvlogical",
+    "through_envelopes",
     "through_transforms",
     "typed",
 ]
@@ -88,17 +89,26 @@ WHERE: dict[str, Any] = {"type": "filter", "where": "operation = 'DELETE' OR row
 
 def through_transforms() -> list[Contender]:
     """The way to a file without transforms, with those that the source does, and with a condition in SQL behind them."""
-
-    def run_with(transforms: list[dict[str, Any]]) -> Callable[[str, str, Backlog], dict[str, Any]]:
-        return lambda url, slot, backlog: _run_through_spark(
-            "spark_child.py", "lines", url, slot, backlog, json.dumps({"transforms": {"global": transforms}})
-        )
-
     return [
         Contender("spark", "through Spark to a file", _run_spark),
-        Contender("transforms", "the same with five transforms", run_with(SIMPLE)),
-        Contender("where", "the same with a condition in SQL behind them", run_with([*SIMPLE, WHERE])),
+        Contender("transforms", "the same with five transforms", _run_with(SIMPLE)),
+        Contender("where", "the same with a condition in SQL behind them", _run_with([*SIMPLE, WHERE])),
     ]
+
+
+def through_envelopes() -> list[Contender]:
+    """The way to a file with the plain event, and in envelopes."""
+    return [
+        Contender("spark", "through Spark to a file", _run_spark),
+        Contender("debezium", "the same in Debezium's envelope", _run_with([{"type": "debezium"}])),
+        Contender("cloudevents", "the same as CloudEvents", _run_with([{"type": "cloudevents"}])),
+    ]
+
+
+def _run_with(transforms: list[dict[str, Any]]) -> Callable[[str, str, Backlog], dict[str, Any]]:
+    return lambda url, slot, backlog: _run_through_spark(
+        "spark_child.py", "lines", url, slot, backlog, json.dumps({"transforms": {"global": transforms}})
+    )
 
 
 def typed() -> Contender:

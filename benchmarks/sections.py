@@ -21,6 +21,7 @@ from backlog import (
     recvlogical,
     run_child,
     run_contenders,
+    through_envelopes,
     through_transforms,
     typed,
 )
@@ -161,6 +162,19 @@ def measure_transforms(bench: Bench) -> None:
     bench.figures += [
         at_least(name, kept, 0.8, "x", f"{_describe(simple)}; without: {_describe(base)}"),
         Figure("transforms: with a condition in Spark SQL behind them", "", f"{asked:.2f}x", None, _describe(where)),
+    ]
+
+
+def measure_envelopes(bench: Bench) -> None:
+    """What envelopes cost on the way to a file."""
+    found = run_contenders(bench.url(), bench.backlog(), through_envelopes(), bench.scale.rounds, bench.say)
+    bench.forget_backlog()
+    base, debezium, cloudevents = found["spark"], found["debezium"], found["cloudevents"]
+    kept, cloud = (base.median("took_s") / one.median("took_s") for one in (debezium, cloudevents))
+    name = "envelopes: Debezium's, of the rate of the plain event to a file"
+    bench.figures += [
+        at_least(name, kept, 0.5, "x", f"{_describe(debezium)}; plain: {_describe(base)}"),
+        Figure("envelopes: CloudEvents", "", f"{cloud:.2f}x", None, _describe(cloudevents)),
     ]
 
 
@@ -512,6 +526,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "backlog": measure_backlog,
     "typed": measure_typed,
     "transforms": measure_transforms,
+    "envelopes": measure_envelopes,
     "snapshot": measure_snapshot,
     "initial": measure_initial_snapshot,
     "incremental": measure_incremental,
