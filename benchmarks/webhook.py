@@ -60,7 +60,7 @@ def measure_webhook(events: int, batch_size: int) -> Posted:
         spec = adapters.webhook(
             url, concurrency=WORKERS, batch_size=batch_size, signing_key="a key", allow_private=True, timeout=300
         )
-        sink = Runner(make_sink(spec, acks), acks, spec.name, spec.delivery)
+        sink = Runner(make_sink(spec), acks, spec.name, spec.delivery)
         sink.open(_START)
         began, cpu = time.perf_counter(), time.process_time()
         for batch in batches:

@@ -1,4 +1,4 @@
-"""For tests of pg_table's apply mode: a real server's stream as lines, and a target that they are applied to. No Spark."""
+"""For tests of pg_table's apply mode: a real server's stream, and a target that they are applied to. No Spark."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from pgcdc.core.relation import Relations
 from pgcdc.core.shapes import ShapeHistory
 from pgcdc.core.state import StateDir
 from pgcdc.event.batch import Batch
-from pgcdc.event.events import LINES, events_of
+from pgcdc.event.edits import SimpleChain
+from pgcdc.event.events import block_schema, events_of
+from pgcdc.event.forms import FORMS, form_column, read_shapes
 from pgcdc.event.frame import EventOptions, make_frame
+from pgcdc.event.shape import Described
 from pgcdc.event.texts import IdSeed
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.postgres.database import connect, quote_qualified
 from pgcdc.sink.pg_table.apply import Applier
 from pgcdc.sink.pg_table.options import PgTableOptions
-from pgcdc.sink.pg_table.seen_tables import KnownTables
+from pgcdc.sink.pg_table.sqlstate import describe_fault, is_row_fault
 from pgcdc.source.postgres.options import ToastOptions
 from pgcdc.source.postgres.setup.shapes import ShapeObserver
 from pgcdc.source.postgres.setup.slots import create_slot
@@ -69,6 +72,7 @@ class Source:
         self.start = self.end = Position.end(lsn)
         self._toast = ToastStep(ToastOptions(), ("p",), self.state, resume=Position.end(lsn), instance="1")
         self._observer = ShapeObserver(self.state.shapes_file, self.start)
+        self._history = ShapeHistory(self.state.shapes_file)
         self._capture = Capture(
             url, slot=slot, publications=["p"], start_lsn=lsn, confirmed_lsn=lsn, relations=Relations()
         )
@@ -89,7 +93,7 @@ class Source:
         row = self.sql.execute("SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn").fetchone()
         assert row is not None
         self._capture.target_lsn = target = int(row[0])
-        start, tables = self.end, []
+        start, tables, shapes = self.end, [], []
         deadline = time.monotonic() + 120
         while self._capture.handed_out_lsn < target:
             assert time.monotonic() < deadline
@@ -101,16 +105,29 @@ class Source:
                 self._observer.observe(piece, self.sql)
                 self.end = max(self.end, piece.end)
                 if piece.rows:
-                    tables.append(lines_of(piece))
-        return Batch(start, self.end, pa.concat_tables([LINES.empty_table(), *tables]))
+                    self._history.refresh()
+                    made, beside = tables_of(piece, Described(changes=tuple(self._history.changes)))
+                    tables.append(made)
+                    shapes.append(beside)
+        empty = pa.schema([("position", pa.string()), *FORMS["tables"]]).empty_table()
+        return Batch(start, self.end, pa.concat_tables([empty, *tables]), read_shapes(shapes))
 
 
-def lines_of(piece: Any) -> pa.Table:
+def tables_of(piece: Any, described: Described) -> tuple[pa.Table, str]:
+    """The changes in the form of tables, and the shapes beside them."""
     counts = piece.transactions.column("rows").to_numpy()
     owners = piece.transactions.take(pa.array(np.repeat(np.arange(len(counts)), counts)))
     changes = piece.data.combine_chunks().to_batches()[0]
-    frame = make_frame(changes, owners, piece.relations.shapes, EventOptions())
-    return pa.Table.from_batches([events_of(frame, SEED, LINES, EventOptions())])
+    options = EventOptions(described=described)
+    chain = SimpleChain((), (), ("tables",))
+    frame = make_frame(changes, owners, piece.relations.shapes, options)
+    made = events_of(frame, SEED, block_schema([chain]), options, [chain])
+    name = form_column(0, "tables")
+    column = made.column(name)
+    rows = pa.table({"position": made.column("position"), name: column}).filter(column.is_valid())
+    struct = rows.column(name)
+    fields = dict(zip(struct.type.names, struct.flatten(), strict=True))
+    return pa.table({"position": rows.column("position"), **fields}), made.schema.metadata[name.encode()].decode()
 
 
 class Mirror:
@@ -121,13 +138,12 @@ class Mirror:
         self.said: list[str] = []
         self.options = PgTableOptions(mode="apply", **options)
         self.shapes = ShapeHistory(state.shapes_file)
-        self.known_file = state.path / "mirror.tables"
+        self.tables: set[tuple[str, str]] = set()
         self.restart()
 
     def restart(self) -> None:
         """A new process, with a session of its own."""
-        known = KnownTables(self.known_file)
-        self.applier = Applier(self.options, self.shapes, "mirror", self.said.append, known)
+        self.applier = Applier(self.options, self.shapes, "mirror", self.said.append)
         self.sql = connect(self.url)
         self.sql.execute("SET session_replication_role = replica")
         self.applier.connected(self.sql)
@@ -137,25 +153,26 @@ class Mirror:
 
     def apply(self, batch: Batch) -> None:
         with self.sql.transaction():
-            self.applier.apply(self.sql, batch)
+            found = self.applier.apply(self.sql, batch, self.tables)
+        self.tables = found
 
     def deliver(self, batch: Batch) -> list[tuple[str, str, str]]:
-        """As Delivery and the sink do it together: rejects are noted, and the rest is applied. (position, kind, text)."""
+        """As runner and sink do it together: what is refused is found by halves and noted. (position, kind, text)."""
         try:
             self.apply(batch)
             return []
         except psycopg.Error as error:
-            with self.sql.transaction(force_rollback=True):
-                rejects = self.applier.find_rejects(self.sql, batch, error)
-            if not rejects:
+            if not is_row_fault(error):
                 raise
-        positions = {one.position for one in rejects}
-        everything = batch.events.column("position").to_pylist()
-        out = Batch(batch.start, batch.end, batch.events.filter(pa.array([one in positions for one in everything])))
+            if len(batch) > 1:
+                half = batch.first(len(batch) // 2)
+                return [*self.deliver(half), *self.deliver(batch.after(half.end))]
+            position = batch.positions()[0].as_py()
+            kind, text = describe_fault(error, self.applier.title_of(batch))
         with self.sql.transaction():
-            self.applier.note_rejects(self.sql, out)
-            self.applier.apply(self.sql, batch.without(positions))
-        return [(one.position, one.kind, one.text) for one in rejects]
+            self.applier.note_rejects(self.sql, batch)
+            self.applier.apply(self.sql, batch.without([position]), self.tables)
+        return [(position, kind, text)]
 
     def redeliver(self, batch: Batch) -> set[str]:
         with self.sql.transaction():
@@ -165,9 +182,9 @@ class Mirror:
         return self.sql.execute(statement.encode()).fetchall()
 
 
-def _lines(batch: Batch) -> list[str]:
-    lines: list[str] = batch.events.column("line").to_pylist()
-    return lines
+def as_letters(batch: Batch) -> Batch:
+    """As dead letters come: nothing but the rendered events."""
+    return Batch(batch.start, batch.end, pa.table({"position": batch.positions(), "line": pa.array(batch.texts())}))
 
 
 def content(conn: psycopg.Connection[Any], table: tuple[str, str], columns: list[str] | None = None) -> list[str]:
@@ -187,12 +204,9 @@ def content(conn: psycopg.Connection[Any], table: tuple[str, str], columns: list
 def cuts(batch: Batch, seed: int, most: int = 6) -> Iterator[Batch]:
     """The batch in some pieces that follow each other, cut anywhere."""
     chance = random.Random(seed)
-    count = batch.events.num_rows
+    count = len(batch)
     places = sorted({chance.randint(0, count) for _ in range(chance.randint(0, most))} - {0, count})
-    positions = batch.events.column("position")
-    start, begin = batch.start, 0
-    for place in places:
-        end = Position.parse(positions[place - 1].as_py())
-        yield Batch(start, end, batch.events.slice(begin, place - begin))
-        start, begin = end, place
-    yield Batch(start, batch.end, batch.events.slice(begin))
+    begin = 0
+    for place in [*places, count]:
+        yield batch.slice(begin, place)
+        begin = place

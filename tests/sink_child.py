@@ -88,7 +88,7 @@ def _run(request: dict[str, Any], report: int) -> None:
     kind = request["type"]
     options = make_options(ADAPTERS[kind], request["options"], kind)
     acks = Path(request["acks"])
-    sink = make_sink(AdapterSpec(request["name"], kind, options), acks)
+    sink = make_sink(AdapterSpec(request["name"], kind, options))
     letters = FileDeadLetters(Path(request["letters"])) if request["letters"] else None
     delivery = Runner(sink, acks, request["name"], DeliveryOptions(max_retries=0, timeout=20.0), dead_letters=letters)
     delivery.open(START)

@@ -97,7 +97,7 @@ def _prepare(target: Target, options: object) -> None:
     kind = ADAPTERS[target.type]
     spec = AdapterSpec("one", target.type, make_options(kind, options, "adapter one", "See it"))  # type: ignore[arg-type]
     spec.options.check()
-    Runner(make_sink(spec, target.acks), target.acks, "one").check()
+    Runner(make_sink(spec), target.acks, "one").check()
 
 
 # --- secrets

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pyarrow as pa
 import pytest
-from applying import Mirror, Source, content, cuts, two_databases
+from applying import Mirror, Source, as_letters, content, cuts, two_databases
 from databases import Database
 from histories import NAMES, History
 from running import run
@@ -23,7 +24,7 @@ from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.run.pipeline import Pipeline
 from pgcdc.run.validation import Check, run_checks
 from pgcdc.sink.pg_table.options import PgTableOptions
-from pgcdc.sink.pg_table.sink import PgTableSink
+from pgcdc.sink.pg_table.sink import pg_table_sink
 
 
 @pytest.fixture(scope="module", params=[18, pytest.param(16, marks=pytest.mark.slow)])
@@ -62,7 +63,8 @@ def assert_equal(source: Source, mirror: Mirror, table: tuple[str, str]) -> None
 
 
 def together(batches: list[Batch]) -> Batch:
-    return Batch(batches[0].start, batches[-1].end, pa.concat_tables([one.events for one in batches]))
+    shapes = {number: shape for one in batches for number, shape in one.shapes.items()}
+    return Batch(batches[0].start, batches[-1].end, pa.concat_tables([one.events for one in batches]), shapes)
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(one, marks=pytest.mark.slow) for one in range(2, 40))])
@@ -98,8 +100,8 @@ def follow_history(source: Source, mirror: Mirror, seed: int) -> None:
             mirror.close()
             mirror.restart()
         # It comes again from the beginning, and the sink skips what it has.
-        is_due = [one <= str(piece.end) for one in batch.events.column("position").to_pylist()]
-        rest = Batch(batch.start, piece.end, batch.events.filter(pa.array(is_due))).after(ack)
+        is_due = [one <= str(piece.end) for one in batch.positions().to_pylist()]
+        rest = replace(batch, end=piece.end, events=batch.events.filter(pa.array(is_due))).after(ack)
         mirror.apply(rest)
         ack = rest.end
     for table in NAMES:
@@ -121,7 +123,7 @@ def test_an_unchanged_long_value_stays_also_when_the_key_moves(pair: tuple[Sourc
     batch = source.read(
         "UPDATE docs SET n = 1 WHERE id = 1", "UPDATE docs SET id = 20 WHERE id = 2", "DELETE FROM docs WHERE id = 3"
     )
-    assert "_unchanged_toast_columns" in batch.events.column("line")[0].as_py()
+    assert "_unchanged_toast_columns" in batch.texts()[0]
     mirror.apply(batch)
     assert_equal(source, mirror, ("public", "docs"))
 
@@ -353,11 +355,8 @@ def test_a_dead_letter_is_never_put_over_a_newer_row(pair: tuple[Source, Mirror]
     with mirror.sql.transaction(force_rollback=True):  # what is rolled back supersedes nothing
         mirror.applier.apply(mirror.sql, source.read("UPDATE t SET a = 'lost' WHERE id = 3"))
     mirror.applier.connected(mirror.sql)
-    dead = batch.events.filter(
-        pa.array([one in {at for at, _, _ in faults} for one in batch.events.column("position").to_pylist()])
-    )
+    again = as_letters(batch.only([at for at, _, _ in faults]))
     mirror.sql.execute("ALTER TABLE t DROP CONSTRAINT t_a_check")
-    again = Batch(batch.start, batch.end, dead)
     assert rejected(mirror) == [('["3"]', False), ('["4"]', False)]
     assert mirror.redeliver(again) == {faults[0][0], faults[1][0]}
     assert rejected(mirror) == []
@@ -377,7 +376,7 @@ def test_a_newer_dead_letter_supersedes_an_older_one_and_a_truncate_all(pair: tu
     )
     faults = mirror.deliver(batch)
     mirror.sql.execute("ALTER TABLE t DROP CONSTRAINT t_a_check")
-    single = [Batch(batch.start, batch.end, batch.events.slice(number, 1)) for number in range(3)]
+    single = [as_letters(batch.slice(number, number + 1)) for number in range(3)]
     assert mirror.redeliver(single[1]) == set()
     assert mirror.redeliver(single[0]) == {faults[0][0]}
     assert mirror.rows("SELECT * FROM t") == [(1, "bad2")]
@@ -395,7 +394,7 @@ def test_a_dead_letter_finds_its_table_under_another_name(pair: tuple[Source, Mi
     assert len(mirror.deliver(batch)) == 3
     mirror.apply(source.read("ALTER TABLE t RENAME TO u", "UPDATE u SET a = 'newer' WHERE id = 1"))
     mirror.sql.execute("ALTER TABLE u DROP CONSTRAINT good")
-    dead = [Batch(batch.start, batch.end, batch.events.slice(number, 1)) for number in range(3)]
+    dead = [as_letters(batch.slice(number, number + 1)) for number in range(3)]
     assert mirror.redeliver(dead[0]) and not mirror.redeliver(dead[1])
     assert mirror.rows("SELECT id, a FROM u ORDER BY id") == [(1, "newer"), (2, "bad")]
     assert mirror.rows("SELECT to_regclass('t')") == [(None,)]
@@ -408,20 +407,6 @@ def test_a_dead_letter_finds_its_table_under_another_name(pair: tuple[Source, Mi
     assert mirror.redeliver(dead[2])  # by another key nobody knows what is newer
 
 
-def test_of_very_many_refused_rows_the_first_are_found(
-    pair: tuple[Source, Mirror], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, mirror = pair
-    monkeypatch.setattr("pgcdc.sink.pg_table.apply.MOST_REJECTS", 5)
-    mirror.sql.execute("CREATE TABLE t (id int PRIMARY KEY CHECK (id < 10))")
-    batch = source.read("CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t SELECT generate_series(1, 40)")
-    with pytest.raises(psycopg.errors.CheckViolation):
-        mirror.apply(batch)
-    with mirror.sql.transaction(force_rollback=True):
-        rejects = mirror.applier.find_rejects(mirror.sql, batch, psycopg.errors.CheckViolation())
-    assert [one.position for one in rejects] == batch.events.column("position").to_pylist()[9:14]
-
-
 def test_a_key_that_a_refused_row_left_is_free_after_its_replay(pair: tuple[Source, Mirror]) -> None:
     source, mirror = pair
     mirror.sql.execute("CREATE TABLE t (id int PRIMARY KEY, a text CHECK (a <> 'bad'))")
@@ -430,7 +415,7 @@ def test_a_key_that_a_refused_row_left_is_free_after_its_replay(pair: tuple[Sour
     assert len(mirror.deliver(batch)) == 1
     mirror.apply(source.read("UPDATE t SET a = 'newer' WHERE id = 2"))
     assert mirror.rows("SELECT * FROM t ORDER BY id") == [(1, "a"), (2, "newer")]
-    assert len(mirror.redeliver(Batch(batch.start, batch.end, batch.events.slice(0, 1)))) == 1
+    assert len(mirror.redeliver(as_letters(batch.first(1)))) == 1
     assert_equal(source, mirror, ("public", "t"))
 
 
@@ -462,7 +447,7 @@ def test_a_table_that_would_feed_itself_is_refused(database: Database, tmp_path:
     def check(schema: str | None = None) -> None:
         options = PgTableOptions(db=database.url, mode="apply", target_schema=schema)
         acks = state.path / "acks"
-        run(PgTableSink(options, acks, "mirror"), acks, "mirror").check()
+        run(pg_table_sink(options), acks, "mirror").check()
 
     with pytest.raises(SinkError, match="would apply the rows of t to a table that it captures"):
         check()
@@ -493,12 +478,10 @@ def test_a_table_that_would_feed_itself_is_refused_before_anything_is_made(datab
 
 def changed(batch: Batch, *changes: tuple[str, str]) -> Batch:
     """The batch with other texts in its lines: as a transform would have written them."""
-    lines = batch.events.column("line").to_pylist()
+    lines = batch.texts()
     for before, after in changes:
         lines = [line.replace(before, after) for line in lines]
-    return Batch(
-        batch.start, batch.end, pa.table({"position": batch.events.column("position"), "line": pa.array(lines)})
-    )
+    return Batch(batch.start, batch.end, pa.table({"position": batch.positions(), "line": pa.array(lines)}))
 
 
 def test_columns_follow_what_transforms_left(pair: tuple[Source, Mirror]) -> None:
@@ -533,8 +516,8 @@ def test_other_envelopes_are_refused(pair: tuple[Source, Mirror]) -> None:
         ('{"schema":null,"payload":{"before":null,"after":{"id":1},"op":"c"}}\n', "Debezium's"),
         ('{"specversion":"1.0","id":"1","data":{}}\n', "another"),
     ):
-        other = pa.table({"position": batch.events.column("position"), "line": pa.array([line])})
-        with pytest.raises(SinkError, match=f"a line with {what} envelope.*use the mode append"):
+        other = pa.table({"position": batch.positions(), "line": pa.array([line])})
+        with pytest.raises(SinkError, match=f"a line has {what} envelope.*use the mode append"):
             mirror.apply(Batch(batch.start, batch.end, other))
 
 

@@ -17,8 +17,8 @@ from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.postgres.database import connect
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.rejected import Effect, Rejected
-from pgcdc.sink.pg_table.sink import PgTableSink
-from pgcdc.sink.pg_table.staging import MOST_TABLES
+from pgcdc.sink.pg_table.sink import pg_table_sink
+from pgcdc.sink.pg_table.writer import MOST_TABLES
 from pgcdc.sink.runner import Runner
 
 
@@ -197,7 +197,7 @@ def sinks(url: str, folder: Path, count: int) -> list[Runner]:
         state.create()
         options = PgTableOptions(db=url, mode="apply", origin="none")
         name = f"sink{number}"
-        found.append(run(PgTableSink(options, state.acks, name), state.acks, name))
+        found.append(run(pg_table_sink(options), state.acks, name))
     return found
 
 

@@ -83,7 +83,7 @@ def test_kill_9_at_every_step_leaves_both_databases_equal(database: Database, ot
             shop.add_first_rows(conn)
         traffic = shop.Traffic(database.url, seed=7, rate_per_s=150.0)
         traffic.start()
-        for point in ("", "pg_table.before_ack=kill@3", "pg_table.after_ack=kill@4", "lane.written=kill@2"):
+        for point in ("", "pg_table.before_ack=kill@3", "sink.after_ack=kill@4", "lane.written=kill@2"):
             if point:
                 one.start(wait=False, env={"PGCDC_FAILPOINTS": point})
             assert one.wait_exit(120) == -signal.SIGKILL, one.said()

@@ -62,7 +62,7 @@ class BaseTarget:
 
     def make(self) -> Sink:
         """The sink of `options()`, as a pipeline makes it."""
-        return make_sink(self.spec(), self.acks)
+        return make_sink(self.spec())
 
     def sink(
         self,

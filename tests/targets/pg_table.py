@@ -30,7 +30,7 @@ ITEMS = Relation(
 
 class _PgTarget(BaseTarget):
     type, before_ack = "pg_table", "pg_table.before_ack"
-    kill_points: Sequence[str] = ("pg_table.before_ack", "pg_table.committed", "pg_table.after_ack")
+    kill_points: Sequence[str] = ("pg_table.before_ack", "pg_table.committed", "sink.after_ack")
     can_break, large = True, 5_000
     secret = "correct-horse-battery"
 

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -16,15 +17,17 @@ from hypothesis import strategies as st
 from transform_cases import KEY, KEY_VARIABLE, simple_chains
 from wire import UNCHANGED
 
-from pgcdc.core.errors import TransformError
+from pgcdc.core.errors import SinkError, TransformError
 from pgcdc.core.operation import OldKind, Op
-from pgcdc.core.position import Position
+from pgcdc.core.position import SCHEMA_SUB, Kind, Position
 from pgcdc.core.relation import Column, Relation
+from pgcdc.core.shapes import ShapeChange, ShapeHistory
 from pgcdc.event.batch import Batch, TableChanges
 from pgcdc.event.columns import records_of, tables_of
 from pgcdc.event.edits import SimpleChain
 from pgcdc.event.events import block_schema, drop_unwanted, event_batch, pack_block, unpack_blocks
 from pgcdc.event.forms import FORMS, Form
+from pgcdc.event.reread import read_changes, source_name
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.transform.program import Chain, compile_chains, split_forms
 from pgcdc.transform.python_function import CHANGEABLE
@@ -269,3 +272,94 @@ def test_a_slice_cuts_no_position_and_parts_cover_the_whole(numbers: list[int], 
         assert all(str(part.start) < one <= str(part.end) for one in part.positions().to_pylist())
     chosen = {place(number) for number in numbers[:2]}
     assert sorted(batch.without(chosen).texts() + batch.only(chosen).texts()) == sorted(batch.texts())
+
+
+# --- rendered events as changes again
+
+
+def history(*shapes: Any) -> ShapeHistory:
+    made = ShapeHistory(Path("none"))
+    made.changes = [
+        ShapeChange(Position(number, Kind.STREAM, 0, SCHEMA_SUB), shape) for number, shape in enumerate(shapes, 1)
+    ]
+    return made
+
+
+@settings(max_examples=20)
+@given(streams())
+def test_letters_say_what_the_changes_said(transactions: list[Transaction]) -> None:
+    with spooled(transactions) as reader:
+        forms = forms_of(reader, Chain())
+        again = read_changes(forms["lines"], history(*reader.relations()))
+    expected, found = of_tables(forms["tables"]), of_tables(again)
+    assert again.form == "tables" and again.positions().to_pylist() == forms["tables"].positions().to_pylist()
+    for number, one in expected.items():
+        assert found[number]["op"] == one["op"]
+        assert one["op"] == "DELETE" or found[number]["row"] == one["row"]
+
+
+def test_a_row_an_old_key_and_unchanged_values_come_back() -> None:
+    stream = [
+        Transaction(
+            110,
+            (
+                Change(ORDERS, "INSERT", ("1", 'a"b', "2.50")),
+                Change(ORDERS, "UPDATE", ("1", UNCHANGED, None)),
+                Change(ORDERS, "UPDATE", ("2", "x", "7"), ("1", None, None), "K"),
+                Change(ITEMS, "INSERT", ("1", "x")),
+                Change(ORDERS, "DELETE", None, ("2", None, None), "K"),
+                Change(ORDERS, "TRUNCATE"),
+            ),
+        )
+    ]
+    with spooled(stream) as reader:
+        forms = forms_of(reader, Chain())
+    again = read_changes(forms["lines"], history(ORDERS, ITEMS))
+    runs = [run for run in again.tables() if run.relation.name == ORDERS.name]
+    assert [len(run) for run in runs] == [4, 1]  # a delete has the shape of the other changes
+    run = runs[0]
+    assert run.relation == ORDERS
+    assert run.new[0].to_pylist() == ["1", "1", "2", None]
+    assert run.unchanged[1] is not None and run.unchanged[1].tolist() == [False, True, False, False]
+    assert run.old[0].to_pylist() == [None, None, "1", "2"]
+    assert run.old_kind.tolist() == [0, 0, OldKind.KEY, OldKind.KEY]
+
+
+def lines(*texts: str) -> Batch:
+    positions = [str(Position(120, Kind.STREAM, number)) for number, _ in enumerate(texts)]
+    return Batch(START, Position.end(120), pa.table({"position": positions, "line": list(texts)}))
+
+
+EVENT = '{"channel":"pgcdc:orders","operation":"%s","payload":{"op":"X","table":"orders","row":%s,"old":null}}'
+
+
+def test_a_key_of_which_a_column_is_gone_is_none_and_what_was_added_is_text() -> None:
+    (run,) = read_changes(lines(EVENT % ("INSERT", '{"added":"1"}')), history(ORDERS)).tables()
+    assert run.relation.replica_identity == "n" and not any(column.is_key for column in run.relation.columns)
+    assert [(column.name, column.type_oid) for column in run.relation.columns] == [("added", 25)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "a line is not JSON"),
+        ('{"payload":{"before":null,"op":"c"}}', "Debezium's envelope"),
+        ("[]", "another envelope"),
+        (EVENT % ("VANISH", "{}"), "operation VANISH at .* cannot be applied"),
+        (EVENT % ("INSERT", "null"), "operation INSERT at .* cannot be applied"),
+    ],
+)
+def test_what_is_no_event_of_ours_is_refused(text: str, message: str) -> None:
+    with pytest.raises(SinkError, match=message):
+        read_changes(lines(text), history(ORDERS))
+
+
+def test_what_is_not_a_row_is_left_out() -> None:
+    assert len(read_changes(lines(EVENT % ("MESSAGE", "null")), history(ORDERS))) == 0
+
+
+def test_a_channel_and_a_table_name_a_table_whatever_dots_they_have() -> None:
+    assert source_name("pgcdc:orders", "orders") == ("public", "orders")
+    assert source_name("pgcdc:a.b", "a.b") == ("public", "a.b")
+    assert source_name("pgcdc:a.b", "b") == ("a", "b")
+    assert source_name("pgcdc:a.b.c", "b.c") == ("a", "b.c")

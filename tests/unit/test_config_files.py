@@ -61,7 +61,7 @@ def test_two_adapters_of_one_type_have_their_own_options() -> None:
 
 def test_every_adapter_makes_its_sink_under_its_name(tmp_path: Path) -> None:
     config = read("adapters: [stdout, {name: a, type: noop}, {name: b, type: file, path: x}]\n")
-    made = [(spec.name, type(make_sink(spec, tmp_path)).__name__) for spec in config.adapter_specs]
+    made = [(spec.name, type(make_sink(spec)).__name__) for spec in config.adapter_specs]
     assert made == [("stdout", "StdoutSink"), ("a", "NoopSink"), ("b", "FileSink")]
 
 

@@ -46,7 +46,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def make(command: str | list[str], timeout_s: float = 20.0, **options: Any) -> Runner:
         spec = adapters.exec(command, timeout=timeout_s, **options)
         tries = {"max_retries": 0, "cb_max_failures": 0, **(spec.delivery.model_dump(exclude_unset=True))}
-        sink = run(make_sink(spec, tmp_path), tmp_path, spec.name, **tries)
+        sink = run(make_sink(spec), tmp_path, spec.name, **tries)
         sink.open(START)
         sink.options = DeliveryOptions(**{**tries, "timeout": 60.0})  # the sink's own patience is looked at
         made.append(sink)

@@ -291,7 +291,7 @@ def test_an_adapter_that_comes_back_begins_with_what_its_last_write_has_done(
     pipeline = Pipeline(source, [adapters.noop(name="a"), adapters.noop(name="b")])
     pipeline._lanes, pipeline._is_open, pipeline._spark = lanes, True, cast(Any, object())
     acks = StateDir(tmp_path).acks
-    old = run(make_sink(target, acks), acks, "c")
+    old = run(make_sink(target), acks, "c")
     old.open(at(0))
     ask = lanes.ask
 

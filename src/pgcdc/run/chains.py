@@ -41,7 +41,8 @@ class Chains:
 
     def of(self, spec: AdapterSpec) -> Chain:
         """What an adapter gets: also of one that is not among them yet."""
-        return Chain((*self.transforms, *spec.transforms), spec.routes, spec.options.form())
+        form = "lines" if self.is_typed else spec.options.form()  # typed rows are lines for everybody
+        return Chain((*self.transforms, *spec.transforms), spec.routes, form)
 
     def by_spec(self, specs: Sequence[AdapterSpec] | None = None) -> list[tuple[AdapterSpec, Chain]]:
         """All of them, or of these."""

@@ -90,7 +90,7 @@ def copy_to_adapters(
 
 
 def _make_sink(spec: AdapterSpec, state: StateDir) -> Runner:
-    sink = Runner(make_sink(spec, state.acks), state.acks, spec.name, spec.delivery)
+    sink = Runner(make_sink(spec), state.acks, spec.name, spec.delivery)
     try:
         sink.check()
     except SinkError as error:

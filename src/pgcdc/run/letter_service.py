@@ -77,7 +77,7 @@ class LetterOffice:
 
     def run(self, spec: AdapterSpec, acks: Path) -> Runner:
         """The sink of an adapter, with its refused events in the store."""
-        return Runner(make_sink(spec, acks), acks, spec.name, spec.delivery, _Telling(self._say), self.store)
+        return Runner(make_sink(spec), acks, spec.name, spec.delivery, _Telling(self._say), self.store)
 
     def status(self) -> dict[str, Any]:
         """For `pgcdc dlq`, which has to find the letters."""

@@ -49,7 +49,7 @@ def open_destination(state: StateDir, destination: Destination) -> Iterator[Runn
                     "Check --state-dir, or name another target by the flags of the adapter",
                 )
             check_place(state, spec)
-        delivery = Runner(make_sink(spec, acks), acks, spec.name, spec.delivery)
+        delivery = Runner(make_sink(spec), acks, spec.name, spec.delivery)
         _check_path(delivery)
         delivery.check()
         identity = state.identity()

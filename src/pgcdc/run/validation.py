@@ -150,7 +150,7 @@ def _look_at_state(config: PipelineSettings) -> str:
 
 def _look_at_adapter(config: PipelineSettings, spec: AdapterSpec) -> str:
     acks = StateDir(config.state_dir).acks
-    Runner(make_sink(spec, acks), acks, spec.name).check()
+    Runner(make_sink(spec), acks, spec.name).check()
     spec.options.check_source(spec.name, view_source(config.source_options(), StateDir(config.state_dir)))
     routes = f", only {', '.join(spec.routes)}" if spec.routes else ""
     return f"type {spec.type}{describe_options(spec.options)}{routes}"

@@ -20,7 +20,7 @@ import pyarrow as pa
 from pgcdc.core.errors import StateError
 from pgcdc.core.position import Position
 from pgcdc.core.shapes import ShapeHistory
-from pgcdc.core.state import read_json, write_json_durably
+from pgcdc.core.state import Identity, read_json, write_json_durably
 from pgcdc.event.batch import Batch
 from pgcdc.event.forms import Form
 
@@ -121,6 +121,8 @@ class SinkContext:
     """How long a write may take."""
     source: str = ""
     """Where the events come from, for people."""
+    identity: Identity | None = None
+    """What is captured, and of which database: for a target that may be the same one."""
     delivered: Callable[[Iterable[str]], None] = field(default=lambda positions: None)
     """For a target that takes events one by one, and cannot take back: these positions are delivered, whatever becomes of
     the rest of the write. They do not come again in this process."""

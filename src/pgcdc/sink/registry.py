@@ -103,15 +103,9 @@ def _load(point: EntryPoint) -> type[SinkOptions]:
     return found
 
 
-def make_sink(spec: AdapterSpec, acks: Path | None = None) -> Sink:
+def make_sink(spec: AdapterSpec) -> Sink:
     """The sink of one adapter. ConfigError: it does not keep the contract."""
     keep_secrets([], [spec])
-    if spec.type == "pg_table":
-        from pgcdc.sink.pg_table.options import PgTableOptions
-        from pgcdc.sink.pg_table.sink import PgTableSink
-
-        assert isinstance(spec.options, PgTableOptions) and acks is not None
-        return PgTableSink(spec.options.resolved(), acks, spec.name, timeout_s=spec.delivery.timeout)
     sink = spec.options.make()
     missing = [name for name in _SINK if not callable(getattr(sink, name, None))]
     missing += [name for name in _DATA if not hasattr(sink, name)]

@@ -208,7 +208,15 @@ class Runner:
         identity = self._state.identity()
         source = f"slot {identity.slot} of database {identity.database}" if identity else ""
         return SinkContext(
-            self.name, start, self.progress, self._shapes, self._say, self.options.timeout, source, self._note
+            self.name,
+            start,
+            self.progress,
+            self._shapes,
+            self._say,
+            self.options.timeout,
+            source,
+            identity,
+            self._note,
         )
 
     def _note(self, positions: Iterable[str]) -> None:

@@ -13,13 +13,11 @@ import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-import psycopg
 import pyarrow as pa
 
-from pgcdc.core.errors import Reject, SinkError
+from pgcdc.core.errors import SinkError
 from pgcdc.event.batch import line_buffers
 from pgcdc.postgres.database import Connection, name_table, quote_identifier, quote_qualified, split_table
-from pgcdc.sink.pg_table.sqlstate import Blame, blame, describe, kind_of
 
 __all__ = ["Appender", "copy_rows", "copy_rows_one_by_one"]
 
@@ -175,23 +173,6 @@ class Appender:
         with conn.cursor() as cursor, cursor.copy(f"COPY {table} ({names}) FROM STDIN".encode()) as copy:
             for piece in rows:
                 copy.write(piece)
-
-    def find_rejects(self, conn: Connection, events: pa.Table) -> list[Reject]:
-        """The events that the table refuses, each tried alone in the end. The caller rolls all of it back."""
-        if events.num_rows == 0:
-            return []
-        try:
-            with conn.transaction():
-                self.copy(conn, events, is_parsed=True)
-            return []
-        except psycopg.Error as error:
-            if blame(error) is not Blame.EVENT:
-                raise
-            if events.num_rows == 1:
-                position = events.column("position")[0].as_py()
-                return [Reject(position, kind_of(error), describe(error))]
-        half = events.num_rows // 2
-        return [*self.find_rejects(conn, events.slice(0, half)), *self.find_rejects(conn, events.slice(half))]
 
     def insert_missing(self, conn: Connection, events: pa.Table) -> None:
         """Append events of the past, unless they are there."""

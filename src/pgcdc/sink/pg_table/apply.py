@@ -1,81 +1,68 @@
 """The apply mode of pg_table: the tables of the source, kept equal at the target.
 
-    lines → fold by table and key → COPY to staging → DELETE, MERGE, UPDATE → (the caller commits, with the position)
+    changes of a table → fold by key → COPY to staging → DELETE, MERGE, UPDATE → (the caller commits, with the position)
 
-A batch is applied as a whole, in few statements. Where the target refuses that (a unique value that two rows exchange, a
-foreign key), it is cut into halves, down to single events, in the order of the stream. Where ALTER TABLE comes in, what was
-before is written before.
+A batch is applied as a whole, in few statements. Where the target refuses that because of the order (a unique value that two
+rows exchange, a foreign key), it is cut into halves, down to single events. Where ALTER TABLE comes in, what was before is
+written before.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 
+import numpy as np
 import psycopg
 import pyarrow as pa
 
-from pgcdc.core.errors import Reject
+from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import Position
 from pgcdc.core.shapes import ShapeChange, ShapeHistory
-from pgcdc.event.batch import Batch
+from pgcdc.event.batch import Batch, TableChanges
+from pgcdc.event.reread import read_changes
 from pgcdc.event.shape_diff import diff_shapes
-from pgcdc.postgres.database import Connection
-from pgcdc.sink.pg_table.faults import describe_fault, is_conflict, is_other_shape, is_row_fault
-from pgcdc.sink.pg_table.folding import Folding, Sources
-from pgcdc.sink.pg_table.lines import Event, parse_events, scan_lines
-from pgcdc.sink.pg_table.mapping import TargetNames, source_name
+from pgcdc.postgres.database import Connection, name_table
+from pgcdc.sink.pg_table.fold import Folded, MissingKey, find_moves, fold_bag, fold_keyed, fold_late, part_of, settle
 from pgcdc.sink.pg_table.options import PgTableOptions
-from pgcdc.sink.pg_table.rejected import Rejected
-from pgcdc.sink.pg_table.seen_tables import KnownTables
-from pgcdc.sink.pg_table.tables import describe_change
+from pgcdc.sink.pg_table.rejected import Effect, Rejected, key_text
+from pgcdc.sink.pg_table.sqlstate import RowFault, is_conflict, is_other_shape
+from pgcdc.sink.pg_table.tables import SourceTable, TableName, TargetNames, choose_key, describe_source
 from pgcdc.sink.pg_table.targets import Targets
-from pgcdc.sink.pg_table.writer import RowFault, Writer
+from pgcdc.sink.pg_table.writer import Writer
 
 __all__ = ["Applier"]
 
 KNOWN_S = 60.0
 """So long the target's catalog is believed to say the same."""
-MOST_REJECTS = 200
-"""So many are looked for at once: the search takes time, and the batch comes again without them."""
 _LAST = Position.end((1 << 63) - 1)
-_Faulty = Callable[[psycopg.Error, pa.Table], None]
-
-
-class _Enough(Exception):
-    """No more rejects are looked for."""
 
 
 class Applier:
     """Applies batches through a session of the caller, who owns connection and transactions.
 
-    What it knows of the target it learns anew after every error. `say` gets what people should know: tables that were
-    created or altered.
+    What it knows of the target it learns again after every error. `say` gets what people should know: tables that were
+    created or altered, rows that should have been there.
     """
 
-    def __init__(
-        self,
-        options: PgTableOptions,
-        shapes: ShapeHistory,
-        adapter: str,
-        say: Callable[[str], None],
-        known: KnownTables | None = None,
-    ) -> None:
-        """ConfigError: the names of tables cannot be read. `shapes` may be read already: it is refreshed where it can be."""
+    def __init__(self, options: PgTableOptions, shapes: ShapeHistory, adapter: str, say: Callable[[str], None]) -> None:
+        """ConfigError: the names of tables cannot be read."""
         self._options = options
         self._shapes = shapes
         self._say = say
         self._names = TargetNames(options.tables, options.target_schema)
-        self._schema = options.target_schema or "public"
-        self._rejected = Rejected(self._schema, adapter)
-        self._tables = known or KnownTables()
+        self._were_there: Collection[TableName] = ()
+        self._rejected = Rejected(options.own_schema, adapter)
         self._conn: Connection | None = None
         self._targets: Targets | None = None
         self._writer: Writer | None = None
         self._is_warm = False
         """What is known of the target is of an earlier transaction."""
         self._known_until = 0.0
+        self.missed = 0
+        """Rows that should have been deleted and were not there, since the start."""
 
     def connected(self, conn: Connection) -> None:
         """A new connection: what was known of the old one is forgotten."""
@@ -83,67 +70,65 @@ class Applier:
         self._conn = conn
         self._rejected.look(conn)
 
-    def apply(self, conn: Connection, batch: Batch) -> None:
-        """Apply a batch, inside of the caller's transaction. psycopg's errors pass; what was done is to be rolled back."""
+    def apply(self, conn: Connection, batch: Batch, were_there: Collection[TableName] = ()) -> set[TableName]:
+        """Apply a batch, inside of the caller's transaction; the tables that the target has now, as far as they are known.
+
+        `were_there` is what an earlier call returned. psycopg's errors pass; what was done is to be rolled back.
+        """
+        self._were_there = were_there
         changes = self._begin(conn, batch.start, batch.end)
+        batch = self._as_tables(batch)
         try:
             if self._rejected.waiting:  # what was noted may have been rolled back
                 self._rejected.look(conn)
-            self._divide(conn, batch.events, changes, self._stop_at, is_conflict)
+            self._divide(conn, batch, changes)
             self._is_warm = True
             if self._rejected.waiting:
-                self._supersede(conn, batch.events, changes)
-            if self._targets is not None:
-                self._tables.see(conn, self._targets.present)
+                self._supersede(conn, batch)
+            assert self._targets is not None and self._writer is not None
+            for table, count in self._writer.missed.items():
+                self.missed += count
+                self._say(
+                    f"table {table}: {count} rows that were to be deleted are not at the target. Somebody else changes the "
+                    "table, or rows were missing before: compare it with the source, and take a snapshot of it"
+                )
+            return self._targets.see()
         except BaseException:
             self._forget()
             raise
-
-    def find_rejects(self, conn: Connection, batch: Batch, error: psycopg.Error) -> list[Reject]:
-        """Which events are to blame for an error, the first of them if they are many; empty: none of them alone.
-
-        In a transaction that is rolled back then.
-        """
-        changes = self._begin(conn, batch.start, batch.end)
-        rejects: list[Reject] = []
-
-        def note(fault: psycopg.Error, events: pa.Table) -> None:
-            event = next(parse_events(events))
-            kind, text = describe_fault(fault, _title(Sources(self._shapes, lambda source: None), event))
-            rejects.append(Reject(event["position"], kind, text))
-            if len(rejects) == MOST_REJECTS:
-                raise _Enough
-
-        try:
-            self._divide(conn, batch.events, changes, note, is_row_fault)
-        except _Enough:
-            pass
-        finally:
-            self._forget()
-        return rejects
 
     def note_rejects(self, conn: Connection, batch: Batch) -> None:
         """Remember the keys of rejected events, in the transaction of the batch that goes on without them, before it is
         applied: what is applied to these keys later supersedes them."""
-        changes = self._begin(conn, batch.start, batch.end)
+        self._begin(conn, batch.start, batch.end)
         self._rejected.look(conn)
-        effects = (one for event, sources in self._keyed(conn, batch.events, changes) for one in sources.effects(event))
-        self._rejected.note(conn, effects)
+        self._rejected.note(conn, self._all_effects(self._as_tables(batch)))
 
     def redeliver(self, conn: Connection, batch: Batch) -> set[str]:
         """Apply dead letters, in the caller's transaction. The positions of those that were left out: their keys have been
         changed by something newer, or they have been delivered."""
+        self._were_there = ()
         self._begin(conn, batch.start, batch.end)
-        left_out: set[str] = set()
+        batch, left_out = self._as_tables(batch), set[str]()
         try:
             self._rejected.look(conn)
-            for event in sorted(parse_events(batch.events), key=lambda one: str(one["position"])):
-                if not self._redeliver(conn, event):
-                    left_out.add(event["position"])
+            for position in batch.positions().to_pylist():
+                for run in batch.only([position]).tables():
+                    if not self._redeliver(conn, position, run):
+                        left_out.add(position)
         except BaseException:
             self._forget()
             raise
         return left_out
+
+    def title_of(self, batch: Batch) -> str:
+        """The table of the first event, for messages."""
+        run = next(iter(self._as_tables(batch).tables()))
+        return name_table(run.relation.namespace, run.relation.name)
+
+    def _as_tables(self, batch: Batch) -> Batch:
+        """Dead letters, and what Spark has transformed, come as lines."""
+        return batch if batch.form == "tables" else read_changes(batch, self._shapes)
 
     # --- a run
 
@@ -152,7 +137,6 @@ class Applier:
         self._shapes.refresh()
         if conn is not self._conn:
             self.connected(conn)
-        self._tables.settle(conn)
         if time.monotonic() > self._known_until:  # somebody may have altered the target's tables
             self._forget()
         self._open(conn).begin()
@@ -160,7 +144,7 @@ class Applier:
 
     def _open(self, conn: Connection) -> Writer:
         if self._writer is None or self._targets is None:
-            self._targets = Targets(conn, self._options, self._names, self._say, self._tables)
+            self._targets = Targets(conn, self._options, self._names, self._say, self._were_there)
             self._writer = Writer(conn, self._targets)
             self._known_until = time.monotonic() + KNOWN_S
         return self._writer
@@ -168,69 +152,104 @@ class Applier:
     def _forget(self) -> None:
         """After a rollback the target may be other than we know."""
         self._targets = self._writer = None
-        self._tables.forget()
         self._is_warm = False
 
-    def _divide(
-        self,
-        conn: Connection,
-        events: pa.Table,
-        changes: Sequence[ShapeChange],
-        fault: _Faulty,
-        is_divisible: Callable[[psycopg.Error], bool],
-    ) -> None:
-        """Apply all at once, or else in halves; `fault` is called with an event that cannot be applied alone."""
+    def _divide(self, conn: Connection, batch: Batch, changes: Sequence[ShapeChange]) -> None:
+        """Apply all at once, or else in halves."""
         try:
             with conn.transaction():
-                self._run(conn, events, changes)
+                self._run(conn, batch, changes)
             return
         except psycopg.Error as error:
             was_warm = self._is_warm
             self._forget()
             if was_warm and is_other_shape(error):  # we knew an older state of the target's tables
-                self._divide(conn, events, changes, fault, is_divisible)
-                return
-            if not is_divisible(error):
+                return self._divide(conn, batch, changes)
+            half = batch.first(max(1, len(batch) // 2))
+            if not is_conflict(error) or len(half) == len(batch):
                 raise
-            if events.num_rows <= 1:
-                fault(error, events)
-                self._run(conn, events.slice(0, 0), changes)
-                return
-        half = events.num_rows // 2
-        middle = events.column("position")[half].as_py()
-        before = [change for change in changes if str(change.position) < middle]
-        self._divide(conn, events.slice(0, half), before, fault, is_divisible)
-        self._divide(conn, events.slice(half), changes[len(before) :], fault, is_divisible)
+        before = [change for change in changes if change.position <= half.end]
+        self._divide(conn, half, before)
+        self._divide(conn, batch.after(half.end), changes[len(before) :])
 
-    @staticmethod
-    def _stop_at(error: psycopg.Error, events: pa.Table) -> None:
-        raise error
-
-    def _run(self, conn: Connection, events: pa.Table, changes: Sequence[ShapeChange]) -> None:
+    def _run(self, conn: Connection, batch: Batch, changes: Sequence[ShapeChange]) -> None:
         writer = self._open(conn)
-        assert self._targets is not None
-        folding = Folding(Sources(self._shapes, self._targets.of), writer)
-        for part, due in self._cut(events, changes):
-            if due:
-                folding.end()
-                for change in due:
-                    self._follow(conn, change)
-            take_all(folding, part)
-        folding.end()
+        for part, due in self._cut(batch, changes):
+            for change in due:
+                self._follow(conn, change)
+            cleared: list[SourceTable] = []
+            for run in part.tables():
+                source = self._describe(run, part.positions()[int(run.rows[0])].as_py())
+                if run.op[0] == Op.TRUNCATE:
+                    cleared.append(source)
+                    continue
+                if cleared:
+                    writer.truncate(cleared)
+                    cleared = []
+                self._apply(writer, run, source)
+            if cleared:
+                writer.truncate(cleared)
 
-    def _cut(self, events: pa.Table, changes: Sequence[ShapeChange]) -> Iterator[tuple[pa.Table, list[ShapeChange]]]:
+    def _apply(self, writer: Writer, run: TableChanges, source: SourceTable) -> None:
+        """Fold and write one run; updates that only the target can do cut it."""
+        assert self._targets is not None
+        key = self._key_of(run, source)
+        names = [column.name for column in run.relation.columns]
+        places = [names.index(name) for name in key]
+        is_simple = not key or source.is_key_deferrable
+        target = self._targets.of(source)
+        keeps_more = target is not None and not set(target.writable(target.columns)) <= set(names)
+        begin = 0
+        for place in [] if is_simple else find_moves(run, places, keeps_more=keeps_more):
+            self._fold(writer, source, key, places, part_of(run, begin, place))
+            begin = place + self._move(writer, source, key, part_of(run, place, place + 1))
+        self._fold(writer, source, key, places, part_of(run, begin, len(run)))
+
+    def _fold(
+        self, writer: Writer, source: SourceTable, key: tuple[str, ...], places: Sequence[int], run: TableChanges
+    ) -> None:
+        if not len(run):
+            return
+        try:
+            folded: Folded
+            if not key:
+                folded = fold_bag(run)
+            elif source.is_key_deferrable:
+                folded = fold_late(run, places)
+            else:
+                folded = fold_keyed(run, places)
+        except MissingKey as error:
+            text = f"the event of table {source.title} has no value of its key {error}"
+            raise RowFault("missing_key", text) from None
+        writer.write(source, folded, key)
+
+    def _move(self, writer: Writer, source: SourceTable, key: tuple[str, ...], run: TableChanges) -> bool:
+        """Have the target give a row another key. False: it does not have the row, which is whole."""
+        values, unknown = settle(run)
+        names = [column.name for column in run.relation.columns]
+        old = {name: run.old[names.index(name)][0].as_py() for name in key}
+        row = {
+            name: value[0].as_py() for name, value, lacks in zip(names, values, unknown, strict=True) if lacks is None
+        }
+        if writer.move(source, old, row):
+            return True
+        if len(row) < len(names):
+            raise writer.missing_row(source)
+        return False
+
+    def _cut(self, batch: Batch, changes: Sequence[ShapeChange]) -> Iterator[tuple[Batch, list[ShapeChange]]]:
         """The events between changes of shapes, with the changes before them."""
         due: list[ShapeChange] = []
-        begin, texts = 0, events.column("position")
+        begin, texts = 0, batch.positions()
         for change in changes:
             if not self._is_cut(change):
                 continue
-            place = bisect_left(range(events.num_rows), str(change.position), key=lambda row: texts[row].as_py())
+            place = bisect_left(range(len(batch)), str(change.position), key=lambda row: texts[row].as_py())
             if place > begin:
-                yield events.slice(begin, place - begin), due
+                yield batch.slice(begin, place), due
                 begin, due = place, []
             due.append(change)
-        yield events.slice(begin), due
+        yield batch.slice(begin, len(batch)), due
 
     def _is_cut(self, change: ShapeChange) -> bool:
         """Whether a table looks otherwise from here on: it was altered, or dropped and made again."""
@@ -239,110 +258,101 @@ class Applier:
         first = next(self._shapes.of(change.after.namespace, change.after.name), None)
         return first is not None and first.position < change.position
 
-    # --- dead letters
+    def _describe(self, run: TableChanges, position: str) -> SourceTable:
+        name = run.relation.namespace, run.relation.name
+        return describe_source(run.relation, run.details, self._shapes.in_force(*name, Position.parse(position)))
 
-    def _keyed(
-        self, conn: Connection, events: pa.Table, changes: Sequence[ShapeChange]
-    ) -> Iterator[tuple[Event, Sources]]:
-        """Every event that has a row, with what tells its keys."""
-        self._open(conn)
+    def _key_of(self, run: TableChanges, source: SourceTable) -> tuple[str, ...]:
+        """The columns by which rows are found."""
         assert self._targets is not None
-        sources = Sources(self._shapes, self._targets.of)
-        for part, due in self._cut(events, changes):
-            if due:
-                sources.forget()
-            for event in parse_events(part):
-                if event["payload"]["table"] is not None and event["payload"]["row"] is not None:
-                    yield event, sources
-
-    def _supersede(self, conn: Connection, events: pa.Table, changes: Sequence[ShapeChange]) -> None:
-        waiting = {table for table, _ in self._rejected.waiting}
-        newest: dict[tuple[str, str], str] = {}
-        for event, sources in self._keyed(conn, events, changes):
-            if sources.of_event(event)[0].title in waiting:
-                newest |= {(one.table, one.key): one.position for one in sources.effects(event)}
-        sources = Sources(self._shapes, lambda source: None)
-        cleared = {
-            _title(sources, event): event["position"]
-            for event in parse_events(events)
-            if event["operation"] == "TRUNCATE"
-        }
-        self._rejected.supersede(conn, newest, cleared)
-
-    def _redeliver(self, conn: Connection, event: Event) -> bool:
-        """Whether it was applied, to the key of its row at least."""
-        position = event["position"]
-        known = self._rejected.of(conn, position)
-        if not any(known.values()):
-            return False
-        writer = self._open(conn)
-        assert self._targets is not None
-        sources = Sources(self._shapes, self._targets.of)
-        event = self._as_of_now(event, sources)
-        source, key = sources.of_event(event)
-        old, row = event["payload"]["old"], event["payload"]["row"]
-        keys = [one.key for one in sources.effects(event)]
-        may = [known.get(one, True) for one in keys]
-        payload = dict(event["payload"])
-        if not may[0]:  # its row has become another one, but it has left this key
-            payload |= {"op": "DELETE", "row": {name: old[name] for name in key}, "old": None}
-        elif not all(may):
-            payload |= {"row": {**old, **row}, "old": None}
-        folding = Folding(sources, writer)
-        folding.take_event({**event, "operation": payload["op"], "payload": payload})
-        folding.end()
-        self._rejected.forget(conn, position)
-        done = {(source.title, one): position for one, ok in zip(keys, may, strict=True) if ok}
-        self._rejected.supersede(conn, done, {})
-        return may[0]
-
-    def _as_of_now(self, event: Event, sources: Sources) -> Event:
-        """An event of the past, under the name that its table has now. RowFault: a column is gone, or called otherwise."""
-        payload = event["payload"]
-        name = source_name(event["channel"], payload["table"])
-        then = self._shapes.in_force(*name, Position.parse(event["position"]))
-        if then is None:
-            return event
-        now = [change.after for change in self._shapes.changes if change.after.oid == then.after.oid][-1]
-        event = {**event, "channel": now.channel, "position": str(_LAST), "payload": {**payload, "table": now.name}}
-        source, _ = sources.of_event(event)
-        target = sources.find(source)
-        known = {*source.types, *(target.columns if target else ())}
-        gone = [one for one in payload["row"] if one not in known]
-        if target is not None and gone:
-            raise RowFault(
-                "undefined_column",
-                f"the event of table {source.title} has the column {', '.join(gone)}, which the table has no more",
-            )
-        return event
+        return choose_key(source, self._targets.of(source), [one.name for one in run.relation.columns])
 
     def _follow(self, conn: Connection, change: ShapeChange) -> None:
         """Do to the target what was done to the source."""
+        self._open(conn)
         assert self._targets is not None
         if change.before is None:
             self._targets.say_anew((change.after.namespace, change.after.name))
         self._targets.follow(change)
         if self._rejected.waiting and change.before is not None:
-            names = [(one.namespace, one.name) for one in (change.before, change.after)]
-            before = describe_change(names[0], ShapeChange(change.position, change.before, None, change.before_details))
-            after = describe_change(names[1], change)
+            before = describe_source(change.before, change.before_details)
+            after = describe_source(change.after, change.details)
             self._rejected.follow(conn, before.title, after.title)
-            if len(before.key) != len(after.key) or not _same_key(change):
+            kinds = {one["type"] for one in diff_shapes(change)}
+            others = kinds & {"primary_key_changed", "key_columns_changed", "replica_identity_changed"}
+            if len(before.key) != len(after.key) or others:
                 self._rejected.supersede(conn, {}, {after.title: str(change.position)})
 
+    # --- dead letters
 
-def _same_key(change: ShapeChange) -> bool:
-    kinds = {one["type"] for one in diff_shapes(change)}
-    return not kinds & {"primary_key_changed", "key_columns_changed", "replica_identity_changed"}
+    def _effects(self, run: TableChanges, source: SourceTable, positions: Sequence[str]) -> Iterator[Effect]:
+        """Which keys these changes touch; of each first that of its row."""
+        key = self._key_of(run, source)
+        places = [one for name in key for one, column in enumerate(run.relation.columns) if column.name == name]
+        after, before = (_tuples([side[one] for one in places], len(run)) for side in (settle(run)[0], run.old))
+        has_old = (run.op == Op.UPDATE) & (run.old_kind != OldKind.NONE)
+        for position, new, old, is_both in zip(positions, after, before, has_old.tolist(), strict=True):
+            for one in dict.fromkeys([key_text(new), *([key_text(old)] if is_both else [])]):
+                yield Effect(source.title, one, position)
+
+    def _all_effects(self, batch: Batch, tables: Collection[str] | None = None) -> Iterator[Effect]:
+        """Those of the changes of these tables; None: of all."""
+        for run in batch.tables():
+            positions = batch.positions().take(pa.array(run.rows)).to_pylist()
+            source = self._describe(run, positions[0])
+            if run.op[0] != Op.TRUNCATE and (tables is None or source.title in tables):
+                yield from self._effects(run, source, positions)
+
+    def _supersede(self, conn: Connection, batch: Batch) -> None:
+        waiting = {table for table, _ in self._rejected.waiting}
+        newest = {(one.table, one.key): one.position for one in self._all_effects(batch, waiting)}
+        cleared = {}
+        for run in batch.tables():
+            if run.op[0] == Op.TRUNCATE:
+                position = batch.positions()[int(run.rows[0])].as_py()
+                cleared[self._describe(run, position).title] = position
+        self._rejected.supersede(conn, newest, cleared)
+
+    def _redeliver(self, conn: Connection, position: str, run: TableChanges) -> bool:
+        """Whether it was applied, to the key of its row at least."""
+        known = self._rejected.of(conn, position)
+        if not any(known.values()):
+            return False
+        writer = self._open(conn)
+        run = self._as_of_now(run)
+        source = self._describe(run, str(_LAST))
+        effects = list(self._effects(run, source, [position]))
+        may = [known.get(one.key, True) for one in effects]
+        if not may[0]:  # its row has become another one, but it has left this key
+            run = replace(run, op=np.array([Op.DELETE], np.uint8))
+        elif not all(may):
+            values, unknown = settle(run)
+            run = replace(run, new=values, unchanged=unknown, old_kind=np.array([OldKind.NONE], np.uint8))
+        self._apply(writer, run, source)
+        self._rejected.forget(conn, position)
+        done = {(one.table, one.key): position for one, ok in zip(effects, may, strict=True) if ok}
+        self._rejected.supersede(conn, done, {})
+        return may[0]
+
+    def _as_of_now(self, run: TableChanges) -> TableChanges:
+        """A change of the past, under the name that its table has now. RowFault: a column is gone, or called otherwise."""
+        assert self._targets is not None
+        latest = [change for change in self._shapes.changes if change.after.oid == run.relation.oid][-1:]
+        if not latest:
+            return run
+        now = latest[0].after
+        run = replace(run, relation=replace(run.relation, namespace=now.namespace, name=now.name))
+        source = describe_source(now, latest[0].details)
+        target = self._targets.of(source)
+        known = {*source.types, *(target.columns if target else ())}
+        gone = [one.name for one in run.relation.columns if one.name not in known]
+        if target is not None and gone:
+            raise RowFault(
+                "undefined_column",
+                f"the event of table {source.title} has the column {', '.join(gone)}, which the table has no more",
+            )
+        return run
 
 
-def take_all(folding: Folding, events: pa.Table) -> None:
-    """Fold all of these events."""
-    first = 0
-    for piece in scan_lines(events):
-        folding.take(piece, events.column("position"), first)
-        first += len(piece)
-
-
-def _title(sources: Sources, event: Event) -> str:
-    return sources.describe((event["channel"], event["payload"]["table"]), event["position"]).title
+def _tuples(columns: Sequence[pa.Array], count: int) -> Iterable[tuple[str | None, ...]]:
+    return zip(*(one.to_pylist() for one in columns), strict=True) if columns else [()] * count

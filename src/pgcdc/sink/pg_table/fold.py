@@ -1,254 +1,335 @@
-"""What many events leave of a table: for every key the last row, or that it is gone. Pure.
+"""What many changes leave of a table: for every key the last row, or that it is gone. Pure, and on whole columns.
 
-A row is its columns and a line in the text format of COPY. Where an update did not bring a long value (unchanged TOAST), it
-is taken from an earlier event of the same batch, or else left to the target: then the row is a Patch.
+Keys and rows get numbers (`number_rows`); the last change of a number wins. Where an update did not bring a long value
+(unchanged TOAST), it is taken from an earlier change of the same key, or else left to the target: then the row is a patch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from pgcdc.sink.pg_table.copy_text import read_value
-from pgcdc.sink.pg_table.lines import Columns
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
-__all__ = ["Bag", "Fold", "Keyed", "Late", "Move", "Patch", "Row", "values_of"]
+from pgcdc.core.operation import OldKind, Op
+from pgcdc.event.batch import TableChanges
 
-Row = tuple[Columns, bytes]
+__all__ = [
+    "Folded",
+    "MissingKey",
+    "Rows",
+    "find_moves",
+    "fold_bag",
+    "fold_keyed",
+    "fold_late",
+    "number_rows",
+    "part_of",
+    "settle",
+]
+
+Bools = npt.NDArray[np.bool_]
+I64 = npt.NDArray[np.int64]
 
 
-class Patch(tuple[Columns, bytes]):
-    """Some columns of a row that the target has; the others keep their values."""
-
-    __slots__ = ()
+class MissingKey(Exception):
+    """A change does not say of which row it is."""
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """A row gets another key where it stands: the target has values of it that are not in the event."""
+class Rows:
+    """Rows of some columns; the values are PostgreSQL's texts."""
 
-    old: dict[str, str | None]
-    """The columns of the key."""
-    row: Row
-    is_partial: bool
-    """Values are missing: without the row at the target they are not known."""
-
-
-def values_of(columns: Columns, line: bytes) -> dict[str, bytes]:
-    """A row taken apart; the values are texts of COPY."""
-    return dict(zip(columns, line.split(b"\t"), strict=True)) if columns else {}
-
-
-def _row_of(values: dict[str, bytes]) -> Row:
-    return tuple(values), b"\t".join(values.values())
-
-
-class Keyed:
-    """Rows of a table with a key."""
-
-    def __init__(self, key: Columns, keeps_more: Callable[[Iterable[str]], bool] = lambda columns: False) -> None:
-        """`keeps_more`: whether the target has other columns than these; then a row that moves is not inserted anew."""
-        self.key = key
-        self._keeps_more = keeps_more
-        self._finders: dict[Columns, Callable[[bytes], bytes]] = {}
-        self.rows: dict[bytes, Row | None] = {}
-        """By key, as a line of COPY: the row, a Patch, or None if it is gone."""
-        self.stale: set[bytes] = set()
-        """Keys that the target may have: those whose first event here was no INSERT."""
+    columns: tuple[str, ...]
+    values: list[pa.Array]
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.values[0]) if self.values else 0
 
-    def key_of(self, columns: Columns, line: bytes) -> bytes:
-        """The key of a row. KeyError: it does not have one of the columns."""
-        find = self._finders.get(columns)
-        if find is None:
-            find = self._finders[columns] = _make_finder(self.key, columns)
-        return find(line)
-
-    def insert(self, columns: Columns, line: bytes) -> None:
-        """The row is now this."""
-        self.rows[self.key_of(columns, line)] = columns, line
-
-    def delete(self, columns: Columns, line: bytes) -> None:
-        """The row is gone."""
-        key = self.key_of(columns, line)
-        self.rows[key] = None
-        self.stale.add(key)
-
-    def update(
-        self,
-        columns: Columns,
-        line: bytes,
-        old_columns: Columns | None = None,
-        old: bytes | None = None,
-        unchanged: Iterable[str] = (),
-    ) -> Move | None:
-        """The row is now this, as far as it is told. A Move is to be done by the caller, after all that was before it."""
-        if unchanged and old_columns is not None and old is not None:
-            columns, line = _row_of({**values_of(old_columns, old), **values_of(columns, line)})
-        key = self.key_of(columns, line)
-        is_partial = any(name not in columns for name in unchanged)
-        if old_columns is not None and old is not None:
-            old_key = self.key_of(old_columns, old)
-            if old_key != key:
-                return self._move(old_key, key, (columns, line), is_partial)
-        rows = self.rows
-        if key not in rows:
-            self.stale.add(key)
-        rows[key] = _complete(rows.get(key), (columns, line)) if is_partial else (columns, line)
-        return None
-
-    def _move(self, old_key: bytes, key: bytes, row: Row, is_partial: bool) -> Move | None:
-        before = self.rows.get(old_key)
-        is_known = type(before) is tuple
-        if is_partial and is_known:
-            row, is_partial = _complete(before, row), False
-        is_ours = is_known and old_key not in self.stale
-        if is_partial or (not is_ours and self._keeps_more(row[0])):
-            values = map(read_value, old_key.split(b"\t"))
-            return Move(dict(zip(self.key, values, strict=True)), row, is_partial)
-        self.rows[old_key] = None
-        self.stale.update((old_key, key))
-        self.rows[key] = row
-        return None
+    def only(self, columns: Sequence[str]) -> Rows:
+        """Some of the columns."""
+        return Rows(tuple(columns), [self.values[self.columns.index(name)] for name in columns])
 
 
-class Late(Keyed):
-    """Rows of a table whose key is checked at the end of a transaction: until then several rows may have the same one, as
-    with `UPDATE t SET id = id + 1`. Every change brings the whole old row, which says of which of them it is."""
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """Rows by what becomes of them, to be done in this order."""
 
-    def __init__(self, key: Columns) -> None:
-        super().__init__(key)
-        self._here: dict[bytes, list[Row]] = {}
-        """By key, the rows that came."""
-        self.gone: dict[bytes, list[Row]] = {}
-        """By key, the rows that the target may have, and that went."""
-
-    def insert(self, columns: Columns, line: bytes) -> None:
-        """A row more."""
-        key = self.key_of(columns, line)
-        self._here.setdefault(key, []).append((columns, line))
-        self._settle(key)
-
-    def delete(self, columns: Columns, line: bytes) -> None:
-        """One less: of those that came here, or else the target's."""
-        key, row = self.key_of(columns, line), (columns, line)
-        here = self._here.get(key, [])
-        if row in here:
-            here.remove(row)
-        else:
-            self.gone.setdefault(key, []).append(row)
-            self.stale.add(key)
-        self._settle(key)
-
-    def update(
-        self,
-        columns: Columns,
-        line: bytes,
-        old_columns: Columns | None = None,
-        old: bytes | None = None,
-        unchanged: Iterable[str] = (),
-    ) -> Move | None:
-        """One row instead of another."""
-        _replace(self, (columns, line), old_columns, old, unchanged)
-        return None
-
-    def _settle(self, key: bytes) -> None:
-        here = self._here.get(key)
-        if here:
-            self.rows[key] = here[-1]
-            return
-        self._here.pop(key, None)
-        if key in self.gone:
-            self.rows[key] = None
-        else:  # what came has gone again
-            self.rows.pop(key, None)
-
-
-def _replace(
-    fold: Late | Bag, row: Row, old_columns: Columns | None, old: bytes | None, unchanged: Iterable[str]
-) -> None:
-    """Where every change brings the whole old row: that one goes, and the new one comes. KeyError: it does not."""
-    if old_columns is None or old is None:
-        raise KeyError("old")
-    fold.delete(old_columns, old)
-    fold.insert(*(_row_of({**values_of(old_columns, old), **values_of(*row)}) if unchanged else row))
-
-
-def _make_finder(key: Columns, columns: Columns) -> Callable[[bytes], bytes]:
-    places = [columns.index(name) if name in columns else -1 for name in key]
-    if -1 in places:
-        raise KeyError(key[places.index(-1)])
-    count = len(places)
-    if places == list(range(count)):  # the first columns, as nearly always
-        if count == len(columns):
-            return lambda line: line
-        if count == 1:
-            return lambda line: line[: line.index(b"\t")]
-        return lambda line: b"\t".join(line.split(b"\t", count)[:count])
-
-    def find(line: bytes) -> bytes:
-        values = line.split(b"\t")
-        return b"\t".join([values[place] for place in places])
-
-    return find
-
-
-def _complete(before: Row | None, row: Row) -> Row:
-    """A row of which values are missing, with those of the row before."""
-    if before is None:
-        return Patch(row)
-    # In the order of the row before: rows with the same columns are written together.
-    together = _row_of({**values_of(*before), **values_of(*row)})
-    return together if type(before) is tuple else Patch(together)
-
-
-class Bag:
-    """Rows of a table without a key: how many of each came, and how many went."""
-
-    key: Columns = ()
-
-    def __init__(self) -> None:
-        self._rows: list[Row] = []
-        self._counts: dict[Row, int] = {}
-        self.deleted: list[Row] = []
-        """Rows of which one of each must go."""
-
-    def __len__(self) -> int:
-        return len(self._rows) + len(self._counts) + len(self.deleted)
+    gone: Rows | None = None
+    """Keys of rows that the target has; of a table without a key, or with one that is checked late, whole rows."""
+    undone: Rows | None = None
+    """Keys of rows that came and went here: the target should not have them."""
+    puts: Rows | None = None
+    """Rows that the target has, or may have."""
+    patches: list[Rows] = field(default_factory=list)
+    """Some columns of rows that the target has; the others keep their values."""
+    fresh: Rows | None = None
+    """Rows that the target should not have."""
 
     @property
-    def inserted(self) -> list[Row]:
-        """Rows that are new, after those that are gone went."""
-        return [*self._rows, *(row for row, count in self._counts.items() for _ in range(count))]
+    def columns(self) -> list[str]:
+        """All columns that rows bring, in their order."""
+        groups = [one for one in (self.fresh, self.puts, *self.patches) if one is not None]
+        return list(dict.fromkeys(name for rows in groups for name in rows.columns))
 
-    def insert(self, columns: Columns, line: bytes) -> None:
-        """One more of these rows."""
-        self._rows.append((columns, line))
 
-    def delete(self, columns: Columns, line: bytes) -> None:
-        """One less: of those that came here, or else of the target's."""
-        for one in self._rows:
-            self._counts[one] = self._counts.get(one, 0) + 1
-        self._rows = []
-        row = columns, line
-        if self._counts.get(row):
-            self._counts[row] -= 1
+def settle(changes: TableChanges, columns: Sequence[int] | None = None) -> tuple[list[pa.Array], list[Bools | None]]:
+    """The row that each change is about, and which of its values are not known.
+
+    Of a DELETE that is the old row. Elsewhere the old row has the values that were not sent, as far as it came.
+    `columns`: only of these the old row of a DELETE is wanted.
+    """
+    has_old: Bools = changes.old_kind != OldKind.NONE
+    is_full: Bools = changes.old_kind == OldKind.FULL
+    is_delete: Bools = (changes.op == Op.DELETE) & has_old
+    has_deletes = bool(is_delete.any())
+    values, unknown = list(changes.new), list(changes.unchanged)
+    for number, column in enumerate(changes.relation.columns):
+        missing = changes.unchanged[number]
+        from_old: Bools | None = is_delete if has_deletes and (columns is None or number in columns) else None
+        if missing is not None:
+            told: Bools = missing & (has_old if column.is_key else is_full)
+            old_missing = changes.old_unchanged[number]
+            if old_missing is not None:
+                told &= ~old_missing
+            left: Bools = missing & ~told
+            unknown[number] = left if left.any() else None
+            from_old = told if from_old is None else from_old | told
+        if from_old is not None and from_old.any():
+            values[number] = pc.if_else(pa.array(from_old), changes.old[number], values[number])
+    return values, unknown
+
+
+def number_rows(columns: Sequence[pa.Array]) -> tuple[I64, int]:
+    """A number for each row, the same for equal ones, and how many numbers there are."""
+    codes: I64 | None = None
+    count = 1
+    for column in columns:
+        encoded = column.dictionary_encode(null_encoding="encode")
+        found: I64 = encoded.indices.to_numpy().astype(np.int64)
+        if codes is None:
+            codes, count = found, len(encoded.dictionary)
         else:
-            self.deleted.append(row)
+            pairs = pa.array(codes * len(encoded.dictionary) + found).dictionary_encode()
+            codes, count = pairs.indices.to_numpy().astype(np.int64), len(pairs.dictionary)
+    assert codes is not None
+    return codes, count
 
-    def update(
-        self,
-        columns: Columns,
-        line: bytes,
-        old_columns: Columns | None = None,
-        old: bytes | None = None,
-        unchanged: Iterable[str] = (),
-    ) -> Move | None:
-        """One row instead of another."""
-        _replace(self, (columns, line), old_columns, old, unchanged)
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """The keys in some changes, with a number for each."""
+
+    columns: list[pa.Array]
+    """Their values: after each change, then those that updates brought as old ones."""
+    codes: I64
+    """The numbers of these."""
+    count: int
+    moved: I64
+    """The changes that give a row another key."""
+    left: I64
+    """The numbers of the keys that these rows had."""
+
+
+def _number_keys(changes: TableChanges, values: list[pa.Array], key: Sequence[int]) -> _Keys:
+    with_old: I64 = np.flatnonzero((changes.op == Op.UPDATE) & (changes.old_kind != OldKind.NONE))
+    columns = [values[one] for one in key]
+    if len(with_old):
+        columns = [
+            pa.concat_arrays([after, changes.old[one].take(pa.array(with_old))])
+            for one, after in zip(key, columns, strict=True)
+        ]
+    codes, count = number_rows(columns)
+    before = codes[len(changes) :]
+    differs: Bools = before != codes[with_old]
+    return _Keys(columns, codes, count, with_old[differs], before[differs])
+
+
+def find_moves(changes: TableChanges, key: Sequence[int], *, keeps_more: bool) -> list[int]:
+    """The updates that give a row another key and that only the target can do: it has values that are not in the change.
+
+    `keeps_more`: it has other columns, so that this is true for all of them.
+    """
+    values, unknown = settle(changes, key)
+    partial = [one for one in unknown if one is not None]
+    if not keeps_more and not partial:
+        return []
+    moved = _number_keys(changes, values, key).moved
+    if not keeps_more:
+        moved = moved[np.logical_or.reduce([one[moved] for one in partial])]
+    found: list[int] = moved.tolist()
+    return found
+
+
+def fold_keyed(changes: TableChanges, key: Sequence[int]) -> Folded:
+    """The changes of a table with a key (numbers of columns), without those that `find_moves` has found."""
+    values, unknown = settle(changes, key)
+    for number in key:
+        if unknown[number] is not None:
+            raise MissingKey(changes.relation.columns[number].name)
+    keys = _number_keys(changes, values, key)
+    row: I64 = np.arange(len(changes))
+    code = keys.codes[: len(changes)]
+    is_gone: Bools = changes.op == Op.DELETE
+    is_new: Bools = (changes.op == Op.INSERT) | (changes.op == Op.SNAPSHOT)
+    was_absent = is_new
+    if len(keys.moved):  # such an update is two steps: the old key goes, the new one comes
+        row = np.insert(row, keys.moved, keys.moved)
+        leaves: I64 = keys.moved + np.arange(len(keys.moved))
+        code, is_gone, is_new = code[row], is_gone[row], is_new[row]
+        was_absent = is_new.copy()
+        code[leaves], is_gone[leaves], was_absent[leaves + 1] = keys.left, True, True
+    step: I64 = np.arange(len(row))
+    first, last, left = (np.full(keys.count, -1, np.int64) for _ in range(3))
+    first[code[::-1]] = step[::-1]
+    last[code] = step  # of equal numbers the last one stays
+    left[code[is_gone]] = step[is_gone]
+    seen: I64 = np.flatnonzero(last >= 0)  # an old key that no change leaves has no step
+    ends: Bools = left[seen] == last[seen]
+    absent: Bools = was_absent[first[seen]]
+    place = np.zeros(keys.count, np.int64)
+    place[keys.codes] = np.arange(len(keys.codes))
+    key_names = tuple(changes.relation.columns[one].name for one in key)
+    gone, undone = (_take(key_names, keys.columns, place[seen[ends & one]]) for one in (~absent, absent))
+    kept: I64 = seen[~ends]
+    is_fresh: Bools = is_new[first[kept]] & (left[kept] < 0)
+    names = tuple(column.name for column in changes.relation.columns)
+    sources = [row[last[kept]]] * len(names)
+    missing: dict[int, Bools] = {}
+    for number, lacks in enumerate(unknown):
+        if lacks is None:
+            continue
+        told: Bools = ~is_gone & ~lacks[row]
+        known = np.full(keys.count, -1, np.int64)
+        known[code[told]] = step[told]
+        found: Bools = known[kept] > left[kept]
+        sources[number] = row[np.where(found, known[kept], last[kept])]
+        if not found.all():
+            missing[number] = ~found
+    whole: Bools = ~np.logical_or.reduce(list(missing.values())) if missing else np.ones(len(kept), np.bool_)
+    return Folded(
+        gone,
+        undone,
+        _pick(names, values, sources, whole & ~is_fresh),
+        list(_patches(names, values, sources, missing)),
+        _pick(names, values, sources, whole & is_fresh),
+    )
+
+
+def _take(columns: tuple[str, ...], values: Sequence[pa.Array], places: I64) -> Rows | None:
+    return Rows(columns, [one.take(pa.array(places)) for one in values]) if len(places) else None
+
+
+def _pick(columns: tuple[str, ...], values: Sequence[pa.Array], sources: Sequence[I64], where: Bools) -> Rows | None:
+    """Some rows, each column from places of its own."""
+    if not where.any():
         return None
+    return Rows(columns, [one.take(pa.array(place[where])) for one, place in zip(values, sources, strict=True)])
 
 
-Fold = Keyed | Bag
+def _patches(
+    columns: tuple[str, ...], values: Sequence[pa.Array], sources: Sequence[I64], missing: dict[int, Bools]
+) -> Iterator[Rows]:
+    """Rows of which values are missing, those that lack the same ones together."""
+    if not missing:
+        return
+    marks, kind = np.unique(np.stack(list(missing.values()), axis=1), axis=0, return_inverse=True)
+    for number, mark in enumerate(marks):
+        lacks = {column for column, is_missing in zip(missing, mark, strict=True) if is_missing}
+        keep = [one for one in range(len(columns)) if one not in lacks]
+        if lacks and (rows := _pick(columns, values, sources, kind.ravel() == number)) is not None:
+            yield rows.only([columns[one] for one in keep])
+
+
+@dataclass(frozen=True, slots=True)
+class _Balance:
+    """Of whole rows: how many more came than went. Where every change brings its whole old row, that is all there is."""
+
+    rows: Rows
+    code: I64
+    count: npt.NDArray[np.int64]
+    """By number."""
+    last: I64
+    """By number: where the row came last, or went."""
+
+    @classmethod
+    def of(cls, changes: TableChanges) -> _Balance:
+        """MissingKey: an update or delete came without its old row."""
+        goes: Bools = (changes.op == Op.UPDATE) | (changes.op == Op.DELETE)
+        comes: Bools = changes.op != Op.DELETE
+        if (goes & (changes.old_kind != OldKind.FULL)).any():
+            raise MissingKey("(the whole row)")
+        values, unknown = settle(changes, ())
+        out, into = np.flatnonzero(goes), np.flatnonzero(comes)
+        for number, lacks in enumerate(unknown):
+            if lacks is not None or _any(changes.old_unchanged[number], out):
+                raise MissingKey(changes.relation.columns[number].name)
+        # In the order of the stream: an update takes its old row away before it brings the new one.
+        order = np.argsort(np.concatenate([2 * out, 2 * into + 1]), kind="stable")
+        columns = [
+            pa.concat_arrays([old.take(pa.array(out)), new.take(pa.array(into))]).take(pa.array(order))
+            for old, new in zip(changes.old, values, strict=True)
+        ]
+        code, count = number_rows(columns)
+        sign = np.where(order < len(out), -1, 1)
+        last = np.zeros(count, np.int64)
+        last[code] = np.arange(len(code))
+        names = tuple(column.name for column in changes.relation.columns)
+        return cls(Rows(names, columns), code, np.bincount(code, sign, count).astype(np.int64), last)
+
+
+def _any(marks: Bools | None, rows: I64) -> bool:
+    return marks is not None and bool(marks[rows].any())
+
+
+def fold_bag(changes: TableChanges) -> Folded:
+    """The changes of a table without a key: how many of each row came, and how many went."""
+    names = tuple(column.name for column in changes.relation.columns)
+    if ((changes.op == Op.INSERT) | (changes.op == Op.SNAPSHOT)).all():
+        return Folded(fresh=Rows(names, list(changes.new)))
+    balance = _Balance.of(changes)
+    rows, count = balance.rows, balance.count
+    less, more = (np.repeat(balance.last, np.maximum(one, 0)) for one in (-count, count))
+    return Folded(gone=_take(names, rows.values, less), fresh=_take(names, rows.values, more))
+
+
+def fold_late(changes: TableChanges, key: Sequence[int]) -> Folded:
+    """The changes of a table whose key is checked at the end of a transaction: until then several rows may have the same
+    one, as with `UPDATE t SET id = id + 1`. Every change brings the whole old row, which says of which of them it is."""
+    balance = _Balance.of(changes)
+    rows, names = balance.rows, balance.rows.columns
+    keys, count = number_rows([rows.values[one] for one in key])
+    came, went = (np.sort(balance.last[one]) for one in (balance.count > 0, balance.count < 0))
+    newest = np.full(count, -1, np.int64)
+    newest[keys[came]] = came
+    has_left: Bools = np.zeros(count, np.bool_)
+    has_left[keys[went]] = True
+    put, fresh = (newest[(newest >= 0) & one] for one in (has_left, ~has_left))
+    gone = np.repeat(went, -balance.count[balance.code[went]])
+    return Folded(
+        gone=_take(names, rows.values, gone[newest[keys[gone]] < 0]),
+        puts=_take(names, rows.values, put),
+        fresh=_take(names, rows.values, fresh),
+    )
+
+
+def part_of(run: TableChanges, begin: int, end: int) -> TableChanges:
+    """The changes in [begin, end)."""
+    if (begin, end) == (0, len(run)):
+        return run
+    return replace(
+        run,
+        op=run.op[begin:end],
+        rows=run.rows[begin:end],
+        new=[one.slice(begin, end - begin) for one in run.new],
+        old=[one.slice(begin, end - begin) for one in run.old],
+        old_kind=run.old_kind[begin:end],
+        unchanged=[_marks(one, begin, end) for one in run.unchanged],
+        old_unchanged=[_marks(one, begin, end) for one in run.old_unchanged],
+    )
+
+
+def _marks(marks: Bools | None, begin: int, end: int) -> Bools | None:
+    return marks[begin:end] if marks is not None and marks[begin:end].any() else None

@@ -6,9 +6,9 @@ from collections.abc import Collection
 
 from pgcdc.core.errors import ConfigError, PgcdcError, SinkError
 from pgcdc.postgres.database import connect, explain_errors, name_table, parse_url, split_table
-from pgcdc.sink.pg_table.mapping import TableName, TargetNames, find_loops
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.positions import TargetName
+from pgcdc.sink.pg_table.tables import TableName, TargetNames, find_loops
 from pgcdc.sink.spec import SourceView
 
 __all__ = ["check_captured", "check_source"]

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
 from pgcdc.core.errors import ConfigError, SourceError
 from pgcdc.core.settings import checked, setting, split_outside_quotes
-from pgcdc.event.forms import Form
 from pgcdc.postgres.database import name_table, parse_url, split_table, url_passwords
 from pgcdc.sink.spec import SinkOptions, SourceView
+
+if TYPE_CHECKING:
+    from pgcdc.sink.contract import Sink
 
 __all__ = ["NO_ORIGIN", "PgTableOptions"]
 
@@ -125,11 +127,13 @@ class PgTableOptions(SinkOptions):
                 "--pg-table-table is for --pg-table-mode append", "For other names, see --pg-table-tables"
             )
 
-    def form(self) -> Form:
-        return "lines"
-
     def secrets(self) -> Collection[str]:
         return url_passwords(self.resolved().db)
+
+    def make(self) -> Sink:
+        from pgcdc.sink.pg_table.sink import pg_table_sink
+
+        return pg_table_sink(self.resolved())
 
     def check_source(self, adapter: str, source: SourceView) -> None:
         from pgcdc.sink.pg_table.loops import check_source

@@ -6,6 +6,7 @@ The row is compared when it is changed: a process that was taken for dead cannot
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import psycopg
@@ -27,6 +28,8 @@ class Place:
     position: Position
     source: str
     updated_at: str
+    tables: tuple[tuple[str, str], ...] = ()
+    """Tables that the target had: one that is gone is not made again as if it were new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,8 @@ class Positions:
         """The statement that makes the table."""
         return (
             f"CREATE TABLE IF NOT EXISTS {self._table} (adapter text PRIMARY KEY, owner uuid NOT NULL, "
-            '"position" text COLLATE "C" NOT NULL, source text, updated_at timestamptz NOT NULL DEFAULT now()) '
-            "WITH (fillfactor = 50)"
+            '"position" text COLLATE "C" NOT NULL, source text, updated_at timestamptz NOT NULL DEFAULT now(), '
+            "tables text[]) WITH (fillfactor = 50)"
         )
 
     def exists(self, conn: Connection) -> bool:
@@ -76,13 +79,14 @@ class Positions:
 
     def read(self, conn: Connection) -> Place | None:
         """The adapter's row."""
-        columns = "owner::text, \"position\", coalesce(source, ''), updated_at::text"
+        columns = "owner::text, \"position\", coalesce(source, ''), updated_at::text, coalesce(tables, '{}')"
         query = f"SELECT {columns} FROM {self._table} WHERE adapter = %s"
         row = conn.execute(query.encode(), (self._adapter,)).fetchone()
         if row is None:
             return None
         try:
-            return Place(row[0], Position.parse(row[1]), row[2], row[3])
+            tables = [(schema, name) for schema, name in zip(row[4][::2], row[4][1::2], strict=True)]
+            return Place(row[0], Position.parse(row[1]), row[2], row[3], tuple(tables))
         except ValueError:
             raise SinkError(
                 f"{self.title} at the target has {row[1]!r} for adapter {self._adapter}, which is no position",
@@ -112,6 +116,11 @@ class Positions:
                 f"{self.title} at the target is not at {before} any more for adapter {self._adapter}: another one writes",
                 "Is a second copy of this pipeline running? It is looked at again",
             )
+
+    def note_tables(self, conn: Connection, tables: Iterable[tuple[str, str]]) -> None:
+        """Remember which tables there are, in the transaction that saw them."""
+        query = f"UPDATE {self._table} SET tables = %s WHERE adapter = %s"
+        conn.execute(query.encode(), ([part for name in sorted(tables) for part in name], self._adapter))
 
     def foreign(self, place: Place) -> SinkError:
         """The row belongs to another pipeline."""

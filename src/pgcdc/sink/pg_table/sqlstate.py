@@ -18,7 +18,28 @@ from psycopg import errors
 
 from pgcdc.core.errors import SinkError, SinkUnavailable
 
-__all__ = ["Blame", "blame", "describe", "explain", "kind_of"]
+__all__ = [
+    "Blame",
+    "RowFault",
+    "blame",
+    "describe",
+    "describe_fault",
+    "explain",
+    "is_conflict",
+    "is_other_shape",
+    "is_row_fault",
+    "kind_of",
+]
+
+
+class RowFault(psycopg.DataError):
+    """A row that cannot be applied, by our own judgement. The target was not asked, or had nothing against it."""
+
+    sqlstate = "22000"
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
 class Blame(Enum):
@@ -42,6 +63,14 @@ _ADVICE = {
     "3F000": "Create the schema, or give the role the right to",
     "0A000": "See docs/adapters/pg_table.md",
 }
+_COLUMN = re.compile(r"^COPY [^\n]*?, line \d+, column (.+?)(?:: |$)", re.M)
+_CONFLICTS = (
+    errors.UniqueViolation,
+    errors.ExclusionViolation,
+    errors.ForeignKeyViolation,
+    errors.RestrictViolation,
+    errors.CardinalityViolation,
+)
 _LOST = "Is the target up and reachable? Nothing is lost meanwhile"
 
 
@@ -80,3 +109,31 @@ def explain(adapter: str, action: str, error: psycopg.Error) -> SinkError:
     if blame(error) is Blame.TARGET_NOW:
         return SinkUnavailable(text, advice or _LOST)
     return SinkError(text, advice or error.diag.message_hint or "See docs/adapters/pg_table.md")
+
+
+def is_conflict(error: psycopg.Error) -> bool:
+    """Whether the order of changes may be what is wrong: one after the other they may pass."""
+    return isinstance(error, _CONFLICTS)
+
+
+def is_other_shape(error: psycopg.Error) -> bool:
+    """Whether a table is not as it was when we looked."""
+    return blame(error) is Blame.SHAPE
+
+
+def is_row_fault(error: psycopg.Error) -> bool:
+    """Whether one event may be to blame."""
+    return is_conflict(error) or blame(error) in (Blame.EVENT, Blame.SHAPE)
+
+
+def describe_fault(error: psycopg.Error, table: str) -> tuple[str, str]:
+    """Kind and text of a reject: names the column, and what to do if a transform is behind it."""
+    if isinstance(error, RowFault):
+        return error.kind, str(error)
+    found = _COLUMN.search(error.diag.context or "")
+    column = error.diag.column_name or (found[1] if found else "")
+    where = f"table {table}, column {column}" if column else f"table {table}"
+    text = f"{where}: {describe(error)}"
+    if (error.sqlstate or "").startswith("22") and column:
+        text += ". Give the column another type at the target; if a transform masks it, text"
+    return kind_of(error), text

@@ -1,40 +1,106 @@
-"""Two sides of a table: what the source says about it at a position, and what the target's catalog says."""
+"""Two sides of a table: what the source says about it, and what the target's catalog says; and its name on each side."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from pgcdc.core.errors import SinkError
-from pgcdc.core.position import Position
-from pgcdc.core.shapes import ShapeChange, ShapeHistory
-from pgcdc.postgres.database import Connection, name_table, quote_identifier, quote_qualified
+from pgcdc.core.errors import ConfigError, SinkError
+from pgcdc.core.relation import Relation
+from pgcdc.core.settings import split_outside_quotes
+from pgcdc.core.shapes import ShapeChange
+from pgcdc.postgres.database import (
+    Connection,
+    name_table,
+    parse_identifier,
+    quote_identifier,
+    quote_qualified,
+    split_table,
+)
 from pgcdc.postgres.types.catalog import TypeCatalog
 from pgcdc.postgres.types.names import type_name
-from pgcdc.sink.pg_table.mapping import TableName
 
 __all__ = [
     "SourceTable",
+    "TableName",
     "TargetColumn",
+    "TargetNames",
     "TargetTable",
     "choose_key",
-    "describe_change",
     "describe_source",
+    "find_loops",
     "find_types",
     "load_target",
 ]
 
+TableName = tuple[str, str]
+"""Schema and table."""
+
+_ADVICE = "Write public.orders=mirror.orders2 for a table, sales.*=archive.* for a schema"
+
+
+class TargetNames:
+    """Rules for tables win over rules for schemas, and these over the one schema for all."""
+
+    def __init__(self, rules: Iterable[str] = (), schema: str | None = None) -> None:
+        """ConfigError: a rule cannot be read, or two tables would become one."""
+        self._schema = schema
+        self._tables: dict[TableName, TableName] = {}
+        self._schemas: dict[str, str] = {}
+        for rule in rules:
+            self._add(rule)
+        targets: dict[TableName, TableName] = {}
+        for source, target in self._tables.items():
+            if target in targets:
+                both = f"{name_table(*targets[target])} and {name_table(*source)}"
+                raise ConfigError(f"{both} would both go to {name_table(*target)}", "Give one of them another name")
+            targets[target] = source
+
+    def _add(self, rule: str) -> None:
+        sides = split_outside_quotes(rule, "=")
+        if len(sides) != 2:
+            raise ConfigError(f"{rule!r} is not source=target", _ADVICE)
+        source, target = sides
+        whole = [side.endswith(".*") for side in sides]
+        if all(whole):
+            known, name = self._schemas, parse_identifier(source[:-2])
+            again = name in known
+            known[name] = parse_identifier(target[:-2])
+        elif any(whole):
+            raise ConfigError(f"{rule!r} names a table on one side and a schema on the other", _ADVICE)
+        else:
+            table = split_table(source)
+            again = table in self._tables
+            self._tables[table] = split_table(target, self._schema or "public")
+        if again:
+            raise ConfigError(f"there are two rules for {source}", "Leave one of them out")
+
+    def __call__(self, table: TableName) -> TableName:
+        """The table at the target."""
+        if table in self._tables:
+            return self._tables[table]
+        schema, name = table
+        return self._schemas.get(schema, self._schema or schema), name
+
+
+def find_loops(names: TargetNames, captured: Iterable[TableName]) -> list[TableName]:
+    """Captured tables of a database whose rows would go to a captured table of the same database."""
+    tables = set(captured)
+    return sorted(table for table in tables if names(table) in tables)
+
 
 @dataclass(frozen=True, slots=True)
 class SourceTable:
-    """A table of the source, as the history of shapes knows it."""
+    """A table of the source, as its changes and the history of shapes know it."""
 
     name: TableName
     types: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By column: what the type may be called at the target, best first."""
     key: tuple[str, ...] = ()
-    """The columns by which its changes name a row; empty if that is the whole row, or unknown."""
-    is_known: bool = False
+    """The columns by which its changes name a row; empty if that is the whole row."""
+    lost_key: tuple[str, ...] = ()
+    """The columns of a key that transforms have dropped, in part or as a whole."""
     is_key_deferrable: bool = False
     """Within a transaction several rows may have the same key; changes bring their whole old rows then."""
 
@@ -44,25 +110,28 @@ class SourceTable:
         return name_table(*self.name)
 
 
-def describe_source(shapes: ShapeHistory, name: TableName, position: Position) -> SourceTable:
-    """The table as it was for the change at `position`."""
-    return describe_change(name, shapes.in_force(*name, position))
+Details = Mapping[str, Any]
 
 
-def describe_change(name: TableName, change: ShapeChange | None) -> SourceTable:
-    """The table as a change has left it."""
-    if change is None or (change.after.namespace, change.after.name) != name:
-        return SourceTable(name)
-    is_deferrable = change.after.replica_identity == "f" and bool((change.details or {}).get("is_key_deferrable"))
-    return SourceTable(name, _types_of(change), _key_of(change), is_known=True, is_key_deferrable=is_deferrable)
+def describe_source(relation: Relation, details: Details | None, before: ShapeChange | None = None) -> SourceTable:
+    """A table as its changes have it, behind transforms; `before`: as it is before them."""
+    name = relation.namespace, relation.name
+    details = details or {}
+    columns = {column.name for column in relation.columns}
+    key, lost = _key_of(relation, details), ()  # type: tuple[str, ...], tuple[str, ...]
+    if not key and before is not None:
+        lost = _key_of(before.after, before.details or {})
+        if set(lost) <= columns:
+            key, lost = lost, ()
+    is_late = relation.replica_identity == "f" and bool(details.get("is_key_deferrable"))
+    return SourceTable(name, _types_of(relation, details), key, lost, is_late)
 
 
-def _types_of(change: ShapeChange) -> dict[str, tuple[str, ...]]:
-    details = change.details or {}
+def _types_of(relation: Relation, details: Details) -> dict[str, tuple[str, ...]]:
     described = {column["name"]: str(column["type"]) for column in details.get("columns", ())}
     own = TypeCatalog.from_json(details["types"]) if details.get("types") else None
     found = {}
-    for column in change.after.columns:
+    for column in relation.columns:
         names = [described.get(column.name) or type_name(column.type_oid, column.typmod)]
         info = own.types.get(column.type_oid) if own else None
         if info is not None and info.is_domain:  # its values are those of the type below
@@ -71,11 +140,11 @@ def _types_of(change: ShapeChange) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _key_of(change: ShapeChange) -> tuple[str, ...]:
-    names = [column.name for column in change.after.columns]
-    primary = tuple((change.details or {}).get("primary_key") or ())
-    if change.after.replica_identity in ("d", "i"):
-        identity = tuple(column.name for column in change.after.columns if column.is_key)
+def _key_of(relation: Relation, details: Details) -> tuple[str, ...]:
+    names = [column.name for column in relation.columns]
+    primary = tuple(details.get("primary_key") or ())
+    if relation.replica_identity in ("d", "i"):
+        identity = tuple(column.name for column in relation.columns if column.is_key)
         return primary if set(primary) == set(identity) else identity
     return primary if set(primary) <= set(names) else ()
 
@@ -164,29 +233,19 @@ def find_types(conn: Connection, wanted: Mapping[str, tuple[str, ...]]) -> tuple
 def choose_key(source: SourceTable, target: TargetTable | None, columns: Collection[str]) -> tuple[str, ...]:
     """The columns by which rows are found at the target; empty: the whole row.
 
-    Those of the source, unless transforms have renamed or dropped them: then those of the target's primary key.
+    Those of the source; where it has none, or transforms have dropped them, those of the target's primary key.
     """
-    if source.key and all(name in columns for name in source.key):
-        return source.key
     primary = target.primary_key if target is not None else ()
-    if primary and all(name in columns for name in primary):
-        return primary
-    if source.is_known and not source.key:
+    if source.key or (primary and all(name in columns for name in primary)):
+        return source.key or primary
+    if not source.lost_key:
         return ()
-    if source.is_known:
-        raise SinkError(
-            f"rows of table {source.title} come without {_list_missing(source.key, columns)}, by which rows are found",
-            "Leave the columns of the key as they are, or create the table at the target with a primary key of columns "
-            "that the events have",
-        )
+    missing = ", ".join(quote_identifier(name) for name in source.lost_key if name not in columns)
     raise SinkError(
-        f"nothing is known of the columns of table {source.title}",
-        "Create it at the target, with a primary key, or begin with a new state directory",
+        f"rows of table {source.title} come without {missing}, by which rows are found",
+        "Leave the columns of the key as they are, or create the table at the target with a primary key of columns "
+        "that the events have",
     )
-
-
-def _list_missing(key: Iterable[str], columns: Collection[str]) -> str:
-    return ", ".join(quote_identifier(name) for name in key if name not in columns)
 
 
 _TABLE = """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pgcdc.core.errors import SinkError, SinkUnavailable
-from pgcdc.core.state import StateDir
+from pgcdc.core.state import Identity
 from pgcdc.postgres.database import Connection, lock_creation, quote_identifier, redact
 from pgcdc.sink.pg_table.append import Appender
 from pgcdc.sink.pg_table.loops import check_captured
@@ -20,10 +20,15 @@ class Target:
     """The database that an adapter writes to."""
 
     def __init__(
-        self, options: PgTableOptions, adapter: str, positions: Positions, appender: Appender | None, state: StateDir
+        self,
+        options: PgTableOptions,
+        adapter: str,
+        positions: Positions,
+        appender: Appender | None,
+        identity: Identity | None,
     ) -> None:
         self._options, self._adapter = options, adapter
-        self._positions, self._appender, self._state = positions, appender, state
+        self._positions, self._appender, self._identity = positions, appender, identity
 
     def look(self, conn: Connection) -> None:
         """Whether the target can be used, without a change of it."""
@@ -71,7 +76,7 @@ class Target:
 
     def _check_loop(self, conn: Connection) -> None:
         """A table that is captured must not get the events of its own changes."""
-        identity = self._state.identity()
+        identity = self._identity
         if identity is None or not identity.publications:
             return
         same = conn.execute(

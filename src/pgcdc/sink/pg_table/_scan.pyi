@@ -1,3 +1,0 @@
-from pgcdc.sink.pg_table.lines import Columns, Scanned
-
-def scan(text: bytes, known: dict[bytes, tuple[bytes, Columns]]) -> list[Scanned]: ...
