@@ -341,7 +341,7 @@ def test_a_copy_goes_to_tables_of_another_database(database: Database, tmp_path:
 def test_a_transform_in_sql_makes_a_copy_start_spark(database: Database, tmp_path: Path) -> None:
     database.execute("CREATE TABLE t AS SELECT i AS id, 'a' AS v FROM generate_series(1, 10) i")
     (tmp_path / "c.yaml").write_text(
-        f"adapters: [{{type: file, path: {tmp_path / 'e'}}}]\ntransforms:\n"
+        f"adapters: [{{type: file, name: f, path: {tmp_path / 'e'}}}]\ntransforms:\n"
         "  global: [{type: sql, set: {v: \"concat(row['v'], row['id'])\"}}]\n"
     )
     process = start(database, "--table", "t", "--config", str(tmp_path / "c.yaml"))

@@ -174,6 +174,7 @@ class IncrementalSnapshots:
     def _begin(self) -> None:
         state = self.queue.next()
         if state is None:
+            self.reader.close()  # no process is kept for nothing
             return
         if state.is_retried:
             state = self.queue.retry(state.id)
