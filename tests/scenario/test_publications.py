@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -405,7 +405,7 @@ def test_a_first_start_that_is_refused_does_not_remove_what_another_one_made(
     database.execute("CREATE TABLE a (id int PRIMARY KEY)")
     for number in range(5):
         good = options(database, tmp_path / str(number), all_tables=True, slot_name=f"s_{database.name}_{number}")
-        bad = replace(good, all_tables=False, tables=("nothere",))
+        bad = good.but(all_tables=False, tables=("nothere",))
         results = prepare_together(bad, good, bad)
         assert results[1] == identity(tmp_path / str(number)), results
         assert all(isinstance(result, SourceError) for result in (results[0], results[2])), results
