@@ -114,7 +114,7 @@ class Source:
         for _ in range(transactions):
             first, self.rows = self.rows + 1, self.rows + count // transactions
             self._conn.execute(
-                "INSERT INTO items SELECT n, '0000000000000001/' || lpad(upper(to_hex(n)), 12, '0'), 'ä🐘 ' || n "
+                "INSERT INTO items SELECT n, '0000000000000001/' || lpad(upper(to_hex(n)), 13, '0'), 'ä🐘 ' || n "
                 "FROM generate_series(%s::int, %s::int) AS n",
                 [first, self.rows],
             )

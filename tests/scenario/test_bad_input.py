@@ -1,4 +1,4 @@
-"""Bad input to `pgcdc listen`: one clear line with advice, exit code 2, and nothing left behind."""
+"""Bad input to `pgcdc listen`: a clear line with advice for each error, exit code 2, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def listen(folder: Path, *flags: str, env: dict[str, str] | None = None) -> subp
 
 
 def refused(folder: Path, *flags: str, env: dict[str, str] | None = None) -> str:
-    """Run it; check the form of the refusal and that nothing is left; the line."""
+    """Run it; check the form of the refusal and that nothing is left; a line for each thing that is wrong."""
     before = {path for path in folder.rglob("*")}
     result = listen(folder, *flags, env=env)
     assert result.returncode == 2, result.stderr
     lines = [line for line in result.stderr.splitlines() if not line.startswith("pgcdc: ")]
-    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    assert lines and all(line.startswith("error: ") for line in lines), result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
     assert {path for path in folder.rglob("*")} == before, "no state directory, no half file"
     assert processes_in(folder) == []
-    return lines[0]
+    return "\n".join(lines)
 
 
 def processes_in(folder: Path) -> list[str]:

@@ -115,7 +115,7 @@ def test_a_value_without_a_place_stops_the_query_and_is_named(database: Database
     text = str(failed.value)
     for part in ("column price", "table t", "a=2, b=y", "decimal(5,2)", "numeric"):
         assert part in text
-    assert re.search(r"at [0-9A-F]{16}/0{11}2", text)
+    assert re.search(r"at [0-9A-F]{16}/0{12}2", text)
     rows = query.load(numeric="string").run()
     assert short(rows, "_op", "price") == [("INSERT", "1.00"), ("INSERT", "NaN"), ("DELETE", None)], "nothing is lost"
 

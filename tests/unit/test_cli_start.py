@@ -37,8 +37,8 @@ def test_the_list_of_commands_says_what_each_says_of_itself() -> None:
     assert shown.exit_code == 0
     for name, text in COMMANDS.items():
         module = importlib.import_module(f"pgcdc.cli.{name}")
-        group = getattr(module, f"{name}_app", None)
-        said = group.info.help if group is not None else getattr(module, name).__doc__
+        function = getattr(module, name, None)
+        said = function.__doc__ if function is not None else getattr(module, f"{name}_app").info.help
         assert said.strip().split("\n")[0] == text
         assert f"  {name}" in shown.output
 

@@ -383,11 +383,15 @@ def test_a_batch_that_cannot_be_split_is_written_to_nobody(monkeypatch: pytest.M
     ("text", "kind", "message"),
     [
         (
-            "Traceback\n  File x\npgcdc.errors.SinkUnavailable: the disk is full. Make room\n",
+            "Traceback\n  File x\npgcdc.core.errors.SinkUnavailable: the disk is full. Make room\n",
             SinkUnavailable,
             "the disk",
         ),
-        ("x\npgcdc.errors.TransformError: transform 1 failed\n\tat org.apache", TransformError, "transform 1 failed"),
+        (
+            "x\npgcdc.core.errors.TransformError: transform 1 failed\n\tat org.apache",
+            TransformError,
+            "transform 1 failed",
+        ),
         (
             "Job aborted: a worker was lost\n\tat org.apache",
             SinkUnavailable,

@@ -30,7 +30,7 @@ def exit_on_error() -> Iterator[None]:
     try:
         yield
     except PgcdcError as error:
-        for one in error.errors if isinstance(error, ConfigErrors) else (error,):
+        for one in (isinstance(error, ConfigErrors) and error.errors) or (error,):
             typer.echo(format_error(one), err=True)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:

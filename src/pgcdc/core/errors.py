@@ -101,14 +101,16 @@ class ConfigError(PgcdcError):
 class ConfigErrors(ConfigError):
     """Several things are wrong at once: `errors` has them all, each with its place and advice."""
 
-    def __init__(self, errors: Sequence[PgcdcError]) -> None:
-        super().__init__("; ".join(str(error) for error in errors))
-        self.errors = tuple(errors)
+    errors: tuple[PgcdcError, ...] = ()
 
     @classmethod
     def of(cls, errors: Sequence[PgcdcError]) -> PgcdcError:
         """One error for all of them; of a single one, that."""
-        return errors[0] if len(errors) == 1 else cls(errors)
+        if len(errors) == 1:
+            return errors[0]
+        made = cls("; ".join(str(error) for error in errors))
+        made.errors = tuple(errors)
+        return made
 
 
 class StateError(PgcdcError):
@@ -205,7 +207,7 @@ class SinkRejected(SinkError):
 _KINDS: dict[str, type[PgcdcError]] = {
     kind.__name__: kind
     for kind in (
-        PgcdcError, ConfigError, StateError, SourceError, ConnectionLost, DecodeError,
+        PgcdcError, ConfigError, ConfigErrors, StateError, SourceError, ConnectionLost, DecodeError,
         ConversionError, TransformError, SchemaChanged, GapError, SpoolError, SinkError, SinkUnavailable, SinkRejected,
     )
 }  # fmt: skip

@@ -72,7 +72,7 @@ class Identity:
     planned: list[dict[str, Any]] | None = None
     """Fingerprints that we are just making: after a crash, the publications are as in `publications` or as here."""
     asked: dict[str, Any] | None = None
-    """Which tables were asked for at the last start; None if an older version wrote this."""
+    """Which tables were asked for at the last start."""
 
     @property
     def is_open(self) -> bool:

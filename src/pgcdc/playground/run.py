@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pgcdc.capture.control import ControlClient
+from pgcdc.capture.server import remove_socket
 from pgcdc.config import Config
 from pgcdc.core.errors import ConfigError, PgcdcError
 from pgcdc.core.position import Position
@@ -419,6 +420,8 @@ class Playground:
         if self._server is not None:
             self._server.kill()
             self._server.__exit__()
+        if self._pipeline is not None:  # its thread is left to itself
+            remove_socket(Lock.holder(self._pipeline.state.run_lock) or {})
         processes = psutil.Process().children(recursive=True)  # Spark's JVM and its workers, and the capture
         for process in processes:
             with contextlib.suppress(psutil.Error):

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator
 
-from pgcdc.core.errors import ConfigError, SourceError
+from pgcdc.core.errors import SourceError
 from pgcdc.core.settings import Conflict, Options, Rules, checked, conflicts_of, setting
 from pgcdc.core.state import Identity
 from pgcdc.core.units import Seconds
@@ -190,11 +190,7 @@ class PostgresOptions(SourceOptions, WireOptions, ToastOptions):
 
     def as_before(self, identity: Identity) -> PostgresOptions:
         """The same with what the slot captures already: for whoever only joins it."""
-        if identity.asked is None:
-            raise ConfigError(
-                "the state directory was written by an older version, which did not note what is captured",
-                "Name the tables once: option('tables', ...)",
-            )
+        assert identity.asked is not None, "prepare has noted it"
         asked = Selection.from_json(identity.asked)
         if not (asked.tables or asked.schemas or asked.all_tables):
             return self.but(publication=identity.publications[0]["name"])
