@@ -101,7 +101,7 @@ def test_one_sink_fails_in_the_executors_and_the_others_go_on(
         run.seen.tell("a", what)
         insert(1, 500)
         wait_until(lambda: run.seen.is_out("a"), 20, f"a leaves: {run.lines}")
-        assert run.said(f"adapter a {why}"), run.lines
+        wait_until(lambda: run.said(f"adapter a {why}"), 20, f"it is said why: {run.lines}")
         assert keys(run, "a") == []
         insert(501, 1000)  # large again: main goes on while a's lane stands where it was
         run.seen.tell("a", "")
