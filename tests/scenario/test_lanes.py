@@ -94,7 +94,7 @@ def test_a_blocked_sink_leaves_and_rejoins_and_the_others_do_not_wait(
     last = writer.write(50)
     seen.wait_for("c", last)
     assert seen.keys("b") == [1, 2, 3]
-    assert run.said("adapter b is slow")
+    wait_until(lambda: run.said("adapter b is slow"), 20, f"it is said: {run.lines}")
     (lane,) = seen.consumers() - {"main"}
     seen.tell("b", "")
     seen.wait_for("b", last)
