@@ -3,6 +3,8 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
+# Some containers set it: then each of the hundreds of processes that tests start compiles every module again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The first Python that is new enough; `make PYTHON=/path/to/python install` chooses another.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -14,10 +16,11 @@ DEV := .venv/.installed-dev
 ARCHIVE := .venv/spark.jsa
 SOURCES := pyproject.toml setup.py tools/set_up.py $(shell find src -name '*.pyx' -o -name '*.pxd')
 ROUNDS ?= 30
-JOBS ?= 2
+# More than the two cores of CI: tests wait for servers and timeouts about a third of their time
+JOBS ?= 3
 ARGS ?=
 
-.PHONY: help install demo test torture lint format bench test-servers clean
+.PHONY: help install demo test torture lint format bench bench-against test-servers clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,7 +43,7 @@ $(ARCHIVE): | $(DEV)
 demo: install ## Embedded PostgreSQL, traffic, Spark and a live view for 30 seconds
 	@.venv/bin/pgcdc playground --seconds 30 $(ARGS)
 
-test: $(DEV) $(ARCHIVE) ## Every test but the slow ones, in two processes (JOBS=2)
+test: $(DEV) $(ARCHIVE) ## Every test but the slow ones, in three processes (JOBS=3)
 	@$(PY) -m pytest -m "not slow" --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations=25 $(ARGS)
 
 torture: $(DEV) $(ARCHIVE) ## Slow scenarios: random kill -9 under load (ROUNDS=30)
@@ -57,6 +60,9 @@ format: $(DEV) ## Rewrite the code as ruff wants it
 
 bench: $(DEV) ## Measure against the bars; writes docs/benchmarks.md (ARGS=--list: sections)
 	@$(PY) benchmarks/run.py $(ARGS)
+
+bench-against: $(DEV) ## This tree against an older commit, taking turns: REV=v0.1.0
+	@$(PY) benchmarks/against.py $(REV) $(ARGS)
 
 test-servers: ## Optional: PostgreSQL 15 with wal2json, and its JDBC driver, for tests and benchmarks (Debian, root)
 	@if [ -x /usr/lib/postgresql/15/bin/postgres ] && [ -e /usr/lib/postgresql/15/lib/wal2json.so ] \

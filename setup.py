@@ -33,7 +33,6 @@ def compiled_modules() -> list[Extension]:
         for name in (
             "source/postgres/snapshot/_copy",
             "source/postgres/wire/_rows",
-            "event/_hmac",
             "event/_lines",
             "postgres/types/_interval",
             "postgres/types/_split",

@@ -11,9 +11,8 @@ import pyarrow as pa
 
 from pgcdc.postgres.database import connect
 from pgcdc.postgres.types.catalog import TypeCatalog
-from pgcdc.postgres.types.column import ColumnType, TypeOptions
+from pgcdc.postgres.types.column import ColumnType, TypeOptions, split_columns
 from pgcdc.postgres.types.mapping import map_type
-from pgcdc.postgres.types.rows import split_columns
 
 __all__ = ["Casting", "measure_casting"]
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from workload import PUBLICATION
 
 from pgcdc import adapters, sources
-from pgcdc.cli.listen import _say, _stop_on_signals
+from pgcdc.cli.listen import _stop_on_signals
+from pgcdc.cli.report import say
 from pgcdc.event.batch import Batch
 from pgcdc.run.member import Adapter
 from pgcdc.run.pipeline import Pipeline
@@ -56,7 +57,7 @@ def main() -> None:
     )
     others = [f"noop{number}" for number in range(int(noops))] + (["blocked"] if more else [])
     sinks = [adapters.file(place / "events.jsonl"), *(adapters.noop(name=name) for name in others)]
-    pipeline = SinksPipeline(source, sinks, say=_say)
+    pipeline = SinksPipeline(source, sinks, say=say)
     _stop_on_signals(pipeline)
     pipeline.run()
 

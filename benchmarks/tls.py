@@ -14,7 +14,7 @@ from backlog import Unavailable
 from psycopg import sql
 from workload import connect
 
-from pgcdc.playground.binaries import Account, make_scratch_dir
+from pgcdc.playground.postgres import Account, make_scratch_dir
 
 __all__ = ["describe_tls", "tls_enabled", "with_tls"]
 

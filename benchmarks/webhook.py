@@ -8,7 +8,7 @@ import multiprocessing
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -22,6 +22,7 @@ from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.core.shapes import ShapeChange, append_shapes
 from pgcdc.event.batch import Batch
+from pgcdc.event.forms import RECORD
 from pgcdc.sink.registry import make_sink
 from pgcdc.sink.runner import Runner
 
@@ -76,9 +77,22 @@ def _batches(events: int) -> Iterator[Batch]:
     for first in range(0, events, BATCH_EVENTS):
         numbers = range(first, min(first + BATCH_EVENTS, events))
         positions = [Position.at(1000 + number, 1) for number in numbers]
-        lines = [_line(number, position) for number, position in zip(numbers, positions, strict=True)]
-        yield Batch(start, positions[-1], pa.table({"position": list(map(str, positions)), "line": lines}))
+        yield Batch(start, positions[-1], _table(numbers, positions))
         start = positions[-1]
+
+
+def _table(numbers: Sequence[int], positions: Sequence[Position]) -> pa.Table:
+    """Records, with the lines that older commits read."""
+    lines = [_line(number, position) for number, position in zip(numbers, positions, strict=True)]
+    rows = [
+        {
+            "position": str(position), "line": line, "value": line.removesuffix("\n"), "channel": "pgcdc:orders",
+            "id": f"01a1e1d1-81b2-7e0a-8c3e-{number:012x}", "operation": "UPDATE", "key": f'["{number % KEYS}"]',
+            "key_hash": number % KEYS, "is_barrier": False, "relation": 0,
+        }
+        for number, position, line in zip(numbers, positions, lines, strict=True)
+    ]  # fmt: skip
+    return pa.Table.from_pylist(rows, pa.schema([("position", pa.string()), ("line", pa.string()), *RECORD]))
 
 
 def _line(number: int, position: Position) -> str:

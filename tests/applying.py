@@ -31,9 +31,9 @@ from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.postgres.database import connect, quote_qualified
 from pgcdc.sink.pg_table.apply import Applier
 from pgcdc.sink.pg_table.options import PgTableOptions
-from pgcdc.sink.pg_table.sqlstate import describe_fault, is_row_fault
+from pgcdc.sink.pg_table.session import describe_fault, is_row_fault
 from pgcdc.source.postgres.options import ToastOptions
-from pgcdc.source.postgres.setup.shapes import ShapeObserver
+from pgcdc.source.postgres.setup.guard import ShapeObserver
 from pgcdc.source.postgres.setup.slots import create_slot
 from pgcdc.source.postgres.toast.resolver import ToastStep
 from pgcdc.source.postgres.wire.stream import Capture
@@ -143,7 +143,7 @@ class Mirror:
 
     def restart(self) -> None:
         """A new process, with a session of its own."""
-        self.applier = Applier(self.options, self.shapes, "mirror", self.said.append)
+        self.applier = Applier(self.options, self.shapes, ("mirror", ""), self.said.append)
         self.sql = connect(self.url)
         self.sql.execute("SET session_replication_role = replica")
         self.applier.connected(self.sql)

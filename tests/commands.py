@@ -7,6 +7,7 @@ watched, killed or has failpoints in Spark's processes starts as users start it 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -74,11 +75,21 @@ def end_server() -> None:
 
 
 def _serve(connection: socket.socket) -> None:
+    import pgcdc.cli.config
+    import pgcdc.cli.dlq
+    import pgcdc.cli.listen
     import pgcdc.cli.main
+    import pgcdc.cli.snapshot
+    import pgcdc.cli.source
+    import pgcdc.cli.status
     import pgcdc.run.pipeline
+    import pgcdc.run.validation
     import pgcdc.spark.session
+    from pgcdc.cli.flags import _make_params
     from pgcdc.core import failpoint
 
+    _make_params()
+    gc.freeze()  # what is shared stays shared: a collection in a fork would touch all of it
     for line in connection.makefile("rb"):
         request: dict[str, Any] = json.loads(line)
         pid = os.fork()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sys
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +26,18 @@ from pgcdc.playground.postgres import EmbeddedPostgres
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+# Some containers set it: then each of the hundreds of processes that tests start compiles every module again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 _IN_CI = bool(os.environ.get("CI"))
 # Inherited by every process that a test starts, so that orphans are found as well as children.
 _RUN_VARIABLE, _RUN_ID = "TEST_RUN_OF_PGCDC", uuid.uuid4().hex
 _NUMBERS = itertools.count(1)
 _LEFT_BY_WORKERS: list[str] = []
+
+_DURATIONS_FILE = Path(__file__).with_name("durations.json")
+_SECONDS: defaultdict[str, float] = defaultdict(float)
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
@@ -38,8 +47,8 @@ settings.load_profile("ci" if _IN_CI else "default")
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[EmbeddedPostgres]:
     """One server for the run. Never stop or kill it: start your own with EmbeddedPostgres.temporary() for that."""
-    settings = {"fsync": "off", "full_page_writes": "off", "max_prepared_transactions": "10"}
-    with EmbeddedPostgres.temporary(settings=settings) as server:
+    quick = {"fsync": "off", "full_page_writes": "off", "autovacuum": "off", "checkpoint_timeout": "1h"}
+    with EmbeddedPostgres.temporary(settings={**quick, "max_prepared_transactions": "10"}) as server:
         yield server
 
 
@@ -55,7 +64,8 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 def database(postgres: EmbeddedPostgres) -> Iterator[Database]:
     name = f"t_{next(_NUMBERS)}"
     with psycopg.connect(postgres.url(), autocommit=True) as admin:
-        admin.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+        # a third less CPU time than by WAL, which is for servers that must not stop for a checkpoint
+        admin.execute(sql.SQL("CREATE DATABASE {} STRATEGY file_copy").format(sql.Identifier(name)))
     try:
         yield Database(name, postgres.url(name), postgres)
     finally:
@@ -70,6 +80,26 @@ def pytest_sessionstart() -> None:
     if (archive := Path(sys.prefix) / "spark.jsa").exists():
         options += f' "-XX:SharedArchiveFile={archive}" -Xlog:cds=off -Xlog:cds+dynamic=off'
     os.environ.setdefault("SPARK_SUBMIT_OPTS", options)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-durations", action="store_true", help="write tests/durations.json, which orders the files"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: a long one at the end would run alone, while other processes have nothing left to do."""
+    known: dict[str, float] = json.loads(_DURATIONS_FILE.read_text())
+    items.sort(key=lambda item: -known.get(_file_of(item.nodeid), 5.0))  # stable: the tests of a file keep their order
+
+
+def _file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0].removeprefix("tests/")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _SECONDS[_file_of(report.nodeid)] += report.duration
 
 
 @pytest.hookimpl(wrapper=True)
@@ -97,6 +127,9 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
     if hasattr(session.config, "workeroutput"):  # one of several processes that run the tests: the first one reports
         session.config.workeroutput["left"] = left
         return
+    if session.config.getoption("--record-durations"):
+        known = json.loads(_DURATIONS_FILE.read_text()) | {file: round(took, 1) for file, took in _SECONDS.items()}
+        _DURATIONS_FILE.write_text(json.dumps(dict(sorted(known.items())), indent=0) + "\n")
     left += _LEFT_BY_WORKERS
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

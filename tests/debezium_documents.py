@@ -15,7 +15,6 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from queries import Query
 
 from pgcdc.event.edits import SimpleChain, dump_chains
-from pgcdc.event.shape import Described, shape_array
 
 __all__ = ["DIFFERENT", "LEFT_OUT", "Document", "EventQuery", "differences", "make_changes", "set_up"]
 
@@ -67,7 +66,8 @@ class EventQuery(Query):
 
     def begin(self) -> None:
         """Also with the shapes of tables, and with what the source makes of its chains."""
-        more = [("shape", shape_array([], Described()).type), ("line_0", pa.string()), ("line_1", pa.string())]
+        names = ("shape", "line_0", "line_1")
+        more = [("table_ordinal", pa.int64()), *((name, pa.string()) for name in names)]
         self.load(from_arrow_schema(pa.schema([*SCHEMA, *more])), _chains=dump_chains(CHAINS))
 
     def replay(self, start: dict[str, Any] | None, end: dict[str, Any]) -> list[dict[str, Any]]:

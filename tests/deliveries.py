@@ -15,10 +15,9 @@ import pyarrow as pa
 from pgcdc.core.errors import SinkUnavailable
 from pgcdc.core.position import Position
 from pgcdc.event.batch import Batch
-from pgcdc.sink.attempts import DeliveryHooks
+from pgcdc.sink.attempts import BreakerState, Clock, DeliveryHooks
 from pgcdc.sink.contract import Sink, SinkContext
-from pgcdc.sink.letters import DeadLetter, DeadLetters
-from pgcdc.sink.pace import BreakerState
+from pgcdc.sink.letters.record import DeadLetter, DeadLetters
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import DeliveryOptions
 
@@ -27,7 +26,7 @@ END = Position.end(110)
 REAL_TIMEOUT_S = 10.0
 
 
-class FakeClock:
+class FakeClock(Clock):
     """Moves on by itself. While the sink works, it waits for it; a sink that hangs is not waited for."""
 
     def __init__(self) -> None:
@@ -118,7 +117,7 @@ def make_runner(
     return made
 
 
-class Diary:
+class Diary(DeliveryHooks):
     """Hooks that write down what they are told."""
 
     def __init__(self) -> None:

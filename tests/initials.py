@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import contents
 import psycopg
 import pytest
 from databases import Database
@@ -22,7 +23,6 @@ from pyspark.sql.types import StringType, StructField, StructType
 from queries import ROWS, Query
 
 from pgcdc.core.state import Lock
-from pgcdc.playground import contents
 
 EVENTS = StructType([StructField(name, StringType()) for name in ("position", "json")])
 WRITERS = 8

@@ -17,8 +17,7 @@ from pgcdc.event.batch import Batch
 from pgcdc.run.member import Adapter
 from pgcdc.run.pipeline import Pipeline
 from pgcdc.sink.file import FileSink
-from pgcdc.sink.letters import DeadLetter
-from pgcdc.sink.letters.record import make_letter
+from pgcdc.sink.letters.record import DeadLetter, make_letter
 from pgcdc.sink.spec import AdapterSpec
 
 PIPELINE = "7/slot"

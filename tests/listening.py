@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import contents
 import psutil
 import psycopg
 
 from pgcdc.capture.control import CaptureGone, ControlClient
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir
-from pgcdc.playground import contents, shop
+from pgcdc.playground import shop
 
 START_TIMEOUT_S = 90.0
 
@@ -176,9 +177,9 @@ def check_equal(one: Listener, *others: str) -> None:
     assert len(set(positions)) == len(positions)
     assert len({event["id"] for event in events}) == len(events)
     with psycopg.connect(one.url, autocommit=True) as conn:
-        source = contents.read_tables(conn, shop.TABLES)
+        source = contents.read_tables(conn, shop.KEYS)
     of_shop = [event for event in events if event["payload"]["table"] not in others]
-    assert contents.differences(source, shop.fold(of_shop, strict=True)) == []
+    assert contents.differences(source, contents.fold_events(of_shop, shop.KEYS, strict=True)) == []
     assert sum(len(rows) for rows in source.values()) > 0
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+import re
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from pgcdc.capture.spec import CaptureOptions, CaptureSpec, make_spec
 from pgcdc.core.state import StateDir
 from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.postgres.setup import prepare as preparing
+from pgcdc.source.postgres.setup.fingerprint import SlotDetails
 from pgcdc.source.postgres.setup.publications import PublicationInfo
+from pgcdc.source.protocol import Prepared
 
 __all__ = ["Ready", "Wanted", "follow_tables", "prepare"]
 
@@ -23,18 +26,37 @@ class Wanted(PostgresOptions, CaptureOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class Ready(preparing.Prepared):
+class Ready(Prepared):
     """A source that can be read."""
 
-    spec: CaptureSpec
+    spec: CaptureSpec = field(kw_only=True)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the publications."""
+        return SlotDetails.of(self.identity).names
+
+    @property
+    def changed(self) -> list[str]:
+        """What is said to be changed in the publications besides their tables."""
+        end = "; this holds for what is written from now on"
+        return [one.removesuffix(end) for one in self.notes if one.endswith(end)]
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Tables that are said to be no longer captured."""
+        found = (
+            re.fullmatch("table (.*) is no longer captured: it was left out of --tables", one) for one in self.notes
+        )
+        return tuple(one[1] for one in found if one)
 
 
 def prepare(wanted: Wanted, **more: Any) -> Ready:
     """Prepare it, for a capture process that ends with this one."""
     source = wanted.part(PostgresOptions)
     made = preparing.prepare(source, StateDir(wanted.state_dir), **more)
-    spec = make_spec(source, wanted, made.names, os.getpid())
-    return Ready(**{field.name: getattr(made, field.name) for field in fields(made)}, spec=spec)
+    spec = make_spec(source, wanted, os.getpid())
+    return Ready(**{one.name: getattr(made, one.name) for one in fields(made)}, spec=spec)
 
 
 def follow_tables(wanted: Wanted) -> tuple[PublicationInfo, ...]:

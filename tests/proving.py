@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import contents
 import psycopg
 import pyarrow as pa
 from databases import Database
@@ -31,8 +32,7 @@ from pgcdc.capture.control import CaptureGone, ControlClient
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, read_json
 from pgcdc.event.batch import Batch
-from pgcdc.playground import contents
-from pgcdc.playground.contents import Tables
+from pgcdc.playground.proof import Tables
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.runner import Runner
 

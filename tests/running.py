@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from pgcdc.core.position import Position
@@ -22,14 +23,14 @@ def run(sink: Sink, acks: Path, name: str = "file", **options: Any) -> Runner:
 class FakeRunner(Runner):
     """What lanes see of a runner, without one."""
 
-    failing = None
     dead_letters = 0
-    is_busy = False
+    attempts: Any
     ack = Position.end(0)
 
     def __init__(self, name: str, ack: Position) -> None:
         self.name, self.ack = name, ack
         self.sink = NoopSink()
+        self.attempts = SimpleNamespace(is_busy=False, failing=None)
 
     def check(self) -> None:
         pass

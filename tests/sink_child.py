@@ -60,7 +60,7 @@ class Children:
             "type": spec.type, "name": spec.name, "options": dict(target.options()), "acks": str(target.acks),
             "stdout": target.stdout, "killed_at": killed_at, "letters": str(letters) if letters else "",
             "batches": [
-                [str(one.start), str(one.end), one.events.column("line").num_chunks, *one.events.to_pydict().values()]
+                [str(one.start), str(one.end), one.events.column("line").num_chunks, one.events.column("line").to_pylist()]
                 for one in batches
             ],
         }  # fmt: skip
@@ -104,16 +104,15 @@ def _run(request: dict[str, Any], report: int) -> None:
 
 def _batch(raw: list[Any]) -> Batch:
     import pyarrow as pa
+    from targets.events import batch_of
 
     from pgcdc.core.position import Position
 
-    start, end, chunks, positions, lines = raw
-    size = -(-len(lines) // chunks) if lines else 1
-    cut = [range(begin, min(begin + size, len(lines))) for begin in range(0, len(lines), size)]
-    columns = [
-        pa.chunked_array([[column[at] for at in one] for one in cut], pa.string()) for column in (positions, lines)
-    ]
-    return Batch(Position.parse(start), Position.parse(end), pa.table(columns, ["position", "line"]))
+    start, end, chunks, lines = raw
+    made = batch_of(Position.parse(start), Position.parse(end), lines)
+    size = -(-len(lines) // (chunks or 1)) or 1
+    parts = [made.events.slice(begin, size) for begin in range(0, len(lines), size)]
+    return Batch(made.start, made.end, pa.concat_tables(parts) if parts else made.events)
 
 
 def _fork(request: dict[str, Any]) -> Ended:

@@ -50,10 +50,11 @@ class Rig:
             **({"toast_cache_max_entries": limit} if mode == "cache" else {}),
             **({"all_tables": True} | options),
         )
-        self.spec = prepare(source).spec
+        ready = prepare(source)
+        self.spec, self.publications = ready.spec, ready.names
         identity = self.state.identity()
         assert identity is not None
-        self.instance, self.start_lsn = identity.instance, identity.created_lsn
+        self.instance, self.start_lsn = identity.instance, identity.created
         self.changes: list[Change] = []
         """Everything since the last start."""
         self.open(self.start_lsn)
@@ -61,10 +62,10 @@ class Rig:
     def open(self, resume_lsn: int, wire: WireOptions | None = None) -> None:
         self.changes = []
         self.step = ToastStep(
-            self.toast, self.spec.publications, self.state, resume=Position.end(resume_lsn), instance=self.instance
+            self.toast, self.publications, self.state, resume=Position.end(resume_lsn), instance=self.instance
         )
         self.capture = Capture(
-            self.url, slot=self.slot, publications=self.spec.publications, start_lsn=resume_lsn, options=wire
+            self.url, slot=self.slot, publications=self.publications, start_lsn=resume_lsn, options=wire
         )
         self.sql = connect(self.url)
         self.step.look(self.sql)

@@ -37,7 +37,6 @@ __all__ = [
     "encode_tuple",
     "encode_type",
     "encode_update",
-    "encode_xlog_data",
     "in_stream",
 ]
 
@@ -53,11 +52,6 @@ UNCHANGED = Unchanged.TOAST
 
 Value = bytes | str | None | Unchanged
 """A column's value: text, NULL or UNCHANGED."""
-
-
-def encode_xlog_data(payload: bytes, start_lsn: int = 0, wal_end: int = 0, send_time: int = POSTGRES_EPOCH_US) -> bytes:
-    """An XLogData that carries `payload`."""
-    return struct.pack("!cQQq", b"w", start_lsn, wal_end, send_time - POSTGRES_EPOCH_US) + payload
 
 
 def encode_keepalive(wal_end: int, send_time: int = POSTGRES_EPOCH_US, reply_requested: bool = False) -> bytes:

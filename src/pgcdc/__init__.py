@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from pgcdc.sink.contract import Sink, SinkContext
     from pgcdc.sink.spec import SinkOptions
     from pgcdc.source.postgres.wire.stream import Capture, open_capture
-    from pgcdc.spark.describe import describe
     from pgcdc.spark.session import register, session
-    from pgcdc.spark.tables import read_snapshot, read_table, read_tables
+    from pgcdc.spark.tables import describe, read_snapshot, read_table, read_tables
     from pgcdc.spool.batch import CaptureBatch
 
 __all__ = [
@@ -82,7 +81,7 @@ _LAZY = {
     "Sink": "pgcdc.sink.contract",
     "SinkContext": "pgcdc.sink.contract",
     "SinkOptions": "pgcdc.sink.spec",
-    "describe": "pgcdc.spark.describe",
+    "describe": "pgcdc.spark.tables",
     "open_capture": "pgcdc.source.postgres.wire.stream",
     "read_snapshot": "pgcdc.spark.tables",
     "read_table": "pgcdc.spark.tables",

@@ -20,6 +20,7 @@ from pyspark.sql.types import ArrayType, DataType, MapType, StructType, VariantT
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.position import Position
 from pgcdc.postgres.lsn import parse_lsn
+from pgcdc.transform.program import typed_position
 
 __all__ = [
     "METADATA",
@@ -212,9 +213,7 @@ def _stop_at_truncate(df: DataFrame) -> DataFrame:
     reason = F.raise_error(
         F.concat(
             F.lit("current_state: the table was truncated at "),
-            F.lpad(F.hex("_lsn"), 16, "0"),
-            F.lit("/"),
-            F.lpad(F.hex("_ordinal"), 13, "0"),
+            typed_position(),
             F.lit(
                 ", which a stream of sums cannot follow. Start the query anew, with a new checkpoint and start position"
             ),

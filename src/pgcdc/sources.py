@@ -7,15 +7,15 @@ sources.postgres("postgresql://app@localhost/shop", tables=["orders"], slot_name
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
 
 from pgcdc.config import Config
-from pgcdc.config.conflict import name_key
 from pgcdc.config.explain import explain
+from pgcdc.config.yaml_file import name_key, value_at
 from pgcdc.core.errors import ConfigError, ConfigErrors
-from pgcdc.core.settings import KeyPath
 
 __all__ = ["postgres"]
 
@@ -32,18 +32,9 @@ def postgres(url: str = "", **settings: Any) -> Config:
             raise ConfigError(f"{name} does not belong to a source", "Give it to the pipeline or to its adapters")
     values = {**settings, **({"db": url} if url else {})}
 
-    def raw(path: KeyPath) -> Any:
-        value: Any = values
-        for part in path:
-            try:
-                value = value[part]
-            except (KeyError, IndexError, TypeError):
-                return None
-        return value
-
     try:
         config = Config.model_validate(values if "db" in values else {**values, "db": os.environ.get("PGCDC_DB", "")})
     except ValidationError as error:
-        raise ConfigErrors.of(list(explain(error, name_key, raw))) from None
+        raise ConfigErrors.of(list(explain(error, name_key, partial(value_at, values)))) from None
     config.check()
     return config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from sink_targets import PLAIN, TARGETS, Target, fresh
+from sink_targets import TARGETS, Target, fresh
 from targets.base import SERVERS
 
 from pgcdc.core import failpoint
@@ -13,8 +13,12 @@ from pgcdc.playground.postgres import EmbeddedPostgres
 
 
 @pytest.fixture(scope="session", autouse=True)
-def servers(postgres: EmbeddedPostgres) -> None:
-    SERVERS.postgres = postgres
+def servers(request: pytest.FixtureRequest) -> None:
+    def start() -> EmbeddedPostgres:
+        started: EmbeddedPostgres = request.getfixturevalue("postgres")
+        return started
+
+    SERVERS.start = start
 
 
 @pytest.fixture(params=TARGETS)
@@ -23,13 +27,6 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
         yield made
 
 
-@pytest.fixture(params=PLAIN)
-def plain(request: pytest.FixtureRequest) -> Iterator[Target]:
-    """A target whose sink is not in the wrapper of a pipeline."""
-    with fresh(request.param) as made:
-        yield made
-
-
 @pytest.fixture
 def crash_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    return lambda point: monkeypatch.setattr(failpoint, "_POINTS", failpoint._parse(point))
+    return lambda point: monkeypatch.setattr(failpoint, "_POINTS", failpoint._parse(point.replace("@", "=raise@")))

@@ -7,17 +7,17 @@ from collections.abc import Callable
 import pytest
 from sink_targets import (
     END,
-    PLAIN,
     START,
     STREAM,
+    TARGETS,
     WHOLE,
     batch_of,
+    cases,
     check_all_arrived,
     cut,
     fresh,
     good,
     having,
-    kind_of,
     opened,
     spoiled,
 )
@@ -34,20 +34,19 @@ BAD = {
     "one": [STREAM[5]],
     "the first": [STREAM[0]],
     "the last": [STREAM[-1]],
-    "neighbours": STREAM[6:9],
     "some in both batches": [STREAM[1], STREAM[4], STREAM[10], STREAM[15]],
     "a whole batch": STREAM[:8],
+    "neighbours": STREAM[6:9],
 }
 
 
 def test_only_targets_that_take_everything_refuse_nothing() -> None:
-    kinds = {kind_of(name).type for name in PLAIN}
-    assert kinds - {kind_of(name).type for name in having("bad_line")} == {"stdout", "noop"}
+    kinds = {TARGETS[name].type for name in TARGETS}
+    assert kinds - {TARGETS[name].type for name in having("bad_line")} == {"stdout", "noop"}
     assert "exec_by_write" not in having("bad_line")  # nobody is asked
 
 
-@pytest.mark.parametrize("which", BAD)
-@pytest.mark.parametrize("name", having("bad_line"))
+@pytest.mark.parametrize(("name", "which"), cases(BAD, having("bad_line")))
 def test_refused_event_is_a_dead_letter_once_and_the_others_arrive_in_order(name: str, which: str) -> None:
     bad, letters = BAD[which], Letters()
     with fresh(name) as target:

@@ -17,9 +17,8 @@ from pgcdc.core.errors import SinkError, SinkUnavailable
 from pgcdc.core.failpoint import FailpointError
 from pgcdc.core.position import Position
 from pgcdc.event.batch import Batch
-from pgcdc.sink.file import FileSink
-from pgcdc.sink.folder import FolderSink, file_sink
-from pgcdc.sink.spec import FileOptions
+from pgcdc.sink.file import FileOptions, FileSink
+from pgcdc.sink.folder import FolderSink
 from pgcdc.sink.state import KeyStore, content_kind
 
 
@@ -146,12 +145,12 @@ def test_parts_may_be_taken_away_by_their_reader(folder: FolderTarget) -> None:
 
 def test_path_with_a_slash_or_of_a_folder_is_a_folder(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
-    assert isinstance(file_sink(f"{tmp_path}/new/"), FolderSink)
-    assert isinstance(file_sink(tmp_path / "there"), FolderSink)
-    assert isinstance(file_sink(tmp_path / "new"), FileSink)
+    assert isinstance(FileOptions(path=f"{tmp_path}/new/").make(), FolderSink)
+    assert isinstance(FileOptions(path=str(tmp_path / "there")).make(), FolderSink)
+    assert isinstance(FileOptions(path=str(tmp_path / "new")).make(), FileSink)
     for path, is_folder in ((f"{tmp_path}/new/", True), (f"{tmp_path}/new", False)):
         options = FileOptions.model_validate({"path": path})
-        assert isinstance(file_sink(options.path, is_folder=options.is_folder), FolderSink) == is_folder
+        assert isinstance(options.make(), FolderSink) == is_folder
 
 
 def test_keys_are_read_back_from_all_parts_and_missing_ones_are_refused(folder: FolderTarget, tmp_path: Path) -> None:
@@ -199,7 +198,7 @@ def test_acknowledged_parts_are_shown_before_the_adapter_goes_on_elsewhere(
         crash_at("folder.before_shown")
         with pytest.raises(FailpointError):
             sink.write(batch(Position.end(110), Position.end(130)))
-    other = run(file_sink(tmp_path / "other", is_folder=next_target == "folder"), folder.acks)
+    other = run(FileOptions(path=f"{tmp_path}/other{'/' * (next_target == 'folder')}").make(), folder.acks)
     other.open(START)
     assert other.ack == Position.end(130)
     assert folder.lines() == up_to(Position.end(130))

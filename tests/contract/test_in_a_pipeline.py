@@ -16,7 +16,7 @@ import pytest
 from databases import Database
 from laning import Run
 from listening import wait_until
-from sink_targets import PLAIN, Target, fresh
+from sink_targets import REFERENCES, TARGETS, Target, fresh
 
 from pgcdc.core.errors import SinkUnavailable
 from pgcdc.core.position import Position
@@ -27,7 +27,9 @@ from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-NAMES = [name for name in PLAIN if name not in ("file_picky", "folder_in_two_parts")]
+_FIRST = {kind.type: name for name, kind in reversed(TARGETS.items()) if kind.is_made_by_options}
+NAMES = sorted({*REFERENCES, *_FIRST.values()})
+"""The references, and one target of every other type."""
 ROWS = 100_000
 
 

@@ -9,9 +9,9 @@ import pytest
 from sink_child import Children
 from sink_targets import (
     END,
-    PLAIN,
     START,
     STREAM,
+    TARGETS,
     WHOLE,
     batch,
     check_all_arrived,
@@ -19,7 +19,6 @@ from sink_targets import (
     fresh,
     good,
     having,
-    kind_of,
     opened,
     spoiled,
     up_to,
@@ -27,7 +26,7 @@ from sink_targets import (
 
 from pgcdc.core.position import Position
 from pgcdc.sink.letters.file_store import FileDeadLetters
-from pgcdc.sink.letters.stores import Query
+from pgcdc.sink.letters.record import Query
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +35,9 @@ def children() -> Iterator[Children]:
         yield made
 
 
-# The picky file is picky in this process only.
-NAMES = [name for name in PLAIN if name != "file_picky"]
-KILLS = [(name, point) for name in NAMES for point in (kind_of(name).kill_points or (kind_of(name).before_ack,))]
+# What a test makes itself is what it is in this process only.
+NAMES = [name for name, kind in TARGETS.items() if kind.is_made_by_options]
+KILLS = [(name, point) for name in NAMES for point in (TARGETS[name].kill_points or (TARGETS[name].before_ack,))]
 
 
 @pytest.mark.parametrize(("name", "point"), KILLS)

@@ -8,29 +8,28 @@ from contextlib import contextmanager
 import pytest
 from sink_targets import (
     END,
-    PLAIN,
     START,
+    TARGETS,
     WHOLE,
     Target,
     batch,
     check_all_arrived,
     fresh,
     having,
-    kind_of,
     opened,
     up_to,
 )
 
 from pgcdc.core.errors import PgcdcError, Policy, SinkUnavailable, policy_of
 from pgcdc.core.position import Position
-from pgcdc.sink.attempts import NoHooks
+from pgcdc.sink.attempts import DeliveryHooks
 from pgcdc.sink.spec import DeliveryOptions
 
 QUICK = DeliveryOptions(max_retries=2, backoff_base=0.001, backoff_cap=0.002, cb_max_failures=0, timeout=20.0)
 MIDDLE = Position.end(120)
 
 
-class _Healer(NoHooks):
+class _Healer(DeliveryHooks):
     """Heals the target when the first try has failed."""
 
     def __init__(self, target: Target | None = None) -> None:
@@ -53,8 +52,8 @@ def broken(target: Target) -> Iterator[None]:
 
 
 def test_only_targets_that_cannot_go_away_have_no_outage() -> None:
-    kinds = {kind_of(name).type for name in PLAIN}
-    assert kinds - {kind_of(name).type for name in having("can_break")} == {"stdout", "noop"}
+    kinds = {TARGETS[name].type for name in TARGETS}
+    assert kinds - {TARGETS[name].type for name in having("can_break")} == {"stdout", "noop"}
 
 
 @pytest.mark.parametrize("name", having("can_break"))
@@ -136,5 +135,5 @@ def test_outage_in_the_middle_of_a_batch_sends_nothing_twice(name: str) -> None:
 
 
 def test_every_target_that_takes_nothing_back_has_an_outage_in_the_middle() -> None:
-    kinds = {kind_of(name).type for name in PLAIN if kind_of(name).repeats}
-    assert kinds - {kind_of(name).type for name in having("break_after")} == {"stdout"}
+    kinds = {TARGETS[name].type for name in TARGETS if TARGETS[name].repeats}
+    assert kinds - {TARGETS[name].type for name in having("break_after")} == {"stdout"}

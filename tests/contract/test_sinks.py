@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,13 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sink_targets import (
     END,
+    REFERENCES,
     START,
     STREAM,
-    TARGETS,
     WHOLE,
     FileTarget,
     Target,
     batch,
+    cases,
     check_all_arrived,
     fresh,
     opened,
@@ -67,12 +68,12 @@ def test_events_arrive_in_order_over_batches(target: Target) -> None:
     assert target.lines() == WHOLE
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()], ids=str)
-@pytest.mark.parametrize("chunks", [1, 3, 100])
-def test_batch_may_come_in_any_number_of_chunks(target: Target, chunks: int, kind: pa.DataType) -> None:
-    with opened(target) as sink:
-        sink.write(batch(START, END, chunks, kind))
-    assert target.lines() == WHOLE
+@pytest.mark.parametrize(("name", "case"), cases(product([1, 100, 3], [pa.string(), pa.large_string()])))
+def test_batch_may_come_in_any_number_of_chunks(name: str, case: tuple[int, pa.DataType]) -> None:
+    with fresh(name) as target:
+        with opened(target) as sink:
+            sink.write(batch(START, END, *case))
+        assert target.lines() == WHOLE
 
 
 def test_empty_batch_moves_the_ack_and_writes_nothing(target: Target) -> None:
@@ -134,25 +135,25 @@ def test_older_batch_never_moves_the_ack_back(target: Target) -> None:
     assert target.lines() == WHOLE
 
 
-@pytest.mark.parametrize("chunks", [1, 4])
-@pytest.mark.parametrize(
-    "ack",
-    [Position.end(110), Position.at(120, 1), Position.at(120, 2), Position.at(120, 2, 1), Position.end(145)],
-    ids=str,
-)
-def test_batch_that_starts_before_the_ack_gives_only_what_is_new(target: Target, ack: Position, chunks: int) -> None:
-    with opened(target) as sink:
-        sink.write(batch(START, ack))
-    with opened(target) as sink:
-        sink.write(batch(START, END, chunks))
-        assert sink.ack == END
-    assert target.lines() == WHOLE
+_ACKS = [Position.end(110), Position.at(120, 1), Position.at(120, 2, 1), Position.end(145), Position.at(120, 2)]
+
+
+@pytest.mark.parametrize(("name", "case"), cases(product(_ACKS, [1, 4])))
+def test_batch_that_starts_before_the_ack_gives_only_what_is_new(name: str, case: tuple[Position, int]) -> None:
+    ack, chunks = case
+    with fresh(name) as target:
+        with opened(target) as sink:
+            sink.write(batch(START, ack))
+        with opened(target) as sink:
+            sink.write(batch(START, END, chunks))
+            assert sink.ack == END
+        assert target.lines() == WHOLE
 
 
 places = st.sampled_from([START, *STREAM, *(Position.end(lsn) for lsn in (110, 120, 130, 140)), END])
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", REFERENCES)
 @settings(max_examples=12)
 @given(st.lists(st.tuples(places, places, st.booleans()), max_size=6))
 def test_any_cuts_with_restarts_between_give_every_event_once(
@@ -176,19 +177,20 @@ def test_any_cuts_with_restarts_between_give_every_event_once(
 # --- crashes
 
 
-@pytest.mark.parametrize("cut", [Position.at(120, 2), Position.end(120), Position.end(130), END], ids=str)
-def test_crash_between_write_and_ack(target: Target, cut: Position, crash_at: Callable[[str], None]) -> None:
-    with opened(target) as sink:
-        sink.write(batch(START, Position.end(110)))
-        crash_at(target.before_ack)
-        with pytest.raises(FailpointError):
-            sink.write(batch(Position.end(110), Position.end(130)))
-    assert target.sink().ack == Position.end(110)
-    with opened(target) as sink:
-        assert sink.ack == Position.end(110)
-        sink.write(batch(Position.end(110), cut))
-        sink.write(batch(cut, END))
-    check_all_arrived(target)
+@pytest.mark.parametrize(("name", "cut"), cases([Position.end(120), Position.end(130), END, Position.at(120, 2)]))
+def test_crash_between_write_and_ack(name: str, cut: Position, crash_at: Callable[[str], None]) -> None:
+    with fresh(name) as target:
+        with opened(target) as sink:
+            sink.write(batch(START, Position.end(110)))
+            crash_at(target.before_ack)
+            with pytest.raises(FailpointError):
+                sink.write(batch(Position.end(110), Position.end(130)))
+        assert target.sink().ack == Position.end(110)
+        with opened(target) as sink:
+            assert sink.ack == Position.end(110)
+            sink.write(batch(Position.end(110), cut))
+            sink.write(batch(cut, END))
+        check_all_arrived(target)
 
 
 def test_crash_after_crash(target: Target, crash_at: Callable[[str], None]) -> None:

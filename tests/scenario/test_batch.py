@@ -14,8 +14,9 @@ from pyspark.sql.types import StructType
 
 from pgcdc.core.errors import ConfigError, ConversionError, PgcdcError, SourceError
 from pgcdc.source.postgres.snapshot.held import hold_snapshot
-from pgcdc.spark.batch import BatchReader, ChunkPartition, choose_count
+from pgcdc.source.postgres.table_rows import choose_count
 from pgcdc.spark.source import ChangeSource
+from pgcdc.spark.tables import BatchReader, RowsPartition
 
 MB = 1 << 20
 ORDERS = (
@@ -35,7 +36,7 @@ def open_reader(database: Database | str, table: str, schema: str = "", **option
     return source.reader(asked)
 
 
-def read(reader: BatchReader, partitions: list[ChunkPartition] | None = None) -> list[dict[str, Any]]:
+def read(reader: BatchReader, partitions: list[RowsPartition] | None = None) -> list[dict[str, Any]]:
     """Everything, each partition by a reader of its own, as in an executor."""
     planned = reader.partitions() if partitions is None else partitions
     found: list[dict[str, Any]] = []
@@ -50,7 +51,7 @@ def test_rows_have_the_columns_of_the_table_in_their_types(database: Database) -
     database.execute(ORDERS)
     reader = open_reader(database, "orders", partitions="3")
     planned = reader.partitions()
-    assert len(planned) == 3 and len({one.held for one in planned}) == 1
+    assert len(planned) == 3 and len({one.part.held for one in planned}) == 1
     rows = read(reader, planned)
     assert sorted(row["id"] for row in rows) == list(range(1, 1001))
     assert next(row for row in rows if row["id"] == 7) == {
@@ -78,7 +79,7 @@ def test_a_table_for_one_task_needs_no_snapshot(database: Database) -> None:
     database.execute("CREATE TABLE empty (id int); CREATE TABLE few AS SELECT 1 AS id")
     for table, count in (("empty", 0), ("few", 1)):
         (only,) = open_reader(database, table).partitions()
-        assert only.held is None and len(read(open_reader(database, table), [only])) == count
+        assert only.part.held is None and len(read(open_reader(database, table), [only])) == count
     reader = open_reader(database, "few")
     planned = reader.partitions()
     database.execute("TRUNCATE few; INSERT INTO few VALUES (2), (3)")
@@ -178,7 +179,7 @@ def test_a_table_that_is_truncated_while_it_is_planned_is_noticed(
         database.execute("TRUNCATE orders")
         return held
 
-    monkeypatch.setattr("pgcdc.spark.batch.hold_snapshot", truncate_and_hold)
+    monkeypatch.setattr("pgcdc.source.postgres.table_rows.hold_snapshot", truncate_and_hold)
     with pytest.raises(SourceError, match="was truncated or altered while its reading was planned"):
         open_reader(database, "orders", partitions="2").partitions()
 

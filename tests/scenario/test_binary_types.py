@@ -18,7 +18,7 @@ from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.postgres.database import Connection, connect
 from pgcdc.postgres.types.built_in import BUILT_IN
 from pgcdc.postgres.types.catalog import TypeCatalog
-from pgcdc.source.postgres.wire.binary import BinaryDecoder, to_text, unsupported
+from pgcdc.source.postgres.wire.binary.decoder import BinaryDecoder, to_text, unsupported
 from pgcdc.source.postgres.wire.messages import parse_pgoutput
 
 

@@ -175,11 +175,11 @@ def test_the_capture_process_fills_the_spool_and_confirms_only_what_is_acked(
     reader.refresh()
     client.ack("one", reader.end)
     assert client.confirm() == initial.commit  # the other consumer has acked nothing
-    assert confirmed(database, prepared.identity.slot) == initial.commit
+    assert confirmed(database, prepared.identity.stream) == initial.commit
     client.ack("two", reader.end)
     lsn = client.confirm()
     assert lsn == reader.end.commit
-    wait_until(lambda: confirmed(database, prepared.identity.slot) == lsn, 10, "the server has it")
+    wait_until(lambda: confirmed(database, prepared.identity.stream) == lsn, 10, "the server has it")
     assert not list((tmp_path / "state" / "spool").glob("seg-*.arrow")), "delivered segments are released"
 
 
@@ -198,7 +198,7 @@ def test_idle_and_unpublished_traffic_moves_the_confirmed_position(
         client.wait(0.1)
         reader.refresh()
         client.ack("one", reader.end)
-        return confirmed(database, prepared.identity.slot) >= target
+        return confirmed(database, prepared.identity.stream) >= target
 
     wait_until(follows, 60, "confirmed_flush_lsn follows the WAL end")
     assert rows_in(tmp_path) == []
@@ -220,9 +220,9 @@ def test_at_the_spool_limit_reading_stops_and_status_updates_go_on(
     wait_until(lambda: client.status()["phase"].startswith("paused"), 20, "the capture pauses")
     held = client.status()["spool_bytes"]
     assert held < 8 << 20
-    pid = walsender_pid(database, prepared.identity.slot)
+    pid = walsender_pid(database, prepared.identity.stream)
     time.sleep(3)  # longer than wal_sender_timeout: the pause must not look like death to the server
-    assert walsender_pid(database, prepared.identity.slot) == pid
+    assert walsender_pid(database, prepared.identity.stream) == pid
     reader = SpoolReader(tmp_path / "state" / "spool")
 
     def drained() -> bool:
@@ -268,7 +268,7 @@ def test_a_killed_walsender_is_reconnected(database: Database, tmp_path: Path, s
     client.join("one")
     database.execute("INSERT INTO t VALUES (1)")
     wait_rows(client, tmp_path, 1)
-    database.execute("SELECT pg_terminate_backend(%s)", [walsender_pid(database, prepared.identity.slot)])
+    database.execute("SELECT pg_terminate_backend(%s)", [walsender_pid(database, prepared.identity.stream)])
     database.execute("INSERT INTO t VALUES (2)")
     wait_rows(client, tmp_path, 2)
     assert [new for _, new in rows_in(tmp_path)] == [[b"1"], [b"2"]]
@@ -279,7 +279,7 @@ def test_fail_fast_ends_the_capture_when_the_connection_is_lost(
 ) -> None:
     database.execute("CREATE TABLE t (id int PRIMARY KEY)")
     client, prepared = start(fail_fast=True)
-    database.execute("SELECT pg_terminate_backend(%s)", [walsender_pid(database, prepared.identity.slot)])
+    database.execute("SELECT pg_terminate_backend(%s)", [walsender_pid(database, prepared.identity.stream)])
     with pytest.raises(ConnectionLost):
         while True:
             client.wait(0.2)
@@ -297,7 +297,7 @@ def test_two_captures_of_one_state_directory_are_one_and_another_reader_is_refus
         prepare(options(database, tmp_path / "elsewhere", start_from="slot"))
     assert not (tmp_path / "elsewhere").exists(), "nothing is left behind"
     with pytest.raises(SourceError, match="in use"):
-        pgcdc.open_capture(database.url, slot=prepared.identity.slot, publication=prepared.identity.slot)
+        pgcdc.open_capture(database.url, slot=prepared.identity.stream, publication=prepared.identity.stream)
 
 
 class Test_a_gap_is_never_crossed:
@@ -343,8 +343,8 @@ class Test_a_gap_is_never_crossed:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"system_identifier": "1"}, "another one"),
-            ({"timeline": 9}, "timeline"),
+            ({"system": "1"}, "another one"),
+            ({"details": {"timeline": 9}}, "timeline"),
             ({"database": "elsewhere"}, "database"),
         ],
     )
@@ -356,21 +356,22 @@ class Test_a_gap_is_never_crossed:
         state = StateDir(tmp_path / "state")
         identity = state.identity()
         assert identity is not None
-        state.save_identity(replace(identity, **change))
+        details = {**identity.details, **change.get("details", {})}
+        state.save_identity(replace(identity, **{**change, "details": details}))
         with pytest.raises(GapError, match=message):
             self.again(database, tmp_path)
 
     def test_state_directory_lost(self, database: Database, tmp_path: Path, ran: CaptureSpec) -> None:
         with pytest.raises(GapError, match="--start-from slot"):
             self.again(database, tmp_path / "new")
-        assert self.again(database, tmp_path / "new", start_from="slot").identity.created_lsn > 0
+        assert self.again(database, tmp_path / "new", start_from="slot").identity.created > 0
 
     def test_slot_dropped_while_running(
         self, database: Database, tmp_path: Path, ran: CaptureSpec, start: Starter
     ) -> None:
         client, prepared = start()
-        database.execute("SELECT pg_terminate_backend(%s)", [walsender_pid(database, prepared.identity.slot)])
-        wait_until(lambda: drop_slot(database, prepared.identity.slot), 10, "the slot is dropped")
+        database.execute("SELECT pg_terminate_backend(%s)", [walsender_pid(database, prepared.identity.stream)])
+        wait_until(lambda: drop_slot(database, prepared.identity.stream), 10, "the slot is dropped")
         with pytest.raises(PgcdcError) as caught:
             while True:
                 client.wait(0.2)
@@ -449,7 +450,9 @@ def test_a_refused_start_does_not_touch_the_publication_of_a_running_pipeline(
     _, prepared = start(all_tables=False, tables=("a", "b"))
     with pytest.raises(PgcdcError):
         prepare(options(database, tmp_path / "elsewhere", all_tables=False, tables=("a",)))
-    tables = database.query("SELECT tablename FROM pg_publication_tables WHERE pubname = %s", [prepared.identity.slot])
+    tables = database.query(
+        "SELECT tablename FROM pg_publication_tables WHERE pubname = %s", [prepared.identity.stream]
+    )
     assert sorted(tables) == [("a",), ("b",)]
 
 

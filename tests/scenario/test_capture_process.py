@@ -67,9 +67,9 @@ def hold_slot(database: Database, prepared: Ready) -> psycopg.Connection[Any]:
     conn = psycopg.connect(
         database.url, autocommit=True, replication="database", application_name=f"pgcdc {prepared.identity.instance}"
     )
-    names = ",".join(prepared.spec.publications)
+    names = ",".join(prepared.names)
     conn.pgconn.exec_(
-        f"START_REPLICATION SLOT {prepared.identity.slot} LOGICAL 0/0 "
+        f"START_REPLICATION SLOT {prepared.identity.stream} LOGICAL 0/0 "
         f"(proto_version '1', publication_names '{names}')".encode()
     )
     return conn

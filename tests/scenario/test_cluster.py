@@ -117,6 +117,7 @@ def test_worker_that_dies_while_its_tasks_write(database: Database, listener: Fo
             listener.wait_delivered(120)
     assert watch.violations == []
     assert watch.moves > 0
+    wait_until(lambda: not listener.hidden(), 30, "what the ack names is shown")  # which comes a moment after the ack
     events = listener.read()
     per_round = KEYS * (2 + 2 * (ROWS // KEYS // 2)) + 1
     assert len(events) == rounds * per_round

@@ -17,9 +17,8 @@ from pgcdc import Pipeline, adapters, sources
 from pgcdc.config import Config
 from pgcdc.core.errors import ConfigError, PgcdcError, SourceError
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.sink.letters import Query
-from pgcdc.sink.letters.choose import check_not_captured
 from pgcdc.sink.letters.pg_store import PgDeadLetters
+from pgcdc.sink.letters.record import Query, check_not_captured
 
 
 @pytest.fixture

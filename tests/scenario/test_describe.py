@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import pgcdc
 from pgcdc.cli.main import app
 from pgcdc.postgres.database import connect
-from pgcdc.spark.describe import TableColumn, read_table_columns
+from pgcdc.source.postgres.table_columns import TableColumn, read_table_columns
 
 _TABLES = """
 CREATE SCHEMA sales;

@@ -15,8 +15,7 @@ import psycopg
 import pytest
 
 from pgcdc.core.errors import ConfigError
-from pgcdc.playground.binaries import Account, reachable_binaries
-from pgcdc.playground.postgres import EmbeddedPostgres, find_binaries
+from pgcdc.playground.postgres import Account, EmbeddedPostgres, find_binaries, reachable_binaries
 
 
 def family_of(pid: int) -> list[psutil.Process]:
@@ -40,13 +39,21 @@ def count_rows(server: EmbeddedPostgres) -> int:
         return int(row[0])
 
 
-@pytest.fixture
-def server() -> Iterator[EmbeddedPostgres]:
+@pytest.fixture(scope="module")
+def shared() -> Iterator[EmbeddedPostgres]:
     with EmbeddedPostgres.temporary() as server:
         with psycopg.connect(server.url(), autocommit=True) as conn:
             conn.execute("CREATE TABLE t (id int PRIMARY KEY)")
             conn.execute("INSERT INTO t VALUES (1)")
         yield server
+
+
+@pytest.fixture
+def server(shared: EmbeddedPostgres) -> EmbeddedPostgres:
+    """A server with one row, which the test may stop or kill."""
+    if not shared.is_running:
+        shared.restart()
+    return shared
 
 
 def test_it_is_ready_for_logical_replication(server: EmbeddedPostgres) -> None:
@@ -70,8 +77,10 @@ def test_alter_system_wins_over_our_settings(server: EmbeddedPostgres) -> None:
     with psycopg.connect(server.url(), autocommit=True) as conn:
         conn.execute("ALTER SYSTEM SET wal_level = 'replica'")
     server.restart()
-    with psycopg.connect(server.url()) as conn:
+    with psycopg.connect(server.url(), autocommit=True) as conn:
         assert conn.execute("SHOW wal_level").fetchone() == ("replica",)
+        conn.execute("ALTER SYSTEM RESET wal_level")
+    server.restart()
 
 
 def test_kill_leaves_no_process_and_restart_recovers(server: EmbeddedPostgres) -> None:
@@ -144,7 +153,8 @@ def test_data_of_another_version_is_refused(server: EmbeddedPostgres) -> None:
         EmbeddedPostgres.start(server.data_dir, version=16)
 
 
-def test_a_taken_port_is_reported(server: EmbeddedPostgres) -> None:
+def test_a_taken_port_is_reported(server: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pgcdc.playground.postgres._RETRY_FOR_S", 0.5)
     with pytest.raises(ConfigError, match="Address already in use"):
         EmbeddedPostgres.temporary(port=server.port)
 

@@ -22,14 +22,13 @@ from pgcdc import adapters
 from pgcdc.core.errors import ConfigError, PgcdcError, SinkError, SourceError
 from pgcdc.postgres.selection import Selection
 from pgcdc.run import copy_source
-from pgcdc.run.copy import copy_to_adapters
-from pgcdc.run.copy_parquet import MANIFEST, _partial_folder, copy_to_parquet
+from pgcdc.run.copy import MANIFEST, _partial_folder, copy_to_adapters, copy_to_parquet
 from pgcdc.run.copy_source import Progress, Wanted
 
 Event = dict[str, Any]
 
 
-class At(Progress):
+class At:
     """Does something when the turn of a table comes, and counts."""
 
     def __init__(self, table: str = "", do: Callable[[], object] = lambda: None) -> None:
@@ -38,13 +37,13 @@ class At(Progress):
         self.ended: list[int] = []
         self.estimated: list[int] = []
 
-    def begin(self, table: str, estimated_rows: int) -> None:
-        self.estimated.append(estimated_rows)
-        if table == self._table:
-            self._do()
-
-    def end(self, rows: int) -> None:
-        self.ended.append(rows)
+    def __call__(self, table: str, rows: int, estimated_rows: int, is_complete: bool) -> None:
+        if is_complete:
+            self.ended.append(rows)
+        elif not rows:
+            self.estimated.append(estimated_rows)
+            if table == self._table:
+                self._do()
 
 
 def want(url: str, *tables: str, where: str = "", **more: Any) -> Wanted:

@@ -15,7 +15,8 @@ from pgcdc.postgres.database import connect
 from pgcdc.postgres.types.catalog import TypeCatalog
 from pgcdc.postgres.types.column import Exactness, TypeOptions
 from pgcdc.postgres.types.mapping import map_type
-from pgcdc.spark.describe import read_table_columns
+from pgcdc.source.postgres.table_columns import read_table_columns
+from pgcdc.spark.tables import spark_type
 
 VALUES = {
     "''": {},
@@ -58,13 +59,13 @@ def test_hstore_becomes_a_map_from_text_and_from_binary(stream: Stream) -> None:
             map_type(catalog, column.type_oid, column.typmod, column.ndims, TypeOptions())
             for column in read_table_columns(conn, "t")
         ]
-    assert (one.spark.simpleString(), one.exactness) == ("map<string,string>", Exactness.EXACT)
-    assert many.spark.simpleString() == "array<map<string,string>>"
+    assert (spark_type(one.arrow).simpleString(), one.exactness) == ("map<string,string>", Exactness.EXACT)
+    assert spark_type(many.arrow).simpleString() == "array<map<string,string>>"
     for slot, binary in zip(slots, (False, True), strict=True):
         changes = stream.read(slot, binary=binary).changes
         for kind, name in ((one, "v"), (many, "many")):
             found = kind.convert(pa.array([change.row[name] for change in changes], pa.binary()))
-            assert found.type == kind.arrow == to_arrow_type(kind.spark, timezone="UTC")
+            assert found.type == kind.arrow == to_arrow_type(spark_type(kind.arrow), timezone="UTC")
             found.validate(full=True)
             maps = found.to_pylist(maps_as_pydicts="strict")
             assert maps == ([*VALUES.values()] if name == "v" else [[value] for value in VALUES.values()])

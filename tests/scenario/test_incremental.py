@@ -15,10 +15,10 @@ from databases import Database
 from listening import wait_until
 from snapshots import Backfill, Writers, contents, fold, make_table
 
-from pgcdc.capture.asking import ask_snapshots
 from pgcdc.core.errors import ConfigError, SourceError
 from pgcdc.core.position import Position
 from pgcdc.playground.postgres import EmbeddedPostgres
+from pgcdc.run.control import ask_snapshots
 from pgcdc.source.postgres.snapshot.requests import RequestQueue
 
 

@@ -17,7 +17,7 @@ from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.source.postgres.snapshot import reader
-from pgcdc.source.postgres.snapshot.planning import find_table
+from pgcdc.source.postgres.snapshot.asking import find_table
 from pgcdc.source.postgres.snapshot.reader import ChunkOrder, ChunkRead, Reader
 
 Make = Callable[..., Engine]
@@ -206,7 +206,7 @@ def test_a_table_that_is_dropped_fails_its_request_only(database: Database, thre
     three.read()
     database.execute("DROP TABLE t")
     three.finish(name)
-    assert three.status(name) == "failed" and "not captured any more" in three.engine.queue[name].error
+    assert three.status(name) == "failed" and "no longer captured" in three.engine.queue[name].error
 
 
 def test_a_table_that_is_renamed_is_still_the_same(database: Database, three: Engine) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import contents
 import psycopg
 import pytest
 from databases import Database
@@ -16,7 +17,6 @@ from listening import Listener, wait_until
 
 from pgcdc.capture.control import ask
 from pgcdc.core.state import Lock
-from pgcdc.playground import contents
 
 
 def check(one: Listener) -> None:

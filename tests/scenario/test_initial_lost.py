@@ -18,7 +18,7 @@ from preparing import Wanted, prepare
 from pgcdc.core.errors import SourceError, SpoolError
 from pgcdc.core.state import Lock
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.source.postgres.setup.published import read_published
+from pgcdc.source.postgres.setup.tables import read_published
 from pgcdc.source.postgres.snapshot.chunks import Chunk
 from pgcdc.source.postgres.snapshot.reader import Reader, StageOrder
 from pgcdc.source.postgres.snapshot.releases import Staged

@@ -188,7 +188,7 @@ def test_typed_rows_and_weights(database: Database, tmp_path: Path) -> None:
             weights[row["id"], row["v"]] = weights.get((row["id"], row["v"]), 0) + row["_weight"]
         assert sorted(one for one, weight in weights.items() if weight) == database.query("SELECT * FROM t ORDER BY 1")
         assert {row["_op"] for row in found} == {"SNAPSHOT", "UPDATE", "DELETE"}
-        assert StateDir(query.state.path).identity().created_lsn == found[0]["_lsn"]  # type: ignore[union-attr]
+        assert StateDir(query.state.path).identity().created == found[0]["_lsn"]  # type: ignore[union-attr]
     finally:
         query.end()
 

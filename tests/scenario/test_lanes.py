@@ -197,7 +197,9 @@ def test_a_reload_changes_every_sink_at_a_batch_boundary_while_one_is_away(
     start: Callable[..., Run], writer: Writer
 ) -> None:
     run = start("a", "b")
-    run.seen.wait_for("a", writer.write(3))
+    first = writer.write(3)
+    for name in "ab":
+        run.seen.wait_for(name, first)
     run.seen.tell("b", "fail")
     for number in range(1, 4):
         writer.write(5)

@@ -25,12 +25,15 @@ from pgcdc.core.position import SCHEMA_SUB, Position
 from pgcdc.core.shapes import ShapeChange, append_shapes
 from pgcdc.core.state import Identity, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.run.validation import Check, run_checks
+from pgcdc.postgres.database import connect
+from pgcdc.run.validation import run_checks
 from pgcdc.sink.contract import Progress
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.sink import PgAppendSink, PgApplySink, pg_table_sink
+from pgcdc.sink.pg_table.target import Positions
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import DeliveryOptions
+from pgcdc.source.protocol import Finding
 
 HALF = Position.end(120)
 
@@ -95,7 +98,7 @@ def test_events_become_rows_and_what_transforms_made_of_them_is_kept_whole(datab
     envelope = '{"before":null,"after":{"id":1},"op":"c","position":"-"}\n'
     lines = [to_line(one) for one in (plain, odd, described, alone, extra)]
     everything = batch_of(START, END, [*lines, exact])
-    table = everything.events
+    table = everything.events.select(["position", "line"])
     for number, position in enumerate([Position.at(110, 7), Position.at(110, 7)]):
         row = {"position": [str(position)], "line": [envelope.replace('"-"', str(number))]}
         table = pa.concat_tables([table, pa.table(row)])
@@ -179,13 +182,24 @@ def test_positions_go_back_where_a_resync_says_so(database: Database, made: Made
     """Those of another server can be smaller: what comes from there is not what was written before."""
     made.opened().write(batch(Position.end(125), END))
     ack = Progress(made.folder / "acks", "pg_table")
-    ack.save(START, ack.detail)  # as `pgcdc resync` does
+    ack.rewind(START)
     sink = made.opened()
     assert sink.ack == START
     sink.write(batch(START, Position.end(125)))
     assert positions(database) == expected()
     assert database.query("SELECT position FROM pgcdc_positions") == [(str(Position.end(125)),)]
     assert made.opened().ack == Position.end(125)
+
+
+def test_target_without_its_row_begins_again_after_a_resync(database: Database, made: Made) -> None:
+    """The new slot stands behind everything that was written."""
+    made.opened().write(batch(START, HALF))
+    database.execute("DELETE FROM pgcdc_positions")
+    ack = Progress(made.folder / "acks", "pg_table")
+    ack.rewind(END)
+    assert made.opened().ack == END
+    assert database.query("SELECT position FROM pgcdc_positions") == [(str(END),)]
+    assert made.opened().ack == END
 
 
 def test_adapter_of_another_pipeline_is_refused_and_left_alone(database: Database, made: Made, tmp_path: Path) -> None:
@@ -197,6 +211,24 @@ def test_adapter_of_another_pipeline_is_refused_and_left_alone(database: Databas
             call()
         assert "name of its own" in caught.value.advice
     assert positions(database) == expected(HALF)
+
+
+def test_each_stream_of_a_pipeline_has_its_own_position(database: Database, made: Made) -> None:
+    sink = made.opened()
+    sink.write(batch(START, HALF))
+    owner = sink.progress.owner
+    with connect(database.url) as conn:
+        view = Positions("public", sink.name, "view/totals")
+        assert view.read(conn, owner) is None
+        view.claim(conn, owner, START, "")
+        view.advance(conn, owner, START, END)
+        stranger = Positions("public", sink.name, "view/others")
+        stranger.claim(conn, "00000000-0000-0000-0000-000000000000", START, "")
+        found = stranger.read(conn, "00000000-0000-0000-0000-000000000000")
+        assert found is not None and found.owner == owner, "an adapter of this name belongs to another pipeline"
+    rows = database.query("SELECT stream, position FROM pgcdc_positions ORDER BY stream")
+    assert rows == [("", str(HALF)), ("view/totals", str(END))]
+    assert made.opened().ack == HALF
 
 
 def test_target_in_which_nothing_was_written_is_free_again(database: Database, made: Made, tmp_path: Path) -> None:
@@ -349,7 +381,7 @@ def test_rights_that_are_missing_are_named_with_what_to_run(database: Database, 
 
 
 def test_nothing_is_created_when_told_so(database: Database, made: Made) -> None:
-    with pytest.raises(SinkError, match="told not to create") as caught:
+    with pytest.raises(SinkError, match="create is false") as caught:
         made.sink(create=False).check()
     database.execute(caught.value.advice.partition("Run there: ")[2])
     made.opened(create=False).write(batch(START, END))
@@ -403,7 +435,9 @@ def test_table_that_the_pipeline_captures_is_refused(database: Database, made: M
     database.execute("CREATE TABLE log (id uuid PRIMARY KEY)")
     database.execute("CREATE PUBLICATION p FOR TABLE log")
     ((system,),) = database.query("SELECT system_identifier::text FROM pg_control_system()")
-    StateDir(tmp_path).save_identity(Identity(system, 1, database.name, "s", "i", [{"name": "p"}], 0))
+    StateDir(tmp_path).save_identity(
+        Identity("postgres", system, database.name, "s", "i", 0, {"publications": [{"name": "p"}]})
+    )
     for column, kind in [("channel", "text"), ("operation", "text"), ("payload", "jsonb"), ("source", "text"),
                          ("created_at", "timestamptz"), ("position", "text"), ("transaction", "jsonb")]:  # fmt: skip
         database.execute(f"ALTER TABLE log ADD COLUMN {column} {kind}")
@@ -513,7 +547,7 @@ def test_validation_looks_at_the_target_and_leaves_it_as_it_is(database: Databas
     target = database.url.replace("postgres@", "postgres:hunter2@", 1)
     database.execute("CREATE TABLE orders (id int PRIMARY KEY)")
 
-    def look(**more: Any) -> Check:
+    def look(**more: Any) -> Finding:
         given = {"db": database.url, "all_tables": True, "adapters": ["pg_table"], "state_dir": str(tmp_path / "state")}
         config = load_config({**given, "pg_table_db": target, **more}, {}, None)
         return next(one for one in run_checks(config) if one.name == "adapter pg_table")

@@ -22,9 +22,10 @@ from pgcdc.core.state import Identity, StateDir
 from pgcdc.event.batch import Batch
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.run.pipeline import Pipeline
-from pgcdc.run.validation import Check, run_checks
+from pgcdc.run.validation import run_checks
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.sink import pg_table_sink
+from pgcdc.source.protocol import Finding
 
 
 @pytest.fixture(scope="module", params=[18, pytest.param(16, marks=pytest.mark.slow)])
@@ -294,7 +295,7 @@ def test_a_table_that_somebody_dropped_is_not_made_again_without_its_rows(
         mirror.restart()
     mirror.sql.execute("DROP TABLE t")
     later = source.read("INSERT INTO t VALUES (3, 7)")
-    with pytest.raises(SinkError, match=r"table t is not at the target any more") as caught:
+    with pytest.raises(SinkError, match=r"table t is no longer at the target") as caught:
         mirror.apply(later)
     assert 'CREATE TABLE "public"."t"' in caught.value.advice and "snapshot" in caught.value.advice
     mirror.sql.execute("CREATE TABLE t (id int PRIMARY KEY, a int)")
@@ -399,7 +400,7 @@ def test_a_dead_letter_finds_its_table_under_another_name(pair: tuple[Source, Mi
     assert mirror.rows("SELECT id, a FROM u ORDER BY id") == [(1, "newer"), (2, "bad")]
     assert mirror.rows("SELECT to_regclass('t')") == [(None,)]
     mirror.apply(source.read("ALTER TABLE u RENAME b TO c", "UPDATE u SET c = 1 WHERE id = 1"))
-    with pytest.raises(psycopg.DataError, match="has the column b, which the table has no more"):
+    with pytest.raises(psycopg.DataError, match="has the column b, which the table no longer has"):
         mirror.redeliver(dead[2])
     mirror.apply(
         source.read("ALTER TABLE u DROP CONSTRAINT t_pkey, ADD PRIMARY KEY (a, id)", "UPDATE u SET c = 2 WHERE id = 1")
@@ -442,7 +443,7 @@ def test_a_table_that_would_feed_itself_is_refused(database: Database, tmp_path:
     database.execute("CREATE TABLE t (id int PRIMARY KEY)")
     database.execute("CREATE PUBLICATION p FOR TABLE t")
     ((system,),) = database.query("SELECT system_identifier::text FROM pg_control_system()")
-    state.save_identity(Identity(system, 1, database.name, "s", "i", [{"name": "p"}], 0))
+    state.save_identity(Identity("postgres", system, database.name, "s", "i", 0, {"publications": [{"name": "p"}]}))
 
     def check(schema: str | None = None) -> None:
         options = PgTableOptions(db=database.url, mode="apply", target_schema=schema)
@@ -459,7 +460,7 @@ def test_a_table_that_would_feed_itself_is_refused_before_anything_is_made(datab
     given = {"db": database.url, "tables": ["t"], "adapters": ["pg_table"], "pg_table_mode": "apply",
              "slot_name": f"s_{database.name}", "state_dir": str(tmp_path / "state")}  # fmt: skip
 
-    def look(**more: str) -> Check:
+    def look(**more: str) -> Finding:
         config = load_config({**given, **more}, {}, None)
         return next(one for one in run_checks(config) if one.name == "adapter pg_table")
 

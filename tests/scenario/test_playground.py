@@ -15,25 +15,28 @@ from pathlib import Path
 import orjson
 import psutil
 import pytest
+from commands import pgcdc
 
 START_TIMEOUT_S = 200.0  # a busy machine; an idle one needs a tenth of it
 END_TIMEOUT_S = 60.0
 
 LOSE_ONE_EVENT = """
 import sys
-from pathlib import Path
 from rich.console import Console
-from pgcdc.playground.run import PlaygroundOptions, run_playground
-from pgcdc.playground.view import PlainView
+from pgcdc.playground import run
+from pgcdc.playground.view import View
 
-def lose_the_last_insert(path: Path) -> None:
+compare = run.compare
+
+def lose_the_last_insert(path, *more):
     lines = path.read_bytes().splitlines(keepends=True)
     at = max(n for n, line in enumerate(lines) if b'"operation":"INSERT"' in line)
     path.write_bytes(b"".join(lines[:at] + lines[at + 1:]))
+    return compare(path, *more)
 
+run.compare = lose_the_last_insert
 console = Console()
-options = PlaygroundOptions(seconds=2, seed=7)
-sys.exit(run_playground(options, console, PlainView(console), before_comparison=lose_the_last_insert))
+sys.exit(run.run_playground(run.PlaygroundOptions(seconds=2, seed=7), console, View(console)))
 """
 
 
@@ -104,7 +107,7 @@ def is_of_spark(path: Path) -> bool:
 
 def test_the_playground_proves_that_source_and_delivered_content_are_equal(scratch: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    arguments = ["playground", "--seconds", "8", "--seed", "7", "--keep", str(kept)]
+    arguments = ["playground", "--seconds", "4", "--rate", "40", "--seed", "7", "--keep", str(kept)]
     code, stdout, stderr = play(scratch, "-m", "pgcdc", *arguments)
     assert code == 0, stdout + stderr
     closing = re.search(
@@ -174,14 +177,14 @@ def test_ctrl_c_while_spark_starts_ends_at_once(scratch: Path) -> None:
 
 
 def test_without_java_it_says_so_in_one_line(scratch: Path) -> None:
-    code, _, stderr = play(scratch, "-m", "pgcdc", "playground", env={"JAVA_HOME": str(scratch)})
-    assert code == 2
-    assert stderr.startswith("error: Spark needs Java 17") and len(stderr.splitlines()) == 1
+    done = pgcdc("playground", env={"JAVA_HOME": str(scratch), "TMPDIR": str(scratch)}, folder=scratch)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: Spark needs Java 17") and len(done.stderr.splitlines()) == 1
     check_nothing_left(scratch, [])
 
 
 @pytest.mark.parametrize("flags", [["--seconds", "0"], ["--rate", "0"], ["--rate", "x"], ["--keep", "/proc/1/fd/x"]])
 def test_flags_out_of_range_are_refused(scratch: Path, flags: list[str]) -> None:
-    code, _, _ = play(scratch, "-m", "pgcdc", "playground", *flags)
-    assert code == 2
+    done = pgcdc("playground", *flags, env={"TMPDIR": str(scratch)}, folder=scratch)
+    assert done.returncode == 2
     check_nothing_left(scratch, [])

@@ -15,7 +15,7 @@ from preparing import Wanted, follow_tables, prepare
 from pgcdc.capture.control import ensure_capture
 from pgcdc.core.errors import GapError, SourceError
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.source.postgres.setup.rules import check_version
+from pgcdc.source.postgres.setup.tables import check_version
 from pgcdc.spool.reader import SpoolReader, read_slice
 
 
@@ -65,7 +65,7 @@ def test_only_the_rows_and_columns_that_are_wanted_arrive(shop: Database, tmp_pa
         shop, tmp_path, tables=("orders", "log"),
         row_filters=("orders=id > 10", "log=text LIKE 'a%' OR text = '%'"), columns=("orders=id, note",),
     )  # fmt: skip
-    name = prepare(source).spec.publications[0]
+    name = prepare(source).names[0]
     assert members(shop, name)["orders"] == (["id", "note"], "(id > 10)")
     shop.execute("INSERT INTO orders VALUES (1, 1, 'no'), (11, 2, 'yes')")
     shop.execute("INSERT INTO log VALUES (1, 'abc'), (2, 'bcd'), (3, '%')")
@@ -77,7 +77,7 @@ def test_changed_rules_are_altered_by_us_said_and_no_gap(shop: Database, tmp_pat
     source = options(shop, tmp_path, all_tables=True, row_filters=("orders=id > 10",))
     first = prepare(source)
     assert first.changed == []
-    name = first.spec.publications[0]
+    name = first.names[0]
     before = shop.query("SELECT array_agg(oid ORDER BY oid) FROM pg_publication_rel")
     assert prepare(source.but(row_filters=("orders=((id)>10)",))).changed == [], "it means the same"
     assert shop.query("SELECT array_agg(oid ORDER BY oid) FROM pg_publication_rel") == before
@@ -140,7 +140,7 @@ def test_a_filtered_table_that_gets_a_key_stays_for_inserts_until_the_next_start
 ) -> None:
     """At once, the application's UPDATE would fail: the filter uses a column that is not in the key."""
     source = options(shop, tmp_path, all_tables=True, row_filters=("log=text <> ''",))
-    full, inserts = prepare(source).spec.publications
+    full, inserts = prepare(source).names
     shop.execute("ALTER TABLE log ADD PRIMARY KEY (at)")
     shop.execute("CREATE TABLE later (id int PRIMARY KEY)")
     follow_tables(source)
@@ -168,7 +168,7 @@ def test_schemas_stand_for_their_tables_and_those_to_come(database: Database, tm
         database.execute(f"CREATE TABLE {table} (id int PRIMARY KEY)")
     database.execute("CREATE TABLE sales.keyless (id int)")
     source = options(database, tmp_path, schemas=("sales", '"Shop"'))
-    full, inserts = prepare(source).spec.publications
+    full, inserts = prepare(source).names
     assert (sorted(members(database, full)), sorted(members(database, inserts))) == (["a", "b"], ["keyless"])
     database.execute("INSERT INTO sales.keyless VALUES (1)")
     database.execute("UPDATE sales.keyless SET id = 2")
@@ -184,7 +184,7 @@ def test_schemas_stand_for_their_tables_and_those_to_come(database: Database, tm
 def test_generated_columns_are_published_on_request(database: Database, tmp_path: Path) -> None:
     database.execute("CREATE TABLE t (id int PRIMARY KEY, twice int GENERATED ALWAYS AS (id * 2) STORED)")
     source = options(database, tmp_path, tables=("t",))
-    name = prepare(source).spec.publications[0]
+    name = prepare(source).names[0]
     assert members(database, name)["t"][0] == ["id"]
     with_them = source.but(generated_columns=True)
     assert any("generated columns: stored" in change for change in prepare(with_them).changed)
@@ -207,7 +207,7 @@ def test_older_servers_refuse_in_words(tmp_path: Path) -> None:
         with pytest.raises(SourceError, match="since PostgreSQL 18, and this is 16"):
             prepare(source.but(generated_columns=True))
         assert database.query("SELECT 1 FROM pg_publication") == []
-        name = prepare(source.but(row_filters=("t=id > 1",))).spec.publications[0]
+        name = prepare(source.but(row_filters=("t=id > 1",))).names[0]
         assert prepare(source.but(row_filters=("t=id > 2",))).changed
         assert members(database, name)["t"][1] == "(id > 2)"
 

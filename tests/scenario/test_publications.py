@@ -24,9 +24,9 @@ from pgcdc.core.state import Identity, Lock, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.postgres.database import connect
 from pgcdc.run.pipeline import Pipeline
-from pgcdc.source.postgres import source as process
+from pgcdc.source.postgres import slot_stream as process
 from pgcdc.source.postgres.options import PostgresOptions
-from pgcdc.source.postgres.setup.fingerprint import check_unchanged, read_fingerprint
+from pgcdc.source.postgres.setup.fingerprint import SlotDetails, check_unchanged, read_fingerprint
 
 
 def options(database: Database, folder: Path, **more: Any) -> Wanted:
@@ -47,6 +47,10 @@ def identity(folder: Path) -> Identity:
     found = StateDir(folder / "state").identity()
     assert found is not None
     return found
+
+
+def details(folder: Path) -> SlotDetails:
+    return SlotDetails.of(identity(folder))
 
 
 @pytest.fixture(params=[18, 16])
@@ -114,7 +118,7 @@ def test_another_table_in_the_place_of_a_captured_one_is_a_gap(
 ) -> None:
     prepare_theirs(database)
     source = options(database, tmp_path, **({"tables": ("a",)} if ours else {"publication": "theirs"}))
-    name = prepare(source).spec.publications[0]
+    name = prepare(source).names[0]
     database.execute(REPLACED[how])
     with pytest.raises(
         GapError, match=f"another table has the name a now, and it is not in publication {name}"
@@ -124,7 +128,7 @@ def test_another_table_in_the_place_of_a_captured_one_is_a_gap(
     if not ours:
         with database.connect(autocommit=False) as conn:  # whoever puts it in has no gap
             conn.execute("ALTER PUBLICATION theirs ADD TABLE a")
-            check_unchanged(conn, identity(tmp_path).publications)
+            check_unchanged(conn, details(tmp_path).publications)
             conn.rollback()
     prepare(source.but(accept_publication=True))
     assert ("a" in members(database, name)) is ours
@@ -140,7 +144,7 @@ def test_a_running_capture_stops_when_a_dropped_table_comes_back_and_is_not_publ
     client = ensure_capture(prepare(source).spec, is_restart=False)
     try:
         database.execute("DROP TABLE a")
-        while len(identity(tmp_path).publications[0]["tables"]) == 2:  # it has looked, and goes on
+        while len(details(tmp_path).publications[0]["tables"]) == 2:  # it has looked, and goes on
             client.wait(process.CHECK_INTERVAL_S)
         database.execute("CREATE TABLE a (id int PRIMARY KEY)")
         deadline = time.monotonic() + 4 * process.CHECK_INTERVAL_S
@@ -166,7 +170,7 @@ def test_a_dropped_table_that_is_not_wanted_any_more_may_come_back(database: Dat
 def test_a_new_table_in_the_place_of_another_is_followed_with_all_tables(database: Database, tmp_path: Path) -> None:
     database.execute("CREATE TABLE a (id int PRIMARY KEY)")
     source = options(database, tmp_path, all_tables=True)
-    name = prepare(source).spec.publications[0]
+    name = prepare(source).names[0]
     for look in (follow_tables, prepare):
         database.execute("DROP TABLE a")
         database.execute("CREATE TABLE a (id int PRIMARY KEY)")
@@ -197,7 +201,7 @@ def test_a_running_capture_follows_what_is_added_and_stops_when_it_is_taken_out(
     database.execute("ALTER PUBLICATION theirs ADD TABLE later")
     client = ensure_capture(spec, is_restart=False)  # looks when it connects
     try:
-        assert len(identity(tmp_path).publications[0]["tables"]) == 3
+        assert len(details(tmp_path).publications[0]["tables"]) == 3
         database.execute("ALTER PUBLICATION theirs DROP TABLE later")
         with pytest.raises(GapError, match="table later was taken out"):
             while True:
@@ -211,14 +215,14 @@ def test_our_own_changes_are_no_gap_and_those_of_others_to_ours_are(database: Da
         database.execute(f"CREATE TABLE {table} (id int PRIMARY KEY)")
     database.execute("CREATE TABLE keyless (id int)")
     both = options(database, tmp_path, tables=("a", "b", "keyless"))
-    name = prepare(both).spec.publications[0]
+    name = prepare(both).names[0]
     only = both.but(tables=("a", "keyless"))
     assert prepare(only).left_out == ("b",)
     prepare(only)
     database.execute("ALTER TABLE keyless ADD PRIMARY KEY (id)")
     prepare(only)
     assert members(database, name) == ["a", "keyless"]
-    assert identity(tmp_path).planned is None
+    assert details(tmp_path).planned is None
     database.execute(f"ALTER PUBLICATION {name} DROP TABLE a")
     with pytest.raises(GapError, match="table a was taken out"):
         prepare(only)
@@ -231,7 +235,7 @@ def test_our_own_changes_are_no_gap_and_those_of_others_to_ours_are(database: Da
 def test_following_tables_does_not_hide_what_somebody_took_out(database: Database, tmp_path: Path) -> None:
     database.execute("CREATE TABLE a (id int PRIMARY KEY)")
     source = options(database, tmp_path, all_tables=True)
-    name = prepare(source).spec.publications[0]
+    name = prepare(source).names[0]
     database.execute("CREATE TABLE b (id int PRIMARY KEY)")
     assert follow_tables(source)[0].tables == ("a", "b")
     database.execute("ALTER TABLE b DROP CONSTRAINT b_pkey")
@@ -250,7 +254,7 @@ def test_a_start_that_is_refused_for_a_column_changes_no_publication(database: D
     database.execute("CREATE TABLE a (id int PRIMARY KEY)")
     database.execute("CREATE TABLE b (id int PRIMARY KEY, price money)")
     source = options(database, tmp_path, tables=("a",))
-    name = prepare(source).spec.publications[0]
+    name = prepare(source).names[0]
     known = identity(tmp_path)
     with pytest.raises(SourceError, match="column price of table b cannot travel in binary form"):
         prepare(source.but(tables=("b",), binary=True))
@@ -267,7 +271,7 @@ def test_a_start_that_is_refused_for_a_column_accepts_no_change(database: Databa
     database.execute("CREATE PUBLICATION theirs FOR TABLE a, b")
     more: dict[str, Any] = {"tables": ("a", "b")} if ours else {"publication": "theirs"}
     source = options(database, tmp_path, **more)
-    name = prepare(source).spec.publications[0]
+    name = prepare(source).names[0]
     database.execute(f'ALTER PUBLICATION "{name}" DROP TABLE a')
     with pytest.raises(SourceError, match="column price of table b cannot travel in binary form"):
         prepare(source.but(accept_publication=True, binary=True))
@@ -301,10 +305,10 @@ def test_a_crash_while_we_change_a_publication_neither_looks_like_a_gap_nor_hide
     for table in ("a", "b", "c"):
         database.execute(f"CREATE TABLE {table} (id int PRIMARY KEY)")
     source = options(database, tmp_path, tables=("a", "b"))
-    name = prepare(source).spec.publications[0]
+    name = prepare(source).names[0]
     narrower = source.but(tables=("a",))
     crash(narrower)
-    assert members(database, name) == ["a"] and len(identity(tmp_path).publications[0]["tables"]) == 2
+    assert members(database, name) == ["a"] and len(details(tmp_path).publications[0]["tables"]) == 2
     database.execute(f"ALTER PUBLICATION {name} ADD TABLE c")
     prepare(narrower)
     prepare(source)
@@ -335,9 +339,9 @@ def test_the_capture_looks_again_later_while_somebody_changes_the_publications(
 def test_two_pipelines_with_all_tables_do_not_share_a_publication(database: Database, tmp_path: Path) -> None:
     database.execute("CREATE TABLE a (id int PRIMARY KEY)")
     first = prepare(options(database, tmp_path / "one", all_tables=True))
-    second = prepare(options(database, tmp_path / "two", all_tables=True, slot_name=f"{first.identity.slot}_2"))
-    assert first.names == (first.identity.slot, f"{first.identity.slot}_inserts")
-    assert second.names == (second.identity.slot, f"{second.identity.slot}_inserts")
+    second = prepare(options(database, tmp_path / "two", all_tables=True, slot_name=f"{first.identity.stream}_2"))
+    assert first.names == (first.identity.stream, f"{first.identity.stream}_inserts")
+    assert second.names == (second.identity.stream, f"{second.identity.stream}_inserts")
 
 
 @pytest.mark.parametrize("more", [{"all_tables": True}, {}])
@@ -357,8 +361,8 @@ def test_a_pipeline_stays_with_the_publications_it_has(database: Database, tmp_p
     """Older versions named them `all` with --all-tables."""
     database.execute("CREATE TABLE a (id int PRIMARY KEY)")
     prepare(options(database, tmp_path, all_tables=True, publication="all"))
-    assert prepare(options(database, tmp_path, all_tables=True)).spec.publications == ("all", "all_inserts")
-    assert prepare(options(database, tmp_path, tables=("a",))).spec.publications == ("all", "all_inserts")
+    assert prepare(options(database, tmp_path, all_tables=True)).names == ("all", "all_inserts")
+    assert prepare(options(database, tmp_path, tables=("a",))).names == ("all", "all_inserts")
     with pytest.raises(GapError, match="belongs to publication all, not to other"):
         prepare(options(database, tmp_path, all_tables=True, publication="other"))
     assert database.query("SELECT 1 FROM pg_publication WHERE pubname = 'other'") == []
@@ -411,7 +415,7 @@ def test_a_run_is_locked_before_it_prepares_and_a_refused_one_leaves_nothing(
         assert not (config.state_dir / "run.json").exists(), "the status is of who has the lock"
         raise SourceError("refused")
 
-    monkeypatch.setattr("pgcdc.run.pipeline.prepare", refuse)
+    monkeypatch.setattr("pgcdc.source.postgres.setup.prepare.prepare", refuse)
     with pytest.raises(SourceError, match="refused"):
         Pipeline(config).run()
     assert list(tmp_path.iterdir()) == []

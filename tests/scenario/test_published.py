@@ -10,9 +10,9 @@ from databases import Database
 
 from pgcdc.core.relation import Relation
 from pgcdc.postgres.database import connect
-from pgcdc.source.postgres.setup.published import PublishedTable, read_published
 from pgcdc.source.postgres.setup.slots import create_slot
-from pgcdc.source.postgres.snapshot.planning import note_tables
+from pgcdc.source.postgres.setup.tables import PublishedTable, read_published
+from pgcdc.source.postgres.snapshot.asking import note_tables
 from pgcdc.source.postgres.snapshot.requests import RequestQueue
 from pgcdc.source.postgres.wire.stream import open_capture
 

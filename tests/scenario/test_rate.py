@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from listening import wait_until
+from pyspark.sql.streaming.datasource import ReadMaxRows
+from pyspark.sql.types import StringType, StructField, StructType
 
 from pgcdc.capture.control import ControlClient, ensure_capture
 from pgcdc.capture.spec import CaptureOptions, CaptureSpec, make_spec
@@ -22,8 +25,10 @@ from pgcdc.core.relation import Relations
 from pgcdc.core.state import Lock, StateDir, read_json
 from pgcdc.source.rate.changes import FIRST_COMMIT, MadeUp
 from pgcdc.source.rate.options import RateOptions
-from pgcdc.source.rate.source import SERVER_FILE, prepare_rate
+from pgcdc.source.rate.source import SERVER_FILE, RateSource
 from pgcdc.source.registry import find_source, source_names
+from pgcdc.spark.options import parse_options
+from pgcdc.spark.reader import ChangeReader
 from pgcdc.spool.reader import SpoolReader, read_slice
 
 Rows = dict[tuple[int, bytes], list[bytes]]
@@ -36,14 +41,14 @@ class Reader:
     def __init__(self, folder: Path, options: RateOptions) -> None:
         self.state = StateDir(folder)
         self.options = options
-        prepare_rate(options, self.state)
+        RateSource(options).prepare(self.state, consumer="test")
         self.rows: Rows = {}
         self.seen: set[Position] = set()
         self.ack = Position.at(0, 0)
 
     @property
     def spec(self) -> CaptureSpec:
-        return make_spec(self.options, CaptureOptions(state_dir=self.state.path), (), os.getpid())
+        return make_spec(self.options, CaptureOptions(state_dir=self.state.path), os.getpid())
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[ControlClient]:
@@ -149,6 +154,54 @@ def test_what_is_confirmed_is_gone_and_what_is_not_comes_again(tmp_path: Path) -
         ensure_capture(reader.spec, is_restart=False)
 
 
+def test_an_ack_inside_of_a_batch_goes_on_with_the_token_before_it(tmp_path: Path) -> None:
+    reader = Reader(tmp_path, RateOptions(rate_rows_per_second=100_000, rate_transactions=5000))
+    last = FIRST_COMMIT + 5000
+    with reader.connected() as client:
+        client.join("main")
+        spool = SpoolReader(reader.state.spool)
+
+        def is_read() -> bool:
+            client.wait(0.1)
+            spool.refresh()
+            return spool.end.commit >= last
+
+        wait_until(is_read, 60, "all changes")
+        inside = last - 1
+        client.ack("main", Position.end(inside))
+        assert client.confirm() < inside, "nothing is given up behind the last token that is covered"
+        os.kill(reader.pid(), signal.SIGKILL)
+    known = read_json(reader.state.consumers_file)
+    assert known["confirmed_lsn"] == inside and known["token"][0] < inside
+    wait_until(lambda: Lock.holder(reader.state.capture_lock) is None, 20, "the capture has ended")
+    for file in reader.state.spool.iterdir():
+        file.unlink()
+    with reader.connected() as client:
+        reader.read(client, until=last)
+        client.stop()
+    assert {place.commit for place in reader.seen} == {last}
+
+
+def test_a_query_names_the_detector_and_its_events_their_source(tmp_path: Path) -> None:
+    raw = {"detector": "rate", "state_dir": str(tmp_path / "state"), "rate_transactions": "20"}
+    raw["rate_rows_per_second"] = "10000"
+    fields = [StructField(name, StringType()) for name in ("source", "channel", "json")]
+    reader = ChangeReader(parse_options(raw), StructType(fields))
+    try:
+        start, last = reader.initialOffset(), Position.end(FIRST_COMMIT + 20)
+        end = start
+        while Position.from_offset(end) < last:
+            end = reader.latestOffset(end, ReadMaxRows(10**6))
+        rows = [row for one in reader.partitions(start, end) for batch in reader.read(one) for row in batch.to_pylist()]
+    finally:
+        reader.stop()
+    assert len(rows) == 100 and {row["source"] for row in rows} == {"rate"}
+    assert {row["channel"] for row in rows} == {"pgcdc:rate_1", "pgcdc:rate_2", "pgcdc:rate_3"}
+    assert all(json.loads(row["json"])["source"] == "rate" for row in rows)
+    with pytest.raises(ConfigError, match="unknown option 'slot'"):
+        parse_options({**raw, "slot": "s"})
+
+
 def test_other_settings_are_another_log(tmp_path: Path) -> None:
     Reader(tmp_path, RateOptions())
     with pytest.raises(GapError, match="others: rate_seed"):
@@ -162,11 +215,11 @@ def test_an_unknown_source_is_refused_with_the_list_and_what_is_nearest() -> Non
     assert caught.value.advice == "Did you mean rate? Known sources: postgres, rate"
     with pytest.raises(ConfigError, match="detector") as wrong:
         load_config({"detector": "rat"}, {}, None)
-    assert "wal" in str(wrong.value) and "rate" in str(wrong.value)
+    assert wrong.value.advice == "Did you mean rate? Known detectors: wal, rate"
 
 
 def test_settings_of_made_up_changes_need_no_database() -> None:
     config = load_config({"detector": "rate", "rate_seed": "7"}, {}, None)
-    assert config.made_up == RateOptions(rate_seed=7)
+    assert config.source == RateOptions(rate_seed=7)
     with pytest.raises(ConfigError, match="would leave no rows"):
         load_config({"detector": "rate", "rate_deletes": "6"}, {}, None)

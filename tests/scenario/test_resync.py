@@ -19,9 +19,9 @@ from pgcdc import adapters, transform
 from pgcdc.cli.status import read_status
 from pgcdc.core.errors import ConfigError, GapError, SinkError, SourceError, StateError
 from pgcdc.core.position import Position
-from pgcdc.core.state import Lock, read_json, write_json
+from pgcdc.core.state import Lock, StateDir, read_json, write_json
 from pgcdc.run.resync import Resync, ResyncOptions
-from pgcdc.run.rewritten_columns import note_chains
+from pgcdc.run.targets import note_targets, why_unreadable
 from pgcdc.sink.file import FileSink
 from pgcdc.source.postgres.snapshot.releases import Releases
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, RequestState, SnapshotRequest
@@ -97,14 +97,15 @@ def check_begun_anew(one: Delivery, size: int) -> None:
     identity = one.state.identity()
     assert identity is not None
     slots = one.database.query("SELECT confirmed_flush_lsn - '0/0' FROM pg_replication_slots")
-    assert [int(lsn) for (lsn,) in slots] == [identity.created_lsn]
+    assert [int(lsn) for (lsn,) in slots] == [identity.created]
     ack = read_json(one.state.acks / "file.json")
     assert ack == {
-        "position": str(Position.end(identity.created_lsn)),
+        "position": str(Position.end(identity.created)),
+        "is_rewound": True,
         "detail": {"path": str(one.output), "size": size},
     }
     assert read_json(one.state.consumers_file) == {
-        "confirmed_lsn": identity.created_lsn,
+        "confirmed_lsn": identity.created,
         "floor": str(Position.at(0, 0)),
         "consumers": {},
     }
@@ -112,7 +113,7 @@ def check_begun_anew(one: Delivery, size: int) -> None:
     assert [
         state.id for state in RequestQueue(one.state.snapshot / "requests.json").entries() if state.id == "old"
     ] == []
-    releases = Releases(one.state.snapshot, Position.end(identity.created_lsn)).after(Position.at(0, 0))
+    releases = Releases(one.state.snapshot, Position.end(identity.created)).after(Position.at(0, 0))
     assert [(release.relation or {})["name"] for release in releases] == ["log"]
     left = {path.name for path in one.state.path.iterdir()}
     assert not left & {*FOLDERS_OF_THE_SLOT, "shapes.jsonl", "resync", "resync.json"}
@@ -125,8 +126,8 @@ def test_a_lost_slot_is_begun_anew_with_the_same_file(delivery: Delivery, databa
     with open(delivery.output, "a") as file:
         file.write('{"half a batch that was never acknowledged')
     said = "\n".join(resync(delivery))
-    assert "does not exist any more" in said and "table log has no key: a TRUNCATE" in said
-    assert "not captured any more" not in said
+    assert "no longer exists" in said and "table log has no key: a TRUNCATE" in said
+    assert "no longer captured" not in said
     check_begun_anew(delivery, size)
     database.execute("INSERT INTO t VALUES (8, 'streamed')")
     database.execute("INSERT INTO log VALUES ('3')")
@@ -153,7 +154,7 @@ def test_keys_are_read_from_rotated_files(rotating: dict[str, Any], delivery: De
     assert len(list(delivery.output.parent.glob("events.jsonl.*.zst"))) > 3
     lose_slot(database)
     said = "\n".join(resync(delivery))
-    assert "rows that it has and the source has not any more are deleted" in said
+    assert "rows that the source no longer has are deleted" in said
     assert vanished(delivery) == {"t": [["1"], ["2"], ["3"], ["4"], ["5"]], "pair": [["a", "1"], ["b", "2"]]}
 
 
@@ -242,17 +243,18 @@ def test_a_slot_that_was_moved_is_lost_one_that_works_is_not_and_another_server_
     said = "\n".join(resync(delivery))
     assert "it was recreated, or advanced by somebody else" in said and "is dropped: what it holds is lost" in said
     new = delivery.state.identity()
-    assert old is not None and new is not None and new.created_lsn > old.created_lsn
+    assert old is not None and new is not None and new.created > old.created
     assert "is given up, as you ask" in "\n".join(resync(delivery, new_slot=True))
 
     raw = read_json(delivery.state.identity_file)
-    write_json(delivery.state.identity_file, {**raw, "timeline": raw["timeline"] + 1})
+    later = {**raw["details"], "timeline": raw["details"]["timeline"] + 1}
+    write_json(delivery.state.identity_file, {**raw, "details": later})
     with pytest.raises(GapError, match=r"timeline.*give --new-slot"):
         resync(delivery)
     said = "\n".join(resync(delivery, new_slot=True))
     assert "they can be smaller than those before" in said
     identity = delivery.state.identity()
-    assert identity is not None and identity.timeline == raw["timeline"]
+    assert identity is not None and identity.details["timeline"] == raw["details"]["timeline"]
 
 
 def test_a_running_pipeline_is_left_alone(delivery: Delivery, database: Database) -> None:
@@ -329,7 +331,7 @@ def test_a_table_that_is_gone_must_be_left_out_by_name(database: Database, tmp_p
     one.begin()
     database.execute("SELECT pg_drop_replication_slot(%s)", [f"s_{database.name}"])
     database.execute("DROP TABLE b")
-    with pytest.raises(ConfigError, match="table b does not exist any more"):
+    with pytest.raises(ConfigError, match="table b no longer exists"):
         resync(one)
     database.execute("CREATE TABLE b (id int PRIMARY KEY)")
     killed = run_command(one, "--yes", PGCDC_FAILPOINTS="resync.dropped=kill")
@@ -341,7 +343,7 @@ def test_a_table_that_is_gone_must_be_left_out_by_name(database: Database, tmp_p
         read_status(one.state.path)
     resync(one, tables=("a",))
     identity = one.state.identity()
-    assert identity is not None and identity.asked is not None and identity.asked["tables"] == ["a"]
+    assert identity is not None and identity.details["asked"]["tables"] == ["a"]
 
 
 CHANGING = (
@@ -352,11 +354,11 @@ CHANGING = (
 
 
 def test_lines_whose_keys_transforms_have_changed_are_not_read_back(delivery: Delivery, database: Database) -> None:
-    spec, note = adapters.file(delivery.output), delivery.state.transforms_file
+    spec, state = adapters.file(delivery.output), delivery.state
     for one, reason in CHANGING:
-        note.unlink(missing_ok=True)
-        note_chains(note, [(spec, Chain((one,)))])
-        note_chains(note, [(spec, Chain())])  # what was written so stays so
+        state.targets_file.unlink(missing_ok=True)
+        note_targets(state, [(spec, Chain((one,)))])
+        note_targets(state, [(spec, Chain())])  # what was written so stays so
         with Resync(options(delivery, read_again=("t",))) as work:
             said = "\n".join(work.plan())
         assert reason in said and "cannot be read back: deletes of rows that vanished are not sent" in said
@@ -368,8 +370,8 @@ def test_lines_whose_keys_transforms_have_changed_are_not_read_back(delivery: De
 
 def test_lines_in_which_transforms_leave_the_keys_are_read_back(delivery: Delivery, database: Database) -> None:
     chain = Chain((transform.mask("v"), transform.filter(operations=["INSERT", "DELETE"])), ("*",))
-    note_chains(delivery.state.transforms_file, [(adapters.file(delivery.output), chain)])
-    note_chains(delivery.state.transforms_file, [(adapters.noop(), Chain((transform.drop_columns("id"),)))])
+    note_targets(delivery.state, [(adapters.file(delivery.output), chain)])
+    note_targets(delivery.state, [(adapters.noop(), Chain((transform.drop_columns("id"),)))])
     lose_slot(database)
     assert "are deleted by events" in "\n".join(resync(delivery))
     assert set(vanished(delivery)) == {"t", "pair"}
@@ -388,12 +390,10 @@ def test_lines_of_another_form_are_not_read_back(delivery: Delivery, database: D
 
 
 def test_transforms_are_remembered_until_the_target_is_another(tmp_path: Path) -> None:
-    note, spec = tmp_path / "transforms.json", adapters.file(tmp_path / "a")
-    note_chains(note, [(spec, Chain())])
-    assert not note.exists()
-    note_chains(note, [(spec, Chain((transform.sql(a="1"),))), (adapters.noop(), Chain((transform.mask("b"),)))])
-    note_chains(note, [(spec, Chain((transform.python(lambda event: event),)))])
-    noted = read_json(note) or {}
-    assert noted["file"] == {"target": str(tmp_path / "a"), "columns": ["a"], "others": ["python"]}
-    note_chains(note, [(adapters.file(tmp_path / "b"), Chain())])
-    assert list(read_json(note) or {}) == ["noop"]
+    state, spec = StateDir(tmp_path), adapters.file(tmp_path / "a")
+    note_targets(state, [(spec, Chain((transform.sql(a="1"),))), (adapters.noop(), Chain((transform.mask("b"),)))])
+    note_targets(state, [(spec, Chain((transform.python(lambda event: event),)))])
+    assert why_unreadable(state, "file", ["a"]) == "lines that the transform python has made"
+    note_targets(state, [(adapters.file(tmp_path / "b"), Chain())])
+    assert why_unreadable(state, "file", ["a"]) == ""
+    assert why_unreadable(state, "noop", ["b"]) == "lines in which transforms change the key (b)"

@@ -54,7 +54,7 @@ def test_everybody_reads_the_same_moment_until_the_driver_ends(
     driver.kill()
     driver.wait()
     wait_until(lambda: holders(database) == 0, 10, "the snapshot is released")
-    with pytest.raises(SourceError, match=r"not held any more\. Load it again"):
+    with pytest.raises(SourceError, match=r"no longer held\. Load it again"):
         count(database.url, held)
 
 

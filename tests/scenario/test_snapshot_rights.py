@@ -14,7 +14,7 @@ from listening import wait_until
 from snapshots import Backfill
 
 from pgcdc.core.errors import SourceError
-from pgcdc.source.postgres.snapshot.planning import check_readable
+from pgcdc.source.postgres.snapshot.asking import check_readable
 from pgcdc.source.postgres.snapshot.requests import KEPT_FINISHED, RequestQueue, SnapshotRequest
 
 

@@ -17,9 +17,9 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir
-from pgcdc.event.events import EVENT_SCHEMA
+from pgcdc.event.columns import EVENT_SCHEMA
 from pgcdc.spool.consumers import Consumers
-from pgcdc.transform.event_json import event_json
+from pgcdc.transform import event_json
 
 Start = Callable[..., StreamingQuery]
 
@@ -121,8 +121,8 @@ def test_the_source_renders_the_same_json_as_the_spark_expression(database: Data
     texts: list[tuple[str, str, str]] = []
 
     def compare(events: DataFrame, _: int) -> None:
-        both = events.select("json", "line", event_json(transaction=True).alias("expected"))
-        texts.extend((row.json, row.line, row.expected) for row in both.collect())
+        both = event_json(events, transaction=True).select("json", "line", "_text")
+        texts.extend((row.json, row.line, row._text) for row in both.collect())
 
     columns = f"{EVENT_SCHEMA}, json STRING, line STRING"
     start(compare, once=True, schema=columns, tx_markers="true", schema_events="true").awaitTermination()

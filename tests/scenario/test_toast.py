@@ -111,7 +111,7 @@ def test_truncate_forgets_the_table_and_no_other(rig: Rig) -> None:
         "CREATE TABLE others (LIKE docs INCLUDING ALL)",
         "ALTER TABLE others REPLICA IDENTITY DEFAULT",
     )
-    rig.execute(f"ALTER PUBLICATION {rig.spec.publications[0]} ADD TABLE others")
+    rig.execute(f"ALTER PUBLICATION {rig.publications[0]} ADD TABLE others")
     rig.read(insert(1), insert(1).replace("docs", "others"))
     assert rig.counted[2] == 2
     rig.read("TRUNCATE docs")
@@ -190,9 +190,9 @@ def test_a_rewrite_is_noticed_by_who_was_behind_it_at_the_start(docs: Database, 
 
 def test_a_table_that_was_not_published_for_a_while_begins_anew(rig: Rig) -> None:
     rig.read(insert(1))
-    rig.execute(f"ALTER PUBLICATION {rig.spec.publications[0]} DROP TABLE docs")
+    rig.execute(f"ALTER PUBLICATION {rig.publications[0]} DROP TABLE docs")
     rig.execute(f"UPDATE docs SET body = '{text(2)}'")
-    rig.execute(f"ALTER PUBLICATION {rig.spec.publications[0]} ADD TABLE docs")
+    rig.execute(f"ALTER PUBLICATION {rig.publications[0]} ADD TABLE docs")
     (change,) = rig.read("UPDATE docs SET n = 1")
     assert "body" in marked(change)
 

@@ -17,10 +17,13 @@ from listening import Listener, wait_until
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from typed_changes import change, to_frame
 
 import pgcdc
 from pgcdc import functions
+from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir
+from pgcdc.transform.program import TypedProgram
 
 
 @pytest.fixture
@@ -82,6 +85,18 @@ def test_a_program_reads_a_table_through_a_change_of_its_columns(
         ("INSERT", None),
         ("UPDATE", "00000000-0000-0000-0000-000000000001"),
     ]
+
+
+def test_lines_of_typed_rows_have_the_positions_of_the_events(spark: SparkSession) -> None:
+    places = [Position.at(9, 1), Position.at(1 << 40, 1 << 33), Position.end(1 << 41)]
+    places += [Position.of_chunk(1 << 41, chunk, row) for chunk in (1, 300) for row in (1, 2, 500)]
+    rows = [change("INSERT", one.commit, {"id": 1}, ordinal=one.place, second=0) for one in places]
+    program = TypedProgram()
+    (batch,) = program.collect(program.project(to_frame(spark, rows)), Position.at(0, 0), Position.behind(1 << 41))
+    found = batch.positions().to_pylist()
+    assert sorted(found) == [str(one) for one in places]
+    assert sorted(map(Position.parse, found)) == places
+    assert len(batch.after(places[4])) == len(places) - 5
 
 
 def test_a_refused_table_leaves_nothing_behind(database: Database, tmp_path: Path) -> None:

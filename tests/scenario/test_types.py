@@ -26,8 +26,9 @@ from pgcdc.postgres.types.built_in import BUILT_IN
 from pgcdc.postgres.types.catalog import TypeCatalog
 from pgcdc.postgres.types.column import ColumnType, Rejected, TypeOptions
 from pgcdc.postgres.types.mapping import map_type
-from pgcdc.source.postgres.wire.binary import unsupported
-from pgcdc.spark.describe import TableColumn, describe_columns, read_table_columns
+from pgcdc.source.postgres.table_columns import TableColumn, describe, read_table_columns
+from pgcdc.source.postgres.wire.binary.decoder import unsupported
+from pgcdc.spark.tables import spark_name, spark_type
 
 ALL_CASES = [*CASES, *nested_type_cases.CASES]
 
@@ -126,7 +127,7 @@ def read_values(kind: ColumnType, values: list[bytes | None]) -> list[Any]:
     assert array.type == kind.arrow
     array.validate(full=True)
     found: list[Any] = array.to_pylist()
-    if kind.spark.simpleString() == "variant":
+    if spark_type(kind.arrow).simpleString() == "variant":
         return [None if one is None else VariantVal(one["value"], one["metadata"]).toPython() for one in found]
     return found
 
@@ -136,8 +137,8 @@ def read_values(kind: ColumnType, values: list[bytes | None]) -> list[Any]:
 )
 def test_value(case: Case, sent: Sent) -> None:
     kind = sent.type_of(case)
-    assert kind.spark.simpleString() == case.spark_type
-    assert to_arrow_type(kind.spark, timezone="UTC") == kind.arrow
+    assert spark_type(kind.arrow).simpleString() == case.spark_type
+    assert to_arrow_type(spark_type(kind.arrow), timezone="UTC") == kind.arrow
     index = cases_of(case.pg_type).index(case)
     for values in (sent.text, sent.binary):
         if case.pg_type not in values:
@@ -212,7 +213,7 @@ def test_every_type_of_the_server_has_a_line(sent: Sent) -> None:
 
 def test_description_says_what_the_columns_become(sent: Sent) -> None:
     columns = list(sent.columns.values())
-    found = describe_columns(sent.catalog, columns, TypeOptions())
+    found = describe(columns, sent.catalog, TypeOptions(), spark_name)
     assert [one.pg_type for one in found] == [one.pg_type for one in columns]
     expected = {case.pg_type: case.spark_type for case in ALL_CASES if case.options == TypeOptions()}
     described = {name: one.spark_type for name, one in zip(sent.columns, found, strict=True)}

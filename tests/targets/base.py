@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from pgcdc.core.settings import make_options
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.sink.attempts import DeliveryHooks
 from pgcdc.sink.contract import Sink
-from pgcdc.sink.letters.stores import DeadLetters
+from pgcdc.sink.letters.record import DeadLetters
 from pgcdc.sink.registry import ADAPTERS, make_sink
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
@@ -32,6 +32,10 @@ class BaseTarget:
     """The adapter's type in the registry."""
     name: str = ""
     """The adapter's name, and so that of its ack: its type, unless a test sets another one before it asks for a sink."""
+    is_reference: bool = False
+    """Every case of the suite is run: one target for each way of writing. Others run each story once."""
+    is_made_by_options: bool = True
+    """`make` is what `options` say; else a test makes it, and no pipeline could."""
     before_ack: str
     """The failpoint between durable and acknowledged."""
     kill_points: Sequence[str] = ()
@@ -50,6 +54,10 @@ class BaseTarget:
     """Whether the target can be made unreachable by `break_target`."""
     secret: str = ""
     """A text in the options that must not be seen anywhere; empty: there is none."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is empty, and for this target alone."""
+        raise NotImplementedError
 
     def options(self) -> Mapping[str, Any]:
         """The adapter's options, as the configuration has them."""
@@ -115,9 +123,13 @@ Target = BaseTarget
 
 
 class _Servers:
-    """Servers that targets may use; set by tests/contract/conftest.py."""
+    """Servers that targets may use; they start when one is asked for. Set by tests/contract/conftest.py."""
 
-    postgres: EmbeddedPostgres
+    start: Callable[[], EmbeddedPostgres]
+
+    @property
+    def postgres(self) -> EmbeddedPostgres:
+        return self.start()
 
 
 SERVERS = _Servers()

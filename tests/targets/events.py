@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import uuid
+import zlib
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -17,6 +18,7 @@ from pgcdc.event.batch import Batch
 START = Position.end(100)
 STREAM = [Position.at(110 + 10 * t, n, sub) for t in range(4) for n in range(1, 4) for sub in range(2 if n == 2 else 1)]
 END = Position.end(150)
+_ROWS = ("INSERT", "UPDATE", "DELETE", "SNAPSHOT")
 _IDS = uuid.UUID("5b0cb3a5-1f9e-4d0e-9c55-0f5f3a4e9d01")
 
 
@@ -55,20 +57,39 @@ def position_of(text: str) -> str:
 
 def batch(start: Position, end: Position, chunks: int = 1, kind: pa.DataType | None = None) -> Batch:
     """The events of STREAM in (start, end], as Spark would give them: in one or more chunks."""
-    inside = [position for position in STREAM if start < position <= end]
+    inside = [line(position) for position in STREAM if start < position <= end]
     size = -(-len(inside) // chunks) or 1
     groups = [inside[begin : begin + size] for begin in range(0, len(inside), size)]
-    columns = [
-        pa.chunked_array([[str(one) for one in group] for group in groups], kind or pa.string()),
-        pa.chunked_array([[line(one) for one in group] for group in groups], kind or pa.string()),
-    ]
-    return Batch(start, end, pa.table(columns, ["position", "line"]))
+    tables = [_table(group, kind or pa.string()) for group in groups]
+    return Batch(start, end, pa.concat_tables(tables) if tables else _table([], kind or pa.string()))
 
 
 def batch_of(start: Position, end: Position, lines: Sequence[str]) -> Batch:
     """These lines as the batch (start, end]."""
-    positions = pa.array([position_of(one) for one in lines], pa.string())
-    return Batch(start, end, pa.table({"position": positions, "line": pa.array(lines, pa.string())}))
+    return Batch(start, end, _table(lines, pa.string()))
+
+
+def _table(lines: Sequence[str], kind: pa.DataType) -> pa.Table:
+    """Lines, and the same as records: whatever form a sink takes."""
+    events = [json.loads(one) for one in lines]
+    rows = [one["payload"]["row"] or {} for one in events]
+    moved = [one["operation"] not in _ROWS or one["payload"]["old"] is not None for one in events]
+    made = {
+        "position": pa.array([one["position"] for one in events], kind),
+        "line": pa.array(lines, kind),
+        "value": pa.array([one.removesuffix("\n") for one in lines], kind),
+        **{
+            name: pa.array([one.get(name, "") for one in events], pa.string())
+            for name in ("id", "channel", "operation")
+        },
+        "key": pa.array([json.dumps([row.get("id")]) for row in rows], pa.string()),
+        "key_hash": pa.array([zlib.crc32(str(row.get("id")).encode()) for row in rows], pa.int64()),
+        "is_barrier": pa.array(moved, pa.bool_()),
+        "relation": pa.array([0] * len(lines), pa.int32()),
+        "traceparent": pa.nulls(len(lines), pa.string()),
+        "tracestate": pa.nulls(len(lines), pa.string()),
+    }
+    return pa.table(made)
 
 
 def cut(lines: Sequence[str], start: Position, end: Position) -> Batch:

@@ -97,6 +97,8 @@ class ExecByExit(_Refusing):
 class ExecByLine(_Refusing):
     """One process, which says of each event that it is done."""
 
+    is_reference = True
+
     def options(self) -> Mapping[str, Any]:
         return {"argv": [sys.executable, "-I", "-S", "-c", _BY_LINE, str(self.out), _REFUSED], "ack": "line"}
 
@@ -147,3 +149,6 @@ def _is_idle(process: psutil.Process) -> bool:
         return process.name() == "cat" and not waiting[0] and process.status() == psutil.STATUS_SLEEPING
     except (psutil.NoSuchProcess, OSError):
         return True
+
+
+TARGETS = {"exec_by_exit": ExecByExit, "exec_by_line": ExecByLine, "exec_by_write": ExecByWrite}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from pgcdc.core.errors import SinkError
-from pgcdc.sink.letters import DeadLetter, Query
+from pgcdc.sink.letters.record import DeadLetter, Query
 
 
 class Letters:

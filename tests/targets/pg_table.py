@@ -29,6 +29,7 @@ ITEMS = Relation(
 
 
 class _PgTarget(BaseTarget):
+    is_reference = True
     type, before_ack = "pg_table", "pg_table.before_ack"
     kill_points: Sequence[str] = ("pg_table.before_ack", "pg_table.committed", "sink.after_ack")
     can_break, large = True, 5_000
@@ -153,3 +154,6 @@ def _ordered(found: dict[str, Any]) -> dict[str, Any]:
     payload = found["payload"]
     row = {key: payload["row"][key] for key in ("id", "position", "text") if key in payload["row"]}
     return {**found, "payload": {"op": payload["op"], "table": payload["table"], "row": row, "old": payload["old"]}}
+
+
+TARGETS = {"pg_append": PgAppendTarget, "pg_apply": PgApplyTarget}

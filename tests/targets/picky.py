@@ -17,7 +17,7 @@ _BAD = "refuse this"
 
 
 class PickyTarget(BaseTarget):
-    type, before_ack, can_break = "file", "sink.before_ack", True
+    type, before_ack, can_break, is_made_by_options = "file", "sink.before_ack", True, False
 
     def __init__(self, folder: Path) -> None:
         self.acks, self.path = folder, folder / "events.jsonl"
@@ -73,3 +73,6 @@ class _PickySink(FileSink):
                 raise SinkRejected(
                     "the picky file refuses an event", "Send others", [Reject(position, "picky", "not with me")]
                 )
+
+
+TARGETS = {"file_picky": PickyTarget}

@@ -26,6 +26,7 @@ _BAD = "never taken"
 class WebhookTarget(BaseTarget):
     """One event in each request, several requests at a time."""
 
+    is_reference = True
     type, repeats, before_ack, large = "webhook", True, "sink.before_ack", 400
     kill_points = ("webhook.before_request", "webhook.after_answer", "sink.before_ack")
     can_break, secret = True, "s3cr3t-in-query"
@@ -104,4 +105,7 @@ class WebhookTarget(BaseTarget):
 class BatchedWebhook(WebhookTarget):
     """Up to three events in a request."""
 
-    batch_size = 3
+    batch_size, is_reference = 3, False
+
+
+TARGETS = {"webhook": WebhookTarget, "webhook_batched": BatchedWebhook}

@@ -78,7 +78,7 @@ def test_nothing_is_handed_out_before_its_commit() -> None:
     made = assembler()
     feed(made, encode_begin(105, NOON, 7), insert())
     assert made.pop() is None
-    assert (made.in_transaction, made.is_drained, made.last_lsn) == (True, True, 100)
+    assert (made.is_drained, made.last_lsn) == (True, 100)
 
 
 def test_commit_publishes_with_its_end_lsn_and_ordinals_from_1() -> None:
@@ -93,7 +93,7 @@ def test_commit_publishes_with_its_end_lsn_and_ordinals_from_1() -> None:
     assert batch.transactions.to_pylist() == [
         {"commit": 110, "kind": 0, "commit_time": NOON, "xid": 7, "rows": 3, "complete": True, "origin": None}
     ]
-    assert (made.pop(), made.is_drained, made.in_transaction, made.last_lsn) == (None, True, False, 110)
+    assert (made.pop(), made.is_drained, made.last_lsn) == (None, True, 110)
 
 
 def test_small_transactions_share_a_batch_and_each_counts_from_1() -> None:
@@ -274,7 +274,7 @@ def test_abandon_drops_only_the_open_transaction(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir())
     made.abandon()
     assert not list(tmp_path.iterdir())
-    assert (made.in_transaction, made.last_lsn) == (False, 110)
+    assert made.last_lsn == 110
     describe(made)
     feed(made, *transaction(120, insert(1), insert(2), insert(3)))
     batches = pop_all(made)

@@ -15,7 +15,7 @@ from pgcdc.core.errors import DecodeError
 from pgcdc.core.relation import Column
 from pgcdc.postgres.types.built_in import BUILT_IN
 from pgcdc.postgres.types.catalog import TypeCatalog, TypeInfo
-from pgcdc.source.postgres.wire.binary import BinaryDecoder, rewrite_row, to_text
+from pgcdc.source.postgres.wire.binary.decoder import BinaryDecoder, rewrite_row, to_text
 from pgcdc.source.postgres.wire.rows import PythonRowBuffer
 
 OID = 16384

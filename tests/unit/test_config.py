@@ -10,7 +10,7 @@ import pytest
 from pgcdc.capture.spec import CaptureOptions
 from pgcdc.config import Config, load_config
 from pgcdc.core.errors import ConfigError
-from pgcdc.sink.spec import FileOptions
+from pgcdc.sink.file import FileOptions
 
 DB = "postgresql://app:s3cret@localhost/shop"
 MINIMAL = {"db": DB, "all_tables": True}
@@ -128,7 +128,7 @@ FILE_ERRORS = {
     "too_small": ("max_batch_rows: 0\n", ["line 1: max_batch_rows", "greater than or equal to 1"]),
     "bad_bytes": ("spool_limit: lots\n", ["line 1: spool_limit", "'lots'"]),
     "spool_too_small": ("spool_limit: 1kB\n", ["line 1: spool_limit", "1048576"]),
-    "unknown_adapter": ("adapters: [stdout, kafka]\n", ["line 1: adapters[1]", "'kafka'", "stdout, file"]),
+    "unknown_adapter": ("adapters: [stdout, kafka]\n", ["line 1: adapters[1]", "'kafka'", "exec, file"]),
     "bad_flag": ("fail_fast: maybe\n", ["line 1: fail_fast", "'maybe'"]),
     "mode_that_does_not_exist": ("snapshot_mode: sometimes\n", ["line 1: snapshot_mode", "'never'"]),
     "bad_time": ("snapshot_hold_limit: soon\n", ["line 1: snapshot_hold_limit", "30m or 6h"]),

@@ -22,8 +22,9 @@ from pgcdc.config.template import make_template, write_template
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.settings import setting, setting_of
 from pgcdc.postgres.database import parse_url
+from pgcdc.sink.file import FileOptions
 from pgcdc.sink.registry import ADAPTERS, make_sink
-from pgcdc.sink.spec import FileOptions, SinkOptions
+from pgcdc.sink.spec import SinkOptions
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, DropColumnsSpec, FilterSpec
 
 URL = "postgresql://localhost/shop"

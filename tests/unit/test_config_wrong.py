@@ -16,9 +16,9 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from pgcdc.cli.main import app
-from pgcdc.config.adapters import ENTRIES, Entry
+from pgcdc.config.adapters import ENTRIES, FLAT_KEYS, Entry
+from pgcdc.config.explain import NAMES, advise
 from pgcdc.config.layers import load, load_config
-from pgcdc.config.manual import NAMES, advise
 from pgcdc.config.model import Config, Transforms
 from pgcdc.core.errors import ConfigError, ConfigErrors
 from pgcdc.core.secrets import read_secret
@@ -256,13 +256,13 @@ def wrong_text(name: str) -> str | None:
         "adapter_priority": "stdout=hgih", "filter_operations": "INSRT", "publication": "p" * 64,
         "db_file": "no/such/file", "password_file": "no/such/file", "file_path": "no/such/folder",
         "dlq_db": "postgresql://h:notaport/x", "dlq_db_file": "no/such/file", "dlq_file": "no/such/folder",
-        "row_filters": "orders", "columns": "orders", "spark_master": "10.0.0.5:7077", "exec_argv": "'",
+        "row_filters": "orders", "columns": "orders", "spark_master": "10.0.0.5:7077", "exec_argv": "'", "detector": "many",
     }  # fmt: skip
     if name in ("tables", "schemas", "table", "signal_table", "snapshot_table", "dlq_table"):
         return "two words"
     if name.startswith("pg_table_"):
         return "postgresql://h:notaport/x"  # also for what takes any text: there is no such adapter
-    if name.startswith("webhook_"):
+    if name in FLAT_KEYS and FLAT_KEYS[name][0] not in ("stdout", "file", "noop", "exec"):
         return "no/such/file"  # and there is no such adapter
     return named.get(name)
 
@@ -276,7 +276,16 @@ def test_every_setting_has_a_wrong_text_or_takes_any() -> None:
     assert {name for name, one in FLAGS.items() if one.flag} - set(TEXTS) == ANY_TEXT
 
 
-@pytest.mark.parametrize("name", TEXTS)
+def one_of_each_type(names: Iterable[str]) -> list[str]:
+    """Flags and variables of one type take the same way: the settings of every adapter need not all be tried."""
+    found: dict[tuple[str, str], str] = {}
+    for name in names:
+        field = Config.model_fields[name]
+        found.setdefault((f"{field.annotation} {field.metadata}", TEXTS[name]), name)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("name", one_of_each_type(TEXTS))
 def test_wrong_text_in_a_variable_names_the_variable(name: str) -> None:
     environ = {"PGCDC_DB": "postgresql://h/x", "PGCDC_ALL_TABLES": "true", "PGCDC_ADAPTERS": "stdout,file,noop"}
     if name != "file_path":
@@ -291,7 +300,9 @@ def test_wrong_text_in_a_variable_names_the_variable(name: str) -> None:
     assert caught.value.advice
 
 
-@pytest.mark.parametrize("name", [name for name in TEXTS if not is_switch(Config.model_fields[name].annotation)])
+@pytest.mark.parametrize(
+    "name", one_of_each_type(name for name in TEXTS if not is_switch(Config.model_fields[name].annotation))
+)
 def test_wrong_flag_exits_2_and_starts_nothing(nowhere: Path, name: str) -> None:
     flags = {
         "--db": "postgresql://h/x", "--all-tables": "", "--adapter": "stdout", "--file-path": "x.jsonl",
@@ -334,7 +345,7 @@ def test_names_from_elsewhere_are_explained(nowhere: Path, name: str) -> None:
 LISTS = {
     "unknown adapter": ("adapters:\n  - stdout\n  - fiel\n", 3, "adapters[1]", "Did you mean file?"),
     "unknown type": ("adapters:\n  - name: a\n    type: fiel\n", 3, "adapters[0].type", "Did you mean file?"),
-    "no type": ("adapters:\n  - name: a\n    path: x\n", 2, "adapters[0]", "Give one of: stdout, file, "),
+    "no type": ("adapters:\n  - name: a\n    path: x\n", 2, "adapters[0]", "Give one of: exec, file, "),
     "no name": ("adapters:\n  - type: file\n    path: x\n", 2, "adapters[0]", "Add name: ..."),
     "bad name": ("adapters:\n  - {type: noop, name: a/b}\n", 2, "adapters[0].name", "Where events go"),
     "reserved name": ("adapters:\n  - {type: noop, name: main}\n", 2, "adapters[0].name", "another name"),
@@ -525,7 +536,7 @@ def test_everything_that_is_wrong_is_said_at_once_each_with_its_line(nowhere: Pa
     for line, key, advice in [
         (1, "slot_nam", "Did you mean slot_name?"), (2, "tables[1]", "table"), (3, "snapshot_hold_limit", "6h"),
         (5, "adapters[0].pth", "Did you mean path?"), (6, "adapters[1].timeout", "greater than 0"),
-        (7, "detector", "This detector is not built yet; there is: wal"),
+        (7, "detector", "This detector is not built yet. Known detectors: wal, rate"),
     ]:  # fmt: skip
         assert any(f"pgcdc.yaml, line {line}: {key}: " in one and advice in one for one in said), (key, said)
     assert any(one.startswith("--dlq: ") and "Did you mean file?" in one for one in said)
@@ -569,7 +580,7 @@ MANUAL = (
     "mysql-gtid mongodb-scope mongodb-full-document backpressure bp-warn-threshold bp-critical-threshold "
     "bp-max-throttle bp-poll-interval plugin-transform skip-validation ws-ping-interval kafka-brokers "
     "kafka-transactional-id kafka-encoding kafka-tls kafka-tls-ca-file schema-registry-url kafkaserver-partitions "
-    "kafkaserver-checkpoint-db s3-bucket s3-format s3-flush-interval s3-flush-size redis-mode redis-id-column "
+    "kafkaserver-checkpoint-db s3-bucket s3-format s3-flush-interval s3-flush-size "
     "embedding-columns embedding-api-url embedding-cb-failures embedding-cb-reset embedding-rate-limit "
     "embedding-rate-burst embedding-db view-query checkpoint-db snapshot-progress-db plugin-adapter dlq-plugin "
     "checkpoint-plugin metrics-addr skip-migrations "

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pgcdc.core.errors import ConfigError, StateError
+from pgcdc.core.errors import ConfigError, GapError, StateError
 from pgcdc.core.position import Position
 from pgcdc.spool import consumers as consumers_module
 from pgcdc.spool.consumers import Consumers
@@ -55,7 +55,9 @@ def test_late_consumer_never_moves_confirmation_back(path: Path, consumers: Cons
     consumers.join("a", START)
     consumers.ack("a", Position.end(2400))
     assert consumers.confirmable() == 2400
-    consumers.join("late", START)
+    with pytest.raises(GapError, match=r"cannot begin at .*: changes are kept only after"):
+        consumers.join("late", START)
+    assert consumers.join("late").initial == Position.end(2400)
     assert consumers.confirmable() == 2400
     assert Consumers(path).confirmed_lsn == 2400
 
@@ -106,8 +108,9 @@ def test_confirmation_is_always_an_end_that_every_consumer_has_acked(acks: list[
 
 def test_rows_behind_a_transaction_are_not_needed_when_all_have_acked_them(path: Path, consumers: Consumers) -> None:
     """Rows of snapshots stand behind what was confirmed: they confirm no more, but need not be kept either."""
-    for name, chunk in (("a", 2), ("b", 1)):
+    for name in "ab":
         consumers.join(name, START)
+    for name, chunk in (("a", 2), ("b", 1)):
         consumers.ack(name, Position.chunk_end(800, chunk))
     assert (consumers.confirmable(), consumers.base) == (800, Position.chunk_end(800, 1))
     assert Consumers(path).base == Position.chunk_end(800, 1)

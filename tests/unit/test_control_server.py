@@ -340,7 +340,7 @@ def test_a_run_answers_and_what_does_not_run_does_not(tmp_path: Path) -> None:
 def test_status_of_what_was_killed_is_what_is_durable(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     state.create()
-    state.save_identity(Identity("1", 1, "db", "s", "i", [], 8))
+    state.save_identity(Identity("postgres", "1", "db", "s", "i", 8))
     Consumers(state.consumers_file).begin(0x16000000F0)
     Progress(state.acks, "file").save(Position.end(0x90), {})
     lane = {

@@ -17,9 +17,9 @@ from pgcdc.core.counters import DEAD_LETTERS, counters
 from pgcdc.core.errors import Policy, Reject, SinkError, SinkRejected, SinkUnavailable, StateError, policy_of
 from pgcdc.core.position import Position
 from pgcdc.event.batch import Batch
-from pgcdc.sink.attempts import CircuitOpen, SinkTimeout
-from pgcdc.sink.letters import DeadLetter, DeadLetters, Dropped, Query
-from pgcdc.sink.pace import BreakerState
+from pgcdc.sink.attempts import BreakerState, CircuitOpen, SinkTimeout
+from pgcdc.sink.contract import SinkContext
+from pgcdc.sink.letters.record import DeadLetter, DeadLetters, Dropped, Query
 from pgcdc.sink.spec import DeliveryOptions
 
 
@@ -418,7 +418,35 @@ def test_redelivery_is_tried_again_and_the_ack_stays() -> None:
     setup = Setup(Replayable(down(), None))
     assert set(setup.delivery.redeliver(batch(3))) == {at(1)[0]}
     assert isinstance(setup.sink, Replayable) and len(setup.sink.again) == 3 and setup.delivery.ack == START
-    assert setup.delivery.failing is None  # else the adapter would be taken for a slow one
+    assert setup.delivery.attempts.failing is None  # else the adapter would be taken for a slow one
+
+
+class OneByOne(ScriptedSink):
+    """Delivers the first event of a batch, and fails while the script says so."""
+
+    def open(self, context: SinkContext) -> None:
+        self._delivered = context.delivered
+
+    def redeliver(self, batch: Batch) -> tuple[str, ...]:
+        lines, step = batch.texts(), self.script.pop(0) if self.script else None
+        if not isinstance(step, Exception):
+            self.written += lines
+            return ()
+        self.written += lines[:1]
+        self._delivered(batch.positions().to_pylist()[:1])
+        raise step
+
+
+def test_redelivery_leaves_out_what_an_earlier_try_delivered() -> None:
+    setup = Setup(OneByOne(down(), down()))
+    setup.delivery.redeliver(batch(4))
+    assert setup.sink.written == batch(4).texts()
+    setup = Setup(OneByOne(down(), down()), max_retries=0)
+    for _ in range(2):
+        with pytest.raises(SinkUnavailable):
+            setup.delivery.redeliver(batch(4))
+    setup.delivery.redeliver(batch(4))
+    assert setup.sink.written == batch(4).texts()
 
 
 def test_redelivery_that_failed_is_no_success_though_the_ack_is_far() -> None:

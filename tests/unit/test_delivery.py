@@ -15,13 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pgcdc.core import errors
-from pgcdc.core.backoff import full_jitter_s
-from pgcdc.core.errors import PgcdcError, Policy, Reject, SinkError, SinkRejected, SinkUnavailable, policy_of
+from pgcdc.core.errors import (
+    PgcdcError,
+    Policy,
+    Reject,
+    SinkError,
+    SinkRejected,
+    SinkUnavailable,
+    full_jitter_s,
+    policy_of,
+)
 from pgcdc.core.position import Position
 from pgcdc.event.batch import Batch
-from pgcdc.sink.attempts import CircuitOpen, DeliveryStopped, SinkTimeout
+from pgcdc.sink.attempts import BreakerState, CircuitBreaker, CircuitOpen, DeliveryStopped, SinkTimeout, TokenBucket
 from pgcdc.sink.contract import Progress, SinkContext
-from pgcdc.sink.pace import BreakerState, CircuitBreaker, TokenBucket
+from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import DeliveryOptions
 
 
@@ -95,12 +103,12 @@ def test_write_that_fails_is_tried_again_after_pauses_that_double() -> None:
 def test_what_is_tried_again_says_why_until_it_is_over() -> None:
     setup = Setup(down(), None, *[down() for _ in range(9)], backoff_base=1.0, max_retries=1)
     seen: list[str] = []
-    setup.clock.at = [(1000.5, lambda: seen.append(str(setup.delivery.failing)))]
+    setup.clock.at = [(1000.5, lambda: seen.append(str(setup.delivery.attempts.failing)))]
     setup.delivery.write(batch())
-    assert seen == [str(down())] and setup.delivery.failing is None
+    assert seen == [str(down())] and setup.delivery.attempts.failing is None
     with pytest.raises(SinkUnavailable):
         setup.delivery.write(batch(start=END, end=Position.end(END.commit + 50)))
-    assert setup.delivery.failing is None
+    assert setup.delivery.attempts.failing is None
 
 
 def test_after_the_last_try_the_error_comes_out() -> None:
@@ -158,10 +166,27 @@ def test_target_that_is_behind_what_was_written_to_it_is_not_touched() -> None:
         setup.sink.open = lambda context, said=said: said  # type: ignore[method-assign, misc]
         with pytest.raises(SinkError, match="an older state of the target was restored"):
             setup.delivery.open(START)
-    setup.delivery.progress.save(START)  # as `pgcdc resync` does
-    setup.sink.open = lambda context: context.start if context.progress.is_rewound else None  # type: ignore[method-assign]
-    setup.delivery.open(START)
-    assert setup.delivery.ack == START == setup.delivery.progress.written
+
+
+@pytest.mark.parametrize("place", [START, Position.end(END.commit + 50)], ids=["before_the_ack", "behind_the_ack"])
+def test_target_that_has_lost_its_record_begins_again_after_a_resync(place: Position) -> None:
+    setup = Setup()
+    setup.sink.keeps_position = True  # type: ignore[misc]
+    setup.delivery.write(batch())
+    asked: list[bool] = []
+
+    def open(context: SinkContext) -> Position | None:
+        asked.append(context.progress.is_rewound)
+        return context.start if context.progress.is_rewound else None
+
+    setup.sink.open = open  # type: ignore[method-assign]
+    progress = setup.delivery.progress
+    Progress(progress._path.parent, progress.name).rewind(place)
+    again = Runner(setup.sink, progress._path.parent, progress.name)
+    again.open(START)
+    assert asked == [True] and again.ack == place == again.progress.written
+    found = Progress(progress._path.parent, progress.name)
+    assert not found.is_rewound and found.position == place
 
 
 def test_sink_that_keeps_the_position_gets_no_empty_batch() -> None:
@@ -406,10 +431,10 @@ def test_write_that_hangs_has_failed_after_its_timeout_and_no_other_starts_befor
     assert setup.clock.time == 1030
     with pytest.raises(SinkTimeout, match=r"an earlier write .* has not ended"):
         setup.delivery.write(batch())
-    busy = [setup.delivery.is_busy]
+    busy = [setup.delivery.attempts.is_busy]
     assert setup.sink.sizes == [3]
     setup.release()
-    assert [*busy, setup.delivery.is_busy] == [True, False]
+    assert [*busy, setup.delivery.attempts.is_busy] == [True, False]
     setup.delivery.write(batch())  # what the hung one did is known by the ack
     assert setup.sink.sizes == [3]
     assert setup.sink.written == batch().events.column("line").to_pylist()

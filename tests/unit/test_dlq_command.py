@@ -28,9 +28,9 @@ from pgcdc.core.position import Position
 from pgcdc.core.state import Identity, Lock, StateDir, write_json
 from pgcdc.run.validation import _look_at_adapter, _try
 from pgcdc.sink.file import FileSink
-from pgcdc.sink.letters import Query
 from pgcdc.sink.letters.file_store import FileDeadLetters
-from pgcdc.sink.shown import describe_options
+from pgcdc.sink.letters.record import Query
+from pgcdc.sink.spec import describe_options
 
 DB = "postgresql://app:geheim@127.0.0.1:1/shop"
 
@@ -42,7 +42,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
         monkeypatch.delenv(name, raising=False)
     made = StateDir(tmp_path / ".pgcdc")
     made.create()
-    made.save_identity(Identity("7", 1, "shop", "slot", "x", [], 100))
+    made.save_identity(Identity("postgres", "7", "shop", "slot", "x", 100))
     return made
 
 
@@ -320,7 +320,7 @@ def test_options_are_described_without_secrets_and_without_defaults() -> None:
     hook = adapters.webhook("https://example.com/hook")
     assert describe_options(hook.options) == ", url https://example.com/hook"
     command = adapters.exec(["cat", "a b"], ack="line")
-    assert describe_options(command.options) == ", argv cat 'a b', ack line"
+    assert describe_options(command.options) == ", command cat 'a b', ack line"
 
 
 def test_validation_describes_an_adapter_without_its_secrets(tmp_path: Path) -> None:

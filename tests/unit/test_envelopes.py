@@ -17,7 +17,7 @@ from pgcdc.core.errors import TransformError
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column
 from pgcdc.core.shapes import ShapeChange
-from pgcdc.event import lines, masks
+from pgcdc.event import lines
 from pgcdc.event.debezium_values import write_value
 from pgcdc.event.edits import parse_chains
 from pgcdc.event.events import block_schema, event_batch
@@ -58,7 +58,6 @@ def test_the_compiled_renderer_writes_what_the_other_one_does(transactions: list
                 return
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(lines, "_renderer", lambda: lines.render_python)
-                patch.setattr(masks, "_hasher", lambda: masks.hmac_python)
                 again = documents(reader, enclosed)
             assert [without_times(one) for one in found] == [without_times(one) for one in again]
             assert len(found) == len(expected_events(transactions))

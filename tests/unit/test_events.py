@@ -48,7 +48,8 @@ from pgcdc.core.errors import DecodeError
 from pgcdc.core.position import LAST_SUB, Kind, Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.event import lines
-from pgcdc.event.events import EVENT_SCHEMA, PIECE_BYTES, event_batch, pack_block, unpack_blocks
+from pgcdc.event.columns import EVENT_SCHEMA
+from pgcdc.event.events import PIECE_BYTES, event_batch, pack_block, unpack_blocks
 from pgcdc.event.frame import EventOptions
 from pgcdc.event.texts import IdSeed, event_ids, position_texts
 from pgcdc.source.postgres.wire.assemble import Assembler

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from contents import check_sequence, differences, fold_events
 
-from pgcdc.playground.contents import Tables, check_sequence, differences, fold_events
-from pgcdc.playground.shop import fold
+from pgcdc.playground.proof import Tables
 
 KEYS = {"public.t": ("id",), "public.pair": ("a", "b"), "billing.t": ("id",)}
 
@@ -83,7 +83,7 @@ def test_truncate_empties_its_table_only() -> None:
 
 
 def test_other_events_are_ignored() -> None:
-    assert fold([{"channel": "pgcdc:_message", "operation": "MESSAGE", "payload": {}}]) == {}
+    assert fold_events([{"channel": "pgcdc:_message", "operation": "MESSAGE", "payload": {}}], KEYS) == {}
 
 
 @pytest.mark.parametrize(

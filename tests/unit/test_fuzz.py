@@ -59,7 +59,6 @@ def decode(messages: Messages) -> list[Change]:
     made.begin(parallel=True, two_phase=True)
     for lsn, message in messages:
         made.feed(message, lsn)
-    assert not made.in_transaction
     return [change for batch in iter(made.pop, None) for change in changes_of(batch)]
 
 

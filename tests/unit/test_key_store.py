@@ -11,6 +11,8 @@ import pytest
 
 from pgcdc.core.errors import SinkError
 from pgcdc.core.position import Position
+from pgcdc.core.state import Identity, StateDir
+from pgcdc.run.resync_plan import Plan, ResyncOptions
 from pgcdc.sink import state
 from pgcdc.sink.contract import Progress
 from pgcdc.sink.file import FileSink
@@ -134,3 +136,17 @@ def test_memory_is_that_of_the_buffer_whatever_the_number_of_keys(
         finally:
             tracemalloc.stop()
         assert store.write_keys(T, tmp_path / "keys") == 50_000
+
+
+def test_a_resync_names_every_target_that_it_cannot_read_back(tmp_path: Path) -> None:
+    state_dir = StateDir(tmp_path)
+    state_dir.save_identity(Identity("postgres", "7", "shop", "slot", "x", 100))
+    state_dir.acks.mkdir()
+    details: dict[str, dict[str, Any]] = {
+        "exec": {"type": "exec"}, "file": {"path": "/out", "size": 0}, "hook": {}, "redis": {}, "stdout": {},
+        "warehouse": {"target": ["db"]},
+    }  # fmt: skip
+    for name, detail in details.items():
+        Progress(state_dir.acks, name).save(Position.end(100), detail)
+    plan = Plan(ResyncOptions("postgresql://nobody@localhost/x", tmp_path), state_dir)
+    assert plan._blind() == ["exec", "hook", "redis", "stdout", "warehouse"]

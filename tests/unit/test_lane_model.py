@@ -315,7 +315,9 @@ class LaneModel(RuleBasedStateMachine):
         if not self.core.may_rejoin(name, at(ack), at(start)):
             return
         with self.crashing():
-            self.abandon(self.core.rejoin(name, at(ack), at(start)))
+            left = self.core[name].lane
+            self.core.rejoin(name, at(ack), at(start))
+            self.abandon(left)
 
     @precondition(lambda self: self.apart())
     @rule(data=st.data())
@@ -328,7 +330,8 @@ class LaneModel(RuleBasedStateMachine):
             return
         missing = range(reached + 1, self.newest + 1)
         with self.crashing():
-            old, new = self.core.skip(name, at(self.newest), len(missing))
+            old = self.core[name].lane
+            new = self.core.skip(name, at(self.newest), len(missing))
             self.abandon(old)
             self.open_query(new)
         if self.core[name].floor == at(self.newest):  # whatever crashed: it is counted if it holds
@@ -380,7 +383,9 @@ class LaneModel(RuleBasedStateMachine):
         before = self.wanted
         self.wanted = [one for one in self.wanted if one != name]
         with self.crashing():
-            self.abandon(self.core.remove(name))
+            left = self.core[name].lane
+            self.core.remove(name)
+            self.abandon(left)
         if name in self.core:  # it could not be written down: it stays
             self.wanted = before
         else:
@@ -434,7 +439,9 @@ class LaneModel(RuleBasedStateMachine):
         for name in self.apart():
             ack = self.world.sinks[name].ack
             assert ack is not None
-            self.abandon(self.core.rejoin(name, at(ack), at(self.newest)))
+            left = self.core[name].lane
+            self.core.rejoin(name, at(ack), at(self.newest))
+            self.abandon(left)
         for lane in [*self.world.consumers]:
             self.core.let_go(lane)
         self.confirm()

@@ -34,9 +34,6 @@ REGISTRIES = {
 }
 """Modules that import others of ours by name."""
 
-UNTIL_LATER = set((Path(__file__).parent / "upward_edges.txt").read_text().split("\n")) - {""}
-"""Edges that still go upward. This list may only shrink."""
-
 
 def read_modules() -> dict[str, ast.Module]:
     found = {}
@@ -89,9 +86,7 @@ def upward_edges() -> set[str]:
 
 
 def test_no_layer_imports_from_one_above_it() -> None:
-    found = upward_edges()
-    assert sorted(found - UNTIL_LATER) == []
-    assert sorted(UNTIL_LATER - found) == [], "these edges are gone: take them off the list"
+    assert sorted(upward_edges()) == []
 
 
 def imports_by_name(tree: ast.Module) -> bool:
@@ -109,15 +104,9 @@ def test_modules_of_this_project_are_imported_by_name_in_registries_only() -> No
     assert sorted(found - REGISTRIES) == []
 
 
-_TYPES = ("assemble", "geometry", "interval", "mapping", "nested", "scalars", "variant")
-NEED_SPARK_UNTIL_LATER = {"pgcdc.event.typed", *(f"pgcdc.postgres.types.{name}" for name in _TYPES)}
-
-
 def test_lower_layers_work_without_spark() -> None:
     layers = ["core", "postgres", "spool", "event", "source", "capture", "sink"]
-    modules = [
-        name for name in MODULES if layer_of(name).split(".")[0] in layers and name not in NEED_SPARK_UNTIL_LATER
-    ]
+    modules = [name for name in MODULES if layer_of(name).split(".")[0] in layers]
     assert len(modules) > 100
     program = f"""
 import importlib, sys

@@ -16,10 +16,9 @@ import pytest
 
 from pgcdc.core.errors import Reject, SinkError, StateError
 from pgcdc.core.position import Position
-from pgcdc.sink.letters import DeadLetter, Query, StderrDeadLetters
 from pgcdc.sink.letters.file_store import FileDeadLetters
 from pgcdc.sink.letters.pg_store import _from_json, _to_json
-from pgcdc.sink.letters.record import make_letter
+from pgcdc.sink.letters.record import DeadLetter, Query, StderrDeadLetters, make_letter
 
 
 def at(*numbers: int) -> list[str]:

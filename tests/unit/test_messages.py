@@ -19,12 +19,10 @@ from wire import (
     encode_relation,
     encode_truncate,
     encode_type,
-    encode_xlog_data,
 )
 
 from pgcdc.core.errors import DecodeError
 from pgcdc.core.relation import Column, Relation
-from pgcdc.source.postgres.wire import messages
 from pgcdc.source.postgres.wire.messages import (
     Begin,
     Commit,
@@ -33,11 +31,9 @@ from pgcdc.source.postgres.wire.messages import (
     Origin,
     Truncate,
     Type,
-    XLogData,
     encode_status_update,
     parse_begin,
     parse_commit,
-    parse_envelope,
     parse_keepalive,
     parse_message,
     parse_origin,
@@ -45,7 +41,6 @@ from pgcdc.source.postgres.wire.messages import (
     parse_relation,
     parse_truncate,
     parse_type,
-    parse_xlog_data,
 )
 
 LSN = 0x16_B374D848
@@ -89,24 +84,13 @@ BODIES = {  # the bytes of the documentation, not of our own encoder
 }
 
 DAMAGED: dict[str, tuple[Callable[[bytes, int], Any], bytes, str]] = {
-    "no_envelope": (
-        parse_envelope,
-        b"",
-        "Replication message at 16/B374D848: tag is truncated: needs 1 bytes, 0 are left",
-    ),
-    "unknown_envelope": (parse_envelope, b"z", "Replication message at 16/B374D848: tag is unknown: 'z'"),
-    "short_header": (
-        parse_envelope,
-        b"w" + bytes(23),
-        "XLogData message at 16/B374D848: header is truncated: needs 25 bytes, 24 are left",
-    ),
     "keepalive_as_data": (
-        parse_xlog_data,
-        b"k" + bytes(30),
-        "XLogData message at 16/B374D848: tag is 'k', not 'w'",
+        parse_keepalive,
+        b"w" + bytes(30),
+        "Keepalive message at 16/B374D848: tag is 'w', not 'k'",
     ),
     "short_keepalive": (
-        parse_envelope,
+        parse_keepalive,
         encode_keepalive(1)[:-1],
         "Keepalive message at 16/B374D848: reply requested is truncated: needs 1 bytes, 0 are left",
     ),
@@ -215,37 +199,15 @@ def test_an_unknown_lsn_is_not_named() -> None:
     assert caught.value.message == "pgoutput message: tag is unknown: 'Z'"
 
 
-def test_xlog_data_gives_a_view_of_its_payload() -> None:
-    received = encode_xlog_data(b"payload", LSN, LSN + 8, NOW)
-    parsed = parse_envelope(received)
-    assert parsed == XLogData(LSN, LSN + 8, NOW, memoryview(b"payload"))
-    assert isinstance(parsed, XLogData)
-    assert parsed.payload.obj is received
-
-
-def test_xlog_data_of_a_view_views_the_same_buffer() -> None:
-    received = bytearray(encode_xlog_data(b"payload"))
-    parsed = parse_xlog_data(memoryview(received))
-    assert parsed.payload.obj is received
-
-
 @pytest.mark.parametrize("asked", [False, True])
 def test_keepalive(asked: bool) -> None:
-    assert parse_envelope(encode_keepalive(LSN, NOW, asked)) == Keepalive(LSN, NOW, asked)
+    assert parse_keepalive(encode_keepalive(LSN, NOW, asked)) == Keepalive(LSN, NOW, asked)
 
 
 def test_a_status_update_has_the_bytes_of_the_protocol() -> None:
     encoded = encode_status_update(3, 2, 1, 7, True)
     assert encoded == b"r" + struct.pack("!QQQqB", 3, 2, 1, 7, 1)
     assert len(encoded) == 34
-
-
-def test_the_list_of_public_names_is_sorted_and_complete() -> None:
-    def kind(name: str) -> tuple[int, str]:
-        return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
-
-    assert messages.__all__ == sorted(messages.__all__, key=kind)
-    assert all(hasattr(messages, name) for name in messages.__all__)
 
 
 @settings(max_examples=300, deadline=None)
@@ -255,7 +217,7 @@ def test_no_bytes_raise_anything_but_a_decode_error(data: st.DataObject) -> None
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(encoded)))
         encoded[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
-    for parse in (parse_pgoutput, parse_envelope):
+    for parse in (parse_pgoutput, parse_keepalive):
         try:
             parse(bytes(encoded), LSN)
         except DecodeError as error:

@@ -45,7 +45,6 @@ class HeldSink(FakeRunner):
     def __init__(self, name: str, start: Position) -> None:
         super().__init__(name, start)
         self.opened = 0
-        self.is_busy = False
         self.began, self.go = threading.Event(), threading.Event()
 
     def open(self, start: Position) -> None:
@@ -90,7 +89,8 @@ def lanes(tmp_path: Path, capture: Capture) -> Lanes:
     state = StateDir(tmp_path)
     for folder in (state.acks, state.checkpoints):
         folder.mkdir(parents=True, exist_ok=True)
-    made = Lanes(state, cast(CaptureLink, capture), lambda text: None, options={})
+    source = sources.postgres("postgresql://h/x", tables=["a"], state_dir=tmp_path)
+    made = Lanes(source, state, cast(CaptureLink, capture), lambda text: None, {})
     made.open([Adapter(name, HeldSink(name, at(0))) for name in "ab"])
     return made
 
@@ -156,10 +156,10 @@ def test_a_sink_at_a_write_that_was_given_up_does_not_skip(lanes: Lanes, tmp_pat
     write_spool(StateDir(tmp_path).spool, [[(ORDERS, Op.INSERT, [b"1"], None)]] * 10)
     moves.leave(moves.members["b"], at(0), None)
     lane = moves.membership["b"].lane
-    sink_of(lanes, "b").is_busy = True
+    sink_of(lanes, "b").attempts.is_busy = True
     moves.skip_ahead(5)
     assert moves.membership["b"].lane == lane
-    sink_of(lanes, "b").is_busy = False
+    sink_of(lanes, "b").attempts.is_busy = False
     moves.skip_ahead(5)
     assert moves.membership["b"].dropped == 10
 
@@ -375,7 +375,7 @@ def test_a_run_that_failed_leaves_no_query_in_a_spark_of_somebody_else(
 ) -> None:
     done: list[str] = []
     pipeline = Pipeline(sources.postgres("postgresql://h/x", tables=["a"], state_dir=tmp_path), [adapters.noop()])
-    monkeypatch.setattr("pgcdc.run.pipeline.stop_session", lambda *_: done.append("spark"))
+    monkeypatch.setattr("pgcdc.run.driver.stop_within", lambda *_: done.append("spark"))
     pipeline._lanes, pipeline._spark, pipeline._owns_spark = lanes, cast(Any, object()), owns_spark
     pipeline._link = cast(Any, SimpleNamespace(stop=lambda: done.append("capture"), close=lambda: None))
     lanes.main.query = cast(Any, SimpleNamespace(stop=lambda: done.append("query")))
@@ -387,7 +387,7 @@ def test_what_is_said_of_an_adapter_that_moves(lanes: Lanes, tmp_path: Path) -> 
     moves, said = lanes._moves, cast(list[str], [])
     moves._say = said.append
     failing = moves.members["b"]
-    cast(Any, failing.sink).failing = SinkUnavailable("the disk is full")
+    failing.sink.attempts.failing = SinkUnavailable("the disk is full")
     moves.leave(failing, at(0), None)
     assert lanes.status()[1]["last_error"] == "the disk is full"
     moves.leave(moves.members["a"], at(0), None)
@@ -397,8 +397,8 @@ def test_what_is_said_of_an_adapter_that_moves(lanes: Lanes, tmp_path: Path) -> 
 def commit(lane: Lane, end: Position) -> None:
     """What Spark leaves behind one batch."""
     for folder in ("offsets", "commits"):
-        path = lane._checkpoint / folder / str(lane._last_batch + 1)
+        path = lane.checkpoint.folder / folder / str(lane._last_batch + 1)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("v1\n{}\n")
-    lane._ends.note(lane._last_batch + 1, end)
+    lane.checkpoint.note(lane._last_batch + 1, end)
     lane._last_batch += 1

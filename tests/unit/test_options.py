@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from pyspark.sql.types import StructType
@@ -15,7 +16,7 @@ from pgcdc.core.position import SCHEMA_SUB, Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.core.shapes import ShapeChange, append_shapes
 from pgcdc.event.frame import EventOptions
-from pgcdc.source.postgres.options import WireOptions
+from pgcdc.source.postgres.options import PostgresOptions, WireOptions
 from pgcdc.spark.options import parse_options, write_options
 
 URL = "postgresql://app@localhost/shop"
@@ -28,11 +29,12 @@ def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_defaults() -> None:
     options = parse_options({"url": URL})
+    source = cast(PostgresOptions, options.source)
     assert (options.consumer, options.max_batch_rows, options.spool) == ("default", 100_000, "")
-    assert (options.db, options.slot_name, options.state_dir) == (URL, "pgcdc", Path(".pgcdc"))
-    assert (options.publication, options.tables, options.all_tables) == (None, (), False)
-    assert (options.spool_limit, options.start_from) == (1 << 30, None)
-    assert (options.fail_fast, options.temporary_slot) == (False, False)
+    assert (source.db, source.slot_name, options.state_dir) == (URL, "pgcdc", Path(".pgcdc"))
+    assert (source.publication, source.tables, source.all_tables) == (None, (), False)
+    assert (options.spool_limit, source.start_from) == (1 << 30, None)
+    assert (options.fail_fast, source.temporary_slot) == (False, False)
 
 
 def test_every_option_arrives_where_it_belongs() -> None:
@@ -50,8 +52,9 @@ def test_every_option_arrives_where_it_belongs() -> None:
             "_spool": "/spool",
         }
     )
-    assert (options.slot_name, options.publication, options.tables) == ("s", "p", ("a", "sales.b"))
-    assert (options.state_dir, options.spool_limit, options.start_from) == (Path("/state"), 2 << 20, "slot")
+    source = cast(PostgresOptions, options.source)
+    assert (source.slot_name, source.publication, source.tables) == ("s", "p", ("a", "sales.b"))
+    assert (options.state_dir, options.spool_limit, source.start_from) == (Path("/state"), 2 << 20, "slot")
     assert (options.consumer, options.max_batch_rows, options.spool) == ("reports", 5, "/spool")
 
 
@@ -63,7 +66,8 @@ def test_keys_come_in_any_case_and_with_dashes(key: str) -> None:
 @pytest.mark.parametrize("name", ["all_tables", "fail_fast", "temporary_slot"])
 @pytest.mark.parametrize(("text", "expected"), [("true", True), ("TRUE", True), ("false", False), ("False", False)])
 def test_flags_are_true_or_false(name: str, text: str, expected: bool) -> None:
-    assert getattr(parse_options({name: text}), name) is expected
+    options = parse_options({name: text})
+    assert {**options.source.model_dump(), **options.model_dump(exclude={"source"})}[name] is expected
 
 
 @pytest.mark.parametrize("name", ["all_tables", "fail_fast", "temporary_slot"])
@@ -98,8 +102,10 @@ def test_password_in_the_url_is_refused_and_not_repeated(url: str) -> None:
 
 def test_password_may_come_from_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PGCDC_DB", "postgresql://app:s3cret@localhost/shop")
-    assert parse_options({}).db == "postgresql://app:s3cret@localhost/shop"
-    assert parse_options({"url": URL}).db == URL
+    for raw, expected in (({}, "postgresql://app:s3cret@localhost/shop"), ({"url": URL}, URL)):
+        source = parse_options(raw).source
+        assert cast(PostgresOptions, source.resolved()).db == expected
+        assert "s3cret" not in source.model_dump_json()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +127,7 @@ def test_a_pipeline_passes_everything_about_wire_and_events_on_to_its_source(tmp
     }  # fmt: skip
     config = Config.model_validate({"db": "postgresql://h/x", "all_tables": True, "state_dir": tmp_path, **changed})
     options = parse_options(write_options(config))
-    assert options.part(WireOptions) == config.part(WireOptions)
+    assert options.source.part(WireOptions) == config.part(WireOptions)
     assert options.source == config.source_options().but(db="")
     assert options.events == EventOptions(True, True, "base64", True)
 
@@ -140,7 +146,7 @@ def test_no_secret_stands_in_what_spark_is_told_or_sends_to_executors(
     assert "shop" not in str(told) and "hush-hush" not in str(told) and "quiet-now" not in str(told)
     monkeypatch.setenv("PGCDC_DB", url)
     options = parse_options(told)
-    assert options.db == url and "hush-hush" not in repr(options)
+    assert cast(PostgresOptions, options.source.resolved()).db == url and "hush-hush" not in repr(options)
     sent = pickle.dumps(ChangeReader(options, StructType()))
     assert b"hush-hush" not in sent and b"localhost/shop" not in sent
 
@@ -159,9 +165,26 @@ def test_every_setting_of_a_pipeline_survives_spark(tmp_path: Path) -> None:
     assert options.part(CaptureOptions) == config.part(CaptureOptions)
 
 
+def test_other_words_for_a_setting_reach_the_queries_of_a_pipeline_and_are_still_no_options(tmp_path: Path) -> None:
+    from pgcdc.config import load_config
+
+    given = {"toast_cache": True, "toast_cache_max_entries": 7, "snapshot_first": True, "persistent_slot": True}
+    config = load_config(
+        {**given, "all_tables": True, "db": "postgresql://h/x", "state_dir": str(tmp_path)}, {}, None
+    )  # fmt: skip
+    source = cast(PostgresOptions, parse_options(write_options(config)).source)
+    assert (source.effective_toast, source.toast_cache_max_entries) == ("cache", 7)
+    assert source.effective_snapshot_mode == "initial"
+    for name in given.keys() - {"toast_cache_max_entries"}:
+        with pytest.raises(ConfigError, match=f"unknown option '{name}'"):
+            parse_options({name: "true"})
+
+
 def test_a_pipeline_tells_what_changed_since_it_began_and_not_what_an_earlier_run_told(tmp_path: Path) -> None:
     from pgcdc.config import Config
+    from pgcdc.core.state import Identity
     from pgcdc.run.pipeline import Pipeline
+    from pgcdc.source.protocol import Prepared
 
     said: list[str] = []
     raw = {"db": "postgresql://h/x", "all_tables": True, "state_dir": tmp_path}
@@ -173,8 +196,8 @@ def test_a_pipeline_tells_what_changed_since_it_began_and_not_what_an_earlier_ru
         ShapeChange(Position.at(110 + number, 0, SCHEMA_SUB), new, old) for number, (old, new) in enumerate(steps)
     ]
     append_shapes(pipeline.state.shapes_file, changes[:2])
-    pipeline._tables.begin()
+    pipeline._tables.begin(Prepared(Identity("postgres", "1", "db", "s", "i", 8)), [])
     append_shapes(pipeline.state.shapes_file, changes[2:])
     for _ in range(2):
-        pipeline._tables.tell_changes(None, [])
+        pipeline._tables.tell_changes([])
     assert said == ["table public.orders: column note (text) removed"]

@@ -21,9 +21,11 @@ from pgcdc.core.position import SCHEMA_SUB, Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.core.state import StateDir
 from pgcdc.event.events import KEYED_LINES, events_of, open_blocks, pack_block, unpack_blocks
+from pgcdc.event.forms import find_barriers, key_hashes
 from pgcdc.event.frame import EventOptions, Frame, make_frame
-from pgcdc.event.keys import find_barriers, key_hashes
 from pgcdc.event.texts import IdSeed
+from pgcdc.run.member import Adapter, Member
+from pgcdc.run.roster import Membership, Roster
 from pgcdc.sink.contract import Receipt
 from pgcdc.sink.folder import FolderSink
 from pgcdc.sink.runner import Runner
@@ -367,7 +369,7 @@ def test_a_batch_that_cannot_be_split_is_written_to_nobody(monkeypatch: pytest.M
     pieces.where().select().collect.side_effect = PySparkException("a worker was lost")
     split = MagicMock()
     split.repartitionById().sortWithinPartitions().persist.return_value = pieces
-    monkeypatch.setattr(parallel, "_map_in_arrow", lambda *_: split)
+    monkeypatch.setattr(parallel, "map_in_arrow", lambda *_: split)
     spark = MagicMock()
     spark.sparkContext.defaultParallelism = 2
     batch = LargeBatch(spark, MagicMock(), START, END, events=10)
@@ -412,9 +414,6 @@ def test_what_an_executor_raised_is_raised_here(text: str, kind: type[PgcdcError
 def test_executors_write_what_is_behind_the_place_that_a_sink_has_skipped_to(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    class Unordered(FolderSink):
-        needs_key_order = False
-
     told: list[_Write] = []
 
     def map_in_arrow(frame: MagicMock, writing: _Write, _: str) -> MagicMock:
@@ -422,11 +421,12 @@ def test_executors_write_what_is_behind_the_place_that_a_sink_has_skipped_to(
         frame.collect.return_value = []
         return frame
 
-    monkeypatch.setattr(parallel, "_map_in_arrow", map_in_arrow)
-    member = Runner(Unordered(tmp_path / "a"), tmp_path, "a")
+    monkeypatch.setattr(parallel, "map_in_arrow", map_in_arrow)
+    member = Runner(FolderSink(tmp_path / "a"), tmp_path, "a")
     member.open(START)
     floor = Position.end(80)
     batch = LargeBatch(MagicMock(), MagicMock(), START, END, events=10)
+    monkeypatch.setattr(batch, "_split", lambda: (MagicMock(), [Segment(START, END, 10)]))
     assert batch.write(member, floor)
     assert [one.after for one in told] == [str(floor)]
     assert member.ack == END
@@ -440,8 +440,8 @@ def test_batch_of_which_events_are_refused_goes_the_ordinary_way(
     sink = FolderSink(tmp_path / "out")
     member = Runner(sink, tmp_path, "file")
     member.open(START)
-    sink.needs_key_order = False
     batch = LargeBatch(MagicMock(), MagicMock(), START, END)
+    monkeypatch.setattr(batch, "_split", lambda: (MagicMock(), [Segment(START, END, 10)]))
     error: Exception = SinkRejected("an executor says: no")  # its rejects do not come through Spark
 
     def deliver(*_: object) -> None:
@@ -452,3 +452,12 @@ def test_batch_of_which_events_are_refused_goes_the_ordinary_way(
     error = SinkError("another one")
     with pytest.raises(SinkError, match="another one"):
         batch.write(member)
+
+
+def test_a_rate_limit_wants_events_one_after_the_other(tmp_path: Path) -> None:
+    membership = Membership(Roster(), MagicMock())
+    for limit, takes_parts in ((0.0, True), (1e6, False)):
+        sink = Runner(FolderSink(tmp_path / "a"), tmp_path, "a", DeliveryOptions(rate_limit=limit))
+        member = Member(Adapter("a", sink), membership)
+        assert member.takes_parts is takes_parts
+        member.close()

@@ -21,7 +21,7 @@ from pgcdc.core.position import Position
 from pgcdc.event.lines import quote_json
 from pgcdc.sink.pg_table.append import copy_rows, copy_rows_one_by_one
 from pgcdc.sink.pg_table.options import PgTableOptions
-from pgcdc.sink.pg_table.sqlstate import Blame, blame, explain, kind_of
+from pgcdc.sink.pg_table.session import Blame, blame, explain, kind_of
 
 SOURCE = "postgresql://app@source/shop"
 TARGET = "postgresql://app:hunter2@target/mirror"

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from pgcdc.config import load_config
 from pgcdc.core.errors import ConfigError
-from pgcdc.sink.pg_table import statements
+from pgcdc.sink.pg_table import writer
 from pgcdc.sink.pg_table.fold import Rows
-from pgcdc.sink.pg_table.statements import copy_texts
-from pgcdc.sink.pg_table.tables import TargetNames, find_loops
+from pgcdc.sink.pg_table.options import TargetNames
+from pgcdc.sink.pg_table.writer import copy_texts
 
 texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=8)
 nasty = st.text('\\\t\n\r\b\f\x01"/Nnu.', max_size=6)
@@ -49,9 +49,9 @@ def test_rules_that_make_no_sense_are_refused(rules: tuple[str, ...], message: s
 
 def test_tables_that_would_feed_themselves_are_found() -> None:
     tables = [("public", "a"), ("public", "b"), ("mirror", "a")]
-    assert find_loops(TargetNames(), tables) == sorted(tables)
-    assert find_loops(TargetNames(schema="mirror"), tables) == [("mirror", "a"), ("public", "a")]
-    assert find_loops(TargetNames(schema="mirror"), tables[:2]) == []
+    assert TargetNames().loops(tables) == sorted(tables)
+    assert TargetNames(schema="mirror").loops(tables) == [("mirror", "a"), ("public", "a")]
+    assert TargetNames(schema="mirror").loops(tables[:2]) == []
 
 
 @pytest.mark.parametrize("envelope", ["debezium_envelope", "cloudevents_envelope"])
@@ -79,7 +79,7 @@ def read_value(text: bytes) -> str | None:
 def test_values_survive_the_text_of_copy(rows: list[list[str | None]], piece: int) -> None:
     columns = [pa.array([None, *(row[number] for row in rows)], pa.string()).slice(1) for number in range(3)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(statements, "PIECE_BYTES", piece)
+        patch.setattr(writer, "PIECE_BYTES", piece)
         written = b"".join(copy_texts(Rows(("a", "b", "c"), columns)))
     assert written.count(b"\n") == len(rows) and b"\r" not in written
     assert [[read_value(text) for text in line.split(b"\t")] for line in written.split(b"\n")[:-1]] == rows

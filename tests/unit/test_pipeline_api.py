@@ -50,7 +50,7 @@ def test_the_variable_says_which_database(monkeypatch: pytest.MonkeyPatch) -> No
         (lambda: sources.postgres(DB, tables=["a"], max_batch_rows=0), "max_batch_rows"),
         (lambda: sources.postgres(DB), "tables"),
         (lambda: sources.postgres(DB, tables=["a"], adapters=["file"]), "adapters does not belong to a source"),
-        (lambda: adapters.file("x", timout=3), "timout is not known"),
+        (lambda: adapters.file("x", timout=3), "timout is not known"),  # type: ignore[call-arg]
         (lambda: adapters.file("x", timeout=-1), "timeout"),
         (lambda: adapters.file("", name="a"), "path"),
         (lambda: adapters.noop(priority="high"), "priority 'high' is not known"),  # type: ignore[arg-type]
@@ -162,6 +162,23 @@ def test_a_reload_that_fails_in_any_way_does_not_end_the_run() -> None:
     assert reloads.status()["reload_errors"] == 1
 
 
+def test_each_command_hears_what_became_of_its_own_reload() -> None:
+    answers: list[Config | ConfigError] = [ConfigError("line 3: no"), sources.postgres(DB, tables=["a"])]
+
+    def read_again() -> Config:
+        if isinstance(answer := answers.pop(0), ConfigError):
+            raise answer
+        return answer
+
+    reloads = Reloads(sources.postgres(DB, tables=["a"]), read_again, lambda text: None)
+    assert reloads.answer("first") == {}
+    assert reloads.take(lambda *given: None, ["stdout"])
+    assert reloads.answer("second") == {}
+    assert reloads.take(lambda *given: None, ["stdout"])
+    assert (reloads.answer("first"), reloads.answer("second")) == ({"refused": "line 3: no"}, {"refused": None})
+    assert not reloads.take(lambda *given: None, ["stdout"]), "an answer that got lost is given again"
+
+
 def test_one_target_under_two_names_is_refused(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "x.jsonl")
@@ -230,7 +247,7 @@ def test_a_session_that_was_there_before_is_left_running(
     monkeypatch.setenv("PGCDC_WATCH_PID", "")
     monkeypatch.setattr(SparkContext, "_gateway", RunningJvm(DB))
     monkeypatch.setattr(SparkContext, "_active_spark_context", object() if was_there else None)
-    monkeypatch.setattr("pgcdc.run.pipeline.session", lambda **_: spark)
+    monkeypatch.setattr("pgcdc.run.driver.start_session", lambda *_, **__: spark)
     pipeline = Pipeline(sources.postgres(DB, tables=["a"], state_dir=tmp_path), [adapters.noop()])
     pipeline._start_spark()
     pipeline._close()
@@ -240,14 +257,15 @@ def test_a_session_that_was_there_before_is_left_running(
 def test_what_transforms_change_is_remembered_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pgcdc.run.pipeline.CaptureLink", mock.Mock())
-    monkeypatch.setattr("pgcdc.run.pipeline.Lanes", mock.Mock())
+    monkeypatch.setattr("pgcdc.run.driver.CaptureLink", mock.Mock())
+    monkeypatch.setattr("pgcdc.run.driver.Lanes", mock.Mock())
     given = adapters.file(tmp_path / "x.jsonl", transforms=[transform.mask("email")])
     pipeline = Pipeline(sources.postgres(DB, tables=["a"], state_dir=tmp_path), [given, adapters.noop()])
     pipeline._prepared = pipeline._server = mock.Mock(names=("p",))
 
     def changed() -> dict[str, list[str]]:
-        return {name: one["columns"] for name, one in (read_json(pipeline.state.transforms_file) or {}).items()}
+        found = (read_json(pipeline.state.targets_file) or {}).items()
+        return {name: one["columns"] for name, one in found if one["columns"]}
 
     pipeline._open_lanes()
     assert changed() == {"file": ["email"]}

@@ -9,8 +9,9 @@ import pytest
 from pgcdc import adapters
 from pgcdc.core.errors import StateError
 from pgcdc.core.state import StateDir
-from pgcdc.run.target_digests import check_place, note_places
+from pgcdc.run.targets import check_target, note_targets
 from pgcdc.sink.spec import AdapterSpec
+from pgcdc.transform.program import Chain
 
 MIRROR = adapters.pg_table("postgresql://app:one@b:5432/copy", mode="apply", target_schema="mirror")
 
@@ -18,7 +19,8 @@ MIRROR = adapters.pg_table("postgresql://app:one@b:5432/copy", mode="apply", tar
 @pytest.fixture
 def state(tmp_path: Path) -> StateDir:
     state = StateDir(tmp_path)
-    note_places(state, [MIRROR, adapters.webhook("https://example.com/hook/a-long-secret-path"), adapters.exec("jq .")])
+    specs = (MIRROR, adapters.webhook("https://example.com/hook/a-long-secret-path"), adapters.exec("jq ."))
+    note_targets(state, [(spec, Chain()) for spec in specs])
     return state
 
 
@@ -35,11 +37,11 @@ def state(tmp_path: Path) -> StateDir:
 )
 def test_settings_that_name_another_target_are_refused(state: StateDir, other: AdapterSpec) -> None:
     with pytest.raises(StateError, match="another target than these settings name"):
-        check_place(state, other)
+        check_target(state, other)
 
 
 def test_how_it_is_delivered_does_not_matter_and_nothing_can_be_read_from_the_note(state: StateDir) -> None:
-    check_place(state, adapters.pg_table("postgresql://other:two@b:5432/copy", mode="apply", target_schema="mirror"))
-    check_place(state, adapters.webhook("https://example.com/hook/a-long-secret-path", signing_key="k", max_retries=1))
-    check_place(state, adapters.file("new.jsonl"))  # an older version has noted nothing
-    assert "secret" not in state.places_file.read_text()
+    check_target(state, adapters.pg_table("postgresql://other:two@b:5432/copy", mode="apply", target_schema="mirror"))
+    check_target(state, adapters.webhook("https://example.com/hook/a-long-secret-path", signing_key="k", max_retries=1))
+    check_target(state, adapters.file("new.jsonl"))  # an older version has noted nothing
+    assert "secret" not in state.targets_file.read_text()

@@ -12,7 +12,7 @@ from pgcdc.core.errors import SpoolError, StateError
 from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import LAST_CHUNK, SNAPSHOT, Position
 from pgcdc.core.relation import Column, Relation, Relations
-from pgcdc.source.postgres.snapshot.releases import Releases, stage_rows
+from pgcdc.source.postgres.snapshot.releases import Releases
 from pgcdc.spool.batch import CaptureBatch, Part, split_batch
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 
@@ -31,11 +31,7 @@ def rows(*ids: int, op: Op = Op.SNAPSHOT) -> pa.RecordBatch:
 
 
 def release(releases: Releases, after: Position, *batches: pa.RecordBatch) -> Position:
-    count, written = stage_rows(releases.folder / "staged", batches)
-    made = releases.add(
-        after, releases.folder / "staged", rows=count, written=written, relation=ORDERS, time_us=1_000_000
-    )
-    return made.end
+    return releases.add(after, releases.stage(batches, 1_000_000), ORDERS).end
 
 
 def ids(batches: list[CaptureBatch]) -> list[bytes]:
@@ -63,9 +59,8 @@ def test_a_release_follows_the_very_end_of_its_transaction(tmp_path: Path) -> No
 
 def test_a_note_is_there_again_after_a_crash(tmp_path: Path) -> None:
     releases = Releases(tmp_path, BASE)
-    count, written = stage_rows(tmp_path / "staged", [rows(1)])
     note = {"request": "a", "last_key": ["1"]}
-    releases.add(BASE, tmp_path / "staged", rows=count, written=written, relation=ORDERS, time_us=1_000_000, note=note)
+    releases.add(BASE, releases.stage([rows(1)]), ORDERS, note)
     assert [one.note for one in Releases(tmp_path, BASE).after(BASE)] == [note]
 
 
@@ -110,11 +105,22 @@ def test_nobody_needs_what_is_released_everywhere(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_files_that_nobody_knows_are_removed_at_a_start(tmp_path: Path) -> None:
+    releases = Releases(tmp_path, BASE)
+    release(releases, BASE, rows(1))
+    kept, _ = releases.stage([rows(2)]), releases.stage([rows(3)])
+    (tmp_path / "a.arrow.7.partial").touch()
+    again = Releases(tmp_path, BASE)
+    again.remove_unknown({kept.file})
+    (released,) = again.after(BASE)
+    assert {one.name for one in tmp_path.glob("*.arrow*")} == {released.staged.file, kept.file}
+
+
 def test_damage_is_said(tmp_path: Path) -> None:
     releases = Releases(tmp_path, BASE)
     release(releases, BASE, rows(1))
     (known,) = releases.after(BASE)
-    (tmp_path / known.file).write_bytes(b"nonsense")
+    (tmp_path / known.staged.file).write_bytes(b"nonsense")
     with pytest.raises(StateError, match="missing or damaged"):
         list(releases.batches(known, Relations()))
 
@@ -138,11 +144,14 @@ def test_a_batch_is_split_between_its_transactions() -> None:
         schema=TRANSACTIONS,
     )
     data = rows(1, 2, 3, 4, 5, op=Op.INSERT)
-    batch = CaptureBatch(Part(5, data.nbytes, (2, 0), data), transactions, Relations(), Position.end(0x118), 0x118)
+    batch = CaptureBatch(
+        Part(5, data.nbytes, (2, 0), data), transactions, Relations(), Position.end(0x118), 0x118, token=b"set"
+    )
     before, after = split_batch(batch, 0x111)
     assert before is not None
     assert (ids([before]), before.end, before.last_lsn) == ([b"1", b"2", b"3"], Position.end(0x110), 0x110)
     assert (ids([after]), after.end, after.last_lsn) == ([b"4", b"5"], Position.end(0x118), 0x118)
+    assert (before.token, after.token) == (b"", b"set"), "with it a source goes on behind all of them"
     assert split_batch(batch, 0x101) == (None, batch)
 
 
@@ -156,8 +165,8 @@ def test_rows_are_on_disk_before_the_log_says_where_they_stand(tmp_path: Path, m
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    count, written = stage_rows(tmp_path / "r" / "staged", [rows(2)])
-    releases.add(BASE, tmp_path / "r" / "staged", rows=count, written=written, relation=ORDERS, time_us=1)
+    staged = releases.stage([rows(2)])
+    releases.add(BASE, staged, ORDERS)
     log = calls.index("releases.jsonl")
-    assert calls[0].startswith("staged.") and calls[0].endswith(".partial"), "the rows, before they have their name"
-    assert calls[1:log] == ["r", "r"], "the folder, with the name of the staged file and with that of the release"
+    assert calls[0].startswith(f"{staged.file}.") and calls[0].endswith(".partial"), "before they have their name"
+    assert calls[1:log] == ["r"], "the folder, with the name of the file"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,23 +12,28 @@ from typing import Any
 
 import pytest
 from letters import PIPELINE, PickyFile, at, letter
-from running import run
+from running import FakeRunner, run
 from sink_targets import END, START, Target, batch, fresh, opened
 
 from pgcdc import adapters
+from pgcdc.capture.control import ask
 from pgcdc.config import Config
+from pgcdc.config.destinations import plan_destinations
 from pgcdc.core import failpoint
-from pgcdc.core.errors import PgcdcError, Reject, SinkError, SinkRejected, SinkUnavailable, StateError
+from pgcdc.core.errors import ConfigError, PgcdcError, Reject, SinkError, SinkRejected, SinkUnavailable, StateError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.event.batch import Batch
+from pgcdc.run.control import RunServer
 from pgcdc.run.letter_service import LetterOffice, _Telling, ask_run
 from pgcdc.run.member import Adapter, Member
 from pgcdc.run.roster import Membership, Place, Roster
-from pgcdc.sink.letters import Query
+from pgcdc.sink.groups import read_records
+from pgcdc.sink.letters.delivery import MAX_CHARS, MAX_LETTERS, Tally, as_batch, deliver_again, find_batches
 from pgcdc.sink.letters.file_store import FileDeadLetters
-from pgcdc.sink.letters.replay import MAX_CHARS, MAX_LETTERS, as_batch, deliver_again, find_batches
+from pgcdc.sink.letters.record import Query
 from pgcdc.sink.noop import NoopSink
+from pgcdc.transform.program import Chain, column_chain
 
 
 @pytest.fixture
@@ -70,6 +74,22 @@ def test_a_batch_has_the_lines_as_they_were(store: FileDeadLetters) -> None:
     records = made.records()
     assert records.value.to_pylist() == ["a", "b", "c"]
     assert records.is_barrier.to_pylist() == [True] * 3  # in order, one after the other
+
+
+def test_letters_carry_the_trace_of_their_events_in_any_envelope() -> None:
+    trace = {"traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01", "tracestate": "x=y"}
+    events: list[dict[str, Any]] = [
+        {"channel": "c", "operation": "INSERT", "payload": {"row": trace, "old": None}},
+        {"specversion": "1.0", "data": {"op": "DELETE", "row": None, "before": trace}},
+        {"before": None, "after": trace, "op": "c"},
+        {"schema": {}, "payload": {"before": trace, "after": None, "op": "d"}},
+        {"payload": {"row": {**trace, "traceparent": "not one"}}},
+        {"payload": {"row": {**trace, "traceparent": 7}}},
+        {"payload": None},
+    ]
+    lines = [*map(json.dumps, events), "no JSON"]
+    found = read_records(as_batch([letter(number, event=line) for number, line in enumerate(lines, 1)]))
+    assert [one.headers for one in found] == [trace] * 4 + [{}] * 4
 
 
 def test_delivered_and_superseded_letters_are_marked_and_refused_ones_stay(store: FileDeadLetters) -> None:
@@ -180,23 +200,16 @@ class Running:
         self.member = Member(Adapter("file", self.delivery), Membership(Roster({"file": Place()}, 0), _Outside()))
         self.member.open(START)
         self.lanes: Any = SimpleNamespace(members=lambda: [self.member])
-        self._ended = threading.Event()
+        self._server = RunServer(lambda request: self.office.answer(self.lanes, request))
         self._lock = Lock(self.state.run_lock)
 
     def __enter__(self) -> Running:
         assert self._lock.acquire() is not None
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._lock.write({"pid": os.getpid(), "address": self._server.address})
         return self
 
-    def _run(self) -> None:
-        while not self._ended.wait(0.01):
-            self.office._due = 0.0
-            self.office.serve(self.lanes)
-
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
+        self._server.close()
         self.office.close()
         self.member.close()
         self._lock.release()
@@ -209,7 +222,7 @@ def test_run_delivers_again_what_a_command_asks_for(tmp_path: Path) -> None:
         assert run.member.submit("main", Batch(START, Position.end(110), events.events)).result(10)
         store = run.office.store
         assert isinstance(store, FileDeadLetters) and [one.position for one in store.find(Query())] == at(2, 4)
-        assert run.member.dead_letters == 2
+        assert run.member.sink.dead_letters == 2
         again = ask_run(run.state, Query(PIPELINE, is_waiting=True))
         assert (again.delivered, again.failed) == (0, 2)
         (tmp_path / "mended").touch()
@@ -217,7 +230,26 @@ def test_run_delivers_again_what_a_command_asks_for(tmp_path: Path) -> None:
         assert (done.delivered, done.failed, done.error) == (2, 0, "")
         assert outcomes(store) == ["delivered"] * 2 and run.member.last_error is None
         assert [json.loads(one)["id"] for one in (tmp_path / "file.jsonl").read_text().splitlines()] == [1, 3, 2, 4]
-        assert list(run.state.replays.iterdir()) == []
+
+
+RENAME = {"type": "rename_fields", "fields": {"id": "number"}}
+
+
+def test_a_replay_knows_the_transforms_of_the_adapter_with_and_without_a_run(tmp_path: Path) -> None:
+    membership = Membership(Roster({"file": Place()}, 0), _Outside())
+    member = Member(Adapter("file", FakeRunner("file", START)), membership)
+    assert member.sink.chain().steps == ()
+    member.chain = Chain((RENAME,))  # as a reload does
+    assert [step["fields"] for step in member.sink.chain().steps] == [RENAME["fields"]]
+    member.close()
+    path = tmp_path / "pgcdc.yaml"
+    path.write_text(
+        "db: postgresql://h/x\ntables: [t]\nadapters: [{name: f, type: file, path: a.jsonl}]\ntransforms:\n"
+        "  global: [{type: rename_fields, fields: {id: number}}]\n"
+        "  adapter: {f: [{type: drop_columns, columns: [note]}]}\n"
+    )
+    chain = plan_destinations({}, path, ["f"])["f"].chain
+    assert [step["type"] for step in column_chain(chain).steps] == ["rename_fields", "drop_columns"]
 
 
 def test_two_commands_at_the_same_time_deliver_a_letter_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,38 +288,58 @@ def test_letters_of_an_adapter_that_the_run_does_not_have_stay(tmp_path: Path) -
         assert tally.delivered == 0 and "gone is not in this run" in tally.error
 
 
-def test_run_that_ends_meanwhile_is_said_and_a_dead_command_s_wish_is_thrown_away(tmp_path: Path) -> None:
+def test_run_that_ends_meanwhile_is_said(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
     state.create()
     with pytest.raises(StateError, match="has ended"):
         ask_run(state, Query())
-    assert list(state.replays.iterdir()) == []
-    left = state.replays / "x.ask.json"
-    left.write_text(json.dumps({"pid": _dead_pid(), "query": {}}))
-    with Running(tmp_path):
-        deadline = time.monotonic() + 10
-        while left.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    assert list(state.replays.iterdir()) == []
 
 
-@pytest.mark.parametrize("wish", [{}, {"pid": 0}])
-def test_wish_that_was_taken_back_is_not_answered(tmp_path: Path, wish: dict[str, Any]) -> None:
+def test_run_that_has_no_lanes_yet_is_waited_for(tmp_path: Path) -> None:
     with Running(tmp_path) as run:
-        run.state.replays.mkdir(exist_ok=True)
-        path = run.state.replays / "x.ask.txt"  # not one that the run finds by itself
-        path.write_text(json.dumps(wish))
-        run.office._answer(path, run.lanes)
-        assert list(run.state.replays.iterdir()) == []
+        run.office.store.record([letter(1, "gone")])
+        lanes, run.lanes = run.lanes, None
+        found: list[Tally] = []
+        asking = threading.Thread(target=lambda: found.append(ask_run(run.state, Query(PIPELINE, is_waiting=True))))
+        asking.start()
+        asking.join(0.3)
+        assert found == []
+        run.lanes = lanes
+        asking.join(10)
+        assert "gone is not in this run" in found[0].error
 
 
-def _dead_pid() -> int:
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    return pid
+def test_replay_that_fails_is_said_by_the_command(tmp_path: Path) -> None:
+    with Running(tmp_path, dlq="stderr") as run, pytest.raises(ConfigError, match="cannot be read again"):
+        ask_run(run.state, Query(PIPELINE, is_waiting=True))
+
+
+def test_answers_that_get_lost_are_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[dict[str, Any]] = []
+
+    def ask_badly(lock: Path, request: dict[str, Any]) -> dict[str, Any]:
+        found = ask(lock, request)
+        if any("tally" in one for one in lost) and "tally" not in found:
+            raise AssertionError(f"it was known how it ended, and is no longer: {found}")
+        if not lost or ("tally" in found and len(lost) < 3):
+            lost.append(found)
+            return {}
+        return found
+
+    monkeypatch.setattr("pgcdc.run.letter_service.ask", ask_badly)
+    with Running(tmp_path) as run:
+        run.office.store.record([letter(1)])
+        tally = ask_run(run.state, Query(PIPELINE, is_waiting=True))
+        assert tally.delivered == 1 and len(lost) == 3
+        assert len(run.office._replays) == 1
+
+
+def test_a_run_knows_how_the_last_replays_ended_and_not_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pgcdc.run.letter_service.KEPT_REPLAYS", 2)
+    with Running(tmp_path) as run:
+        for _ in range(5):
+            ask_run(run.state, Query(PIPELINE, is_waiting=True))
+        assert len(run.office._replays) == 3
 
 
 def test_refusals_are_said_at_once_and_then_counted_for_a_while(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from preparing import Wanted
@@ -12,6 +12,7 @@ from pgcdc.config import load_config
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.settings import make_options, split_outside_quotes
 from pgcdc.postgres.selection import Rule, Selection
+from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.spark.options import parse_options
 
 URL = "postgresql://h/d"
@@ -80,7 +81,7 @@ def test_rules_come_from_flags_variables_yaml_and_options_of_spark(tmp_path: Pat
         "url": URL, "tables": "orders,items", "row_filters": "; ".join(filters), "columns": "; ".join(columns),
     })  # fmt: skip
     found = [one.source_options().selection for one in (by_variables, by_flags, by_file)] + [
-        by_options.source.selection
+        cast(PostgresOptions, by_options.source).selection
     ]
     assert found == [Selection(("orders", "items"), row_filters=filters, columns=columns)] * 4
 
@@ -91,7 +92,7 @@ def test_schemas_and_generated_columns_come_the_same_ways() -> None:
         {}, {"PGCDC_DB": URL, "PGCDC_SCHEMAS": "sales, shop", "PGCDC_GENERATED_COLUMNS": "true"}, None
     )
     by_options = parse_options({"url": URL, "schemas": "sales,shop", "generated_columns": "true"})
-    assert by_variables.source_options().selection == by_options.source.selection == wanted
+    assert by_variables.source_options().selection == cast(PostgresOptions, by_options.source).selection == wanted
     assert wanted.is_open and wanted.schema_names == ("sales", "shop")
 
 

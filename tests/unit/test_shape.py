@@ -6,12 +6,10 @@ import numpy as np
 import pyarrow as pa
 
 from pgcdc.core.operation import Op
-from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
-from pgcdc.core.shapes import ShapeChange
 from pgcdc.event.events import events_of
 from pgcdc.event.frame import EventOptions, make_frame
-from pgcdc.event.shape import ARRAY, NO_MODIFIER, REQUIRED, ZERO, Described, Family, shape_array
+from pgcdc.event.shape import ARRAY, NO_MODIFIER, REQUIRED, ZERO, Family, TableShape, column_types
 from pgcdc.event.texts import IdSeed
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 
@@ -30,22 +28,16 @@ DETAILS = {
 
 
 def test_types_are_codes_with_modifiers() -> None:
-    described = Described("shop", (ShapeChange(Position.at(8, 0), ORDERS, details=DETAILS),))
-    assert shape_array([ORDERS], described).to_pylist() == [
-        {
-            "database": "shop",
-            "names": ["id", "total", "at", "tags", "mood"],
-            "codes": [Family.INTEGER, Family.NUMERIC, Family.TIMESTAMP, Family.TEXT + ARRAY, Family.TEXT],
-            "modifiers": [NO_MODIFIER, ZERO + 2 + REQUIRED, ZERO + 3, NO_MODIFIER, NO_MODIFIER],
-            "key": ["id"],
-        }
-    ]
+    assert column_types(ORDERS, DETAILS) == [
+        (Family.INTEGER, NO_MODIFIER), (Family.NUMERIC, ZERO + 2 + REQUIRED), (Family.TIMESTAMP, ZERO + 3),
+        (Family.TEXT + ARRAY, NO_MODIFIER), (Family.TEXT, NO_MODIFIER),
+    ]  # fmt: skip
+    assert TableShape(ORDERS, DETAILS).key == ["id"]
 
 
 def test_without_the_catalog_types_of_the_database_are_not_known_nor_the_key_of_a_whole_row() -> None:
-    orders, items = shape_array([ORDERS, ITEMS], Described()).to_pylist()
-    assert (orders["codes"][-1], orders["key"]) == (Family.OTHER, ["id"])
-    assert items["key"] == []
+    assert column_types(ORDERS, None)[-1][0] == Family.OTHER
+    assert (TableShape(ORDERS).key, TableShape(ITEMS).key) == (["id"], [])
 
 
 def _events(rows: list[tuple[int, int, int, int]]) -> list[int | None]:

@@ -23,8 +23,8 @@ from pgcdc.core.errors import ConnectionLost, StateError
 from pgcdc.core.position import SCHEMA_SUB, Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.core.shapes import ShapeChange, ShapeHistory, append_shapes, cut_tail
-from pgcdc.source.postgres.setup import shapes as capture_shapes
-from pgcdc.source.postgres.setup.shapes import ShapeObserver
+from pgcdc.source.postgres.setup import guard as capture_shapes
+from pgcdc.source.postgres.setup.guard import ShapeObserver
 from pgcdc.source.postgres.wire.assemble import Assembler
 from pgcdc.spark.options import parse_options
 from pgcdc.spark.reader import ChangeReader

@@ -12,8 +12,8 @@ import pytest
 from control_loop import Loop
 from typer.testing import CliRunner
 
-from pgcdc.cli.copy_progress import PlainProgress, describe_rows, describe_seconds
 from pgcdc.cli.main import app
+from pgcdc.cli.progress import CopyProgress, describe_rows, describe_seconds
 from pgcdc.cli.status import read_status
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.state import Identity, Lock, StateDir, write_json
@@ -26,7 +26,7 @@ DB = "postgresql://u@h/shop"
 def state(tmp_path: Path) -> StateDir:
     made = StateDir(tmp_path / "state")
     made.create()
-    made.save_identity(Identity("7", 1, "shop", "s1", "i", [], 800))
+    made.save_identity(Identity("postgres", "7", "shop", "s1", "i", 800))
     return made
 
 
@@ -190,12 +190,22 @@ def test_rows_for_people(rows: int, estimated: int, seconds: float, text: str) -
 
 
 def test_lines_come_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = PlainProgress(interval_s=3600)
-    progress.begin("t", 100)
-    progress.advance(5)
-    progress.end(100)
+    progress = CopyProgress(live=False, interval_s=3600)
+    progress("t", 0, 100, False)
+    progress("t", 5, 100, False)
+    progress("t", 100, 100, True)
     assert capsys.readouterr().err == "pgcdc: table t: 100 rows, complete in less than 1 s\n"
-    progress = PlainProgress(interval_s=0)
-    progress.begin("t", 100)
-    progress.advance(50)
+    progress = CopyProgress(live=False, interval_s=0)
+    progress("t", 0, 100, False)
+    progress("t", 50, 100, False)
     assert capsys.readouterr().err.startswith("pgcdc: table t: 50 of about 100 rows (50 %), ")
+
+
+def test_source_without_such_snapshots_refuses_them_also_while_nothing_runs(state: StateDir) -> None:
+    state.save_identity(Identity("rate", "rate-1", "rate", "rate", "i", 8))
+    flags = ("--state-dir", str(state.path), "--db", DB)
+    said = run("--incremental", "--table", "t", *flags, code=2)
+    assert "made-up tables have no snapshots beside the stream" in said and "--rate-existing-rows" in said
+    assert "made-up tables have no snapshots" in run("--pause", "a", *flags, code=2)
+    assert json.loads(run("--list", "--json", *flags)) == []
+    assert RequestQueue(state.requests_file).entries() == []

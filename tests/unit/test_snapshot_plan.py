@@ -9,13 +9,25 @@ from typing import Any
 import pytest
 
 from pgcdc.cli.progress import SnapshotProgress
+from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
+from pgcdc.core.state import StateDir
 from pgcdc.source.postgres.options import PostgresOptions
-from pgcdc.source.postgres.setup.published import PublishedTable
+from pgcdc.source.postgres.setup.tables import PublishedTable
 from pgcdc.source.postgres.snapshot.chunks import Chunk
 from pgcdc.source.postgres.snapshot.held import Hold
-from pgcdc.source.postgres.snapshot.plan import PLAN_FILE, Entry, PlannedTable, SkipRule, SnapshotPlan, begin_plan
-from pgcdc.source.postgres.snapshot.planning import requests_for_rest
+from pgcdc.source.postgres.snapshot.initial import InitialSnapshot
+from pgcdc.source.postgres.snapshot.plan import (
+    PLAN_FILE,
+    Entry,
+    PlannedTable,
+    SkipRule,
+    SnapshotPlan,
+    begin_plan,
+    requests_for_rest,
+)  # fmt: skip
+from pgcdc.source.postgres.snapshot.releases import Releases
+from pgcdc.source.postgres.snapshot.requests import RequestQueue
 
 SLOTS = Hold(1, "00000003-1", "holder-1-a.json", 100.0)
 YOUNGER = Hold(2, "00000003-2", "holder-2-b.json", 200.0, visible="10:20:12", lsn=0x900)
@@ -29,7 +41,7 @@ def table(oid: int, *, key: tuple[str, ...] = ("id",)) -> PublishedTable:
 def entries(oid: int, hold: int, count: int = 3) -> list[Entry]:
     bounds = [None, *((str(10 * number),) for number in range(1, count)), None]
     return [
-        Entry(f"{oid}-{hold}-{n}", Chunk("public", f"t{oid}", 7, key=("id",), low=low, high=high), 10, 100)
+        Entry(f"{oid}-{hold}-{n}", Chunk("public", f"t{oid}", 7, key=("id",), low=low, high=high), 10)
         for n, (low, high) in enumerate(itertools.pairwise(bounds))
     ]
 
@@ -46,7 +58,7 @@ def test_every_step_survives_a_crash_and_half_a_step_does_not(tmp_path: Path) ->
     again = SnapshotPlan(tmp_path)
     assert again.tables == plan.tables and again.is_planned and again.is_active
     five = again.tables[5]
-    assert five.is_started and [entry.id for entry in five.left] == ["5-1-0", "5-1-2"]
+    assert five.is_started and list(five.left) == ["5-1-0", "5-1-2"]
     assert (five.rows, five.estimated_rows) == (12, 32) and five.published == table(5)
     assert again.tables[7].hold == 0 and again.rules == []
 
@@ -66,12 +78,28 @@ def test_a_table_that_is_read_in_a_younger_snapshot_has_a_rule_for_ever(tmp_path
     assert len((tmp_path / PLAN_FILE).read_bytes().splitlines()) == 1
 
 
+def test_rows_that_were_staged_and_are_not_wanted_go_with_the_end_of_the_snapshot(tmp_path: Path) -> None:
+    """A table was dropped, say, while its rows waited: they would keep the disk until the capture is started again."""
+    state = StateDir(tmp_path)
+    begin_plan(state.snapshot, 0x800, SLOTS)
+    plan = SnapshotPlan(state.snapshot)
+    plan.plan(1, [(table(5), entries(5, 1))], [])
+    plan.end_table(5, "gone")
+    releases = Releases(state.snapshot, Position.end(0x800))
+    snapshot = InitialSnapshot(PostgresOptions(), (), state, releases, RequestQueue(tmp_path / "requests.json"))
+    released = releases.add(Position.end(0x800), releases.stage([]), None)
+    releases.stage([])
+    assert not snapshot.step(lambda *_: None, lambda: "end") and not snapshot.is_active
+    assert [one.name for one in state.snapshot.glob("*.arrow*")] == [released.staged.file]
+    snapshot.close()
+
+
 def test_without_a_plan_there_is_no_snapshot(tmp_path: Path) -> None:
     assert not SnapshotPlan(tmp_path).is_active
 
 
 def test_the_rest_is_asked_for_by_ranges_of_the_key() -> None:
-    planned = PlannedTable(table(5), 1, {one.id: one for one in entries(5, 1, 6)}, done={"5-1-0": 9, "5-1-3": 9})
+    planned = PlannedTable(table(5), 1, {one.id: one for one in entries(5, 1, 6) if one.id not in ("5-1-0", "5-1-3")})
     first, second = requests_for_rest(planned, "t5")
     assert (first.low, first.high, first.table, first.kind) == (("10",), ("30",), "t5", "initial")
     assert (second.low, second.high) == (("40",), None) and first.id != second.id
@@ -79,7 +107,7 @@ def test_the_rest_is_asked_for_by_ranges_of_the_key() -> None:
 
 
 def test_a_table_that_was_cut_otherwise_is_asked_for_whole() -> None:
-    blocks = Entry("5-1-0", Chunk("public", "t5", 7, first_block=4), 10, 100)
+    blocks = Entry("5-1-0", Chunk("public", "t5", 7, first_block=4), 10)
     (one,) = requests_for_rest(PlannedTable(table(5), 1, {blocks.id: blocks}), "t5")
     assert (one.low, one.high) == (None, None)
 
@@ -99,9 +127,8 @@ def test_the_default_is_initial_where_it_can_be(given: str | None, how: dict[str
     assert options.effective_snapshot_mode == mode
 
 
-def test_progress_is_said_in_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    progress = SnapshotProgress(said.append, live=False)
+def test_progress_is_said_in_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = SnapshotProgress(live=False)
     reading = {
         "table": "orders", "status": "reading", "rows": 1500, "estimated_rows": 6000, "percent": 25.0, "rows_per_s": 500,
         "seconds_left": 9,
@@ -110,7 +137,7 @@ def test_progress_is_said_in_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         progress.show({"status": "reading", "tables": [reading, waiting]})
     progress.show({"status": "complete", "rows": 6000, "seconds": 12.0, "tables": [{**reading, "status": "moved"}]})
-    assert said == [
+    assert capsys.readouterr().err.replace("pgcdc: ", "").splitlines() == [
         "initial snapshot: 0 of 2 tables are complete; orders: 1,500 of about 6,000 rows (25 %), 500 rows/s, 9 s left",
         "initial snapshot: 6,000 rows of 1 tables in 12.0 s; the rest of orders is read while changes come",
     ]

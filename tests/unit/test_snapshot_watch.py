@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from pgcdc.run.progress import RequestWatch, describe_stop
+from pgcdc.core.position import Position
+from pgcdc.run.progress import SnapshotWatch, describe_stop
+from pgcdc.run.supervisor import Lanes
 
 READING = {
     "status": "reading",
@@ -31,7 +34,7 @@ def request(name: str, status: str, **more: Any) -> dict[str, Any]:
 
 def test_requests_that_end_are_told_once() -> None:
     said: list[str] = []
-    watch = RequestWatch(said.append)
+    watch = SnapshotWatch(said.append, is_all=False)
     now = time.time() + 1
     status = {"snapshots": [request("old", "done", finished=now - 60), request("a", "running")]}
     watch.follow(lambda: status)
@@ -44,6 +47,25 @@ def test_requests_that_end_are_told_once() -> None:
     status["snapshots"] = [request("c", "done", kind="vanished", finished=now)]
     watch.follow(lambda: status, at_once=True)
     assert said[2:] == ["snapshot c of table t is complete: 1,234 rows that vanished are deleted"]
+
+
+def test_a_snapshot_alone_ends_where_its_rows_ended_also_while_changes_go_on() -> None:
+    """What is moved beside the stream lets the stream be read: under traffic its end is never reached."""
+    said: list[str] = []
+    watch = SnapshotWatch(said.append, is_all=True)
+    delivered = SimpleNamespace(place=Position.end(0x800))
+    lanes = cast(Lanes, delivered)
+    status: dict[str, Any] = {"initial_snapshot": {"status": "complete", "end": None}, "settled": None}
+    assert not watch.follow(lambda: status, lanes, at_once=True)
+    for number in range(1, 4):
+        status["settled"] = str(Position.end(0x800 + 0x10 * number))
+        assert not watch.follow(lambda: status, lanes, at_once=True)
+    delivered.place = Position.end(0x810)
+    status["settled"] = str(Position.end(0x900))
+    assert watch.follow(lambda: status, lanes, at_once=True)
+    assert said == [
+        "the rows are delivered. The slot stays: start again without initial_only to go on with the changes"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

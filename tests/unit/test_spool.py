@@ -7,6 +7,9 @@ the end every change must be there once.
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -21,16 +24,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pgcdc.core.errors import GapError, SpoolError
+from pgcdc.core.journal import encode_line
 from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation, Relations
 from pgcdc.spool import reader as reader_module
+from pgcdc.spool import segment
 from pgcdc.spool import writer as writer_module
 from pgcdc.spool.batch import CaptureBatch, Part
+from pgcdc.spool.consumers import Consumers
 from pgcdc.spool.index import (
+    NO_TOKEN,
     IndexRecord,
+    Token,
     encode_record,
-    encode_relation,
     list_chunks,
     parse_records,
     parse_relations,
@@ -330,7 +337,7 @@ def test_half_written_relation_is_cut_off_with_the_segments_that_need_it(tmp_pat
 
 def test_reader_leaves_a_relation_alone_that_is_just_being_written(tmp_path: Path) -> None:
     shapes = [Relation(n, "public", f"t{n}", "d", ()) for n in range(2)]
-    first, second = map(encode_relation, shapes)
+    first, second = (encode_line(shape.to_json()) for shape in shapes)
     reader = SpoolReader(tmp_path)
     for size in range(len(second)):
         (tmp_path / "relations.jsonl").write_bytes(first + second[:size])
@@ -717,10 +724,10 @@ def test_an_index_that_was_cut_and_written_again_under_a_reader_is_refused(tmp_p
     assert reader.records[0].place is not None
     place = reader.records[0].place[1]
     chunk.write_bytes(whole[:place] + encode_record(replace(parsed(whole)[-1], rows=2)))
-    with pytest.raises(SpoolError, match="any more"):
+    with pytest.raises(SpoolError, match="no longer holds"):
         reader.slices(START, reader.end)
     chunk.write_bytes(whole[:place])
-    with pytest.raises(SpoolError, match="any more"):
+    with pytest.raises(SpoolError, match="no longer holds"):
         reader.slices(START, reader.end)
     chunk.unlink()
     with pytest.raises(SpoolError, match="is gone"):
@@ -733,7 +740,7 @@ def parsed(data: bytes) -> list[IndexRecord]:
 
 def test_only_what_was_appended_to_the_relations_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [
-        encode_relation(Relation(number, "public", f"t{number}", "d", (Column("id", 23, -1, True),)))
+        encode_line(Relation(number, "public", f"t{number}", "d", (Column("id", 23, -1, True),)).to_json())
         for number in range(3)
     ]
     sizes: list[int] = []
@@ -753,3 +760,87 @@ def test_only_what_was_appended_to_the_relations_is_parsed(tmp_path: Path, monke
     file.write_bytes(b"".join(lines))
     assert [one.name for one in reader.relations()] == ["t0", "t1", "t2"]
     assert sizes == [len(lines[0]) + 10, len(lines[1]), len(lines[2])]
+
+
+def test_the_token_of_a_transaction_survives_a_start_and_the_loss_of_the_spool(tmp_path: Path) -> None:
+    """A source that needs more than a number goes on with what it said of the last transaction, or of one before."""
+    consumers = Consumers(tmp_path / "consumers.json")
+    consumers.begin(10)
+    consumers.join("a")
+    writer = SpoolWriter(tmp_path / "spool", consumers.base, consumers.token)
+    assert not writer.has_tokens and writer.token_at(10) == NO_TOKEN
+    for lsn in (20, 30, 40):
+        writer.append(replace(CaptureBatch.advance(lsn, writer.relations), token=b"set:%d" % lsn))
+    assert [writer.token_at(lsn) for lsn in (19, 20, 39, 99)] == [
+        NO_TOKEN, Token(20, b"set:20"), Token(30, b"set:30"), Token(40, b"set:40"),
+    ]  # fmt: skip
+    writer.close()
+    consumers.ack("a", Position.end(35))
+    assert consumers.confirmable(writer.token_at) == 35
+    again = Consumers(tmp_path / "consumers.json")
+    assert again.token == Token(30, b"set:30")
+    writer = SpoolWriter(tmp_path / "spool", again.base, again.token)
+    assert writer.has_tokens and writer.token_at(writer.resume_lsn) == Token(40, b"set:40")
+    writer.release(Position.end(35))
+    assert writer.token_at(35) == Token(30, b"set:30")
+    writer.close()
+    shutil.rmtree(tmp_path / "spool")
+    writer = SpoolWriter(tmp_path / "spool", again.base, again.token)
+    assert (writer.resume_lsn, writer.token_at(35)) == (35, Token(30, b"set:30"))
+    writer.close()
+
+
+def test_an_older_token_that_a_power_cut_left_in_the_index_does_not_replace_the_durable_one(tmp_path: Path) -> None:
+    """The source has given up what lies before the durable token: to ask with an older one would be a gap."""
+    writer = SpoolWriter(tmp_path, Position.end(10))
+    for lsn in (20, 30, 40):
+        writer.append(replace(CaptureBatch.advance(lsn, writer.relations), token=b"set:%d" % lsn))
+    writer.close()
+    (index,) = list_chunks(tmp_path)
+    os.truncate(index, [offset for _, offset in parse_records(index.read_bytes(), index.name)][1])
+    writer = SpoolWriter(tmp_path, Position.end(40), Token(40, b"set:40"))
+    assert (writer.resume_lsn, writer.token_at(writer.resume_lsn)) == (40, Token(40, b"set:40"))
+    writer.append(replace(CaptureBatch.advance(50, writer.relations), token=b"set:50"))
+    writer.release(Position.end(40))
+    assert [writer.token_at(lsn).commit for lsn in (40, 50)] == [40, 50]
+    writer.close()
+
+
+def test_the_token_of_what_was_acknowledged_before_it_was_read_again_is_saved_when_it_comes(tmp_path: Path) -> None:
+    consumers = Consumers(tmp_path / "consumers.json")
+    consumers.begin(10)
+    consumers.join("a")
+    writer = SpoolWriter(tmp_path / "spool", consumers.base, consumers.token)
+    writer.append(replace(CaptureBatch.advance(20, writer.relations), token=b"set:20"))
+    consumers.ack("a", Position.end(30))
+    assert consumers.confirmable(writer.token_at) == 30
+    assert Consumers(tmp_path / "consumers.json").token == Token(20, b"set:20")
+    writer.append(replace(CaptureBatch.advance(30, writer.relations), token=b"set:30"))
+    assert consumers.confirmable(writer.token_at) == 30
+    assert Consumers(tmp_path / "consumers.json").token == Token(30, b"set:30")
+    writer.close()
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_segment_leaves_nothing_to_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = SpoolWriter(tmp_path, START)
+    first, second = (capture_batch([([(START.commit + 8 * number, 1, 0)], True)]) for number in (1, 2))
+    writer.append(first)
+    left = [3]
+
+    def write_until_full(descriptor: int, piece: memoryview) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.write(descriptor, piece)
+
+    monkeypatch.setattr(segment, "write_all", write_until_full)
+    with pytest.raises(SpoolError, match="cannot be written: No space left on device"):
+        writer.append(second)
+    monkeypatch.undo()
+    writer.close()
+    again = SpoolWriter(tmp_path, START)
+    assert again.end == first.end and not list(tmp_path.glob("*.partial"))
+    again.append(second)
+    assert read_all(tmp_path)[0] == [(START.commit + 8, 1, 0), (START.commit + 16, 1, 0)]

@@ -19,14 +19,19 @@ from pgcdc.core.state import (
     Identity,
     Lock,
     StateDir,
-    check_identity,
     read_json,
     write_all,
     write_json,
     write_json_durably,
 )
+from pgcdc.source.postgres.options import PostgresOptions
+from pgcdc.source.postgres.setup.fingerprint import check_identity
+from pgcdc.source.postgres.source import PostgresSource
+from pgcdc.source.rate.options import RateOptions
+from pgcdc.source.rate.source import RateSource
 
-IDENTITY = Identity("7300000000000000001", 1, "shop", "orders", "a1b2", [{"name": "orders", "tables": ["x"]}], 42)
+DETAILS = {"timeline": 1, "publications": [{"name": "orders", "tables": ["x"]}]}
+IDENTITY = Identity("postgres", "7300000000000000001", "shop", "orders", "a1b2", 42, DETAILS)
 
 _HOLDER = """
 import sys
@@ -255,18 +260,18 @@ def test_a_directory_in_another_format_is_refused_with_the_way_out(tmp_path: Pat
 
 
 def connected(**changed: Any) -> dict[str, Any]:
-    return {"system_identifier": "7300000000000000001", "timeline": 1, "database": "shop", "slot": "orders"} | changed
+    return {"system": "7300000000000000001", "timeline": 1, "database": "shop", "slot": "orders"} | changed
 
 
 def test_same_server_timeline_database_and_slot_may_go_on() -> None:
     check_identity(IDENTITY, **connected())
-    check_identity(replace(IDENTITY, instance="other", publications=[]), **connected())
+    check_identity(replace(IDENTITY, instance="other", details={**DETAILS, "publications": []}), **connected())
 
 
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"system_identifier": "7300000000000000002"}, "7300000000000000002"),
+        ({"system": "7300000000000000002"}, "7300000000000000002"),
         ({"timeline": 2}, "timeline 2"),
         ({"database": "bank"}, "bank"),
         ({"slot": "invoices"}, "invoices"),
@@ -279,6 +284,20 @@ def test_anything_else_is_a_gap_and_says_what_differs(changed: dict[str, Any], n
 
 
 # --- a directory that is new
+
+
+def test_a_directory_of_another_source_is_refused_before_the_server_is_asked(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    RateSource(RateOptions()).prepare(state, consumer="main")
+    known = state.identity()
+    assert known is not None
+    source = PostgresSource(PostgresOptions(db="postgresql://nobody.invalid/shop", tables=("orders",)))
+    named = "belongs to a source of kind rate, not postgres.*another --state-dir"
+    with pytest.raises(GapError, match=named):
+        source.prepare(state, consumer="main")
+    with pytest.raises(GapError, match=named):
+        source.join(known, {}, is_typed=False)
+    assert state.identity() == known
 
 
 def test_a_new_directory_is_removed_again_if_it_was_not_begun(tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ from pgcdc.core.errors import ConfigError, SinkError, SinkUnavailable, StateErro
 from pgcdc.core.position import Position
 from pgcdc.event.batch import Batch
 from pgcdc.sink import contract
-from pgcdc.sink.pretty import MAX_VALUE, Pretty
-from pgcdc.sink.stdout import StdoutSink
+from pgcdc.sink.stdout import MAX_VALUE, Pretty, StdoutSink
 
 PLAIN = Pretty(is_terminal=False)
 

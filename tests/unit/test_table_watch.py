@@ -9,50 +9,86 @@ from typing import Any, cast
 import psycopg
 import pytest
 
-from pgcdc import sources, transform
+from pgcdc import transform
+from pgcdc.core.errors import GapError, SourceError
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.core.shapes import ShapeChange, append_shapes
+from pgcdc.core.state import Identity, StateDir
 from pgcdc.run import progress
 from pgcdc.run.progress import TableWatch
-from pgcdc.source.postgres.setup.prepare import Prepared
+from pgcdc.source.postgres.options import PostgresOptions
+from pgcdc.source.protocol import Prepared, Source
+from pgcdc.source.registry import make_source
 from pgcdc.transform.program import Chain
+
+DETAILS = {"timeline": 1, "publications": [{"name": "p", "tables": []}]}
+IDENTITY = Identity("postgres", "7", "shop", "s1", "i", 800, DETAILS)
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateDir:
+    made = StateDir(tmp_path)
+    made.create()
+    made.save_identity(IDENTITY)
+    return made
 
 
 def test_columns_that_no_table_has_are_told_if_the_server_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    state: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    watch = TableWatch(sources.postgres("postgresql://h/x", tables=["a"]), tmp_path / "shapes.jsonl", said.append)
-    prepared = cast(Prepared, SimpleNamespace(identity=SimpleNamespace(publications=[{"name": "p"}])))
+    watch = TableWatch(make_source(PostgresOptions(db="postgresql://h/x", tables=("a",))), state, said.append)
     table = SimpleNamespace(relation=Relation(1, "public", "a", "d", (Column("email", 25, -1, False),)))
-    monkeypatch.setattr(progress, "connect", lambda *_, **__: cast(Any, memoryview(b"")))  # a context manager
+    monkeypatch.setattr(
+        "pgcdc.postgres.database.connect", lambda *_, **__: cast(Any, memoryview(b""))
+    )  # opens and closes
 
     def gone(*_: Any) -> Any:
         raise psycopg.OperationalError("server closed the connection unexpectedly")
 
-    monkeypatch.setattr(progress, "read_published", gone)
-    watch.tell_missing(prepared, [Chain((transform.mask("Email"),))])
+    monkeypatch.setattr("pgcdc.source.postgres.setup.tables.read_published", gone)
+    watch.tell_missing([Chain((transform.mask("Email"),))])
     assert said == []
-    monkeypatch.setattr(progress, "read_published", lambda *_: [table])
-    watch.tell_missing(prepared, [Chain((transform.mask("Email"),))])
+    monkeypatch.setattr("pgcdc.source.postgres.setup.tables.read_published", lambda *_: [table])
+    watch.tell_missing([Chain((transform.mask("Email"),))])
     assert said == ["warning: mask: no captured table has a column Email; did you mean email?"]
 
 
-def test_column_that_was_renamed_is_told_at_once_to_be_no_longer_masked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_column_that_was_renamed_is_told_at_once_to_be_no_longer_masked(state: StateDir) -> None:
     said: list[str] = []
-    shapes = tmp_path / "shapes.jsonl"
-    watch = TableWatch(sources.postgres("postgresql://h/x", tables=["a"]), shapes, said.append)
-    prepared = cast(Prepared, SimpleNamespace(identity=SimpleNamespace(publications=[{"name": "p"}])))
     before, after = (Relation(1, "public", "a", "d", (Column(name, 25, -1, False),)) for name in ("email", "mail"))
-    monkeypatch.setattr(progress, "connect", lambda *_, **__: cast(Any, memoryview(b"")))
-    monkeypatch.setattr(progress, "read_published", lambda *_: [SimpleNamespace(relation=after)])
+    watch = TableWatch(cast(Source, SimpleNamespace(captured=lambda identity: [after])), state, said.append)
     chains = [Chain((transform.mask("email"),))]
-    append_shapes(shapes, [ShapeChange(Position.at(100, 1), before)])
-    watch.tell_changes(prepared, chains)
+    append_shapes(state.shapes_file, [ShapeChange(Position.at(100, 1), before)])
+    watch.tell_changes(chains)
     assert said == []  # a table that is seen for the first time was looked at before
-    append_shapes(shapes, [ShapeChange(Position.at(200, 1), after, before)])
-    watch.tell_changes(prepared, chains)
+    append_shapes(state.shapes_file, [ShapeChange(Position.at(200, 1), after, before)])
+    watch.tell_changes(chains)
     assert said[-1] == "warning: mask: no captured table has a column email; did you mean mail?"
+
+
+def test_tables_that_are_new_are_told_once_and_a_gap_ends_the_run(
+    state: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "TABLES_INTERVAL_S", 0.0)
+    said: list[str] = []
+    answers: list[Any] = [{"a"}, SourceError("a lock"), {"a", "c", "b"}, {"a", "b", "c"}, GapError("it was dropped")]
+
+    def follow(_: StateDir) -> frozenset[str]:
+        found = answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return frozenset(found)
+
+    watch = TableWatch(cast(Source, SimpleNamespace(follow_tables=follow)), state, said.append)
+    watch.begin(Prepared(IDENTITY, frozenset({"a"}), ("table x is no longer captured",)), [])
+    for _ in range(4):
+        watch.follow()
+    assert said == [
+        "table x is no longer captured",
+        "new tables cannot be published: a lock",
+        "new tables are captured from now on: b, c",
+    ]
+    with pytest.raises(GapError):
+        watch.follow()

@@ -69,7 +69,7 @@ def run(cache: ToastCache, op: Op, lsn: int) -> bytes | None:
     if what == "evict":
         cache.evict_table(table, lsn)
         return None
-    generation = cache.generation(table)
+    generation = cache.tables.get(table)
     if generation is None:
         if what != "put":
             return None
@@ -91,7 +91,7 @@ def contents(cache: ToastCache) -> dict[tuple[int, bytes], bytes]:
     cache._flush()
     found = {}
     for table in TABLES:
-        generation = cache.generation(table)
+        generation = cache.tables.get(table)
         if generation is not None:
             with cache._txn.cursor(cache._entry) as cursor:
                 there = cursor.set_range(generation.prefix)
@@ -288,7 +288,7 @@ def test_numbers_of_old_writes_do_not_pile_up(folder: Path, monkeypatch: pytest.
 
 def test_a_damaged_entry_is_no_entry(folder: Path) -> None:
     cache = filled(folder, 1)
-    generation = cache.generation(11)
+    generation = cache.tables.get(11)
     assert generation is not None
     stored = cache.get(generation.prefix + b"0")
     assert stored is not None and cache.is_sound(stored, stored[12:])
@@ -319,7 +319,7 @@ def test_numbers_are_the_same_on_replay(folder: Path) -> None:
     def write(cache: ToastCache) -> bytes | None:
         run(cache, ("put", 11, b"1", b"newer"), 20)
         cache.advance(20)
-        generation = cache.generation(11)
+        generation = cache.tables.get(11)
         assert generation is not None
         return cache.get(generation.prefix + b"1")
 

@@ -16,9 +16,9 @@ from pyspark.sql.types import VariantVal
 from pgcdc.core.errors import ConfigError
 from pgcdc.postgres.types.built_in import BUILT_IN
 from pgcdc.postgres.types.catalog import TypeCatalog, TypeInfo
-from pgcdc.postgres.types.column import ColumnType, Exactness, Rejected, TypeOptions
+from pgcdc.postgres.types.column import ColumnType, Exactness, Rejected, TypeOptions, split_columns
 from pgcdc.postgres.types.mapping import check_options, map_type
-from pgcdc.postgres.types.rows import split_columns
+from pgcdc.spark.tables import spark_type
 
 OIDS = {info.name: info.oid for info in BUILT_IN.types.values()}
 
@@ -185,7 +185,7 @@ def test_variant_has_no_place_for_a_number_that_would_be_rounded(number: bytes) 
 )  # fmt: skip
 def test_precision_and_scale_of_numeric(precision: int, scale: int, expected: str) -> None:
     kind = mapped("numeric", 4 + (precision << 16 | scale & 0x7FF))
-    assert kind.spark.simpleString() == expected
+    assert spark_type(kind.arrow).simpleString() == expected
     assert kind.exactness is (Exactness.TEXT if expected == "string" else Exactness.EXACT)
 
 
@@ -193,7 +193,7 @@ def test_what_is_not_known_is_text() -> None:
     strange = TypeCatalog({1: TypeInfo(1, "public.strange", "strange:strange_out", None)})
     for oid in (1, 2):
         kind = map_type(strange, oid, -1, 0, TypeOptions())
-        assert (kind.spark.simpleString(), kind.exactness) == ("string", Exactness.TEXT)
+        assert (spark_type(kind.arrow).simpleString(), kind.exactness) == ("string", Exactness.TEXT)
 
 
 def test_a_choice_that_there_is_not_is_refused() -> None:

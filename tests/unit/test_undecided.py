@@ -26,10 +26,6 @@ NOON = 1_700_000_000_000_000
 Parser = Callable[..., Any]
 
 
-def parse_parallel_abort(data: bytes, lsn: int = 0) -> und.StreamAbort:
-    return und.parse_stream_abort(data, lsn, parallel=True)
-
-
 CASES: dict[str, tuple[bytes, Parser, Any]] = {
     "stream_start": (encode_stream_start(7), und.parse_stream_start, und.StreamStart(7, True)),
     "stream_start_again": (encode_stream_start(7, False), und.parse_stream_start, und.StreamStart(7, False)),
@@ -42,7 +38,7 @@ CASES: dict[str, tuple[bytes, Parser, Any]] = {
     "stream_abort": (encode_stream_abort(7, 9), und.parse_stream_abort, und.StreamAbort(7, 9, 0, 0)),
     "parallel_abort": (
         encode_stream_abort(7, 9, (103, NOON)),
-        parse_parallel_abort,
+        und.parse_parallel_abort,
         und.StreamAbort(7, 9, 103, NOON),
     ),
     "begin_prepare": (
@@ -53,7 +49,7 @@ CASES: dict[str, tuple[bytes, Parser, Any]] = {
     "prepare": (encode_prepare(7, "g", 105, 110, NOON), und.parse_prepare, und.Prepare(105, 110, NOON, 7, "g")),
     "stream_prepare": (
         encode_prepare(7, "g", 105, 110, NOON, streamed=True),
-        und.parse_prepare,
+        und.parse_stream_prepare,
         und.Prepare(105, 110, NOON, 7, "g"),
     ),
     "commit_prepared": (

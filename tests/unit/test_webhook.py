@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
-import json
 import pickle
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pgcdc import adapters
 from pgcdc.config.layers import load, load_config
 from pgcdc.config.show import show_yaml
 from pgcdc.core.errors import ConfigError
-from pgcdc.core.position import Position
-from pgcdc.core.relation import Column, Relation
 from pgcdc.core.settings import make_options
-from pgcdc.core.shapes import ShapeChange
+from pgcdc.sink.groups import Record
+from pgcdc.sink.http import redact_url, secrets_of
 from pgcdc.sink.registry import check_adapters
-from pgcdc.sink.webhook.address import is_public
-from pgcdc.sink.webhook.answer import Answer, Means, Verdict, judge, parse_retry_after
-from pgcdc.sink.webhook.events import Event, ShapeKeys, read_events
-from pgcdc.sink.webhook.options import WebhookOptions, redact_url, secrets_of
-from pgcdc.sink.webhook.request import Requests
-from pgcdc.sink.webhook.round import REQUEST_BYTES, Round, segments
+from pgcdc.sink.webhook.client import Means, is_public, judge, parse_retry_after
+from pgcdc.sink.webhook.options import WebhookOptions
+from pgcdc.sink.webhook.sink import Requests
 
 URL = "https://example.com/hook"
 NOW = datetime(2026, 11, 16, 12, 0, 0, tzinfo=UTC)
@@ -73,15 +64,15 @@ def test_addresses_inside_of_a_network_are_not_public(text: str) -> None:
     ],
 )
 def test_status_says_what_becomes_of_events(status: int, means: Means) -> None:
-    verdict = judge(Answer(status, b"why"), str)
+    verdict = judge(status, {}, b"why", str)
     assert verdict.means is means
-    assert verdict.kind == ("" if means is Means.DELIVERED else f"http_{status}")
+    assert verdict.kind == ("ok" if means is Means.DELIVERED else f"http_{status}")
     assert bool(verdict.advice) == (means is Means.STOP)
 
 
 def test_what_a_receiver_says_is_one_short_line_without_secrets() -> None:
     body = b"\x1b[31mno\r\n\tway\x00 s3cr3t " + b"x" * 1000 + b"\xff"
-    text = judge(Answer(400, body), lambda said: said.replace("s3cr3t", "***")).text
+    text = judge(400, {}, body, lambda said: said.replace("s3cr3t", "***")).text
     assert text.startswith("answer 400: [31mno way *** xxx")
     assert len(text) < 230 and text.isprintable()
 
@@ -260,247 +251,27 @@ def test_flags_and_variables_say_headers_in_lines() -> None:
 # --- requests
 
 
-def test_request_has_the_headers_of_the_manual_and_a_signature_over_what_is_sent() -> None:
-    events = read_events([str(Position.at(9, 1))], [to_line("k", channel="pgcdc:tisch ä%\n")], ShapeKeys())
-    body, headers = Requests({"user-agent": "mine"}, "key", is_batched=False, is_zipped=False).make(events)
-    assert body + b"\n" == to_line("k", channel="pgcdc:tisch ä%\n").encode()
-    assert headers["Content-Type"] == "application/json" and headers["user-agent"] == "mine"
-    assert "User-Agent" not in headers
-    assert headers["X-PGCDC-Event-ID"] == "id of k" and headers["X-PGCDC-Channel"] == "pgcdc:tisch%20%C3%A4%25%0A"
-    assert headers["X-PGCDC-Signature"] == "sha256=" + hmac.new(b"key", body, hashlib.sha256).hexdigest()
-    zipped, more = Requests({}, "key", is_batched=True, is_zipped=True).make(events)
-    assert more["Content-Encoding"] == "gzip" and more["X-PGCDC-Batch-Size"] == "1"
-    assert more["X-PGCDC-Signature"] == "sha256=" + hmac.new(b"key", zipped, hashlib.sha256).hexdigest()
-    assert "X-PGCDC-Signature" not in Requests({}, "", is_batched=False, is_zipped=False).make(events)[1]
+def record(number: int, lane: int = 0, is_barrier: bool = False, value: bytes = b"x", **more: Any) -> Record:
+    given: dict[str, Any] = {"id": str(number), "channel": "c", "operation": "INSERT", "key": None, **more}
+    return Record(f"{number:06}", value=value, lane=lane, is_barrier=is_barrier, **given)
 
 
 TRACE = {"traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01", "tracestate": "x=y"}
 
 
-@pytest.mark.parametrize(
-    ("event", "expected"),
-    [
-        ({"payload": {"op": "INSERT", "row": TRACE}}, TRACE),
-        ({**TRACE, "payload": {"op": "INSERT", "row": {}}}, TRACE),
-        ({"payload": {"op": "INSERT", "row": {**TRACE, "tracestate": "x\ny"}}}, {"traceparent": TRACE["traceparent"]}),
-        ({"payload": {"op": "INSERT", "row": {"traceparent": "00-x\r\nEvil: 1"}}}, {}),
-    ],
-)
-def test_trace_of_an_event_goes_on(event: dict[str, Any], expected: dict[str, str]) -> None:
-    line = json.dumps({"channel": "pgcdc:t", "operation": "INSERT", **event})
-    assert read_events([str(Position.at(9, 1))], [line], ShapeKeys())[0].trace == expected
-
-
-# --- keys
-
-
-def table(name: str, *columns: str, key: Sequence[str] = ("id",), identity: str = "d") -> Relation:
-    return Relation(7, "public", name, identity, tuple(Column(one, 25, -1, one in key) for one in columns))
-
-
-def to_line(key: str, operation: str = "INSERT", old: Any = None, channel: str = "pgcdc:orders") -> str:
-    payload = {"op": operation, "table": "orders", "row": {"id": key, "n": "1"}, "old": old}
-    return json.dumps({"id": f"id of {key}", "channel": channel, "operation": operation, "payload": payload}) + "\n"
-
-
-def keys_of(lines: Sequence[str], *changes: ShapeChange) -> list[Event]:
-    keys = ShapeKeys()
-    keys.set(changes)
-    return read_events([str(Position.at(10, number)) for number in range(1, len(lines) + 1)], lines, keys)
-
-
-ORDERS = ShapeChange(Position.at(5, 0), table("orders", "id", "n"))
-
-
-def test_rows_have_the_key_of_their_table_and_what_concerns_more_has_none() -> None:
-    lines = [
-        to_line("a"), to_line("a", "UPDATE"), to_line("a", "DELETE"), to_line("b", "SNAPSHOT"),
-        to_line("c", "UPDATE", old={"id": "b"}), to_line("x", "TRUNCATE"), to_line("x", "COMMIT"), to_line("x", "MESSAGE"),
-        to_line("x", "SCHEMA_CHANGE"), to_line("a", channel="pgcdc:unknown"),
-    ]  # fmt: skip
-    found = [event.key for event in keys_of(lines, ORDERS)]
-    a, b = ("pgcdc:orders", "a"), ("pgcdc:orders", "b")
-    assert found == [a, a, a, b, None, None, None, None, None, ("pgcdc:unknown",)]
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [table("orders", "id", "n", identity="f"), table("orders", "id", "n", identity="n"), table("orders", "id", key=())],
-)
-def test_table_without_a_key_is_kept_in_order_as_a_whole(shape: Relation) -> None:
-    events = keys_of([to_line("a"), to_line("b", "UPDATE", old={"id": "a"})], ShapeChange(Position.at(5, 0), shape))
-    assert [event.key for event in events] == [("pgcdc:orders",), ("pgcdc:orders",)]
-
-
-def test_row_without_its_key_waits_for_all() -> None:
-    line = json.dumps(
-        {"channel": "pgcdc:orders", "operation": "INSERT", "payload": {"op": "INSERT", "row": {"n": "1"}}}
-    )
-    assert keys_of([line], ORDERS)[0].key is None
-
-
-def test_new_shape_is_a_cut_and_brings_its_key() -> None:
-    other = ShapeChange(Position.at(10, 1, 1), table("orders", "id", "n", key=("n",)), ORDERS.after)
-    events = keys_of([to_line("a"), to_line("a"), to_line("b")], ORDERS, other)
-    assert [(event.key, event.is_cut) for event in events] == [
-        (("pgcdc:orders", "a"), False), (("pgcdc:orders", "1"), True), (("pgcdc:orders", "1"), False),
-    ]  # fmt: skip
-
-
-def test_envelopes_have_keys_too_and_anything_else_is_one_queue() -> None:
-    cloud = {"specversion": "1.0", "id": "7", "channel": "pgcdc:orders", "data": {"op": "INSERT", "row": {"id": "a"}}}
-    source = {"schema": "public", "table": "orders"}
-    debezium = {"before": None, "after": {"id": 1}, "source": source, "op": "c"}
-    lines = [
-        cloud, debezium, {**debezium, "op": "d", "before": {"id": 1}, "after": None}, {**debezium, "op": "t"},
-        {**debezium, "op": "u", "before": {"id": 2}}, {"id": "5", "_op": "insert"}, [1], 
-    ]  # fmt: skip
-    events = keys_of([*map(json.dumps, lines), "no JSON"], ORDERS)
-    one = ("pgcdc:orders", "1")
-    assert [event.key for event in events] == [("pgcdc:orders", "a"), one, one, None, None, *[("", "")] * 3]
-    assert [event.id for event in events][:2] == ["7", str(Position.at(10, 2))]
-    assert events[5].id == str(Position.at(10, 6))  # the id of a typed row is a column
-
-
-def test_events_that_share_a_position_are_told_apart() -> None:
-    position = str(Position.at(10, 1))
-    events = read_events([position, position], ["{}\n", "{}\n"], ShapeKeys())
-    assert [event.id for event in events] == [position, f"{position}.1"]
-    assert len({event.place for event in events}) == 2
-
-
-# --- rounds
-
-
-def item(number: int, key: str | None, is_cut: bool = False, size: int = 1) -> Event:
-    place = (f"{number:06}", 0)
-    return Event(place, b"x" * size, str(number), "c", None if key is None else ("c", key), is_cut, {})
-
-
-class Target:
-    """Answers as it is told, after a while, and checks who overtakes whom."""
-
-    def __init__(self, bad: set[str] = set(), verdict: Verdict | None = None) -> None:
-        self.bad, self.verdict = bad, verdict or Verdict(Means.REFUSED, "http_400", "no")
-        self.arrived: list[Event] = []
-        self.requests: list[int] = []
-
-    async def post(self, events: Sequence[Event]) -> Verdict:
-        self.requests.append(len(events))
-        await asyncio.sleep(hash(events[0].id) % 7 / 1e5)
-        if any(event.position in self.bad for event in events):
-            return self.verdict
-        self.arrived += events
-        return Verdict(Means.DELIVERED)
-
-
-def deliver(events: Sequence[Event], target: Target, workers: int, batch_size: int) -> tuple[Round, set[str]]:
-    delivered: set[str] = set()
-    one = Round(target.post, workers, batch_size, delivered.update)
-    asyncio.run(one.run(events))
-    return one, delivered
-
-
-def check_order(events: Sequence[Event], arrived: Sequence[Event]) -> None:
-    """Each key in order, and nothing crosses a barrier."""
-    place = {event.place: number for number, event in enumerate(arrived)}
-    last: dict[Any, int] = {}
-    barrier, highest = -1, -1
-    for event in events:
-        if event.place not in place:
-            continue
-        now = place[event.place]
-        if event.key is None or event.is_cut:
-            assert now > highest or event.key is not None
-            barrier = highest if event.is_cut and event.key is not None else now
-        assert now > barrier or (event.key is None and now == barrier)
-        assert now > last.get(event.key, -1)
-        last[event.key] = now
-        highest = max(highest, now)
-
-
-streams = st.lists(
-    st.tuples(st.sampled_from(["a", "b", "c", "d", "e", None]), st.sampled_from([False] * 9 + [True])), max_size=40
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(streams, st.sampled_from([1, 3, 16]), st.sampled_from([1, 2, 10]), st.sets(st.integers(0, 39), max_size=4))
-def test_rounds_keep_order_and_dead_letters_come_before_what_is_behind_them(
-    stream: list[tuple[str | None, bool]], workers: int, batch_size: int, bad: set[int]
-) -> None:
-    events = [item(number, key, is_cut) for number, (key, is_cut) in enumerate(stream)]
-    wrong = {f"{number:06}" for number in bad if number < len(events)}
-    target, delivered, letters = Target(wrong), set[str](), set[str]()
-    for _ in range(len(wrong) + 1):
-        left = [event for event in events if event.position not in delivered and event.position not in letters]
-        one = Round(target.post, workers, batch_size, delivered.update)
-        asyncio.run(one.run(left))
-        found = {reject.position for reject in one.rejects}
-        for position in found:  # nothing that must wait for it has overtaken it
-            number = int(position)
-            held = [e for e in events[number + 1 :] if e.key == events[number].key or events[number].key is None]
-            assert not any(event.position in delivered for event in held)
-        letters |= found
-        if not found:
-            break
-    assert letters == wrong
-    assert {event.position for event in target.arrived} == {event.position for event in events} - wrong
-    assert len(target.arrived) == len(events) - len(wrong)
-    check_order(events, target.arrived)
-
-
-def test_workers_are_busy_at_the_same_time_and_barriers_hold_them() -> None:
-    events = [item(number, f"k{number}") for number in range(20)] + [item(20, None)] + [item(21, "z")]
-    queues = list(segments(events, 4))
-    assert [sum(map(len, one)) for one in queues] == [20, 1, 1]
-    assert len(queues[0]) > 1
-    assert [list(map(len, one)) for one in segments(events, 1)] == [[22]]
-
-
-def test_bad_event_of_a_batch_is_found_by_halves() -> None:
-    events = [item(number, f"k{number}") for number in range(64)]
-    target = Target({"000013"})
-    one, delivered = deliver(events, target, 1, 64)
-    assert [reject.position for reject in one.rejects] == ["000013"]
-    assert len(delivered) == 63 and len(target.requests) <= 13
-
-
-def test_what_may_pass_ends_the_round_and_names_its_events() -> None:
-    target = Target({"000002"}, Verdict(Means.LATER, "http_503", "no", retry_in_s=7))
-    one, delivered = deliver([item(number, f"k{number}") for number in range(9)], target, 1, 1)
-    assert one.later is not None and one.later.retry_in_s == 7
-    assert one.failed == ["000002"] and len(delivered) == 2 and not one.rejects
-
-
-def test_request_does_not_grow_without_end() -> None:
-    target = Target()
-    deliver([item(number, "k", size=REQUEST_BYTES // 3) for number in range(5)], target, 1, 100)
-    assert target.requests == [2, 2, 1]
-    target = Target()
-    deliver([item(number, "k", size=REQUEST_BYTES * 2) for number in range(2)], target, 1, 100)
-    assert target.requests == [1, 1]
-
-
-def test_error_of_one_worker_ends_the_others_before_it_is_told() -> None:
-    running, gate = 0, asyncio.Event()
-
-    async def post(events: Sequence[Event]) -> Verdict:
-        nonlocal running
-        running += 1
-        await asyncio.sleep(0)
-        if events[0].id == "0":
-            running -= 1
-            asyncio.get_running_loop().call_later(0.05, gate.set)
-            raise RuntimeError("a defect")
-        await gate.wait()
-        running -= 1
-        return Verdict(Means.DELIVERED)
-
-    one = Round(post, 8, 1, lambda positions: None)
-    with pytest.raises(RuntimeError, match="a defect"):
-        asyncio.run(one.run([item(number, f"k{number}") for number in range(50)]))
-    assert running == 0
+def test_request_has_the_headers_of_the_manual_and_a_signature_over_what_is_sent() -> None:
+    events = [record(1, value=b'{"a":1}', channel="pgcdc:tisch ä%\n", id="id of k", headers=TRACE)]
+    body, headers = Requests({"user-agent": "mine"}, "key", is_batched=False, is_zipped=False).make(events)
+    assert body == b'{"a":1}'
+    assert headers["Content-Type"] == "application/json" and headers["user-agent"] == "mine"
+    assert "User-Agent" not in headers
+    assert headers["X-PGCDC-Event-ID"] == "id of k" and headers["X-PGCDC-Channel"] == "pgcdc:tisch%20%C3%A4%25%0A"
+    assert headers["X-PGCDC-Signature"] == "sha256=" + hmac.new(b"key", body, hashlib.sha256).hexdigest()
+    assert TRACE.items() <= headers.items()
+    zipped, more = Requests({}, "key", is_batched=True, is_zipped=True).make(events)
+    assert more["Content-Encoding"] == "gzip" and more["X-PGCDC-Batch-Size"] == "1"
+    assert more["X-PGCDC-Signature"] == "sha256=" + hmac.new(b"key", zipped, hashlib.sha256).hexdigest()
+    assert "X-PGCDC-Signature" not in Requests({}, "", is_batched=False, is_zipped=False).make(events)[1]
 
 
 def test_a_request_has_less_time_than_a_write() -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pgcdc.capture.server import remove_socket
 from pgcdc.capture.spec import CaptureSpec
@@ -25,19 +25,8 @@ from pgcdc.core.counters import counters
 from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, StateError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir, is_alive, open_log, read_json
+from pgcdc.source.protocol import Settled
 from pgcdc.spool.consumers import Consumers
-
-__all__ = [
-    "CaptureGone",
-    "CaptureLink",
-    "Channel",
-    "ControlClient",
-    "Settled",
-    "ask",
-    "ask_or_do",
-    "ensure_capture",
-    "forget_consumer",
-]
 
 START_TIMEOUT_S = 120.0
 MAX_RESTARTS = 5
@@ -46,17 +35,6 @@ RESTART_WINDOW_S = 60.0
 _T = TypeVar("_T")
 _PUSH = b'{"push":'
 """How a line begins that answers no request."""
-
-
-class Settled(NamedTuple):
-    """What has become of the rows that were asked for, by snapshots of any kind."""
-
-    end: Position | None
-    """Where all of them have been put; None while some are still to be read."""
-    initial_end: Position | None
-    """Where those of the initial snapshot end; None while it is under way."""
-    only: bool = False
-    """Nothing but the initial snapshot is wanted."""
 
 
 class CaptureGone(ConnectionLost):

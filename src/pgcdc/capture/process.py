@@ -21,17 +21,14 @@ from typing import Any
 
 from pgcdc.capture.server import ControlServer, remove_socket
 from pgcdc.capture.spec import CaptureSpec
-from pgcdc.core.backoff import reconnect_delay_s
 from pgcdc.core.counters import CHANGES_CAPTURED, CONNECTIONS_LOST, counters
-from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, StateError
+from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, StateError, reconnect_delay_s
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir, is_alive, write_json
-from pgcdc.source.protocol import ChangeStream
-from pgcdc.source.registry import find_source
+from pgcdc.source.protocol import ChangeStream, Settled
+from pgcdc.source.registry import make_source
 from pgcdc.spool.consumers import Consumers
 from pgcdc.spool.writer import SpoolWriter
-
-__all__ = ["main"]
 
 logger = logging.getLogger("pgcdc.capture")
 
@@ -50,10 +47,10 @@ class CaptureProcess:
         # That of the process before would not be true if this one is killed.
         state.capture_status.unlink(missing_ok=True)
         self._consumers = Consumers(state.consumers_file)
-        self._spool = SpoolWriter(state.spool, self._consumers.base)
-        self._stream: ChangeStream = find_source(spec.kind).open(
-            spec.source, spec.publications, state, self._spool, self._consumers
-        )
+        self._spool = SpoolWriter(state.spool, self._consumers.base, self._consumers.token)
+        source = make_source(spec.source, spec.kind)
+        token = self._spool.token_at(self._spool.resume_lsn)
+        self._stream: ChangeStream = source.open(token, state, self._spool, self._consumers)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._stream.fileno(), selectors.EVENT_READ, None)
         self._server = ControlServer(self._selector, self._answer)
@@ -200,8 +197,9 @@ class CaptureProcess:
     def _confirm(self) -> None:
         """Confirm what every consumer has made durable, and let go of its segments."""
         # An ack may be ahead of a spool that is read again from the source: the rest follows when it has come.
-        commit = min(self._consumers.confirmable(), self._stream.reached)
-        self._stream.confirm(commit)
+        commit = min(self._consumers.confirmable(self._spool.token_at), self._stream.reached)
+        # A source that needs a token to go on gives nothing up that lies behind the last one that is durable.
+        self._stream.confirm(self._consumers.token.commit if self._spool.has_tokens else commit)
         base = min(self._consumers.base, Position.behind(commit))
         if base > self._released:
             self._spool.release(base)
@@ -217,10 +215,7 @@ class CaptureProcess:
         if what == "join":
             name = request["consumer"]
             known = name in self._consumers
-            if "at" in request:
-                consumer = self._consumers.join_at(name, Position.parse(request["at"]))
-            else:
-                consumer = self._consumers.join(name, self._consumers.base)
+            consumer = self._consumers.join(name, Position.parse(request["at"]) if "at" in request else None)
             return {"initial": str(consumer.initial), "ack": str(consumer.ack), "is_new": not known}
         if what == "ack":
             self._consumers.ack(request["consumer"], Position.parse(request["position"]))
@@ -234,8 +229,8 @@ class CaptureProcess:
         if what == "clock":
             return self._read_clock()
         if what == "settled":
-            _, initial_end, only = self._stream.settled()
-            return {"end": self._settled(), "initial_end": initial_end, "only": only}
+            end, initial_end, only = self._settled()
+            return {"end": end and str(end), "initial_end": initial_end and str(initial_end), "only": only}
         if what == "snapshot":
             return self._stream.answer(request)
         if what == "status":
@@ -255,9 +250,8 @@ class CaptureProcess:
                 self._lose(error)
             raise
 
-    def _settled(self) -> str | None:
-        """Where the spool ends, if nothing that was asked of snapshots is still to come."""
-        return None if self._stream.settled().is_pending or not self._spool.end.is_end else str(self._spool.end)
+    def _settled(self) -> Settled:
+        return self._stream.settled(self._spool.end if self._spool.end.is_end else None)
 
     def _read_clock(self) -> dict[str, Any]:
         """The last reading that is reached."""
@@ -279,7 +273,7 @@ class CaptureProcess:
             "spool_bytes": self._spool.bytes_held,
             "rows": self._rows,
             "counters": counters.to_json(),
-            "settled": self._settled(),
+            "settled": (end := self._settled().end) and str(end),
             "last_commit_time": self._last_commit_us / 1e6,
             "consumers": self._consumers.to_json()["consumers"],
             "last_error": self._last_error,

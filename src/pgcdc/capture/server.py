@@ -1,7 +1,7 @@
 """The control socket: how queries follow the spool, send their acks and ask for confirmation.
 
 Requests and answers are JSON, one per line, over a Unix socket in a folder that only its owner can enter. Two requests wait:
-`wait` until the spool has grown, and `confirm` until what is acked is confirmed to PostgreSQL. Who asks to `follow`
+`wait` until the spool has grown, and `confirm` until what is acked is confirmed to the source. Who asks to `follow`
 also gets what is pushed: the status once a second, and messages for people.
 """
 
@@ -21,8 +21,6 @@ from typing import Any
 
 from pgcdc.core.errors import ConfigError, PgcdcError
 from pgcdc.core.position import Position
-
-__all__ = ["ControlServer", "remove_socket"]
 
 
 def remove_socket(holder: dict[str, Any]) -> None:
@@ -77,10 +75,6 @@ class ControlServer:
     def has_waiters(self) -> bool:
         """Whether somebody waits for the spool to grow."""
         return any(client.waits_until is not None for client in self._clients.values())
-
-    def has_consumer(self, name: str) -> bool:
-        """Whether a query reads for this consumer."""
-        return any(client.consumer == name for client in self._clients.values())
 
     def wake(self) -> None:
         """The spool has grown: answer those who wait for it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ from pgcdc.core.settings import Options, setting
 from pgcdc.core.state import StateDir
 from pgcdc.core.units import Bytes
 from pgcdc.source.protocol import SourceOptions
-
-__all__ = ["CaptureOptions", "CaptureSpec", "make_spec"]
 
 
 class CaptureOptions(Options):
@@ -32,8 +29,6 @@ class CaptureSpec:
     """Of the source: its name in `source.registry`."""
     source: dict[str, Any]
     """The options of the source, whole: only the source reads them."""
-    publications: tuple[str, ...]
-    """What was prepared for it on the server."""
     state_dir: str
     spool_limit: int
     watch_pid: int
@@ -49,18 +44,14 @@ class CaptureSpec:
     @classmethod
     def from_json(cls, text: str) -> CaptureSpec:
         """The specification behind `to_json()`."""
-        raw = json.loads(text)
-        return cls(**{**raw, "publications": tuple(raw["publications"])})
+        return cls(**json.loads(text))
 
 
-def make_spec(
-    source: SourceOptions, options: CaptureOptions, publications: Iterable[str], watch_pid: int
-) -> CaptureSpec:
+def make_spec(source: SourceOptions, options: CaptureOptions, watch_pid: int) -> CaptureSpec:
     """What the capture process of this source is told."""
     return CaptureSpec(
         kind=source.kind,
         source=source.model_dump(mode="json"),
-        publications=tuple(publications),
         state_dir=str(StateDir(options.state_dir).path),
         spool_limit=options.spool_limit,
         watch_pid=watch_pid,

@@ -1,22 +1,25 @@
-"""`pgcdc config`: begin a file, see what holds and why, and help editors."""
+"""`pgcdc config`: begin a file, see what holds and why, and help editors. `pgcdc validate`: would it run?"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pgcdc.cli.flags import CONFIG_OPTION, SettingsCommand, given_flags
 from pgcdc.cli.report import exit_on_error
 
-__all__ = ["config_app"]
+if TYPE_CHECKING:
+    from pgcdc.source.protocol import Finding
 
-config_app = typer.Typer(
-    help="Begin a configuration file, see what holds, help editors.", no_args_is_help=True, add_completion=False
-)
+WRONG = 2
+config_app = typer.Typer(no_args_is_help=True, add_completion=False)
+Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
 @config_app.command("init")
@@ -43,9 +46,7 @@ def schema_command() -> None:
 @config_app.command("show", cls=SettingsCommand)
 @exit_on_error()
 def show_command(
-    ctx: typer.Context,
-    config: Annotated[Path | None, CONFIG_OPTION] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] = None, as_json: Json = False
 ) -> None:
     """The configuration that holds, without secrets, and where each value comes from."""
     from pgcdc.config.layers import load
@@ -58,3 +59,44 @@ def show_command(
     else:
         typer.echo(show_yaml(loaded), nl=False)
     loaded.check()
+
+
+@exit_on_error()
+def validate(ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] = None, as_json: Json = False) -> None:
+    """Everything is looked at, nothing is started, nothing is left behind."""
+    logging.disable(logging.ERROR)
+    checks = _run_checks(given_flags(ctx), config, show=not as_json)
+    failed = sum(one.status == "failed" for one in checks)
+    if as_json:
+        typer.echo(json.dumps({"ok": not failed, "checks": [dataclasses.asdict(one) for one in checks]}, indent=2))
+    else:
+        said = f"{failed} of {len(checks)} checks failed" if failed else "ready to listen"
+        typer.echo(f"pgcdc: {said}", err=True)
+    if failed:
+        raise typer.Exit(WRONG)
+
+
+def _run_checks(flags: dict[str, Any], path: Path | None, *, show: bool) -> list[Finding]:
+    from pgcdc.config.layers import load
+    from pgcdc.core.errors import ConfigError
+    from pgcdc.run.validation import run_checks
+    from pgcdc.source.protocol import Finding
+
+    checks: list[Finding] = []
+
+    def add(check: Finding) -> None:
+        checks.append(check)
+        if show:
+            advice = f". {check.advice}" if check.advice else ""
+            typer.echo(" ".join(f"{check.status:<8} {check.name:<15} {check.detail}{advice}".split("\n")))
+
+    try:
+        loaded = load(flags, os.environ, path)
+        loaded.check()
+    except ConfigError as error:
+        add(Finding("configuration", "failed", error.message, error.advice))
+        return checks
+    add(Finding("configuration", "ok", f"{loaded.file.path}" if loaded.file else "flags and variables"))
+    for check in run_checks(loaded.config):
+        add(check)
+    return checks

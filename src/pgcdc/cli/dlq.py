@@ -17,10 +17,7 @@ from pgcdc.cli.report import exit_on_error, print_table
 if TYPE_CHECKING:
     from pgcdc.config import Config
     from pgcdc.core.state import StateDir
-    from pgcdc.sink.letters.record import DeadLetter
-    from pgcdc.sink.letters.stores import Query, ReadableDeadLetters
-
-__all__ = ["dlq_app"]
+    from pgcdc.sink.letters.record import DeadLetter, Query, ReadableDeadLetters
 
 dlq_app = typer.Typer(
     help="Events that a target refused: look, deliver again, throw away.", no_args_is_help=True, add_completion=False
@@ -38,17 +35,18 @@ Limit = Annotated[int, typer.Option(help="At most so many, the oldest first; 0: 
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 All = Annotated[bool, typer.Option("--all", help="Also letters of other pipelines in the same store.")]
-Db = Annotated[str | None, typer.Option(help="URL of the source. Better in PGCDC_DB.", metavar="URL")]
-Dlq = Annotated[str | None, typer.Option(help="The store: file or pg_table. (default: as the last run)")]
-DlqDb = Annotated[str | None, typer.Option(help="Database of the letters. Better in PGCDC_DLQ_DB.", metavar="URL")]
-DlqFile = Annotated[str | None, typer.Option(help="File of the letters.", metavar="PATH")]
-DlqTable = Annotated[str | None, typer.Option(help="Table of the letters.", metavar="NAME")]
-State = Annotated[str | None, typer.Option(help="The state directory of the pipeline.", metavar="PATH")]
 
 
-@dlq_app.command("list")
+class StoreCommand(SettingsCommand):
+    """Only settings that say which letters are meant. What the last run had is the default."""
+
+    taken = ("db", "dlq", "dlq_db", "dlq_file", "dlq_table", "state_dir")
+
+
+@dlq_app.command("list", cls=StoreCommand)
 @exit_on_error()
 def list_command(
+    ctx: typer.Context,
     adapter: Adapter = None,
     since: Since = None,
     before: Before = None,
@@ -58,16 +56,9 @@ def list_command(
     every: All = False,
     as_json: Json = False,
     config: Annotated[Path | None, CONFIG_OPTION] = None,
-    db: Db = None,
-    dlq: Dlq = None,
-    dlq_db: DlqDb = None,
-    dlq_file: DlqFile = None,
-    dlq_table: DlqTable = None,
-    state_dir: State = None,
 ) -> None:
     """Dead letters, the oldest first."""
-    flags = _given(db=db, dlq=dlq, dlq_db=dlq_db, dlq_file=dlq_file, dlq_table=dlq_table, state_dir=state_dir)
-    settings, store = _open(flags, config)
+    settings, store = _open(given_flags(ctx), config)
     name = _one_adapter(settings, store, adapter)
     found = list(store.find(_query(settings, name, since, before, ids, every, 0, True if waiting else None)))
     shown = found[:limit] if limit else found
@@ -89,22 +80,16 @@ def list_command(
     typer.echo(_summary(found, len(shown)), err=True)
 
 
-@dlq_app.command("show")
+@dlq_app.command("show", cls=StoreCommand)
 @exit_on_error()
 def show_command(
+    ctx: typer.Context,
     letter_id: Annotated[str, typer.Argument(metavar="ID")],
     as_json: Json = False,
     config: Annotated[Path | None, CONFIG_OPTION] = None,
-    db: Db = None,
-    dlq: Dlq = None,
-    dlq_db: DlqDb = None,
-    dlq_file: DlqFile = None,
-    dlq_table: DlqTable = None,
-    state_dir: State = None,
 ) -> None:
     """One dead letter, with its event."""
-    flags = _given(db=db, dlq=dlq, dlq_db=dlq_db, dlq_file=dlq_file, dlq_table=dlq_table, state_dir=state_dir)
-    letter = _get(_open(flags, config)[1], letter_id)
+    letter = _get(_open(given_flags(ctx), config)[1], letter_id)
     if as_json:
         typer.echo(json.dumps(letter.to_json(), indent=2, ensure_ascii=False))
         return
@@ -114,9 +99,10 @@ def show_command(
     typer.echo(event)
 
 
-@dlq_app.command("purge")
+@dlq_app.command("purge", cls=StoreCommand)
 @exit_on_error()
 def purge_command(
+    ctx: typer.Context,
     adapter: Adapter = None,
     since: Since = None,
     before: Before = None,
@@ -126,12 +112,6 @@ def purge_command(
     dry_run: DryRun = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     config: Annotated[Path | None, CONFIG_OPTION] = None,
-    db: Db = None,
-    dlq: Dlq = None,
-    dlq_db: DlqDb = None,
-    dlq_file: DlqFile = None,
-    dlq_table: DlqTable = None,
-    state_dir: State = None,
 ) -> None:
     """Delete dead letters for good."""
     from pgcdc.core.errors import ConfigError
@@ -140,8 +120,7 @@ def purge_command(
         raise ConfigError(
             "it is not said which dead letters", "Give --adapter, --before, --id, --settled or --everything"
         )
-    flags = _given(db=db, dlq=dlq, dlq_db=dlq_db, dlq_file=dlq_file, dlq_table=dlq_table, state_dir=state_dir)
-    settings, store = _open(flags, config)
+    settings, store = _open(given_flags(ctx), config)
     _check_whose(settings, ids)
     name = _one_adapter(settings, store, adapter)
     query = _query(settings, name, since, before, ids, False, 0, False if settled else None)
@@ -187,7 +166,7 @@ def replay_command(
     from pgcdc.core.errors import SinkError
     from pgcdc.core.state import Lock, StateDir
     from pgcdc.run.letter_service import ask_run
-    from pgcdc.sink.letters.replay import Tally, find_batches
+    from pgcdc.sink.letters.delivery import Tally, find_batches
 
     flags = given_flags(ctx)
     plain = {key: value for key, value in flags.items() if key not in own_options(flags)}
@@ -234,7 +213,7 @@ def _replay_here(
 
     from pgcdc.config.destinations import plan_destinations
     from pgcdc.run.offline_letters import open_destination
-    from pgcdc.sink.letters.replay import Tally, deliver_again, find_batches
+    from pgcdc.sink.letters.delivery import Tally, deliver_again, find_batches
 
     tally = Tally()
     for name, destination in plan_destinations(flags, file, names).items():
@@ -259,7 +238,7 @@ def _say_plan(
     from collections import Counter
 
     from pgcdc.config.destinations import plan_destinations
-    from pgcdc.sink.shown import describe_options
+    from pgcdc.sink.spec import describe_options
 
     counts = Counter(letter.adapter for letter in store.find(query))
     if not names:
@@ -277,17 +256,12 @@ def _say_plan(
 # --- what the commands have in common
 
 
-def _given(**flags: str | None) -> dict[str, Any]:
-    return {name: value for name, value in flags.items() if value is not None}
-
-
 def _open(flags: dict[str, Any], file: Path | None) -> tuple[Config, ReadableDeadLetters]:
     """The configuration, and the store that it means: or that of the last run, if it says nothing."""
     from pgcdc.config.layers import load
     from pgcdc.core.errors import ConfigError, StateError
     from pgcdc.core.state import StateDir, read_json
-    from pgcdc.sink.letters.choose import make_store
-    from pgcdc.sink.letters.stores import ReadableDeadLetters
+    from pgcdc.sink.letters.record import ReadableDeadLetters, make_store
 
     loaded = load(flags, os.environ, file)
     settings = loaded.config
@@ -337,7 +311,7 @@ def _one_adapter(settings: Config, store: ReadableDeadLetters, names: list[str] 
     from pgcdc.config.rules import suggest
     from pgcdc.core.errors import ConfigError
     from pgcdc.core.state import StateDir
-    from pgcdc.sink.letters.stores import Query
+    from pgcdc.sink.letters.record import Query
 
     if len(names or ()) > 1:
         raise ConfigError("--adapter is given more than once", "Name one adapter here; without it, all are meant")
@@ -360,8 +334,7 @@ def _query(
     is_waiting: bool | None,
 ) -> Query:
     from pgcdc.core.state import StateDir
-    from pgcdc.sink.letters.choose import name_pipeline
-    from pgcdc.sink.letters.stores import Query
+    from pgcdc.sink.letters.record import Query, name_pipeline
 
     identity = StateDir(settings.state_dir).identity()
     pipeline = None if every or identity is None else name_pipeline(identity)
@@ -388,7 +361,7 @@ def _time(text: str | None) -> datetime | None:
 
 def _get(store: ReadableDeadLetters, name: str) -> DeadLetter:
     from pgcdc.core.errors import ConfigError
-    from pgcdc.sink.letters.stores import Query
+    from pgcdc.sink.letters.record import Query
 
     letter = next(store.find(Query(ids=(name,))), None)
     if letter is None:

@@ -13,8 +13,6 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.core import TyperCommand
 
-__all__ = ["CONFIG_OPTION", "SettingsCommand", "given_flags"]
-
 CONFIG_OPTION = typer.Option(help="Configuration file. (default: pgcdc.yaml, if it exists)")
 EPILOG = (
     "Every adapter also takes how it is called: --ADAPTER-timeout, -max-retries, -backoff-base, -backoff-cap, "
@@ -30,9 +28,11 @@ class SettingsCommand(TyperCommand):
 
     left_out: tuple[str, ...] = ()
     """Settings that it does not take."""
+    taken: tuple[str, ...] = ()
+    """Only these, if any are named."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "epilog": EPILOG})
+        super().__init__(*args, **{**kwargs, "epilog": None if self.taken else EPILOG})
         self._own: list[str] | None = None
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -40,6 +40,7 @@ class SettingsCommand(TyperCommand):
         if self._own is None:
             self._own = [param.name or "" for param in self.params]
             settings = [one for one in _make_params() if one.name not in self.left_out]
+            settings = [one for one in settings if not self.taken or one.name in self.taken]
             self.params = [*settings, *self.params]
         return super().get_params(ctx)
 
@@ -48,7 +49,7 @@ class SettingsCommand(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            from pgcdc.config.manual import advise
+            from pgcdc.config.explain import advise
 
             advice = advise(str(getattr(error, "option_name", "")).lstrip("-"))
             if advice and hasattr(error, "message"):
@@ -86,12 +87,11 @@ def _make_params() -> list[Any]:
         both = f"--{setting.flag}"
         if field.default is True or name in TWO_WAY or _is_on(FLAT_KEYS.get(name)):
             both += f"/--no-{setting.flag}"
+        default = unit.format(field.default) if unit and field.default else field.default
         option = typer.Option(
             both if switch else f"--{setting.flag}",
             *(f"--{adapter}-{alias}".replace("_", "-") for alias in setting.aliases),
-            help=_describe(
-                field.description or "", unit.format(field.default) if unit and field.default else field.default
-            ),
+            help=_describe(field.description or "", default),
             metavar=None if switch else setting.metavar or _choices(field.annotation),
             rich_help_panel=setting.group,
             hidden=setting.is_hidden,
@@ -124,14 +124,10 @@ def _is_on(option: tuple[str, str] | None) -> bool:
 
 def _describe(text: str, default: Any) -> str:
     """The help with the default, if the text does not tell it."""
-    if (
-        default in (None, False, (), "", {})
-        or "(default" in text
-        or not isinstance(default, (str, int, float, Path, tuple))
-    ):
+    kinds = (str, int, float, Path, tuple)
+    if default in (None, False, (), "", {}) or "(default" in text or not isinstance(default, kinds):
         return text
-    shown = {True: "yes"}.get(default) if isinstance(default, bool) else default
-    shown = ", ".join(map(str, default)) if isinstance(default, tuple) else shown
+    shown = ", ".join(map(str, default)) if isinstance(default, tuple) else "yes" if default is True else default
     return f"{text} (default: {f'{shown:g}' if isinstance(shown, float) else shown})"
 
 

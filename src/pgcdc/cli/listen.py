@@ -14,12 +14,10 @@ import typer
 
 from pgcdc.cli.flags import CONFIG_OPTION, given_flags
 from pgcdc.cli.progress import SnapshotProgress
-from pgcdc.cli.report import exit_on_error
+from pgcdc.cli.report import exit_on_error, say
 
 if TYPE_CHECKING:
     from pgcdc.run.pipeline import Pipeline
-
-__all__ = ["listen"]
 
 
 def listen(ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] = None) -> None:
@@ -31,17 +29,13 @@ def listen(ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] = N
 
         flags = given_flags(ctx)
         settings = load_config(flags, os.environ, config)
-        pipeline = Pipeline(settings, say=_say, read_again=lambda: load_config(flags, os.environ, config))
+        pipeline = Pipeline(settings, say=say, read_again=lambda: load_config(flags, os.environ, config))
         pipeline.on_stuck = lambda: _end_at_once(0)
         shares_terminal = any(one.type in ("stdout", "exec") for one in settings.adapter_specs) and sys.stdout.isatty()
-        pipeline.snapshot.show = SnapshotProgress(_say, live=sys.stderr.isatty() and not shares_terminal).show
+        pipeline.snapshot.show = SnapshotProgress(live=sys.stderr.isatty() and not shares_terminal).show
         _stop_on_signals(pipeline)
         signal.signal(signal.SIGHUP, lambda number, frame: pipeline.request_reload())
         pipeline.run()
-
-
-def _say(text: str) -> None:
-    print(f"pgcdc: {text}", file=sys.stderr, flush=True)
 
 
 def _end_at_once(code: int) -> NoReturn:
@@ -62,7 +56,7 @@ def _stop_on_signals(pipeline: Pipeline) -> None:
         seen += 1
         if seen > 1:
             _end_at_once(128 + number)
-        _say("stopping after this batch (a second signal ends at once)")
+        say("stopping after this batch (a second signal ends at once)")
         pipeline.stop()
         if pipeline.is_starting:
             raise StopNow

@@ -10,8 +10,6 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-__all__ = ["COMMANDS", "app", "main"]
-
 COMMANDS = {
     "listen": "Deliver every committed change to the adapters, exactly once, until stopped.",
     "validate": "Check configuration, connection, rights, tables and adapters. Starts nothing, leaves nothing behind.",
@@ -27,7 +25,9 @@ COMMANDS = {
     "slot": "List, inspect and drop replication slots.",
     "consumer": "Consumers of a slot: each holds back WAL until it has acknowledged.",
 }
-"""Each is the module `pgcdc.cli.<name>`, with a function of that name or a group `<name>_app`; and the line of its help."""
+"""Each with the line of its help. It is a function of that name or a group `<name>_app` in the module `pgcdc.cli.<name>`."""
+_MODULES = {"validate": "config", "slot": "source", "consumer": "source", "describe": "source", "version": "main"}
+"""Where the module has another name."""
 WITH_SETTINGS = ("listen", "validate")
 """Commands that take every setting as a flag."""
 
@@ -41,18 +41,16 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"pgcdc.cli.{cmd_name}")
+        module = importlib.import_module(f"pgcdc.cli.{_MODULES.get(cmd_name, cmd_name)}")
         made = getattr(module, f"{cmd_name}_app", None)
         if made is None:
             made = typer.Typer(add_completion=False)
-            options: dict[str, Any] = {}
-            if cmd_name in WITH_SETTINGS:
-                from pgcdc.cli.flags import SettingsCommand
-
-                options["cls"] = SettingsCommand
-            made.command(cmd_name, **options)(getattr(module, cmd_name))
+            kind: Any = (
+                importlib.import_module("pgcdc.cli.flags").SettingsCommand if cmd_name in WITH_SETTINGS else None
+            )
+            made.command(cmd_name, cls=kind)(getattr(module, cmd_name))
         command = typer.main.get_command(made)
-        command.name = cmd_name
+        command.name, command.help = cmd_name, COMMANDS[cmd_name]
         return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -83,8 +81,20 @@ def _pgcdc() -> None:
     """Change data capture: every change of a database, delivered exactly once, on Spark."""
 
 
+def version() -> None:
+    """What is installed, and which decoder is in use."""
+    from importlib.metadata import version as installed
+    from platform import python_version
+
+    from pgcdc.core.compiled import has_compiled
+
+    print(f"pgcdc {installed('pgcdc')}")
+    print(f"decoder {'compiled' if has_compiled('source.postgres.wire._rows') else 'python'}")
+    print(f"python {python_version()}, pyspark {installed('pyspark')}, pyarrow {installed('pyarrow')}")
+
+
 def main() -> Any:
     """The entry point of the command `pgcdc`."""
     if sys.argv[1:] == ["version"]:  # it takes no flags: what parses them takes longer than all the rest
-        return importlib.import_module("pgcdc.cli.version").version()
+        return version()
     sys.exit(app())

@@ -11,8 +11,6 @@ import typer
 
 from pgcdc.cli.report import INTERRUPTED, exit_on_error
 
-__all__ = ["playground"]
-
 
 def playground(
     seconds: Annotated[

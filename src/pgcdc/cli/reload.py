@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+import uuid
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from pgcdc.cli.report import exit_on_error
-
-__all__ = ["reload"]
+from pgcdc.core.errors import ConfigError, StateError
+from pgcdc.core.state import Lock, StateDir
 
 TIMEOUT_S = 60.0
 
@@ -23,31 +24,20 @@ def reload(
     """Have a running `pgcdc listen` read its transforms and routes again: they change at a batch boundary."""
     with exit_on_error():
         from pgcdc.capture.control import ask
-        from pgcdc.core.errors import ConfigError, StateError
-        from pgcdc.core.state import Lock, StateDir
 
         state = StateDir(state_dir)
-
-        def counts() -> tuple[dict[str, Any], int]:
-            found = ask(state.run_lock, {"do": "status"})
-            return found, found.get("reloads", 0) + found.get("reload_errors", 0)
-
         if Lock.holder(state.run_lock) is None:
             raise StateError(f"nothing runs in {state.path}", "Start it with pgcdc listen, or give --state-dir")
-        status, before = counts()
-        if status.get("phase") != "streaming":
-            raise StateError(f"the run is not ready yet: {status.get('phase', 'starting')}", "Try again in a moment")
-        ask(state.run_lock, {"do": "reload"})
-        deadline = time.monotonic() + TIMEOUT_S
-        while True:
-            status, now = counts()
-            if now > before:
-                break
+        phase = ask(state.run_lock, {"do": "status"}).get("phase", "starting")
+        if phase != "streaming":
+            raise StateError(f"the run is not ready yet: {phase}", "Try again in a moment")
+        request, deadline = {"do": "reload", "id": str(uuid.uuid4())}, time.monotonic() + TIMEOUT_S
+        while not (found := ask(state.run_lock, request)):
             if Lock.holder(state.run_lock) is None:
                 raise StateError("the run has ended", "Look at its output")
             if time.monotonic() > deadline:
                 raise StateError(f"the run did not answer within {TIMEOUT_S:.0f} s", "Look at pgcdc status")
             time.sleep(0.05)
-        if status.get("last_reload_error"):
-            raise ConfigError(f"not reloaded, the old one goes on: {status['last_reload_error']}")
+        if found["refused"]:
+            raise ConfigError(f"not reloaded, the old one goes on: {found['refused']}")
         print("reloaded: transforms and routes hold from the next batch on")

@@ -11,9 +11,12 @@ import typer
 
 from pgcdc.core.errors import ConfigErrors, PgcdcError
 
-__all__ = ["exit_on_error", "format_error", "print_table", "show"]
-
 INTERRUPTED = 130
+
+
+def say(text: str) -> None:
+    """A line for people, on stderr."""
+    print(f"pgcdc: {text}", file=sys.stderr, flush=True)
 
 
 def format_error(error: PgcdcError) -> str:
@@ -23,7 +26,7 @@ def format_error(error: PgcdcError) -> str:
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Around the body of a command, or as its decorator: errors of ours become a line on stderr and an exit code.
+    """Around the body of a command, or as its decorator: our errors become a line on stderr and an exit code.
 
     Anything else is a defect and keeps its traceback.
     """
@@ -36,8 +39,13 @@ def exit_on_error() -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:  # `pgcdc slot list | head`: nobody reads on, and the flush at exit must not complain
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         raise typer.Exit(0) from None
+
+
+def drop_output() -> None:
+    """Nobody reads it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_table(

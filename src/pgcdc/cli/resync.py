@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from pgcdc.cli.report import exit_on_error
-
-if TYPE_CHECKING:
-    from pgcdc.source.postgres.setup.slots import OpenTransaction
-
-__all__ = ["resync"]
+from pgcdc.cli.report import exit_on_error, say
 
 
 def resync(
@@ -43,26 +38,18 @@ def resync(
         from pgcdc.core.errors import ConfigError
         from pgcdc.core.settings import split_outside_quotes
         from pgcdc.run.resync import Resync, ResyncOptions
+        from pgcdc.source.postgres.setup.slots import describe_wait
 
         if not db:
             raise ConfigError("no database is given", "Use --db or the variable PGCDC_DB")
         chosen = tuple(name for name in split_outside_quotes(tables, ",") if name)
         options = ResyncOptions(db, state_dir, tuple(table or ()), new_slot, chosen, truncate, two_phase)
-        with Resync(options, _say) as one:
+        with Resync(options, say) as one:
             for line in one.plan():
-                _say(line)
+                say(line)
             if not yes and not one.is_begun:
                 if not sys.stdin.isatty():
                     raise ConfigError("a resync needs a confirmation", "Add --yes")
                 typer.confirm("Go on?", abort=True)
-            one.run(_report_wait)
-        _say("done. Start pgcdc listen as before: it brings the sinks back to the source")
-
-
-def _report_wait(transactions: list[OpenTransaction]) -> None:
-    pids = ", ".join(str(one.pid) for one in transactions) or "unknown"
-    _say(f"creating the slot waits for open transactions of server processes {pids}")
-
-
-def _say(text: str) -> None:
-    print(f"pgcdc: {text}", file=sys.stderr, flush=True)
+            one.run(lambda transactions: say(describe_wait(transactions)))
+        say("done. Start pgcdc listen as before: it brings the sinks back to the source")

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,16 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pgcdc.cli.flags import CONFIG_OPTION, SettingsCommand, given_flags
-from pgcdc.cli.report import exit_on_error
+from pgcdc.cli.report import drop_output, exit_on_error, print_table, say
+from pgcdc.core.errors import ConfigError, PgcdcError, SinkError
+from pgcdc.core.state import Lock, StateDir
 
 if TYPE_CHECKING:
     from pgcdc.config import Config
-    from pgcdc.run.copy_source import Progress, Wanted
-
-__all__ = ["print_snapshots", "snapshot", "snapshot_app"]
+    from pgcdc.run.copy_source import Wanted
 
 NOBODY_READS = 128 + signal.SIGPIPE
 """The exit code of every command of Unix whose reader has gone."""
+DONE = {"pause": "paused", "resume": "goes on", "stop": "stopped"}
 TYPES = ("numeric", "out_of_range", "arrays", "composites")
 
 
@@ -70,12 +70,11 @@ def snapshot(
     """
     with exit_on_error():
         from pgcdc.config.layers import load
-        from pgcdc.core.errors import ConfigError, PgcdcError
 
         flags = given_flags(ctx)
         changes = {"pause": pause, "resume": resume, "stop": stop}
-        asked = [f"--{action}" for action, one in changes.items() if one]
-        asked += [*(["--incremental"] if incremental else []), *(["--list"] if list_all else [])]
+        ways = {**changes, "incremental": incremental, "list": list_all}
+        asked = [f"--{way}" for way, one in ways.items() if one]
         if len(asked) > 1:
             raise ConfigError(f"{asked[0]} and {asked[1]} are given", "Give one of them")
         if not asked and (chunk_size or chunk_delay):
@@ -91,11 +90,18 @@ def snapshot(
         settings, names = loaded.config, [*(name or []), *((flags.get("tables") and loaded.config.tables) or ())]
         try:
             if incremental:
-                _add(names, where, chunk_size, chunk_delay, settings.state_dir)
+                _add(names, where, chunk_size, chunk_delay, StateDir(settings.state_dir))
             elif list_all:
-                _list(settings.state_dir, as_json)
+                from pgcdc.run.control import list_snapshots
+
+                found = list_snapshots(StateDir(settings.state_dir))
+                print(json.dumps(found)) if as_json else print_snapshots(found)
             elif asked:
-                _change(changes, settings.state_dir)
+                from pgcdc.run.control import ask_snapshots
+
+                action, one = next((action, one) for action, one in changes.items() if one)
+                ask_snapshots(StateDir(settings.state_dir), {"action": action, "id": one})
+                print(f"{one}\t{DONE[action]}")
             else:
                 types = {"json": json_as, **{one: flags.get(one) for one in TYPES}}
                 given = {one: text for one, text in types.items() if text is not None}
@@ -133,9 +139,9 @@ def _wanted(settings: Config, flags: dict[str, Any], names: list[str], where: st
 
 
 def _copy(settings: Config, wanted: Wanted, to: str, partitions: int | None, types: dict[str, str]) -> None:
-    from pgcdc.cli.copy_progress import make_progress
-    from pgcdc.core.errors import ConfigError, SinkError
+    from pgcdc.cli.progress import CopyProgress
     from pgcdc.event.frame import EventOptions
+    from pgcdc.run.copy import copy_to_adapters, copy_to_parquet
     from pgcdc.run.settings import choose_specs
     from pgcdc.sink.registry import keep_secrets
 
@@ -145,47 +151,41 @@ def _copy(settings: Config, wanted: Wanted, to: str, partitions: int | None, typ
                 raise ConfigError(f"{_flag(flag)} is for --to parquet:DIR", "Leave it out, or add --to")
     specs, transforms = choose_specs(settings, None), settings.global_transforms
     keep_secrets([settings.db, settings.dlq_db], specs, transforms)
-    progress = make_progress()
+    progress = CopyProgress()
     signal.signal(signal.SIGTERM, _end)
     try:
         if to:
-            _check_whole(settings, wanted, transforms)
-            rows = _to_parquet(wanted, to, partitions, types, progress)
+            folder = _parquet_folder(settings, wanted, to, partitions)
+            rows = copy_to_parquet(
+                wanted, folder, partitions=partitions or 0, types=types, progress=progress, say=say
+            )  # fmt: skip
         else:
-            from pgcdc.run.copy import copy_to_adapters
-
             options = EventOptions(invalid_text=settings.invalid_utf8)
-            rows = copy_to_adapters(wanted, specs, transforms, options=options, progress=progress, say=_say)
+            rows = copy_to_adapters(wanted, specs, transforms, options=options, progress=progress, say=say)
     except SinkError as error:
         if not isinstance(error.__cause__, BrokenPipeError) or len(specs) > 1:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         raise typer.Exit(NOBODY_READS) from None  # `| head`: it has what it wanted
     except KeyboardInterrupt:
-        _say("stopped: the copy is not complete")
+        say("stopped: the copy is not complete")
         raise
     finally:
         progress.close()
-    _say(f"complete: {rows:,} row{'s' if rows != 1 else ''}")
+    say(f"complete: {rows:,} row{'s' if rows != 1 else ''}")
 
 
-def _check_whole(settings: Config, wanted: Wanted, transforms: tuple[Any, ...]) -> None:
-    """Parquet has the columns of the tables: what hides something of them must not be passed over."""
-    from pgcdc.core.errors import ConfigError
-
+def _parquet_folder(settings: Config, wanted: Wanted, to: str, partitions: int | None) -> Path:
+    """The folder of `--to`. Parquet has the columns of the tables: what hides something of them must not be passed over."""
     if "adapters" in settings.model_fields_set:
         raise ConfigError("--to and --adapter are given", "Give one of them")
     rules = wanted.selection.row_filters or wanted.selection.columns or wanted.publication
-    if transforms or rules or any(one.transforms or one.routes for one in settings.adapter_specs):
+    hiding = settings.global_transforms or any(one.transforms or one.routes for one in settings.adapter_specs)
+    if rules or hiding:
         raise ConfigError(
             "--to parquet copies whole tables, but the configuration has transforms, routes, row filters or columns",
             "Copy events with --adapter, or leave them out",
         )
-
-
-def _to_parquet(wanted: Wanted, to: str, partitions: int | None, types: dict[str, str], progress: Progress) -> int:
-    from pgcdc.core.errors import ConfigError
-
     kind, _, folder = to.partition(":")
     if kind != "parquet" or not folder:
         raise ConfigError(f"--to {to} is not known", "Write --to parquet:DIR")
@@ -193,13 +193,7 @@ def _to_parquet(wanted: Wanted, to: str, partitions: int | None, types: dict[str
         raise ConfigError(f"--to {to} is not a folder of this host", "Write --to parquet:DIR, and copy it from there")
     if partitions is not None and partitions < 1:
         raise ConfigError(f"--partitions {partitions} is not a number above 0", "Leave it out for the default")
-    from pgcdc.run.copy_parquet import copy_to_parquet
-
-    return copy_to_parquet(wanted, Path(folder), partitions=partitions or 0, types=types, progress=progress, say=_say)
-
-
-def _say(text: str) -> None:
-    print(f"pgcdc: {text}", file=sys.stderr, flush=True)
+    return Path(folder)
 
 
 def _end(number: int, _: FrameType | None) -> None:
@@ -211,73 +205,39 @@ def _end(number: int, _: FrameType | None) -> None:
 # --- in a stream
 
 
-def _add(names: list[str], where: str, chunk_size: int, chunk_delay: str, state_dir: Path) -> None:
-    from pgcdc.capture.asking import add_snapshots
-    from pgcdc.core.errors import ConfigError
-    from pgcdc.core.state import Lock, StateDir
+def _add(names: list[str], where: str, chunk_size: int, chunk_delay: str, state: StateDir) -> None:
+    from pgcdc.core.units import parse_seconds
     from pgcdc.postgres.database import name_table, split_table
+    from pgcdc.run.control import add_snapshots
     from pgcdc.source.postgres.snapshot.requests import SnapshotRequest, new_id
 
     if not names:
         raise ConfigError("no table is named", "Use --table NAME")
     if where and len(names) > 1:
         raise ConfigError("--where is a condition on one table", "Ask for one table at a time")
-    delay_s = _parse_delay(chunk_delay)
+    try:
+        delay_s = parse_seconds(chunk_delay) if chunk_delay else 0.0
+    except ValueError:
+        raise ConfigError(f"--chunk-delay {chunk_delay} is not a time", "Write 100ms, or 2s") from None
     chosen = dict.fromkeys(name_table(*split_table(name)) for name in names)
     requests = [
         SnapshotRequest(new_id(), name, "incremental", where, chunk_size=chunk_size, chunk_delay_s=delay_s)
         for name in chosen
     ]
-    state = StateDir(state_dir)
     add_snapshots(state, requests)
     later = "" if Lock.holder(state.capture_lock) else ", begins when the pipeline runs"
     for request in requests:
         print(f"{request.id}\t{request.table}\tqueued{later}")
 
 
-def _parse_delay(text: str) -> float:
-    from pgcdc.core.errors import ConfigError
-    from pgcdc.core.units import parse_seconds
-
-    try:
-        return parse_seconds(text) if text else 0.0
-    except ValueError:
-        raise ConfigError(f"--chunk-delay {text} is not a time", "Write 100ms, or 2s") from None
-
-
-def _change(changes: dict[str, str], state_dir: Path) -> None:
-    from pgcdc.capture.asking import change_snapshot
-    from pgcdc.core.state import StateDir
-
-    action, name = next((action, name) for action, name in changes.items() if name)
-    change_snapshot(StateDir(state_dir), action, name)
-    done = {"pause": "paused", "resume": "goes on", "stop": "stopped"}
-    print(f"{name}\t{done[action]}")
-
-
-def _list(state_dir: Path, as_json: bool) -> None:
-    from pgcdc.capture.asking import list_snapshots
-    from pgcdc.core.state import StateDir
-
-    found = list_snapshots(StateDir(state_dir))
-    if as_json:
-        print(json.dumps(found))
-    else:
-        print_snapshots(found)
-
-
 def print_snapshots(snapshots: list[dict[str, Any]]) -> None:
     """A table of what is read, for people; also for `pgcdc status`."""
-    from pgcdc.cli.copy_progress import describe_seconds
-    from pgcdc.cli.report import print_table
+    from pgcdc.cli.progress import describe_seconds
 
     header = ["id", "table", "kind", "status", "rows", "of about", "percent", "rows/s", "left", "error"]
     rows = [
         [
-            str(one.get("id") or "-"),
-            str(one.get("table")),
-            str(one.get("kind") or "-"),
-            str(one.get("status") or "-"),
+            *(str(one.get(name) or "-") for name in header[:4]),
             f"{one.get('rows') or 0:,}",
             f"{one['estimated_rows']:,}" if one.get("estimated_rows") else "-",
             f"{one['percent']:.0f} %" if one.get("percent") is not None else "-",

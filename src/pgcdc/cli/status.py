@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from pgcdc.cli.progress import describe_snapshot
-from pgcdc.cli.report import exit_on_error
+from pgcdc.cli.report import exit_on_error, print_table
+from pgcdc.core.errors import PgcdcError, StateError
+from pgcdc.core.state import Lock, StateDir, read_json
 
-if TYPE_CHECKING:
-    from pgcdc.core.state import StateDir
-
-__all__ = ["status"]
+_OF_SNAPSHOT = ("held_seconds", "hold_limit_seconds", "wal_held_bytes", "warning")
+_OF_CAPTURE = ("schema_changes", "toast_cache_hits", "toast_cache_misses", "toast_cache_entries", "bad_signals")
 
 
 def status(
@@ -48,8 +48,6 @@ def status(
 
 def _print_lanes(lanes: list[dict[str, Any]]) -> None:
     """One line for each adapter: its lane, how far it is, and what it last failed with."""
-    from pgcdc.cli.report import print_table
-
     rows = [
         [
             one["adapter"],
@@ -68,8 +66,6 @@ def _print_lanes(lanes: list[dict[str, Any]]) -> None:
 def read_status(state_dir: Path) -> dict[str, Any]:
     """One flat report: from the run and the capture, and of what does not run from what it left durably."""
     from pgcdc.capture.control import ask
-    from pgcdc.core.errors import PgcdcError, StateError
-    from pgcdc.core.state import Lock, StateDir
 
     state = StateDir(state_dir)
     identity = state.identity()
@@ -81,37 +77,26 @@ def read_status(state_dir: Path) -> dict[str, Any]:
     run: dict[str, Any] = ask(state.run_lock, {"do": "status"}) or _last_run(state)
     capture: dict[str, Any] = run.get("capture") or ask(state.capture_lock, {"do": "status"}) or _last_capture(state)
     phase = run.get("phase", "never started") if running else f"not running (last: {run.get('phase', 'never started')})"
-    initial = capture.get("initial_snapshot")
+    initial = capture.get("initial_snapshot") or {}
+    lag_seconds = capture.get("lag_seconds") if capturing else None
     error = run.get("last_error") or capture.get("last_error")
     return {
         "phase": phase,
         "capture": capture.get("phase", "-") if capturing else "not running",
-        "slot": identity.slot,
+        "slot": identity.stream,
         "database": identity.database,
         "adapters": ", ".join(run.get("adapters", [])) or None,
         "lanes": run.get("lanes", []),
         "events_delivered": run.get("events", 0),
-        "reloads": run.get("reloads"),
-        "reload_errors": run.get("reload_errors"),
-        "last_reload_error": run.get("last_reload_error"),
+        **{name: run.get(name) for name in ("reloads", "reload_errors", "last_reload_error")},
         "delivered_position": run.get("position"),
-        "server_lsn": capture.get("server_lsn"),
-        "received_lsn": capture.get("received_lsn"),
-        "confirmed_lsn": capture.get("confirmed_lsn"),
-        "lag_bytes": capture.get("lag_bytes"),
-        "lag_seconds": _lag_seconds(capture) if capturing else None,
+        **{name: capture.get(name) for name in ("server_lsn", "received_lsn", "confirmed_lsn", "lag_bytes")},
+        "lag_seconds": None if lag_seconds is None else round(float(lag_seconds), 1),
         "spool_bytes": capture.get("spool_bytes"),
         "snapshot": describe_snapshot(initial) if initial else None,
-        "snapshot_held_seconds": initial.get("held_seconds") if initial else None,
-        "snapshot_hold_limit_seconds": initial.get("hold_limit_seconds") if initial else None,
-        "snapshot_wal_held_bytes": initial.get("wal_held_bytes") if initial else None,
-        "snapshot_warning": initial.get("warning") if initial else None,
-        "schema_changes": capture.get("schema_changes"),
-        "toast_cache_hits": capture.get("toast_cache_hits"),
-        "toast_cache_misses": capture.get("toast_cache_misses"),
-        "toast_cache_entries": capture.get("toast_cache_entries"),
-        "bad_signals": capture.get("bad_signals"),
-        "snapshots": _tables_of(capture.get("initial_snapshot")) + _requests_of(state, capture, capturing),
+        **{f"snapshot_{name}": initial.get(name) for name in _OF_SNAPSHOT},
+        **{name: capture.get(name) for name in _OF_CAPTURE},
+        "snapshots": _snapshots_of(state, capture, capturing),
         "last_error": str(PgcdcError.from_json(error)) if error else None,
         "updated_seconds_ago": round(time.time() - capture["time"], 1) if "time" in capture else None,
     }
@@ -119,7 +104,6 @@ def read_status(state_dir: Path) -> dict[str, Any]:
 
 def _last_run(state: StateDir) -> dict[str, Any]:
     """What a run left: its status when it ended, or when it began to stream if it was killed. Acks are always true."""
-    from pgcdc.core.state import read_json
     from pgcdc.sink.contract import Progress
 
     run: dict[str, Any] = read_json(state.run_status) or {}
@@ -131,7 +115,6 @@ def _last_run(state: StateDir) -> dict[str, Any]:
 
 def _last_capture(state: StateDir) -> dict[str, Any]:
     """The last status of a capture that ended in order, or what is known of one that was killed."""
-    from pgcdc.core.state import read_json
     from pgcdc.postgres.lsn import format_lsn
     from pgcdc.spool.consumers import Consumers
 
@@ -139,22 +122,11 @@ def _last_capture(state: StateDir) -> dict[str, Any]:
     return {**last, "confirmed_lsn": format_lsn(Consumers(state.consumers_file).confirmed_lsn)}
 
 
-def _lag_seconds(capture: dict[str, Any]) -> float | None:
-    """Age of the oldest change that is not confirmed; 0 if there is none, None if that is not known."""
-    seconds = capture.get("lag_seconds")
-    return None if seconds is None else round(float(seconds), 1)
+def _snapshots_of(state: StateDir, capture: dict[str, Any], capturing: bool) -> list[dict[str, Any]]:
+    """Tables of an initial snapshot that is not complete, and incremental ones: those known to the capture, or waiting."""
+    from pgcdc.run.control import list_snapshots
 
-
-def _tables_of(initial: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The tables of an initial snapshot that is not complete yet, in the form of incremental ones."""
-    if not initial or initial["status"] == "complete":
-        return []
-    return [{"kind": "initial", **table} for table in initial["tables"]]
-
-
-def _requests_of(state: StateDir, capture: dict[str, Any], capturing: bool) -> list[dict[str, Any]]:
-    """Incremental snapshots: what the capture last said, or what waits for one."""
-    from pgcdc.capture.asking import list_snapshots
-
-    found: list[dict[str, Any]] = capture.get("snapshots", []) if capturing else list_snapshots(state)
-    return found
+    initial = capture.get("initial_snapshot") or {"status": "complete"}
+    tables = [] if initial["status"] == "complete" else initial["tables"]
+    others = capture.get("snapshots", []) if capturing else list_snapshots(state)
+    return [*({"kind": "initial", **table} for table in tables), *others]

@@ -15,8 +15,6 @@ from pgcdc.run.offline_letters import Destination
 from pgcdc.sink.registry import ADAPTERS, check_options, keep_secrets
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
 
-__all__ = ["own_options", "plan_destinations"]
-
 
 def own_options(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Of flags, those that say where an adapter delivers to, and not how."""
@@ -34,14 +32,16 @@ def plan_destinations(flags: Mapping[str, Any], file: Path | None, adapters: lis
     known = base.config.adapter_names if ("adapters",) in base.origins else ()
     specs = {spec.name: spec for spec in base.config.adapter_specs} if known else {}
     keep_secrets([base.config.db, base.config.dlq_db], list(specs.values()), base.config.global_transforms)
+    shared = base.config.global_transforms
     found: dict[str, Destination] = {}
     for name in adapters:
         if name in specs:
             given = {FLAT_KEYS[key][1]: one for key, one in others.items() if FLAT_KEYS[key][0] == specs[name].type}
             spec = _change(specs[name], given) if given else specs[name]
-            found[name] = Destination(spec, is_other=bool(given))
+            found[name] = Destination(spec, [*shared, *specs[name].transforms], is_other=bool(given))
         elif name in ADAPTERS:  # there is no file: the flags are the configuration
-            found[name] = Destination(_only(flags, file, name), is_other=False)
+            spec = _only(flags, file, name)
+            found[name] = Destination(spec, [*shared, *spec.transforms], is_other=False)
         else:
             raise ConfigError(
                 f"the configuration has no adapter {name}", "Give the file of its pipeline with --config, or --adapter"

@@ -12,16 +12,6 @@ from pgcdc.core.operation import Op
 from pgcdc.core.settings import check_known, refuse, split_names, text_or_list
 from pgcdc.sink.spec import Priority
 
-__all__ = [
-    "AdapterName",
-    "Operations",
-    "Patterns",
-    "Priorities",
-    "Routes",
-    "parse_priorities",
-    "parse_routes",
-]
-
 ADAPTER_NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,62}$"
 _PRIORITIES = ("critical", "normal", "best-effort")
 

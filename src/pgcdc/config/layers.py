@@ -6,7 +6,7 @@ Everything is checked here, before anything starts; an error names the place (fl
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,19 +17,16 @@ from pydantic import ValidationError
 from pydantic_core import PydanticCustomError
 
 from pgcdc.config.adapters import ALIASES, ENTRY_ALIASES
-from pgcdc.config.conflict import name_key
 from pgcdc.config.explain import explain
 from pgcdc.config.fields import parse_priorities, parse_routes
 from pgcdc.config.model import Config
 from pgcdc.config.option_secrets import check_literals, option_secrets
-from pgcdc.config.yaml_file import YamlFile, read_yaml
+from pgcdc.config.yaml_file import YamlFile, name_key, read_yaml, value_at
 from pgcdc.core.errors import ConfigError, ConfigErrors, PgcdcError
 from pgcdc.core.secrets import hide, literal_part, read_secret
 from pgcdc.core.settings import Conflict, KeyPath, conflicts_of, setting_of
 from pgcdc.postgres.database import parse_url
 from pgcdc.sink.registry import ADAPTERS
-
-__all__ = ["Loaded", "load", "load_config"]
 
 DEFAULT_FILE = "pgcdc.yaml"
 PREFIX = "PGCDC_"
@@ -63,9 +60,12 @@ class Loaded:
         places = [text or self._line((key,)) for text in dict.fromkeys(said)]
         return ", ".join(places)
 
+    def _said(self, path: KeyPath) -> str | None:
+        return self.origins.get(path[:2], self.origins.get(path[:1]))
+
     def place(self, path: KeyPath) -> str:
         """Where a value stands, and its key: the beginning of an error."""
-        said = self.origins.get(path[:2], self.origins.get(path[:1]))
+        said = self._said(path)
         if said == "" and self.file is not None:
             return self.file.place(path)
         if said:
@@ -74,14 +74,7 @@ class Loaded:
 
     def raw(self, path: KeyPath) -> Any:
         """The value as it was written."""
-        said = self.origins.get(path[:2], self.origins.get(path[:1]))
-        value: Any = self.file.raw if said == "" and self.file is not None else self.values
-        for part in path:
-            try:
-                value = value[part]
-            except (KeyError, IndexError, TypeError):
-                return None
-        return value
+        return value_at(self.file.raw if self._said(path) == "" and self.file is not None else self.values, path)
 
     def check(self) -> None:
         """Raise ConfigError, with its place, for what cannot go together."""
@@ -121,11 +114,9 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None
     _add(loaded, variables, {key: PREFIX + key.upper() for key in variables})
     _add(loaded, flags, {key: f"--{_flag(key)}" for key in flags})
     loaded.secrets |= option_secrets(loaded.values)
-    steps: list[Callable[[], object]] = [
-        partial(take, loaded) for take in (_rename, _take_database, _take_target_databases, _take_letters_database)
-    ]
-    steps += [partial(check_literals, loaded.file.raw)] if loaded.file is not None else []
-    conflicts = [conflict for step in steps for conflict in conflicts_of((), step)]
+    conflicts = [*conflicts_of((), partial(_rename, loaded)), *_take_urls(loaded)]
+    if loaded.file is not None:
+        conflicts += conflicts_of((), partial(check_literals, loaded.file.raw))
     wrong += [ConfigError(f"{loaded.place(one.path)}: {one.message}", one.advice) for one in conflicts]
     about = {path for one in conflicts if one.path for path in (one.path, (str(one.path[0]).removesuffix("_file"),))}
     try:
@@ -158,9 +149,7 @@ def _move(loaded: Loaded, values: dict[str, Any], path: KeyPath, name: str) -> N
         loaded.origins[new] = loaded.origins.pop(path)
     if loaded.file is not None and path in loaded.file.lines:
         loaded.file.lines[new] = loaded.file.lines[path]
-        raw: Any = loaded.file.raw
-        for part in path[:-1]:
-            raw = raw[part]
+        raw = value_at(loaded.file.raw, path[:-1])
         raw[name] = raw.pop(path[-1])
 
 
@@ -218,60 +207,58 @@ def _merge(loaded: Loaded, key: str, value: Any, origin: str) -> dict[str, Any] 
     return {**below, **above}
 
 
-# --- the database
+# --- database URLs
 
 
-def _take_database(loaded: Loaded) -> None:
-    """The URL, from where it is said to be, with its password: `db` is what connects."""
-    values = loaded.values
-    if values.get("db") and values.get("db_file"):
-        raise Conflict(("db_file",), "db and db_file are given", "Leave one of them out")
-    if isinstance(values.get("db_file"), (str, Path)) and values["db_file"]:
-        _check_not_in_file(loaded, "db_file")
-        values["db"] = _read(("db_file",), values["db_file"], "the database URL").strip()
-        loaded.secrets.add(values["db"])
-        loaded.origins["db",] = "db_file"
-    url = values.get("db")
+def _take_urls(loaded: Loaded) -> Iterator[Conflict]:
+    """The URLs of databases, from where they are said to be: their passwords are hidden, and stand in no shared file."""
+    for path in (("db",), ("dlq_db",), *_target_urls(loaded)):
+        yield from conflicts_of(path, partial(_take_url, loaded, path))
+
+
+def _target_urls(loaded: Loaded) -> Iterator[KeyPath]:
+    """Where database URLs of adapters may stand."""
+    fields = {
+        kind: [name for name, info in options.model_fields.items() if setting_of(name, info).cascade == "db"]
+        for kind, options in ADAPTERS.usable().items()
+    }
+    yield from ((f"{kind}_{name}",) for kind, names in fields.items() for name in names)
+    items = loaded.values.get("adapters")
+    for number, item in enumerate(items if isinstance(items, (list, tuple)) else ()):
+        kind = str(item.get("type", item.get("name"))) if isinstance(item, Mapping) else ""
+        yield from (("adapters", number, name) for name in fields.get(kind, []))
+
+
+def _take_url(loaded: Loaded, path: KeyPath) -> None:
+    values, key = loaded.values, str(path[0])
+    file = values.get(f"{key}_file") if key in ("db", "dlq_db") else None
+    where = (f"{key}_file",) if file else path
+    if file and values.get(key):
+        raise Conflict(where, f"{key} and {key}_file are given", "Leave one of them out")
+    if isinstance(file, (str, Path)) and file:
+        if "://" in str(file):  # it must not be shown as the name of a missing file
+            advice = "Give the file that holds the URL; the URL itself is `db`"
+            raise Conflict(where, "this is not the path of a file", advice)
+        values[key] = _read(where, file, "the database URL").strip()
+        loaded.secrets.add(values[key])
+        loaded.origins[key,] = f"{key}_file"
+    url = value_at(values, path)
     if not isinstance(url, str) or not url:
         return
     try:
         params = parse_url(url)
     except PgcdcError as error:
-        key = "db_file" if loaded.origins.get(("db",)) == "db_file" else "db"
-        raise Conflict((key,), error.message, error.advice) from None
-    loaded.secrets.update(str(value) for key, value in params.items() if "password" in key and value)
-    _check_no_literal(loaded, ("db",))
-    given = values.get("password_file")
+        raise Conflict(where, error.message, error.advice) from None
+    loaded.secrets.update(str(value) for name, value in params.items() if "password" in name and value)
+    _check_no_literal(loaded, path)
+    given = values.get("password_file") if key == "db" else None
     if isinstance(given, (str, Path)) and given:
         if params.get("password"):
-            raise Conflict(
-                ("password_file",), "the URL has a password, and password_file is given", "Leave one of them out"
-            )
+            message = "the URL has a password, and password_file is given"
+            raise Conflict(("password_file",), message, "Leave one of them out")
         password = _read(("password_file",), given, "the password")
         loaded.secrets.add(password)
         values["db"] = make_conninfo("", **{**params, "password": password})
-
-
-def _take_letters_database(loaded: Loaded) -> None:
-    """The URL of the dead letters' database, from where it is said to be."""
-    values = loaded.values
-    if values.get("dlq_db") and values.get("dlq_db_file"):
-        raise Conflict(("dlq_db_file",), "dlq_db and dlq_db_file are given", "Leave one of them out")
-    if isinstance(values.get("dlq_db_file"), (str, Path)) and values["dlq_db_file"]:
-        _check_not_in_file(loaded, "dlq_db_file")
-        values["dlq_db"] = _read(("dlq_db_file",), values["dlq_db_file"], "the database URL").strip()
-        loaded.secrets.add(values["dlq_db"])
-        loaded.origins["dlq_db",] = "dlq_db_file"
-    url = values.get("dlq_db")
-    if not isinstance(url, str) or not url:
-        return
-    try:
-        params = parse_url(url)
-    except PgcdcError as error:
-        key = "dlq_db_file" if loaded.origins.get(("dlq_db",)) == "dlq_db_file" else "dlq_db"
-        raise Conflict((key,), error.message, error.advice) from None
-    loaded.secrets.update(str(value) for key, value in params.items() if "password" in key and value)
-    _check_no_literal(loaded, ("dlq_db",))
 
 
 def _read(path: KeyPath, file: str | Path, what: str) -> str:
@@ -281,21 +268,11 @@ def _read(path: KeyPath, file: str | Path, what: str) -> str:
         raise Conflict(path, error.message, error.advice) from None
 
 
-def _check_not_in_file(loaded: Loaded, key: str) -> None:
-    """A URL where the name of a file belongs is a slip, and must not be shown as the name of a missing file."""
-    if "://" in str(loaded.values[key]):
-        raise Conflict(
-            (key,), "this is not the path of a file", "Give the file that holds the URL; the URL itself is `db`"
-        )
-
-
 def _check_no_literal(loaded: Loaded, path: KeyPath) -> None:
     """A password may come from the environment or a file of its own, but not stand in a file that people share."""
     raw = loaded.raw(path) if loaded.file is not None and loaded.origins.get(path[:1]) == "" else None
-    if not isinstance(raw, str):
-        return
     try:
-        params = parse_url(literal_part(raw))
+        params = parse_url(literal_part(raw)) if isinstance(raw, str) else {}
     except PgcdcError:
         return  # it is made of variables
     if any("password" in key and value for key, value in params.items()):
@@ -303,29 +280,3 @@ def _check_no_literal(loaded: Loaded, path: KeyPath) -> None:
         raise Conflict(
             path, "the password stands in this file", f"Write ${{NAME}} for it and set that variable, or use {other}"
         )
-
-
-def _take_target_databases(loaded: Loaded) -> None:
-    """The database URLs of adapters: their passwords are hidden like the source's, and stand in no file either."""
-    fields = {
-        kind: [name for name, info in options.model_fields.items() if setting_of(name, info).cascade == "db"]
-        for kind, options in ADAPTERS.usable().items()
-    }
-    found: list[KeyPath] = [(f"{kind}_{name}",) for kind, names in fields.items() for name in names]
-    items = loaded.values.get("adapters")
-    for number, item in enumerate(items if isinstance(items, (list, tuple)) else ()):
-        if isinstance(item, Mapping):
-            kind = str(item.get("type", item.get("name")))
-            found += [("adapters", number, name) for name in fields.get(kind, [])]
-    for path in found:
-        url: Any = loaded.values
-        for part in path:
-            url = url.get(part) if isinstance(url, Mapping) else url[part]
-        if not isinstance(url, str) or not url:
-            continue
-        try:
-            params = parse_url(url)
-        except PgcdcError as error:
-            raise Conflict(path, error.message, error.advice) from None
-        loaded.secrets.update(str(value) for key, value in params.items() if "password" in key and value)
-        _check_no_literal(loaded, path)

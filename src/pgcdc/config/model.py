@@ -17,11 +17,10 @@ from pgcdc.core.errors import ConfigErrors
 from pgcdc.core.settings import Conflict, Names, Options, setting
 from pgcdc.event.options import TypedSettings
 from pgcdc.run.settings import PipelineSettings
+from pgcdc.sink.registry import ADAPTERS as TYPES
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.source.rate.options import RATE
 from pgcdc.transform.specs import DropColumnsSpec, FilterSpec, TransformSpec
-
-__all__ = ["GROUPS", "TYPED_KEYS", "Config", "Transforms"]
 
 TYPED_KEYS = tuple(name for name in TypedSettings.model_fields if name != "table")
 """What only typed rows (`table`) have; the same names are options of the Spark source."""
@@ -58,8 +57,7 @@ class Config(PipelineSettings, AdapterKeys):
     # --- where events go
 
     adapters: tuple[AdapterItem, ...] = setting(
-        ("stdout",), "Where events go: stdout, file, exec, pg_table, webhook, noop. Repeatable.", ADAPTERS, flag="adapter",
-        metavar="NAME",
+        ("stdout",), f"Where events go: {', '.join(TYPES)}. Repeatable.", ADAPTERS, flag="adapter", metavar="NAME",
         is_repeated=True, example="[stdout]",
     )  # fmt: skip
     routes: Routes = setting(

@@ -14,11 +14,9 @@ from typing import Any
 from pgcdc.config.adapters import FLAT_KEYS
 from pgcdc.core.secrets import literal_part
 from pgcdc.core.settings import Conflict, KeyPath, Setting, setting_of
+from pgcdc.sink.http import is_secret_header, parse_headers
 from pgcdc.sink.registry import ADAPTERS
-from pgcdc.sink.shown import hide_value
-from pgcdc.sink.webhook.options import is_secret_header, parse_headers
-
-__all__ = ["check_literals", "hide_option", "hide_options", "option_secrets"]
+from pgcdc.sink.spec import hide_value
 
 _BEFORE_VARIABLE = re.compile(r"^[A-Za-z-]{1,20} +(?=\S)|[\w.-]+=(?=[\"']?\$\{)")
 

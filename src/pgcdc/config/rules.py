@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from pgcdc.config.adapters import FLAT_KEYS, Entry, option_path
 from pgcdc.core.errors import ConfigError
-from pgcdc.core.operation import Op
 from pgcdc.core.secrets import read_secret
 from pgcdc.core.settings import Conflict, KeyPath, conflicts_of
 from pgcdc.postgres.database import split_table
@@ -20,8 +19,6 @@ from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, FilterSpec, Mas
 
 if TYPE_CHECKING:
     from pgcdc.config.model import Config
-
-__all__ = ["find_conflicts", "suggest"]
 
 RESERVED = "main"
 """The lane that adapters share: an adapter's own lane has the adapter's name."""
@@ -37,8 +34,7 @@ def suggest(name: str, known: Iterable[str], otherwise: str = "") -> str:
 def find_conflicts(config: Config) -> Iterator[Conflict]:
     """What cannot go together: all of the source's, and the first of every other rule."""
     rules = (_check_trial, _check_adapters, _check_dead_letters, _check_names, _check_transforms, _check_typed)
-    made_up = config.made_up
-    found = list(config.source_options().conflicts() if made_up is None else conflicts_of((), made_up.check))
+    found = list(config.source.conflicts())
     found += [conflict for rule in rules for conflict in conflicts_of((), partial(rule, config))]
     found.sort(key=lambda one: not one.path)  # what is missing comes last
     yield from {(one.path, one.message): one for one in found}.values()
@@ -96,18 +92,10 @@ def _check_adapters(config: Config) -> None:
             )
     if config.is_given("bus_buffer") and config.bus_mode != "fast":
         raise Conflict(("bus_buffer",), "--bus-buffer is for --bus-mode fast", "Add --bus-mode fast, or leave it out")
-    targets: dict[str, str] = {}
     for number, spec in enumerate(config.adapter_specs):
         path = option_path(config, number, next(iter(type(spec.options).model_fields), "type"))
         _place(path, partial(check_options, spec))
-        target = spec.options.target()
-        if target and target in targets:
-            raise Conflict(
-                ("adapters", number),
-                f"adapters {targets[target]} and {spec.name} write to the same target: {target}",
-                "Give each a target of its own",
-            )
-        targets[target] = spec.name
+        _place(("adapters", number), partial(spec.check_beside, config.adapter_specs[:number]))
 
 
 def _check_dead_letters(config: Config) -> None:
@@ -156,14 +144,13 @@ def _check_names(config: Config) -> None:
 
 
 def _check_transforms(config: Config) -> None:
-    for number, spec in enumerate(config.transforms.global_):
-        _check_transform(("transforms", "global", number), spec)
-    for name, specs in config.transforms.adapter.items():
+    chains: dict[KeyPath, Sequence[Any]] = {("transforms", "global"): config.transforms.global_}
+    chains |= {("transforms", "adapter", name): specs for name, specs in config.transforms.adapter.items()}
+    entries = {number: item for number, item in enumerate(config.adapters) if isinstance(item, Entry)}
+    chains |= {("adapters", number, "transforms"): item.transforms for number, item in entries.items()}
+    for path, specs in chains.items():
         for number, spec in enumerate(specs):
-            _check_transform(("transforms", "adapter", name, number), spec)
-    for place, item in enumerate(config.adapters):
-        for number, spec in enumerate(item.transforms if isinstance(item, Entry) else ()):
-            _check_transform(("adapters", place, "transforms", number), spec)
+            _check_transform((*path, number), spec)
     if config.debezium_envelope and config.cloudevents_envelope:
         raise Conflict(
             ("cloudevents_envelope",),
@@ -183,7 +170,7 @@ def _check_transforms(config: Config) -> None:
 
 
 def _check_chain(config: Config, name: str, chain: Sequence[Any]) -> None:
-    """An envelope is the whole text of an event: behind it there are no columns any more."""
+    """An envelope is the whole text of an event: behind it there are no columns."""
     for number, spec in enumerate(chain):
         if not isinstance(spec, (DebeziumSpec, CloudEventsSpec)):
             continue
@@ -203,29 +190,15 @@ def _is_plain_filter(spec: Any) -> bool:
 
 
 def _check_transform(path: KeyPath, spec: Any) -> None:
-    if isinstance(spec, FilterSpec):
-        known = [op.name for op in Op]
-        if not spec.operations and not spec.where:
-            raise Conflict(path, "this filter keeps everything", "Give operations, or where")
-        for number, name in enumerate(spec.operations):
-            if name.upper() not in known:
-                raise Conflict((*path, "operations", number), f"{name!r} is not known", suggest(name.upper(), known))
-    if isinstance(spec, MaskSpec):
-        given = [key for key in ("key_env", "key_file") if getattr(spec, key)]
-        if spec.mode != "hash":
-            for key in given:
-                raise Conflict(
-                    (*path, key), f"{key} is for mode hash, not for {spec.mode}", "Leave it out, or use mode: hash"
-                )
-            return
-        if len(given) != 1:
-            raise Conflict(path, "mode hash needs its key in one place", "Give key_env or key_file")
-        if spec.key_env and not os.environ.get(spec.key_env):
-            raise Conflict(
-                (*path, "key_env"), f"the variable {spec.key_env} is not set", "It holds the key of the hash"
-            )
-        if spec.key_file:
-            _place((*path, "key_file"), partial(read_secret, Path(spec.key_file), "the key of the hash"))
+    """What the model of a transform cannot know: whether the key of a hash can be read."""
+    if not isinstance(spec, MaskSpec) or spec.mode != "hash":
+        return
+    if not spec.key_env and not spec.key_file:
+        raise Conflict(path, "mode hash needs its key in one place", "Give key_env or key_file")
+    if spec.key_env and not os.environ.get(spec.key_env):
+        raise Conflict((*path, "key_env"), f"the variable {spec.key_env} is not set", "It holds the key of the hash")
+    if spec.key_file:
+        _place((*path, "key_file"), partial(read_secret, Path(spec.key_file), "the key of the hash"))
 
 
 # --- the source

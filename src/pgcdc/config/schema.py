@@ -6,8 +6,6 @@ from typing import Any
 
 from pgcdc.config.model import Config
 
-__all__ = ["json_schema"]
-
 _VARIABLE = {"type": "string", "pattern": r"\$\{"}
 _LEAVES = ("integer", "number", "boolean")
 

@@ -14,8 +14,6 @@ from pgcdc.core.secrets import redact_text
 from pgcdc.core.settings import setting_of
 from pgcdc.postgres.database import redact
 
-__all__ = ["effective", "show_yaml"]
-
 
 def effective(loaded: Loaded) -> dict[str, tuple[Any, str]]:
     """For each setting that has a value: the value, as JSON has it, and its origin. In the order of the groups."""
@@ -30,30 +28,24 @@ def effective(loaded: Loaded) -> dict[str, tuple[Any, str]]:
 
 def _value(loaded: Loaded, name: str) -> tuple[Any, str]:
     config, origin = loaded.config, loaded.origin(name)
+    raw = loaded.raw((name,)) if loaded.origins.get((name,)) == "" else None
     if name in ("db", "dlq_db"):
-        raw = loaded.raw((name,)) if loaded.origins.get((name,)) == "" else None
         if isinstance(raw, str):
             return redact_text(raw), origin
         url: str = getattr(config, name)
         return redact(url) if url else "", origin
-    if name == "snapshot_mode" and config.snapshot_first:
-        return config.effective_snapshot_mode, loaded.origin("snapshot_first")
     if name == "snapshot_mode":
-        return config.effective_snapshot_mode, origin
+        return config.effective_snapshot_mode, loaded.origin("snapshot_first") if config.snapshot_first else origin
     if name == "toast" and config.toast_cache:
         return "cache", loaded.origin("toast_cache")
-    raw = loaded.raw((name,)) if loaded.origins.get((name,)) == "" else None
     if _has_variable(raw):  # what a variable holds may be a secret
         return _hidden(hide_options(name, raw)), origin
     return _hidden(hide_options(name, _plain(getattr(config, name)))), origin
 
 
 def _has_variable(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_variable, value.values()))
-    if isinstance(value, list):
-        return any(map(_has_variable, value))
-    return isinstance(value, str) and "${" in value
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(map(_has_variable, parts)) or (isinstance(value, str) and "${" in value)
 
 
 def _plain(value: Any) -> Any:

@@ -14,8 +14,6 @@ from pgcdc.core.errors import ConfigError
 from pgcdc.core.settings import setting_of, unit_of
 from pgcdc.sink.spec import DeliveryOptions
 
-__all__ = ["make_template", "write_template"]
-
 _HEAD = """\
 ## Configuration of a pgcdc pipeline. `pgcdc listen` reads pgcdc.yaml in its folder, or the file that --config names.
 ## A flag wins over a PGCDC_* variable, which wins over this file. To use a line that begins with "# ", take that away.

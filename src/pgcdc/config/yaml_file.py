@@ -13,17 +13,32 @@ from typing import Any
 
 import yaml
 
-from pgcdc.config.conflict import name_key
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.secrets import expand
 from pgcdc.core.settings import KeyPath
-
-__all__ = ["YamlFile", "read_yaml"]
 
 MAX_NODES = 20_000
 """Aliases can make a small file endless."""
 _STRING = "tag:yaml.org,2002:str"
 _HALF = re.compile("[\ud800-\udfff]")
+
+
+def name_key(path: KeyPath) -> str:
+    """The way to a value, as people write it: `adapters[1].path`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def value_at(values: Any, path: KeyPath) -> Any:
+    """The value at the end of the way; None: there is none."""
+    for part in path:
+        try:
+            values = values[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return values
 
 
 @dataclass

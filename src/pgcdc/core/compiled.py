@@ -10,8 +10,6 @@ import importlib.util
 import os
 from types import ModuleType
 
-__all__ = ["has_compiled", "load_compiled"]
-
 
 def load_compiled(name: str) -> ModuleType | None:
     """The compiled module `pgcdc.<name>`, or None. Asked anew each time: tests switch between both."""

@@ -6,21 +6,6 @@ import threading
 from collections import Counter
 from typing import Any
 
-__all__ = [
-    "CHANGES_CAPTURED",
-    "CONFIG_RELOADS",
-    "CONFIG_RELOAD_ERRORS",
-    "CONNECTIONS_LOST",
-    "DEAD_LETTERS",
-    "EVENTS_DELIVERED",
-    "EVENTS_DROPPED",
-    "EXEC_RESTARTS",
-    "LANE_MOVES",
-    "WEBHOOK_REQUESTS",
-    "Counters",
-    "counters",
-]
-
 CHANGES_CAPTURED = "pgcdc_changes_captured_total"
 """By the capture process: rows that went into the spool, also those that were read again."""
 CONNECTIONS_LOST = "pgcdc_connections_lost_total"

@@ -21,7 +21,8 @@ An error carries one line that says what happened and one that says what to do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -44,7 +45,9 @@ __all__ = [
     "SpoolError",
     "StateError",
     "TransformError",
+    "full_jitter_s",
     "policy_of",
+    "reconnect_delay_s",
 ]
 
 
@@ -211,3 +214,18 @@ _KINDS: dict[str, type[PgcdcError]] = {
         ConversionError, TransformError, SchemaChanged, GapError, SpoolError, SinkError, SinkUnavailable, SinkRejected,
     )
 }  # fmt: skip
+
+
+# --- how long to wait before the next try: those who failed together do not come back together
+
+
+def full_jitter_s(
+    attempt: int, base_s: float, cap_s: float, uniform: Callable[[float, float], float] = random.uniform
+) -> float:
+    """Anything between 0 and `base_s` · 2^attempt, at most `cap_s`; the first attempt is 0."""
+    return uniform(0.0, min(cap_s, base_s * 2.0 ** min(attempt, 64)))
+
+
+def reconnect_delay_s(attempt: int) -> float:
+    """Full jitter: anything up to 100 ms · 2^attempt, at most 30 s, at least 100 ms."""
+    return max(0.1, full_jitter_s(attempt, 0.1, 30.0))

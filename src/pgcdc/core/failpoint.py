@@ -19,8 +19,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FailpointError", "hit"]
-
 
 class FailpointError(RuntimeError):
     """Raised by a failpoint with the action `raise`."""

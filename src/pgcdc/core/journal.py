@@ -11,8 +11,6 @@ from typing import Any
 
 from pgcdc.core.state import explain_writing, fsync_folder, write_all
 
-__all__ = ["append_lines", "decode_lines", "encode_line", "read_lines"]
-
 
 def encode_line(record: dict[str, Any]) -> bytes:
     """One line: a checksum and the record."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["OldKind", "Op"]
-
 
 class Op(IntEnum):
     """What a change did: the byte that the wire uses for it."""

@@ -20,19 +20,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-__all__ = [
-    "LAST_CHUNK",
-    "LAST_ORDINAL",
-    "LAST_SUB",
-    "MAX_CHUNK_ROWS",
-    "ORDINAL_BITS",
-    "SCHEMA_SUB",
-    "SNAPSHOT",
-    "STREAM",
-    "Kind",
-    "Position",
-]
-
 _POSITION = re.compile(r"([0-9A-F]{16})/([01])([0-9A-F]{12})(?:\.([0-9A-F]{8}))?")
 
 ORDINAL_BITS = 48

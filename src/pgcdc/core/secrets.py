@@ -9,17 +9,6 @@ from typing import Any
 
 from pgcdc.core.errors import ConfigError
 
-__all__ = [
-    "describe_value",
-    "expand",
-    "hide",
-    "known_secrets",
-    "literal_part",
-    "read_secret",
-    "redact_text",
-    "remember_secrets",
-]
-
 _VARIABLE = re.compile(r"\$(\$?)\{([^}]*)\}")
 _NAME = re.compile(r"([A-Za-z_]\w*)(?::-(.*))?", re.DOTALL)
 _SECRET_KEY = re.compile(r"(^|_)(db|url|dsn|password|secret|token|key)(_|$)")

@@ -20,30 +20,6 @@ from pydantic_core import PydanticCustomError
 from pgcdc.core.errors import ConfigError, PgcdcError
 from pgcdc.core.units import Unit
 
-__all__ = [
-    "REFUSED",
-    "UNKNOWN",
-    "Conflict",
-    "KeyPath",
-    "Names",
-    "Options",
-    "PathText",
-    "Rules",
-    "Setting",
-    "check_known",
-    "checked",
-    "conflicts_of",
-    "is_switch",
-    "make_options",
-    "refuse",
-    "setting",
-    "setting_of",
-    "split_names",
-    "split_outside_quotes",
-    "text_or_list",
-    "unit_of",
-]
-
 REFUSED = "pgcdc_refused"
 """The kind of an error that brings its advice along."""
 UNKNOWN = "pgcdc_unknown"
@@ -142,8 +118,8 @@ class Options(BaseModel):
         return self.model_copy(update=changes)
 
     def part(self, model: type[_O]) -> _O:
-        """What of these settings is of another model."""
-        names = model.model_fields.keys()
+        """What of these settings is of another model; its other ones have their defaults."""
+        names = model.model_fields.keys() & type(self).model_fields.keys()
         given = {name: getattr(self, name) for name in names}
         return model.model_construct(_fields_set=self.model_fields_set.intersection(names), **given)
 

@@ -16,8 +16,6 @@ from pgcdc.core.journal import append_lines, decode_lines, read_lines
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Relation
 
-__all__ = ["ShapeChange", "ShapeHistory", "append_shapes", "cut_tail"]
-
 
 @dataclass(frozen=True, slots=True)
 class ShapeChange:

@@ -8,16 +8,14 @@ capture.json      the capture's last status, when it has ended
 run.json          the driver's status, when its phase changed
 consumers.json    where every consumer is, and what was confirmed
 lanes.json        which adapter is in which lane
-transforms.json   which columns transforms have changed, by adapter
-places.json       digests of the targets, by adapter, for replays of dead letters
+targets.json      digests of the targets, and which columns transforms have changed there, by adapter
 shapes.jsonl      which shape every table had from which position on
 spool/            segments and index
 snapshot/         rows of snapshots that were released, and what is asked of incremental ones (requests.json)
 acks/             one file per sink
 checkpoints/      Spark's, one folder per lane, and in each where its batches ended (`ends`)
 toast/            the cache of --toast cache
-snapshot/         rows of snapshots that were released, and what is asked of snapshots
-dead_letters.jsonl  events that targets refused; replay/ has what `pgcdc dlq replay` asks of a run
+dead_letters.jsonl  events that targets refused
 resync.json       a `pgcdc resync` that is not finished; resync/ has its keys
 """
 
@@ -30,28 +28,14 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from pgcdc.core.errors import GapError, StateError
-
-__all__ = [
-    "Identity",
-    "Lock",
-    "StateDir",
-    "check_identity",
-    "fsync_folder",
-    "is_alive",
-    "open_log",
-    "read_json",
-    "write_all",
-    "write_json",
-    "write_json_durably",
-]
+from pgcdc.core.errors import StateError
 
 LOG_BYTES = 10 << 20
-FORMAT = 2
+FORMAT = 3
 """Of the state directory. It grows whenever one version of pgcdc could misread what another has written."""
 
 
@@ -59,25 +43,29 @@ FORMAT = 2
 class Identity:
     """What a state directory belongs to. Going on with another one would cross a gap."""
 
-    system_identifier: str
-    timeline: int
+    kind: str
+    """Of the source: its name in `source.registry`."""
+    system: str
+    """Which server or cluster it is, by what does not change with its address."""
     database: str
-    slot: str
+    stream: str
+    """Our place in it: the name of the slot, say."""
     instance: str
-    """A random name of this pipeline, by which its own walsender is recognised after a crash."""
-    publications: list[dict[str, Any]]
-    """Fingerprints of the publications, to notice when they are dropped or narrowed."""
-    created_lsn: int
-    """Where the slot began."""
-    planned: list[dict[str, Any]] | None = None
-    """Fingerprints that we are just making: after a crash, the publications are as in `publications` or as here."""
-    asked: dict[str, Any] | None = None
-    """Which tables were asked for at the last start."""
+    """A random name of this pipeline, by which its own connections are recognised after a crash."""
+    created: int
+    """The commit where the stream began; 0 while it is being made."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """What else must stay the same. Only the source reads it."""
 
     @property
-    def is_open(self) -> bool:
-        """Whether tables that are created later are added by us: one in the place of another is nothing special then."""
-        return self.asked is None or bool(self.asked["all_tables"] or self.asked["schemas"])
+    def key(self) -> str:
+        """Which source of its pipeline this is, wherever the database has moved."""
+        return f"{self.kind}/{self.stream}"
+
+    @property
+    def title(self) -> str:
+        """What is captured, for people."""
+        return f"{'slot ' if self.kind == 'postgres' else ''}{self.stream} of database {self.database}"
 
 
 class StateDir:
@@ -90,15 +78,13 @@ class StateDir:
         self.checkpoints = self.path / "checkpoints"
         self.consumers_file = self.path / "consumers.json"
         self.lanes_file = self.path / "lanes.json"
-        self.transforms_file = self.path / "transforms.json"
-        self.places_file = self.path / "places.json"
+        self.targets_file = self.path / "targets.json"
         self.shapes_file = self.path / "shapes.jsonl"
         self.toast = self.path / "toast"
         self.snapshot = self.path / "snapshot"
         self.requests_file = self.snapshot / "requests.json"
         self.snapshot_keys = self.snapshot / "keys"
         self.letters_file = self.path / "dead_letters.jsonl"
-        self.replays = self.path / "replay"
         self.resync = self.path / "resync"
         self.resync_note = self.path / "resync.json"
         self.capture_status = self.path / "capture.json"
@@ -193,32 +179,6 @@ def _make_folders(path: Path) -> list[Path]:
                 folder.mkdir(mode=0o700 if folder == path else 0o777)
                 made.append(folder)
     return made
-
-
-def check_identity(known: Identity, *, system_identifier: str, timeline: int, database: str, slot: str) -> None:
-    """Raise GapError if this state directory belongs to something else than what we are connected to."""
-    if known.slot != slot:
-        raise GapError(
-            f"this state directory belongs to slot {known.slot!r}, not to {slot!r}",
-            "Give every slot its own --state-dir",
-        )
-    if known.system_identifier != system_identifier:
-        raise GapError(
-            f"the server is another one: its system identifier is {system_identifier}, "
-            f"this state directory belongs to {known.system_identifier}",
-            "Check --db. If the database was restored or moved on purpose, the sinks can follow it: pgcdc resync --new-slot",
-        )
-    if known.timeline != timeline:
-        raise GapError(
-            f"the server is on timeline {timeline}, this state directory was written on timeline {known.timeline}: "
-            "there was a failover or a point-in-time recovery, and changes may be missing",
-            "Bring the sinks to what this server has: pgcdc resync --new-slot",
-        )
-    if known.database != database:
-        raise GapError(
-            f"this state directory belongs to database {known.database!r}, not to {database!r}",
-            "Check --db, or use another --state-dir",
-        )
 
 
 class Lock:

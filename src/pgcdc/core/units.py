@@ -11,8 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-__all__ = ["Bytes", "Seconds", "Unit", "format_bytes", "format_seconds", "parse_bytes", "parse_seconds"]
-
 _TIMES = {"d": 86400, "h": 3600, "m": 60, "s": 1, "ms": 0.001}
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(ms|[smhd]?)")
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)(?:i?b)?")

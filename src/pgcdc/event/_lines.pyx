@@ -372,7 +372,8 @@ def render(frame, changes, layout):
     new_values, old_values, mark_values = new.values, old.values, marks.values  # alive while their buffers are read
     cdef Side news = side_of(new, edit.new)
     cdef Side olds = side_of(old, edit.old)
-    cdef const uint8_t* dropped = bytes_of(edit.dropped)
+    cdef const uint8_t* dropped_new = bytes_of(frame.dropped["new"])
+    cdef const uint8_t* dropped_old = bytes_of(frame.dropped["old"])
     cdef const uint8_t* keep = bytes_of(edit.keep)
     cdef Lists mark_lists = lists_of(marks)
     cdef const int16_t* mark_items = <const int16_t*>address(mark_values.buffers()[1]) + <int64_t>mark_values.offset
@@ -409,22 +410,22 @@ def render(frame, changes, layout):
                 put_item(&out, &head_texts, head_of[row])
                 at = first[version[row]]
                 if layout_is_typed:
-                    put_values(&out, &olds, row, &names, at, keys, dropped, &unchanged, True, &typed)
+                    put_values(&out, &olds, row, &names, at, keys, dropped_old, &unchanged, True, &typed)
                     put(&out, <const char*>b',"after":', 9)
                     if op[row] == c"D":
                         put(&out, <const char*>b"null", 4)
                     else:
-                        put_values(&out, &news, row, &names, at, NULL, dropped, &unchanged, False, &typed)
+                        put_values(&out, &news, row, &names, at, NULL, dropped_new, &unchanged, False, &typed)
                 else:
                     if op[row] == c"D":
-                        put_values(&out, &olds, row, &names, at, keys, dropped, &unchanged, True, &typed)
+                        put_values(&out, &olds, row, &names, at, keys, dropped_old, &unchanged, True, &typed)
                         put(&out, <const char*>b',"old":null', 11)
                     else:
-                        put_values(&out, &news, row, &names, at, NULL, dropped, &unchanged, False, &typed)
+                        put_values(&out, &news, row, &names, at, NULL, dropped_new, &unchanged, False, &typed)
                         put(&out, <const char*>b',"old":', 7)
-                        put_values(&out, &olds, row, &names, at, keys, dropped, &unchanged, True, &typed)
+                        put_values(&out, &olds, row, &names, at, keys, dropped_old, &unchanged, True, &typed)
                     if unchanged.count:
-                        put_unchanged(&out, &unchanged, &names, at, dropped)
+                        put_unchanged(&out, &unchanged, &names, at, dropped_new)
             put_item(&out, &tail_texts, row)
             if out.size > MAX_OFFSET:
                 raise too_large(out.size)

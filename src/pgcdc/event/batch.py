@@ -1,12 +1,14 @@
 """The events of one batch, in the form that a sink takes: lines, records, or changes of tables.
 
 The source makes the columns behind a form for each chain that asks for it (`event.forms`); here they are read. Masks, drops,
-renames and routes have been applied, whatever the form. Nobody parses text that we rendered.
+renames and routes have been applied, whatever the form. A sink that needs values takes `records` or `tables`. Text that we
+rendered is read only where it is all there is, or all that is wanted: dead letters (`event.reread`), the lines of
+`pg_table` in the mode append, `stdout` for people, and the ids for `exec` with an answer for each line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,9 +20,8 @@ import pyarrow.compute as pc
 from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Relation
-from pgcdc.event.forms import Form, TableShape, render_changes
-
-__all__ = ["Batch", "Records", "TableChanges", "line_buffers"]
+from pgcdc.event.forms import RECORD, Form, form_column, read_shapes, render_changes
+from pgcdc.event.shape import TableShape
 
 COMBINED_BYTES = 1 << 30
 """Columns up to this size are read as one: offsets have 32 bits."""
@@ -54,9 +55,9 @@ class TableChanges:
     """Changes of one table in one shape, in stream order. A TRUNCATE stands alone, without values."""
 
     relation: Relation
-    """Behind the chain's edits. `event.keys.has_key` says whether its rows have a key: not if the chain drops part of it."""
+    """Behind the edits. `event.forms.has_key` says whether its rows have a key: not if the chain drops part of it."""
     details: Mapping[str, Any] | None
-    """What the catalog said about this shape (`source.postgres.setup.shapes`), behind the chain's edits as well."""
+    """What the catalog said about this shape (`source.postgres.setup.shapes`), behind the edits as well."""
     op: npt.NDArray[np.uint8]
     """See `core.operation.Op`."""
     rows: I64
@@ -161,8 +162,9 @@ class Batch:
 
     def records(self) -> Records:
         """The events with what brokers, caches and HTTP need of them."""
-        columns = {name: self.events.column(name) for name in Records.__slots__}
-        barriers = columns["is_barrier"].to_numpy() | _new_shapes(self.events)
+        events = self.events if "value" in self.events.column_names else _bare_records(self.events)
+        columns = {name: events.column(name) for name in Records.__slots__}
+        barriers = columns["is_barrier"].to_numpy() | _new_shapes(events)
         columns["is_barrier"] = pa.chunked_array([pa.array(barriers)], pa.bool_())
         return Records(**columns)
 
@@ -182,6 +184,24 @@ class Batch:
         return parts
 
 
+def split_forms(
+    batch: Batch, wanted: Sequence[tuple[int, Form]], beside: Sequence[Mapping[bytes, bytes]] = ()
+) -> list[Batch]:
+    """The events that chains have, in their forms: of a batch with a column for each (`form_column`)."""
+    made: dict[tuple[int, Form], Batch] = {}
+    for number, form in wanted:
+        if (number, form) not in made:
+            name = form_column(number, form)
+            column, positions = batch.events.column(name), batch.positions()
+            if column.null_count:
+                positions, column = positions.filter(column.is_valid()), column.drop_null()
+            fields = [("line", column)] if form == "lines" else zip(column.type.names, column.flatten(), strict=True)
+            texts = (one[name.encode()].decode() for one in beside if form == "tables")
+            events = pa.table({"position": positions, **dict(fields)})
+            made[number, form] = replace(batch, events=events, shapes=read_shapes(texts))
+    return [made[one] for one in wanted]
+
+
 def line_buffers(arrays: Iterable[pa.Array]) -> Iterator[memoryview]:
     """The bytes of arrays of text, one after the other: nothing is copied."""
     for chunk in arrays:
@@ -191,6 +211,21 @@ def line_buffers(arrays: Iterable[pa.Array]) -> Iterator[memoryview]:
             view = memoryview(offsets).cast("q") if large else memoryview(offsets).cast("i")
             first, last = view[chunk.offset], view[chunk.offset + len(chunk)]
             yield memoryview(data)[first:last]
+
+
+def _bare_records(lines: pa.Table) -> pa.Table:
+    """Typed rows as records: they have no channel and no key, so that all of them stay in order."""
+    ids: list[str] = []
+    number, positions = 0, lines.column("position").to_pylist()
+    for before, position in zip([None, *positions], positions, strict=False):
+        number = number + 1 if position == before else 0
+        ids.append(f"{position}.{number}" if number else position)
+    value = pc.utf8_rtrim(lines.column("line"), "\n")
+    columns: dict[str, Any] = {"position": lines.column("position"), "id": pa.array(ids, pa.string()), "value": value}
+    empty = {"channel": "", "operation": "", "key_hash": 0, "is_barrier": False, "relation": 0}
+    for one in RECORD:
+        columns.setdefault(one.name, pa.repeat(pa.scalar(empty.get(one.name), one.type), len(ids)))
+    return pa.table(columns)
 
 
 def _new_shapes(events: pa.Table) -> Bools:

@@ -13,16 +13,13 @@ import struct
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pgcdc.event.shape import ARRAY, NO_MODIFIER, REQUIRED, ZERO, Family
+from pgcdc.event.shape import ARRAY, NO_MODIFIER, REQUIRED, ZERO, Family, TableShape, column_types
 from pgcdc.event.texts import quote_json
-
-__all__ = ["absent", "json_texts", "placeholder", "write_key", "write_value"]
 
 UNAVAILABLE = "__debezium_unavailable_value"
 _STRING = f'"{UNAVAILABLE}"'
@@ -84,14 +81,17 @@ def write_value(text: str, code: int, modifier: int) -> str:
     return f"[{','.join('null' if one is None else scalar(one) for one in _elements(text))}]"
 
 
-def write_key(row: Mapping[str, str | None] | None, shape: Mapping[str, Any]) -> str | None:
-    """What Debezium makes the key of a message about this row; None: its table has no key. `shape`: see `event.shape`."""
-    if row is None or not shape["key"]:
+def write_key(row: Mapping[str, str | None] | None, shape: TableShape) -> str | None:
+    """What Debezium makes the key of a message about this row; None: its table has no key."""
+    if row is None or not shape.key:
         return None
+    types = {
+        column.name: one
+        for column, one in zip(shape.relation.columns, column_types(shape.relation, shape.details), strict=True)
+    }
     fields = []
-    for name in shape["key"]:
-        place = shape["names"].index(name)
-        code, modifier = shape["codes"][place], shape["modifiers"][place]
+    for name in shape.key:
+        code, modifier = types[name]
         if name not in row:
             fields.append(f"{quote_json(name)}:{absent(code, modifier)}")
         elif code & (ARRAY - 1) != Family.OTHER:

@@ -1,9 +1,7 @@
 """Chains of simple transforms on the column buffers, before the JSON is rendered: no step per row in Python.
 
 Leaving columns out, renaming, hiding, and choosing events by operation and channel depend on the shape of a table and on
-whole columns only. So a source does them itself, for a fraction of what maps and `to_json` cost in Spark. The result is byte
-by byte that of the Spark expressions (`transform.expressions`). Column transforms are for rows of tables: what is not one (a
-message, a marker) is left as it is.
+whole columns only. Column transforms are for rows of tables: what is not one (a message, a marker) is left as it is.
 """
 
 from __future__ import annotations
@@ -17,14 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pgcdc.core.errors import TransformError
 from pgcdc.core.operation import Op
 from pgcdc.core.relation import Column, Relation
 from pgcdc.event import masks
-from pgcdc.event.frame import Frame
-
-__all__ = ["Edit", "Replaced", "SimpleChain", "dump_chains", "full_pattern", "parse_chains"]
+from pgcdc.event.frame import Frame, column_places
 
 Bools = npt.NDArray[np.bool_]
 Step = Mapping[str, Any]
@@ -72,7 +69,7 @@ class SimpleChain:
     routes: tuple[str, ...]
     steps: tuple[Step, ...]
     forms: tuple[str, ...] = ("lines",)
-    """Which of `event.forms` are wanted of it."""
+    """Which of `event.forms` are wanted of it; `shapes`: its events (`event_column`) say what their tables look like."""
     _fates: dict[Relation, _Fate] = field(default_factory=dict)
     _keys: dict[tuple[str | None, str | None], bytes] = field(default_factory=dict)
 
@@ -96,6 +93,24 @@ class SimpleChain:
             self._replaced(frame, "old", keep, masked) if masked else None,
         )
 
+    def apply(self, frame: Frame, edit: Edit) -> Frame:
+        """The frame behind the edit, with all of its events."""
+        described = [self.describe(*one) for one in zip(frame.shapes, frame.details, strict=True)]
+        shapes = [shape for shape, _ in described]
+        left = slice(None) if edit.dropped is None else edit.dropped == 0
+        changes = {side: edited_lists(frame, edit, side) for side in ("new", "old")}
+        first, names, is_key = column_places(shapes)
+        return replace(
+            frame,
+            changes=pa.RecordBatch.from_pydict({**changes, "unchanged": edited_marks(frame, edit)}),
+            shapes=shapes,
+            first=first,
+            names=names,
+            is_key=is_key,
+            details=[details for _, details in described],
+            lacking={side: flags[left] for side, flags in frame.lacking.items()},
+        )
+
     @property
     def envelope(self) -> Step | None:
         """The step that gives the whole event another form."""
@@ -104,7 +119,7 @@ class SimpleChain:
     @property
     def needs_shapes(self) -> bool:
         """Whether what the catalog says about tables is wanted."""
-        return "tables" in self.forms or self.envelope is not None
+        return self.envelope is not None or not {"tables", "shapes"}.isdisjoint(self.forms)
 
     def text_columns(self, shape: Relation) -> list[bool]:
         """For each column whether a mask has put text into it, whatever its type."""
@@ -114,7 +129,7 @@ class SimpleChain:
         """What a table looks like behind the chain, and what the catalog said about it.
 
         Hidden values are text. What is left of a key of which a column is dropped tells no rows apart: such a table has
-        no replica identity (`event.keys.has_key`).
+        no replica identity (`event.forms.has_key`).
         """
         fate = self._fate(shape)
         fates = list(zip(shape.columns, fate.names, fate.masks, strict=True))
@@ -214,7 +229,8 @@ class SimpleChain:
     def _hide(self, values: pa.Array, steps: tuple[Step, ...]) -> pa.Array:
         for step in steps:
             if step["mode"] == "hash":
-                values = masks.hmac_texts(values, self._key(step.get("key_env"), step.get("key_file")))
+                key = step.get("key") or self._key(step.get("key_env"), step.get("key_file"))
+                values = masks.hmac_texts(values, key)
             else:
                 values = masks.zero(values) if step["mode"] == "zero" else masks.redact(values)
         return values
@@ -246,3 +262,83 @@ def parse_chains(text: str) -> list[SimpleChain]:
 def full_pattern(pattern: str) -> str:
     """A channel pattern with its prefix: `orders` means `pgcdc:orders`."""
     return pattern if ":" in pattern else f"pgcdc:{pattern}"
+
+
+# --- values as a chain shows them
+
+
+def dropped_columns(frame: Frame, edit: Edit, side: str) -> npt.NDArray[np.uint8] | None:
+    """Which columns of all shapes the rows of a side are shown without; None: none."""
+    lacking = frame.lacking.get(side)
+    if lacking is None or edit.dropped is None:
+        return edit.dropped if lacking is None else lacking
+    return lacking | edit.dropped
+
+
+def edited_lists(frame: Frame, edit: Edit, side: str) -> pa.Array:
+    """The rows as lists of texts."""
+    lists = frame.changes.column(side)
+    replaced: Replaced | None = getattr(edit, side)
+    if replaced is None and edit.dropped is None:
+        return _of_texts(lists.offsets, lists.values, lists)
+    offsets: npt.NDArray[np.int32] = lists.offsets.to_numpy()
+    first, last = int(offsets[0]), int(offsets[-1])
+    values = lists.values.slice(first, last - first).view(pa.string())
+    if replaced is not None:
+        where = replaced.where[first:last]
+        picked = np.where(where >= 0, len(values) + where, np.arange(len(values)))
+        values = pa.concat_arrays([values, replaced.texts]).take(pa.array(picked))
+    offsets = offsets - first
+    if edit.dropped is not None:
+        counts = np.diff(offsets)
+        row_of = np.repeat(np.arange(len(counts)), counts)
+        column = np.arange(len(values)) - offsets[:-1][row_of]
+        keep: Bools = edit.dropped[frame.first[frame.version[row_of]] + column] == 0
+        values = values.filter(pa.array(keep))
+        kept = np.bincount(row_of[keep], minlength=len(counts))
+        offsets = np.concatenate([[0], np.cumsum(kept)]).astype(np.int32)
+    return _of_texts(pa.array(offsets), values, lists)
+
+
+def _of_texts(offsets: pa.Array, values: pa.Array, lists: pa.Array) -> pa.Array:
+    mask = lists.is_null() if lists.null_count else None
+    whole = pa.array(offsets.to_numpy())  # with a mask Arrow takes no slice
+    return pa.ListArray.from_arrays(whole, values.view(pa.string()), mask=mask)
+
+
+def edited_marks(frame: Frame, edit: Edit) -> pa.Array:
+    """Which values are unchanged TOAST, by the numbers that columns have behind the edit; -1-i: of the old row."""
+    marks = frame.changes.column("unchanged")
+    if edit.dropped is None or marks.null_count == len(marks):
+        return marks
+    rows = pc.list_parent_indices(marks).to_numpy()
+    columns = pc.list_flatten(marks).to_numpy().astype(np.int64)
+    gone = np.concatenate([[0], np.cumsum(edit.dropped)])
+    first = frame.first[frame.version[rows]]
+    number = np.where(columns < 0, -1 - columns, columns)
+    after = number - (gone[first + number] - gone[first])
+    keep: Bools = edit.dropped[first + number] == 0
+    after = np.where(columns < 0, -1 - after, after)[keep].astype(np.int16)
+    counts = np.bincount(rows[keep], minlength=len(marks))
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(after), mask=marks.is_null())
+
+
+def edited_column(
+    frame: Frame, edit: Edit, side: str, index: int, rows: npt.NDArray[np.int64] | None = None
+) -> pa.Array:
+    """The texts of one column, in some rows or all; null where a row has none, or fewer columns."""
+    lists = frame.changes.column(side)
+    rows = np.arange(len(frame)) if rows is None else rows
+    offsets: npt.NDArray[np.int32] = lists.offsets.to_numpy()
+    items = offsets[:-1][rows] + index
+    is_out: Bools = (items >= offsets[1:][rows]) | lists.is_null().to_numpy(zero_copy_only=False)[rows]
+    if is_out.all():
+        return pa.nulls(len(rows), pa.string())
+    found = lists.values.view(pa.string()).take(pa.array(items, mask=is_out))
+    replaced: Replaced | None = getattr(edit, side)
+    if replaced is None:
+        return found
+    where = replaced.where[np.where(is_out, 0, items)]
+    is_kept: Bools = (where < 0) | is_out
+    return pc.if_else(pa.array(is_kept), found, replaced.texts.take(pa.array(where, mask=is_kept)))

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from pgcdc.core.operation import Op
 from pgcdc.event.debezium_values import absent, json_texts, placeholder
 from pgcdc.event.edits import Edit, Replaced, SimpleChain
-from pgcdc.event.frame import EventOptions, Frame
+from pgcdc.event.frame import Frame
 from pgcdc.event.lines import (
     BOOLEAN,
     DECIMAL,
@@ -41,8 +41,6 @@ from pgcdc.event.lines import (
 from pgcdc.event.shape import ARRAY, NO_MODIFIER, REQUIRED, Family, column_types
 from pgcdc.event.texts import time_texts
 
-__all__ = ["render_envelope"]
-
 Step = Mapping[str, Any]
 _DEBEZIUM_OPS = {Op.INSERT: "c", Op.UPDATE: "u", Op.DELETE: "d", Op.TRUNCATE: "t", Op.SNAPSHOT: "r"}
 _KINDS: dict[int, int] = {Family.TEXT: TEXT, Family.UUID: TEXT, Family.INTEGER: INTEGER, Family.BOOLEAN: BOOLEAN}
@@ -55,7 +53,7 @@ _LOOKS = {
 
 
 def render_envelope(
-    frame: Frame, chain: SimpleChain, edit: Edit, options: EventOptions, columns: Mapping[str, pa.Array], end: str
+    frame: Frame, chain: SimpleChain, edit: Edit, columns: Mapping[str, pa.Array], end: str
 ) -> pa.Array:
     """The events of a frame in the envelope of a chain, each followed by `end`; null: the chain has none for it.
 
@@ -65,7 +63,7 @@ def render_envelope(
     assert step is not None
     if step["type"] == "cloudevents":
         return render(frame, _cloudevents(frame, step, columns, end), edit)
-    return _debezium(frame, chain, edit, options, step, columns["table_ordinal"], end)
+    return _debezium(frame, chain, edit, step, columns, end)
 
 
 def _join(*pieces: pa.Array | str) -> pa.Array:
@@ -111,7 +109,7 @@ def _cloudevents(frame: Frame, step: Step, columns: Mapping[str, pa.Array], end:
     times = pc.if_else(pa.array(frame.is_alone), "", times) if frame.is_alone.any() else times
     xid = frame.owners.column("xid")
     xids = pc.if_else(pc.equal(xid, 0), "", _join(',"xid":"', xid.cast(pa.string()), '"'))
-    channels = _by_shape(frame, [f'","channel":{quote_json(shape.channel)}' for shape in frame.shapes])
+    channels = _by_shape(frame, [f'","channel":{quote_json(channel)}' for channel in frame.channels])
     origins = _origins(frame, (',"origin":', ""), "")
     heads = _join(kinds, times, ',"sequence":"', columns["position"], channels, xids, origins, payloads)
     tails = pa.array(["}}" + end]).take(pa.array(np.zeros(len(frame), np.int32)))
@@ -133,12 +131,12 @@ def _by_shape_and_op(frame: Frame, write: Any) -> pa.Array:
 
 
 def _debezium(
-    frame: Frame, chain: SimpleChain, edit: Edit, options: EventOptions, step: Step, ordinals: pa.Array, end: str
+    frame: Frame, chain: SimpleChain, edit: Edit, step: Step, columns: Mapping[str, pa.Array], end: str
 ) -> pa.Array:
     known = np.zeros(256, np.bool_)
     known[[*_DEBEZIUM_OPS, Op.MESSAGE, Op.BEGIN, Op.COMMIT]] = True
     keep = known[frame.op] if edit.keep is None else known[frame.op] & (edit.keep != 0)
-    types = _types(frame, chain, options)
+    types = _types(frame, chain)
     codes = np.array([code for code, _ in types], np.int64)
     is_other = codes & (ARRAY - 1) == Family.OTHER
     dropped = is_other if edit.dropped is None else is_other | (edit.dropped != 0)
@@ -151,7 +149,7 @@ def _debezium(
         written["new"],
         written["old"],
     )
-    tails, whole = _debezium_tails(frame, step, options, ordinals, end)
+    tails, whole = _debezium_tails(frame, step, columns["table_ordinal"], end)
     zeros = np.zeros(len(frame), np.int32)
     layout = Layout(
         b"",
@@ -174,14 +172,11 @@ def _kind(code: int, modifier: int) -> int:
     return _KINDS.get(code, RAW)
 
 
-def _types(frame: Frame, chain: SimpleChain, options: EventOptions) -> list[tuple[int, int]]:
+def _types(frame: Frame, chain: SimpleChain) -> list[tuple[int, int]]:
     """Code and modifier of all columns of all shapes. What a mask has put text into is text."""
-    details = {change.after: change.details for change in options.described.changes}
     found: list[tuple[int, int]] = []
-    for shape in frame.shapes:
-        for (code, modifier), is_text in zip(
-            column_types(shape, details.get(shape)), chain.text_columns(shape), strict=True
-        ):
+    for shape, details in zip(frame.shapes, frame.details, strict=True):
+        for (code, modifier), is_text in zip(column_types(shape, details), chain.text_columns(shape), strict=True):
             found.append((Family.TEXT, NO_MODIFIER | modifier & REQUIRED) if is_text else (code, modifier))
     return found
 
@@ -227,7 +222,7 @@ def _written(
 
 
 def _debezium_tails(
-    frame: Frame, step: Step, options: EventOptions, ordinals: pa.Array, end: str
+    frame: Frame, step: Step, ordinals: pa.Array, end: str
 ) -> tuple[pa.Array, npt.NDArray[np.uint8] | None]:
     """What follows the rows; and which events have no rows, so that this is all of them."""
     now = time.time_ns() // 1000
@@ -242,7 +237,7 @@ def _debezium_tails(
         _by_shape_and_op(
             frame,
             lambda _, op: (
-                f',"snapshot":"{"true" if op == "SNAPSHOT" else "false"}","db":{quote_json(options.described.database)}'
+                f',"snapshot":"{"true" if op == "SNAPSHOT" else "false"}","db":{quote_json(frame.database)}'
                 ',"sequence":"[\\"'
             ),
         ),

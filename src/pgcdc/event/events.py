@@ -1,81 +1,39 @@
-"""From segments to events: the columns that Spark sees, made from column buffers without a Python step per row.
+"""From segments to events: columns for Spark and forms for sinks, made from column buffers without a Python step per row.
 
-The event shape is one schema for all tables: `row` and `old` are maps with PostgreSQL's own text, so that transforms are
-native Spark expressions. A query that asks for fewer columns (`.schema("position STRING, line STRING")`) pays for no other.
+A query that asks for fewer columns (`.schema("position STRING, line STRING")`) pays for no other.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.relation import Relation
 from pgcdc.core.shapes import ShapeChange
+from pgcdc.event.columns import CHANGEABLE, ColumnReader, key_maps, row_and_old, shape_texts, unchanged_names
 from pgcdc.event.edits import Edit, SimpleChain
 from pgcdc.event.envelopes import render_envelope
-from pgcdc.event.forms import FORMS, Form, TableShape, form_column, form_of, make_record, make_table, shapes_of
+from pgcdc.event.forms import (
+    FORMS,
+    Form,
+    find_barriers,
+    form_column,
+    form_of,
+    key_hashes,
+    make_record,
+    make_table,
+    shapes_of,
+)
 from pgcdc.event.frame import EventOptions, Frame, load_frame
-from pgcdc.event.keys import find_barriers, key_hashes
-from pgcdc.event.lines import OPERATION_OF, OPERATIONS, SOURCE_NAME, LineMaker
-from pgcdc.event.shape import SHAPE, shape_array
-from pgcdc.event.texts import I64, IdSeed, event_ids, places, position_texts
+from pgcdc.event.lines import OPERATION_OF, OPERATIONS, LineMaker
+from pgcdc.event.texts import IdSeed, event_ids, places, position_texts
 from pgcdc.spool.reader import SegmentSlice
 
-__all__ = [
-    "BLOCKS",
-    "EVENT_COLUMNS",
-    "EVENT_SCHEMA",
-    "KEYED_BLOCKS",
-    "KEYED_LINES",
-    "KEY_COLUMNS",
-    "LINES",
-    "PIECE_BYTES",
-    "RELATION_COLUMNS",
-    "SHAPE_COLUMNS",
-    "SHAPE_SCHEMA",
-    "TEXT_COLUMNS",
-    "block_schema",
-    "drop_unwanted",
-    "event_batch",
-    "events_of",
-    "open_blocks",
-    "pack_block",
-    "unpack_blocks",
-]
-
-EVENT_COLUMNS = {
-    "id": "string",
-    "channel": "string",
-    "operation": "string",
-    "schema": "string",
-    "table": "string",
-    "row": "map<string,string>",
-    "old": "map<string,string>",
-    "unchanged_toast_columns": "array<string>",
-    "source": "string",
-    "created_at": "timestamp",
-    "position": "string",
-    "lsn": "bigint",
-    "ordinal": "bigint",
-    "xid": "bigint",
-    "origin": "string",
-}
-"""The columns of an event and their types, as Spark writes them."""
-TEXT_COLUMNS = {"json": "string", "line": "string"}
-"""The whole event as JSON text, without and with a newline: only for those who ask for it."""
-SHAPE_COLUMNS = {"shape": SHAPE, "table_ordinal": "bigint"}
-"""What envelopes need besides: the table's columns with their types, and which of its transaction's changes of this table a
-change is, from 1. Only for those who ask for it."""
-KEY_COLUMNS = {"key": "map<string,string>", "key_hash": "bigint", "is_barrier": "boolean"}
-"""What tells which events must stay in order (`stream.keys`): only for those who ask for it."""
-RELATION_COLUMNS = {"relation": "string"}
-"""The table's shape as JSON (`event.forms.TableShape`), for forms that are made behind Spark."""
 COMPRESS_BYTES = 64 << 10
 PIECE_BYTES = 4 << 20
 BLOCKS = "block BINARY, is_last BOOLEAN"
@@ -89,13 +47,6 @@ KEYED_BLOCKS = "keyed_block BINARY, is_last BOOLEAN"
 """Blocks of keyed lines, for a lane that may have executors write (`stream.parallel`)."""
 _KEYED = pa.schema([("key_hash", pa.int64()), ("is_barrier", pa.bool_())])
 KEYED_LINES = pa.schema([*LINES, *_KEYED])
-EVENT_SCHEMA = ", ".join(f"{name} {kind.upper()}" for name, kind in EVENT_COLUMNS.items())
-"""The columns of an event, as Spark DDL."""
-
-SHAPE_SCHEMA = "".join(f", {name} {kind}" for name, kind in SHAPE_COLUMNS.items())
-"""SHAPE_COLUMNS as Spark DDL, to be put behind EVENT_SCHEMA."""
-
-Bools = npt.NDArray[np.bool_]
 
 
 def event_batch(
@@ -113,12 +64,27 @@ def event_batch(
 
 
 def events_of(
-    frame: Frame, seed: IdSeed, schema: pa.Schema, options: EventOptions, chains: Sequence[SimpleChain] = ()
+    frame: Frame,
+    seed: IdSeed | None,
+    schema: pa.Schema,
+    options: EventOptions,
+    chains: Sequence[SimpleChain] = (),
+    given: Mapping[str, pa.Array] | None = None,
 ) -> pa.RecordBatch:
-    """The events of a frame as one record batch with exactly `schema`."""
-    events = _Events(frame, seed, options, chains)
+    """The events of a frame as one record batch with exactly `schema`. Columns that are `given` are not made; the ids need
+    to be, or a seed."""
+    events = _Events(frame, seed, options, chains, given)
     arrays = [_as_type(events.column(field.name), field.type) for field in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema.with_metadata(events.shapes(schema.names) or None))
+
+
+def render_columns(
+    events: pa.RecordBatch, steps: Sequence[Mapping[str, Any]] = (), *, transaction: bool = False
+) -> pa.Array:
+    """The text of events that are given as columns: their JSON, or what an envelope makes of them; null: nothing."""
+    frame, given = ColumnReader().read(events)
+    made = _Events(frame, None, EventOptions(transaction), [SimpleChain((), tuple(steps))], given)
+    return made.rendered(0, "")
 
 
 def block_schema(chains: Sequence[SimpleChain], *, keyed: bool = False) -> pa.Schema:
@@ -135,7 +101,7 @@ def _forms(names: Iterable[str]) -> list[Form]:
 
 
 def drop_unwanted(events: pa.RecordBatch) -> pa.RecordBatch:
-    """`events`, in a `block_schema`, without those that no chain has."""
+    """`events` of chains without those that none of them has."""
     made = [events.column(name) for name in events.schema.names if form_of(name) is not None]
     if any(not column.null_count for column in made):
         return events
@@ -188,44 +154,59 @@ def _as_type(array: pa.Array, kind: pa.DataType) -> pa.Array:
 class _Events:
     """The columns of the events of a frame, each made when it is asked for, and once."""
 
-    def __init__(self, frame: Frame, seed: IdSeed, options: EventOptions, chains: Sequence[SimpleChain]) -> None:
+    def __init__(
+        self,
+        frame: Frame,
+        seed: IdSeed | None,
+        options: EventOptions,
+        chains: Sequence[SimpleChain] = (),
+        given: Mapping[str, pa.Array] | None = None,
+    ) -> None:
         self._frame = frame
         self._seed = seed
         self._options = options
         self._chains = chains
-        self._made: dict[str, pa.Array] = {}
+        self._made = dict(given or {})
         self._makers: dict[str, LineMaker] = {}
         self._edits: dict[int, Edit] = {}
 
     def column(self, name: str) -> pa.Array:
         if name not in self._made:
             wanted = form_of(name)
-            if wanted is not None:
-                self._made[name] = self._form(*wanted)
-            else:
-                _MAKERS[name](self)
+            self._made[name] = self._make(name) if wanted is None else self._form(*wanted)
         return self._made[name]
 
     def shapes(self, columns: Iterable[str]) -> dict[str, str]:
         """What the columns with changes of tables need beside them."""
         wanted = {name: found for name in columns if (found := form_of(name)) is not None and found[1] == "tables"}
-        return {name: shapes_of(self._frame, self._chains[one], self._options) for name, (one, _) in wanted.items()}
+        return {name: shapes_of(self._frame, self._chains[one]) for name, (one, _) in wanted.items()}
 
-    def _form(self, number: int, form: Form) -> pa.Array:
+    def _form(self, number: int, form: Form | None) -> pa.Array:
         frame, edit = self._frame, self._edit(number)
+        if form is None:
+            return self._event(self._chains[number], edit)
         if form == "lines":
-            return self._rendered(number, edit, "\n")
+            return self.rendered(number, "\n")
         if form == "tables":
             return make_table(frame, edit, self.column("id"))
-        known = {name: self.column(name) for name in ("id", "channel", "operation", "key_hash")}
-        return make_record(frame, edit, self._rendered(number, edit, ""), known)
+        names = ("id", "channel", "operation", "key_hash", "is_barrier", "relation")
+        known = {name: self.column(name) for name in names}
+        return make_record(frame, edit, self.rendered(number, ""), known)
 
-    def _rendered(self, number: int, edit: Edit, end: str) -> pa.Array:
-        chain = self._chains[number]
+    def _event(self, chain: SimpleChain, edit: Edit) -> pa.Array:
+        """The columns that Spark may change, behind what the source does."""
+        behind = _Events(chain.apply(self._frame, edit), None, self._options)
+        names = [*CHANGEABLE, *(["shape"] if chain.needs_shapes else [])]
+        is_out = None if edit.keep is None else pa.array(edit.keep == 0)
+        return pa.StructArray.from_arrays([behind.column(name) for name in names], names, mask=is_out)
+
+    def rendered(self, number: int, end: str) -> pa.Array:
+        """The texts of a chain's events; null: it does not have them."""
+        chain, edit = self._chains[number], self._edit(number)
         if chain.envelope is None:
             return self._line_maker(end).lines(edit)
         columns = {name: self.column(name) for name in ("id", "position", "table_ordinal")}
-        return render_envelope(self._frame, chain, edit, self._options, columns, end)
+        return render_envelope(self._frame, chain, edit, columns, end)
 
     def _edit(self, number: int) -> Edit:
         if number not in self._edits:
@@ -239,193 +220,60 @@ class _Events:
             self._makers[end] = maker
         return self._makers[end]
 
-    def _ids(self) -> None:
+    def _pick(self, texts: Sequence[str | None]) -> pa.Array:
+        """For each event the text of its shape."""
+        return pa.array(texts, pa.string()).take(pa.array(self._frame.version))
+
+    @cached_property
+    def _sides(self) -> tuple[pa.Array, pa.Array]:
+        return row_and_old(self._frame)
+
+    def _make(self, name: str) -> pa.Array:
         frame = self._frame
-        self._made["id"] = event_ids(self._seed, frame.commit, frame.kind, frame.ordinal, frame.sub, frame.commit_time)
-
-    def _channels(self) -> None:
-        self._made["channel"] = self._pick([shape.channel for shape in self._frame.shapes])
-
-    def _operations(self) -> None:
-        self._made["operation"] = pa.array(OPERATIONS).take(pa.array(OPERATION_OF[self._frame.op]))
-
-    def _schemas(self) -> None:
-        self._made["schema"] = self._pick([shape.namespace if shape.oid else None for shape in self._frame.shapes])
-
-    def _tables(self) -> None:
-        self._made["table"] = self._pick([shape.name if shape.oid else None for shape in self._frame.shapes])
-
-    def _rows(self) -> None:
-        self._made["row"], self._made["old"] = _row_and_old(self._frame)
-
-    def _unchanged(self) -> None:
-        self._made["unchanged_toast_columns"] = _unchanged_names(self._frame)
-
-    def _sources(self) -> None:
-        self._made["source"] = pa.array([SOURCE_NAME]).take(pa.array(np.zeros(len(self._frame), np.int32)))
-
-    def _times(self) -> None:
-        alone = self._frame.is_alone
-        times = pa.array(self._frame.commit_time, mask=alone if alone.any() else None)
-        self._made["created_at"] = times.cast(pa.timestamp("us", tz="UTC"))
-
-    def _positions(self) -> None:
-        frame = self._frame
-        self._made["position"] = position_texts(frame.commit, frame.kind, frame.ordinal, frame.sub)
-
-    def _numbers(self) -> None:
-        frame = self._frame
-        self._made["lsn"], self._made["ordinal"] = pa.array(frame.commit), pa.array(places(frame.kind, frame.ordinal))
-
-    def _owners(self) -> None:
-        self._made["xid"], self._made["origin"] = self._frame.owners.column("xid"), self._frame.owners.column("origin")
-
-    def _keys(self) -> None:
-        self._made["key"] = _keys_of(self._frame)
-
-    def _hashes(self) -> None:
-        self._made["key_hash"] = pa.array(key_hashes(self._frame))
-
-    def _barriers(self) -> None:
-        self._made["is_barrier"] = pa.array(find_barriers(self._frame))
-
-    def _text(self, name: str) -> None:
-        self._made[name] = self._line_maker("\n" if name == "line" else "").lines()
-
-    def _shapes(self) -> None:
-        frame = self._frame
-        self._made["shape"] = shape_array(frame.shapes, self._options.described).take(pa.array(frame.version))
-
-    def _relations(self) -> None:
-        details = {change.after: change.details for change in self._options.described.changes}
-        texts = [
-            json.dumps(TableShape(shape, details.get(shape)).to_json()) if shape.oid else None
-            for shape in self._frame.shapes
-        ]
-        self._made["relation"] = self._pick(texts)
-
-    def _table_ordinals(self) -> None:
-        self._made["table_ordinal"] = _numbered_by_table(self._frame)
-
-    def _pick(self, names: list[str | None]) -> pa.Array:
-        return pa.array(names, pa.string()).take(pa.array(self._frame.version))
-
-
-_MAKERS: dict[str, Callable[[_Events], None]] = {
-    "id": _Events._ids,
-    "channel": _Events._channels,
-    "operation": _Events._operations,
-    "schema": _Events._schemas,
-    "table": _Events._tables,
-    "row": _Events._rows,
-    "old": _Events._rows,
-    "unchanged_toast_columns": _Events._unchanged,
-    "source": _Events._sources,
-    "created_at": _Events._times,
-    "position": _Events._positions,
-    "lsn": _Events._numbers,
-    "ordinal": _Events._numbers,
-    "xid": _Events._owners,
-    "origin": _Events._owners,
-    "key": _Events._keys,
-    "key_hash": _Events._hashes,
-    "is_barrier": _Events._barriers,
-    "json": lambda events: events._text("json"),
-    "line": lambda events: events._text("line"),
-    "shape": _Events._shapes,
-    "relation": _Events._relations,
-    "table_ordinal": _Events._table_ordinals,
-}
-
-
-# --- maps
-
-
-def _row_and_old(frame: Frame) -> tuple[pa.Array, pa.Array]:
-    """`row`: the new values (of a DELETE: the old ones). `old`: the old values of an UPDATE, as far as they were sent."""
-    key_only: Bools = frame.old_kind == OldKind.KEY
-    is_delete: Bools = frame.op == Op.DELETE
-    unchanged = _flat_unchanged(frame)
-    news = _maps(frame, "new", np.zeros(len(frame), np.bool_), unchanged)
-    olds = _maps(frame, "old", key_only, unchanged)
-    if not is_delete.any():
-        return news, olds
-    numbers = np.arange(len(frame))
-    rows = pa.concat_arrays([news, olds]).take(pa.array(np.where(is_delete, numbers + len(frame), numbers)))
-    return rows, olds.take(pa.array(numbers, mask=is_delete))
-
-
-def _keys_of(frame: Frame) -> pa.Array:
-    """The columns of the replica identity alone, new (of a DELETE: old); NULL where there are none."""
-    everywhere, unchanged = np.ones(len(frame), np.bool_), _flat_unchanged(frame)
-    sides = [_maps(frame, side, everywhere, unchanged) for side in ("new", "old")]
-    has_any = np.array([any(column.is_key for column in shape.columns) for shape in frame.shapes], np.bool_)
-    numbers = np.arange(len(frame))
-    chosen = np.where(frame.op == Op.DELETE, numbers + len(frame), numbers)
-    return pa.concat_arrays(sides).take(pa.array(chosen, mask=~has_any[frame.version]))
-
-
-def _flat_unchanged(frame: Frame) -> tuple[I64, I64]:
-    """(row number, column) of every unchanged TOAST value; a column of the old tuple is -1-i."""
-    column = frame.changes.column("unchanged")
-    if column.null_count == len(column):
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    return (
-        pc.list_parent_indices(column).to_numpy().astype(np.int64),
-        pc.list_flatten(column).to_numpy().astype(np.int64),
-    )
-
-
-def _maps(frame: Frame, side: str, key_only: Bools, unchanged: tuple[I64, I64]) -> pa.Array:
-    """Lists of values as maps from column name to text; what was not sent (unchanged TOAST, no key) is left out."""
-    lists = frame.changes.column(side)
-    if lists.null_count == len(lists):
-        return pa.nulls(len(lists), _MAP)
-    counts: I64 = pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
-    starts: I64 = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    total = int(starts[-1])
-    row_of = np.repeat(np.arange(len(counts)), counts)
-    name_of = frame.first[frame.version[row_of]] + np.arange(total) - starts[row_of]
-    values = pc.list_flatten(lists)
-    keep: Bools | None = None
-    if key_only.any():
-        keep = ~key_only[row_of] | (frame.is_key[name_of] != 0)
-    rows, columns = unchanged
-    mine = columns < 0 if side == "old" else columns >= 0
-    if mine.any():
-        keep = np.ones(total, np.bool_) if keep is None else keep
-        keep[starts[rows[mine]] + (-1 - columns[mine] if side == "old" else columns[mine])] = False
-    if keep is not None:
-        values = values.filter(pa.array(keep))
-        name_of = name_of[keep]
-        starts = np.concatenate([[0], np.cumsum(np.bincount(row_of[keep], minlength=len(counts)))]).astype(np.int64)
-    offsets = pa.array(starts.astype(np.int32), mask=_offset_mask(lists))
-    keys = frame.names.take(pa.array(name_of))
-    return pa.MapArray.from_arrays(offsets, keys, values.view(pa.string()), _MAP)  # the frame has checked the text
-
-
-def _offset_mask(lists: pa.Array) -> Bools | None:
-    """A null offset makes a null map."""
-    if not lists.null_count:
-        return None
-    return np.append(lists.is_null().to_numpy(zero_copy_only=False), False)
-
-
-_MAP = pa.map_(pa.string(), pa.string())
-
-
-def _unchanged_names(frame: Frame) -> pa.Array:
-    rows, columns = _flat_unchanged(frame)
-    rows, columns = rows[columns >= 0], columns[columns >= 0]
-    if not len(rows):
-        return pa.nulls(len(frame), pa.list_(pa.string()))
-    counts = np.bincount(rows, minlength=len(frame))
-    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    names = frame.names.take(pa.array(frame.first[frame.version[rows]] + columns))
-    return pa.ListArray.from_arrays(pa.array(offsets, mask=np.append(counts == 0, False)), names)
-
-
-# --- numbers
+        match name:
+            case "id":
+                assert self._seed is not None
+                return event_ids(self._seed, frame.commit, frame.kind, frame.ordinal, frame.sub, frame.commit_time)
+            case "channel":
+                return self._pick(frame.channels)
+            case "operation":
+                return pa.array(OPERATIONS).take(pa.array(OPERATION_OF[frame.op]))
+            case "schema":
+                return self._pick([shape.namespace if shape.oid else None for shape in frame.shapes])
+            case "table":
+                return self._pick([shape.name if shape.oid else None for shape in frame.shapes])
+            case "row" | "old":
+                return self._sides[name == "old"]
+            case "unchanged_toast_columns":
+                return unchanged_names(frame)
+            case "source":
+                return pa.repeat(frame.source, len(frame))
+            case "created_at":
+                times = pa.array(frame.commit_time, mask=frame.is_alone if frame.is_alone.any() else None)
+                return times.cast(pa.timestamp("us", tz="UTC"))
+            case "position":
+                return position_texts(frame.commit, frame.kind, frame.ordinal, frame.sub)
+            case "lsn":
+                return pa.array(frame.commit)
+            case "ordinal":
+                return pa.array(places(frame.kind, frame.ordinal))
+            case "xid" | "origin":
+                return frame.owners.column(name)
+            case "key":
+                return key_maps(frame)
+            case "key_hash":
+                return pa.array(key_hashes(frame))
+            case "is_barrier":
+                return pa.array(find_barriers(frame))
+            case "json" | "line":
+                return self._line_maker("\n" if name == "line" else "").lines()
+            case "shape":
+                return self._pick(shape_texts(frame))
+            case "relation":
+                return pa.array(frame.version)
+            case "table_ordinal":
+                return _numbered_by_table(frame)
+        raise KeyError(name)
 
 
 def _numbered_by_table(frame: Frame) -> pa.Array:

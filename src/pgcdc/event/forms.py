@@ -1,48 +1,34 @@
-"""The forms in which sinks take events, as columns of a frame: what the source makes for each chain that asks for one.
+"""The forms in which sinks take events, as columns of a frame; and which of them must stay in order.
 
 *lines*: the rendered event with its newline. *records*: the rendered event and what it is known by. *tables*: the values
 themselves, with the shapes of the tables beside them. `event.batch` reads what is made here.
+
+Changes of one row stay in order, by a hash of its key: two rows with the same hash do no harm, they are only kept together.
+A table without a key of its own (none, or the whole row) is kept together as a whole.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal, get_args
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pgcdc.core.operation import Op
+from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.relation import Relation
-from pgcdc.event.edits import Edit, SimpleChain
+from pgcdc.event.edits import Edit, SimpleChain, dropped_columns, edited_column, edited_lists, edited_marks
 from pgcdc.event.frame import EventOptions, Frame, make_frame
-from pgcdc.event.keys import find_barriers, key_texts
 from pgcdc.event.lines import LineMaker
-from pgcdc.event.values import edited_column, edited_lists, edited_marks
+from pgcdc.event.shape import TableShape
+from pgcdc.event.texts import I64, U64, mix, quote_json
 
-__all__ = [
-    "FORMS",
-    "RECORD",
-    "TABLE",
-    "TRACES",
-    "Form",
-    "TableShape",
-    "check_trace",
-    "form_column",
-    "form_of",
-    "make_record",
-    "make_table",
-    "read_shape",
-    "read_shapes",
-    "render_changes",
-    "shapes_of",
-]
-
+Bools = npt.NDArray[np.bool_]
 Form = Literal["lines", "records", "tables"]
 _TEXTS = pa.list_(pa.string())
 RECORD = pa.struct(
@@ -74,7 +60,7 @@ TABLE = pa.struct(
     ]
 )
 FORMS: dict[Form, pa.DataType] = {"lines": pa.string(), "records": RECORD, "tables": TABLE}
-_PREFIXES: dict[Form, str] = {"lines": "line_", "records": "record_", "tables": "table_"}
+_OF_PREFIX: dict[str, Form | None] = {"line": "lines", "record": "records", "table": "tables", "event": None}
 _ROW_CHANGES = np.zeros(256, np.bool_)
 _ROW_CHANGES[[Op.INSERT, Op.UPDATE, Op.DELETE, Op.SNAPSHOT]] = True
 TRACES = {
@@ -84,38 +70,41 @@ TRACES = {
 """Names of columns with a W3C trace context, and what their values look like."""
 
 
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_BARRIERS = np.zeros(256, np.bool_)
+_BARRIERS[[Op.TRUNCATE, Op.SCHEMA_CHANGE, Op.SNAPSHOT_STARTED, Op.SNAPSHOT_COMPLETED]] = True
+
+
 def form_column(number: int, form: Form = "lines") -> str:
     """The column with what a chain makes in this form; null: the chain does not have the event."""
-    return f"{_PREFIXES[form]}{number}"
+    return f"{form.removesuffix('s')}_{number}"
 
 
-def form_of(column: str) -> tuple[int, Form] | None:
-    """The chain and form behind `form_column`."""
-    for form in get_args(Form):
-        number = column.removeprefix(_PREFIXES[form])
-        if number != column and number.isdigit():
-            return int(number), form
-    return None
+def event_column(number: int) -> str:
+    """The column with the event behind the first steps of a chain, for Spark, which does the next."""
+    return f"event_{number}"
+
+
+def form_of(column: str) -> tuple[int, Form | None] | None:
+    """The chain and form behind `form_column`, or behind `event_column` (None)."""
+    prefix, _, number = column.partition("_")
+    return (int(number), _OF_PREFIX[prefix]) if prefix in _OF_PREFIX and number.isdigit() else None
 
 
 def make_record(frame: Frame, edit: Edit, values: pa.Array, columns: Mapping[str, pa.Array]) -> pa.Array:
     """The records of a frame; `values` are the rendered events."""
-    traces = {name: _trace(frame, edit, name) for name in TRACES}
-    state = pa.scalar(None, pa.string())  # says nothing without a parent
-    traces["tracestate"] = pc.if_else(traces["traceparent"].is_valid(), traces["tracestate"], state)
     arrays = {
-        **{name: columns[name] for name in ("id", "channel", "operation", "key_hash")},
+        **{name: columns[name] for name in ("id", "channel", "operation", "key_hash", "relation")},
         "key": key_texts(frame, edit),
-        "is_barrier": pa.array(find_barriers(frame) | ~_ROW_CHANGES[frame.op]),
-        "relation": pa.array(frame.version),
+        "is_barrier": pc.or_(columns["is_barrier"], pa.array(~_ROW_CHANGES[frame.op])),
         "value": values,
-        **traces,
+        **check_traces({name: _trace(frame, edit, name) for name in TRACES}),
     }
     return _struct(RECORD, arrays, values.is_null() if values.null_count else None)
 
 
 def _trace(frame: Frame, edit: Edit, wanted: str) -> pa.Array:
-    """The values of the column of this name, wherever there is one that looks right."""
+    """The values of the column of this name, wherever there is one."""
     found = pa.nulls(len(frame), pa.string())
     for number, name in enumerate(edit.names or ()):
         if name == wanted and not (edit.dropped is not None and edit.dropped[number]):
@@ -125,36 +114,26 @@ def _trace(frame: Frame, edit: Edit, wanted: str) -> pa.Array:
             values = edited_column(frame, edit, "new", index)
             values = pc.if_else(pa.array(frame.op == Op.DELETE), edited_column(frame, edit, "old", index), values)
             found = pc.if_else(pa.array(rows), values, found)
-    return check_trace(found, wanted)
+    return found
 
 
-def check_trace(values: pa.Array, name: str) -> pa.Array:
-    """The values of a column of TRACES that look right; null for others."""
-    if values.null_count == len(values):
-        return values
-    return pc.if_else(pc.match_substring_regex(values, TRACES[name]), values, pa.scalar(None, pa.string()))
+def check_traces(traces: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
+    """Only what looks right; a state says nothing without its parent."""
+    if all(found.null_count == len(found) for found in traces.values()):
+        return dict(traces)
+    none = pa.scalar(None, pa.string())
+    made = {
+        name: pc.if_else(pc.match_substring_regex(found, TRACES[name]), found, none) for name, found in traces.items()
+    }
+    return made | {"tracestate": pc.if_else(made["traceparent"].is_valid(), made["tracestate"], none)}
 
 
 # --- tables
 
 
-@dataclass(frozen=True, slots=True)
-class TableShape:
-    """What a table looks like behind a chain."""
-
-    relation: Relation
-    details: Mapping[str, Any] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {"relation": self.relation.to_json(), "details": self.details}
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> TableShape:
-        return cls(Relation.from_json(raw["relation"]), raw["details"])
-
-
 def make_table(frame: Frame, edit: Edit, ids: pa.Array) -> pa.Array:
     """The changes of tables; null where an event is none, or the chain does not have it."""
+    edit = replace(edit, dropped=dropped_columns(frame, edit, "new"))  # a table has the columns of its new rows
     is_table = np.array([shape.oid != 0 for shape in frame.shapes], np.bool_)[frame.version]
     keep = is_table if edit.keep is None else is_table & (edit.keep != 0)
     arrays = {
@@ -172,14 +151,18 @@ def make_table(frame: Frame, edit: Edit, ids: pa.Array) -> pa.Array:
     return _struct(TABLE, arrays, None if keep.all() else pa.array(~keep))
 
 
-def shapes_of(frame: Frame, chain: SimpleChain, options: EventOptions) -> str:
+def shapes_of(frame: Frame, chain: SimpleChain) -> str:
     """The shapes of the tables in a frame behind a chain, by their numbers, as JSON."""
-    details = {change.after: change.details for change in options.described.changes}
+    lacking = frame.lacking.get("new")
     found = {}
     for number in np.unique(frame.version).tolist():
         shape = frame.shapes[number]
         if shape.oid:
-            found[number] = TableShape(*chain.describe(shape, details.get(shape))).to_json()
+            if lacking is not None:
+                gone = lacking[frame.first[number] : frame.first[number + 1]]
+                columns = (one for one, is_gone in zip(shape.columns, gone, strict=True) if not is_gone)
+                shape = replace(shape, columns=tuple(columns))
+            found[number] = TableShape(*chain.describe(shape, frame.details[number])).to_json()
     return json.dumps(found)
 
 
@@ -187,12 +170,6 @@ def read_shapes(texts: Iterable[str]) -> dict[int, TableShape]:
     """The shapes behind several `shapes_of`, which have the same numbers for the same."""
     raw = {number: shape for text in set(texts) for number, shape in json.loads(text).items()}
     return {int(number): TableShape.from_json(shape) for number, shape in raw.items()}
-
-
-@cache
-def read_shape(text: str) -> TableShape:
-    """The shape behind the text of an event's column `relation`."""
-    return TableShape.from_json(json.loads(text))
 
 
 def render_changes(changes: pa.RecordBatch, shapes: Mapping[int, TableShape], *, transaction: bool) -> pa.Array:
@@ -224,3 +201,119 @@ def _struct(kind: pa.StructType, arrays: Mapping[str, pa.Array], mask: pa.Array 
         one if one.type == field.type else one.cast(field.type) for one, field in zip(columns, kind, strict=True)
     ]
     return pa.StructArray.from_arrays(columns, fields=list(kind), mask=mask)
+
+
+# --- keys: which changes must stay in order
+
+
+def has_key(shape: Relation) -> bool:
+    """Whether rows of the table can be told apart by some of their columns."""
+    return shape.replica_identity in ("d", "i") and any(column.is_key for column in shape.columns)
+
+
+def find_barriers(frame: Frame) -> Bools:
+    """Changes that concern more than one key: what was before them must be written before, what is behind them after.
+
+    An UPDATE has an old key only if it is another one (or so long that PostgreSQL stores it elsewhere).
+    """
+    moved: Bools = (frame.op == Op.UPDATE) & (frame.old_kind == OldKind.KEY)
+    return _BARRIERS[frame.op] | moved
+
+
+def key_hashes(frame: Frame) -> I64:
+    """For every change a number that all changes of its row have, in any process and at any time."""
+    seeds = np.array([zlib.crc32(shape.channel.encode()) for shape in frame.shapes], np.uint64)
+    hashes: U64 = mix(seeds * _GOLDEN)[frame.version]
+    counts = [len(shape.columns) for shape in frame.shapes]
+    is_key: Bools = (frame.is_key != 0) & np.repeat([has_key(shape) for shape in frame.shapes], counts)
+    if is_key.any():
+        is_delete: Bools = frame.op == Op.DELETE
+        hashes = hashes + _side(frame, "new", ~is_delete, is_key) + _side(frame, "old", is_delete, is_key)
+    return mix(hashes).view(np.int64)
+
+
+def key_texts(frame: Frame, edit: Edit) -> pa.Array:
+    """The values of the key as a JSON array, as a chain shows them.
+
+    Null: the event is not about one row, its table has no key, the chain drops a column of it, or it was not sent.
+    """
+    found = [pa.nulls(1, pa.string())]
+    places = np.zeros(len(frame), np.int64)
+    done = 1
+    for version in np.unique(frame.version).tolist():
+        shape, first = frame.shapes[version], int(frame.first[version])
+        key = [index for index, column in enumerate(shape.columns) if column.is_key] if has_key(shape) else []
+        if key and (edit.dropped is None or not edit.dropped[[first + index for index in key]].any()):
+            rows = np.flatnonzero((frame.version == version) & (frame.op != Op.TRUNCATE))
+            found.append(_join_key(frame, edit, rows, key))
+            places[rows] = done + np.arange(len(rows))
+            done += len(rows)
+    return pa.concat_arrays(found).take(pa.array(places))
+
+
+def _join_key(frame: Frame, edit: Edit, rows: I64, key: list[int]) -> pa.Array:
+    is_delete: Bools = frame.op[rows] == Op.DELETE
+    has_old: Bools = frame.old_kind[rows] != OldKind.NONE
+    marks = frame.changes.column("unchanged")
+    marked_rows = pc.list_parent_indices(marks).to_numpy()
+    marked = pc.list_flatten(marks).to_numpy()
+    pieces: list[pa.Array | str] = []
+    is_missing = np.zeros(len(rows), np.bool_)
+    for index in key:
+        # A key so long that it is not sent again has its old value beside it.
+        is_old: Bools = is_delete | np.isin(rows, marked_rows[marked == index])
+        values = edited_column(frame, edit, "new", index, rows)
+        if is_old.any():
+            values = pc.if_else(pa.array(is_old), edited_column(frame, edit, "old", index, rows), values)
+            is_missing |= is_old & ~has_old
+        pieces += [",", _quoted(values)]
+    texts = pc.binary_join_element_wise("[", *pieces[1:], "]", "")
+    return pc.if_else(pa.array(is_missing), pa.scalar(None, pa.string()), texts) if is_missing.any() else texts
+
+
+def _quoted(values: pa.Array) -> pa.Array:
+    """JSON strings, or null."""
+    plain = pc.fill_null(pc.binary_join_element_wise('"', values, '"', ""), "null")
+    odd = pc.fill_null(pc.match_substring_regex(values, r'[\x00-\x1f"\\]'), False).to_numpy(zero_copy_only=False)
+    if not odd.any():
+        return plain
+    escaped = pa.array([quote_json(text) for text in values.filter(pa.array(odd)).to_pylist()], pa.string())
+    order = np.arange(len(values))
+    order[odd] = len(values) + np.arange(len(escaped))
+    return pa.concat_arrays([plain, escaped]).take(pa.array(order))
+
+
+def _side(frame: Frame, side: str, rows: Bools, is_key: Bools) -> U64:
+    """The hash of the key values of some rows, 0 for the others."""
+    lists = frame.changes.column(side)
+    if lists.null_count == len(lists) or not rows.any():
+        return np.zeros(len(frame), np.uint64)
+    counts: I64 = pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
+    starts: I64 = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    row_of = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(int(starts[-1])) - starts[row_of]
+    wanted: Bools = is_key[frame.first[frame.version[row_of]] + number] & rows[row_of]
+    row_of, number = row_of[wanted], number[wanted]
+    values = _hash_values(pc.list_flatten(lists).filter(pa.array(wanted)))
+    mixed = mix(values + (number + 1).astype(np.uint64) * _GOLDEN)
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
+    ends = np.searchsorted(row_of, np.arange(len(counts)), side="right")
+    begins = np.searchsorted(row_of, np.arange(len(counts)), side="left")
+    result: U64 = sums[ends] - sums[begins]
+    return result
+
+
+def _hash_values(values: pa.Array) -> U64:
+    """A number for each value: its bytes as digits in a large odd base, modulo 2^64."""
+    _, offset_buffer, data_buffer = values.buffers()
+    if offset_buffer is None or data_buffer is None:
+        return np.zeros(len(values), np.uint64)
+    offsets = np.frombuffer(offset_buffer, np.int32)[values.offset : values.offset + len(values) + 1].astype(np.int64)
+    data = np.frombuffer(data_buffer, np.uint8)[offsets[0] : offsets[-1]].astype(np.uint64)
+    offsets -= offsets[0]
+    lengths = np.diff(offsets)
+    place = np.arange(len(data)) - np.repeat(offsets[:-1], lengths)
+    powers = np.cumprod(np.full(int(lengths.max(initial=0)), np.uint64(0x100000001B3)), dtype=np.uint64)
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum((data + np.uint64(1)) * powers[place], dtype=np.uint64)])
+    result: U64 = sums[offsets[1:]] - sums[offsets[:-1]]
+    return result

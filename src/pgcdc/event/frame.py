@@ -7,8 +7,9 @@ made-up relation here, so that whoever makes events of a frame knows only rows.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,16 +20,10 @@ from pgcdc.core.operation import Op
 from pgcdc.core.position import Kind, Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.core.shapes import ShapeChange
-from pgcdc.event.shape import Described
-from pgcdc.event.shape_diff import event_values
+from pgcdc.event.shape import Described, event_values
 from pgcdc.event.texts import I64
 from pgcdc.spool.reader import SegmentSlice, read_slice
 from pgcdc.spool.schema import CHANGES
-
-__all__ = ["INVALID_TEXT", "EventOptions", "Frame", "load_frame", "make_frame", "repair_text"]
-
-INVALID_TEXT = ("error", "replace", "base64")
-"""What may be done with bytes that are not UTF-8."""
 
 Bools = npt.NDArray[np.bool_]
 
@@ -68,11 +63,11 @@ class EventOptions:
     markers: bool = False
     """A BEGIN and a COMMIT event around the changes of each transaction."""
     invalid_text: str = "error"
-    """One of INVALID_TEXT."""
+    """What is done with bytes that are not UTF-8: error, replace or base64."""
     schema_events: bool = False
     """A SCHEMA_CHANGE event before the first change of a table that has another shape than the one before."""
     described: Described = Described()  # noqa: RUF009 - frozen
-    """What the column `shape` says beside what is in the stream."""
+    """What is known of tables beside what is in the stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +92,16 @@ class Frame:
     """Where each shape's columns begin in `names` and `is_key`."""
     names: pa.Array
     is_key: npt.NDArray[np.uint8]
+    channels: list[str]
+    """For each shape."""
+    details: list[Mapping[str, Any] | None]
+    """For each shape what the catalog said about it, if that is known."""
+    database: str
+    source: str
+    """As events name it."""
+    lacking: Mapping[str, npt.NDArray[np.uint8]] = field(default_factory=dict)
+    """For a side the columns of all shapes that its rows do not have, because a function has taken them out or added them to
+    the other side only. Not there: rows of this side have all columns."""
 
     def __len__(self) -> int:
         return len(self.op)
@@ -130,8 +135,7 @@ def make_frame(
     if is_message.any():
         changes = _with_prefixes(changes, is_message)
     version = _versions(changes, op, len(relations))
-    counts = [len(shape.columns) for shape in shapes]
-    first: I64 = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    details = {change.after: change.details for change in options.described.changes}
     ordinal: I64 = changes.column("ordinal").to_numpy()
     for name in ("new", "old"):
         place = _Place(name, shapes, version, owners, ordinal)
@@ -149,7 +153,25 @@ def make_frame(
         changes.column("sub").to_numpy().astype(np.int64),
         owners.column("commit_time").to_numpy(),
         is_message & (xid == 0),
-        first,
+        *column_places(shapes),
+        [shape.channel for shape in shapes],
+        [details.get(shape) for shape in shapes],
+        options.described.database,
+        source_name(shapes),
+    )
+
+
+def source_name(shapes: Sequence[Relation]) -> str:
+    """Where the events of a spool come from, as they say it themselves: all its tables are of one source."""
+    kind = shapes[0].source if shapes else "postgres"
+    return "wal_replication" if kind == "postgres" else kind
+
+
+def column_places(shapes: Sequence[Relation]) -> tuple[I64, pa.Array, npt.NDArray[np.uint8]]:
+    """`first`, `names` and `is_key` of a frame with these shapes."""
+    counts = [len(shape.columns) for shape in shapes]
+    return (
+        np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         pa.array([column.name for shape in shapes for column in shape.columns], pa.string()),
         np.array([column.is_key for shape in shapes for column in shape.columns], np.uint8),
     )

@@ -1,8 +1,7 @@
-"""Events as JSON text, rendered from the column buffers: what sinks of lines take when no transform needs the columns.
+"""Events as JSON text, rendered from the column buffers.
 
-`transform.event_json` makes the same text, byte by byte, of the columns of an event by Spark expressions: the way for
-pipelines with transforms. This one is several times cheaper. It has two implementations with the same results, in C
-(`_lines.pyx`) and here in Python, which runs where there was no compiler and is the one to read first.
+There are two implementations with the same results, in C (`_lines.pyx`) and here in Python, which runs where there was no
+compiler and is the one to read first.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import pyarrow.compute as pc
 from pgcdc.core.compiled import load_compiled
 from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.relation import Relation
-from pgcdc.event.edits import Edit, Replaced
+from pgcdc.event.edits import Edit, Replaced, dropped_columns
 from pgcdc.event.frame import Frame
 from pgcdc.event.texts import quote_json, time_texts
 
@@ -34,7 +33,6 @@ __all__ = [
     "OPERATIONS",
     "OPERATION_OF",
     "RAW",
-    "SOURCE_NAME",
     "TEXT",
     "Keyed",
     "Layout",
@@ -45,7 +43,6 @@ __all__ = [
     "render_python",
 ]
 
-SOURCE_NAME = "wal_replication"
 OPERATIONS = tuple(op.name for op in Op)
 OPERATION_OF = np.zeros(256, np.int32)
 """From the byte of an operation to its index in OPERATIONS."""
@@ -90,7 +87,8 @@ class LineMaker:
 
     def __init__(self, frame: Frame, ids: pa.Array, positions: pa.Array, *, transaction: bool, end: str) -> None:
         self._frame = frame
-        heads = pa.array([text for shape in frame.shapes for text in _heads(shape)], pa.string())
+        described = zip(frame.shapes, frame.channels, strict=True)
+        heads = pa.array([text for shape, channel in described for text in _heads(shape, channel)], pa.string())
         head_of = (frame.version * len(OPERATIONS) + OPERATION_OF[frame.op]).astype(np.int32)
         self._layout = Layout(b'{"id":"', ids, heads, head_of, _tails(frame, positions, transaction, end))
 
@@ -108,6 +106,7 @@ class Keyed:
             names = [column.name for shape in frame.shapes for column in shape.columns]
         self.keys = pa.array([f"{quote_json(name)}:" for name in names], pa.string())
         self.edit = edit
+        self.dropped = {side: dropped_columns(frame, edit, side) for side in ("new", "old")}
         self.first = frame.first
         self.is_key = frame.is_key
         self.version = frame.version
@@ -115,12 +114,11 @@ class Keyed:
         self.old_kind = frame.old_kind
 
 
-def _heads(shape: Relation) -> list[str]:
+def _heads(shape: Relation, channel: str) -> list[str]:
     """From the id to the row, for each operation."""
-    channel = quote_json(shape.channel)
     table = quote_json(shape.name if shape.oid else None)
     return [
-        f'","channel":{channel},"operation":"{operation}","payload":{{"op":"{operation}","table":{table},"row":'
+        f'","channel":{quote_json(channel)},"operation":"{operation}","payload":{{"op":"{operation}","table":{table},"row":'
         for operation in OPERATIONS
     ]
 
@@ -131,7 +129,7 @@ def _tails(frame: Frame, positions: pa.Array, transaction: bool, end: str) -> pa
     alone = pa.array(frame.is_alone)
     if frame.is_alone.any():
         times = pc.if_else(alone, "null", times)
-    pieces: list[Any] = [f'}},"source":"{SOURCE_NAME}","created_at":', times, ',"position":"', positions]
+    pieces: list[Any] = [f'}},"source":"{frame.source}","created_at":', times, ',"position":"', positions]
     if transaction:
         xid, seq = frame.owners.column("xid").cast(pa.string()), pa.array(frame.ordinal).cast(pa.string())
         block = ['","transaction":{"xid":', xid, ',"commit_time":', times, ',"seq":', seq, "}"]
@@ -147,7 +145,7 @@ def render_python(frame: Keyed, changes: pa.RecordBatch, layout: Layout) -> pa.A
     keys, heads, edit = frame.keys.to_pylist(), layout.heads.to_pylist(), frame.edit
     lines: list[str | None] = []
     news, olds = (_replaced_values(changes.column(side), getattr(edit, side)) for side in ("new", "old"))
-    dropped = set() if edit.dropped is None else set(np.flatnonzero(edit.dropped).tolist())
+    dropped = {side: set() if one is None else set(np.flatnonzero(one).tolist()) for side, one in frame.dropped.items()}
     ids = [""] * len(news) if layout.ids is None else _values(layout.ids)
     columns = (ids, news, olds, _values(changes.column("unchanged")), _values(layout.tails))
     for row, (event_id, new, old, unchanged, tail) in enumerate(zip(*columns, strict=True)):
@@ -158,19 +156,19 @@ def render_python(frame: Keyed, changes: pa.RecordBatch, layout: Layout) -> pa.A
             lines.append(tail)
             continue
         first, marks = int(frame.first[frame.version[row]]), unchanged or []
-        gone = {index for index in range(len(new or old or ())) if first + index in dropped} if dropped else set()
+        gone = {side: {one - first for one in found} for side, found in dropped.items()}
         not_sent = {-1 - mark for mark in marks if mark < 0}
         if frame.old_kind[row] == OldKind.KEY and old is not None:
             not_sent |= {index for index in range(len(old)) if not frame.is_key[first + index]}
-        before = _object(old, keys, first, gone, not_sent, layout, layout.absent)
+        before = _object(old, keys, first, gone["old"], not_sent, layout, layout.absent)
         is_delete = frame.op[row] == Op.DELETE
         unsent = {mark for mark in marks if mark >= 0}
-        after = None if is_delete else _object(new, keys, first, gone, unsent, layout, layout.placeholders)
+        after = None if is_delete else _object(new, keys, first, gone["new"], unsent, layout, layout.placeholders)
         begin = f"{layout.begin.decode()}{event_id}{heads[layout.head_of[row]]}"
         if layout.kinds is not None:
             lines.append(f'{begin}{before},"after":{after or "null"}{tail}')
             continue
-        names = ",".join(keys[first + mark][:-1] for mark in marks if mark >= 0 and mark not in gone)
+        names = ",".join(keys[first + mark][:-1] for mark in marks if mark >= 0 and mark not in gone["new"])
         toast = f',"_unchanged_toast_columns":[{names}]' if names else ""
         lines.append(f'{begin}{after or before},"old":{before if after else "null"}{toast}{tail}')
     return pa.array(lines, pa.string())

@@ -1,35 +1,16 @@
-"""Values that are hidden: a whole column at once, from text to text. NULL stays NULL.
-
-`transform.expressions` does the same by Spark expressions, to the same bytes.
-"""
+"""Values that are hidden: a whole column at once, from text to text. NULL stays NULL."""
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import os
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pgcdc.core.compiled import load_compiled
 from pgcdc.core.errors import ConfigError
-
-__all__ = [
-    "DEFAULT_KEY_VARIABLE",
-    "LOOKS",
-    "REDACTED",
-    "hmac_pads",
-    "hmac_python",
-    "hmac_texts",
-    "read_key",
-    "redact",
-    "zero",
-]
 
 REDACTED = "***REDACTED***"
 DEFAULT_KEY_VARIABLE = "PGCDC_MASK_KEY"
@@ -56,7 +37,7 @@ LOOKS: tuple[tuple[str, str], ...] = tuple(
         (r"\[[\s\S]*\]", "[]"),
     )
 )
-r"""What a value looks like (a regular expression that RE2 and Java read alike) and the zero of that look.
+r"""What a value looks like (a regular expression for RE2) and the zero of that look.
 
 Events carry PostgreSQL's text and not its type, so that the look decides. What looks like none of these becomes empty.
 """
@@ -86,27 +67,22 @@ def _pick(texts: list[str], number_of: np.ndarray[tuple[int], np.dtype[np.int32]
 
 
 def hmac_texts(values: pa.Array, key: bytes) -> pa.Array:
-    """HMAC-SHA256 of each text under `key`, in hexadecimal: the same value has the same one in every column."""
-    return _hasher()(values.view(pa.binary()), key)
+    """HMAC-SHA256 of each text under `key`, in hexadecimal: the same value has the same one in every column.
 
-
-def hmac_python(values: pa.Array, key: bytes) -> pa.Array:
-    """The same one by one, where there was no compiler."""
-    digests = [None if one is None else hmac.digest(key, one, "sha256").hex() for one in values.to_pylist()]
-    return pa.array(digests, pa.string())
-
-
-@cache
-def _hasher() -> Callable[[pa.Array, bytes], pa.Array]:
-    module = load_compiled("event._hmac")
-    hasher: Callable[[pa.Array, bytes], pa.Array] = module.hmac_texts if module is not None else hmac_python
-    return hasher
-
-
-def hmac_pads(key: bytes) -> tuple[bytes, bytes]:
-    """What stands before the inner and the outer message of an HMAC."""
+    The two halves of an HMAC begin with a block that the key makes: it is hashed once, and not for each value.
+    """
     block = (hashlib.sha256(key).digest() if len(key) > _BLOCK else key).ljust(_BLOCK, b"\0")
-    return bytes(byte ^ 0x36 for byte in block), bytes(byte ^ 0x5C for byte in block)
+    inner, outer = (hashlib.sha256(bytes(byte ^ pad for byte in block)).copy for pad in (0x36, 0x5C))
+    digests: list[str | None] = []
+    for value in values.view(pa.binary()).to_pylist():
+        if value is None:
+            digests.append(None)
+            continue
+        message, digest = inner(), outer()
+        message.update(value)
+        digest.update(message.digest())
+        digests.append(digest.hexdigest())
+    return pa.array(digests, pa.string())
 
 
 def read_key(key_env: str | None, key_file: str | None) -> bytes:

@@ -11,8 +11,6 @@ from pgcdc.core.settings import Conflict, Options, setting
 from pgcdc.event.frame import EventOptions
 from pgcdc.postgres.fields import TableName
 
-__all__ = ["EventSettings", "RowOptions", "TypedSettings"]
-
 EVENTS, TYPED = "Events", "Typed rows"
 
 

@@ -1,11 +1,8 @@
-"""Rendered events as changes of tables again: dead letters, which keep only the event, and what Spark has transformed.
-
-For few events: each is parsed by itself. Whatever comes from the source directly has its values (`event.forms`).
-"""
+"""Rendered events as changes of tables again: dead letters, which keep only the event. Each is parsed by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,18 +15,20 @@ from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.core.shapes import ShapeChange, ShapeHistory
 from pgcdc.event.batch import Batch
-from pgcdc.event.edits import TEXT_OID
-from pgcdc.event.forms import TABLE, TableShape
-
-__all__ = ["read_changes", "source_name"]
+from pgcdc.event.edits import TEXT_OID, SimpleChain
+from pgcdc.event.forms import TABLE
+from pgcdc.event.shape import TableShape
 
 TableName = tuple[str, str]
 _ROWS = (Op.INSERT, Op.SNAPSHOT, Op.UPDATE, Op.DELETE)
 
 
-def read_changes(batch: Batch, shapes: ShapeHistory) -> Batch:
-    """The same batch, of lines or records, in the form of tables. SinkError: a line is no event of ours."""
-    known = _Shapes(shapes)
+def read_changes(batch: Batch, shapes: ShapeHistory, chain: SimpleChain | None = None) -> Batch:
+    """The same batch, of lines or records, in the form of tables. SinkError: a line is no event of ours.
+
+    `chain` is what the adapter's transforms do to columns now: an event may be older than it.
+    """
+    known = _Shapes(shapes, chain or SimpleChain((), ()))
     columns: dict[str, list[Any]] = {name: [] for name in ("position", *(field.name for field in TABLE))}
     for position, text in zip(batch.positions().to_pylist(), batch.texts(), strict=True):
         event = _parse(text)
@@ -71,10 +70,10 @@ def source_name(channel: str, table: str) -> TableName:
 
 
 class _Shapes:
-    """Tables as their events have them: columns of the history, and as text what transforms have added."""
+    """Tables as their events have them: columns of the history behind the chain, and as text what else was added."""
 
-    def __init__(self, history: ShapeHistory) -> None:
-        self._history = history
+    def __init__(self, history: ShapeHistory, chain: SimpleChain) -> None:
+        self._history, self._chain = history, chain
         self._numbers: dict[tuple[Relation | None, TableName, tuple[str, ...]], int] = {}
         self._last: dict[TableName, tuple[Relation | None, int, tuple[str, ...]]] = {}
         self._tables: list[TableName] = []
@@ -85,8 +84,9 @@ class _Shapes:
     ) -> tuple[int, tuple[str, ...]]:
         """The number of an event's shape, and the names of its columns. `is_part`: others may be left out."""
         change = self._history.in_force(*table, Position.parse(position))
-        shape = change.after if change else None
         brought = dict.fromkeys(names)
+        described = self._describe(change, brought) if change else None
+        shape = described.relation if described else None
         known = [column.name for column in shape.columns if column.name in brought] if shape else []
         found = tuple(dict.fromkeys([*known, *brought]))
         last = self._last.get(table)
@@ -95,24 +95,31 @@ class _Shapes:
         place = shape, table, found
         if place not in self._numbers:
             self._numbers[place] = len(self.made)
-            self.made[len(self.made)] = self._make(table, found, change)
+            self.made[len(self.made)] = self._make(table, found, described)
         self._last[table] = shape, self._numbers[place], found
         return self._numbers[place], found
 
-    def _make(self, table: TableName, names: tuple[str, ...], change: ShapeChange | None) -> TableShape:
-        if change is None:
+    def _describe(self, change: ShapeChange, names: Collection[str]) -> TableShape:
+        """The table behind the chain; as it was before it, if that alone has its key among these columns."""
+        behind, before = TableShape(*self._chain.describe(change.after, change.details)), change.after
+        keys = [{one.name for one in shape.columns if one.is_key} for shape in (behind.relation, before)]
+        is_older = not keys[0] <= set(names) and keys[1] <= set(names)
+        return TableShape(before, change.details) if is_older else behind
+
+    def _make(self, table: TableName, names: tuple[str, ...], described: TableShape | None) -> TableShape:
+        if described is None:
             if table not in self._tables:
                 self._tables.append(table)
             oid, columns, identity = -1 - self._tables.index(table), {}, "n"  # type: int, dict[str, Column], str
         else:
-            shape = change.after
+            shape = described.relation
             oid, identity = shape.oid, shape.replica_identity
             columns = {column.name: column for column in shape.columns}
             if any(column.is_key and column.name not in names for column in shape.columns):
                 columns = {name: replace(column, is_key=False) for name, column in columns.items()}
                 identity = "n"  # what is left of a key tells no rows apart
         made = tuple(columns.get(name) or Column(name, TEXT_OID, -1, False) for name in names)
-        return TableShape(Relation(oid, *table, identity, made), change.details if change else None)
+        return TableShape(Relation(oid, *table, identity, made), described.details if described else None)
 
 
 def _parse(text: str) -> dict[str, Any]:

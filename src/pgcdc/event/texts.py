@@ -11,8 +11,6 @@ import pyarrow as pa
 
 from pgcdc.core.position import ORDINAL_BITS, Kind, Position
 
-__all__ = ["IdSeed", "event_ids", "mix", "places", "position_texts", "quote_json", "time_texts"]
-
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]

@@ -7,6 +7,8 @@ it. So a DELETE (which shows its old values), `_before` and the retractions of a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -20,20 +22,101 @@ from pgcdc.core.relation import Relation
 from pgcdc.event.frame import repair_text
 from pgcdc.event.options import RowOptions
 from pgcdc.event.texts import places
-from pgcdc.postgres.types.column import Rejected
-from pgcdc.postgres.types.rows import take_column
-from pgcdc.spark.table import BEFORE, LOAD_AGAIN, UNCHANGED, WEIGHT, TypedTable
+from pgcdc.postgres.database import name_table, quote_qualified
+from pgcdc.postgres.types.column import ColumnType, Rejected, take_column
 from pgcdc.spool.reader import SegmentSlice, read_slice
 
-__all__ = ["HEARTBEAT", "RowOptions", "heartbeat_batch", "typed_batch"]
-
+BEFORE = "_before"
+UNCHANGED = "_unchanged_toast_columns"
+WEIGHT = "_weight"
 HEARTBEAT = "HEARTBEAT"
 """`_op` of a row that only says how far time has come."""
+LOAD_AGAIN = "Load the table again"
+"""How the advice begins that comes with SchemaChanged."""
 
 Bools = npt.NDArray[np.bool_]
 I64 = npt.NDArray[np.int64]
 
 _NAMES = {op: op.name for op in (Op.INSERT, Op.UPDATE, Op.DELETE, Op.TRUNCATE, Op.SNAPSHOT)}
+
+
+@dataclass(frozen=True, slots=True)
+class TypedColumn:
+    """One column: what it is in the database, and what it becomes."""
+
+    name: str
+    type_oid: int
+    typmod: int
+    type: ColumnType
+
+
+@dataclass(frozen=True)
+class TypedTable:
+    """The shape that a query was made for. Picklable: it travels to the executors."""
+
+    namespace: str
+    name: str
+    columns: tuple[TypedColumn, ...]
+    is_whole: bool = True
+    """The query wants all columns there are; else columns that it does not ask for may come and go."""
+    before: tuple[str, ...] = ()
+    """What of the old row it asked for."""
+
+    @property
+    def title(self) -> str:
+        """Its name, for people."""
+        return name_table(self.namespace, self.name)
+
+    @property
+    def sql(self) -> str:
+        """Its name, for SQL."""
+        return quote_qualified(self.namespace, self.name)
+
+    @cached_property
+    def by_name(self) -> dict[str, TypedColumn]:
+        """Its columns."""
+        return {column.name: column for column in self.columns}
+
+    @cached_property
+    def before_arrow(self) -> pa.StructType:
+        """The Arrow type of `_before`."""
+        return pa.struct([pa.field(name, self.by_name[name].type.arrow) for name in self.before])
+
+    def is_named(self, shape: Relation) -> bool:
+        """Whether changes of this shape are changes of this table."""
+        return (shape.namespace, shape.name) == (self.namespace, self.name)
+
+    def can_read(self, shape: Relation) -> bool:
+        """Whether its columns can be read of this shape, with NULL for those that are not there any more.
+
+        A column with another type only if its values come out exact, or are refused: text, integers and decimals.
+        """
+        theirs = {column.name: (column.type_oid, column.typmod) for column in shape.columns}
+        return all(
+            theirs.get(one.name, (one.type_oid, one.typmod)) == (one.type_oid, one.typmod) or _is_strict(one.type.arrow)
+            for one in self.columns
+        )
+
+    def fits(self, shape: Relation) -> bool:
+        """Whether changes of this shape have exactly the columns that the query was made for."""
+        return not self._differences(shape)
+
+    def explain(self, shape: Relation) -> str:
+        """What is different, in a few words."""
+        return "; ".join(self._differences(shape))
+
+    def _differences(self, shape: Relation) -> list[str]:
+        theirs = {column.name: (column.type_oid, column.typmod) for column in shape.columns}
+        ours = {column.name: (column.type_oid, column.typmod) for column in self.columns}
+        found = [f"column {name} is missing" for name in ours if name not in theirs]
+        found += [f"column {name} has another type" for name in ours if name in theirs and theirs[name] != ours[name]]
+        if self.is_whole:
+            found += [f"column {name} is new" for name in theirs if name not in ours]
+        return found
+
+
+def _is_strict(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_integer(kind) or pa.types.is_decimal(kind))
 
 
 def typed_batch(
@@ -269,7 +352,7 @@ class _Group:
         row = int(there[problem.index - (self._news if is_old else 0)])
         values = self._changes.column("old" if is_old else "new")[row].as_py()
         key = ", ".join(
-            f"{column.name}={_show(value)}"
+            f"{column.name}={show_value(value)}"
             for column, value in zip(self._shape.columns, values, strict=True)
             if column.is_key and self._shape.replica_identity != "f"
         )
@@ -294,6 +377,7 @@ def _is_there(column: pa.Array) -> Bools:
     return there
 
 
-def _show(value: bytes | None) -> str:
+def show_value(value: bytes | None) -> str:
+    """A value in a message."""
     text = "NULL" if value is None else value.decode(errors="replace")
     return text if len(text) <= 60 else f"{text[:60]}..."

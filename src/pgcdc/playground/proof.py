@@ -1,18 +1,189 @@
-"""The playground's proof: what was delivered, put together again, is what the database has."""
+"""The playground's proof: what was delivered, put together again, is what the database has.
+
+Both sides hold PostgreSQL's text as the stream carries it, so that they can be compared byte for byte.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import orjson
+import psycopg
+from psycopg import sql
 
-from pgcdc.playground.contents import Tables, check_sequence, differences
-from pgcdc.playground.shop import fold
+Key = tuple[str | None, ...]
+Row = dict[str, str | None]
+Tables = dict[str, dict[Key, Row]]
 
-__all__ = ["Verdict", "compare", "read_events"]
+# The stream's session settings: the same value must be the same text on both sides.
+_SESSION = {
+    "TimeZone": "UTC",
+    "DateStyle": "ISO",
+    "IntervalStyle": "iso_8601",
+    "extra_float_digits": "3",
+    "bytea_output": "hex",
+}
+_COLUMNS = """
+    SELECT a.attname, coalesce(a.attnum = ANY (i.indkey), false)
+    FROM pg_attribute a LEFT JOIN pg_index i ON i.indrelid = a.attrelid AND i.indisprimary
+    WHERE a.attrelid = %s::regclass AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = ''
+    ORDER BY a.attnum
+"""
+
+
+class Rules:
+    """What cannot be, given the events so far: a row that comes twice, or a change of one that does not exist."""
+
+    def fault(self, event: Mapping[str, Any], rows: Mapping[Key, Row], key: Key, previous: Row | None) -> str | None:
+        """What is wrong with an event of the row `key`. `previous` was taken out of the table's `rows`."""
+        if event["operation"] in ("INSERT", "SNAPSHOT"):
+            return "exists" if previous is not None else None
+        if event["operation"] == "UPDATE" and key in rows:
+            return f"becomes {shown(key)}, which exists"
+        return "does not exist" if previous is None else None
+
+    def observe(self, event: Mapping[str, Any], tables: Tables) -> None:
+        """An event that changes no row."""
+
+
+def fold_events(
+    events: Iterable[Mapping[str, Any]], keys: Mapping[str, Sequence[str]], rules: Rules | None = None
+) -> Tables:
+    """The tables that result from applying JSON events in order. `keys` maps "schema.table" to its key columns.
+
+    A table with no key columns is a bag of rows, of which there are only inserts. A column named in
+    `_unchanged_toast_columns` keeps its previous value; if none is known it stays absent, which `differences` reports.
+    ValueError: what the rules say cannot be.
+    """
+    tables: Tables = {}
+    for event in events:
+        operation, payload = event["operation"], event["payload"]
+        if operation not in ("INSERT", "UPDATE", "DELETE", "TRUNCATE", "SNAPSHOT"):
+            if rules is not None:
+                rules.observe(event, tables)
+            continue
+        name = table_of(event)
+        rows = tables.setdefault(name, {})
+        if operation == "TRUNCATE":
+            rows.clear()
+            continue
+        row, old = dict(payload["row"]), payload.get("old") or {}
+        if name not in keys:
+            raise ValueError(f"no key columns known for {name}")
+        columns = keys[name]
+        if not columns:
+            if operation not in ("INSERT", "SNAPSHOT"):
+                raise ValueError(f"{operation} at {event.get('position')}: {name} has no key")
+            rows[_number(row, rows)] = row
+            continue
+        key = tuple(row[column] for column in columns)
+        old_key = tuple(old[column] for column in columns) if all(column in old for column in columns) else key
+        previous = rows.pop(old_key if operation == "UPDATE" else key, None)
+        fault = rules.fault(event, rows, key, previous) if rules is not None else None
+        if fault:
+            raise ValueError(f"{operation} at {event.get('position')}: row {shown(old_key)} of {name} {fault}")
+        if operation == "DELETE":
+            continue
+        known = {**old, **(previous or {})}
+        for column in payload.get("_unchanged_toast_columns") or ():
+            row.pop(column, None)
+            if column in known:
+                row[column] = known[column]
+        rows[key] = row
+    return tables
+
+
+def table_of(event: Mapping[str, Any]) -> str:
+    """`schema.table` of an event."""
+    name = str(event["channel"]).removeprefix("pgcdc:")
+    return name if "." in name else f"public.{name}"
+
+
+def check_sequence(events: Iterable[Mapping[str, Any]], faults: list[str]) -> Iterator[Mapping[str, Any]]:
+    """The same events; those that came twice or out of order are told in `faults`."""
+    ids: set[int] = set()
+    last = ""
+    for event in events:
+        number, position = UUID(event["id"]).int, event["position"]
+        if number in ids:
+            faults.append(f"event {event['id']} at {position} came twice")
+        if position <= last:
+            faults.append(f"event {event['id']} at {position} came after {last}")
+        ids.add(number)
+        last = position
+        yield event
+
+
+def _number(row: Row, rows: Mapping[Key, Row]) -> Key:
+    """A key for a row of a table that has none: its values, and how many like it come before."""
+    values = tuple(row[column] for column in sorted(row))
+    count = 0
+    while (key := (*values, str(count))) in rows:
+        count += 1
+    return key
+
+
+def read_tables(conn: psycopg.Connection[Any], tables: Iterable[str]) -> Tables:
+    """The same shape from the database, in one snapshot. `conn` must not be in a transaction.
+
+    COPY writes the same text as the stream; a cast to text does not (`true` for `t`, char(n) without padding).
+    """
+    with conn.transaction():
+        conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        for name, value in _SESSION.items():
+            conn.execute("SELECT set_config(%s, %s, true)", (name, value))
+        return {table: _read_table(conn, table) for table in tables}
+
+
+def _read_table(conn: psycopg.Connection[Any], table: str) -> dict[Key, Row]:
+    identifier = sql.Identifier(*table.split("."))
+    described = conn.execute(_COLUMNS, (identifier.as_string(conn),)).fetchall()
+    names = [name for name, _ in described]
+    key_columns = [name for name, is_key in described if is_key]
+    rows: dict[Key, Row] = {}
+    listed = sql.SQL(", ").join(map(sql.Identifier, names))
+    command = sql.SQL("COPY (SELECT {} FROM {}) TO STDOUT").format(listed, identifier)
+    with conn.cursor() as cursor, cursor.copy(command) as copy:
+        for values in copy.rows():  # unescaped text, no type set
+            row = dict(zip(names, values, strict=True))
+            rows[tuple(row[column] for column in key_columns) if key_columns else _number(row, rows)] = row
+    return rows
+
+
+def differences(source: Tables, folded: Tables) -> list[str]:
+    """One readable line per difference; empty when the contents are equal."""
+    lines = []
+    for table in sorted(source.keys() | folded.keys()):
+        wanted, found = source.get(table, {}), folded.get(table, {})
+        for key in sorted(wanted.keys() | found.keys(), key=repr):
+            place = f"{table} {shown(key)}"
+            if key not in found:
+                lines.append(f"{place}: missing in the output")
+            elif key not in wanted:
+                lines.append(f"{place}: only in the output")
+            elif wanted[key] != found[key]:
+                lines += [f"{place}: {line}" for line in _row_differences(wanted[key], found[key])]
+    return lines
+
+
+def _row_differences(wanted: Row, found: Row) -> Iterator[str]:
+    for column in sorted(wanted.keys() | found.keys()):
+        if column not in found:
+            yield f"column {column} missing in the output"
+        elif column not in wanted:
+            yield f"column {column} only in the output"
+        elif wanted[column] != found[column]:
+            yield f"column {column} is {shown(wanted[column])} in the source, {shown(found[column])} in the output"
+
+
+def shown(value: object) -> str:
+    """A value for a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +211,7 @@ class Verdict:
         return f"source and delivered content differ: {count:,} {'difference' if count == 1 else 'differences'}"
 
 
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a file, one by one. Raises ValueError for a line that is none."""
+def _read_events(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -53,23 +223,18 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def compare(path: Path, source: Tables) -> Verdict:
+def compare(path: Path, source: Tables, keys: Mapping[str, Sequence[str]]) -> Verdict:
     """Fold the file and compare it with the tables; ids must be unique and positions must rise."""
     rows = sum(len(table) for table in source.values())
+    faults: list[str] = []
     try:
-        events, faults = _check_sequence(path)
+        events = sum(1 for _ in check_sequence(_read_events(path), faults))
         try:
-            folded = fold(read_events(path), strict=True)
+            folded = fold_events(_read_events(path), keys, Rules())
         except ValueError as error:
             faults.append(str(error))
-            folded = fold(read_events(path))
+            folded = fold_events(_read_events(path), keys)
         faults += differences(source, folded)
     except (ValueError, KeyError, TypeError) as error:  # not our events at all
         return Verdict(0, rows, len(source), (f"{path.name} cannot be read: {error}",))
     return Verdict(events, rows, len(source), tuple(faults))
-
-
-def _check_sequence(path: Path) -> tuple[int, list[str]]:
-    """How many events there are, and which of them came twice or out of order."""
-    faults: list[str] = []
-    return sum(1 for _ in check_sequence(read_events(path), faults)), faults

@@ -2,8 +2,8 @@
 
     start PostgreSQL → start the pipeline → shop and traffic → watch → drain → stop in order → compare
 
-The pipeline runs in a thread of its own; this thread (the main one) owns signals, measuring and the view. The callbacks of
-the pipeline only put what they got into a queue: measuring never makes delivery slower.
+The pipeline runs in a thread of its own; the main thread owns signals, measuring and the view. The callbacks of the
+pipeline only put what they got into a queue: measuring never makes delivery slower.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -35,17 +34,15 @@ from pgcdc.core.errors import ConfigError, PgcdcError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock
 from pgcdc.event.batch import Batch
-from pgcdc.playground.meter import Meter, measure
+from pgcdc.playground.meter import Latency, Meter
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.playground.proof import Verdict, compare
-from pgcdc.playground.shop import TABLES, Traffic, add_first_rows, create_tables, read_tables
+from pgcdc.playground.proof import Verdict, compare, read_tables
+from pgcdc.playground.shop import KEYS, Traffic, add_first_rows, create_tables
 from pgcdc.playground.view import View, summary_line
-from pgcdc.postgres.database import Connection, connect
+from pgcdc.postgres.database import connect
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.pipeline import Pipeline
 from pgcdc.spark.session import check_java
-
-__all__ = ["Playground", "PlaygroundOptions", "run_playground"]
 
 NAME = "playground"
 EVENTS_FILE = "events.jsonl"
@@ -57,6 +54,7 @@ END_TIMEOUT_S = 60.0
 GRACE_S = 2.0
 SHOWN_FAULTS = 20
 SHOWN_LOG_LINES = 12
+AGAIN = "Start the playground again"
 
 _PROGRESS = """
 SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn, confirmed_flush_lsn - '0/0'::pg_lsn
@@ -76,25 +74,19 @@ class PlaygroundOptions:
     """A folder for the delivered file; None: it is removed at the end."""
 
 
-def run_playground(
-    options: PlaygroundOptions,
-    console: Console,
-    view: View,
-    *,
-    before_comparison: Callable[[Path], None] | None = None,
-) -> int:
-    """Play, compare, clean up; the exit code. `before_comparison` gets the delivered file: for tests of the proof.
+def run_playground(options: PlaygroundOptions, console: Console, view: View) -> int:
+    """Play, compare, clean up; the exit code.
 
     Raises KeyboardInterrupt, with everything cleaned up, if it was interrupted before or twice.
     """
     check_java()
-    events = _choose_file(options.keep)
+    kept = _choose_file(options.keep)
     with Interrupts() as interrupts:
-        playground = Playground(options, console, view, interrupts)
+        playground = _Playground(options, console, view, interrupts)
         try:
-            return playground.play(events, before_comparison)
+            return playground.play(kept)
         except (KeyboardInterrupt, Exception) as error:
-            if interrupts.requested:  # what fails because we end things at once is no news
+            if interrupts.count:  # what fails because we end things at once is no news
                 raise KeyboardInterrupt from None
             if not isinstance(error, PgcdcError) or error.exit_code == 1:
                 playground.show_logs()
@@ -122,26 +114,17 @@ def _choose_file(folder: Path | None) -> Path | None:
 
 
 class Interrupts:
-    """Signals: the first asks for the end, the second raises KeyboardInterrupt, the third kills."""
+    """Signals. While nothing flows, the first raises KeyboardInterrupt; then it asks for the end, and the second raises.
+
+    The third kills.
+    """
 
     def __init__(self) -> None:
-        self._count = 0
-        self._asked = threading.Event()
+        self.count = 0
+        self.is_patient = False
+        """Whether events flow, so that the first signal asks for an end in order."""
+        self.asked = threading.Event()
         self._previous: dict[signal.Signals, object] = {}
-
-    @property
-    def requested(self) -> bool:
-        """Whether the end was asked for."""
-        return self._asked.is_set()
-
-    @property
-    def is_urgent(self) -> bool:
-        """Whether it was asked for twice."""
-        return self._count > 1
-
-    def wait(self, timeout_s: float) -> bool:
-        """Sleep; True at once when the end is asked for."""
-        return self._asked.wait(timeout_s)
 
     def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -153,15 +136,15 @@ class Interrupts:
             signal.signal(number, previous)  # type: ignore[arg-type]
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        self._count += 1
-        self._asked.set()
-        if self._count == 2:
-            raise KeyboardInterrupt
-        if self._count > 2:
+        self.count += 1
+        self.asked.set()
+        if self.count > 2:
             os._exit(128 + number)
+        if self.count == 2 or not self.is_patient:
+            raise KeyboardInterrupt
 
 
-class Playground:
+class _Playground:
     """One run. `play` once, then `close`, whatever happened."""
 
     def __init__(self, options: PlaygroundOptions, console: Console, view: View, interrupts: Interrupts) -> None:
@@ -172,14 +155,9 @@ class Playground:
         self._view = view
         self._scratch = Path(tempfile.mkdtemp(prefix=f"pgcdc-{NAME}-"))
         self._meter = Meter()
+        self._ending = contextlib.ExitStack()
         self._server: EmbeddedPostgres | None = None
-        self._sql: Connection | None = None
-        self._traffic: Traffic | None = None
         self._pipeline: Pipeline | None = None
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
-        self._ready = threading.Event()
-        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._delivered: queue.SimpleQueue[tuple[float, Batch]] = queue.SimpleQueue()
         self._position = Position.at(0, 0)
         self._first_event_s: float | None = None
@@ -189,96 +167,88 @@ class Playground:
 
     # --- the run
 
-    def play(self, events: Path | None, before_comparison: Callable[[Path], None] | None) -> int:
+    def play(self, kept: Path | None) -> int:
         """Everything from the first process to the verdict."""
-        path = events or self._scratch / EVENTS_FILE
+        path = kept or self._scratch / EVENTS_FILE
         self._view.start_phase("starting PostgreSQL 18")
-        self._server = EmbeddedPostgres.temporary()
-        self._start_pipeline(path)
-        self._wait_until_ready()
-        self._watch()
-        self._drain()
-        assert self._sql is not None
-        source = read_tables(self._sql, TABLES)
-        self._stop_pipeline()
-        if before_comparison is not None:
-            before_comparison(path)
+        self._server = self._ending.enter_context(EmbeddedPostgres.temporary())
+        url = self._server.url()
+        self._sql = self._ending.enter_context(connect(url, application_name="pgcdc playground"))
+        create_tables(self._sql)  # empty: the first rows come when we listen
+        pipeline = self._start_pipeline(url, path)
+        self._interrupts.is_patient = True
+        self._view.start_phase("opening the shop")
+        add_first_rows(self._sql)
+        traffic = Traffic(url, self._options.seed, self._options.rate_per_s)
+        traffic.start()
+        self._ending.callback(_stop_quietly, traffic)
+        self._watch(pipeline)
+        self._view.start_phase("delivering what is in flight")
+        traffic.stop()
+        self._drain(pipeline)
+        source = read_tables(self._sql, KEYS)
+        self._view.start_phase("stopping Spark in order")
+        pipeline.stop()
+        if not pipeline.wait(END_TIMEOUT_S):
+            raise PgcdcError(f"the pipeline did not stop within {END_TIMEOUT_S:.0f} s", AGAIN)
         self._view.start_phase("comparing source and delivered content")
-        verdict = compare(path, source)
+        verdict = compare(path, source, KEYS)
         self._done = verdict.is_equal
         self._view.close(failed=not verdict.is_equal)
-        self._report(verdict, path if events else None)
+        self._report(verdict, kept)
         return 0 if verdict.is_equal else 1
 
-    def _start_pipeline(self, path: Path) -> None:
-        assert self._server is not None
-        url = self._server.url()
-        self._sql = connect(url, application_name="pgcdc playground")
-        create_tables(self._sql)  # empty: the first rows come when we listen
-        config = Config.model_validate(
-            {
-                "db": url,
-                "slot_name": NAME,
-                "all_tables": True,
-                "adapters": ("file",),
-                "file_path": path,
-                "state_dir": self._scratch / "state",
-                "snapshot_mode": "never",  # there are no rows yet
-            }
-        )
+    def _start_pipeline(self, url: str, path: Path) -> Pipeline:
+        given = {
+            "db": url,
+            "slot_name": NAME,
+            "all_tables": True,
+            "adapters": ("file",),
+            "file_path": path,
+            "state_dir": self._scratch / "state",
+            "snapshot_mode": "never",  # there are no rows yet
+        }
+        config = Config.model_validate(given)
         config.check()
-        self._pipeline = Pipeline(config, say=self._said.put)
-        self._pipeline.on_batch = lambda batch: self._delivered.put((time.time(), batch))
-        self._pipeline.on_ready = self._ready.set
-        self._thread = threading.Thread(target=self._run_pipeline, name="pipeline", daemon=True)
-        self._thread.start()
+        pipeline = self._pipeline = Pipeline(config, say=self._say)
+        pipeline.on_batch = lambda batch: self._delivered.put((time.time(), batch))
+        self._ending.callback(_end_pipeline, pipeline)
+        pipeline.start()
+        return pipeline
 
-    def _run_pipeline(self) -> None:
-        assert self._pipeline is not None
-        try:
-            self._pipeline.run()
-        except BaseException as error:
-            self._failure = error
+    def _say(self, text: str) -> None:
+        """What the pipeline says: a line of the checklist while this thread waits for its start, then a note."""
+        if text.startswith("ready"):
+            return
+        if self._interrupts.is_patient:
+            self._note, self._note_until_s = text, time.monotonic() + NOTE_S
+        else:
+            self._view.start_phase(text)
 
-    def _wait_until_ready(self) -> None:
-        """The checklist of the start: one line for each thing that the pipeline says it does."""
-        while not self._ready.is_set():
-            self._check_pipeline()
-            if self._interrupts.wait(TICK_S / 2):
-                raise KeyboardInterrupt
-            with contextlib.suppress(queue.Empty):
-                while not self._ready.is_set():
-                    self._view.start_phase(self._said.get_nowait())
-
-    def _watch(self) -> None:
-        """Open the shop, and show what arrives until the time is over or somebody asks for the end."""
-        assert self._server is not None and self._sql is not None
-        self._view.start_phase("opening the shop")
+    def _watch(self, pipeline: Pipeline) -> None:
+        """Show what arrives until the time is over or somebody asks for the end."""
         opened_s = time.time()
-        add_first_rows(self._sql)
-        self._traffic = Traffic(self._server.url(), self._options.seed, self._options.rate_per_s)
-        self._traffic.start()
-        while not self._interrupts.wait(TICK_S):
-            self._check_pipeline()
-            self._observe()
+        while not self._interrupts.asked.wait(TICK_S):
+            self._observe(pipeline)
             if self._first_event_s is not None:  # until then the checklist is shown, and the time does not count
                 self._show(self._first_event_s)
                 if time.time() - self._first_event_s >= (self._options.seconds or float("inf")):
                     return
             elif time.time() - opened_s > FIRST_EVENT_TIMEOUT_S:
-                raise PgcdcError(f"no event came within {FIRST_EVENT_TIMEOUT_S:.0f} s", "Start the playground again")
+                raise PgcdcError(f"no event came within {FIRST_EVENT_TIMEOUT_S:.0f} s", AGAIN)
 
-    def _drain(self) -> None:
-        """Stop the traffic, and wait until everything that was committed is in the file."""
-        assert self._traffic is not None
-        self._view.start_phase("delivering what is in flight")
-        self._traffic.stop()
-        target = Position.end(self._set_target())
+    def _drain(self, pipeline: Pipeline) -> None:
+        """Wait until everything that was committed is in the file."""
+        holder = Lock.holder(pipeline.state.capture_lock) or {}
+        if "address" in holder:  # the capture does not wait for its idle interval to report it
+            with contextlib.closing(ControlClient(holder["address"])) as client:
+                target = Position.end(client.target())
+        else:
+            target = Position.end(self._query_progress()[0])
         moved_s, position = time.monotonic(), self._position
         while self._position < target:
             time.sleep(TICK_S / 5)
-            self._check_pipeline()
-            self._observe()
+            self._observe(pipeline)
             if self._position > position:
                 moved_s, position = time.monotonic(), self._position
             if time.monotonic() - moved_s > DRAIN_TIMEOUT_S:
@@ -288,88 +258,44 @@ class Playground:
                     "This is a defect: run it again with --keep, and report it with the file",
                 )
 
-    def _set_target(self) -> int:
-        """The WAL flush position of now; the capture does not wait for its idle interval to report it."""
-        assert self._pipeline is not None
-        holder = Lock.holder(self._pipeline.state.capture_lock)
-        if holder is None or "address" not in holder:
-            return self._query_progress()[0]
-        client = ControlClient(holder["address"])
-        try:
-            return client.target()
-        finally:
-            client.close()
-
-    def _stop_pipeline(self) -> None:
-        assert self._pipeline is not None and self._thread is not None
-        self._view.start_phase("stopping Spark in order")
-        self._pipeline.stop()
-        self._thread.join(END_TIMEOUT_S)
-        if self._failure is not None:
-            raise self._failure
-        if self._thread.is_alive():
-            raise PgcdcError(f"the pipeline did not stop within {END_TIMEOUT_S:.0f} s", "Start the playground again")
-
-    def _check_pipeline(self) -> None:
-        assert self._thread is not None
-        if not self._thread.is_alive():
-            raise self._failure or PgcdcError("the pipeline ended by itself", "Start the playground again")
-
     # --- measuring and showing
 
-    def _observe(self) -> None:
+    def _observe(self, pipeline: Pipeline) -> None:
         """Measure what was delivered since the last time, and ask the server how far it is."""
+        if pipeline.wait(0):
+            raise PgcdcError("the pipeline ended by itself", AGAIN)
         with contextlib.suppress(queue.Empty):
             while True:
                 delivered_s, batch = self._delivered.get_nowait()
                 self._position = batch.end
-                self._meter.add(measure(batch.events, delivered_s))
+                self._meter.add(batch.events, delivered_s)
                 self._meter.lag.observe_delivery(batch.end.commit)
-                if self._first_event_s is None and batch.events.num_rows:
+                if self._first_event_s is None and len(batch):
                     self._first_event_s = delivered_s
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._note, self._note_until_s = self._said.get_nowait(), time.monotonic() + NOTE_S
         self._lsns = self._query_progress()
         self._meter.lag.observe_server(time.time(), self._lsns[0])
 
     def _query_progress(self) -> tuple[int, int]:
         """Where the server's WAL is, and what we have confirmed."""
-        assert self._sql is not None
         try:
             row = self._sql.execute(_PROGRESS, [NAME]).fetchone()
         except psycopg.Error as error:
             reason = " ".join(str(error).split())
-            raise PgcdcError(f"the playground's PostgreSQL is gone: {reason}", "Start the playground again") from error
+            raise PgcdcError(f"the playground's PostgreSQL is gone: {reason}", AGAIN) from error
         return (int(row[0]), int(row[1])) if row else (0, 0)
 
     def _show(self, began_s: float) -> None:
-        server_lsn, confirmed_lsn = self._lsns
-        self._view.show(
-            self._meter.snapshot(
-                time.time(),
-                started_s=began_s,
-                seconds=self._options.seconds,
-                server_lsn=format_lsn(server_lsn),
-                confirmed_lsn=format_lsn(confirmed_lsn),
-                note=self._note if time.monotonic() < self._note_until_s and self._is_news(self._note) else "",
-            )
-        )
-
-    @staticmethod
-    def _is_news(text: str) -> bool:
-        return not text.startswith("ready")
+        server_lsn, confirmed_lsn = map(format_lsn, self._lsns)
+        note = self._note if time.monotonic() < self._note_until_s else ""
+        about = {"seconds": self._options.seconds, "server_lsn": server_lsn, "confirmed_lsn": confirmed_lsn}
+        self._view.show(self._meter.snapshot(time.time(), started_s=began_s, note=note, **about))
 
     def _report(self, verdict: Verdict, kept: Path | None) -> None:
-        lines: list[tuple[str, str]] = [("", "")]
-        if verdict.is_equal:
-            lines.append((str(verdict), "bold green"))
-        else:
-            lines += [(fault, "red") for fault in verdict.faults[:SHOWN_FAULTS]]
-            if len(verdict.faults) > SHOWN_FAULTS:
-                lines.append((f"... and {len(verdict.faults) - SHOWN_FAULTS:,} more", "red"))
-            lines.append((str(verdict), "bold red"))
-        lines.append((summary_line(self._meter.total.latency()), ""))
+        colour = "green" if verdict.is_equal else "red"
+        lines = [("", ""), *((fault, colour) for fault in verdict.faults[:SHOWN_FAULTS])]
+        if len(verdict.faults) > SHOWN_FAULTS:
+            lines.append((f"... and {len(verdict.faults) - SHOWN_FAULTS:,} more", colour))
+        lines += [(str(verdict), f"bold {colour}"), (summary_line(Latency.of(self._meter.latency)), "")]
         if self._first_event_s is not None:
             lines.append((f"first event {self._first_event_s - self._began_s:.1f} s after the start", ""))
         if kept is not None:
@@ -394,25 +320,13 @@ class Playground:
         self._view.close(failed=not self._done)
         try:
             # interrupted before anything was delivered: there is nothing to lose
-            if self._interrupts.is_urgent or (self._interrupts.requested and not self._ready.is_set()):
+            if self._interrupts.count > 1 or (self._interrupts.count and not self._interrupts.is_patient):
                 raise KeyboardInterrupt
-            self._end_in_order()
+            self._ending.close()
         except KeyboardInterrupt:
             self._end_at_once()
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
-
-    def _end_in_order(self) -> None:
-        if self._traffic is not None:
-            with contextlib.suppress(Exception):  # what ended the run is told, not this
-                self._traffic.stop()
-        if self._pipeline is not None and self._thread is not None:
-            self._pipeline.stop()
-            self._thread.join(END_TIMEOUT_S)
-        if self._sql is not None:
-            self._sql.close()
-        if self._server is not None:
-            self._server.__exit__()
 
     def _end_at_once(self) -> None:
         """Kill everything that we started. What is left to do is to exit."""
@@ -426,7 +340,17 @@ class Playground:
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.terminate()
-        _, alive = psutil.wait_procs(processes, GRACE_S)
-        for process in alive:
+        for process in psutil.wait_procs(processes, GRACE_S)[1]:
             with contextlib.suppress(psutil.Error):
                 process.kill()
+
+
+def _stop_quietly(traffic: Traffic) -> None:
+    with contextlib.suppress(Exception):  # what ended the run is told, not this
+        traffic.stop()
+
+
+def _end_pipeline(pipeline: Pipeline) -> None:
+    pipeline.stop()
+    with contextlib.suppress(Exception):  # the same
+        pipeline.wait(END_TIMEOUT_S)

@@ -8,32 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import string
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, LiteralString
 
 import psycopg
 from psycopg import errors
 from psycopg.types.json import Jsonb
-
-from pgcdc.playground.contents import Key, Row, Tables, differences, fold_events, read_tables
-
-__all__ = [
-    "KEYS",
-    "TABLES",
-    "Key",
-    "Row",
-    "Tables",
-    "Traffic",
-    "add_first_rows",
-    "create_schema",
-    "create_tables",
-    "differences",
-    "fold",
-    "read_tables",
-]
 
 KEYS: Mapping[str, tuple[str, ...]] = {
     "public.customers": ("id",),
@@ -44,7 +28,6 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "public.documents": ("id",),
     "billing.invoices": ("id",),
 }
-TABLES = tuple(KEYS)
 
 _SCHEMA = """
 CREATE SCHEMA IF NOT EXISTS billing;
@@ -77,24 +60,9 @@ INSERT INTO products (name, price, weight_kg, tags)
 INSERT INTO inventory SELECT 'north', n, 1000, current_date FROM generate_series(1, 30) n;
 """
 _AWKWARD = (
-    "plain",
-    "tab\there",
-    "two\nlines",
-    "back\\slash",
-    "quote \" and '",
-    "Zoë 東京 🚲",
-    "",
-    "\\N",
-    "{a,b}",
-    "  padded  ",
-)
+    "plain", "tab\there", "two\nlines", "back\\slash", "quote \" and '", "Zoë 東京 🚲", "", "\\N", "{a,b}", "  padded  "
+)  # fmt: skip
 _LETTERS = string.ascii_letters + string.digits
-
-
-def create_schema(conn: psycopg.Connection[Any]) -> None:
-    """Create the tables with a few rows, which a capture that starts later does not see."""
-    create_tables(conn)
-    add_first_rows(conn)
 
 
 def create_tables(conn: psycopg.Connection[Any]) -> None:
@@ -112,11 +80,6 @@ def _execute(conn: psycopg.Connection[Any], script: str) -> None:
         for statement in script.split(";\n"):
             if statement.strip():
                 conn.execute(statement.encode())
-
-
-def fold(events: Iterable[Mapping[str, Any]], *, strict: bool = False) -> Tables:
-    """The shop's tables as the JSON events say (see `contents.fold_events`)."""
-    return fold_events(events, KEYS, strict=strict)
 
 
 class Traffic:
@@ -139,6 +102,10 @@ class Traffic:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
     def stop(self, timeout_s: float = 30.0) -> None:
         """End after the transaction in progress. Raises what ended the traffic early, if anything did."""
         self._stopping.set()
@@ -152,158 +119,140 @@ class Traffic:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                with contextlib.suppress(psycopg.OperationalError), self._connect() as conn:
+                with (
+                    contextlib.suppress(psycopg.OperationalError),
+                    psycopg.connect(self._url, autocommit=True, connect_timeout=5) as conn,
+                ):
                     self._work(conn)
                 self._stopping.wait(0.1)
         except BaseException as error:
             self._failure = error
 
-    def _connect(self) -> psycopg.Connection[Any]:
-        return psycopg.connect(self._url, autocommit=True, connect_timeout=5)
-
     def _work(self, conn: psycopg.Connection[Any]) -> None:
         due = time.monotonic()
         while not self._stopping.wait(max(0.0, due - time.monotonic())):
             due = max(due + self._interval_s, time.monotonic() - 1.0)  # catch up a little, never in a burst
-            step = self._random.choices(_STEPS, _WEIGHTS)[0]
             shopper = _Shopper(conn, self._random)
             with contextlib.suppress(errors.IntegrityError, errors.DeadlockDetected):  # another Traffic was faster
                 with conn.transaction():
-                    step(shopper)
+                    shopper.step(self._random.choices(list(STEPS), _WEIGHTS)[0])
                 self.commits += shopper.changes > 0
                 self.changes += shopper.changes
 
 
 class _Shopper:
-    """The steps of one transaction; `changes` counts its row changes."""
+    """One transaction; `changes` counts its row changes."""
 
     def __init__(self, conn: psycopg.Connection[Any], rng: random.Random) -> None:
-        self.conn = conn
-        self.random = rng
         self.changes = 0
+        self._conn = conn
+        self._random = rng
 
-    def place_order(self) -> None:
-        customer, order = self._pick("customers"), self._new_order()
-        for line in range(1, self.random.randint(2, 5)):
-            product = self.random.randint(1, 30)
-            self._do(
-                "INSERT INTO order_items VALUES (%s, %s, %s, %s, %s)",
-                *(order, line, product, self.random.randint(1, 9), self._price()),
-            )
-            self._do("UPDATE inventory SET quantity = quantity - 1 WHERE product_id = %s", product)
-        self._do("UPDATE customers SET vip = NOT vip WHERE id = %s", customer)
-        self._do("INSERT INTO billing.invoices VALUES (DEFAULT, %s, %s, '14 days')", order, self._price())
-
-    def advance_order(self) -> None:
-        order = self._pick("orders")
-        status = self.random.choice(("paid", "packed", "shipped", "delivered"))
-        self._do("UPDATE orders SET status = %s, note = %s WHERE id = %s", status, self._text(), order)
-        self._do("UPDATE billing.invoices SET paid = true WHERE order_id = %s", order)
-
-    def cancel_order(self) -> None:
-        order = self._pick("orders")
-        self._do("DELETE FROM billing.invoices WHERE order_id = %s", order)
-        self._do("DELETE FROM order_items WHERE order_id = %s", order)
-        self._do("DELETE FROM orders WHERE id = %s", order)
-
-    def add_customer(self) -> None:
-        country = self.random.choice(("DEU", "FR", "JPN"))
-        self._do(
-            "INSERT INTO customers (name, email, country) VALUES (%s, %s, %s)", self._text(), self._text(), country
-        )
-
-    def edit_customer(self) -> None:
-        email = self.random.choice((None, self._text()))
-        self._do(
-            "UPDATE customers SET email = %s, name = %s WHERE id = %s", email, self._text(), self._pick("customers")
-        )
-
-    def change_price(self) -> None:
-        weight = self.random.choice((None, self.random.random(), float("nan"), float("inf"), 1e-300))
-        product = self._pick("products")
-        self._do("UPDATE products SET price = %s, weight_kg = %s WHERE id = %s", self._price(), weight, product)
-
-    def move_stock(self) -> None:
-        """A change of a composite key."""
-        warehouse = f"{self._text()} {self.random.randrange(10**9)}"
-        self._do("UPDATE inventory SET warehouse = %s WHERE product_id = %s", warehouse, self.random.randint(1, 30))
-
-    def add_document(self) -> None:
-        digest = self.random.randbytes(self.random.randrange(40))
-        self._do("INSERT INTO documents (title, body, digest) VALUES (%s, %s, %s)", self._text(), self._body(), digest)
-
-    def rename_document(self) -> None:
-        """Leaves a large body alone: the stream says "unchanged" instead of the value."""
-        self._do(
-            "UPDATE documents SET title = %s, revision = revision + 1 WHERE id = %s", self._text(), self._document()
-        )
-
-    def rekey_document(self) -> None:
-        self._do("UPDATE documents SET id = gen_random_uuid() WHERE id = %s", self._document())
-
-    def rewrite_document(self) -> None:
-        self._do("UPDATE documents SET body = %s WHERE id = %s", self._body(), self._document())
-
-    def remove_document(self) -> None:
-        self._do("DELETE FROM documents WHERE id = %s", self._document())
-
-    def change_mind(self) -> None:
-        """A whole transaction that is rolled back."""
-        self.place_order()
-        self.changes = 0
-        raise psycopg.Rollback
-
-    def change_half_a_mind(self) -> None:
-        """Savepoints: the inner changes vanish, those around them stay, those of a released one too."""
-        self.add_customer()
-        kept = self.changes
-        with self.conn.transaction(force_rollback=True):
-            self.place_order()
-            self.add_document()
-        self.changes = kept
-        with self.conn.transaction():
-            self.edit_customer()
-
-    def _do(self, statement: LiteralString, *values: object) -> None:
-        self.changes += self.conn.execute(statement, values).rowcount
-
-    def _new_order(self) -> int:
-        row = self.conn.execute(
-            "INSERT INTO orders (customer_id, status, total, note) VALUES (%s, 'new', %s, %s) RETURNING id",
-            (self._pick("customers"), self._price(), self._text()),
-        ).fetchone()
-        self.changes += 1
-        return int(row[0]) if row else 0
+    def step(self, name: str) -> None:
+        """Do what the name says, with values at random."""
+        if name == "change_mind":  # the whole transaction is rolled back
+            self.step("place_order")
+            self.changes = 0
+            raise psycopg.Rollback
+        if (
+            name == "change_half_a_mind"
+        ):  # the inner changes vanish, those around them stay, those of a released one too
+            self.step("add_customer")
+            kept = self.changes
+            with self._conn.transaction(force_rollback=True):
+                self.step("place_order")
+                self.step("add_document")
+            self.changes = kept
+            with self._conn.transaction():
+                self.step("edit_customer")
+            return
+        _, script = STEPS[name]
+        values = {name: getattr(self, f"_{name}")() for name in re.findall(r"%\((\w+)\)s", script)}
+        for statement in script.split(";"):
+            self.changes += self._conn.execute(statement.encode(), values).rowcount
 
     def _pick(self, table: LiteralString) -> int | None:
         """A key that exists at random (by the index, however large the table)."""
         query = f"SELECT id FROM {table} WHERE id >= (SELECT (%s * max(id))::bigint FROM {table}) ORDER BY id LIMIT 1"
-        row = self.conn.execute(query, (self.random.random(),)).fetchone()
+        row = self._conn.execute(query, (self._random.random(),)).fetchone()
         return row[0] if row else None
+
+    def _customer(self) -> int | None:
+        return self._pick("customers")
+
+    def _order(self) -> int | None:
+        return self._pick("orders")
 
     def _document(self) -> object:
-        start = f"{self.random.getrandbits(128):032x}"
         query = "SELECT id FROM documents WHERE id >= %s::uuid ORDER BY id LIMIT 1"
-        row = self.conn.execute(query, (start,)).fetchone()
+        row = self._conn.execute(query, (f"{self._random.getrandbits(128):032x}",)).fetchone()
         return row[0] if row else None
 
+    def _product(self) -> int:
+        return self._random.randint(1, 30)
+
+    def _lines(self) -> int:
+        return self._random.randint(1, 4)
+
     def _text(self) -> str:
-        return f"{self.random.choice(_AWKWARD)}{self.random.choice(('', self.random.randrange(1000)))}"
+        return f"{self._random.choice(_AWKWARD)}{self._random.choice(('', self._random.randrange(1000)))}"
+
+    def _text_or_null(self) -> str | None:
+        return self._random.choice((None, self._text()))
+
+    def _warehouse(self) -> str:
+        return f"{self._text()} {self._random.randrange(10**9)}"
 
     def _price(self) -> float:
-        return self.random.randrange(100_000) / 100
+        return self._random.randrange(100_000) / 100
+
+    def _weight(self) -> float | None:
+        return self._random.choice((None, self._random.random(), float("nan"), float("inf"), 1e-300))
+
+    def _status(self) -> str:
+        return self._random.choice(("paid", "packed", "shipped", "delivered"))
+
+    def _country(self) -> str:
+        return self._random.choice(("DEU", "FR", "JPN"))
+
+    def _digest(self) -> bytes:
+        return self._random.randbytes(self._random.randrange(40))
 
     def _body(self) -> Jsonb | None:
         """Mostly 3 to 20 kB of letters that do not compress (so they are TOASTed), sometimes small or null."""
-        size = self.random.choice((10, 3_000, 8_000, 20_000))
-        text = "".join(self.random.choices(_LETTERS, k=size))
-        return self.random.choice((Jsonb({"text": text, "note": self._text()}), Jsonb([text]), None))
+        text = "".join(self._random.choices(_LETTERS, k=self._random.choice((10, 3_000, 8_000, 20_000))))
+        return self._random.choice((Jsonb({"text": text, "note": self._text()}), Jsonb([text]), None))
 
 
-_STEPS: tuple[Callable[[_Shopper], None], ...] = (
-    _Shopper.place_order, _Shopper.advance_order, _Shopper.cancel_order, _Shopper.add_customer, _Shopper.edit_customer,
-    _Shopper.change_price, _Shopper.move_stock, _Shopper.add_document, _Shopper.rename_document,
-    _Shopper.rekey_document, _Shopper.rewrite_document, _Shopper.remove_document, _Shopper.change_mind,
-    _Shopper.change_half_a_mind,
-)  # fmt: skip
-_WEIGHTS = (20, 15, 8, 6, 8, 6, 3, 10, 10, 2, 4, 3, 3, 3)
+STEPS = {
+    "place_order": (20, """
+        INSERT INTO orders (customer_id, status, total, note) VALUES (%(customer)s, 'new', %(price)s, %(text)s);
+        INSERT INTO order_items SELECT currval('orders_id_seq'), line, 1 + (%(product)s + line * 7) %% 30, line, %(price)s
+            FROM generate_series(1, %(lines)s) line;
+        UPDATE inventory SET quantity = quantity - 1 WHERE product_id IN
+            (SELECT product_id FROM order_items WHERE order_id = currval('orders_id_seq'));
+        UPDATE customers SET vip = NOT vip WHERE id = %(customer)s;
+        INSERT INTO billing.invoices VALUES (DEFAULT, currval('orders_id_seq'), %(price)s, '14 days')"""),
+    "advance_order": (15, """
+        UPDATE orders SET status = %(status)s, note = %(text)s WHERE id = %(order)s;
+        UPDATE billing.invoices SET paid = true WHERE order_id = %(order)s"""),
+    "cancel_order": (8, """
+        DELETE FROM billing.invoices WHERE order_id = %(order)s;
+        DELETE FROM order_items WHERE order_id = %(order)s;
+        DELETE FROM orders WHERE id = %(order)s"""),
+    "add_customer": (6, "INSERT INTO customers (name, email, country) VALUES (%(text)s, %(text_or_null)s, %(country)s)"),
+    "edit_customer": (8, "UPDATE customers SET email = %(text_or_null)s, name = %(text)s WHERE id = %(customer)s"),
+    "change_price": (6, "UPDATE products SET price = %(price)s, weight_kg = %(weight)s WHERE id = %(product)s"),
+    # a change of a composite key
+    "move_stock": (3, "UPDATE inventory SET warehouse = %(warehouse)s WHERE product_id = %(product)s"),
+    "add_document": (10, "INSERT INTO documents (title, body, digest) VALUES (%(text)s, %(body)s, %(digest)s)"),
+    # leaves a large body alone: the stream says "unchanged" instead of the value
+    "rename_document": (10, "UPDATE documents SET title = %(text)s, revision = revision + 1 WHERE id = %(document)s"),
+    "rekey_document": (2, "UPDATE documents SET id = gen_random_uuid() WHERE id = %(document)s"),
+    "rewrite_document": (4, "UPDATE documents SET body = %(body)s WHERE id = %(document)s"),
+    "remove_document": (3, "DELETE FROM documents WHERE id = %(document)s"),
+    "change_mind": (3, ""),
+    "change_half_a_mind": (3, ""),
+}  # fmt: skip
+"""What happens in the shop: how often, and the statements; `%(name)s` is the value of the method `_name`."""
+_WEIGHTS = [weight for weight, _ in STEPS.values()]

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -20,8 +20,6 @@ from rich.text import Text
 
 if TYPE_CHECKING:  # the view is there before numpy and Arrow are loaded
     from pgcdc.playground.meter import Event, Latency, Snapshot
-
-__all__ = ["PlainView", "TerminalView", "View", "choose_view", "progress_line", "render", "sparkline", "summary_line"]
 
 OPERATIONS = ("INSERT", "UPDATE", "DELETE")
 _COLOURS = {"INSERT": "green", "UPDATE": "yellow", "DELETE": "red", "TRUNCATE": "magenta"}
@@ -41,10 +39,8 @@ def sparkline(values: Sequence[int], width: int) -> str:
     """The last `width` values as bars, the newest at the right end; anything but 0 is visible."""
     shown = list(values[-width:]) if width > 0 else []
     top = max(shown, default=0)
-    bars = (
-        "".join(_BARS[max(1, round(value / top * 8)) if value else 0] for value in shown) if top else " " * len(shown)
-    )
-    return bars.rjust(max(0, width))
+    bars = [_BARS[max(1, round(value / top * 8)) if value else 0] for value in shown]
+    return "".join(bars).rjust(max(0, width))
 
 
 def format_bytes(size: float) -> str:
@@ -122,7 +118,8 @@ def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
     """The whole screen. What does not fit is left out from the bottom: last events first, then tables."""
     parts: list[RenderableType] = [_header(snapshot, width), _metrics(snapshot, width)]
     left = height - 6
-    names = _tables(snapshot.counts)
+    # the busiest first would jump about: by name, those of `public` before others
+    names = sorted({table for table, _ in snapshot.counts}, key=lambda table: ("." in table, table))
     if left >= len(names) + 3:
         parts.append(_counts(snapshot, names, width))
         left -= len(names) + 3
@@ -132,8 +129,7 @@ def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
 
 
 def _header(snapshot: Snapshot, width: int) -> RenderableType:
-    state = ("◌ stopping", "bold yellow") if snapshot.is_stopping else ("● streaming", "bold green")
-    title = Text.assemble((" pgcdc playground  ", "bold"), state)
+    title = Text.assemble((" pgcdc playground  ", "bold"), ("● streaming", "bold green"))
     if snapshot.note:
         title.append(f"  {snapshot.note}", "yellow")
     clock = format_clock(snapshot.elapsed_s)
@@ -171,11 +167,6 @@ def _metrics(snapshot: Snapshot, width: int) -> RenderableType:
     return grid
 
 
-def _tables(counts: dict[tuple[str, str], int]) -> list[str]:
-    """Tables that have events, the busiest first would jump about: by name, those of `public` before others."""
-    return sorted({table for table, _ in counts}, key=lambda table: ("." in table, table))
-
-
 def _counts(snapshot: Snapshot, names: list[str], width: int) -> RenderableType:
     totals: Counter[str] = Counter()
     for (table, _), count in snapshot.counts.items():
@@ -189,16 +180,11 @@ def _counts(snapshot: Snapshot, names: list[str], width: int) -> RenderableType:
     top = max(totals.values(), default=1)
     room = max(4, width - max((len(name) for name in names), default=0) - 50)
     for table in names:
-        cells = [
-            Text(f"{count:,}" if count else "-", "" if count else "dim") for count in _by_operation(snapshot, table)
-        ]
+        counts = [snapshot.counts.get((table, operation), 0) for operation in OPERATIONS]
+        cells = [Text(f"{count:,}" if count else "-", "" if count else "dim") for count in counts]
         bar = Text("━" * max(1, round(totals[table] / top * room)), "blue")
         grid.add_row(Text(table), *cells, Text(f"{totals[table]:,}", "bold"), bar)
     return _panel(grid, "tables")
-
-
-def _by_operation(snapshot: Snapshot, table: str) -> list[int]:
-    return [snapshot.counts.get((table, operation), 0) for operation in OPERATIONS]
 
 
 def _last_events(events: Sequence[Event], rows: int, width: int) -> RenderableType:
@@ -225,110 +211,79 @@ def _panel(content: RenderableType, title: str) -> Panel:
 # --- where it is shown
 
 
-class View(Protocol):
-    """Where the playground reports. One thread calls."""
-
-    def start_phase(self, text: str) -> None:
-        """Something that takes time begins; what began before is done."""
-
-    def show(self, snapshot: Snapshot) -> None:
-        """Events flow: this is how it looks now."""
-
-    def close(self, failed: bool = False) -> None:
-        """The last phase is over."""
-
-
-class PlainView:
-    """Lines of text: for logs, pipes and terminals that can do no more."""
+class View:
+    """Where the playground reports: lines of text, for logs, pipes and terminals that can do no more. One thread calls."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._due_s = 0.0
 
     def start_phase(self, text: str) -> None:
+        """Something that takes time begins; what began before is done."""
         self._print(f"pgcdc: {text}")
         self._due_s = 0.0
 
     def show(self, snapshot: Snapshot) -> None:
+        """Events flow: this is how it looks now."""
         now = time.monotonic()
         if now >= self._due_s and snapshot.events:
             self._due_s = now + PLAIN_INTERVAL_S
             self._print(progress_line(snapshot))
 
     def close(self, failed: bool = False) -> None:
-        pass
+        """The last phase is over."""
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         self._console.file.flush()
 
 
-class TerminalView:
+class TerminalView(View):
     """A checklist with a spinner, which stays on the terminal, and the live view on the alternate screen between."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
+        super().__init__(console)
         self._live: Live | None = None
-        self._screen: _Screen | None = None
-        self._phase: _Phase | None = None
+        self._phase, self._began_s = "", 0.0
+        self._snapshot: Snapshot | None = None
 
     def start_phase(self, text: str) -> None:
-        self._end_live()
-        self._phase = _Phase(text)
-        self._live = Live(self._phase, console=self._console, refresh_per_second=10, transient=True)
-        self._live.start()
+        self.close()
+        self._phase, self._began_s = text, time.monotonic()
+        self._start(self._draw_phase, refresh_per_second=10, transient=True)
 
     def show(self, snapshot: Snapshot) -> None:
-        if self._screen is None:
-            self._end_live()
-            self._screen = _Screen(snapshot)
-            self._live = Live(self._screen, console=self._console, refresh_per_second=3, screen=True)
-            self._live.start()
-        self._screen.snapshot = snapshot
+        is_first = self._snapshot is None
+        if is_first:
+            self.close()
+        self._snapshot = snapshot
+        if is_first:
+            self._start(self._draw_screen, refresh_per_second=3, screen=True)
 
     def close(self, failed: bool = False) -> None:
-        self._end_live(failed)
-
-    def _end_live(self, failed: bool = False) -> None:
         if self._live is not None:
             self._live.stop()
-            self._live = self._screen = None
-        if self._phase is not None:
-            self._console.print(self._phase.ended(failed))
-            self._phase = None
+            self._live = self._snapshot = None
+        if self._phase:
+            self._console.print(self._draw_phase((" ✗ ", "red") if failed else (" ✔ ", "green")))
+            self._phase = ""
 
+    def _start(self, draw: Callable[[], RenderableType], **options: Any) -> None:
+        self._live = Live(get_renderable=draw, console=self._console, **options)
+        self._live.start()
 
-class _Phase:
-    """One line of the checklist; draws itself anew whenever Live asks."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._began_s = time.monotonic()
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def _draw_phase(self, sign: tuple[str, str] | None = None) -> Text:
         now = time.monotonic()
-        frame = _SPINNER[int(now * 10) % len(_SPINNER)]
-        yield self._line((f" {frame} ", "cyan"), now - self._began_s)
+        sign = sign or (f" {_SPINNER[int(now * 10) % len(_SPINNER)]} ", "cyan")
+        took = f"  {now - self._began_s:.1f} s"
+        return Text.assemble(sign, self._phase, (took, "dim"), no_wrap=True, overflow="ellipsis")
 
-    def ended(self, failed: bool) -> Text:
-        return self._line((" ✗ ", "red") if failed else (" ✔ ", "green"), time.monotonic() - self._began_s)
-
-    def _line(self, sign: tuple[str, str], seconds: float) -> Text:
-        return Text.assemble(sign, self._text, (f"  {seconds:.1f} s", "dim"), no_wrap=True, overflow="ellipsis")
-
-
-class _Screen:
-    """The live view; draws the newest snapshot whenever Live asks, at the size the terminal has then."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self.snapshot = snapshot
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield render(self.snapshot, options.max_width, options.height or console.height)
+    def _draw_screen(self) -> RenderableType:
+        return render(self._snapshot, self._console.width, self._console.height) if self._snapshot else ""
 
 
 def choose_view(console: Console, is_terminal: bool) -> View:
     """The live view on a terminal that can show it, lines of text elsewhere."""
     if is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf"):
         return TerminalView(console)
-    return PlainView(console)
+    return View(console)

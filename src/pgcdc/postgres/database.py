@@ -22,24 +22,6 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from pgcdc.core.errors import ConfigError, ConnectionLost, PgcdcError, SourceError
 
-__all__ = [
-    "Connection",
-    "connect",
-    "execute_one",
-    "explain_errors",
-    "explain_right",
-    "lock_creation",
-    "name_table",
-    "parse_identifier",
-    "parse_url",
-    "quote_identifier",
-    "quote_literal",
-    "quote_qualified",
-    "redact",
-    "split_table",
-    "url_passwords",
-]
-
 Connection: TypeAlias = "psycopg.Connection[tuple[Any, ...]]"
 """An open session; rows are tuples."""
 

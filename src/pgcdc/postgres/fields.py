@@ -10,8 +10,6 @@ from pydantic import AfterValidator, BeforeValidator
 from pgcdc.core.settings import checked, split_names, text_or_list
 from pgcdc.postgres.database import parse_identifier, parse_url, split_table
 
-__all__ = ["DatabaseUrl", "Identifiers", "TableName", "TableNames"]
-
 DatabaseUrl = Annotated[str, AfterValidator(lambda url: checked(parse_url, url) if url else url)]
 TableName = Annotated[str, AfterValidator(partial(checked, split_table))]
 TableNames = Annotated[tuple[TableName, ...], BeforeValidator(split_names), text_or_list()]

@@ -11,8 +11,6 @@ from pgcdc.core.errors import ConfigError
 from pgcdc.core.settings import split_outside_quotes
 from pgcdc.postgres.database import parse_identifier, quote_identifier, split_table
 
-__all__ = ["Rule", "Selection"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rule:

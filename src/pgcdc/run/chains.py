@@ -21,8 +21,6 @@ from pgcdc.transform.transforms import from_spec
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["Chains", "Own", "Reloads", "as_many", "change_specs"]
-
 RELOADABLE = ("transforms", "routes", "drop_columns", "filter_operations", "debezium_envelope", "cloudevents_envelope")
 """What is taken from a configuration that is read again."""
 
@@ -95,6 +93,8 @@ class Reloads:
         self._read_again = read_again
         self._say = say
         self._asked = threading.Event()
+        self._ends: dict[str, dict[str, Any]] = {}
+        """Of commands, by their ids: what became of theirs; nothing while it is to be done."""
         self._done = self._refused = 0
         self._error: str | None = None
 
@@ -102,11 +102,19 @@ class Reloads:
         """Reload at the next occasion."""
         self._asked.set()
 
+    def answer(self, name: str) -> dict[str, Any]:
+        """What became of the reload of a command; nothing yet: it is done at the next occasion, once."""
+        if name not in self._ends:
+            self._ends[name] = {}
+            self.ask()
+        return self._ends[name]
+
     def take(self, change: Callable[[Sequence[Any], Own], None], adapters: Sequence[str]) -> bool:
         """Do what was asked for: `change` gets the new transforms and routes. False: nothing was."""
         if not self._asked.is_set():
             return False
         self._asked.clear()
+        waiting = [name for name, end in list(self._ends.items()) if not end]
         try:
             said = self._reload(change, adapters)
             self._done += 1
@@ -118,6 +126,7 @@ class Reloads:
             self._error = str(error) if isinstance(error, PgcdcError) else f"{type(error).__name__}: {error}"
             counters.add(CONFIG_RELOAD_ERRORS)
             self._say(f"the configuration is not reloaded, the old one goes on: {self._error}")
+        self._ends |= {name: {"refused": self._error} for name in waiting}
         return True
 
     def _reload(self, change: Callable[[Sequence[Any], Own], None], adapters: Sequence[str]) -> str:
@@ -135,7 +144,7 @@ class Reloads:
         return f"{said}; these hold after a restart: {', '.join(later)}" if later else said
 
     def status(self) -> dict[str, Any]:
-        """For `pgcdc status`, and for `pgcdc reload`, which waits until one of the numbers has grown."""
+        """For `pgcdc status`."""
         return {"reloads": self._done, "reload_errors": self._refused, "last_reload_error": self._error}
 
 

@@ -1,18 +1,23 @@
-"""The control socket of a run: its sources say which batches they plan, and other processes ask how it is doing."""
+"""What other processes ask for: a run, through its control socket; and snapshots, of the capture or its queue.
+
+The sources of a run say which batches they plan, commands ask how it is doing.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import selectors
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from pgcdc.capture.control import Channel
+from pgcdc.capture.control import Channel, ask_or_do
 from pgcdc.capture.server import ControlServer
-from pgcdc.core.errors import PgcdcError
-
-__all__ = ["RunServer"]
+from pgcdc.core.errors import ConfigError, PgcdcError, StateError
+from pgcdc.core.state import Identity, Lock, StateDir
+from pgcdc.source.postgres.snapshot.requests import RequestQueue, SnapshotRequest, change_queue, describe
+from pgcdc.source.registry import find_source
 
 
 class RunServer:
@@ -39,3 +44,54 @@ class RunServer:
                 key.data(key)
         self._server.close()
         self._selector.close()
+
+
+# --- incremental snapshots, asked for from outside: of the capture if one runs, else of the queue that it will read
+
+
+def add_snapshots(state: StateDir, requests: Sequence[SnapshotRequest]) -> None:
+    """Queue requests, all of them or none. Durable when this returns. Raises with advice for what cannot be."""
+    for request in requests:
+        request.check()
+    added: list[SnapshotRequest] = []
+    try:
+        for request in requests:
+            ask_snapshots(state, {"action": "add", **asdict(request)})
+            added.append(request)
+    except PgcdcError:
+        for request in added:
+            with contextlib.suppress(PgcdcError):
+                ask_snapshots(state, {"action": "stop", "id": request.id})
+        raise
+
+
+def list_snapshots(state: StateDir) -> list[dict[str, Any]]:
+    """All requests that are known, with how far they are."""
+    _check(state)
+    if Lock.holder(state.capture_lock) is None:  # nothing is changed: no lock is needed
+        return [describe(one) for one in RequestQueue(state.requests_file).entries()]
+    found: list[dict[str, Any]] = ask_snapshots(state, {"action": "list"})["snapshots"]
+    return found
+
+
+def ask_snapshots(state: StateDir, content: dict[str, Any], timeout_s: float = 30.0) -> dict[str, Any]:
+    """Add, pause, resume, stop or list incremental snapshots (`action`), by the capture if one runs.
+
+    Without one a new request is written down as it is: whether it can be done is seen when the pipeline runs.
+    """
+    identity = _check(state)
+    if refused := find_source(identity.kind).no_requests:  # nobody would ever do what is queued
+        raise ConfigError(*refused)
+
+    def change() -> dict[str, Any]:
+        queue = RequestQueue(state.requests_file)
+        return change_queue(queue, content) | {"snapshots": [describe(one) for one in queue.entries()]}
+
+    return ask_or_do(state, {"do": "snapshot", **content}, change, timeout_s)
+
+
+def _check(state: StateDir) -> Identity:
+    identity = state.identity()
+    if identity is None:
+        raise StateError(f"{state.path} is not a state directory of pgcdc", "Give --state-dir of a pipeline")
+    return identity

@@ -1,43 +1,52 @@
-"""A copy of tables as they are now, through the adapters, transforms, masks and routes of a pipeline.
+"""A copy of tables as they are now: through the adapters, transforms, masks and routes of a pipeline, or as Parquet.
 
 One session reads table after table, in one snapshot (`copy_source.py`). Rows become events as those of a stream do, and go
 to the sinks as batches: memory does not grow with the tables. Spark is needed only for transforms that are written in SQL or
 Python. Around the rows of each table stand SNAPSHOT_STARTED and SNAPSHOT_COMPLETED. There is no state: the acks of the sinks
 are in a folder that goes with the copy, and an event that a target refuses ends it.
+
+Parquet is written by Spark: typed reads of one snapshot, DIR/<table>/part-*.parquet. DIR/_pgcdc_snapshot.json says of when
+the copy is and how many rows it has. The folder is DIR.partial until it is whole; the next run clears what was left there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
 
-from pgcdc.core.errors import ConfigError, PgcdcError, SinkError
+from pgcdc.core.errors import ConfigError, PgcdcError, SinkError, SourceError
 from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Relations
-from pgcdc.core.state import StateDir, fsync_folder
+from pgcdc.core.state import Lock, StateDir, fsync_folder
 from pgcdc.event.edits import parse_chains
 from pgcdc.event.events import block_schema, drop_unwanted, events_of, pack_block
 from pgcdc.event.frame import EventOptions, make_frame
 from pgcdc.event.texts import IdSeed
+from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.copy_source import CopiedTable, Copy, Progress, Say, Wanted, explain_reading, open_copy
+from pgcdc.sink.file import FileOptions
 from pgcdc.sink.registry import check_adapters, make_sink
 from pgcdc.sink.runner import Runner
-from pgcdc.sink.spec import AdapterSpec, FileOptions
-from pgcdc.source.postgres.setup.shapes import ShapeObserver
+from pgcdc.sink.spec import AdapterSpec
+from pgcdc.source.postgres.setup.guard import ShapeObserver
 from pgcdc.source.postgres.snapshot.chunks import lock_chunks
 from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement
 from pgcdc.source.postgres.snapshot.releases import number_rows, snapshot_mark, snapshot_rows
-from pgcdc.spark.session import check_java, session
+from pgcdc.spark.failure import find_ours, headline
+from pgcdc.spark.session import check_java, start_session, stop_within
 from pgcdc.spool.batch import CaptureBatch
 from pgcdc.transform.check import check_chains
 from pgcdc.transform.program import BlockProgram, Chain, Program, compile_chains
@@ -45,9 +54,9 @@ from pgcdc.transform.program import BlockProgram, Chain, Program, compile_chains
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["copy_to_adapters"]
-
 KIND = "one-off"
+MANIFEST = "_pgcdc_snapshot.json"
+SPARK_STOP_S = 10.0
 
 
 def copy_to_adapters(
@@ -68,25 +77,23 @@ def copy_to_adapters(
     with contextlib.ExitStack() as stack:
         state = StateDir(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pgcdc-copy-"))))
         state.create()
-        files = [_PartialFile(path) for spec in adapters if (path := _plain_file(spec)) is not None]
-        sinks = [_make_sink(_beside(spec), state) for spec in adapters]
+        sinks = [_make_sink(stack.enter_context(_whole_file(spec)), state) for spec in adapters]
         pairs = zip(adapters, sinks, strict=True)
         chains = [Chain((*transforms, *spec.transforms), spec.routes, sink.sink.form) for spec, sink in pairs]
         check_chains(None, chains)
         program = compile_chains(chains)
-        spark = None if isinstance(program, BlockProgram) else stack.enter_context(_spark(wanted.url, state, say))
-        if spark is not None:
+        spark = None
+        if not isinstance(program, BlockProgram):
+            check_java()
+            say("starting Spark: a transform needs it")
+            spark = start_session(wanted.url, "pgcdc snapshot", log_file=state.path / "spark.log")
+            stack.callback(stop_within, SPARK_STOP_S, spark)
             check_chains(spark, chains)
         copy = stack.enter_context(open_copy(wanted, say))
-        for file in files:
-            stack.callback(file.remove)
         for sink in sinks:
             stack.callback(sink.close)
             sink.open(Position.end(copy.lsn))
-        rows = _Copying(copy, wanted.where, sinks, program, spark, options, state, progress).run()
-        for file in files:
-            file.finish()
-        return rows
+        return _Copying(copy, sinks, program, spark, options, state, progress).run()
 
 
 def _make_sink(spec: AdapterSpec, state: StateDir) -> Runner:
@@ -98,57 +105,39 @@ def _make_sink(spec: AdapterSpec, state: StateDir) -> Runner:
     return sink
 
 
-@contextlib.contextmanager
-def _spark(url: str, state: StateDir, say: Say) -> Iterator[SparkSession]:
-    check_java()
-    say("starting Spark: a transform needs it")
-    os.environ["PGCDC_DB"] = url
-    spark = session("pgcdc snapshot", log_file=state.path / "spark.log")
-    try:
-        yield spark
-    finally:
-        with contextlib.suppress(Exception):
-            spark.stop()
-
-
 # --- files, which appear under their name when they are whole
 
 
-def _plain_file(spec: AdapterSpec) -> Path | None:
-    """The file that is all of a target: not a folder, and not one that rotates."""
+@contextlib.contextmanager
+def _whole_file(spec: AdapterSpec) -> Iterator[AdapterSpec]:
+    """One file, neither a folder nor one that rotates, is PATH.partial until the block has ended well; else nothing is left.
+
+    Nor is anything left of a run that was killed. Other targets are as they are.
+    """
     options = spec.options
-    is_plain = isinstance(options, FileOptions) and not options.is_folder and not options.max_size
-    return options.full_path if is_plain and isinstance(options, FileOptions) else None
-
-
-def _beside(spec: AdapterSpec) -> AdapterSpec:
-    path = _plain_file(spec)
-    return spec if path is None else replace(spec, options=spec.options.model_copy(update={"path": f"{path}.partial"}))
-
-
-class _PartialFile:
-    """NAME, which is NAME.partial until it is whole. What a killed run has left there is cleared."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._partial = path, Path(f"{path}.partial")
-        self._check()
-        self.remove()
-
-    def _check(self) -> None:
-        if self._path.exists() and (not self._path.is_file() or self._path.stat().st_size):
-            what = "exists and is not empty" if self._path.is_file() else "is not a file"
-            raise ConfigError(f"{self._path} {what}", "Move it away, or give another path")
-
-    def finish(self) -> None:
-        self._check()
-        if self._partial.exists():
-            os.replace(self._partial, self._path)
+    if not isinstance(options, FileOptions) or options.is_folder or options.max_size:
+        yield spec
+        return
+    path = options.full_path
+    partial = Path(f"{path}.partial")
+    _check_free(path)
+    partial.unlink(missing_ok=True)
+    try:
+        yield replace(spec, options=options.model_copy(update={"path": str(partial)}))
+        _check_free(path)
+        if partial.exists():
+            os.replace(partial, path)
         else:
-            self._path.touch()  # no event went there
-        fsync_folder(self._path.absolute().parent)
+            path.touch()  # no event went there
+        fsync_folder(path.absolute().parent)
+    finally:
+        partial.unlink(missing_ok=True)
 
-    def remove(self) -> None:
-        self._partial.unlink(missing_ok=True)
+
+def _check_free(path: Path) -> None:
+    if path.exists() and (not path.is_file() or path.stat().st_size):
+        what = "exists and is not empty" if path.is_file() else "is not a file"
+        raise ConfigError(f"{path} {what}", "Move it away, or give another path")
 
 
 # --- from rows to sinks
@@ -170,7 +159,6 @@ class _Copying:
     def __init__(
         self,
         copy: Copy,
-        where: str,
         sinks: Sequence[Runner],
         program: Program,
         spark: SparkSession | None,
@@ -178,7 +166,7 @@ class _Copying:
         state: StateDir,
         progress: Progress,
     ) -> None:
-        self._copy, self._where, self._sinks, self._progress = copy, where, sinks, progress
+        self._copy, self._sinks, self._progress = copy, sinks, progress
         self._program, self._spark, self._options = program, spark, options
         self._chains = parse_chains(program.source_options().get("_chains", ""))
         self._name = uuid.uuid4().hex[:8]
@@ -204,20 +192,19 @@ class _Copying:
     def _copy_table(self, table: CopiedTable) -> int:
         relation, rows = table.relation, 0
         columns = [column.name for column in relation.columns]
-        self._progress.begin(table.name, table.estimated_rows)
+        self._progress(table.name, 0, table.estimated_rows, False)
         self._emit(snapshot_mark(Op.SNAPSHOT_STARTED, self._name, KIND, relation, 0), table)
         with explain_reading(table.name):
             lock_chunks(self._copy.conn, table.chunks)
             for chunk in table.chunks:
-                conditions = [*chunk.conditions, *filter(None, (table.row_filter, self._where))]
-                statement = copy_statement(columns, chunk.source, conditions)
+                statement = copy_statement(columns, chunk.source, [*chunk.conditions, *table.conditions])
                 for values in copy_rows(self._copy.conn, statement, len(columns)):
                     batch = snapshot_rows(values, len(columns))
                     self._emit(batch, table)
                     rows += batch.num_rows
-                    self._progress.advance(rows)
+                    self._progress(table.name, rows, table.estimated_rows, False)
         self._emit(snapshot_mark(Op.SNAPSHOT_COMPLETED, self._name, KIND, relation, rows), table)
-        self._progress.end(rows)
+        self._progress(table.name, rows, table.estimated_rows, True)
         return rows
 
     def _emit(self, rows: pa.RecordBatch, table: CopiedTable) -> None:
@@ -247,5 +234,118 @@ class _Copying:
 
         schema = cast(StructType, StructType.fromDDL(self._program.source_schema()))
         events = events_of(frame, self._seed, to_arrow_schema(schema, timezone="UTC"), self._options, self._chains)
-        made: DataFrame = self._spark.createDataFrame(pa.Table.from_batches([events]), schema)
-        return made
+        return self._program.project(self._spark.createDataFrame(pa.Table.from_batches([events]), schema))
+
+
+# --- to Parquet
+
+
+def copy_to_parquet(
+    wanted: Wanted,
+    folder: Path,
+    *,
+    partitions: int = 0,
+    types: Mapping[str, str],
+    progress: Progress,
+    say: Say = lambda text: None,
+    spark: SparkSession | None = None,
+) -> int:
+    """Copy the tables; the number of rows. `types` are options of the source. The folder has all of them or is not there.
+
+    Without `spark` a session is started for it.
+    """
+    check_java()
+    options = {**types, **({"where": wanted.where} if wanted.where else {})}
+    options |= {"partitions": str(partitions)} if partitions else {}
+    with open_copy(wanted, say) as copy, _partial_folder(folder.absolute()) as partial, contextlib.ExitStack() as stack:
+        if spark is None:
+            say("starting Spark")
+            logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="pgcdc-snapshot-"))
+            spark = start_session(
+                wanted.url,
+                "pgcdc snapshot",
+                log_file=Path(logs) / "spark.log",
+                spark__sql__caseSensitive="true",  # "A" and "a" are two columns
+                spark__sql__parquet__outputTimestampType="TIMESTAMP_MICROS",  # INT96 is read as nanoseconds: up to 2262
+            )
+            stack.callback(stop_within, SPARK_STOP_S, spark)
+        else:
+            options["url"] = wanted.url
+        counts = [_write(spark, copy, table, partial, options, progress) for table in copy.tables]
+        tables = [
+            {"schema": one.table.schema, "table": one.table.table, "folder": _folder_name(one), "rows": rows}
+            for one, rows in zip(copy.tables, counts, strict=True)
+        ]
+        manifest = {"lsn": format_lsn(copy.lsn), "time_us": copy.time_us, "tables": tables}
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
+    return sum(counts)
+
+
+def _folder_name(table: CopiedTable) -> str:
+    """Where a table stands: as its channel is named, without what has a meaning in paths."""
+    return quote(table.relation.channel.removeprefix("pgcdc:"), safe=" $")
+
+
+@contextlib.contextmanager
+def _partial_folder(path: Path) -> Iterator[Path]:
+    """A folder that gets the name `path`, durably, when the block has ended well; else nothing is left."""
+    if not path.name or not path.parent.is_dir():
+        raise ConfigError(f"the folder of --to {path} does not exist", "Create it first")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        what = "is not empty" if path.is_dir() else "is not a folder"
+        raise ConfigError(f"--to {path} {what}", "Move it away, or give another --to")
+    partial = path.with_name(f"{path.name}.partial")
+    lock_file = path.with_name(f"{path.name}.lock")
+    lock = Lock(lock_file)
+    try:
+        if lock.acquire() is None:
+            raise ConfigError(f"{partial} is being written by another run", "Wait for it, or choose another target")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            yield partial
+            for folder, _, files in os.walk(partial):
+                for name in (*files, "."):
+                    fsync_folder(Path(folder, name))
+            os.rename(partial, path)
+            fsync_folder(path.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            lock_file.unlink(missing_ok=True)
+            lock.release()
+    except OSError as error:
+        raise SinkError(
+            f"{path} cannot be written: {error.strerror or error}",
+            "Is there room on the disk, and may we write there? Nothing is left there: start again",
+        ) from error
+
+
+def _write(
+    spark: SparkSession, copy: Copy, table: CopiedTable, folder: Path, options: Mapping[str, str], progress: Progress
+) -> int:
+    """Write one table; the number of rows."""
+    from pyarrow.parquet import read_metadata
+
+    target = folder / _folder_name(table)
+    held = {"table": table.name, "metadata": "false", "_held": copy.held.to_text(), "_files": table.files}
+    progress(table.name, 0, table.estimated_rows, False)
+    try:
+        spark.read.format("pgcdc").options(**options, **held).load().write.parquet(f"file:{target}")
+    except Exception as error:
+        raise _explain(error, table.name, folder) from error
+    if not (target / "_SUCCESS").exists():
+        raise SinkError(f"Spark says that table {table.name} is written, but {target} is not whole")
+    rows: int = sum(read_metadata(file).num_rows for file in target.glob("*.parquet"))
+    progress(table.name, rows, table.estimated_rows, True)
+    return rows
+
+
+def _explain(error: Exception, table: str, folder: Path) -> PgcdcError:
+    text = str(error)
+    if "No space left on device" in text:
+        return SinkError(
+            f"{folder.parent} has no room for table {table}: No space left on device",
+            "Make room and start again: nothing is left there",
+        )
+    found = find_ours(text.replace("Load it again", "Run it again").replace("load it again", "run it again"))
+    return found or SourceError(f"Spark cannot copy table {table}: {headline(error)}", "Check the table and its types")

@@ -12,40 +12,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import psycopg
-
 from pgcdc.core.errors import ConfigError, ConnectionLost, SourceError
 from pgcdc.core.relation import Column, Relation
-from pgcdc.postgres.database import Connection, connect, execute_one, explain_errors, quote_identifier
+from pgcdc.postgres.database import Connection, connect, explain_errors, quote_identifier
 from pgcdc.postgres.lsn import parse_lsn
 from pgcdc.postgres.selection import Rule, Selection
-from pgcdc.source.postgres.setup.published import read_published
-from pgcdc.source.postgres.setup.tables import Table, choose_tables, find_table, read_tables
+from pgcdc.source.postgres.setup.tables import Table, choose_tables, find_table, read_published, read_tables
 from pgcdc.source.postgres.snapshot.chunks import Chunk, files_text, plan_chunks
+from pgcdc.source.postgres.snapshot.copy import check_condition, select_statement
 from pgcdc.source.postgres.snapshot.held import HeldSnapshot
-from pgcdc.spark.describe import read_table_columns
-
-__all__ = ["CopiedTable", "Copy", "Progress", "Say", "Wanted", "explain_reading", "open_copy"]
+from pgcdc.source.postgres.table_columns import read_table_columns
 
 ATTEMPTS = 3
 
 Say = Callable[[str], None]
-
-
-class Progress:
-    """Who wants to know how far a copy is. This one does not."""
-
-    def begin(self, table: str, estimated_rows: int) -> None:
-        """A table's turn has come."""
-
-    def advance(self, rows: int) -> None:
-        """So many rows of it are read by now."""
-
-    def end(self, rows: int) -> None:
-        """It is complete."""
-
-    def close(self) -> None:
-        """Nothing more will come, be it complete or not."""
+Progress = Callable[[str, int, int, bool], None]
+"""Gets a table's name, how many of its rows are read by now and of about how many, and whether it is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +63,8 @@ class CopiedTable:
     table: Table
     relation: Relation
     """As the stream would describe it."""
-    row_filter: str | None
-    """Which rows, in SQL; None: all."""
+    conditions: tuple[str, ...]
+    """Which rows, in SQL."""
     chunks: tuple[Chunk, ...]
     files: str
     """Which files its rows are in, to be compared: `chunks.files_text`."""
@@ -139,6 +121,7 @@ def _find(conn: Connection, wanted: Wanted, say: Say) -> tuple[CopiedTable, ...]
     _check_rights(conn, [table for table, _, _ in chosen])
     copied = []
     for table, relation, row_filter in chosen:
+        conditions = tuple(one for one in (row_filter, wanted.where) if one)
         if not relation.columns:
             if wanted.selection.tables:
                 raise SourceError(f"table {table.name} has no columns: there is nothing to copy", "Leave it out")
@@ -146,8 +129,8 @@ def _find(conn: Connection, wanted: Wanted, say: Say) -> tuple[CopiedTable, ...]
             continue
         files = files_text(conn, table)
         chunks = tuple(plan_chunks(conn, table, count=1))
-        rows = _estimate(conn, table, relation, row_filter, wanted.where)
-        copied.append(CopiedTable(table, relation, row_filter, chunks, files, rows))
+        rows = _estimate(conn, table, relation, conditions, bool(wanted.where))
+        copied.append(CopiedTable(table, relation, conditions, chunks, files, rows))
     return tuple(copied)
 
 
@@ -175,47 +158,33 @@ def _choose(conn: Connection, wanted: Wanted) -> Iterator[tuple[Table, Relation,
 
 
 def _check_rights(conn: Connection, tables: Sequence[Table]) -> None:
-    rows = conn.execute(
-        "SELECT oid::int8 FROM unnest(%s::oid[]) oid WHERE NOT has_table_privilege(oid, 'SELECT')",
-        [[table.oid for table in tables]],
-    ).fetchall()
-    schemas = conn.execute(
+    user, role = conn.info.user, quote_identifier(conn.info.user)
+    found = conn.execute(
         "SELECT nspname::text FROM pg_namespace WHERE nspname = ANY (%s) AND NOT has_schema_privilege(oid, 'USAGE')",
         [sorted({table.schema for table in tables})],
     ).fetchall()
-    refused = {oid for (oid,) in rows}
-    if schemas:
-        names = ", ".join(quote_identifier(name) for (name,) in schemas)
-        raise SourceError(
-            f"role {conn.info.user} may not use schema {names}",
-            f"Run: GRANT USAGE ON SCHEMA {names} TO {quote_identifier(conn.info.user)}",
-        )
+    if found:
+        names = ", ".join(quote_identifier(name) for (name,) in found)
+        raise SourceError(f"role {user} may not use schema {names}", f"Run: GRANT USAGE ON SCHEMA {names} TO {role}")
+    found = conn.execute(
+        "SELECT oid::int8 FROM unnest(%s::oid[]) oid WHERE NOT has_table_privilege(oid, 'SELECT')",
+        [[table.oid for table in tables]],
+    ).fetchall()
+    refused = [table for table in tables if (table.oid,) in found]
     if refused:
-        named = [table for table in tables if table.oid in refused]
-        some = ", ".join(table.name for table in named[:5]) + (" and others" if len(named) > 5 else "")
-        role = quote_identifier(conn.info.user)
+        some = ", ".join(table.name for table in refused[:5]) + (" and others" if len(refused) > 5 else "")
         raise SourceError(
-            f"role {conn.info.user} may not read table{'s' if len(named) > 1 else ''} {some}",
-            f"Run: GRANT SELECT ON {', '.join(table.sql for table in named[:5])} TO {role}",
+            f"role {user} may not read table{'s' if len(refused) > 1 else ''} {some}",
+            f"Run: GRANT SELECT ON {', '.join(table.sql for table in refused[:5])} TO {role}",
         )
 
 
-def _estimate(conn: Connection, table: Table, relation: Relation, row_filter: str | None, where: str) -> int:
+def _estimate(conn: Connection, table: Table, relation: Relation, conditions: Sequence[str], has_where: bool) -> int:
     """How many rows there are about. A condition that is none is refused here."""
     source = table.sql if table.kind == "p" else f"ONLY {table.sql}"
-    conditions = [f"({one}\n)" for one in (row_filter, where) if one]
-    condition = f" WHERE {' AND '.join(conditions)}" if conditions else ""
-    columns = ", ".join(quote_identifier(column.name) for column in relation.columns)
-    try:
-        execute_one(conn, f"SELECT {columns} FROM {source}{condition} LIMIT 0")
-        row = conn.execute(f"EXPLAIN (FORMAT JSON) SELECT FROM {source}{condition}".encode()).fetchone()
-    except (psycopg.ProgrammingError, psycopg.DataError) as error:
-        if not where or isinstance(error, psycopg.errors.InsufficientPrivilege):
-            raise
-        text = " ".join((error.diag.message_primary or str(error)).split())
-        raise ConfigError(
-            f"--where is no condition on table {table.name}: {text}", "Write it as behind WHERE in SQL: total > 100"
-        ) from error
+    wrong = f"--where is no condition on table {table.name}" if has_where else ""
+    check_condition(conn, [column.name for column in relation.columns], source, conditions, wrong)
+    row = conn.execute(f"EXPLAIN (FORMAT JSON) {select_statement((), source, conditions)}".encode()).fetchone()
     return int(row[0][0]["Plan"]["Plan Rows"]) if row else 0
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +14,8 @@ from typing import TYPE_CHECKING
 from pgcdc.core.errors import GapError, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
-from pgcdc.core.state import fsync_folder
 from pgcdc.event.batch import Batch
-from pgcdc.run.ends import Ends, fsync_file
+from pgcdc.run.checkpoint import Checkpoint
 from pgcdc.run.member import Member, WriteFuture, may_pass
 from pgcdc.run.roster import Write, WriteState, judge
 from pgcdc.spark.session import with_settings
@@ -30,28 +27,16 @@ if TYPE_CHECKING:
 
     from pgcdc.spark.parallel import LargeBatch, LargeBatches
 
-__all__ = ["Lane", "LaneStopped", "Planned", "stop_query"]
-
 FATAL_WAIT_S = 1.0
 """How long the others may finish their writes when one failed for good."""
 LARGE_GRACE_S = 5.0
 """How much longer a large batch is waited for: executors have to be started, and what they write is more at once."""
-MAX_TAKEN_BACK = 50
-"""Batches between two acks: there is one every quarter of a second."""
 GRACE_EVENTS = 100_000
 """That is for so many events; for more it is that much longer."""
 
 
 class LaneStopped(Exception):
     """Refuses a batch that came after the lane was told to stop."""
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A batch, as its source planned it."""
-
-    start: Position
-    end: Position
 
 
 class Lane:
@@ -79,17 +64,15 @@ class Lane:
         """Called with what the first chain has of each batch that was collected, after the members have it."""
         self.large: LargeBatches | None = None
         """Set before the start: then executors write large batches to the sinks that can."""
-        self.planned: Planned | None = None
+        self.planned: tuple[Position, Position] | None = None
         """Where the next batch begins and ends: the source says so before Spark runs it."""
-        self._checkpoint = checkpoint
-        self._ends = Ends(checkpoint / "ends")
-        self._initial = initial
-        self._take_back()
-        self._last_batch = max(self._committed_batches(), default=-1)  # by an earlier run, maybe not yet confirmed
+        self.is_stopping = False
+        """The batch that runs is the last one."""
+        self.is_abandoned = False
+        """It gets no batch: its member is elsewhere, and it waits to be stopped. Set by who holds the boundary."""
+        self.checkpoint = Checkpoint(checkpoint, initial)
+        self._last_batch = self.checkpoint.last_batch  # by an earlier run, maybe not yet confirmed
         self._acked_batch = -1
-        self._lock = threading.Lock()
-        self._stopping = False
-        self._abandoned = False
         self.next_start = self.place
         """Where the next batch begins, or an earlier place of one that comes again and that every member has."""
         self.last_start = self.next_start
@@ -98,7 +81,7 @@ class Lane:
     def start(self, spark: SparkSession, options: dict[str, str], program: Program, *, once: bool = False) -> None:
         """Start the query from its checkpoint. With an option `table` it delivers typed rows."""
         self.error = None
-        self._stopping = False
+        self.is_stopping = False
         self.program = program
         reader = spark.readStream.format("pgcdc").options(**options, **program.source_options())
         if schema := program.source_schema():
@@ -108,7 +91,7 @@ class Lane:
         writer = (
             program.project(reader.load())
             .writeStream.queryName(self.name)
-            .option("checkpointLocation", str(self._checkpoint))
+            .option("checkpointLocation", str(self.checkpoint.folder))
         )
         trigger = writer.trigger(availableNow=True) if once else writer.trigger(processingTime="0 seconds")
         with with_settings(spark, program.settings()):
@@ -117,37 +100,17 @@ class Lane:
     @property
     def place(self) -> Position:
         """Where the query goes on: behind what Spark has committed."""
-        commits = self._committed_batches()
-        return self._ends.of(max(commits)) if commits else self._initial
-
-    def _committed_batches(self) -> list[int]:
-        return [int(file.name) for file in (self._checkpoint / "commits").glob("[0-9]*") if file.name.isdigit()]
-
-    def _take_back(self) -> None:
-        """After a crash of the machine Spark's log may be ahead of ours. Nobody has acknowledged that: it comes again."""
-        committed = self._committed_batches()
-        known = max((number for number in committed if number in self._ends), default=-1)
-        if known < 0 or max(committed) - known > MAX_TAKEN_BACK:
-            return  # `place` refuses to go on
-        for number in range(known + 1, max(committed) + 2):
-            (self._checkpoint / "commits" / str(number)).unlink(missing_ok=True)
-            (self._checkpoint / "offsets" / str(number + 1)).unlink(missing_ok=True)
+        return self.checkpoint.place
 
     def committed(self) -> Position | None:
         """The end of the last batch that Spark has committed, made durable; None if nothing is new since the last call."""
-        with self._lock:
-            batch = self._last_batch
-        while batch > self._acked_batch and not (self._checkpoint / "commits" / str(batch)).exists():
+        batch = self._last_batch
+        while batch > self._acked_batch and not self.checkpoint.has_committed(batch):
             batch -= 1
-        if batch <= self._acked_batch or batch < 0:
+        if batch <= self._acked_batch:
             return None
-        position = self._ends.of(batch)
-        self._ends.sync()
-        for folder in ("offsets", "commits"):
-            for number in range(max(self._acked_batch, batch - 2), batch + 1):  # Spark also reads the one before
-                with contextlib.suppress(FileNotFoundError):
-                    fsync_file(self._checkpoint / folder / str(number))
-            fsync_folder(self._checkpoint / folder)
+        position = self.checkpoint.end_of(batch)
+        self.checkpoint.sync(max(self._acked_batch, batch - 2), batch)  # Spark also reads the one before
         self._acked_batch = batch
         return position
 
@@ -155,31 +118,13 @@ class Lane:
         """What `committed` said has not arrived: it says so once more."""
         self._acked_batch = -1
 
-    def begin_stop(self) -> None:
-        """The batch that runs is the last one."""
-        self._stopping = True
-
-    def go_on(self) -> None:
-        """Not the last one after all."""
-        self._stopping = False
-
-    def abandon(self) -> None:
-        """No batch any more, whatever comes: its member is elsewhere. For who holds the boundary."""
-        self._abandoned = True
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether it is only left to be stopped and forgotten."""
-        return self._abandoned
-
     def await_boundary(self, timeout_s: float) -> bool:
-        """After `begin_stop`: wait until the last batch is committed; False if it does not end in time."""
+        """When it is stopping: wait until the last batch is committed; False if it does not end in time."""
         query, deadline = self.query, time.monotonic() + timeout_s
         while query is not None and query.isActive:
             is_free = not self.boundary.locked()  # before the number is read: no other batch begins
-            with self._lock:
-                batch = self._last_batch
-            if is_free and (batch < 0 or (self._checkpoint / "commits" / str(batch)).exists()):
+            batch = self._last_batch
+            if is_free and (batch < 0 or self.checkpoint.has_committed(batch)):
                 return True
             if time.monotonic() > deadline:
                 return False
@@ -190,7 +135,7 @@ class Lane:
         """Spark's callback: runs once per batch, and again for the same batch after a crash."""
         with self.boundary:
             try:
-                if self._stopping or self._abandoned:
+                if self.is_stopping or self.is_abandoned:
                     raise LaneStopped("this batch comes again after the restart")
                 self._write(blocks, batch_id)
             except BaseException as error:
@@ -202,8 +147,7 @@ class Lane:
     def _write(self, blocks: DataFrame, batch_id: int) -> None:
         hit("lane.planned")
         assert self.program is not None
-        planned = self._take_planned(batch_id)
-        start, end = planned.start, planned.end
+        start, end = self._take_planned(batch_id)
         self.on_begin(start)
         self.last_start = start
         members = self.members()
@@ -217,47 +161,39 @@ class Lane:
         wanted = {member.name: chains.index(member.chain) for member in waiting}
         if waiting:
             collected: list[Batch] = []
+            program = self.program
 
             def submit(member: Member) -> WriteFuture:
                 if not collected:
-                    collected.extend(self._collect(blocks, start, end))
+                    collected.extend(program.collect(blocks, start, end))
+                    hit("lane.collected")
                 return member.submit(self.name, collected[wanted[member.name]])
 
-            able = [member for member in waiting if member.takes_parts] if self.large is not None else []
-            events = self.large.count(start, end) if self.large is not None and able else 0
-            in_parts = able if events else []
+            in_parts = [member for member in waiting if member.takes_parts]
+            events = self.large.count(start, end) if self.large is not None and in_parts else 0
+            in_parts = in_parts if events else []
             futures = {member.name: submit(member) for member in waiting if member not in in_parts}
-            if in_parts:
-                futures |= self._submit_large(blocks, start, end, events, in_parts)
+            futures |= self._submit_large(blocks, start, end, events, in_parts) if in_parts else {}
             self._follow(start, futures, members, submit)
             self.batches += 1
             self.events += len(collected[0]) if collected else events
             if collected and self.on_batch is not None:
                 self.on_batch(collected[0])
-        self._ends.note(batch_id, end)
+        self.checkpoint.note(batch_id, end)
         hit("lane.written")
-        with self._lock:
-            self._last_batch = batch_id
-            self.next_start = end
+        self._last_batch, self.next_start = batch_id, end
 
-    def _take_planned(self, batch_id: int) -> Planned:
+    def _take_planned(self, batch_id: int) -> tuple[Position, Position]:
         """What the source said of this batch. It begins where the one before it ended."""
         planned, self.planned = self.planned, None
-        expected = self._ends.of(batch_id - 1) if batch_id else self._initial
-        if planned is None or planned.start != expected:
+        expected = self.checkpoint.end_of(batch_id - 1)
+        if planned is None or planned[0] != expected:
             raise StateError(
                 f"lane {self.name} expects batch {batch_id} to begin at {expected}, its source says "
-                f"{planned.start if planned else 'nothing'}",
+                f"{planned[0] if planned else 'nothing'}",
                 "Restore the whole state directory from one backup, or begin with a new slot: pgcdc resync --new-slot",
             )
         return planned
-
-    def _collect(self, blocks: DataFrame, start: Position, end: Position) -> list[Batch]:
-        """The batch in this process, for each chain."""
-        assert self.program is not None
-        batches = self.program.collect(blocks, start, end)
-        hit("lane.collected")
-        return batches
 
     def _submit_large(
         self, frame: DataFrame, start: Position, end: Position, events: int, members: list[Member]
@@ -267,7 +203,8 @@ class Lane:
         explain = partial(self.program.explain, frame)
         futures: dict[str, WriteFuture] = {}
         for column in dict.fromkeys(self.program.line_column(one.chain) for one in members):
-            batch = self.large.open(frame, start, end, events, column, explain)
+            blocks = self.program.keyed_blocks(frame, column)
+            batch = self.large.open(blocks, start, end, events=events, column=column, explain=explain)
             users = [one for one in members if self.program.line_column(one.chain) == column]
             writes = [one.submit_large(self.name, end, batch) for one in users]
             for write in writes:
@@ -326,16 +263,3 @@ def _close_after(batch: LargeBatch, writes: list[WriteFuture], _: object) -> Non
     """Called when one of these writes has ended."""
     if all(one.done() for one in writes):
         batch.close()
-
-
-def stop_query(query: StreamingQuery, timeout_s: float) -> bool:
-    """End a query; False if it does not in time: a sink that hangs in a batch must not hang us."""
-
-    def stop() -> None:
-        with contextlib.suppress(Exception):  # it has ended by itself, or Spark has
-            query.stop()
-
-    thread = threading.Thread(target=stop, name="stop-query", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return not thread.is_alive()

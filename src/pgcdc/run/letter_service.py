@@ -1,14 +1,11 @@
 """The dead letters of a run: its store, who is told of them, and replays that a command asks for while the run goes on.
 
-A replay is asked for by a file in the folder `replay` of the state directory, and answered by another one. The run looks for
-them by itself, so that none is lost; one whose command is gone is thrown away. Letters are delivered by the adapter's own
-thread, batch by batch, between those of the stream.
+A command asks for a replay at the run's socket, by an id of its own, until it hears of the end: an answer that got lost is
+asked for again. Letters are delivered by the adapter's own thread, batch by batch, between those of the stream.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import time
 import uuid
@@ -18,14 +15,22 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pgcdc.capture.control import ask
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
-from pgcdc.core.state import Identity, Lock, StateDir, is_alive, read_json, write_json
+from pgcdc.core.state import Identity, Lock, StateDir
 from pgcdc.run.settings import PipelineSettings
-from pgcdc.sink.attempts import NoHooks
-from pgcdc.sink.letters.choose import check_not_captured, describe_store, make_store, name_pipeline
-from pgcdc.sink.letters.record import DeadLetter
-from pgcdc.sink.letters.replay import Tally, deliver_again, find_batches
-from pgcdc.sink.letters.stores import DeadLetters, Query, ReadableDeadLetters
+from pgcdc.sink.attempts import DeliveryHooks
+from pgcdc.sink.letters.delivery import Tally, deliver_again, find_batches
+from pgcdc.sink.letters.record import (
+    DeadLetter,
+    DeadLetters,
+    Query,
+    ReadableDeadLetters,
+    check_not_captured,
+    describe_store,
+    make_store,
+    name_pipeline,
+)
 from pgcdc.sink.registry import make_sink
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import AdapterSpec
@@ -33,11 +38,10 @@ from pgcdc.sink.spec import AdapterSpec
 if TYPE_CHECKING:
     from pgcdc.run.supervisor import Lanes
 
-__all__ = ["LetterOffice", "ask_run"]
-
 POLL_S = 0.1
-LOOK_S = 0.5
 TELL_S = 10.0
+KEPT_REPLAYS = 100
+"""Of so many replays that have ended, the run knows how: a command may not have heard it yet."""
 
 
 class LetterOffice:
@@ -52,8 +56,8 @@ class LetterOffice:
         self._say = say
         self._is_given = store is not None
         self.store = make_store(config, say) if store is None else store
-        self._due = 0.0
-        self._serving: set[str] = set()
+        self._replays: dict[str, dict[str, Any]] = {}
+        """By their ids: how they ended; nothing while they go on."""
         self._is_closed = threading.Event()
         self._replaying = threading.Lock()
 
@@ -84,7 +88,7 @@ class LetterOffice:
         return {} if self._is_given else describe_store(self._config)
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Nobody waits from now on."""
         self._is_closed.set()
         self.store.close()
 
@@ -95,7 +99,7 @@ class LetterOffice:
         if not isinstance(self.store, ReadableDeadLetters):
             raise ConfigError("these dead letters cannot be read again", "Use --dlq file or --dlq pg_table from now on")
         tally, failed = Tally(), set[str]()
-        with self._replaying:  # one after the other: what the one delivers does not wait any more for the next
+        with self._replaying:  # one after the other: the next one must not find what this one delivers
             for letters in find_batches(self.store, query):
                 adapter = letters[0].adapter
                 if adapter in failed:
@@ -119,62 +123,38 @@ class LetterOffice:
             return Tally(error=str(error))
         return done[0]
 
-    def serve(self, lanes: Lanes) -> None:
-        """Begin what commands have asked for; from the thread of the pipeline, often."""
-        now = time.monotonic()
-        if now < self._due:
-            return
-        self._due = now + LOOK_S
-        for path in sorted(self._state.replays.glob("*.ask.json")) if self._state.replays.exists() else []:
-            if path.name not in self._serving:
-                self._serving.add(path.name)
-                threading.Thread(target=self._answer, args=[path, lanes], name="replay", daemon=True).start()
+    def answer(self, lanes: Lanes | None, request: dict[str, Any]) -> dict[str, Any]:
+        """How the replay `id` has ended; as long as it cannot be said, nothing. One that is not known yet begins."""
+        name = request["id"]
+        if name not in self._replays and lanes is not None:
+            for old in [one for one, end in self._replays.items() if end][:-KEPT_REPLAYS]:
+                del self._replays[old]
+            self._replays[name] = {}
+            query = _read_query(request["query"])
+            threading.Thread(target=self._replay, args=[name, lanes, query], name="replay", daemon=True).start()
+        return self._replays.get(name, {})
 
-    def _answer(self, path: Path, lanes: Lanes) -> None:
-        answer: dict[str, Any] = {}
-        asked: dict[str, Any] = {}
+    def _replay(self, name: str, lanes: Lanes, query: Query) -> None:
         try:
-            asked = read_json(path) or {}
-            if not _is_waited_for(asked):
-                path.unlink(missing_ok=True)
-                return
-            answer = asdict(self.replay(lanes, _read_query(asked["query"])))
+            self._replays[name] = {"tally": asdict(self.replay(lanes, query))}
         except PgcdcError as error:
-            answer = {"refused": error.to_json()}
+            self._replays[name] = {"refused": error.to_json()}
         except Exception as error:
-            answer = {"refused": StateError(f"the replay failed: {type(error).__name__}: {error}").to_json()}
-        with contextlib.suppress(PgcdcError):
-            if _is_waited_for(asked):
-                write_json(path.with_name(path.name.replace(".ask.", ".answer.")), answer)
-            path.unlink(missing_ok=True)
-        self._serving.discard(path.name)
-
-
-def _is_waited_for(asked: dict[str, Any]) -> bool:
-    """Whether the command that asks still runs; a wish that has just been taken back is empty."""
-    pid = int(asked.get("pid", 0))
-    return pid > 0 and is_alive(pid)
+            refused = StateError(f"the replay failed: {type(error).__name__}: {error}")
+            self._replays[name] = {"refused": refused.to_json()}
 
 
 def ask_run(state: StateDir, query: Query) -> Tally:
     """Have the run that owns a state directory deliver letters again, and wait for it. StateError: it has ended."""
-    state.replays.mkdir(exist_ok=True)
-    name = uuid.uuid4().hex
-    ask, answer = state.replays / f"{name}.ask.json", state.replays / f"{name}.answer.json"
-    write_json(ask, {"pid": os.getpid(), "query": _query_json(query)})
-    try:
-        while (found := read_json(answer)) is None:
-            if Lock.holder(state.run_lock) is None:
-                raise StateError(
-                    "the run has ended meanwhile", "What was delivered is marked; the rest waits: pgcdc dlq replay"
-                )
-            time.sleep(POLL_S)
-    finally:
-        ask.unlink(missing_ok=True)
-        answer.unlink(missing_ok=True)
-    if "refused" in found:
-        raise PgcdcError.from_json(found["refused"])
-    return Tally(**found)
+    request = {"do": "replay", "id": str(uuid.uuid4()), "query": _query_json(query)}
+    while Lock.holder(state.run_lock) is not None:
+        found = ask(state.run_lock, request)
+        if "refused" in found:
+            raise PgcdcError.from_json(found["refused"])
+        if "tally" in found:
+            return Tally(**found["tally"])
+        time.sleep(POLL_S)
+    raise StateError("the run has ended meanwhile", "What was delivered is marked; the rest waits: pgcdc dlq replay")
 
 
 def _query_json(query: Query) -> dict[str, Any]:
@@ -186,7 +166,7 @@ def _read_query(raw: dict[str, Any]) -> Query:
     return Query(**{**raw, **times, "ids": tuple(raw["ids"])})
 
 
-class _Telling(NoHooks):
+class _Telling(DeliveryHooks):
     """Says that events are refused: the first one at once, then how many in a while."""
 
     def __init__(self, say: Callable[[str], None]) -> None:

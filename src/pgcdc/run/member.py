@@ -16,10 +16,8 @@ from pgcdc.core.position import Position
 from pgcdc.event.batch import Batch
 from pgcdc.run.roster import Membership
 from pgcdc.sink.runner import Runner
-from pgcdc.spark.parallel import LargeBatch, can_write_parts
-from pgcdc.transform.program import Chain
-
-__all__ = ["Adapter", "Member", "NotAMember", "WriteFuture", "left_out", "may_pass"]
+from pgcdc.spark.parallel import LargeBatch
+from pgcdc.transform.program import Chain, column_chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ def left_out(name: str, ack: Position, start: Position) -> GapError:
     """An adapter that has been away for too long."""
     return GapError(
         f"adapter {name} stands at {ack}, but the others were served up to {start} without it",
-        f"What came between cannot be delivered any more. To let it begin at {start}, delete its ack in "
+        f"What came between can no longer be delivered. To let it begin at {start}, delete its ack in "
         "the state directory (acks/) and give it a new target",
     )
 
@@ -66,6 +64,7 @@ class Member:
         self.name = adapter.name
         self.sink = adapter.sink
         self.chain = adapter.chain
+        self.sink.chain = lambda: column_chain(self.chain)  # a reload changes it
         self.is_open = False
         self.last_error: BaseException | None = None
         self.leaves = 0
@@ -88,9 +87,9 @@ class Member:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being written, or waits to be."""
+        """Whether something is written or waits to be, also a write that nobody waits for since its time was over."""
         with self._lock:
-            return self._left > 0
+            return self._left > 0 or self.sink.attempts.is_busy
 
     def open(self, start: Position) -> None:
         """Open the sink where its lane goes on. One that was left out of earlier runs would miss what came between."""
@@ -102,31 +101,29 @@ class Member:
 
     @property
     def takes_parts(self) -> bool:
-        """Whether executors may write to it."""
-        return can_write_parts(self.sink)
-
-    @property
-    def is_hanging(self) -> bool:
-        """Whether the sink is still at a write that nobody waits for any more (its time was over)."""
-        return self.sink.is_busy
-
-    @property
-    def failing(self) -> BaseException | None:
-        """What the last try failed with, while the sink waits for the next one."""
-        return self.sink.failing
-
-    @property
-    def dead_letters(self) -> int:
-        """How many events of this run its target refused."""
-        return self.sink.dead_letters
+        """Whether executors may write to it: it can, and no rate limit wants its events one after the other."""
+        return self.sink.sink.takes_executors and not self.sink.options.rate_limit
 
     def submit(self, lane: str, batch: Batch) -> WriteFuture:
         """Write a batch, after everything that was submitted before."""
-        return self._submit(lane, lambda: self._write(batch))
+
+        def write(reached: Position) -> bool:
+            rest, dead = batch.after(reached), self.sink.dead_letters
+            self.sink.write(rest)
+            counters.add(EVENTS_DELIVERED, len(rest) - self.sink.dead_letters + dead, adapter=self.name)
+            return True
+
+        return self._submit(lane, lambda: batch.end <= self.reached or write(self.reached))
 
     def submit_large(self, lane: str, end: Position, batch: LargeBatch) -> WriteFuture:
         """Have executors write a large batch that ends at `end`, after everything that was submitted before."""
-        return self._submit(lane, lambda: self._write_large(end, batch))
+
+        def write(reached: Position) -> bool:
+            is_written = batch.write(self.sink, reached)
+            counters.add(EVENTS_DELIVERED, batch.events if is_written else 0, adapter=self.name)
+            return is_written
+
+        return self._submit(lane, lambda: end <= self.reached or write(self.reached))
 
     def submit_other(self, do: Callable[[], object]) -> WriteFuture:
         """Do something else with the sink, between two batches. What that raises is no failure of the adapter."""
@@ -143,24 +140,20 @@ class Member:
         future.set_exception(NotAMember(f"adapter {self.name} was removed"))
         return future
 
-    def stop(self) -> None:
-        """The pipeline stops: a sink that waits for another try need not."""
-        self.sink.stop()
-
     def close(self) -> None:
         """End the thread and close the sink; one that is still being written to is left to itself."""
         with self._lock:
             self._is_closed = True
             self._tasks.put(None)
-        if not self.is_busy and not self.is_hanging and self.is_open:
+        if self.is_open and not self.is_busy:
             self.sink.close()
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             lane, write, future = task
+            error: BaseException | None = None
             done = True
             try:
-                error: BaseException | None = None
                 done = self._as_member(lane or self._membership[self.name].lane, write)
             except BaseException as raised:
                 error = raised
@@ -173,25 +166,8 @@ class Member:
 
     def _as_member(self, lane: str, write: Callable[[], bool]) -> bool:
         if not self._membership.begin_write(self.name, lane):
-            raise NotAMember(f"adapter {self.name} is not in lane {lane} any more")
+            raise NotAMember(f"adapter {self.name} is no longer in lane {lane}")
         try:
             return write()
         finally:
             self._membership.end_write(self.name)
-
-    def _write(self, batch: Batch) -> bool:
-        reached = self.reached
-        if batch.end > reached:
-            batch, dead = batch.after(reached), self.dead_letters
-            self.sink.write(batch)
-            counters.add(EVENTS_DELIVERED, len(batch) - self.dead_letters + dead, adapter=self.name)
-        return True
-
-    def _write_large(self, end: Position, batch: LargeBatch) -> bool:
-        reached = self.reached
-        if end <= reached:
-            return True
-        is_written = batch.write(self.sink, reached)
-        if is_written:
-            counters.add(EVENTS_DELIVERED, batch.events, adapter=self.name)
-        return is_written

@@ -6,25 +6,29 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pgcdc.core.errors import StateError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir
-from pgcdc.run.target_digests import check_place
+from pgcdc.run.targets import check_target
 from pgcdc.sink.registry import make_sink
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import AdapterSpec
-
-__all__ = ["Destination", "open_destination"]
+from pgcdc.transform.program import Chain, column_chain
 
 
 class Destination:
-    """Where the letters of an adapter go. `is_other`: somewhere else than what the adapter has delivered to."""
+    """Where the letters of an adapter go. `is_other`: somewhere else than what the adapter has delivered to.
 
-    def __init__(self, spec: AdapterSpec, *, is_other: bool) -> None:
+    `transforms` are those that the adapter's events went through.
+    """
+
+    def __init__(self, spec: AdapterSpec, transforms: Sequence[Any] = (), *, is_other: bool) -> None:
         self.spec = spec
+        self.chain = Chain(tuple(transforms))
         self.is_other = is_other
 
 
@@ -48,22 +52,23 @@ def open_destination(state: StateDir, destination: Destination) -> Iterator[Runn
                     f"adapter {spec.name} has not delivered anything from {state.path}",
                     "Check --state-dir, or name another target by the flags of the adapter",
                 )
-            check_place(state, spec)
+            check_target(state, spec)
         delivery = Runner(make_sink(spec), acks, spec.name, spec.delivery)
-        _check_path(delivery)
+        delivery.chain = lambda: column_chain(destination.chain)
+        _check_path(delivery, spec)
         delivery.check()
         identity = state.identity()
-        delivery.open(Position.end(identity.created_lsn if identity else 0))
+        delivery.open(Position.end(identity.created if identity else 0))
         stack.callback(delivery.close)
         yield delivery
 
 
-def _check_path(sink: Runner) -> None:
+def _check_path(sink: Runner, spec: AdapterSpec) -> None:
     """The ack of a file knows its path: with another one, a replay would forget how far the first file is written."""
-    known, path = sink.progress.detail.get("path"), getattr(sink.sink, "path", None)
-    if known is not None and path is not None and known != str(path):
+    known, target = sink.progress.detail.get("path"), spec.options.target()
+    if known is not None and target and os.path.realpath(known) != target:
         raise StateError(
-            f"adapter {sink.name} has delivered to {known}, and not to {path}",
+            f"adapter {sink.name} has delivered to {known}, and not to {target}",
             "Name that one; or, for another target, give the flag beside a configuration file that has the adapter",
         )
 

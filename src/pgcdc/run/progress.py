@@ -5,67 +5,75 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pgcdc.core.errors import GapError, PgcdcError
 from pgcdc.core.position import Position
 from pgcdc.core.shapes import ShapeHistory
 from pgcdc.core.state import StateDir
-from pgcdc.event.shape_diff import describe_change
-from pgcdc.postgres.database import connect, explain_errors
-from pgcdc.run.settings import PipelineSettings
-from pgcdc.source.postgres.setup.prepare import Prepared, follow_tables
-from pgcdc.source.postgres.setup.published import read_published
-from pgcdc.source.postgres.setup.slots import get_slot
+from pgcdc.event.shape import describe_change
 from pgcdc.source.postgres.snapshot.held import ALONE_S
+from pgcdc.source.protocol import Prepared, Source
 from pgcdc.transform.check import missing_columns
 from pgcdc.transform.program import Chain
 
 if TYPE_CHECKING:
     from pgcdc.run.supervisor import Lanes
 
-__all__ = ["RequestWatch", "SnapshotWatch", "TableWatch", "describe_stop", "has_confirmed"]
-
 INTERVAL_S = 1.0
 TABLES_INTERVAL_S = 10.0
 
 
+class Every:
+    """Says yes when it is asked, at most once in an interval; the first time `first_s` from now."""
+
+    def __init__(self, interval_s: float, first_s: float = 0.0) -> None:
+        self._interval_s = interval_s
+        self._due = time.monotonic() + first_s
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        if now < self._due:
+            return False
+        self._due = now + self._interval_s
+        return True
+
+
 class SnapshotWatch:
-    """Looks at the capture's status once a second, until there is nothing more to see."""
+    """Looks at the capture's status once a second, and says how far snapshots are: the initial one, and those asked for."""
 
     def __init__(self, say: Callable[[str], None], *, is_all: bool) -> None:
-        """`is_all`: the rows are all that is wanted (`initial_only`)."""
+        """`is_all`: the rows of the initial one are all that is wanted (`initial_only`)."""
         self._say = say
         self._is_all = is_all
         self._began = time.time()
-        self._due = 0.0
+        self._is_due = Every(INTERVAL_S)
         self._seen = ""
         self._settled: Position | None = None
-        """Where the last of the rows stands, also of those that were read beside the stream."""
+        """Where the last of the rows stands, also of those that were read beside the stream, which goes on behind it."""
         self._warned: str | None = None
+        self._told: set[str] = set()
         self.show: Callable[[dict[str, Any]], None] | None = None
-        """Gets the status every second while rows are read, and once when the snapshot is complete."""
+        """Gets the status every second while rows are read, and once when the initial snapshot is complete."""
 
-    def follow(self, read_status: Callable[[], dict[str, Any]], lanes: Lanes, *, at_once: bool = False) -> bool:
-        """Look, if it is time to (or `at_once`). True: all that was wanted is delivered."""
-        now = time.monotonic()
-        if (now < self._due and not at_once) or (self._seen == "complete" and not self._is_all):
+    def follow(
+        self, read_status: Callable[[], dict[str, Any]], lanes: Lanes | None = None, *, at_once: bool = False
+    ) -> bool:
+        """Look, if it is time to (or `at_once`), with `lanes` also at the initial snapshot. True: all is delivered."""
+        if not (at_once or self._is_due()):
             return False
-        self._due = now + INTERVAL_S
-        capture = read_status()
-        if "initial_snapshot" not in capture:  # the capture has not said anything yet
+        status = read_status()
+        self._tell_requests(status.get("snapshots", []))
+        # Without that word the capture has not said anything yet.
+        if lanes is None or "initial_snapshot" not in status or (self._seen == "complete" and not self._is_all):
             return False
-        status: dict[str, Any] = capture["initial_snapshot"] or {"status": "complete", "end": None}
-        if status["status"] == "reading" or (self._seen != "complete" and status.get("time", 0) > self._began):
-            self._tell(status)
-        self._seen = status["status"]
-        if not self._is_all or self._seen != "complete":
-            return False
-        if self._settled is None and capture.get("settled"):
-            self._settled = Position.parse(capture["settled"])
-        if self._settled is None or lanes.place < self._settled:
+        initial: dict[str, Any] = status["initial_snapshot"] or {"status": "complete", "end": None}
+        if initial["status"] == "reading" or (self._seen != "complete" and initial.get("time", 0) > self._began):
+            self._tell(initial)
+        self._seen = initial["status"]
+        if self._seen == "complete" and self._settled is None and (settled := status.get("settled")):
+            self._settled = Position.parse(settled)
+        if not self._is_all or self._settled is None or lanes.place < self._settled:
             return False
         self._say("the rows are delivered. The slot stays: start again without initial_only to go on with the changes")
         return True
@@ -78,24 +86,9 @@ class SnapshotWatch:
             self._warned = warning
             self._say(warning)
 
-
-class RequestWatch:
-    """Says what became of requests for rows: one line for each that failed or is complete."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._began = time.time()
-        self._due = 0.0
-        self._told: set[str] = set()
-
-    def follow(self, read_status: Callable[[], dict[str, Any]], *, at_once: bool = False) -> None:
-        """Look, if it is time to (or `at_once`)."""
-        now = time.monotonic()
-        if now < self._due and not at_once:
-            return
-        self._due = now + INTERVAL_S
-        for one in read_status().get("snapshots", []):
-            # What ended before us was told by the run that it ended in.
+    def _tell_requests(self, requests: Sequence[dict[str, Any]]) -> None:
+        """One line for each that failed or is complete. What ended before us was told by the run that it ended in."""
+        for one in requests:
             if one["status"] in ("done", "failed") and one["id"] not in self._told and one["finished"] >= self._began:
                 self._told.add(one["id"])
                 self._say(_describe_end(one))
@@ -104,89 +97,61 @@ class RequestWatch:
 def _describe_end(one: dict[str, Any]) -> str:
     if one["status"] == "failed":
         return f"snapshot {one['id']} of table {one['table']} failed: {one['error']}"
-    if one["kind"] == "vanished":
-        return (
-            f"snapshot {one['id']} of table {one['table']} is complete: {one['rows']:,} rows that vanished are deleted"
-        )
-    return f"snapshot {one['id']} of table {one['table']} is complete: {one['rows']:,} rows"
+    what = "rows that vanished are deleted" if one["kind"] == "vanished" else "rows"
+    return f"snapshot {one['id']} of table {one['table']} is complete: {one['rows']:,} {what}"
 
 
 class TableWatch:
     """Says what is new; everything is looked at in the pipeline's thread."""
 
-    def __init__(self, config: PipelineSettings, shapes_file: Path, say: Callable[[str], None]) -> None:
-        self._config = config
+    def __init__(self, source: Source, state: StateDir, say: Callable[[str], None]) -> None:
+        self._source = source
+        self._state = state
         self._say = say
-        self._shapes = ShapeHistory(shapes_file)
-        self._due = time.monotonic() + TABLES_INTERVAL_S
+        self._known: frozenset[str] = frozenset()
+        self._shapes = ShapeHistory(state.shapes_file)
+        self._is_due = Every(TABLES_INTERVAL_S, TABLES_INTERVAL_S)
 
-    def begin(self) -> None:
-        """What an earlier run has told is not told again."""
+    def begin(self, prepared: Prepared, chains: Sequence[Chain]) -> None:
+        """Say what the preparation has changed. What an earlier run has told of shapes is not told again."""
+        for note in prepared.notes:
+            self._say(note)
+        self.tell_missing(chains)
+        self._known = prepared.tables
         self._shapes.refresh()
 
-    def tell_prepared(self, prepared: Prepared, chains: Sequence[Chain]) -> None:
-        """What the preparation has changed, and what is captured only in part."""
-        for change in prepared.changed:
-            self._say(f"{change}; this holds for what is written from now on")
-        for table in prepared.left_out:
-            self._say(f"table {table} is not captured any more: it was left out of --tables")
-        for table in prepared.inserts_only:
-            self._say(
-                f"table {table} has no primary key or other replica identity: only its inserts and truncates are captured"
-            )
-        self.tell_missing(prepared, chains)
-
-    def follow(self, prepared: Prepared) -> Prepared:
-        """With --all-tables or --schemas: publish tables that were created meanwhile, and say so."""
-        now = time.monotonic()
-        if not (self._config.all_tables or self._config.schemas) or now < self._due:
-            return prepared
-        self._due = now + TABLES_INTERVAL_S
+    def follow(self) -> None:
+        """Capture tables that were created meanwhile, where all are wanted, and say so."""
+        if not self._is_due():
+            return
         try:
-            infos = follow_tables(self._config.source_options(), StateDir(self._config.state_dir))
+            tables = self._source.follow_tables(self._state)
         except GapError:
             raise
         except PgcdcError as error:
             self._say(f"new tables cannot be published: {error}")
-            return prepared
-        known = {table for info in prepared.publications for table in info.tables}
-        added = sorted({table for info in infos for table in info.tables} - known)
-        if not added:
-            return prepared
-        self._say(f"new tables are captured from now on: {', '.join(added)}")
-        return replace(prepared, publications=infos)
+            return
+        if added := sorted(tables - self._known):
+            self._say(f"new tables are captured from now on: {', '.join(added)}")
+            self._known = tables
 
-    def tell_changes(self, prepared: Prepared | None, chains: Sequence[Chain]) -> None:
-        """Tables that were altered; and what transforms do not find any more: a column that was renamed is not masked."""
+    def tell_changes(self, chains: Sequence[Chain]) -> None:
+        """Tables that were altered; and what transforms no longer find: a column that was renamed is not masked."""
         changes = self._shapes.refresh()
         for change in changes:
             for line in describe_change(change):
                 self._say(line)
         if any(change.before is not None for change in changes):
-            self.tell_missing(prepared, chains)
+            self.tell_missing(chains)
 
-    def tell_missing(self, prepared: Prepared | None, chains: Sequence[Chain]) -> None:
+    def tell_missing(self, chains: Sequence[Chain]) -> None:
         """Columns that no table has are no error: the table may come later. But a mask that hides nothing has to be told."""
-        if prepared is None or not any(chain.transforms for chain in chains):
+        identity = self._state.identity()
+        if identity is None or not any(chain.transforms for chain in chains):
             return
-        names = [one["name"] for one in prepared.identity.publications]
-        with contextlib.suppress(PgcdcError), explain_errors("look at the columns"):
-            with connect(self._config.db, may_retry=False) as sql:
-                tables = [one.relation for one in read_published(sql, names)]
-            for line in missing_columns(chains, tables):
+        with contextlib.suppress(PgcdcError):
+            for line in missing_columns(chains, self._source.captured(identity)):
                 self._say(f"warning: {line}")
-
-
-def has_confirmed(url: str, slot_name: str, lsn: int) -> bool:
-    """Whether the server has taken a confirmation; it may need a moment."""
-    deadline = time.monotonic() + 5
-    with contextlib.suppress(PgcdcError), connect(url, may_retry=False) as sql:
-        while time.monotonic() < deadline:
-            slot = get_slot(sql, slot_name)
-            if slot is not None and (slot.confirmed_flush_lsn or 0) >= lsn:
-                return True
-            time.sleep(0.02)
-    return False
 
 
 def describe_stop(status: dict[str, Any], confirmed: str) -> str:

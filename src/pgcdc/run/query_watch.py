@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pgcdc.capture.control import CaptureLink
-from pgcdc.core.backoff import reconnect_delay_s
-from pgcdc.core.errors import PgcdcError, Policy, SchemaChanged, SinkUnavailable
+from pgcdc.core.errors import PgcdcError, Policy, SchemaChanged, SinkUnavailable, reconnect_delay_s
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
-from pgcdc.core.state import StateDir
-from pgcdc.run.lane import Lane, LaneStopped, stop_query
+from pgcdc.run.lane import Lane, LaneStopped
 from pgcdc.spark.failure import explain_failure
+from pgcdc.spark.session import stop_within
 from pgcdc.spool.consumers import MAIN
-from pgcdc.transform.program import Program
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
-__all__ = ["QUERY_STOP_S", "QueryWatch", "Terms"]
+    from pgcdc.run.supervisor import Lanes
 
 QUERY_STOP_S = 3.0
 RECOVERED_S = 10.0
@@ -29,50 +22,30 @@ RECOVERED_S = 10.0
 MAX_QUERY_FAILURES = 5
 
 
-@dataclass
-class Terms:
-    """What the queries of a run have in common."""
-
-    state: StateDir
-    link: CaptureLink
-    say: Callable[[str], None]
-    options: dict[str, str]
-    """Those of the Spark source, without the consumer."""
-    program: Callable[[Lane], Program]
-    """What a lane reads from now on."""
-    once: bool = False
-    fail_fast: bool = False
-    spark: SparkSession | None = None
-    """None before the start."""
-
-
 class QueryWatch:
     """Watches one lane. `look` raises what has to end the run."""
 
-    def __init__(self, lane: Lane, terms: Terms, acknowledge_all: Callable[[], None]) -> None:
+    def __init__(self, lane: Lane, lanes: Lanes) -> None:
         self.lane = lane
         self.failures = 0
         self.retry_at = 0.0
         self.is_done = False
         self.error: PgcdcError | None = None
         """What it failed with, until it is over that."""
-        self._terms = terms
-        self._acknowledge_all = acknowledge_all
+        self._lanes = lanes
+        self._is_main = lane.name == MAIN
         self._began = 0.0
         self._schema_place: Position | None = None
         """Where the typed query was last started again for other columns: once for each place."""
 
-    @property
-    def _is_main(self) -> bool:
-        return self.lane.name == MAIN
-
     def start(self) -> None:
         """Start the query from its checkpoint."""
-        terms, lane = self._terms, self.lane
-        assert terms.spark is not None
+        lanes, lane = self._lanes, self.lane
+        assert lanes.spark is not None
         self.is_done, self._began = False, time.monotonic()
         try:
-            lane.start(terms.spark, {**terms.options, "consumer": lane.name}, terms.program(lane), once=terms.once)
+            options = {**lanes.options, "consumer": lane.name}
+            lane.start(lanes.spark, options, lanes.program_of(lane), once=lanes.config.once)
         except PgcdcError:
             raise
         except Exception as error:
@@ -95,7 +68,7 @@ class QueryWatch:
             error = raised
         lane.query = None
         if error is None:
-            self.is_done = self._terms.once
+            self.is_done = self._lanes.config.once
         elif not isinstance(lane.error, LaneStopped):
             self.recover(self._explain(error))
 
@@ -103,7 +76,7 @@ class QueryWatch:
         """Something failed beside the query: end it, and start it again if that may help."""
         explained = self._explain(error)
         if self.lane.query is not None:
-            stop_query(self.lane.query, QUERY_STOP_S)
+            stop_within(QUERY_STOP_S, self.lane.query)
             self.lane.query = None
         self.recover(explained)
 
@@ -112,7 +85,7 @@ class QueryWatch:
         if self._follow_schema(error):
             return
         is_lasting = self.failures >= MAX_QUERY_FAILURES and not isinstance(error, SinkUnavailable)
-        if error.policy is not Policy.RETRY or (self._is_main and (self._terms.fail_fast or is_lasting)):
+        if error.policy is not Policy.RETRY or (self._is_main and (self._lanes.config.fail_fast or is_lasting)):
             raise error
         delay_s = reconnect_delay_s(self.failures)
         self.failures += 1
@@ -123,7 +96,7 @@ class QueryWatch:
             member.last_error = error
         if self._is_main or self.failures == 1:
             what = f"lane of adapter {members[0].name}" if members else "query"
-            self._terms.say(f"{error.message}; starting the {what} again in {delay_s:.1f} s")
+            self._lanes.say(f"{error.message}; starting the {what} again in {delay_s:.1f} s")
 
     def acknowledge(self) -> Position | None:
         """What Spark has committed is durable at every member: the capture may confirm it. None: nothing is new."""
@@ -135,7 +108,7 @@ class QueryWatch:
         self.failures = 0
         self._forget_error()
         try:
-            self._terms.link.call(lambda client: client.ack(self.lane.name, position))
+            self._lanes.link.call(lambda client: client.ack(self.lane.name, position))
         except BaseException:
             self.lane.acknowledge_again()
             raise
@@ -148,7 +121,7 @@ class QueryWatch:
         try:
             if not self._is_main:
                 member = next(iter(self.lane.members()), None)
-                if member is None or member.is_busy or member.is_hanging:  # what was begun has to end first
+                if member is None or member.is_busy:  # what was begun has to end first
                     return
                 member.open(self.lane.place)
             self.start()
@@ -163,16 +136,16 @@ class QueryWatch:
 
     def _follow_schema(self, error: PgcdcError) -> bool:
         """A typed query that met other columns starts again there, with these; True if it may."""
-        from pgcdc.spark.table import LOAD_AGAIN
+        from pgcdc.event.typed import LOAD_AGAIN
 
         if not isinstance(error, SchemaChanged) or self._schema_place == self.lane.place:
             return False
         self._schema_place = self.lane.place
-        self._acknowledge_all()
+        self._lanes.acknowledge()
         what = error.message.partition(f". {LOAD_AGAIN}")[0]
-        self._terms.say(f"{what}; the query starts again there, with these columns")
+        self._lanes.say(f"{what}; the query starts again there, with these columns")
         return True
 
     def _explain(self, error: BaseException) -> PgcdcError:
-        assert self._terms.spark is not None
-        return explain_failure(error, self.lane.error, self._terms.link.status, self._terms.spark)
+        assert self._lanes.spark is not None
+        return explain_failure(error, self.lane.error, self._lanes.link.status, self._lanes.spark)

@@ -9,7 +9,7 @@ file knows is what a crash between the two left, and is let go of at the next st
     rejoin    its lane has brought it to where main's next batch begins
     skip      fast mode: a new lane of its own begins further ahead, and what lies between is counted as dropped
     add       a new adapter begins in a lane of its own, and rejoins like any other
-    remove    it is in no lane any more
+    remove    it is in no lane
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
 
@@ -96,19 +96,11 @@ class Roster:
 
     def to_json(self) -> dict[str, Any]:
         """The durable form."""
-        return {
-            "version": 1,
-            "number": self.number,
-            "adapters": {
-                name: {
-                    "lane": one.lane,
-                    "start": str(one.start) if one.start else None,
-                    "floor": str(one.floor),
-                    "dropped": one.dropped,
-                }
-                for name, one in self.places.items()
-            },
+        adapters = {
+            name: {**asdict(one), "start": str(one.start) if one.start else None, "floor": str(one.floor)}
+            for name, one in self.places.items()
         }
+        return {"version": 1, "number": self.number, "adapters": adapters}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any] | None) -> Roster:
@@ -139,10 +131,10 @@ class Outside(Protocol):
         """Replace `lanes.json`."""
 
     def join(self, lane: str, at: Position) -> None:
-        """Have the capture keep everything behind `at` for this lane. GapError: it does not have it any more."""
+        """Have the capture keep everything behind `at` for this lane. GapError: it no longer has it."""
 
     def forget(self, lane: str) -> None:
-        """The capture keeps nothing for this lane any more."""
+        """The capture keeps nothing more for this lane."""
 
 
 class Membership:
@@ -212,22 +204,20 @@ class Membership:
         is_apart = place is not None and place.lane != MAIN and adapter not in self._writing
         return is_apart and self.reached(adapter, ack) >= next_start
 
-    def rejoin(self, adapter: str, ack: Position, next_start: Position) -> str:
-        """An adapter is a member of main again, which begins its next batch at `next_start`. The lane that is left over."""
+    def rejoin(self, adapter: str, ack: Position, next_start: Position) -> None:
+        """An adapter is a member of main again, which begins its next batch at `next_start`."""
         with self._lock:
             if not self.may_rejoin(adapter, ack, next_start):
                 raise GapError(f"adapter {adapter} stands at {ack}, main already at {next_start}")
-            left = self[adapter].lane
             self._place(adapter, replace(self[adapter], lane=MAIN, start=None))
-            return left
 
-    def skip(self, adapter: str, to: Position, events: int) -> tuple[str, str]:
-        """An adapter goes on behind `to`, without `events` events. The lane that is left over, and the new one."""
+    def skip(self, adapter: str, to: Position, events: int) -> str:
+        """An adapter goes on behind `to`, without `events` events. The name of its new lane."""
         with self._lock:
             before = self[adapter]
             if before.lane == MAIN or adapter in self._writing:
                 raise StateError(f"adapter {adapter} cannot skip: it is in {before.lane}, or being written to")
-            return before.lane, self._move(adapter, to, replace(before, floor=to, dropped=before.dropped + events))
+            return self._move(adapter, to, replace(before, floor=to, dropped=before.dropped + events))
 
     def add(self, adapter: str, start: Position) -> str:
         """A new adapter, in a lane of its own that begins at `start`. The lane's name."""
@@ -236,16 +226,14 @@ class Membership:
                 raise ConfigError(f"there is an adapter {adapter!r} already", "Give it another name")
             return self._move(adapter, start, Place())
 
-    def remove(self, adapter: str) -> str:
-        """An adapter gets nothing any more. The lane that is left over, or main."""
+    def remove(self, adapter: str) -> None:
+        """An adapter gets nothing from now on."""
         with self._lock:
             if adapter not in self:
                 known = ", ".join(self._roster.places) or "none"
                 raise ConfigError(f"there is no adapter {adapter!r}", f"Known adapters: {known}")
-            left = self[adapter].lane
             places = {name: one for name, one in self._roster.places.items() if name != adapter}
             self._save(replace(self._roster, places=places))
-            return left
 
     def let_go(self, lane: str) -> None:
         """Forget a lane that nobody is in."""

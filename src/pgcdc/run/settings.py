@@ -1,4 +1,4 @@
-"""What a pipeline is told: the settings of every layer below, and its own. A configuration adds adapters and transforms."""
+"""The settings of a pipeline: those of every layer below, and its own. A configuration adds adapters and transforms."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from typing import Any, Literal
 
 from pgcdc.capture.spec import CaptureOptions
 from pgcdc.core.settings import setting
+from pgcdc.core.state import StateDir
 from pgcdc.event.options import EventSettings, TypedSettings
-from pgcdc.sink.letters.choose import LetterSettings
-from pgcdc.sink.spec import AdapterSpec, with_source_db
+from pgcdc.sink.letters.record import LetterSettings
+from pgcdc.sink.spec import AdapterSpec, SourceView, with_source_db
 from pgcdc.source.postgres.options import PostgresOptions
+from pgcdc.source.protocol import SourceOptions
 from pgcdc.source.rate.options import RateOptions
+from pgcdc.source.registry import find_source, make_source
 from pgcdc.spark.options import ReaderSettings
-
-__all__ = ["PipelineSettings", "choose_specs"]
 
 ADAPTERS, RUNNING = "Adapters", "Running"
 
@@ -23,9 +24,6 @@ class PipelineSettings(
 ):
     """Everything but adapters and transforms, which `pgcdc.config` reads from flags and files, or Python gives."""
 
-    detector: Literal["wal", "rate"] = setting(
-        "wal", "Where changes come from: wal, or rate for made-up ones without a database.", "Database"
-    )
     bus_mode: Literal["reliable", "fast"] = setting(
         "reliable", "fast: an adapter that falls behind by --bus-buffer events skips ahead, and loses them.", ADAPTERS
     )
@@ -49,18 +47,29 @@ class PipelineSettings(
         """What every event goes through first."""
         return ()
 
-    @property
-    def made_up(self) -> RateOptions | None:
-        """The source of made-up changes, if that is the one."""
-        return self.part(RateOptions) if self.detector == "rate" else None
-
     def source_options(self) -> PostgresOptions:
         """The part that concerns the source; typed rows capture their table, if nothing else is said."""
         options = self.part(PostgresOptions)
         return options.but(tables=(self.table,)) if self.table and not options.has_selection else options
+
+    @property
+    def source(self) -> SourceOptions:
+        """The settings of the source that the detector names."""
+        model = find_source(self.detector).options_type
+        return self.source_options() if model is PostgresOptions else self.part(model)
 
 
 def choose_specs(settings: PipelineSettings, given: Any) -> tuple[Any, ...]:
     """The adapters of a pipeline: those that were made in Python, one or many, or else the configuration's."""
     specs = settings.adapter_specs if given is None else given if isinstance(given, (list, tuple)) else (given,)
     return tuple(with_source_db(one, settings.db) for one in specs)
+
+
+def view_source(settings: PipelineSettings, state: StateDir) -> SourceView:
+    """What adapters may know of a source before anything is made for it. Tables are read when somebody asks for them."""
+
+    def tables() -> set[tuple[str, str]]:
+        return {(one.namespace, one.name) for one in make_source(source).tables(state)}
+
+    source = settings.source
+    return SourceView(source.db if isinstance(source, PostgresOptions) else "", tables)

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 from pgcdc.capture.control import CaptureLink
@@ -19,19 +20,20 @@ from pgcdc.core.position import Position
 from pgcdc.core.state import StateDir
 from pgcdc.event.batch import Batch
 from pgcdc.postgres.lsn import parse_lsn
-from pgcdc.run.lane import Lane, LaneStopped, Planned, stop_query
+from pgcdc.run.lane import Lane, LaneStopped
 from pgcdc.run.member import Adapter, Member, may_pass
-from pgcdc.run.query_watch import QUERY_STOP_S, QueryWatch, Terms
+from pgcdc.run.progress import Every
+from pgcdc.run.query_watch import QUERY_STOP_S, QueryWatch
+from pgcdc.run.settings import PipelineSettings
 from pgcdc.run.transfer import Moves
 from pgcdc.sink.runner import Runner
 from pgcdc.spark.parallel import LargeBatches
+from pgcdc.spark.session import stop_within
 from pgcdc.spool.consumers import MAIN
 from pgcdc.transform.program import Chain, Program, TypedProgram, compile_chains
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-__all__ = ["Lanes"]
 
 POLL_S = 0.25
 READING_TIMEOUT_S = 30.0
@@ -45,33 +47,26 @@ class Lanes:
 
     def __init__(
         self,
+        config: PipelineSettings,
         state: StateDir,
         link: CaptureLink,
         say: Callable[[str], None],
-        *,
         options: dict[str, str],
-        address: str = "",
-        once: bool = False,
-        fail_fast: bool = False,
-        bus_mode: str = "reliable",
-        bus_buffer: int = 100_000,
     ) -> None:
-        """`options` are those of the Spark source, without the consumer; `address` is where it finds this process."""
-        self._terms = Terms(
-            state, link, say, {**options, "_run": address}, self._program, once=once, fail_fast=fail_fast
-        )
-        self._link = link
-        self._say = say
-        self._options = options
-        self._once = once
-        self._bus_mode = bus_mode
-        self._bus_buffer = bus_buffer
+        """`options` are those of the Spark source, without the consumer."""
+        self.config = config
+        self.link = link
+        self.say = say
+        self.options = options
+        self.spark: SparkSession | None = None
+        """None before the start."""
+        self._state = state
         self._moves = Moves(state, link, say)
-        self._watches: dict[str, QueryWatch] = {}
-        self._asked: queue.SimpleQueue[tuple[Callable[[], None], _Answer]] = queue.SimpleQueue()
+        self._watches: dict[Lane, QueryWatch] = {}
+        self._asked: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
         self._watcher: int | None = None
         self._is_closed = threading.Event()
-        self._due: dict[str, float] = {}
+        self._is_limit_due, self._is_consumers_due = Every(LIMIT_INTERVAL_S), Every(CONSUMERS_INTERVAL_S)
         self.position: Position | None = None
         """What main has acknowledged last."""
         self._move_error: PgcdcError | None = None
@@ -90,18 +85,18 @@ class Lanes:
 
     @property
     def last_error(self) -> dict[str, str] | None:
-        """What is wrong now: of main, of the moves between lanes, or of another lane."""
-        main, others = self._watches.get(MAIN), list(self._watches.values())
-        errors = [main.error if main else None, self._move_error, *(one.error for one in others)]
+        """What is wrong now: of main, of another lane, or of the moves between lanes."""
+        errors = [*(one.error for one in list(self._watches.values())), self._move_error]  # main's stands first
         return next((one.to_json() for one in errors if one is not None), None)
 
     def status(self) -> list[dict[str, Any]]:
         """Of each adapter: its lane, ack, lag in bytes of WAL, what it skipped, what was refused, and the last error."""
-        capture = self._link.status()
+        capture = self.link.status()
         received = parse_lsn(capture["received_lsn"]) if "received_lsn" in capture else 0
         report = []
-        for member in list(self._moves.members.values()):
-            place, error = self._moves.membership.roster.places.get(member.name), member.last_error or member.failing
+        for member in self.members():
+            place = self._moves.membership.roster.places.get(member.name)
+            error = member.last_error or member.sink.attempts.failing
             if place is None:  # it is being removed
                 continue
             ack = member.sink.ack if member.is_open else None
@@ -113,7 +108,7 @@ class Lanes:
                     "ack": str(ack) if ack else None,
                     "lag_bytes": behind,
                     "dropped": place.dropped,
-                    "dead_letters": member.dead_letters,
+                    "dead_letters": member.sink.dead_letters,
                     "last_error": str(error) if error else None,
                 }
             )
@@ -128,34 +123,30 @@ class Lanes:
 
     def start(self, spark: SparkSession) -> None:
         """Start the queries. Main's reads when this returns."""
-        self._terms.spark = spark
+        self.spark = spark
         self._watcher = threading.get_ident()
         self.watch(self.main).start()
         self._await_reading()
 
-    def _program(self, lane: Lane) -> Program:
-        """Main's has the chains of all adapters, so that each of them may rejoin without a restart."""
-        assert self._terms.spark is not None
-        lane.large = LargeBatches(self._terms.spark, self._terms.state) if self._is_keyed else None
-        if "table" in self._options:
+    def program_of(self, lane: Lane) -> Program:
+        """What a lane reads from now on. Main has the chains of all adapters: each may rejoin without a restart."""
+        assert self.spark is not None
+        lane.large = LargeBatches(self.spark, self._state) if self._is_keyed else None
+        if "table" in self.options:
             return TypedProgram()
-        members = list(self._moves.members.values()) if lane is self.main else lane.members()
-        chains: list[Chain] = []
-        for member in members:
-            if member.chain not in chains:
-                chains.append(member.chain)
-        return self._compile(chains)
+        members = self.members() if lane is self.main else lane.members()
+        chains = [member.chain for member in members]
+        return self._compile([chain for number, chain in enumerate(chains) if chain not in chains[:number]])
 
     def _compile(self, chains: Sequence[Chain]) -> Program:
         """Events say which transaction they belong to if the source's options do."""
-        names = ("tx_metadata", "tx_markers")
-        transaction = any(self._options.get(name) == "true" for name in names)
+        transaction = any(self.options.get(name) == "true" for name in ("tx_metadata", "tx_markers"))
         return compile_chains(chains or [Chain()], transaction=transaction, keyed=self._is_keyed)
 
     @property
     def _is_keyed(self) -> bool:
         """Whether executors may write large batches to one of the sinks: then lanes read what they need for that."""
-        return "table" not in self._options and any(one.takes_parts for one in self._moves.members.values())
+        return "table" not in self.options and any(one.takes_parts for one in self.members())
 
     def _await_reading(self) -> None:
         """A started query is not a reading one: its source comes up first. Failures are found by `step`."""
@@ -171,7 +162,7 @@ class Lanes:
         """The source says where the next batch of a lane begins and ends; from any thread."""
         lane = self._moves.lanes.get(batch["lane"])
         if lane is not None:  # else it was left meanwhile, and runs no batch
-            lane.planned = Planned(Position.parse(batch["start"]), Position.parse(batch["end"]))
+            lane.planned = Position.parse(batch["start"]), Position.parse(batch["end"])
 
     # --- watch
 
@@ -193,24 +184,24 @@ class Lanes:
             if not may_pass(error):
                 raise
             self._move_error = error  # the next look tries again
-        return self._once and all(self.watch(lane).is_done for lane in self._moves.lanes.values())
+        return self.config.once and all(self.watch(lane).is_done for lane in self._moves.lanes.values())
 
     def watch(self, lane: Lane) -> QueryWatch:
         """What is known of a lane's query."""
-        if lane.name not in self._watches or self._watches[lane.name].lane is not lane:
-            self._watches[lane.name] = QueryWatch(lane, self._terms, self.acknowledge)
-        return self._watches[lane.name]
+        if lane not in self._watches:
+            self._watches[lane] = QueryWatch(lane, self)
+        return self._watches[lane]
 
     def _move(self) -> None:
         """Bring adapters where they belong, and let go of what they have left."""
         self._moves.open_missing()
         self._moves.rejoin_between()
-        if self._bus_mode == "fast" and self._is_due("limit", LIMIT_INTERVAL_S):
-            self._moves.skip_ahead(self._bus_buffer)
+        if self.config.bus_mode == "fast" and self._is_limit_due():
+            self._moves.skip_ahead(self.config.bus_buffer)
         for lane in list(self._moves.left_over):
             self._end(lane)
-        if self._is_due("consumers", CONSUMERS_INTERVAL_S):
-            self._moves.let_go_unknown(list(self._link.status().get("consumers", {})))
+        if self._is_consumers_due():
+            self._moves.let_go_unknown(list(self.link.status().get("consumers", {})))
 
     def _wait(self) -> None:
         query = self.main.query
@@ -218,7 +209,7 @@ class Lanes:
             if query is not None and query.isActive:
                 query.awaitTermination(POLL_S)  # type: ignore[arg-type]  # seconds; a fraction is fine
                 return
-        except Exception:  # `_look_after` finds out why
+        except Exception:  # `QueryWatch.look` finds out why
             return
         self._is_closed.wait(POLL_S / 5)
 
@@ -232,74 +223,59 @@ class Lanes:
         if lane is self.main and position is not None:
             self.position = position
 
-    def _is_due(self, what: str, interval_s: float) -> bool:
-        now = time.monotonic()
-        if now < self._due.get(what, 0.0):
-            return False
-        self._due[what] = now + interval_s
-        return True
-
     def _end(self, lane: Lane) -> None:
         """Of a lane that was left: end its query, and forget it."""
         if lane.query is not None:
-            stop_query(lane.query, QUERY_STOP_S)
+            stop_within(QUERY_STOP_S, lane.query)
         self._moves.let_go(lane)
-        self._watches.pop(lane.name, None)
+        self._watches.pop(lane, None)
 
     # --- while it runs
 
     def add_adapter(self, adapter: Adapter, make: Callable[[], Runner] | None = None) -> None:
-        """Deliver to one more sink, from where main is now. Durable when this returns; from any thread.
+        """Deliver to one more sink, from where main is now. Durable when this returns; ask for it, as for the next two.
 
-        `make` makes the sink anew when nobody writes to it any more.
+        `make` makes the sink again when nobody writes to it.
         """
-
-        def add() -> None:
-            self._compile([adapter.chain])
-            self._moves.add(adapter, make)
-            if self.main.program is not None and adapter.chain not in self.main.program.chains:
-                self.main.begin_stop()  # it is started again, with that chain as well
-
-        self.ask(add)
+        self._compile([adapter.chain])
+        self._moves.add(adapter, make)
+        if self.main.program is not None and adapter.chain not in self.main.program.chains:
+            self.main.is_stopping = True  # it is started again, with that chain as well
 
     def remove_adapter(self, name: str) -> None:
-        """Deliver nothing more to a sink; its ack stays. Durable when this returns; from any thread."""
-        self.ask(lambda: self._moves.remove(name, STOP_TIMEOUT_S))
+        """Deliver nothing more to a sink; its ack stays. Durable when this returns."""
+        self._moves.remove(name, STOP_TIMEOUT_S)
 
     def reload(self, chains: Mapping[str, Chain]) -> None:
-        """Other transforms and routes, for each adapter from a batch boundary on; from any thread.
+        """Other transforms and routes, for each adapter from a batch boundary on.
 
         Main is at its boundary when this returns. A lane of its own changes with its next batch.
         """
-
-        def change() -> None:
-            unknown = sorted(set(chains) - set(self._moves.members))
-            if unknown:
-                raise ConfigError(f"there is no adapter {unknown[0]!r}", "Add it first")
-            wanted = {one.name: chains.get(one.name, one.chain) for one in self.members()}
-            self._compile(list(wanted.values()))  # what does not compile changes nothing
-            self._restart(self.main)
-            for member in self.members():  # also one that has just left main in its last batch
-                if member.chain != wanted[member.name]:
-                    member.chain = wanted[member.name]
-                    lane = self._moves.lanes.get(self._moves.membership[member.name].lane)
-                    if lane is not None:  # else it begins with the new chain
-                        lane.begin_stop()
-
-        self.ask(change)
+        unknown = sorted(set(chains) - set(self._moves.members))
+        if unknown:
+            raise ConfigError(f"there is no adapter {unknown[0]!r}", "Add it first")
+        wanted = {one.name: chains.get(one.name, one.chain) for one in self.members()}
+        self._compile(list(wanted.values()))  # what does not compile changes nothing
+        self._restart(self.main)
+        for member in self.members():  # also one that has just left main in its last batch
+            if member.chain != wanted[member.name]:
+                member.chain = wanted[member.name]
+                lane = self._moves.lanes.get(self._moves.membership[member.name].lane)
+                if lane is not None:  # else it begins with the new chain
+                    lane.is_stopping = True
 
     def _restart(self, lane: Lane) -> None:
         """End a query between two batches; it is started again with the program that its members want then."""
-        lane.begin_stop()
+        lane.is_stopping = True
         if not lane.await_boundary(STOP_TIMEOUT_S):
-            lane.go_on()
+            lane.is_stopping = False
             raise PgcdcError("the batch that runs does not end in time: nothing is changed", "Try again")
         query = lane.query
         if query is not None and not query.isActive and query.exception() and not isinstance(lane.error, LaneStopped):
-            lane.go_on()  # `_look_after` finds out why, and whether it may start again
+            lane.is_stopping = False  # `QueryWatch.look` finds out why, and whether it may start again
             raise PgcdcError("the query has just failed: nothing is changed", "Try again when it runs")
         if query is not None:
-            stop_query(query, QUERY_STOP_S)
+            stop_within(QUERY_STOP_S, query)
             lane.query = None
         watch = self.watch(lane)
         watch.retry_at, watch.is_done = 0.0, False
@@ -309,25 +285,23 @@ class Lanes:
         if self._watcher in (None, threading.get_ident()):
             do()
             return
-        answer = _Answer()
+        answer: Future[None] = Future()
         self._asked.put((do, answer))
-        while not answer.done.wait(POLL_S):
+        while not wait([answer], POLL_S).done:
             if self._is_closed.is_set():
                 raise PgcdcError("the pipeline has stopped", "Start it first")
-        if answer.error is not None:
-            raise answer.error
+        answer.result()
 
     def _answer(self) -> None:
         while not self._asked.empty():
             do, answer = self._asked.get()
             try:
                 do()
+                answer.set_result(None)
             except BaseException as error:
-                answer.error = error
+                answer.set_exception(error)
                 if not isinstance(error, Exception):
                     raise
-            finally:
-                answer.done.set()
 
     # --- end
 
@@ -338,24 +312,24 @@ class Lanes:
         """
         side_lanes = [lane for lane, _ in self._moves.side_lanes]
         for lane in (self.main, *side_lanes):
-            lane.begin_stop()
+            lane.is_stopping = True
         for _, member in self._moves.side_lanes:
-            member.stop()
+            member.sink.stop()
         is_ended = self.main.await_boundary(STOP_TIMEOUT_S)
         if not is_ended:  # a sink that waits for its rate limit, or for another try, need not
             for member in self.main.members():
-                member.stop()
+                member.sink.stop()
         if self.main.query is not None:
-            self.main.query.stop() if is_ended else stop_query(self.main.query, QUERY_STOP_S)
+            self.main.query.stop() if is_ended else stop_within(QUERY_STOP_S, self.main.query)
         on_main_ended()
         deadline = time.monotonic() + QUERY_STOP_S
         for lane in side_lanes:
             is_ended = lane.await_boundary(deadline - time.monotonic())
             if lane.query is not None:
-                stop_query(lane.query, QUERY_STOP_S if is_ended else 0.2)
+                stop_within(QUERY_STOP_S if is_ended else 0.2, lane.query)
             if not is_ended:
                 names = ", ".join(one.name for one in lane.members())
-                self._say(f"adapter {names} did not finish its batch: it comes again at the next start")
+                self.say(f"adapter {names} did not finish its batch: it comes again at the next start")
         self.acknowledge()
         self._moves.rejoin_between()
         for lane in list(self._moves.left_over):
@@ -365,20 +339,12 @@ class Lanes:
         """Close the sinks, and let go of who still asks for something. A Spark that stays must not keep the queries."""
         self._is_closed.set()
         for lane in (*self._moves.lanes.values(), *self._moves.left_over) if end_queries else ():
-            lane.begin_stop()
+            lane.is_stopping = True
             if lane.query is not None:
-                stop_query(lane.query, QUERY_STOP_S)
-        for member in self._moves.members.values():
+                stop_within(QUERY_STOP_S, lane.query)
+        for member in self.members():
             member.close()
 
     def members(self) -> list[Member]:
         """The adapters, as lanes see them."""
         return list(self._moves.members.values())
-
-
-class _Answer:
-    """To somebody who waits in another thread."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.error: BaseException | None = None

@@ -1,4 +1,4 @@
-"""Adapters that move from lane to lane: what `stream/membership.py` decides, done with real lanes, files and the capture.
+"""Adapters that move from lane to lane: what `roster.py` decides, done with real lanes, files and the capture.
 
 Locks are taken in one order: the boundary of main, the boundary of another lane, then those inside of the core. The batch of
 a lane of its own never asks for main's.
@@ -26,8 +26,6 @@ from pgcdc.sink.contract import Progress
 from pgcdc.sink.runner import Runner
 from pgcdc.spool.consumers import MAIN, is_side_lane
 from pgcdc.spool.reader import SpoolReader, read_slice
-
-__all__ = ["Moves"]
 
 HOLD_S = 1.0
 """How long a batch of main may wait for an adapter that is about to rejoin."""
@@ -91,7 +89,7 @@ class Moves:
     def side_lanes(self) -> list[tuple[Lane, Member]]:
         """Lanes of a single adapter, and whose they are."""
         places = self.membership.roster.places
-        # Asked for by main's batch, too, while another thread removes an adapter: then it has no place any more.
+        # Asked for by main's batch, too, while another thread removes an adapter: then it has no place.
         found = [(places.get(one.name), one) for one in list(self.members.values())]
         lanes = [(self.lanes.get(place.lane), one) for place, one in found if place is not None]
         return [(lane, one) for lane, one in lanes if lane is not None and lane.name != MAIN]
@@ -102,7 +100,8 @@ class Moves:
         self._open_lane(MAIN)
         self.membership.recover([one.name for one in adapters])
         for adapter in adapters:
-            self._take(adapter)
+            self.members[adapter.name] = Member(adapter, self.membership)
+        self.open_missing()
         for member in self.members.values():
             if self.membership[member.name].lane == MAIN:
                 member.open(self.main.place)
@@ -110,11 +109,6 @@ class Moves:
         for folder in self._state.checkpoints.iterdir():
             if is_side_lane(folder.name) and not self.membership.members(folder.name):
                 shutil.rmtree(folder, ignore_errors=True)
-
-    def _take(self, adapter: Adapter) -> Member:
-        member = self.members[adapter.name] = Member(adapter, self.membership)
-        self._open_lane(self.membership[adapter.name].lane)
-        return member
 
     def _open_lane(self, name: str) -> Lane:
         with self._lock:  # main's batch and who watches may both find that it is missing
@@ -127,7 +121,7 @@ class Moves:
             return self.lanes[name]
 
     def open_missing(self) -> None:
-        """Lanes of adapters that have moved, if what came after the move failed."""
+        """The lanes of all adapters: at the start, and of those that have moved if what came after the move failed."""
         with self._lock:
             for member in list(self.members.values()):
                 self._open_lane(self.membership[member.name].lane)
@@ -146,7 +140,7 @@ class Moves:
         away_s = 0.0 if member.leaves == 1 else min(LONGEST_AWAY_S, FIRST_AWAY_S * 2 ** (member.leaves - 2))
         member.rejoin_at = now + away_s
         counters.add(LANE_MOVES, adapter=member.name, move="leave")
-        error = error or member.failing  # it is slow because it is tried again and again
+        error = error or member.sink.attempts.failing  # it is slow because it is tried again and again
         why = f"failed ({error.message if isinstance(error, PgcdcError) else error})" if error else "is slow"
         self._say(f"adapter {member.name} {why}: it goes on in a lane of its own, the others do not wait for it")
 
@@ -184,7 +178,7 @@ class Moves:
         while True:
             lane.moved.clear()
             with _held(lane, deadline - time.monotonic()) as is_held:
-                is_free = is_held and not member.is_busy and not member.is_hanging
+                is_free = is_held and not member.is_busy
                 if is_free and self.membership.may_rejoin(member.name, member.sink.ack, start):
                     self.membership.rejoin(member.name, member.sink.ack, start)
                     self._abandon(lane)
@@ -198,7 +192,7 @@ class Moves:
 
     def _abandon(self, lane: Lane) -> None:
         with self._lock:
-            lane.abandon()
+            lane.is_abandoned = True
             if self.lanes.pop(lane.name, None) is not None:
                 self.left_over.append(lane)
 
@@ -223,9 +217,7 @@ class Moves:
             self._spool = None
             return
         first, spool = min(one.reached for _, one in found), self._spool
-        if (
-            spool is None or first < spool.base
-        ):  # of who has left since and is further behind, it has forgotten something
+        if spool is None or first < spool.base:  # who has left since may be further behind than it remembers
             spool = self._spool = SpoolReader(self._state.spool)
         spool.refresh()
         spool.forget(first)
@@ -233,9 +225,9 @@ class Moves:
             reached = member.reached
             if sum(record.rows for record in spool.after(reached)) <= limit:
                 continue
-            lane.begin_stop()  # the batch that it is at is its last: then it is known what it has
+            lane.is_stopping = True  # the batch that it is at is its last: then it is known what it has
             with _held(lane, 0) as is_held:
-                if is_held and not member.is_busy and not member.is_hanging:
+                if is_held and not member.is_busy:
                     self._skip(lane, member, spool)
 
     def _skip(self, lane: Lane, member: Member, spool: SpoolReader) -> None:
@@ -245,7 +237,7 @@ class Moves:
         if to <= reached:
             return
         dropped = sum(read_slice(piece)[0].num_rows for piece in spool.slices(reached, to))
-        _, name = self.membership.skip(member.name, to, dropped)
+        name = self.membership.skip(member.name, to, dropped)
         self._abandon(lane)
         self._open_lane(name)
         counters.add(EVENTS_DROPPED, dropped, adapter=member.name)
@@ -257,10 +249,10 @@ class Moves:
     def add(self, adapter: Adapter, make: Callable[[], Runner] | None = None) -> None:
         """A new adapter, in a lane of its own from where main is. One whose ack is older would miss something: GapError.
 
-        `make` makes its sink when nobody writes to it any more: one that was made before has an older ack in mind.
+        `make` makes its sink when nobody writes to it: one that was made before has an older ack in mind.
         """
         before = self._removed.get(adapter.name)
-        if before is not None and (before.is_busy or before.is_hanging):
+        if before is not None and before.is_busy:
             raise PgcdcError(
                 f"adapter {adapter.name} is still at a write from before it was removed",
                 "Try again when that has ended",
@@ -286,13 +278,13 @@ class Moves:
         self._say(f"adapter {adapter.name} is added")
 
     def remove(self, name: str, timeout_s: float) -> None:
-        """No batch for this adapter any more; its ack stays."""
+        """No batch for this adapter from now on; its ack stays."""
         while not self._take_out(name, timeout_s):
             pass
         member = self.members.pop(name)
         member.close()
-        member.stop()  # nobody waits for it any more
-        if member.is_busy or member.is_hanging:
+        member.sink.stop()  # nobody waits for it
+        if member.is_busy:
             self._removed[name] = member
         self._say(f"adapter {name} is removed")
 

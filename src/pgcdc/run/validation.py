@@ -7,49 +7,31 @@ import os
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
 from pgcdc.core.state import Lock, StateDir
-from pgcdc.run.settings import PipelineSettings
-from pgcdc.run.source_view import view_source
+from pgcdc.run.settings import PipelineSettings, view_source
 from pgcdc.sink.registry import make_sink
 from pgcdc.sink.runner import Runner
-from pgcdc.sink.shown import describe_options
-from pgcdc.sink.spec import AdapterSpec
-from pgcdc.source.postgres.setup.preflight import ServerInfo
-from pgcdc.source.postgres.setup.rehearsal import check_server, check_slot, rehearse
+from pgcdc.sink.spec import AdapterSpec, describe_options
+from pgcdc.source.protocol import Finding
+from pgcdc.source.registry import make_source
+from pgcdc.spool.consumers import MAIN
 from pgcdc.transform.check import missing_columns
 from pgcdc.transform.program import Chain
 from pgcdc.transform.specs import PythonSpec
 
-__all__ = ["Check", "run_checks"]
 
-CONSUMER = "main"
-"""Under which name `pgcdc listen` reads."""
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One thing that was looked at."""
-
-    name: str
-    status: Literal["ok", "failed", "skipped"]
-    detail: str
-    advice: str = ""
-
-
-def run_checks(config: PipelineSettings) -> Iterator[Check]:
+def run_checks(config: PipelineSettings) -> Iterator[Finding]:
     """Everything that a start needs, in the order in which it would need it. What cannot be looked at is skipped."""
     yield _try("java", _look_at_java)
     state = _try("state directory", partial(_look_at_state, config))
     yield state
     if state.status == "failed":  # the rest is looked at as if it were new
         config = config.model_copy(update={"state_dir": Path(tempfile.gettempdir()) / f"pgcdc-none-{uuid.uuid4()}"})
-    yield from _check_database(config)
+    yield from _check_source(config)
     for spec in config.adapter_specs:
         yield _try(f"adapter {spec.name}", partial(_look_at_adapter, config, spec))
     yield _try("dead letters", partial(_look_at_dead_letters, config))
@@ -57,66 +39,32 @@ def run_checks(config: PipelineSettings) -> Iterator[Check]:
         yield _try("transform", partial(_load_function, transform))
 
 
-def _try(name: str, look: Callable[[], str]) -> Check:
+def _try(name: str, look: Callable[[], str]) -> Finding:
     try:
-        return Check(name, "ok", look())
+        return Finding(name, "ok", look())
     except PgcdcError as error:
-        return Check(name, "failed", error.message.removeprefix(f"{name}: "), error.advice)
+        return Finding(name, "failed", error.message.removeprefix(f"{name}: "), error.advice)
 
 
-def _check_database(config: PipelineSettings) -> Iterator[Check]:
-    options = config.source_options()
-    server: ServerInfo | None = None
-
-    def look_at_server() -> str:
-        nonlocal server
-        server = check_server(options)
-        version = f"{server.version_num // 10000}.{server.version_num % 10000}"
-        return f"PostgreSQL {version}, database {server.database}, role {server.user} may replicate"
-
-    yield _try("database", look_at_server)
-    if server is None:
-        for name in ("slot", "tables"):
-            yield Check(name, "skipped", "the database cannot be used")
+def _check_source(config: PipelineSettings) -> Iterator[Finding]:
+    source, state, is_sound = make_source(config.source), StateDir(config.state_dir), True
+    for finding in source.check(state, MAIN):
+        is_sound = is_sound and (finding.status == "ok" or finding.name == "rows")
+        yield finding
+    if not is_sound:
         return
-    found: ServerInfo = server
-
-    def look_at_slot() -> str:
-        check_slot(options, StateDir(config.state_dir), found, CONSUMER)
-        if options.temporary_slot:
-            return f"{options.slot_name} will be temporary"
-        return f"{options.slot_name} exists" if found.slot is not None else f"{options.slot_name} will be created"
-
-    slot = _try("slot", look_at_slot)
-    yield slot
-    if slot.status != "ok":
-        yield Check("tables", "skipped", "the slot cannot be used")
-        return
-    try:
-        rehearsal = rehearse(options, StateDir(config.state_dir))
-    except PgcdcError as error:
-        yield Check("tables", "failed", error.message, error.advice)
-        return
-    tables = [table for one in rehearsal.publications for table in one.tables]
-    inserts = [table for one in rehearsal.publications for table in one.inserts_only]
-    only = f"; only inserts of {', '.join(inserts)} (no replica identity)" if inserts else ""
-    yield Check("tables", "ok", f"{len(tables)} ({', '.join(tables[:10])}{', ...' if len(tables) > 10 else ''}){only}")
-    if rehearsal.unreadable is not None:
-        yield Check("rows", "failed", rehearsal.unreadable.message, rehearsal.unreadable.advice)
-    elif rehearsal.is_new and options.effective_snapshot_mode != "never":
-        yield Check("rows", "ok", "can be read for the initial snapshot")
     if config.table:
         yield _try("typed rows", partial(_look_at_table, config))
     chains = [Chain((*config.global_transforms, *one.transforms), one.routes) for one in config.adapter_specs]
-    for missing in missing_columns(chains, [table.relation for table in rehearsal.published]):
-        yield Check("columns", "failed", missing, "Names are exact, with regard to case")
+    for missing in missing_columns(chains, source.tables(state)):
+        yield Finding("columns", "failed", missing, "Names are exact, with regard to case")
 
 
 def _look_at_table(config: PipelineSettings) -> str:
     from pgcdc.spark.options import parse_options, write_options
-    from pgcdc.spark.table import load_table
+    from pgcdc.spark.tables import load_table
 
-    table = load_table(parse_options(write_options(config)).but(db=config.db))
+    table = load_table(parse_options(write_options(config)).but(source=config.source))
     return f"{table.title} with {len(table.columns)} columns"
 
 
@@ -151,13 +99,13 @@ def _look_at_state(config: PipelineSettings) -> str:
 def _look_at_adapter(config: PipelineSettings, spec: AdapterSpec) -> str:
     acks = StateDir(config.state_dir).acks
     Runner(make_sink(spec), acks, spec.name).check()
-    spec.options.check_source(spec.name, view_source(config.source_options(), StateDir(config.state_dir)))
+    spec.options.check_source(spec.name, view_source(config, StateDir(config.state_dir)))
     routes = f", only {', '.join(spec.routes)}" if spec.routes else ""
     return f"type {spec.type}{describe_options(spec.options)}{routes}"
 
 
 def _look_at_dead_letters(config: PipelineSettings) -> str:
-    from pgcdc.sink.letters.choose import check_not_captured, make_store
+    from pgcdc.sink.letters.record import check_not_captured, make_store
 
     check_not_captured(config)
     store = make_store(config)

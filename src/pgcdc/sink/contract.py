@@ -10,21 +10,33 @@ What a sink needs and can do stands on its class. A class need not inherit from 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import pyarrow as pa
 
-from pgcdc.core.errors import StateError
+from pgcdc.core.errors import SinkError, SinkUnavailable, StateError
 from pgcdc.core.position import Position
+from pgcdc.core.secrets import redact_text
 from pgcdc.core.shapes import ShapeHistory
 from pgcdc.core.state import Identity, read_json, write_json_durably
 from pgcdc.event.batch import Batch
 from pgcdc.event.forms import Form
 
-__all__ = ["Form", "ParallelSink", "PartWriter", "Progress", "Receipt", "Sink", "SinkContext"]
+__all__ = [
+    "ErrorPolicies",
+    "Form",
+    "ParallelSink",
+    "PartWriter",
+    "Progress",
+    "Receipt",
+    "Sink",
+    "SinkContext",
+    "explained",
+]
 
 Receipt = dict[str, Any]
 """What a part writer says about a part, for the commit: a few words that JSON can carry."""
@@ -46,6 +58,8 @@ class Progress:
         """The same, without what a sink has yet to `settle`."""
         self.written: Position | None = None
         """What the target itself has, of a sink that `keeps_position`: empty batches move the ack alone."""
+        self.is_rewound = False
+        """`rewind` was called, and the target has yet to follow."""
         self.detail: dict[str, Any] = {}
         self.next_detail: dict[str, Any] | None = None
         """What the next `save` puts into `detail`: a sink leaves it for the runner's."""
@@ -55,6 +69,7 @@ class Progress:
                 self.position = Position.parse(raw["position"]) if raw["position"] else None
                 self.written = Position.parse(raw["written"]) if raw.get("written") else None
                 self.detail, self._owner = dict(raw["detail"]), str(raw.get("owner", ""))
+                self.is_rewound = bool(raw.get("is_rewound"))
             except (KeyError, TypeError, ValueError) as error:
                 raise StateError(f"{self._path} is damaged", "Restore it from a backup") from error
         self.acked = self.position
@@ -70,10 +85,17 @@ class Progress:
         """Replace what is on disk. `is_settled=False`: the ack stays until `settle`, after a crash `open` comes first."""
         detail = detail if detail is not None else self.next_detail if self.next_detail is not None else self.detail
         written = written or self.written
-        self._write(position, detail, written)
+        self._write(position, detail, written, is_rewound=False)
         self.position, self.detail, self.written, self.next_detail = position, detail, written, None
+        self.is_rewound = False
         if is_settled:
             self.acked = position
+
+    def rewind(self, position: Position) -> None:
+        """The source begins again there (`pgcdc resync`), before or behind the ack: the target has to follow."""
+        self._write(position, self.detail, self.written, is_rewound=True)
+        self.position = self.acked = position
+        self.is_rewound = True
 
     def settle(self) -> None:
         """What was saved counts."""
@@ -84,7 +106,9 @@ class Progress:
         """A random name of this sink, the same in every run: what a target stores says by it whose it is."""
         if not self._owner:
             self._owner = str(uuid.uuid4())
-            self._write(self.position, self.detail, self.written)  # before a target knows it
+            self._write(
+                self.position, self.detail, self.written, is_rewound=self.is_rewound
+            )  # before a target knows it
         return self._owner
 
     @property
@@ -92,16 +116,14 @@ class Progress:
         """Whether somebody has asked for it."""
         return bool(self._owner)
 
-    @property
-    def is_rewound(self) -> bool:
-        """Somebody has moved the ack back behind the target (`pgcdc resync`): the target has to follow."""
-        return self.written is not None and self.position is not None and self.position < self.written
-
-    def _write(self, position: Position | None, detail: dict[str, Any], written: Position | None) -> None:
+    def _write(
+        self, position: Position | None, detail: dict[str, Any], written: Position | None, *, is_rewound: bool
+    ) -> None:
         values = {"position": position, "written": written}
         texts = {name: str(value) for name, value in values.items() if value is not None}
         owner = {"owner": self._owner} if self._owner else {}
-        write_json_durably(self._path, {"position": None, **texts, **owner, "detail": detail})
+        rewound = {"is_rewound": True} if is_rewound else {}
+        write_json_durably(self._path, {"position": None, **texts, **owner, **rewound, "detail": detail})
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +141,9 @@ class SinkContext:
     """A line for the person at the terminal, or for the log."""
     timeout_s: float = 30.0
     """How long a write may take."""
+    stream: str = ""
+    """Which source of the pipeline this is. What a target stores is kept by (`progress.owner`, `stream`): positions of one
+    stream say nothing about another, and several of them may share a target."""
     source: str = ""
     """Where the events come from, for people."""
     identity: Identity | None = None
@@ -128,10 +153,29 @@ class SinkContext:
     the rest of the write. They do not come again in this process."""
 
 
+ErrorPolicies = Sequence[tuple[str, bool, str]]
+"""Kinds of a client's errors (names of classes, or words that the message begins with; empty: all), whether they may pass,
+and advice; the first that fits counts."""
+
+
+@contextmanager
+def explained(adapter: str, kind: type[Exception], policies: ErrorPolicies) -> Iterator[None]:
+    """A client's errors become SinkUnavailable or SinkError, with advice."""
+    try:
+        yield
+    except kind as error:
+        names = {one.__name__ for one in type(error).__mro__} | {str(error).partition(" ")[0]}
+        for wanted, may_pass, advice in policies:
+            if not wanted or names & set(wanted.split()):
+                what = SinkUnavailable if may_pass else SinkError
+                raise what(f"adapter {adapter}: {type(error).__name__}: {redact_text(str(error))}", advice) from error
+        raise
+
+
 class Sink(Protocol):
     """Where events go. All sinks pass the same contract tests (docs/contract.md)."""
 
-    form: ClassVar[Form] = "lines"
+    form: Form = "lines"
     """What it reads: `batch.lines()`, `batch.records()` or `batch.tables()`."""
     whole_batches: ClassVar[bool] = False
     """A batch must not be given in parts."""
@@ -139,8 +183,9 @@ class Sink(Protocol):
     """The target keeps the position, and changes it in one step with what is written: `open` returns it. After a write that
     failed, `open` is called again, and the target's word counts. Empty batches move the ack alone.
 
-    `open` finds the record that has `progress.owner`; it begins one at `context.start` if `progress.written` is None, else
-    it returns None. If the ack `is_rewound`, it moves the record to `context.start`."""
+    `open` finds the record of `progress.owner` and `context.stream`; it begins one at `context.start` if
+    `progress.written` is None, else it returns None. If the ack `is_rewound`, it moves the record to `context.start`, or
+    begins one there."""
     finds_by_halves: ClassVar[bool] = False
     """SinkRejected without names says that some event is wrong: the runner finds it by giving halves."""
     takes_executors: bool = False
@@ -190,11 +235,10 @@ class PartWriter(Protocol):
 
 
 class ParallelSink(Sink, Protocol):
-    """A sink to which executors write large batches, side by side. The driver commits."""
+    """A sink to which executors write large batches, side by side. The driver commits.
 
-    needs_key_order: bool
-    """Changes of one key stand in one part, in order, and a large batch is cut where that is not enough (TRUNCATE, say). If
-    not, parts are as Spark reads them."""
+    Changes of one key stand in one part, in order, and a large batch is cut where that is not enough (TRUNCATE, say).
+    """
 
     def part_writer(self) -> PartWriter:
         """What goes to the executors."""

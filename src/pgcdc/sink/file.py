@@ -14,23 +14,111 @@ import os
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow.compute as pc
+from pydantic import model_validator
 
-from pgcdc.core.errors import SinkError, SinkUnavailable
+from pgcdc.core.errors import ConfigError, SinkError, SinkUnavailable
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
+from pgcdc.core.settings import PathText, setting
 from pgcdc.core.state import fsync_folder, write_all
+from pgcdc.core.units import Bytes
 from pgcdc.event.batch import Batch
 from pgcdc.sink.contract import Progress, Sink, SinkContext
 from pgcdc.sink.rotation import Compression, Housekeeper, Numbers, find_rotated, highest_number, rotated_name
+from pgcdc.sink.spec import SinkOptions
 from pgcdc.sink.state import KeyStore, content_kind, read_lines
 
-__all__ = ["FileSink"]
+if TYPE_CHECKING:
+    from pgcdc.sink.folder import FolderSink
 
 
-class FileSink(Sink):
+class FileOptions(SinkOptions):
+    """JSON lines in a file, or in part files in a folder."""
+
+    path: PathText = setting(..., "the file; or a folder, which exists or ends with a slash", min_length=1)
+    max_size: Bytes = setting(0, "a file that would grow larger is rotated: 100MB; 0: it never is", ge=0)
+    max_files: int = setting(0, "how many rotated files are kept, older ones are deleted; 0: all of them", ge=0)
+    compress: Compression = setting("none", "how rotated files are compressed")
+
+    @model_validator(mode="after")
+    def _check_rotation(self) -> FileOptions:
+        for name, is_given in (("max_files", self.max_files > 0), ("compress", self.compress != "none")):
+            if is_given and not self.max_size:
+                raise ValueError(f"{name} is for files that rotate: give max_size, too")
+        return self
+
+    @property
+    def full_path(self) -> Path:
+        """The path, made absolute."""
+        return Path(self.path).absolute()
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a folder, or is to be one."""
+        return self.path.endswith("/") or self.full_path.is_dir()
+
+    def make(self) -> FileSink | FolderSink:
+        from pgcdc.sink.folder import FolderSink  # which imports this
+
+        if self.is_folder:
+            return FolderSink(self.full_path)
+        return FileSink(self.full_path, max_bytes=self.max_size, max_files=self.max_files, compression=self.compress)
+
+    def target(self) -> str:
+        return os.path.realpath(self.full_path)
+
+    def check(self) -> None:
+        if not self.full_path.parent.is_dir():
+            raise ConfigError(f"the folder of the file {self.path} does not exist", "Create it first")
+        if self.is_folder and self.max_size:
+            raise ConfigError(
+                f"{self.path} is a folder: there is nothing to rotate in it", "Leave max_size out, or name a file"
+            )
+
+
+class DiskSink(Sink):
+    """What a file and a folder have in common."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.absolute()
+
+    @property
+    def path(self) -> Path:
+        """The file or folder."""
+        return self._path
+
+    @property
+    def name(self) -> str:
+        """The adapter's."""
+        return self._progress.name
+
+    def bind(self, progress: Progress) -> None:
+        """Look at what was written before: comes before all that reads."""
+        self._progress = progress
+
+    @property
+    def _at(self) -> Position:
+        assert self._progress.position is not None
+        return self._progress.position
+
+    @contextlib.contextmanager
+    def _explain(
+        self,
+        done: str = "written",
+        kind: type[SinkError] = SinkError,
+        advice: str = "Check the folder and its permissions",
+    ) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise kind(f"{self._path} cannot be {done}: {error.strerror or error}", advice) from error
+
+
+class FileSink(DiskSink):
     """Appends every event as one line to `path`."""
 
     def __init__(
@@ -42,26 +130,12 @@ class FileSink(Sink):
         compression: Compression = "none",
     ) -> None:
         """A file rotates before it gets larger than `max_bytes` (0: never); `max_files` rotated ones are kept (0: all)."""
-        self._path = path.absolute()
+        super().__init__(path)
         self._descriptor = -1
         self._max_bytes = max_bytes
         self._max_files = max_files
         self._compression = compression
         self._housekeeper: Housekeeper | None = None
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return self._path
-
-    @property
-    def name(self) -> str:
-        """The adapter's."""
-        return self._progress.name
-
-    def bind(self, progress: Progress) -> None:
-        """Look at a file that was written before: comes before all that reads."""
-        self._progress = progress
 
     def check(self, context: SinkContext) -> None:
         self.bind(context.progress)
@@ -164,11 +238,6 @@ class FileSink(Sink):
         return found
 
     # --- the file
-
-    @property
-    def _at(self) -> Position:
-        assert self._progress.position is not None
-        return self._progress.position
 
     @property
     def _size(self) -> int:
@@ -281,15 +350,3 @@ class FileSink(Sink):
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    @contextlib.contextmanager
-    def _explain(
-        self,
-        done: str = "written",
-        kind: type[SinkError] = SinkError,
-        advice: str = "Check the folder and its permissions",
-    ) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise kind(f"{self._path} cannot be {done}: {error.strerror or error}", advice) from error

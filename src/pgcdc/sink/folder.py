@@ -17,7 +17,7 @@ import os
 import re
 import tempfile
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,32 +30,14 @@ from pgcdc.core.position import Position
 from pgcdc.core.state import fsync_folder, write_all
 from pgcdc.event.batch import Batch, line_buffers
 from pgcdc.sink.contract import ParallelSink, Progress, Receipt, SinkContext
-from pgcdc.sink.file import FileSink
-from pgcdc.sink.rotation import Compression
+from pgcdc.sink.file import DiskSink
 from pgcdc.sink.state import KeyStore, content_kind, read_lines
-
-__all__ = ["FolderPartWriter", "FolderSink", "file_sink", "leave_folder"]
 
 HIDDEN = "_pgcdc"
 """Spark's readers, and many others, leave out what begins with an underscore."""
 OWNER = "owner"
 """The file with the random name that also stands in the ack of the sink whose folder it is."""
 _PART = re.compile(r"[0-9A-F]{16}-[0-9A-F]{13}(?:\.[0-9A-F]{8})?-R?[0-9]{5}\.jsonl")
-
-
-def file_sink(
-    path: Path | str,
-    *,
-    is_folder: bool = False,
-    max_bytes: int = 0,
-    max_files: int = 0,
-    compression: Compression = "none",
-) -> FileSink | FolderSink:
-    """The sink for a path: a folder if it is one, or if it ends with a slash."""
-    text = str(path)
-    if is_folder or text.endswith(os.sep) or Path(text).is_dir():
-        return FolderSink(Path(text))
-    return FileSink(Path(text), max_bytes=max_bytes, max_files=max_files, compression=compression)
 
 
 def leave_folder(detail: Mapping[str, Any]) -> None:
@@ -123,25 +105,19 @@ class FolderPartWriter:
         return {"part": part, "file": path.name, "size": size}
 
 
-class FolderSink(ParallelSink):
+class FolderSink(DiskSink, ParallelSink):
     """Writes every batch as one part file, or as several."""
 
     takes_executors = True
-    needs_key_order = True
 
     def __init__(self, path: Path) -> None:
-        self._path = path.absolute()
+        super().__init__(path)
         self._hidden = self._path / HIDDEN
         self._owner = ""
         self._written: set[str] = set()
         """Parts that this process has acknowledged, and not seen under their names yet."""
         self._again: list[str] = []
         """The positions of a redelivery that is in the ack, and maybe not shown yet."""
-
-    @property
-    def path(self) -> Path:
-        """The folder."""
-        return self._path
 
     @property
     def is_there(self) -> bool:
@@ -158,14 +134,8 @@ class FolderSink(ParallelSink):
         """Whether everything that was written is to be there: nothing is ever removed."""
         return True
 
-    @property
-    def name(self) -> str:
-        """The adapter's."""
-        return self._progress.name
-
     def bind(self, progress: Progress) -> None:
-        """Look at a folder that was written before: comes before all that reads."""
-        self._progress = progress
+        super().bind(progress)
         self._owner = progress.detail.get("owner", "") if self._is_known else ""
 
     def check(self, context: SinkContext) -> None:
@@ -305,11 +275,6 @@ class FolderSink(ParallelSink):
         return sorted(path for path in self._path.iterdir() if _PART.fullmatch(path.name))
 
     @property
-    def _at(self) -> Position:
-        assert self._progress.position is not None
-        return self._progress.position
-
-    @property
     def _is_known(self) -> bool:
         """Whether the ack is of this folder; the same path may have been a file before."""
         detail = self._progress.detail
@@ -394,12 +359,3 @@ class FolderSink(ParallelSink):
         """Parts that it names are not shown yet: the ack follows when they are."""
         detail = {**detail, "path": str(self._path), "owner": self._owner}
         self._progress.save(position, detail, is_settled=False)
-
-    @contextlib.contextmanager
-    def _explain(self, done: str = "written", kind: type[SinkError] = SinkError) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise kind(
-                f"{self._path} cannot be {done}: {error.strerror}", "Check the folder and its permissions"
-            ) from error

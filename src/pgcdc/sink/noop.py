@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pgcdc.event.batch import Batch
 from pgcdc.sink.contract import Sink, SinkContext
-
-__all__ = ["NoopSink"]
+from pgcdc.sink.spec import SinkOptions
 
 
 class NoopSink(Sink):
@@ -16,3 +15,10 @@ class NoopSink(Sink):
 
     def write(self, batch: Batch) -> None:
         pass
+
+
+class NoopOptions(SinkOptions):
+    """Takes everything and keeps nothing: for measurements, and for a look at what a pipeline costs."""
+
+    def make(self) -> Sink:
+        return NoopSink()

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from pgcdc.core.position import Position
 from pgcdc.event.batch import Batch
 
-__all__ = ["Memory", "halve", "is_single"]
-
 
 class Memory:
     """Positions that the target has behind the ack, in this process."""

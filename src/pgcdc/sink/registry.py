@@ -22,11 +22,7 @@ from pgcdc.postgres.database import url_passwords
 from pgcdc.sink.contract import Sink
 from pgcdc.sink.spec import AdapterSpec, SinkOptions
 
-__all__ = ["ADAPTERS", "GROUP", "check_adapters", "check_options", "keep_secrets", "make_sink"]
-
 GROUP = "pgcdc.sinks"
-_FIRST = ("stdout", "file", "exec", "noop", "pg_table", "webhook")
-"""In lists these come first, in this order."""
 _OPTIONS = ("make", "target", "place", "secrets", "check", "check_delivery", "check_source", "model_fields")
 _SINK = ("check", "open", "write", "redeliver", "close")
 _DATA = ("form", "whole_batches", "keeps_position", "finds_by_halves", "takes_executors", "part_events")
@@ -41,8 +37,7 @@ class Adapters(Mapping[str, type[SinkOptions]]):
     @cached_property
     def _points(self) -> dict[str, EntryPoint]:
         found = {one.name: one for one in (*entry_points(group=GROUP), *_of_checkout())}
-        names = [*(one for one in _FIRST if one in found), *sorted(set(found) - set(_FIRST))]
-        return {name: found[name] for name in names}
+        return dict(sorted(found.items()))
 
     def __getitem__(self, name: str) -> type[SinkOptions]:
         if name not in self._loaded:
@@ -70,6 +65,11 @@ class Adapters(Mapping[str, type[SinkOptions]]):
         near = difflib.get_close_matches(name, self._points, 1)
         meant = f"Did you mean {near[0]}? " if near else ""
         raise ConfigError(f"there is no adapter {name!r}", f"{meant}Known: {', '.join(self._points)}")
+
+
+def own_adapters() -> dict[str, type[SinkOptions]]:
+    """Those of this source tree, without other packages: for its documents and tests."""
+    return {one.name: ADAPTERS[one.name] for one in sorted(_of_checkout(), key=lambda one: one.name)}
 
 
 def _of_checkout() -> list[EntryPoint]:
@@ -144,18 +144,11 @@ def check_adapters(specs: Sequence[AdapterSpec]) -> None:
     for spec in specs:
         if not isinstance(spec, AdapterSpec):
             raise ConfigError(f"{spec!r} is no adapter", "Make one with pgcdc.adapters, such as adapters.file(path)")
-    targets: dict[str, str] = {}
     for number, spec in enumerate(specs):
         if any(spec.name == other.name for other in specs[:number]):
             raise ConfigError(f"there are two adapters {spec.name}", "Give each a name of its own: name=...")
         check_options(spec)
-        target = spec.options.target()
-        if target and target in targets:
-            raise ConfigError(
-                f"adapters {targets[target]} and {spec.name} write to the same target: {target}",
-                "Give each a target of its own",
-            )
-        targets[target] = spec.name
+        spec.check_beside(specs[:number])
 
 
 ADAPTERS = Adapters()

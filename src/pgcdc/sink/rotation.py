@@ -23,17 +23,6 @@ import pyarrow as pa
 from pgcdc.core.failpoint import hit
 from pgcdc.core.state import fsync_folder
 
-__all__ = [
-    "Compression",
-    "Housekeeper",
-    "Numbers",
-    "find_rotated",
-    "highest_number",
-    "open_lines",
-    "rotated_name",
-    "tidy",
-]
-
 Compression = Literal["none", "gzip", "zstd"]
 
 _ENDINGS: dict[str, str] = {"gzip": ".gz", "zstd": ".zst"}

@@ -25,15 +25,14 @@ from pgcdc.core.position import Position
 from pgcdc.core.shapes import ShapeHistory
 from pgcdc.core.state import StateDir
 from pgcdc.event.batch import Batch
-from pgcdc.sink.attempts import Attempts, DeliveryHooks, Refusal
+from pgcdc.event.edits import SimpleChain
+from pgcdc.event.reread import read_changes
+from pgcdc.sink.attempts import Attempts, Clock, DeliveryHooks, Refusal
 from pgcdc.sink.contract import Progress, Sink, SinkContext
-from pgcdc.sink.letters.set_aside import SetAside
-from pgcdc.sink.letters.stores import DeadLetters
-from pgcdc.sink.pace import Clock
+from pgcdc.sink.letters.delivery import SetAside
+from pgcdc.sink.letters.record import DeadLetters
 from pgcdc.sink.partly import Memory, halve, is_single
 from pgcdc.sink.spec import DeliveryOptions
-
-__all__ = ["Runner", "tell"]
 
 PART_OF_TIMEOUT = 0.25
 """How much of the time for one write a part of a batch should take, by how fast the last one was (`Sink.part_events`)."""
@@ -79,8 +78,12 @@ class Runner:
         self._delivered, self._redelivered = Memory(), Memory()
         self._now: Batch | None = None
         """What is being written; None: dead letters."""
+        self._is_untouched = False
+        """A target of rows, which has nothing of this sink."""
         self._saved_at = self.attempts.clock.now()
         self._part = sink.part_events
+        self.chain: Callable[[], SimpleChain] = lambda: SimpleChain((), ())
+        """What the adapter's transforms do to columns: dead letters were rendered behind them."""
 
     @property
     def ack(self) -> Position:
@@ -92,16 +95,6 @@ class Runner:
     def dead_letters(self) -> int:
         """How many events of this run were set aside."""
         return self._aside.count if self._aside is not None else 0
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether somebody delivers, or a write that was given up still runs."""
-        return self.attempts.is_busy
-
-    @property
-    def failing(self) -> BaseException | None:
-        """What the last try failed with, while there is another one to come."""
-        return self.attempts.failing
 
     def check(self) -> None:
         """Look at the target, and change nothing."""
@@ -161,8 +154,15 @@ class Runner:
         def write(part: Batch) -> None:
             self._reopen()
             self._now = None
+            part = self._redelivered.rest(part)  # what an earlier try delivered
+            if len(part) and self._is_untouched:
+                raise SinkError(
+                    f"adapter {self.name} has written nothing to this target: which of these events are superseded is known "
+                    "where they were refused",
+                    "Deliver them to the adapter's own target",
+                )
             if len(part):
-                left_out.update(self.sink.redeliver(part))
+                left_out.update(self.sink.redeliver(self._as_taken(part)))
 
         with self.attempts.taken():
             self.attempts.pass_breaker()
@@ -206,7 +206,7 @@ class Runner:
 
     def _context(self, start: Position) -> SinkContext:
         identity = self._state.identity()
-        source = f"slot {identity.slot} of database {identity.database}" if identity else ""
+        stream, source = (identity.key, identity.title) if identity else ("", "")
         return SinkContext(
             self.name,
             start,
@@ -214,6 +214,7 @@ class Runner:
             self._shapes,
             self._say,
             self.options.timeout,
+            stream,
             source,
             identity,
             self._note,
@@ -247,13 +248,14 @@ class Runner:
             where = f"is at {said}" if said is not None else "has no position"
             raise SinkError(
                 f"the target of adapter {self.name} {where}, but everything up to {known} was written to it: the record was "
-                "deleted, or an older state of the target was restored",
-                "Restore a newer state; or deliver all of it once more with another --slot-name and --state-dir",
+                "deleted, it was made with other options, or an older state of the target was restored",
+                "Restore a newer state; or deliver all of it once more: pgcdc resync --new-slot --truncate",
             )
         reached = max(said or begin, begin)
-        if progress.position != reached or progress.written != said:
+        if progress.position != reached or progress.written != said or progress.is_rewound:
             progress.save(reached, written=said)
         progress.settle()
+        self._is_untouched = self.sink.form == "tables" and known is None and reached == self._start
         self._is_open = True
 
     def _reopen(self) -> None:
@@ -278,7 +280,7 @@ class Runner:
         began = self.attempts.clock.now()
         self._now = part
         try:
-            self.sink.write(rest)
+            self.sink.write(self._as_taken(rest))
         except BaseException as error:
             self._is_open = not (self.sink.keeps_position and policy_of(error) is Policy.RETRY)
             self.progress.next_detail = None
@@ -286,8 +288,16 @@ class Runner:
                 with contextlib.suppress(PgcdcError):  # the error that is on its way says more
                     self._save_prefix(part)
             raise
+        self._is_untouched = False
         self._learn(len(rest), self.attempts.clock.now() - began)
         self._acknowledge(part.end, part.end if self.sink.keeps_position else None)
+
+    def _as_taken(self, batch: Batch) -> Batch:
+        """A batch in the sink's form: dead letters come as lines."""
+        if self.sink.form != "tables" or batch.form == "tables":
+            return batch
+        self._shapes.refresh()
+        return read_changes(batch, self._shapes, self.chain())
 
     # --- one delivery
 

@@ -1,34 +1,27 @@
-"""What a pipeline is told of one adapter, whoever says it: flags, YAML or Python."""
+"""What a pipeline is told of one adapter, whoever says it: flags, YAML or Python; and how that may be shown."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection
+import contextlib
+import importlib.util
+import shlex
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from urllib.parse import unquote, urlsplit
 
-from pydantic import model_validator
+from pydantic import BaseModel, model_validator
 
 from pgcdc.core.errors import ConfigError
+from pgcdc.core.secrets import literal_part, read_secret, redact_text
 from pgcdc.core.settings import Options, PathText, setting, setting_of
-from pgcdc.core.units import Bytes, Seconds
+from pgcdc.core.units import Seconds
+from pgcdc.sink.http import LONG_SEGMENT, redact_url
 
 if TYPE_CHECKING:
     from pgcdc.event.forms import Form
     from pgcdc.sink.contract import Sink
-
-__all__ = [
-    "AdapterSpec",
-    "DeliveryOptions",
-    "FileOptions",
-    "NoopOptions",
-    "Priority",
-    "SinkOptions",
-    "SourceView",
-    "StdoutOptions",
-    "with_source_db",
-]
 
 Priority = Literal["critical", "normal", "best-effort"]
 
@@ -70,6 +63,9 @@ class SinkOptions(Options):
     Flags, variables, keys of the YAML file, the JSON schema and the reference are made from its fields.
     """
 
+    is_by_table: ClassVar[bool] = False
+    """Its target has a place for each table: adapters with different routes may share it."""
+
     def make(self) -> Sink:
         """The sink. What it needs is imported here."""
         raise NotImplementedError
@@ -103,77 +99,47 @@ class SinkOptions(Options):
         return None
 
 
-class StdoutOptions(SinkOptions):
-    """Events on standard output, for programs or for people."""
+class UrlOptions(SinkOptions):
+    """Options of a target that is found by a URL, which may hold a password, and stand in a file."""
 
-    format: Literal["auto", "json", "pretty"] = setting(
-        "auto", "json: one event per line; pretty: for people; auto: pretty on a terminal, else json"
-    )
-
-    def make(self) -> Sink:
-        from pgcdc.sink.stdout import StdoutSink
-
-        return StdoutSink(format=self.format)
-
-    def target(self) -> str:
-        return "standard output"
-
-
-class FileOptions(SinkOptions):
-    """JSON lines in a file, or in part files in a folder."""
-
-    path: PathText = setting(..., "the file; or a folder, which exists or ends with a slash", min_length=1)
-    max_size: Bytes = setting(0, "a file that would grow larger is rotated: 100MB; 0: it never is", ge=0)
-    max_files: int = setting(0, "how many rotated files are kept, older ones are deleted; 0: all of them", ge=0)
-    compress: Literal["none", "gzip", "zstd"] = setting("none", "how rotated files are compressed")
+    package: ClassVar[str] = ""
+    """Of its client: what is imported, and which extra of pgcdc it is, unless `extra` says so."""
+    extra: ClassVar[str] = ""
+    schemes: ClassVar[tuple[str, ...]] = ()
+    url: str = setting("", "where the target is", secret=True)
+    url_file: PathText | None = setting(None, "the file that holds the URL, instead of url")
 
     @model_validator(mode="after")
-    def _check_rotation(self) -> FileOptions:
-        for name, is_given in (("max_files", self.max_files > 0), ("compress", self.compress != "none")):
-            if is_given and not self.max_size:
-                raise ValueError(f"{name} is for files that rotate: give max_size, too")
+    def _check_one_url(self) -> Self:
+        if bool(self.url) == bool(self.url_file):
+            raise ValueError("url and url_file are both given" if self.url else "url or url_file is needed")
         return self
 
-    @property
-    def full_path(self) -> Path:
-        """The path, made absolute."""
-        return Path(self.path).absolute()
-
-    @property
-    def is_folder(self) -> bool:
-        """Whether it is a folder, or is to be one."""
-        return self.path.endswith("/") or self.full_path.is_dir()
-
-    def make(self) -> Sink:
-        from pgcdc.sink.folder import file_sink
-
-        return file_sink(
-            self.full_path,
-            is_folder=self.is_folder,
-            max_bytes=self.max_size,
-            max_files=self.max_files,
-            compression=self.compress,
+    def read_url(self) -> str:
+        """The URL, from where it is said to be. ConfigError: the file cannot be read, or has none."""
+        url = read_secret(Path(self.url_file), "the URL").strip() if self.url_file else self.url
+        with contextlib.suppress(ValueError):
+            parts = urlsplit(url)
+            if parts.scheme in self.schemes and parts.port != 0:  # a port that is no number raises
+                return url
+        raise ConfigError(
+            f"this is no URL of {self.package}", f"Write {' or '.join(f'{one}://...' for one in self.schemes)}"
         )
 
-    def target(self) -> str:
-        return os.path.realpath(self.full_path)
+    def place(self) -> str:
+        return repr((self.read_url().rpartition("@")[2], self.model_dump(exclude={"url", "url_file"})))
+
+    def secrets(self) -> Collection[str]:
+        parts = urlsplit(self.read_url())
+        return {one for one in (parts.password, unquote(parts.password or ""), parts.query) if one}
 
     def check(self) -> None:
-        if not self.full_path.parent.is_dir():
-            raise ConfigError(f"the folder of the file {self.path} does not exist", "Create it first")
-        if self.is_folder and self.max_size:
+        self.read_url()
+        if importlib.util.find_spec(self.package) is None:
             raise ConfigError(
-                f"{self.path} is a folder: there is nothing to rotate in it", "Leave max_size out, or name a file"
+                f"this adapter needs the package {self.package}",
+                f"Run: pip install 'pgcdc[{self.extra or self.package}]'",
             )
-
-
-class NoopOptions(SinkOptions):
-    """Takes everything and keeps nothing: for measurements, and for a look at what a pipeline costs."""
-
-    def make(self) -> Sink:
-        from pgcdc.sink.noop import NoopSink
-
-        return NoopSink()
 
 
 @dataclass(frozen=True)
@@ -187,6 +153,17 @@ class AdapterSpec:
     transforms: tuple[Any, ...] = ()
     routes: tuple[str, ...] = ()
     priority: Priority = "normal"
+
+    def check_beside(self, others: Iterable[AdapterSpec]) -> None:
+        """Raise ConfigError if another adapter of the pipeline writes to the same target."""
+        target = self.options.target()
+        for other in others:
+            is_apart = self.options.is_by_table and self.routes and other.routes
+            if target == other.options.target() != "" and not (is_apart and set(self.routes).isdisjoint(other.routes)):
+                raise ConfigError(
+                    f"adapters {other.name} and {self.name} write to the same target: {target}",
+                    "Give each a target of its own",
+                )
 
 
 def with_source_db(spec: Any, db: str) -> Any:
@@ -202,3 +179,42 @@ def with_source_db(spec: Any, db: str) -> Any:
         and not getattr(spec.options, f"{name}_file", None)
     }
     return replace(spec, options=spec.options.model_copy(update=missing)) if missing else spec
+
+
+# --- shown without secrets
+
+
+def describe_options(options: BaseModel) -> str:
+    """The options of an adapter for people, `, path a.jsonl, max_files 3`: without secrets, and without defaults."""
+    said = ""
+    for name, value in options:
+        info = type(options).model_fields[name]
+        if value == info.default:
+            continue
+        shown = hide_value(value) if setting_of(name, info).secret else value
+        if isinstance(shown, tuple):
+            shown = shlex.join(map(str, shown))
+        if isinstance(shown, (str, int, float, Path)) and shown != "":
+            said += f", {name} {shown}"
+    return redact_text(said)
+
+
+def hide_value(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: "***" if isinstance(one, str) and "${" not in one else one for key, one in value.items()}
+    if not isinstance(value, str) or not value:
+        return value
+    if "${" in value:
+        return _hide_between(value)
+    if value.startswith(("http://", "https://")):
+        return redact_url(value)
+    return redact_text(value) if "://" in value else "***"
+
+
+def _hide_between(text: str) -> str:
+    """A text with variables; of a URL's query and long words only those are shown."""
+    if not literal_part(text).startswith(("http://", "https://", "/", "?")):
+        return text
+    before, mark, query = text.partition("?")
+    path = "/".join("***" if LONG_SEGMENT.fullmatch(literal_part(word)) else word for word in before.split("/"))
+    return path + (mark and ("?***" if literal_part(query) else f"?{query}"))

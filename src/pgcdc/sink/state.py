@@ -19,8 +19,6 @@ from pgcdc.core.errors import SinkError, StateError
 from pgcdc.core.state import fsync_folder
 from pgcdc.sink.rotation import open_lines
 
-__all__ = ["KeyStore", "TableName", "content_kind", "read_lines"]
-
 TableName = tuple[str, str]
 """Schema and table."""
 

@@ -1,21 +1,34 @@
-"""What a source is to the capture process: everything that it knows of a database.
+"""What a source is to everybody else: all that capture, spool, Spark, sinks and acks know of a database.
 
-A `Source` is one kind of database, by name. The capture process opens its `ChangeStream`, moves what `poll` gives into the
+A `Source` is one database with its settings. The capture process opens its `ChangeStream`, moves what `poll` gives into the
 spool, and confirms what every consumer has made durable. Rows of snapshots come out of the same stream, at their positions.
+Queries of single tables ask the source for their columns, and `snapshot` for the rows that they have.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
-from pgcdc.core.position import Position
+from pydantic import ConfigDict, Field
+
 from pgcdc.core.settings import Options
-from pgcdc.core.state import StateDir
-from pgcdc.spool.batch import CaptureBatch
-from pgcdc.spool.consumers import Consumers
-from pgcdc.spool.writer import SpoolWriter
+from pgcdc.core.units import Seconds
 
-__all__ = ["ChangeStream", "Settled", "Source", "SourceOptions"]
+if TYPE_CHECKING:  # whoever reads settings needs none of these
+    import pyarrow as pa
+
+    from pgcdc.core.position import Position
+    from pgcdc.core.relation import Relation
+    from pgcdc.core.shapes import ShapeChange
+    from pgcdc.core.state import Identity, StateDir
+    from pgcdc.event.typed import TypedColumn
+    from pgcdc.postgres.types.column import TypeOptions
+    from pgcdc.spool.batch import CaptureBatch
+    from pgcdc.spool.consumers import Consumers
+    from pgcdc.spool.index import Token
+    from pgcdc.spool.writer import SpoolWriter
 
 
 class SourceOptions(Options):
@@ -23,16 +36,106 @@ class SourceOptions(Options):
 
     kind: ClassVar[str]
     """Its name in `source.registry`."""
+    spark_names: ClassVar[Mapping[str, str]] = {}
+    """Options of Spark that have another name than their setting."""
+    spark_hidden: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    """Switches that are no options of Spark: other words, and what they say of other settings."""
+
+    def resolved(self) -> Self:
+        """With what the environment of this host says in place of what was not given: a secret, above all."""
+        return self
+
+    def check_visible(self) -> None:
+        """Raise ConfigError for a secret in what is given: others will see it."""
+
+    def check_table(self, table: str) -> None:
+        """Raise ConfigError if the settings say that the changes of this table are not captured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at (`pgcdc validate`)."""
+
+    name: str
+    status: Literal["ok", "failed", "skipped"]
+    detail: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A source that can be read."""
+
+    identity: Identity
+    tables: frozenset[str] = frozenset()
+    """Those that are captured."""
+    notes: tuple[str, ...] = ()
+    """For people: what was changed, and what is captured only in part."""
+    undo: Callable[[], object] = lambda: None
+    """Takes back what was made in the database and outlives its slot: for a trial."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnDescription:
+    """A column of a table as it is now: what `pgcdc describe` says about it."""
+
+    column: str
+    pg_type: str
+    """As the database writes it: `numeric(12,2)`."""
+    spark_type: str
+    """As Spark writes it: `decimal(12,2)`."""
+    nullable: bool
+    key: str
+    """`primary`, `identity` (part of the replica identity, but of no primary key) or nothing."""
+    exactness: str
+    """`exact`, `converted` (by `rule`) or `text` (PostgreSQL's own)."""
+    rule: str
+    """How it is converted, or why it is text; and of a generated column, whether the stream has it."""
+
+
+class RowsOptions(Options):
+    """How the rows of a table are read."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    partitions: int | None = Field(None, ge=1)
+    """How many tasks read; None: by the size of the table."""
+    where: str = ""
+    """Only rows for which this is true, in SQL."""
+    snapshot_keep: Seconds = Field(300.0, gt=0)
+    """How long the snapshot is held after the last read."""
+    metadata: bool = True
+    """With the columns of typed changes (`_op` and the others), so that both have the same schema."""
+    held: str = Field("", alias="_held")
+    """Read in this snapshot (`HeldSnapshot.to_text`), which who gives it holds (`pgcdc snapshot`)."""
+    files: str = Field("", alias="_files")
+    """With `held`: `chunks.files_text` of the table when the snapshot was taken."""
+
+
+class TableRows(Protocol):
+    """The rows that a table has, all of one moment. Picklable: it travels to the executors, without a secret."""
+
+    title: str
+    columns: tuple[TypedColumn, ...]
+    key: tuple[str, ...]
+    """Its primary key, as far as we may read it."""
+
+    def plan(self, names: list[str], wanted: RowsOptions, watch_pid: int) -> list[Any]:
+        """What each task reads, to be given to `read`. In the driver, which is the process `watch_pid`: a snapshot ends
+        with it. What cannot be read is refused here."""
+
+    def read(self, part: Any, names: list[str], where: str) -> Iterator[pa.Array]:
+        """The values of these columns, row by row. On any host."""
 
 
 class Settled(NamedTuple):
     """What has become of the rows that were asked for, by snapshots of any kind."""
 
-    is_pending: bool
-    """Whether some are still to be read."""
-    initial_end: str | None
-    """The position where those of the initial snapshot end; None while it is under way."""
-    only: bool
+    end: Position | None
+    """Where all of them have been put; None while some are still to be read."""
+    initial_end: Position | None
+    """Where those of the initial snapshot end; None while it is under way."""
+    only: bool = False
     """Nothing but the initial snapshot is wanted."""
 
 
@@ -85,13 +188,16 @@ class ChangeStream(Protocol):
         """A commit, and a moment (microseconds since 1970) before which nothing is committed behind it; (0, 0): none."""
 
     def confirm(self, commit: int) -> None:
-        """Everything up to `commit` is durable at every consumer and never needed again."""
+        """Everything up to `commit` is durable at every consumer and never needed again.
+
+        Of a source with tokens, it is a transaction that has one: with it the stream can be opened again.
+        """
 
     def release(self, base: Position) -> None:
         """Nobody needs anything up to `base` again."""
 
-    def settled(self) -> Settled:
-        """What has become of snapshots."""
+    def settled(self, end: Position | None) -> Settled:
+        """What has become of snapshots. `end`: where the spool ends, None if that is inside of a transaction."""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do what only this source understands (`do: snapshot`)."""
@@ -104,17 +210,83 @@ class ChangeStream(Protocol):
 
 
 class Source(Protocol):
-    """One kind of database."""
+    """One database, with the settings of its capture, and what the environment adds. To make one touches nothing."""
 
-    def open(
+    options_type: ClassVar[type[SourceOptions]]
+    no_requests: ClassVar[tuple[str, str] | None]
+    """Why nobody can ask for snapshots beside the stream, and what to do instead; None: everybody can (`do: snapshot`)."""
+    options: SourceOptions
+
+    def __init__(self, options: SourceOptions) -> None: ...
+
+    # --- the capture
+
+    def check(self, state: StateDir, consumer: str) -> Iterator[Finding]:
+        """Whether `prepare` would do, step by step. Nothing is left behind."""
+
+    def tables(self, state: StateDir) -> list[Relation]:
+        """The tables that are captured, or would be."""
+
+    def captured(self, identity: Identity) -> list[Relation]:
+        """The tables that are captured, as they are now."""
+
+    def prepare(
         self,
-        options: dict[str, Any],
-        publications: tuple[str, ...],
         state: StateDir,
-        spool: SpoolWriter,
-        consumers: Consumers,
-    ) -> ChangeStream:
-        """The changes behind what the spool has; not connected yet.
+        *,
+        consumer: str,
+        say: Callable[[str], object] = lambda text: None,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> Prepared:
+        """Make what a capture needs, in the database and in the state directory, unless it is there.
 
-        `options` are the settings of the source, as JSON; `publications` what was prepared for it on the server.
+        Raises with advice for whatever cannot be, and then nothing new is left behind. `consumer` is who asks. What has to
+        wait for others says so with `say`, again and again, and asks whether to raise KeyboardInterrupt instead.
         """
+
+    def follow_tables(self, state: StateDir) -> frozenset[str]:
+        """Capture tables that were created meanwhile, if the settings want that; all that are captured then."""
+
+    def has_confirmed(self, commit: int) -> bool:
+        """Whether the database has taken the confirmation of this commit; it gets a moment for it."""
+
+    def join(self, identity: Identity, status: Mapping[str, Any], *, is_typed: bool) -> None:
+        """Raise ConfigError if the capture of `identity`, which runs and says `status`, captures something else."""
+
+    def open(self, token: Token, state: StateDir, spool: SpoolWriter, consumers: Consumers) -> ChangeStream:
+        """The changes behind what the spool has (`spool.resume_lsn`); not connected yet.
+
+        `token` is what the source itself said of the last transaction there, or of one before: then it reads again, and
+        leaves out, what lies between. It is empty if the batches of this source have no tokens.
+        """
+
+    # --- single tables
+
+    def of_table(self, table: str, identity: Identity | None) -> Source:
+        """The same for a query that names nothing but its table: it captures that, or what is captured already."""
+
+    def describe(
+        self, table: str, types: TypeOptions, spark_name: Callable[[pa.DataType], str]
+    ) -> list[ColumnDescription]:
+        """The columns of a table as it is now, and what becomes of them. Spark's types have the names of `spark_name`."""
+
+    def typed_columns(
+        self,
+        state: StateDir,
+        table: tuple[str, str],
+        types: TypeOptions,
+        *,
+        change: ShapeChange | None,
+        noted: list[tuple[str, int, int]] | None,
+        zset: bool,
+    ) -> tuple[TypedColumn, ...]:
+        """The columns in which changes of a table come: since `change`, else as they were `noted`, else as they are.
+
+        Raises with advice if there is no such table, or if its changes cannot be had in that form.
+        """
+
+    def check_captured(self, identity: Identity, table: str, *, zset: bool) -> None:
+        """Raise if the changes of the table do not come: a query for it would wait forever."""
+
+    def snapshot(self, table: str, types: TypeOptions) -> TableRows:
+        """The rows that a table has."""

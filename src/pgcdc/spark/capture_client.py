@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import psutil
 
-from pgcdc.capture.control import CaptureLink, ControlClient, Settled, ask
+from pgcdc.capture.control import CaptureLink, ControlClient, ask
 from pgcdc.capture.spec import make_spec
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.position import Position
-from pgcdc.core.state import Identity, Lock, StateDir
+from pgcdc.core.state import Lock, StateDir
 from pgcdc.event.texts import IdSeed
-from pgcdc.postgres.selection import Selection
-from pgcdc.source.postgres.options import PostgresOptions
-from pgcdc.source.postgres.setup.prepare import prepare
+from pgcdc.source.protocol import Settled
+from pgcdc.source.registry import make_source
 from pgcdc.spark.options import StreamOptions
 from pgcdc.spool.reader import SpoolReader
-
-__all__ = ["CaptureFeed", "Feed", "StaticFeed", "driver_pid"]
 
 JOIN_TIMEOUT_S = 5.0
 
@@ -69,31 +64,25 @@ class CaptureFeed:
         self._consumer = options.consumer
         state = StateDir(options.state_dir)
         identity = state.identity()
-        watch_pid = driver_pid()
-        began = identity is not None and identity.created_lsn > 0
-        source = _what_to_capture(options, identity if began else None)
-        if not began or (Lock.holder(state.capture_lock) is None and not options.run):
-            prepared = prepare(source, state, consumer=options.consumer)
-            names, identity = prepared.names, prepared.identity
-        else:
-            assert identity is not None
-            if not options.run:
-                status = ask(state.capture_lock, {"do": "status"})
-                _check_same(source, identity, status, is_typed=options.table is not None)
-            names = tuple(item["name"] for item in identity.publications)
+        began = identity is not None and identity.created > 0
+        source = make_source(options.source)
         if options.table is not None:
-            from pgcdc.spark.table import check_captured  # with all that typed rows need
-
-            check_captured(source.db, names, options.table, source.slot_name, zset=options.rows.zset)
-        spec = make_spec(source, options, names, watch_pid)
-        if options.other_source:
-            spec = replace(spec, **json.loads(options.other_source))
+            source = source.of_table(options.table, identity if began else None)
+        if not began or (Lock.holder(state.capture_lock) is None and not options.run):
+            identity = source.prepare(state, consumer=options.consumer).identity
+        elif not options.run:
+            assert identity is not None
+            source.join(identity, ask(state.capture_lock, {"do": "status"}), is_typed=options.table is not None)
+        assert identity is not None
+        if options.table is not None:
+            source.check_captured(identity, options.table, zset=options.rows.zset)
+        spec = make_spec(source.options, options, driver_pid())
         self._link = CaptureLink(spec, is_restart=began, on_restart=self._claim)
         self.spool = state.spool
         self.shapes = state.shapes_file
         self.database = identity.database
-        self.seed = IdSeed.of(identity.system_identifier, identity.slot)
-        self.created = identity.created_lsn
+        self.seed = IdSeed.of(identity.system, identity.stream)
+        self.created = identity.created
 
     def join(self) -> tuple[Position, Position]:
         deadline = time.monotonic() + JOIN_TIMEOUT_S
@@ -160,42 +149,6 @@ class StaticFeed:
 
     def close(self) -> None:
         pass
-
-
-def _what_to_capture(options: StreamOptions, identity: Identity | None) -> PostgresOptions:
-    """A typed query that only names its table captures that one, or joins what its slot captures already."""
-    source = options.source
-    if options.table is None or source.has_selection:
-        return source
-    return source.but(tables=(options.table,)) if identity is None else source.as_before(identity)
-
-
-def _check_same(source: PostgresOptions, identity: Identity, status: dict[str, Any], *, is_typed: bool) -> None:
-    """What a running capture reads is not changed by a query that joins it: one that asks for something else is refused."""
-    running = identity.asked or {}
-    said = [f"{name}={value}" for name, value in running.items() if value]
-    names = [item["name"] for item in identity.publications]
-    different = []
-    if source.slot_name != identity.slot:
-        different.append(f"slot={source.slot_name}")
-    if source.uses_existing:
-        different += [f"publication={source.publication}"] if [source.publication] != names else []
-    elif source.has_selection and identity.asked is not None:
-        asked, wanted = Selection.from_json(running), source.selection
-        different += [] if asked.covers(wanted) and wanted.covers(asked) else ["other tables, rows or columns"]
-    wire = status.get("wire", {})
-    for name in ("two_phase", "origin") if is_typed else ("two_phase", "origin", "messages"):
-        mine = getattr(source, name)
-        if wire.get(name, mine) != mine:
-            said.append(f"{name}={wire[name]}")
-            different.append(f"{name}={mine}")
-    if different:
-        raise ConfigError(
-            f"the capture of slot {identity.slot!r} is running with {', '.join(said) or names[0]}; this query asks for "
-            f"{', '.join(different)}",
-            "Give the same options in every query of a slot (a typed query may name nothing but its table), stop the other "
-            "queries first, or use another slot and state_dir",
-        )
 
 
 def driver_pid() -> int:

@@ -16,14 +16,15 @@ import pyspark.worker
 from pyspark.daemon import manager
 
 import pgcdc.spark.source
+from pgcdc.source.registry import find_source
 
 __all__ = ["manager"]
 
-_PRELOADED = (pyarrow.compute, pyarrow.ipc, pyspark.worker, pgcdc.spark.source)
+_PRELOADED = (pyarrow.compute, pyarrow.ipc, pyspark.worker, pgcdc.spark.source, find_source("wal"))
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["pyspark.worker"]:  # the workers of tasks; each kind of worker has a daemon of its own
-        import pgcdc.spark.batch
+        import pgcdc.spark.tables
         import pgcdc.spark.typed_reader
     gc.collect()
     gc.freeze()

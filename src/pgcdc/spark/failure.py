@@ -13,8 +13,6 @@ from pgcdc.core.errors import PgcdcError, Policy, SinkUnavailable
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["Explain", "QueryFailed", "explain_failure", "explained"]
-
 Explain = Callable[[Exception], Exception]
 """The error that is behind one of Spark, or the same one."""
 
@@ -40,8 +38,8 @@ def explain_failure(
         return PgcdcError.from_json(failed["last_error"])
     if _jvm_is_gone(error, spark):  # before anything is asked of the error: its text may come from the JVM
         return PgcdcError("the Spark JVM ended unexpectedly", "Start pgcdc again: nothing is lost")
-    return _ours(error) or QueryFailed(
-        f"the Spark query failed: {_headline(error)}", "Start pgcdc again: nothing is lost"
+    return find_ours(str(error)) or QueryFailed(
+        f"the Spark query failed: {headline(error)}", "Start pgcdc again: nothing is lost"
     )
 
 
@@ -57,19 +55,20 @@ def explained(explain: Explain | None, what: str) -> Iterator[None]:
     try:
         yield
     except (PySparkException, Py4JJavaError) as error:
-        found: Exception | None = _ours(error)
+        found: Exception | None = find_ours(str(error))
         if found is None and explain is not None and (other := explain(error)) is not error:
             found = other
-        raise found or SinkUnavailable(f"{what}: {_headline(error)}", "Is the target up and reachable?") from error
+        raise found or SinkUnavailable(f"{what}: {headline(error)}", "Is the target up and reachable?") from error
 
 
-def _ours(error: BaseException) -> PgcdcError | None:
+def find_ours(text: str) -> PgcdcError | None:
     """Our error in the text of one of Spark, which is all that comes from an executor."""
-    ours = re.search(r"pgcdc\.core\.errors\.(\w+): ([^\n]*)", str(error))
+    ours = re.search(r"pgcdc\.core\.errors\.(\w+): ([^\n]*)", text)
     return PgcdcError.from_json({"kind": ours[1], "message": ours[2].rstrip(" ;")}) if ours else None
 
 
-def _headline(error: BaseException) -> str:
+def headline(error: BaseException) -> str:
+    """The first line of its text that says something."""
     lines = [line.strip(": ") for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if not line.startswith("An error occurred while calling")]
     return (telling or lines or [type(error).__name__])[0][:300]

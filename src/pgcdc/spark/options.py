@@ -1,35 +1,44 @@
-"""The options of the Spark source: the settings of the PostgreSQL source, of the capture and of events by their names, and
-those of a reader."""
+"""The options of the Spark source: the settings of its source, of the capture and of events by their names, and those of a
+reader. The option `detector` says which source it is."""
 
 from __future__ import annotations
 
 import difflib
 import json
-import os
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from pgcdc.capture.spec import CaptureOptions
 from pgcdc.core.errors import ConfigError
-from pgcdc.core.settings import REFUSED, Options, is_switch, setting, setting_of, unit_of
+from pgcdc.core.settings import REFUSED, Options, checked, is_switch, setting, setting_of, unit_of
 from pgcdc.core.state import StateDir
 from pgcdc.core.units import Seconds
 from pgcdc.event.options import EventSettings, RowOptions, TypedSettings
-from pgcdc.postgres.database import parse_url, split_table
 from pgcdc.postgres.types.column import CHOICES, TypeOptions
-from pgcdc.source.postgres.options import PostgresOptions
+from pgcdc.source.protocol import RowsOptions, SourceOptions
+from pgcdc.source.registry import check_detector, find_source
 
-__all__ = ["BatchOptions", "ReaderSettings", "StreamOptions", "check_kind", "parse_options", "write_options"]
-
-_RENAMED = {"url": "db", "slot": "slot_name"}
-"""Names of options that are others than those of the settings."""
+__all__ = [
+    "ReaderSettings",
+    "RowsOptions",
+    "StreamOptions",
+    "check_kind",
+    "option_names",
+    "parse_options",
+    "write_options",
+]
 
 
 class ReaderSettings(Options):
     """What every query of events is told."""
 
+    detector: Annotated[str, AfterValidator(partial(checked, check_detector))] = setting(
+        "wal", "Where changes come from: wal, or rate for made-up ones without a database.", "Database"
+    )
     max_batch_rows: int = setting(100_000, "At most about this many events a batch.", "Running", metavar="N", ge=1)
 
 
@@ -44,28 +53,11 @@ class TypedReaderSettings(TypedSettings):
     """Where the query goes on, if its driver knows better than the consumer's ack."""
 
 
-class BatchOptions(Options):
-    """What a batch read says about its source, besides the table and its types."""
-
-    model_config = ConfigDict(populate_by_name=True)
-
-    partitions: int | None = Field(None, ge=1)
-    """How many tasks read; None: by the size of the table."""
-    where: str = ""
-    """Only rows for which this is true, in SQL."""
-    snapshot_keep: Seconds = Field(300.0, gt=0)
-    """How long the snapshot is held after the last read."""
-    metadata: bool = True
-    """With the columns of typed changes (`_op` and the others), so that both have the same schema."""
-    held: str = Field("", alias="_held")
-    """Read in this snapshot (`HeldSnapshot.to_text`), which who gives it holds (`pgcdc snapshot`)."""
-    files: str = Field("", alias="_files")
-    """With `held`: `chunks.files_text` of the table when the snapshot was taken."""
-
-
-class StreamOptions(PostgresOptions, CaptureOptions, EventSettings, ReaderSettings, TypedReaderSettings, BatchOptions):
+class StreamOptions(CaptureOptions, EventSettings, ReaderSettings, TypedReaderSettings, RowsOptions):
     """What a query says about its source."""
 
+    source: SourceOptions
+    """The settings of the source itself, as they were given: what is secret is not among them."""
     consumer: str = "default"
     run: str = Field("", alias="_run")
     """The control socket of the run that this query is a lane of: it acknowledges for the consumer, not the query."""
@@ -73,15 +65,6 @@ class StreamOptions(PostgresOptions, CaptureOptions, EventSettings, ReaderSettin
     """Read this spool and no other: no capture (used to warm up)."""
     chains: str = Field("", alias="_chains")
     """Chains of simple transforms that the source does itself (`event.edits`)."""
-    other_source: str = Field("", alias="_source")
-    """Another source than PostgreSQL, which the run has prepared: its kind and its options, as JSON."""
-    url: str = Field("", alias="_url")
-    """What the option says: it has no password, and may travel to the executors."""
-
-    @property
-    def source(self) -> PostgresOptions:
-        """The part that concerns the source."""
-        return self.part(PostgresOptions)
 
     @property
     def rows(self) -> RowOptions:
@@ -91,7 +74,7 @@ class StreamOptions(PostgresOptions, CaptureOptions, EventSettings, ReaderSettin
     @property
     def types(self) -> TypeOptions:
         """Which Spark types the columns get."""
-        return TypeOptions(**{name: getattr(self, _FIELDS[name]) for name in CHOICES})
+        return TypeOptions(**{name: getattr(self, "json_" if name == "json" else name) for name in CHOICES})
 
     @property
     def heartbeat_s(self) -> float:
@@ -99,50 +82,66 @@ class StreamOptions(PostgresOptions, CaptureOptions, EventSettings, ReaderSettin
         return self.heartbeat_interval if self.heartbeats else 0.0
 
 
-_SYNONYMS = ("url", "persistent_slot", "snapshot_first", "snapshot_table", "toast_cache")
-_FIELDS = {field.alias or name: name for name, field in StreamOptions.model_fields.items() if name not in _SYNONYMS}
-"""The fields by the names of the settings; other words for one of them are for the command line."""
-OPTION_NAMES = sorted({*_FIELDS, *_RENAMED} - set(_RENAMED.values()))
-"""The options by the names that users know; those that begin with `_` are ours."""
-_BATCH = {field.alias or name for name, field in BatchOptions.model_fields.items()}
-_TYPED = {*_BATCH, *(field.alias or name for name, field in TypedReaderSettings.model_fields.items())} - {"table"}
+def _names(model: type[Options]) -> dict[str, FieldInfo]:
+    return {field.alias or name: field for name, field in model.model_fields.items() if name != "source"}
+
+
+_OURS = _names(StreamOptions)
+_BATCH = set(_names(RowsOptions))
+_TYPED = {*_BATCH, *_names(TypedReaderSettings)} - {"table"}
+
+
+def _fields(model: type[SourceOptions]) -> dict[str, FieldInfo]:
+    """All that a query of such a source may say, by the names of the settings."""
+    theirs = {name: field for name, field in _names(model).items() if name not in model.spark_hidden}
+    return {**theirs, **_OURS}
+
+
+def option_names(detector: str) -> list[str]:
+    """The options of a query, by the names that users know; those that begin with `_` are ours."""
+    model = find_source(detector).options_type
+    shown = {name: option for option, name in model.spark_names.items()}
+    return sorted(shown.get(name, name) for name in _fields(model))
 
 
 def parse_options(raw: Mapping[str, str]) -> StreamOptions:
     """Spark's option map (keys in any case). Raises ConfigError for what is unknown or does not fit."""
     given = {key.lower().replace("-", "_"): value for key, value in raw.items()}
-    options = {_RENAMED.get(key, key): value for key, value in given.items()}
-    unknown = sorted(set(options) - set(_FIELDS))
-    if unknown:
-        names = [name for name in OPTION_NAMES if not name.startswith("_")]
+    detector = given.get("detector", "").lower() or "wal"
+    check_detector(detector)
+    given |= {"detector": detector} if "detector" in given else {}
+    model = find_source(detector).options_type
+    fields, shown = _fields(model), {name: option for option, name in model.spark_names.items()}
+    options = {model.spark_names.get(key, key): value for key, value in given.items()}
+    if unknown := sorted(set(options) - set(fields)):
+        names = [name for name in option_names(model.kind) if not name.startswith("_")]
         close, known = difflib.get_close_matches(unknown[0], names, n=1), ", ".join(names)
         raise ConfigError(
             f"unknown option {unknown[0]!r}", f"Did you mean {close[0]}?" if close else f"Known options: {known}"
         )
-    url = options.get("db", "")
-    if url and any("password" in key and value for key, value in parse_url(url).items()):
-        raise ConfigError(
-            "the option url holds a password, and Spark keeps options in plans and logs",
-            "Put the whole URL into the variable PGCDC_DB and leave the option out, or the password into PGPASSWORD "
-            "or ~/.pgpass",
-        )
-    values = {name: read for name, text in options.items() if (read := _read(name, text)) is not None}
+    values = {name: read for name, text in options.items() if (read := _read(name, text, fields[name])) is not None}
     try:
-        found = StreamOptions.model_validate({**values, "db": url or os.environ.get("PGCDC_DB", ""), "_url": url})
+        source = model.model_validate({name: value for name, value in values.items() if name not in _OURS})
+        source.check_visible()
+        ours = {name: value for name, value in values.items() if name in _OURS}
+        found = StreamOptions.model_validate({**ours, "source": source})
     except ValidationError as error:
-        raise _explain(error, options) from None
+        raise _explain(error, options, fields, shown) from None
     _check_typed(found, set(options))
-    for conflict in found.conflicts():
+    for conflict in (*source.conflicts(), *found.conflicts()):
         if conflict.path:  # what is missing is said by who needs it
             raise conflict
     return found
 
 
-def write_options(settings: Options) -> dict[str, str]:
+def write_options(settings: ReaderSettings) -> dict[str, str]:
     """What the source of a pipeline's query is told of these settings: never a secret, because Spark shows it."""
-    options = {}
+    model = find_source(settings.detector).options_type
+    options, known = {}, _fields(model)
+    for name, meaning in model.spark_hidden.items():
+        settings = settings.but(**meaning) if getattr(settings, name) else settings
     for name, field in type(settings).model_fields.items():
-        if name not in _FIELDS or setting_of(name, field).secret or not settings.is_given(name):
+        if name not in known or setting_of(name, field).secret or not settings.is_given(name):
             continue
         value = getattr(settings, name)
         if isinstance(value, bool):
@@ -154,9 +153,8 @@ def write_options(settings: Options) -> dict[str, str]:
     return options
 
 
-def _read(name: str, text: str) -> Any:
+def _read(name: str, text: str, field: FieldInfo) -> Any:
     """A value of the option map for the model; None: it says nothing."""
-    field = StreamOptions.model_fields[_FIELDS[name]]
     if is_switch(field.annotation):
         if text.lower() not in ("true", "false"):
             raise ConfigError(f"option {name} is {text.lower()!r}", "Give true or false")
@@ -175,11 +173,12 @@ def _choices(annotation: Any) -> list[str]:
     return [one for part in parts if getattr(part, "__origin__", None) is Literal for one in get_args(part)]
 
 
-def _explain(error: ValidationError, options: Mapping[str, str]) -> ConfigError:
+def _explain(
+    error: ValidationError, options: Mapping[str, str], fields: Mapping[str, FieldInfo], names: Mapping[str, str]
+) -> ConfigError:
     first = error.errors(include_url=False, include_input=False)[0]
     name, context = str(first["loc"][0]), first.get("ctx", {})
-    field = StreamOptions.model_fields[_FIELDS[name]]
-    shown = {"db": "url", "slot_name": "slot"}.get(name, name)
+    field, shown = fields[name], names.get(name, name)
     if first["type"] == REFUSED:
         return ConfigError(f"option {shown}: {context['message']}", context["advice"])
     if choices := _choices(field.annotation):
@@ -197,10 +196,7 @@ def _check_typed(found: StreamOptions, given: set[str]) -> None:
         if wrong:
             raise ConfigError(f"option {wrong[0]} is for typed rows", "Name the table with option('table', ...)")
         return
-    if found.tables and split_table(found.table) not in {split_table(name) for name in found.tables}:
-        raise ConfigError(
-            f"table {found.table} is not among the tables to capture", "Add it to option tables, or leave that out"
-        )
+    found.source.check_table(found.table)
     for name in ("tx_metadata", "tx_markers", "schema_events"):
         if getattr(found, name):
             raise ConfigError(f"option {name} is for events", "Typed rows have the columns _xid, _ts and _ordinal")
@@ -214,7 +210,7 @@ def _check_typed(found: StreamOptions, given: set[str]) -> None:
 def check_kind(raw: Mapping[str, str], *, is_batch: bool) -> None:
     """Raise ConfigError for an option of spark.read at a stream, or the other way round."""
     given = {key.lower().replace("-", "_") for key in raw}
-    wrong = sorted(given - _BATCH - {"url", "table", *CHOICES} if is_batch else given & _BATCH)
+    wrong = sorted(given - _BATCH - {"url", "table", "detector", *CHOICES} if is_batch else given & _BATCH)
     if wrong:
         kinds = ("spark.readStream", "spark.read") if is_batch else ("spark.read", "spark.readStream")
         raise ConfigError(f"option {wrong[0]} is for {kinds[0]}, not for {kinds[1]}", "Leave it out")

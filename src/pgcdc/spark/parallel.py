@@ -4,8 +4,7 @@
     write the parts, durable and unseen (executors) → receipts → commit, ack (driver)
 
 Every key's changes stand in one part, in the order of the stream. What concerns more than one key (TRUNCATE, another
-schema, an update that changes the key) is a barrier: what was before it is committed before, what is behind it after. A sink
-that does not need that order gets parts as Spark reads them, and one commit.
+schema, an update that changes the key) is a barrier: what was before it is committed before, what is behind it after.
 
 Events travel in blocks of Arrow (docs/decisions/0009): Spark moves blocks between executors, never single events.
 """
@@ -17,10 +16,9 @@ import itertools
 import json
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -37,21 +35,10 @@ from pgcdc.sink.contract import ParallelSink, PartWriter, Receipt
 from pgcdc.sink.runner import Runner
 from pgcdc.spark.failure import Explain, explained
 from pgcdc.spool.reader import SpoolReader
+from pgcdc.transform.steps import map_in_arrow
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-
-__all__ = [
-    "LARGE_EVENTS",
-    "LargeBatch",
-    "LargeBatches",
-    "Piece",
-    "Segment",
-    "can_write_parts",
-    "count_events",
-    "plan_segments",
-    "write_parallel",
-]
 
 LARGE_EVENTS = 50_000
 """From here on a batch is large: below, one task and one commit are faster than all that."""
@@ -62,7 +49,6 @@ MAX_RUNS = 64
 TIMEOUT_EVENTS = 100_000
 """A sink's timeout is for so many events; for more it is that much longer."""
 
-_ArrowMap = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 _PIECES = pa.schema(
     [
         ("part", pa.int32()),
@@ -75,14 +61,7 @@ _PIECES = pa.schema(
         ("is_last", pa.bool_()),
     ]
 )
-_PIECES_DDL = (
-    "part INT, first STRING, last STRING, events BIGINT, is_serial BOOLEAN, number INT, block BINARY, is_last BOOLEAN"
-)
-
-
-def can_write_parts(member: Runner) -> bool:
-    """Whether executors may write to this sink: it can, and no rate limit wants its events one after the other."""
-    return member.sink.takes_executors and not member.options.rate_limit
+_RECEIPTS = pa.schema([("receipt", pa.string())])
 
 
 class LargeBatches:
@@ -97,65 +76,25 @@ class LargeBatches:
     def count(self, start: Position, end: Position) -> int:
         """About how many events (start, end] has, if that is a large batch; else 0, also if the index does not say."""
         try:
-            events = count_events(self._spool, start, end)
+            self._spool.refresh()
+            whole = itertools.takewhile(lambda record: record.end <= end, self._spool.after(start))
         except PgcdcError:  # it is only asked for speed: what is wrong with the spool is found by who reads it
             return 0
+        events = sum(record.rows for record in whole)
         self._spool.forget(start)
         return events if events >= self._large else 0
 
-    def open(
-        self,
-        frame: DataFrame,
-        start: Position,
-        end: Position,
-        events: int,
-        column: str = "line",
-        explain: Explain | None = None,
-    ) -> LargeBatch:
-        """The batch (start, end]. `frame`: see `write_parallel`; `column` has the lines that are wanted of it.
-
-        `explain` says what a failure of the frame itself means.
-        """
+    def open(self, frame: DataFrame, start: Position, end: Position, **more: Any) -> LargeBatch:
+        """The batch (start, end], cut where the shape of a table changes; `more` as for LargeBatch."""
         self._shapes.refresh()
         cuts = [change.position for change in self._shapes.between(start, end) if change.before is not None]
-        return LargeBatch(self._spark, frame, start, end, cuts=cuts, events=events, column=column, explain=explain)
-
-
-def count_events(spool: SpoolReader, start: Position, end: Position) -> int:
-    """About how many changes lie in (start, end], by the index alone: whole segments are counted."""
-    spool.refresh()
-    before_end = itertools.takewhile(lambda record: record.end <= end, spool.after(start))
-    return sum(record.rows for record in before_end)
-
-
-def write_parallel(
-    spark: SparkSession,
-    frame: DataFrame,
-    members: Sequence[Runner],
-    start: Position,
-    end: Position,
-    *,
-    cuts: Sequence[Position] = (),
-    events: int = 0,
-) -> list[Runner]:
-    """Have the executors write the batch (start, end] to these sinks, side by side. Returns those that need it otherwise.
-
-    `frame` has KEYED_BLOCKS, or a row per event with `position`, `line`, `key_hash` and `is_barrier`. `cuts` are places
-    where the shape of a table changes, `events` is about how many there are.
-    """
-    if not members:
-        return []
-    with LargeBatch(spark, frame, start, end, cuts=cuts, events=events) as batch:
-        with ThreadPoolExecutor(len(members), thread_name_prefix="parallel") as pool:
-            outcomes = [pool.submit(batch.write, member) for member in members]
-        return [member for member, outcome in zip(members, outcomes, strict=True) if not outcome.result()]
+        return LargeBatch(self._spark, frame, start, end, cuts=cuts, **more)
 
 
 # --- the driver's side
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What the driver knows of a block: its first and last position, and whether it must be written alone."""
 
     first: str
@@ -189,7 +128,7 @@ def plan_segments(
 
 
 class LargeBatch:
-    """One batch for several sinks: read and split once. A context manager; `write` may be called from any thread."""
+    """One batch for several sinks: read and split once. `write` may be called from any thread, then `close`."""
 
     def __init__(
         self,
@@ -203,6 +142,10 @@ class LargeBatch:
         column: str = "line",
         explain: Explain | None = None,
     ) -> None:
+        """`frame` has KEYED_BLOCKS, or a row per event with `position`, `key_hash`, `is_barrier` and lines in `column`.
+
+        `cuts` are places where the shape of a table changes, `explain` says what a failure of the frame itself means.
+        """
         self._spark = spark
         self._explain = explain
         self._column = column
@@ -214,12 +157,6 @@ class LargeBatch:
         self._lock = threading.Lock()
         self._pieces: DataFrame | None = None
         self._segments: list[Segment] = []
-
-    def __enter__(self) -> LargeBatch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let Spark forget what it keeps; after the last `write`."""
@@ -235,26 +172,16 @@ class LargeBatch:
         reached = max(member.ack, reached or member.ack)
         if reached >= self._end:
             return True
-        if not can_write_parts(member):
-            return False
-        try:
-            return self._write(member, cast(ParallelSink, member.sink), reached)
-        except SinkRejected:  # which events it is about is known where they are: the driver finds out
-            return False
-
-    def _write(self, member: Runner, sink: ParallelSink, reached: Position) -> bool:
-        if not sink.needs_key_order:
-            self._deliver(member, self._frame, Segment(self._start, self._end, self.events), reached)
-            return True
         pieces, segments = self._split()
         if len(segments) > MAX_SEGMENTS:
             return False
-        from pyspark.sql import functions as F
-
-        for segment in segments:
-            if reached < segment.end:
-                inside = (F.col("first") > str(segment.start)) & (F.col("first") <= str(segment.end))
-                self._deliver(member, pieces.where(inside), segment, reached)
+        try:
+            for segment in segments:
+                if reached < segment.end:
+                    inside = pieces.where(f"first > '{segment.start}' AND first <= '{segment.end}'")
+                    self._deliver(member, inside, segment, reached)
+        except SinkRejected:  # which events it is about is known where they are: the driver finds out
+            return False
         return True
 
     def _split(self) -> tuple[DataFrame, list[Segment]]:
@@ -262,9 +189,7 @@ class LargeBatch:
         with self._lock:
             if self._pieces is None:
                 count = max(2, self._spark.sparkContext.defaultParallelism)
-                split = _map_in_arrow(
-                    self._frame, _Split(count, tuple(map(str, self._cuts)), self._column), _PIECES_DDL
-                )
+                split = map_in_arrow(self._frame, _Split(count, tuple(map(str, self._cuts)), self._column), _PIECES)
                 pieces = split.repartitionById(count, "part").sortWithinPartitions("first", "number").persist()
                 try:
                     with explained(self._explain, "the batch cannot be split"):
@@ -273,8 +198,7 @@ class LargeBatch:
                     with contextlib.suppress(Exception):
                         pieces.unpersist()
                     raise
-                found = [Piece(row["first"], row["last"], row["events"], row["is_serial"]) for row in known]
-                self._segments = plan_segments(found, self._start, self._end, self._cuts)
+                self._segments = plan_segments((Piece(*row) for row in known), self._start, self._end, self._cuts)
                 self._pieces = pieces  # last: with it, the other sinks of the batch take the segments for known
             return self._pieces, self._segments
 
@@ -289,7 +213,7 @@ class LargeBatch:
             try:
                 writing = _Write(sink.part_writer(), str(begin), self._column)
                 with explained(self._explain, f"adapter {member.name} cannot be written to"):
-                    rows = _map_in_arrow(frame, writing, "receipt STRING").collect()
+                    rows = map_in_arrow(frame, writing, _RECEIPTS).collect()
             finally:
                 context.removeJobTag(tag)
             hit("parallel.written")
@@ -303,17 +227,6 @@ class LargeBatch:
         except SinkTimeout:
             context.cancelJobsWithTag(tag)  # so that the write ends, and the next one can start
             raise
-
-
-def _map_in_arrow(frame: DataFrame, function: _ArrowMap, schema: str) -> DataFrame:
-    """`frame.mapInArrow`, without its demand for pandas, which has no part in it."""
-    from pyspark.sql import DataFrame
-    from pyspark.sql.pandas.functions import vectorized_udf  # type: ignore[attr-defined]
-    from pyspark.util import PythonEvalType
-
-    udf = vectorized_udf(function, schema, PythonEvalType.SQL_MAP_ARROW_ITER_UDF)
-    column = udf(*[frame[name] for name in frame.columns])
-    return DataFrame(frame._jdf.mapInArrow(column._jc, False, None), frame.sparkSession)
 
 
 # --- the executors' side
@@ -359,14 +272,8 @@ class _Split:
         positions = events.column("position")
         known = [part, positions[0].as_py(), positions[-1].as_py(), events.num_rows, is_serial]
         for number, piece in enumerate(pack_block(events.select(["position", "line"]))):
-            row = [*([value] for value in [*known, number]), piece.column(0), piece.column(1)]
-            yield pa.RecordBatch.from_arrays(
-                [
-                    one if isinstance(one, pa.Array) else pa.array(one, field.type)
-                    for one, field in zip(row, _PIECES, strict=True)
-                ],
-                schema=_PIECES,
-            )
+            scalars = [pa.array([value], field.type) for value, field in zip([*known, number], _PIECES, strict=False)]
+            yield pa.RecordBatch.from_arrays([*scalars, *piece.columns], schema=_PIECES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,7 +299,7 @@ class _Write:
             return
         receipt = self.writer.write_part(context.partitionId() if context else 0, itertools.chain([first], events))
         if receipt is not None:
-            yield pa.RecordBatch.from_pydict({"receipt": [json.dumps(receipt)]})
+            yield pa.RecordBatch.from_pydict({"receipt": [json.dumps(receipt)]}, _RECEIPTS)
 
 
 def _open(batches: Iterable[pa.RecordBatch], column: str) -> Iterator[pa.RecordBatch]:

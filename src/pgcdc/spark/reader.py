@@ -33,8 +33,6 @@ from pgcdc.spark.capture_client import CaptureFeed, Feed, StaticFeed
 from pgcdc.spark.options import StreamOptions
 from pgcdc.spool.reader import SegmentSlice, SpoolReader, plan_end
 
-__all__ = ["RECORD_BATCH_BYTES", "ChangePartition", "ChangeReader", "group_slices"]
-
 LONG_POLL_S = 0.1
 MAX_BATCH_BYTES = 64 << 20
 PARTITION_BYTES = 8 << 20
@@ -71,11 +69,6 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """What the consumer had acknowledged when the query began."""
         self._told = self._acked
         """What was acknowledged since."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What travels to the executors in Spark's plan: never the database's URL, which may have a password."""
-        options = self._options.but(db="")
-        return {**self.__dict__, "_options": options}
 
     def initialOffset(self) -> dict[str, Any]:
         initial, ack = self._open().join()
@@ -172,7 +165,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     partition.schema_changes,
                     chains,
                 )
-            if batch is not None and chains and in_blocks:
+            if batch is not None and chains:
                 batch = drop_unwanted(batch)
             if batch is not None and batch.num_rows:
                 yield from pack_block(batch, name) if in_blocks else [batch]
@@ -229,7 +222,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _describe(self, feed: Feed, relations: list[Relation]) -> Described:
         """What is known of shapes besides, if the query asks for it: by the column `shape`, or by its chains."""
         needs_shapes = any(chain.needs_shapes for chain in parse_chains(self._options.chains))
-        if not {"shape", "relation"} & set(self._schema.fieldNames()) and not needs_shapes:
+        if "shape" not in self._schema.fieldNames() and not needs_shapes:
             return Described()
         assert self._shapes is not None
         self._shapes.refresh()

@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -27,16 +28,7 @@ from pgcdc.core.state import open_log
 if TYPE_CHECKING:
     from pyspark.conf import SparkConf
     from pyspark.sql import SparkSession
-
-__all__ = [
-    "check_java",
-    "check_running",
-    "register",
-    "session",
-    "settings",
-    "stop_session",
-    "with_settings",
-]
+    from pyspark.sql.streaming.query import StreamingQuery
 
 MINIMUM_JAVA = 17
 END_TIMEOUT_S = 3.0
@@ -110,14 +102,14 @@ def check_running(url: str) -> bool:
     return SparkContext._active_spark_context is None
 
 
-def stop_session(spark: SparkSession, timeout_s: float) -> None:
-    """End Spark; a sink that hangs in a batch must not keep us from ending."""
+def stop_within(timeout_s: float, what: SparkSession | StreamingQuery) -> None:
+    """End Spark or a query. One that does not end in time is left: a sink that hangs in a batch must not hang us."""
 
     def stop() -> None:
-        with contextlib.suppress(Exception):
-            spark.stop()
+        with contextlib.suppress(Exception):  # it has ended by itself, or Spark has
+            what.stop()
 
-    thread = threading.Thread(target=stop, name="stop-spark", daemon=True)
+    thread = threading.Thread(target=stop, name="stop", daemon=True)
     thread.start()
     thread.join(timeout_s)
 
@@ -127,6 +119,16 @@ def register(spark: SparkSession) -> None:
     from pgcdc.spark.source import ChangeSource
 
     spark.dataSource.register(ChangeSource)
+
+
+def start_session(url: str, app_name: str = "pgcdc", **how: Any) -> SparkSession:
+    """A session whose workers read this database. Ctrl-C stays ours: Spark's handler would cancel the running batch."""
+    os.environ["PGCDC_DB"] = url  # the workers inherit it: no secret goes through Spark's options
+    ours = signal.getsignal(signal.SIGINT)
+    spark = session(app_name, **how)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, ours)
+    return spark
 
 
 def session(

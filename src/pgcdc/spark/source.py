@@ -11,17 +11,14 @@ from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
 from pgcdc.core.errors import ConfigError
-from pgcdc.event.edits import parse_chains
-from pgcdc.event.events import EVENT_COLUMNS, EVENT_SCHEMA, KEY_COLUMNS, RELATION_COLUMNS, SHAPE_COLUMNS, TEXT_COLUMNS
-from pgcdc.event.forms import form_column
+from pgcdc.event.columns import EVENT_COLUMNS, EVENT_SCHEMA, KEY_COLUMNS, SHAPE_COLUMNS, TEXT_COLUMNS
+from pgcdc.event.forms import form_of
 from pgcdc.spark.options import check_kind, parse_options
 from pgcdc.spark.reader import ChangeReader
 
 if TYPE_CHECKING:
-    from pgcdc.spark.batch import BatchReader
-    from pgcdc.spark.table import TypedTable
-
-__all__ = ["ChangeSource"]
+    from pgcdc.event.typed import TypedTable
+    from pgcdc.spark.tables import BatchReader
 
 
 class ChangeSource(DataSource):
@@ -39,14 +36,14 @@ class ChangeSource(DataSource):
             return EVENT_SCHEMA
         # Spark does not say for whom it asks: what a read and a stream of the same options get is the same.
         if not options.metadata:
-            from pgcdc.spark.batch import load_live_table
+            from pgcdc.spark.tables import load_rows, own_schema
 
-            return load_live_table(options).own_schema
-        from pgcdc.spark.table import check_names, load_table
+            return own_schema(load_rows(options).columns)
+        from pgcdc.spark.tables import check_names, load_table, typed_schema
 
         self._table = load_table(options)  # the reader gets the same: Spark hands this object on
         check_names(self._table)
-        return self._table.schema(zset=options.rows.zset)
+        return typed_schema(self._table, zset=options.rows.zset)
 
     def reader(self, schema: StructType) -> BatchReader:
         options = parse_options(self.options)
@@ -55,44 +52,45 @@ class ChangeSource(DataSource):
                 "spark.read needs one table", "Name it with option('table', ...), or use spark.readStream"
             )
         check_kind(self.options, is_batch=True)
-        from pgcdc.spark.batch import BatchReader, load_live_table
+        from pgcdc.spark.tables import BatchReader, load_rows, whole_schema
 
-        table = load_live_table(options)
-        _compare(schema, {field.name: field.dataType.simpleString() for field in table.whole_schema}, table.title)
-        return BatchReader(options, schema, table)
+        rows = load_rows(options)
+        _compare(schema, {field.name: field.dataType.simpleString() for field in whole_schema(rows)}, rows.title)
+        return BatchReader(options, schema, rows)
 
     def streamReader(self, schema: StructType) -> ChangeReader:
         options = parse_options(self.options)
         check_kind(self.options, is_batch=False)
         if options.table is None:
-            _check_schema(schema, len(parse_chains(options.chains)))
+            _check_schema(schema)
             return ChangeReader(options, schema)
-        from pgcdc.spark.table import check_names, load_table
+        from pgcdc.spark.tables import check_names, load_table, narrow
         from pgcdc.spark.typed_reader import TypedReader
 
         table = self._table
         if table is None:  # the user gave the schema
             table = load_table(options)
             _check_typed(schema, table, zset=options.rows.zset)
-            table = table.narrowed_to(schema)
+            table = narrow(table, schema)
             check_names(table)
         return TypedReader(options, schema, table)
 
 
-def _check_schema(schema: StructType, chains: int) -> None:
+def _check_schema(schema: StructType) -> None:
     """A user's schema may leave columns out, and ask for JSON, keys and shapes; names and types are ours."""
-    chain_columns = {form_column(number): "string" for number in range(chains)}
-    known = {**EVENT_COLUMNS, **KEY_COLUMNS, **SHAPE_COLUMNS, **RELATION_COLUMNS, **TEXT_COLUMNS, **chain_columns}
+    known = {**EVENT_COLUMNS, **KEY_COLUMNS, **SHAPE_COLUMNS, **TEXT_COLUMNS}
     if schema.simpleString() in ("struct<block:binary,is_last:boolean>", "struct<keyed_block:binary,is_last:boolean>"):
         return
-    _compare(schema, known, "events")
+    if not any(form_of(name) for name in schema.fieldNames()):  # what a lane asks for is right
+        _compare(schema, known, "events")
 
 
 def _check_typed(schema: StructType, table: TypedTable, *, zset: bool) -> None:
     """A user's schema may leave columns out; their types are the table's."""
-    from pgcdc.spark.table import BEFORE
+    from pgcdc.event.typed import BEFORE
+    from pgcdc.spark.tables import typed_schema
 
-    known = {field.name: field.dataType.simpleString() for field in table.schema(zset=zset)}
+    known = {field.name: field.dataType.simpleString() for field in typed_schema(table, zset=zset)}
     before = next((field.dataType for field in schema if field.name == BEFORE), None)
     if isinstance(before, StructType) and not zset:
         _compare(before, {column.name: known[column.name] for column in table.columns}, f"table {table.title}")

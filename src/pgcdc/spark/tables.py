@@ -1,18 +1,111 @@
-"""Typed tables for Spark users: `read_table` and `read_tables` for their changes, `read_snapshot` for their rows."""
+"""Tables as queries of single ones see them: their columns at the query's place in the stream, in Spark's types.
+
+`read_table` and `read_tables` are for users, for changes; `read_snapshot` for rows, `describe` for what becomes of columns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
-from pgcdc.core.errors import ConfigError
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
+from pyspark.sql.types import (
+    ArrayType,
+    DataType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)  # fmt: skip
+
+from pgcdc.capture.control import CaptureGone, ControlClient
+from pgcdc.core.errors import ConfigError, ConversionError, SourceError
+from pgcdc.core.position import Position
+from pgcdc.core.shapes import ShapeChange, ShapeHistory
+from pgcdc.core.state import Lock, StateDir, read_json, write_json
+from pgcdc.event.typed import BEFORE, UNCHANGED, WEIGHT, TypedColumn, TypedTable, show_value
 from pgcdc.postgres.database import name_table, split_table
+from pgcdc.postgres.types.column import Rejected, TypeOptions, take_column
+from pgcdc.postgres.types.mapping import check_options
+from pgcdc.source.protocol import ColumnDescription, RowsOptions, TableRows
+from pgcdc.source.registry import make_source
+from pgcdc.spark.capture_client import driver_pid
+from pgcdc.spark.options import StreamOptions
 from pgcdc.spark.session import register
+from pgcdc.spool.consumers import Consumers
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["read_snapshot", "read_table", "read_tables"]
+RENAMED_ADVICE = (
+    "Read it under its new name: the same consumer goes on there. For another table that has the old name now, use a new "
+    "consumer"
+)
+_FIRST = {"_op": StringType(), "_lsn": LongType(), "_ordinal": LongType(), "_xid": LongType(), "_ts": TimestampType()}
+
+
+# --- in Spark's types
+
+
+def spark_type(arrow: pa.DataType) -> DataType:
+    """What Spark calls a type of `ColumnType.arrow`."""
+    return from_arrow_type(arrow, prefer_timestamp_ntz=True)
+
+
+def spark_name(arrow: pa.DataType) -> str:
+    """The same as Spark writes it."""
+    return spark_type(arrow).simpleString()
+
+
+def own_schema(columns: Iterable[TypedColumn]) -> StructType:
+    """The columns of a table itself."""
+    return StructType([StructField(column.name, spark_type(column.type.arrow)) for column in columns])
+
+
+def typed_schema(table: TypedTable, *, zset: bool) -> StructType:
+    """What Spark is told: the table's columns, then ours."""
+    own = own_schema(table.columns)
+    last = StructField(WEIGHT, IntegerType()) if zset else StructField(BEFORE, own)
+    first = [StructField(name, kind) for name, kind in _FIRST.items()]
+    return StructType([*own, *first, last, StructField(UNCHANGED, ArrayType(StringType()))])
+
+
+def narrow(table: TypedTable, schema: StructType) -> TypedTable:
+    """The same table for a query that asks for these columns only."""
+    old = next((field.dataType for field in schema if field.name == BEFORE), None)
+    before = tuple(old.fieldNames()) if isinstance(old, StructType) else ()
+    asked = {*schema.fieldNames(), *before}
+    columns = tuple(column for column in table.columns if column.name in asked)
+    return replace(table, columns=columns, is_whole=False, before=before)
+
+
+def check_names(table: TypedTable) -> None:
+    """Raise ConfigError for columns that Spark could not tell apart from others."""
+    taken = {*_FIRST, BEFORE, UNCHANGED, WEIGHT}
+    for column in table.columns:
+        if column.name.lower() in taken:
+            raise ConfigError(
+                f"table {table.title} has a column {column.name}, which is a name that typed rows use themselves",
+                "Read it as events (leave option `table` out), or ask for its other columns with .schema(...)",
+            )
+    lower = [column.name.lower() for column in table.columns]
+    for name in lower:
+        if lower.count(name) > 1:
+            raise ConfigError(
+                f"table {table.title} has two columns named {name}, different only in upper and lower case",
+                "Ask for one of them with .schema(...), or read it as events (leave option `table` out)",
+            )
+
+
+# --- for users
 
 
 def read_table(spark: SparkSession, table: str, **options: str) -> DataFrame:
@@ -50,3 +143,158 @@ def read_tables(spark: SparkSession, tables: Iterable[str], **options: str) -> d
         name: read_table(spark, name, consumer=f"{prefix}:{title}" if prefix else title, **given)
         for name, title in zip(names, titles, strict=True)
     }
+
+
+def describe(
+    url: str,
+    table: str,
+    *,
+    json: str = "string",
+    numeric: str = "decimal",
+    out_of_range: str = "error",
+    arrays: str = "array",
+    composites: str = "struct",
+) -> list[ColumnDescription]:
+    """The columns of a table, and what they become in Spark with these options (docs/types.md)."""
+    types = check_options(TypeOptions(json, numeric, out_of_range, arrays, composites))
+    return make_source({"db": url}, "postgres").describe(table, types, spark_name)
+
+
+# --- the place of the query
+
+
+def load_table(options: StreamOptions) -> TypedTable:
+    """The table as it is where the query begins or goes on: from the history if that place has one, else as the query was
+    begun, else as it is now.
+
+    Raises with advice if there is no such table, or if it cannot be read in that form.
+    """
+    assert options.table is not None
+    namespace, name = split_table(options.table)
+    state = StateDir(options.state_dir)
+    change = _shape_here(options, state, namespace, name)
+    notes = (read_json(_notes(state, options.consumer)) or {}).get(name_table(namespace, name))
+    noted = [(column, oid, typmod) for column, oid, typmod in notes] if notes is not None else None
+    columns = make_source(options.source).typed_columns(
+        state, (namespace, name), options.types, change=change, noted=noted, zset=options.rows.zset
+    )
+    return TypedTable(namespace, name, columns, before=tuple(column.name for column in columns))
+
+
+def remember_table(state: StateDir, consumer: str, table: TypedTable) -> None:
+    """Write down the columns with which a query began: what follows may not have been read when it is loaded again."""
+    columns = [[column.name, column.type_oid, column.typmod] for column in table.columns]
+    path = _notes(state, consumer)
+    noted = {**(read_json(path) or {}), table.title: columns}
+    path.parent.mkdir(exist_ok=True)
+    write_json(path, noted)
+
+
+def _notes(state: StateDir, consumer: str) -> Path:
+    return state.path / "typed" / f"{quote(consumer, safe='')}.json"
+
+
+def _shape_here(options: StreamOptions, state: StateDir, namespace: str, name: str) -> ShapeChange | None:
+    """The shape in force where the query goes on; if the table was not seen before that place, the first one behind it."""
+    history = ShapeHistory(state.shapes_file)
+    history.refresh()
+    place = Position.parse(options.start) if options.start else _acknowledged(state, options.consumer)
+    if place is None:
+        return None
+    found = history.in_force(namespace, name, place) or history.next(namespace, name, place)
+    if found is None or (found.after.namespace, found.after.name) == (namespace, name):
+        return found
+    now = name_table(found.after.namespace, found.after.name)
+    raise SourceError(f"table {name_table(namespace, name)} was renamed to {now} at {found.position}", RENAMED_ADVICE)
+
+
+def _acknowledged(state: StateDir, consumer: str) -> Position | None:
+    """How far the consumer has come; where the slot stands, if it is new; None if there is no slot yet."""
+    holder = Lock.holder(state.capture_lock)
+    if holder and "address" in holder:
+        with contextlib.suppress(CaptureGone), contextlib.closing(ControlClient(holder["address"])) as client:
+            known = client.status()["consumers"]
+            if consumer in known:
+                return Position.parse(known[consumer]["ack"])
+    identity = state.identity()
+    if identity is None or not identity.created:
+        return None
+    consumers = Consumers(state.consumers_file)
+    return consumers[consumer].ack if consumer in consumers else Position.end(consumers.confirmed_lsn)
+
+
+# --- the rows that a table has: spark.read.format("pgcdc")
+#
+# Spark plans a DataFrame once, however often it is read: all its reads are of the same snapshot (or, of a table that one
+# task reads, each of its own moment).
+#
+# No filters are pushed down, though Spark has a method for it: Spark 4.3 keeps the filters of the last query for all queries
+# of the same DataFrame, so that `df.filter(a).union(df.filter(b))` has the rows of b twice. The option `where` filters.
+
+SNAPSHOT = "SNAPSHOT"
+"""`_op` of a row that was there already."""
+
+
+def load_rows(options: StreamOptions) -> TableRows:
+    """The table that is to be read. Raises with advice if there is no such table."""
+    assert options.table is not None
+    return make_source(options.source).snapshot(options.table, options.types)
+
+
+def whole_schema(rows: TableRows) -> StructType:
+    """The table's columns with those of typed changes, as far as it has none of that name itself."""
+    own, columns = own_schema(rows.columns), {column.name for column in rows.columns}
+    typed = typed_schema(TypedTable("", "", rows.columns), zset=False)
+    return StructType([*own, *(one for one in typed if one.name not in columns)])
+
+
+@dataclass
+class RowsPartition(InputPartition):
+    """What one task reads: `part` is the source's."""
+
+    part: Any
+
+
+class BatchReader(DataSourceReader):
+    """Reads a table. Picklable: it travels to the executors, without a password."""
+
+    def __init__(self, options: StreamOptions, schema: StructType, rows: TableRows) -> None:
+        self._batch = options.part(RowsOptions)
+        self._rows = rows
+        self._arrow = to_arrow_schema(schema, timezone="UTC")
+        by_name = {column.name: column.type for column in rows.columns}
+        asked = [name for name in schema.fieldNames() if name in by_name]
+        # What the user did not ask for of the key is read as well, for the message about a value that has no place.
+        self._names = [*asked, *(name for name in rows.key if name not in asked)] or [rows.columns[0].name]
+        self._types = {name: by_name[name] for name in self._names}
+
+    def partitions(self) -> list[RowsPartition]:
+        return [RowsPartition(part) for part in self._rows.plan(self._names, self._batch, driver_pid())]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        if not isinstance(partition, RowsPartition):
+            return  # Spark's own, for a table of no partitions
+        for values in self._rows.read(partition.part, self._names, self._batch.where):
+            count = len(values) // len(self._names)
+            arrays = [
+                self._column(one.name, values) if one.name in self._types else _metadata(one, count)
+                for one in self._arrow
+            ]
+            yield pa.RecordBatch.from_arrays(arrays, schema=self._arrow)
+
+    def _column(self, name: str, values: pa.Array) -> pa.Array:
+        try:
+            return self._types[name].convert(take_column(values, len(self._names), self._names.index(name)))
+        except Rejected as problem:
+            width = len(self._names)
+            row = values.slice(problem.index * width, width).to_pylist()
+            shown = {column: show_value(value) for column, value in zip(self._names, row, strict=True)}
+            key = ", ".join(f"{column}={shown[column]}" for column in self._rows.key)
+            where = f"column {name} of {self._rows.title}{f', key {key}' if key else ''}"
+            raise ConversionError(f"{where}: {problem.reason}", problem.advice) from problem
+
+
+def _metadata(one: pa.Field, rows: int) -> pa.Array:
+    if one.name == "_op":
+        return pa.repeat(pa.scalar(SNAPSHOT, one.type), rows)
+    return pa.nulls(rows, one.type)

@@ -20,16 +20,14 @@ from pgcdc.core.position import SCHEMA_SUB, Kind, Position
 from pgcdc.core.relation import Relation
 from pgcdc.core.shapes import ShapeChange
 from pgcdc.core.state import StateDir
-from pgcdc.event.shape_diff import diff_shapes
-from pgcdc.event.typed import heartbeat_batch, typed_batch
+from pgcdc.event.shape import diff_shapes
+from pgcdc.event.typed import LOAD_AGAIN, TypedTable, heartbeat_batch, typed_batch
 from pgcdc.postgres.database import name_table
 from pgcdc.spark.capture_client import Feed
 from pgcdc.spark.options import StreamOptions
 from pgcdc.spark.reader import RECORD_BATCH_BYTES, ChangePartition, ChangeReader, group_slices
-from pgcdc.spark.table import LOAD_AGAIN, RENAMED_ADVICE, TypedTable, remember_table
+from pgcdc.spark.tables import RENAMED_ADVICE, remember_table
 from pgcdc.spool.reader import SegmentSlice, read_slice
-
-__all__ = ["TypedPartition", "TypedReader"]
 
 CLOCK_POLL_S = 1.0
 

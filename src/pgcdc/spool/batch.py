@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Relations
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 from pgcdc.spool.segment import read_segment
-
-__all__ = ["CaptureBatch", "Part", "split_batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,16 @@ class Part:
     """Ordinal and sub-ordinal of its last row."""
     batch: pa.RecordBatch | None
     path: Path | None = None
+
+    @staticmethod
+    def of(rows: pa.RecordBatch) -> Part:
+        """Rows in memory; there is at least one."""
+        last = (rows.column("ordinal")[-1].as_py(), rows.column("sub")[-1].as_py())
+        return Part(rows.num_rows, rows.nbytes, last, rows)
+
+    def load_batch(self) -> pa.RecordBatch:
+        """The rows in one piece."""
+        return self.batch if self.batch is not None else self.load().combine_chunks().to_batches()[0]
 
     def load(self) -> pa.Table:
         """The rows as a table in the CHANGES schema."""
@@ -48,6 +57,8 @@ class CaptureBatch:
     told: Mapping[int, int] = field(default_factory=dict)
     """Tables (oid) that the server has described: 1 for the first time on its connection, before the table's changes here;
     2 once more, somewhere between them. It does so after whatever was done to a table."""
+    token: bytes = b""
+    """What the source needs to go on behind `last_lsn`: a GTID set, say. Empty: the number is enough."""
 
     @property
     def rows(self) -> int:
@@ -68,24 +79,23 @@ class CaptureBatch:
 _NO_TRANSACTIONS = pa.RecordBatch.from_pylist([], schema=TRANSACTIONS)
 
 
+def count_rows(transactions: pa.RecordBatch, counts: Sequence[int] | npt.NDArray[np.int64]) -> pa.RecordBatch:
+    """The transactions with so many rows each."""
+    index = TRANSACTIONS.get_field_index("rows")
+    return transactions.set_column(index, TRANSACTIONS.field(index), pa.array(counts, pa.int64()))
+
+
 def split_batch(batch: CaptureBatch, commit: int) -> tuple[CaptureBatch | None, CaptureBatch]:
     """The transactions up to `commit`, if there are any, and the others. There are others: the batch ends behind it."""
-    count = int(np.searchsorted(batch.transactions.column("commit").to_numpy(), commit, side="right"))
+    commits = batch.transactions.column("commit").to_numpy()
+    count = int(np.searchsorted(commits, commit, side="right"))
     if batch.part is None or count == 0:
         return None, batch
-    rows = int(batch.transactions.column("rows").to_numpy()[:count].sum())
-    data = batch.part.load().combine_chunks().to_batches()[0]
-    pieces = []
-    for transactions, changes in (
-        (batch.transactions.slice(0, count), data.slice(0, rows)),
-        (batch.transactions.slice(count), data.slice(rows)),
-    ):
-        last = (changes.column("ordinal")[-1].as_py(), changes.column("sub")[-1].as_py())
-        part = Part(changes.num_rows, changes.nbytes, last, changes)
-        end_lsn = transactions.column("commit")[-1].as_py()
-        pieces.append((part, transactions, end_lsn))
-    (first, earlier, before_lsn), (second, later, _) = pieces
+    rows, lsn = int(batch.transactions.column("rows").to_numpy()[:count].sum()), int(commits[count - 1])
+    data = batch.part.load_batch()
+    first, rest = Part.of(data.slice(0, rows)), Part.of(data.slice(rows))
+    earlier, later = batch.transactions.slice(0, count), batch.transactions.slice(count)
     return (
-        CaptureBatch(first, earlier, batch.relations, Position.end(before_lsn), before_lsn, batch.told),
-        CaptureBatch(second, later, batch.relations, batch.end, batch.last_lsn, batch.told),
+        replace(batch, part=first, transactions=earlier, end=Position.end(lsn), last_lsn=lsn, token=b""),
+        replace(batch, part=rest, transactions=later),
     )

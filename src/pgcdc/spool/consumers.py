@@ -1,12 +1,13 @@
 """Who reads the spool, and how far each one has made things durable.
 
-The minimum of all acks is what may be confirmed. It is written here durably *before* it is confirmed to PostgreSQL, so that
+The minimum of all acks is what may be confirmed. It is written here durably *before* it is confirmed to the source, so that
 a slot which is ahead of this file was moved by somebody else.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,7 @@ from typing import Any
 from pgcdc.core.errors import ConfigError, GapError
 from pgcdc.core.position import Position
 from pgcdc.core.state import read_json, write_json_durably
-
-__all__ = ["MAIN", "Consumer", "Consumers", "is_side_lane"]
+from pgcdc.spool.index import NO_TOKEN, Token
 
 MAIN = "main"
 """The consumer of `pgcdc listen`."""
@@ -23,7 +23,7 @@ _SIDE_LANE = re.compile(rf"{MAIN}~.+~[0-9]+")
 
 
 def is_side_lane(name: str) -> bool:
-    """Whether a consumer is one of `pgcdc listen` for a single adapter (`stream/membership.py`)."""
+    """Whether a consumer is one of `pgcdc listen` for a single adapter (`run/roster.py`)."""
     return _SIDE_LANE.fullmatch(name) is not None
 
 
@@ -47,6 +47,9 @@ class Consumers:
         self.confirmed_lsn: int = raw.get("confirmed_lsn", 0)
         self._floor = Position.parse(raw["floor"]) if "floor" in raw else Position.at(0, 0)
         """What was let go of while there were other consumers: nobody can begin before it."""
+        commit, value = raw.get("token", (0, ""))
+        self.token = Token(commit, bytes.fromhex(value))
+        """The last one of what was confirmed."""
         self._dirty = False
         self._consumers = {
             name: Consumer(Position.parse(one["initial"]), Position.parse(one["ack"]), one["confirmable"])
@@ -63,18 +66,18 @@ class Consumers:
         """All known consumers."""
         return sorted(self._consumers)
 
-    def join_at(self, name: str, start: Position) -> Consumer:
-        """The same as `join`, for one who knows where it begins. GapError: that is not kept any more."""
-        if name not in self._consumers and start < self.base:
-            raise GapError(
-                f"consumer {name!r} cannot begin at {start}: changes are kept only after {self.base}",
-                "Let it begin with what is there, with a new target",
-            )
-        return self.join(name, start)
+    def join(self, name: str, start: Position | None = None) -> Consumer:
+        """The consumer of that name; a new one begins at `start`, or with all that is kept. Durable when this returns.
 
-    def join(self, name: str, start: Position) -> Consumer:
-        """The consumer of that name; a new one begins at `start`. Durable when this returns."""
+        GapError: what is behind `start` is not kept.
+        """
         if name not in self._consumers:
+            start = self.base if start is None else start
+            if start < self.base:
+                raise GapError(
+                    f"consumer {name!r} cannot begin at {start}: changes are kept only after {self.base}",
+                    "Let it begin with what is there, with a new target",
+                )
             self._consumers[name] = Consumer(start, start, start.confirmable)
             self._save()
         return self._consumers[name]
@@ -93,21 +96,24 @@ class Consumers:
         consumer = self._consumers.get(name)
         if consumer is None:
             raise ConfigError(
-                f"consumer {name!r} was forgotten while its query ran", "Stop the query, or start it anew"
+                f"consumer {name!r} was forgotten while its query ran",
+                "Stop the query, or start it again with a new checkpoint",
             )
         if position > consumer.ack:
             consumer.ack = position
             consumer.confirmable = max(consumer.confirmable, position.confirmable)
             self._dirty = True
 
-    def confirmable(self) -> int:
-        """What may be confirmed to PostgreSQL now; durable here when this returns."""
+    def confirmable(self, token_at: Callable[[int], Token] = lambda commit: NO_TOKEN) -> int:
+        """What may be confirmed to the source now; durable here when this returns, with the last token of it."""
         if not self._consumers:
             return self.confirmed_lsn
         lsn = min(consumer.confirmable for consumer in self._consumers.values())
+        token = token_at(lsn)
         if lsn > self.confirmed_lsn:
-            self.confirmed_lsn = lsn
-            self._dirty = True
+            self.confirmed_lsn, self._dirty = lsn, True
+        if token.commit > self.token.commit:  # also later: an ack may be ahead of what was read again
+            self.token, self._dirty = token, True
         if self._dirty:
             self._save()
         return self.confirmed_lsn
@@ -122,7 +128,7 @@ class Consumers:
 
     def begin(self, lsn: int) -> None:
         """A new slot: it has confirmed `lsn`, and nobody reads yet."""
-        self.confirmed_lsn = lsn
+        self.confirmed_lsn, self.token = lsn, NO_TOKEN
         self._floor = Position.at(0, 0)
         self._save()
 
@@ -131,6 +137,7 @@ class Consumers:
         return {
             "confirmed_lsn": self.confirmed_lsn,
             "floor": str(self._floor),
+            **({"token": [self.token.commit, self.token.value.hex()]} if self.token.value else {}),
             "consumers": {
                 name: {"initial": str(one.initial), "ack": str(one.ack), "confirmable": one.confirmable}
                 for name, one in self._consumers.items()

@@ -13,35 +13,34 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from pgcdc.core.errors import SpoolError
-from pgcdc.core.journal import decode_lines, encode_line
+from pgcdc.core.journal import decode_lines
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Relation
 from pgcdc.spool.schema import TRANSACTIONS
-from pgcdc.spool.segment import Written
-
-__all__ = [
-    "IndexRecord",
-    "chunk_number",
-    "chunk_path",
-    "encode_record",
-    "encode_relation",
-    "list_chunks",
-    "load_transactions",
-    "parse_records",
-    "parse_relations",
-    "scan_records",
-]
+from pgcdc.spool.segment import ADVICE, Written
 
 _FRAME = struct.Struct("!IIII")  # magic, header bytes, body bytes, CRC-32 of both
 _MAGIC = 0x70674344
+_OF_SEGMENT = ("file", "written", "rows", "relations")
 
 
 Place = tuple[int, int, int]
 """Number of the chunk, and where in it a record begins and ends."""
+
+
+class Token(NamedTuple):
+    """What a source said of a transaction, to go on behind it. Only the source can read the value."""
+
+    commit: int
+    value: bytes
+
+
+NO_TOKEN = Token(0, b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +54,24 @@ class IndexRecord:
     transactions: pa.RecordBatch | None = None
     relations: int = 0
     """How many relations were known: the segment names none beyond."""
-    place: Place | None = None
+    place: Place = (0, 0, 0)
     """Where it stands, for a reader that loads the transactions only when it needs them."""
     is_base: bool = False
     """The first record of a chunk: everything up to `end` stood in earlier chunks."""
+    token: bytes = b""
+    """What the source needs to go on behind `end`, if a number is not enough for it."""
 
 
 def encode_record(record: IndexRecord) -> bytes:
     """The framed bytes of one record."""
-    header = {"end": str(record.end)}
+    header: dict[str, Any] = {"end": str(record.end)}
     if record.is_base:
-        header["base"] = "1"
+        header["base"] = True
+    if record.token:
+        header["token"] = record.token.hex()
     body = b""
     if record.file is not None and record.transactions is not None:
-        header |= {
-            "file": record.file,
-            "bytes": str(record.written[0]),
-            "crc": str(record.written[1]),
-            "rows": str(record.rows),
-            "relations": str(record.relations),
-        }
+        header |= {name: getattr(record, name) for name in _OF_SEGMENT}
         body = record.transactions.serialize().to_pybytes()
     head = json.dumps(header, separators=(",", ":")).encode()
     crc = zlib.crc32(body, zlib.crc32(head))
@@ -104,43 +101,33 @@ def load_transactions(data: bytes, record: IndexRecord, where: str) -> bytes:
         if replace(_decode(header), place=record.place) == record:
             return body
         break
-    raise SpoolError(f"index {where} does not hold segment {record.file} any more", _ADVICE)
+    raise SpoolError(f"index {where} no longer holds segment {record.file}", ADVICE)
 
 
-def _frames(data: bytes, where: str) -> Iterator[tuple[dict[str, str], bytes, int]]:
+def _frames(data: bytes, where: str) -> Iterator[tuple[dict[str, Any], bytes, int]]:
     """Header, body and end of every complete record."""
     offset = 0
     while len(data) - offset >= _FRAME.size:
         magic, head_size, body_size, crc = _FRAME.unpack_from(data, offset)
         if magic != _MAGIC:
-            raise SpoolError(f"index {where} is damaged at byte {offset}", _ADVICE)
+            raise SpoolError(f"index {where} is damaged at byte {offset}", ADVICE)
         begin = offset + _FRAME.size
         end = begin + head_size + body_size
         if end > len(data):
             return
         if zlib.crc32(data[begin:end]) != crc:
-            raise SpoolError(f"index {where} is damaged at byte {offset}: its checksum does not match", _ADVICE)
+            raise SpoolError(f"index {where} is damaged at byte {offset}: its checksum does not match", ADVICE)
         header = json.loads(data[begin : begin + head_size])
         yield header, data[begin + head_size : end], end
         offset = end
 
 
-def _decode(header: dict[str, str]) -> IndexRecord:
-    position = Position.parse(header["end"])
+def _decode(header: dict[str, Any]) -> IndexRecord:
+    position, token = Position.parse(header["end"]), bytes.fromhex(header.get("token", ""))
     if "file" not in header:
-        return IndexRecord(position, is_base="base" in header)
-    return IndexRecord(
-        position,
-        header["file"],
-        (int(header["bytes"]), int(header["crc"])),
-        int(header["rows"]),
-        relations=int(header["relations"]),
-    )
-
-
-def encode_relation(relation: Relation) -> bytes:
-    """One line of `relations.jsonl`: a checksum and the descriptor."""
-    return encode_line(relation.to_json())
+        return IndexRecord(position, is_base="base" in header, token=token)
+    size, crc = header["written"]
+    return IndexRecord(position, header["file"], (size, crc), header["rows"], None, header["relations"], token=token)
 
 
 def parse_relations(data: bytes) -> list[tuple[Relation, int]]:
@@ -165,9 +152,3 @@ def chunk_number(path: Path) -> int:
 def list_chunks(folder: Path) -> list[Path]:
     """All chunk files, oldest first."""
     return sorted(folder.glob("index-*.log"), key=chunk_number)
-
-
-_ADVICE = (
-    "Stop pgcdc, delete the folder `spool` in the state directory and start again: "
-    "everything that is not delivered yet is read again from the slot"
-)

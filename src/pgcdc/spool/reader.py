@@ -25,13 +25,11 @@ from pgcdc.spool.index import (
     load_transactions,
     parse_relations,
     scan_records,
-)
+)  # fmt: skip
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 from pgcdc.spool.segment import Written, open_segment
 
 Column = npt.NDArray[Any]
-
-__all__ = ["SegmentSlice", "SpoolReader", "plan_end", "read_slice"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,6 @@ class SpoolReader:
                 self._chunk, self._offset = later[0] - 1, 0
             return
         for record in scan_records(data, path.name, self._chunk, self._offset):
-            assert record.place is not None
             self._offset = record.place[2]
             self._take(record)
 
@@ -112,31 +109,25 @@ class SpoolReader:
 
     def slices(self, start: Position, end: Position) -> list[SegmentSlice]:
         """What to read for (start, end], in order. The caller made sure that `end` has been reached."""
-        self._check_start(start)
-        first = bisect.bisect_right(self.records, start, key=lambda record: record.end)
-        wanted = []
-        previous = self.records[first - 1].end if first else self.base
-        for record in self.records[first:]:
-            if previous >= end:
-                break
-            wanted.append((record, not previous.is_end))
-            previous = record.end
+        records = self.after(start)
+        first = len(self.records) - len(records)
+        ends = [self.records[first - 1].end if first else self.base, *(record.end for record in records)]
+        wanted = list(itertools.takewhile(lambda one: one[1] < end, zip(records, ends, strict=False)))
         found = []
         tables = self._load([record for record, _ in wanted])
-        for (record, continues), transactions in zip(wanted, tables, strict=True):
+        for (record, previous), transactions in zip(wanted, tables, strict=True):
             assert record.file is not None
             path = str((self._folder / record.file).resolve())
-            found.append(SegmentSlice(path, record.written, transactions, start, end, continues))
+            found.append(SegmentSlice(path, record.written, transactions, start, end, not previous.is_end))
         return found
 
     def _load(self, records: list[IndexRecord]) -> Iterator[bytes]:
         """The serialized transactions of these records."""
-        for chunk, group in itertools.groupby(records, key=lambda record: record.place[0] if record.place else 0):
+        for chunk, group in itertools.groupby(records, key=lambda record: record.place[0]):
             path = chunk_path(self._folder, chunk)
             try:
                 with open(path, "rb") as file:
                     for record in group:
-                        assert record.place is not None
                         file.seek(record.place[1])
                         yield load_transactions(file.read(record.place[2] - record.place[1]), record, path.name)
             except FileNotFoundError as error:
@@ -146,16 +137,13 @@ class SpoolReader:
 
     def after(self, start: Position) -> list[IndexRecord]:
         """The segments that hold changes after `start`."""
-        self._check_start(start)
-        return self.records[bisect.bisect_right(self.records, start, key=lambda record: record.end) :]
-
-    def _check_start(self, start: Position) -> None:
         if start < self.base:
             raise GapError(
                 f"the query wants to go on from {start}, but changes are kept only after {self.base}",
-                "Its checkpoint is older than what was confirmed to PostgreSQL. Restore the checkpoint that belongs to "
+                "Its checkpoint is older than what was confirmed to the source. Restore the checkpoint that belongs to "
                 "this state directory, or start with a new state directory and a new slot",
             )
+        return self.records[bisect.bisect_right(self.records, start, key=lambda record: record.end) :]
 
     def relations(self) -> list[Relation]:
         """All relations, by version."""

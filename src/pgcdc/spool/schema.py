@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-__all__ = ["CHANGES", "TRANSACTIONS"]
-
-
 CHANGES = pa.schema(
     [
         pa.field("ordinal", pa.int64(), nullable=False),

@@ -11,27 +11,25 @@ from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
-
 from pgcdc.core.errors import SpoolError
 from pgcdc.core.failpoint import hit
+from pgcdc.core.journal import encode_line
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Relations
 from pgcdc.core.state import write_all
-from pgcdc.spool.batch import CaptureBatch, Part
+from pgcdc.spool.batch import CaptureBatch, Part, count_rows
 from pgcdc.spool.index import (
+    NO_TOKEN,
     IndexRecord,
+    Token,
     chunk_number,
     chunk_path,
     encode_record,
-    encode_relation,
     list_chunks,
     parse_records,
     parse_relations,
-)
-from pgcdc.spool.segment import Written, checksum_file, write_segment
-
-__all__ = ["SpoolWriter"]
+)  # fmt: skip
+from pgcdc.spool.segment import checksum_file, write_segment
 
 CHUNK_BYTES = 1 << 20
 
@@ -39,13 +37,13 @@ CHUNK_BYTES = 1 << 20
 class SpoolWriter:
     """Owns the spool's folder. One writer at a time: the capture process holds the slot's lock."""
 
-    def __init__(self, folder: Path, base: Position) -> None:
+    def __init__(self, folder: Path, base: Position, token: Token = NO_TOKEN) -> None:
         """Open the spool, keep what is sound, and cut off the rest. `base` is what nobody needs again: an empty spool begins
-        there, and segments up to there may be gone."""
+        there, and segments up to there may be gone. `token` is the last one that is known of what stands before."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._records: deque[tuple[int, IndexRecord]] = deque()  # (chunk, record with a file), not yet released
-        self._commit_times: deque[int] = deque()  # of the same records
+        self._held: deque[tuple[int, int, IndexRecord]] = deque()
+        """Segments that are not released: the chunk, when their first transaction was committed, and the record."""
         self._bases: dict[int, Position] = {}
         """Where each chunk of the index begins."""
         self._chunk = 0
@@ -57,6 +55,8 @@ class SpoolWriter:
         self.end = base
         self.resume_lsn = base.commit
         """END lsn of the last transaction that is here completely: where the stream has to go on."""
+        self._tokens = deque([token])
+        """Of transactions that are here, and the last one before; in their order."""
         self._recover(base)
         self._index = open(chunk_path(folder, self._chunk), "ab", buffering=0)  # noqa: SIM115
         for stray in {*folder.glob("pending-*"), *folder.glob("*.partial")}:
@@ -79,30 +79,49 @@ class SpoolWriter:
     def _append(self, batch: CaptureBatch) -> None:
         if self._chunk_size >= CHUNK_BYTES:
             self._start_chunk(self._chunk + 1)
-        record = IndexRecord(batch.end)
+        token = batch.token if batch.end.is_end else b""
+        record = IndexRecord(batch.end, token=token)
         if batch.part is not None:
             self._write_relations()
             name = f"seg-{self._next_segment:012d}.arrow"
             self._next_segment += 1
-            written = self._publish(batch, self._folder / name)
-            record = IndexRecord(batch.end, name, written, batch.part.rows, batch.transactions, len(self.relations))
+            path = self._folder / name
+            if batch.part.path is not None:
+                os.replace(batch.part.path, path)
+                written = checksum_file(path)
+            else:
+                assert batch.part.batch is not None
+                written = write_segment(path, batch.part.batch)
+            rows, known = batch.part.rows, len(self.relations)
+            record = IndexRecord(batch.end, name, written, rows, batch.transactions, known, token=token)
             self._hold(self._chunk, record)
-            self.bytes_held += written[0]
         hit("spool.before_index")
         self._append_record(record)
         hit("spool.after_index")
-        self._move_end(batch.end)
+        self._move_end(batch.end, token)
 
     def _hold(self, chunk: int, record: IndexRecord) -> None:
         """Remember a segment until it is released; of its transactions, only when the first one was committed."""
         assert record.transactions is not None
-        self._commit_times.append(record.transactions.column("commit_time")[0].as_py())
-        self._records.append((chunk, replace(record, transactions=None)))
+        commit_us = record.transactions.column("commit_time")[0].as_py()
+        self._held.append((chunk, commit_us, replace(record, transactions=None)))
+        self.bytes_held += record.written[0]
 
-    def _move_end(self, end: Position) -> None:
+    def _move_end(self, end: Position, token: bytes = b"") -> None:
         self.end = end
         if end.is_end:
             self.resume_lsn = end.commit
+        if token and end.commit > self._tokens[0].commit:  # what a crash left of the index may be older
+            self._tokens.append(Token(end.commit, token))
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the source needs more than a number to go on."""
+        return len(self._tokens) > 1 or bool(self._tokens[0].value)
+
+    def token_at(self, commit: int) -> Token:
+        """The last one of a transaction up to there: what comes behind it can be had from the source with it."""
+        return next((one for one in reversed(self._tokens) if one.commit <= commit), self._tokens[0])
 
     @property
     def state(self) -> Position:
@@ -111,13 +130,14 @@ class SpoolWriter:
 
     def release(self, base: Position) -> None:
         """Delete the segments that everybody is past of."""
-        while self._records and self._records[0][1].end <= base:
-            _, record = self._records.popleft()
-            self._commit_times.popleft()
+        while len(self._tokens) > 1 and self._tokens[1].commit <= base.commit:
+            self._tokens.popleft()
+        while self._held and self._held[0][2].end <= base:
+            _, _, record = self._held.popleft()
             assert record.file is not None
             (self._folder / record.file).unlink(missing_ok=True)
             self.bytes_held -= record.written[0]
-        oldest = self._records[0][0] if self._records else self._chunk
+        oldest = self._held[0][0] if self._held else self._chunk
         for path in list_chunks(self._folder):
             if chunk_number(path) >= oldest or self._bases[chunk_number(path) + 1] > base:  # else a start finds a hole
                 break
@@ -127,26 +147,18 @@ class SpoolWriter:
     @property
     def oldest_commit_us(self) -> int | None:
         """Commit time of the oldest change that is not released yet, in microseconds since 1970."""
-        return self._commit_times[0] if self._commit_times else None
+        return self._held[0][1] if self._held else None
 
     def close(self) -> None:
         """Close the files; the folder stays as it is."""
         self._index.close()
         self._relations_file.close()
 
-    def _publish(self, batch: CaptureBatch, path: Path) -> Written:
-        assert batch.part is not None
-        if batch.part.path is not None:
-            os.replace(batch.part.path, path)
-            return checksum_file(path)
-        assert batch.part.batch is not None
-        return write_segment(path, batch.part.batch)
-
     def _write_relations(self) -> None:
         """A relation stands on disk before the first segment that names it is visible."""
         fresh = self.relations.shapes[self._relations_written :]
         if fresh:
-            write_all(self._relations_file.fileno(), memoryview(b"".join(map(encode_relation, fresh))))
+            write_all(self._relations_file.fileno(), memoryview(b"".join(encode_line(one.to_json()) for one in fresh)))
             self._relations_written = len(self.relations)
 
     def _append_record(self, record: IndexRecord) -> None:
@@ -177,14 +189,13 @@ class SpoolWriter:
         if self._chunk_size == 0 or self.end < base:
             # Never a number again: a reader that lives through this looks for the next one.
             self._chunk = max(map(chunk_number, chunks), default=0)
-            self._begin_anew(base)
-        kept = {record.file for _, record in self._records}
+            self._start_over(base)
+        kept = {record.file for _, _, record in self._held}
         self._next_segment = 1
         for file in self._folder.glob("seg-*.arrow"):
             self._next_segment = max(self._next_segment, int(file.stem.removeprefix("seg-")) + 1)
             if file.name not in kept:
                 file.unlink()
-        self.bytes_held = sum(record.written[0] for _, record in self._records)
 
     def _recover_chunk(self, path: Path, base: Position) -> tuple[int, bool]:
         """(bytes that are sound, whether all of it was). A missing segment is fine only if it was confirmed before."""
@@ -205,17 +216,17 @@ class SpoolWriter:
                     ):
                         return size, False
                     self._hold(number, record)
-                self._move_end(record.end)
+                self._move_end(record.end, record.token)
                 size = offset
         except SpoolError:
             return size, False
         return size, size == len(data)
 
-    def _begin_anew(self, base: Position) -> None:
+    def _start_over(self, base: Position) -> None:
         for path in list_chunks(self._folder):
             path.unlink()
-        self._records.clear()
-        self._commit_times.clear()
+        self._held.clear()
+        self.bytes_held = 0
         self._chunk += 1
         self._bases = {self._chunk: base}
         data = encode_record(IndexRecord(base, is_base=True))
@@ -229,7 +240,7 @@ def _without(batch: CaptureBatch, end: Position) -> CaptureBatch:
     first = tuple(batch.transactions.column(name)[0].as_py() for name in ("commit", "kind")) if batch.part else None
     if batch.part is None or first != (end.commit, end.kind):
         return batch
-    rows = batch.part.load().combine_chunks().to_batches()[0]
+    rows = batch.part.load_batch()
     ordinal, sub = rows.column("ordinal").to_numpy(), rows.column("sub").to_numpy()
     later = (ordinal > end.ordinal) | ((ordinal == end.ordinal) & (sub > end.sub))
     later[batch.transactions.column("rows")[0].as_py() :] = True
@@ -238,13 +249,8 @@ def _without(batch: CaptureBatch, end: Position) -> CaptureBatch:
         batch.part.path.unlink()
     counts = batch.transactions.column("rows").to_pylist()
     counts[0] -= skipped
-    index = batch.transactions.schema.get_field_index("rows")
-    transactions = batch.transactions.set_column(
-        index, batch.transactions.schema.field(index), pa.array(counts, pa.int64())
-    )
-    kept = rows.slice(skipped)
-    part = Part(kept.num_rows, kept.nbytes, batch.part.last, kept)
-    return CaptureBatch(part, transactions, batch.relations, batch.end, batch.last_lsn)
+    transactions = count_rows(batch.transactions, counts)
+    return replace(batch, part=Part.of(rows.slice(skipped)), transactions=transactions, told={})
 
 
 def _load_relations(folder: Path) -> Relations:

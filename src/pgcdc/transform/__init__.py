@@ -11,13 +11,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pgcdc.event.columns import EVENT_SCHEMA, SHAPE_SCHEMA
     from pgcdc.transform.check import check_chains, check_specs
     from pgcdc.transform.program import Chain, Program, compile_chains
     from pgcdc.transform.transforms import (
         Transform,
         cloudevents_envelope,
         debezium_envelope,
+        debezium_key,
         drop_columns,
+        event_json,
         filter,
         from_spec,
         mask,
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "EVENT_SCHEMA",
+    "SHAPE_SCHEMA",
     "Chain",
     "Program",
     "Transform",
@@ -35,7 +40,9 @@ __all__ = [
     "cloudevents_envelope",
     "compile_chains",
     "debezium_envelope",
+    "debezium_key",
     "drop_columns",
+    "event_json",
     "filter",
     "from_spec",
     "mask",
@@ -45,11 +52,9 @@ __all__ = [
 ]
 
 _HOME = {
-    "Chain": "program",
-    "Program": "program",
-    "check_chains": "check",
-    "check_specs": "check",
-    "compile_chains": "program",
+    **dict.fromkeys(("EVENT_SCHEMA", "SHAPE_SCHEMA"), "event.columns"),
+    **dict.fromkeys(("Chain", "Program", "compile_chains"), "transform.program"),
+    **dict.fromkeys(("check_chains", "check_specs"), "transform.check"),
 }
 
 
@@ -58,4 +63,4 @@ def __getattr__(name: str) -> Any:
 
     if name not in __all__:
         raise AttributeError(f"module 'pgcdc.transform' has no attribute {name!r}")
-    return getattr(import_module(f"pgcdc.transform.{_HOME.get(name, 'transforms')}"), name)
+    return getattr(import_module(f"pgcdc.{_HOME.get(name, 'transform.transforms')}"), name)

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.relation import Relation
-from pgcdc.event.events import EVENT_SCHEMA
+from pgcdc.event.columns import EVENT_SCHEMA
 from pgcdc.transform.program import Chain, compile_chains
 from pgcdc.transform.transforms import Transform, from_spec
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-
-__all__ = ["check_chains", "check_specs", "missing_columns"]
 
 
 def check_specs(spark: SparkSession | None, specs: Sequence[Any]) -> None:
@@ -52,23 +50,17 @@ def missing_columns(chains: Sequence[Chain], tables: Sequence[Relation]) -> list
 
 
 def _missing(chain: Chain, known: set[str]) -> Iterator[str]:
-    for one in chain.transforms:
-        spec = from_spec(one).spec
-        if spec.type == "python":  # it may add what it likes
+    for one in map(from_spec, chain.transforms):
+        if one.name == "python":  # it may add what it likes
             return
-        if spec.type == "sql":
-            known |= set(spec.set)
-        if spec.type not in ("drop_columns", "mask", "rename_fields"):
-            continue
-        names = tuple(spec.fields) if spec.type == "rename_fields" else spec.columns
-        for name in names:
+        for name in one.named:
             if name not in known:
                 hint = _nearest(name, known)
-                yield f"{spec.type}: no captured table has a column {name}" + (
-                    f"; did you mean {hint}?" if hint else ""
-                )
-        if spec.type == "rename_fields":
-            known |= set(spec.fields.values())
+                yield f"{one.name}: no captured table has a column {name}" + (f"; did you mean {hint}?" if hint else "")
+        if one.name == "sql":
+            known |= set(one.spec.set)
+        elif one.name == "rename_fields":
+            known |= set(one.spec.fields.values())
 
 
 def _nearest(name: str, known: set[str]) -> str:

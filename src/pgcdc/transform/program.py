@@ -1,36 +1,55 @@
 """What a lane asks of Spark for its sinks: every batch is read once and collected once, whatever its sinks want of it.
 
-`compile_chains` chooses the cheapest form. Where all transforms are simple, the source does them itself and events travel in
-blocks (`BlockProgram`). Else Spark has the columns of the events (`ColumnProgram`); chains whose text the source can
-render still get it from there.
+`compile_chains` chooses the cheapest way. Where all transforms are simple, the source does them itself and events travel in
+blocks (`BlockProgram`). Else Spark has the columns of the events for what only Spark can do (`ColumnProgram`): what stands
+before that is done by the source, and what is behind it here, by the same code.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.position import Position
-from pgcdc.event.batch import Batch
+from pgcdc.event.batch import Batch, split_forms
+from pgcdc.event.columns import CHANGEABLE, EVENT_COLUMNS, KEY_COLUMNS, SHAPE_COLUMNS, ColumnReader
 from pgcdc.event.edits import SimpleChain, dump_chains, full_pattern
-from pgcdc.event.events import BLOCKS, KEYED_BLOCKS, LINES, unpack_blocks
-from pgcdc.event.forms import Form, form_column, read_shapes
-from pgcdc.transform.row_json import row_lines
+from pgcdc.event.events import BLOCKS, KEYED_BLOCKS, LINES, block_schema, events_of, pack_block, unpack_blocks
+from pgcdc.event.forms import Form, event_column, form_column
+from pgcdc.event.frame import EventOptions
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import Column, DataFrame
 
     from pgcdc.transform.transforms import Transform
 
-__all__ = ["RECORDS", "BlockProgram", "Chain", "Program", "Steps", "TypedProgram", "compile_chains", "split_forms"]
+__all__ = [
+    "BlockProgram",
+    "Chain",
+    "ColumnProgram",
+    "Program",
+    "Steps",
+    "TypedProgram",
+    "column_chain",
+    "compile_chains",
+    "split_forms",
+    "typed_position",
+]
 
-RECORDS = "spark.sql.execution.arrow.maxRecordsPerBatch"
+_RECORDS = "spark.sql.execution.arrow.maxRecordsPerBatch"
+_ROW_OPTIONS = {
+    "ignoreNullFields": "false",
+    "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSS'Z'",
+    "timestampNTZFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSS",
+    "timeZone": "UTC",
+}
 
 
 @dataclass(frozen=True)
@@ -40,38 +59,6 @@ class Chain:
     transforms: tuple[Any, ...] = ()
     routes: tuple[str, ...] = ()
     form: Form = "lines"
-
-
-class Program(Protocol):
-    """Chains, made ready for one lane."""
-
-    @property
-    def chains(self) -> Sequence[Chain]:
-        """One for each sink that asked."""
-
-    def source_options(self) -> dict[str, str]:
-        """Options of the Spark source that the query needs (never a secret: they stand in Spark's plans)."""
-
-    def source_schema(self) -> str:
-        """The columns to read, as Spark DDL."""
-
-    def settings(self) -> dict[str, str]:
-        """Settings of Spark with which the query is started, and which it keeps."""
-
-    def project(self, events: DataFrame) -> DataFrame:
-        """What the source gives, as it is collected. Meant for the streaming DataFrame, where it is planned once."""
-
-    def line_column(self, chain: Chain) -> str:
-        """Which column has a chain's lines, behind `project` and inside of blocks."""
-
-    def collect(self, batch: DataFrame, start: Position, end: Position) -> list[Batch]:
-        """For each chain its events of (start, end] in its form, of a DataFrame before or behind `project`.
-
-        Runs one Spark job. TransformError: a transform cannot do what it is told with an event.
-        """
-
-    def explain(self, batch: DataFrame, error: Exception) -> Exception:
-        """What failed in a job over a batch behind `project`, if it is a transform; else the same error."""
 
 
 @dataclass(frozen=True)
@@ -87,21 +74,22 @@ class Steps:
         return all(one.is_simple for one in self.transforms)
 
     @property
-    def is_rendered(self) -> bool:
-        """The source can make the text; only which events there are needs Spark."""
-        return all(one.is_simple or one.name == "filter" for one in self.transforms)
+    def parts(self) -> tuple[list[Transform], list[Transform], list[Transform]]:
+        """What the source does; from the first to the last step that Spark does; and what is done behind it.
 
-    @property
-    def simple(self) -> list[dict[str, Any]]:
-        """What the source does, as JSON."""
-        return [one.spec.model_dump(mode="json") for one in self.transforms if one.is_simple]
+        An envelope comes last. Only filters follow it, and these see the event as it was before.
+        """
+        steps = [one for one in self.transforms if not one.is_envelope]
+        hard = [number for number, one in enumerate(steps) if not one.is_simple] or [len(steps)]
+        first, last = hard[0], min(hard[-1] + 1, len(steps))
+        return steps[:first], steps[first:last], [*steps[last:], *(one for one in self.transforms if one.is_envelope)]
 
     def check(self) -> None:
         """Raise ConfigError if something follows an envelope that does not fit there, or names what an earlier step took."""
         closed = ""
         gone: dict[str, str] = {}
         for one in self.transforms:
-            _check_names(one.name, one.spec, gone)
+            _check_names(one, gone)
             if closed and one.name != "filter":
                 raise ConfigError(
                     f"transform {one.name} stands behind {closed}, which has made text of the event",
@@ -110,17 +98,10 @@ class Steps:
             closed = one.name if one.is_envelope else closed
 
 
-def _check_names(kind: str, spec: Any, gone: dict[str, str]) -> None:
+def _check_names(one: Transform, gone: dict[str, str]) -> None:
     """`gone`: columns that no event has at this step, and where they went ("": they were dropped)."""
-    if kind == "python":  # it may add what it likes
-        gone.clear()
-    elif kind == "sql":
-        for name in spec.set:
-            gone.pop(name, None)
-    if kind not in ("drop_columns", "mask", "rename_fields"):
-        return
-    names = tuple(spec.fields) if kind == "rename_fields" else spec.columns
-    for name in names:
+    kind, spec = one.name, one.spec
+    for name in one.named:
         if gone.get(name):
             raise ConfigError(
                 f"{kind} names the column {name}, which an earlier rename_fields calls {gone[name]}",
@@ -130,12 +111,18 @@ def _check_names(kind: str, spec: Any, gone: dict[str, str]) -> None:
             raise ConfigError(
                 f"{kind} names the column {name}, which an earlier drop_columns leaves out", "Leave it out here"
             )
-    if kind == "drop_columns":
-        gone.update(dict.fromkeys(names, ""))
+    back: Iterable[str] = ()
+    if kind == "python":  # it may add what it likes
+        gone.clear()
+    elif kind == "sql":
+        back = spec.set
+    elif kind == "drop_columns":
+        gone.update(dict.fromkeys(spec.columns, ""))
     elif kind == "rename_fields":
         gone.update(spec.fields)
-        for name in spec.fields.values():
-            gone.pop(name, None)
+        back = spec.fields.values()
+    for name in back:
+        gone.pop(name, None)
 
 
 def compile_chains(chains: Sequence[Chain], *, transaction: bool = False, keyed: bool = False) -> Program:
@@ -153,37 +140,73 @@ def compile_chains(chains: Sequence[Chain], *, transaction: bool = False, keyed:
     of_chain = [distinct.index(one) for one in made]
     if all(one.is_simple for one in distinct):
         return BlockProgram(tuple(chains), tuple(distinct), tuple(of_chain), transaction, keyed)
-    from pgcdc.transform.columns import ColumnProgram
-
     return ColumnProgram(tuple(chains), tuple(distinct), tuple(of_chain), transaction, keyed)
 
 
 @dataclass(frozen=True)
-class BlockProgram:
-    """The source does everything: Spark moves blocks of what it made."""
+class Program:
+    """Chains, some of which are the same but for their form, made ready for one lane."""
 
-    chains: tuple[Chain, ...]
-    distinct: tuple[Steps, ...]
-    of_chain: tuple[int, ...]
+    chains: tuple[Chain, ...] = (Chain(),)
+    """One for each sink that asked."""
+    distinct: tuple[Steps, ...] = ()
+    of_chain: tuple[int, ...] = ()
     """Which of the distinct ones each chain is."""
     transaction: bool = False
     keyed: bool = False
 
-    @property
-    def _is_plain(self) -> bool:
-        plain = all(not one.routes and not one.transforms for one in self.distinct)
-        return plain and all(one.form == "lines" for one in self.chains)
+    def forms(self, number: int) -> list[Form]:
+        """What is wanted of a distinct chain."""
+        return sorted({one.form for one, its in zip(self.chains, self.of_chain, strict=True) if its == number})
+
+    def source_options(self) -> dict[str, str]:
+        """Options of the Spark source that the query needs (never a secret: they stand in Spark's plans)."""
+        return {}
+
+    def source_schema(self) -> str:
+        """The columns to read, as Spark DDL; none: the table says which there are."""
+        return ""
+
+    def settings(self) -> dict[str, str]:
+        """Settings of Spark with which the query is started, and which it keeps."""
+        return {_RECORDS: "10000"}
+
+    def project(self, events: DataFrame) -> DataFrame:
+        """What the source gives, as it is collected. Meant for the streaming DataFrame, where it is planned once."""
+        return events
+
+    def line_column(self, chain: Chain) -> str:
+        """Which column has a chain's lines, inside of keyed blocks."""
+        return form_column(self.of_chain[self.chains.index(chain)])
+
+    def keyed_blocks(self, batch: DataFrame, column: str) -> DataFrame:
+        """A batch behind `project` as KEYED_BLOCKS that have this column of lines, made by the executors."""
+        return batch
+
+    def collect(self, batch: DataFrame, start: Position, end: Position) -> list[Batch]:
+        """For each chain its events of (start, end] in its form, of a DataFrame behind `project`.
+
+        Runs one Spark job. TransformError: a transform cannot do what it is told with an event.
+        """
+        raise NotImplementedError
+
+    def explain(self, batch: DataFrame, error: Exception) -> Exception:
+        """What failed in a job over a batch behind `project`, if it is a transform; else the same error."""
+        return error
+
+
+class BlockProgram(Program):
+    """The source does everything: Spark moves blocks of what it made."""
 
     @cached_property
     def _pushed(self) -> tuple[SimpleChain, ...]:
-        if self._is_plain:
+        is_plain = all(not one.routes and not one.transforms for one in self.distinct)
+        if is_plain and all(one.form == "lines" for one in self.chains):
             return ()
-        forms = [
-            {one.form for one, its in zip(self.chains, self.of_chain, strict=True) if its == number}
-            for number in range(len(self.distinct))
-        ]
-        pairs = zip(self.distinct, forms, strict=True)
-        return tuple(SimpleChain(one.routes, tuple(one.simple), tuple(sorted(wanted))) for one, wanted in pairs)
+        return tuple(
+            SimpleChain(one.routes, tuple(step.step for step in one.transforms), tuple(self.forms(number)))
+            for number, one in enumerate(self.distinct)
+        )
 
     def source_options(self) -> dict[str, str]:
         return {"_chains": dump_chains(self._pushed)} if self._pushed else {}
@@ -192,13 +215,10 @@ class BlockProgram:
         return KEYED_BLOCKS if self.keyed else BLOCKS
 
     def line_column(self, chain: Chain) -> str:
-        return form_column(self.of_chain[self.chains.index(chain)]) if self._pushed else "line"
+        return super().line_column(chain) if self._pushed else "line"
 
     def settings(self) -> dict[str, str]:
-        return {RECORDS: "1"}  # one block at a time through the JVM
-
-    def project(self, events: DataFrame) -> DataFrame:
-        return events
+        return {_RECORDS: "1"}  # one block at a time through the JVM
 
     def collect(self, batch: DataFrame, start: Position, end: Position) -> list[Batch]:
         events, beside = unpack_blocks(batch.toArrow(), self._pushed)
@@ -207,27 +227,122 @@ class BlockProgram:
         wanted = [(number, chain.form) for number, chain in zip(self.of_chain, self.chains, strict=True)]
         return split_forms(Batch(start, end, events, transaction=self.transaction), wanted, beside)
 
-    def explain(self, batch: DataFrame, error: Exception) -> Exception:
-        return error
 
+class ColumnProgram(Program):
+    """Spark has a column for each distinct chain: the event behind the steps so far. NULL: the chain does not have it."""
 
-class TypedProgram:
-    """Rows of one table with their own columns, as lines. There is one chain: transforms are for events."""
-
-    chains: Sequence[Chain] = (Chain(),)
+    def _needs_shapes(self, number: int) -> bool:
+        is_debezium = any(one.name == "debezium" for one in self.distinct[number].transforms)
+        return is_debezium or self.forms(number) != ["lines"]
 
     def source_options(self) -> dict[str, str]:
-        return {}
+        chains = []
+        for number, one in enumerate(self.distinct):
+            steps = tuple(step.step for step in one.parts[0])
+            chains.append(SimpleChain(one.routes, steps, ("shapes",) if self._needs_shapes(number) else ()))
+        return {"_chains": dump_chains(chains)}
 
     def source_schema(self) -> str:
-        """None: the table says which columns there are."""
-        return ""
-
-    def settings(self) -> dict[str, str]:
-        return {RECORDS: "10000"}
+        columns = {name: kind for name, kind in EVENT_COLUMNS.items() if name not in CHANGEABLE}
+        columns["table_ordinal"] = SHAPE_COLUMNS["table_ordinal"]
+        columns |= {name: KEY_COLUMNS[name] for name in ("key_hash", "is_barrier")}
+        fields = ",".join(f"`{name}`:{EVENT_COLUMNS[name]}" for name in CHANGEABLE)
+        for number in range(len(self.distinct)):
+            shape = f",shape:{SHAPE_COLUMNS['shape']}" if self._needs_shapes(number) else ""
+            columns[event_column(number)] = f"struct<{fields}{shape}>"
+        return ", ".join(f"`{name}` {kind}" for name, kind in columns.items())
 
     def project(self, events: DataFrame) -> DataFrame:
-        return row_lines(events)
+        """The same columns, behind the steps that Spark does."""
+        from pyspark.sql import functions as F
+
+        hidden = [event_column(number) for number in range(len(self.distinct))]
+        names, frame = events.columns, events.withColumnsRenamed({name: f"_{name}" for name in hidden})
+        for number, chain in enumerate(self.distinct):
+            if chain.parts[1]:
+                frame = self._run(frame, f"_{event_column(number)}", chain.parts[1])
+        return frame.select(*(F.col(f"_{name}").alias(name) if name in hidden else F.col(name) for name in names))
+
+    def _run(self, frame: DataFrame, name: str, transforms: list[Transform]) -> DataFrame:
+        """The same columns; the one of this chain is that behind its transforms."""
+        from pyspark.sql import functions as F
+
+        from pgcdc.transform.steps import KEEP, run_native
+
+        fields = frame.select(f"{name}.*").columns
+        events = frame.select("*", f"{name}.*").withColumn(KEEP, F.col(name).isNotNull())
+        for is_native, some in groupby(transforms, lambda one: one.name not in ("filter", "sql")):
+            if is_native:
+                events = run_native(events, [one.worker_step for one in some])
+            else:
+                for one in some:
+                    events = one(events)
+        changed = F.when(F.col(KEEP), F.struct(*fields))
+        return events.select(*(changed.alias(name) if one == name else F.col(one) for one in frame.columns))
+
+    def keyed_blocks(self, batch: DataFrame, column: str) -> DataFrame:
+        from pgcdc.transform.steps import map_in_arrow
+
+        number = next(number for number in range(len(self.distinct)) if form_column(number) == column)
+
+        def pack(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            for events in self._made(batches, number, ["lines"]):
+                chosen = [*events.schema.names]
+                chosen[chosen.index(form_column(0))] = column
+                yield from pack_block(events.rename_columns(chosen), "keyed_block")
+
+        return map_in_arrow(batch, pack, pa.schema([("keyed_block", pa.binary()), ("is_last", pa.bool_())]))
+
+    def collect(self, batch: DataFrame, start: Position, end: Position) -> list[Batch]:
+        from pyspark.errors import PySparkException
+
+        try:
+            collected = batch.toArrow()
+        except PySparkException as error:
+            raise self.explain(batch, error) from error
+        found: dict[tuple[int, Form], Batch] = {}
+        for number in range(len(self.distinct)):
+            forms = self.forms(number)
+            made = list(self._made(collected.to_batches(), number, forms))
+            schema = block_schema([SimpleChain((), (), tuple(forms))], keyed=True)
+            events = pa.Table.from_batches([one.replace_schema_metadata() for one in made], schema)
+            whole = Batch(start, end, events, transaction=self.transaction)
+            beside = [one.schema.metadata for one in made if one.schema.metadata]
+            for form, one in zip(forms, split_forms(whole, [(0, form) for form in forms], beside), strict=True):
+                found[number, form] = one
+        return [found[number, chain.form] for number, chain in zip(self.of_chain, self.chains, strict=True)]
+
+    def _made(self, batches: Iterable[pa.RecordBatch], number: int, forms: list[Form]) -> Iterator[pa.RecordBatch]:
+        """The events of a distinct chain in these forms, as the chain with the number 0."""
+        chain = SimpleChain((), tuple(one.step for one in self.distinct[number].parts[2]), tuple(forms))
+        reader, schema = ColumnReader(), block_schema([chain], keyed=True)
+        for batch in batches:
+            mine = batch.filter(batch.column(event_column(number)).is_valid())
+            event = pa.RecordBatch.from_struct_array(mine.column(event_column(number)))
+            fixed = mine.select([name for name in mine.schema.names if name in _FIXED])
+            if mine.num_rows:
+                columns = [*fixed.columns, *event.columns]
+                events = pa.RecordBatch.from_arrays(columns, [*fixed.schema.names, *event.schema.names])
+                frame, given = reader.read(events)
+                yield events_of(frame, None, schema, EventOptions(self.transaction), [chain], given)
+
+    def explain(self, batch: DataFrame, error: Exception) -> Exception:
+        from pgcdc.transform.steps import explain_failure
+
+        return explain_failure(batch, error, [chain.transforms for chain in self.distinct])
+
+
+_FIXED = {*EVENT_COLUMNS, "table_ordinal", "key_hash", "is_barrier"} - set(CHANGEABLE)
+
+
+class TypedProgram(Program):
+    """Rows of one table with their own columns, as lines. There is one chain: transforms are for events."""
+
+    def project(self, events: DataFrame) -> DataFrame:
+        from pyspark.sql import functions as F
+
+        line = F.concat(F.to_json(F.struct("*"), _ROW_OPTIONS), F.lit("\n"))
+        return events.select(typed_position().alias("position"), line.alias("line"))
 
     def line_column(self, chain: Chain) -> str:
         return "line"
@@ -235,26 +350,20 @@ class TypedProgram:
     def collect(self, batch: DataFrame, start: Position, end: Position) -> list[Batch]:
         return [Batch(start, end, batch.toArrow().cast(LINES))]
 
-    def explain(self, batch: DataFrame, error: Exception) -> Exception:
-        return error
+
+def column_chain(chain: Chain) -> SimpleChain:
+    """What a chain makes of the columns of tables, as far as the configuration says it: not what SQL and Python add."""
+    from pgcdc.transform.transforms import from_spec
+
+    steps = map(from_spec, chain.transforms)
+    return SimpleChain((), tuple(one.step for one in steps if one.name in ("drop_columns", "rename_fields", "mask")))
 
 
-def split_forms(
-    batch: Batch, wanted: Sequence[tuple[int, Form]], beside: Sequence[Mapping[bytes, bytes]] = ()
-) -> list[Batch]:
-    """The events that chains have, in their forms: of a batch with a column for each (`form_column`)."""
-    made: dict[tuple[int, Form], Batch] = {}
-    for number, form in wanted:
-        if (number, form) not in made:
-            name = form_column(number, form)
-            column, positions = batch.events.column(name), batch.positions()
-            if column.null_count:
-                positions, column = positions.filter(column.is_valid()), column.drop_null()
-            fields = [("line", column)] if form == "lines" else zip(column.type.names, column.flatten(), strict=True)
-            texts = (one[name.encode()].decode() for one in beside if form == "tables")
-            events = pa.table({"position": positions, **dict(fields)})
-            made[number, form] = replace(batch, events=events, shapes=read_shapes(texts))
-    return [made[one] for one in wanted]
+def typed_position() -> Column:
+    """The position of a typed row as text, as `str(Position)` writes it: `_ordinal` has the kind, too (`Position.place`)."""
+    from pyspark.sql import functions as F
+
+    return F.concat(F.lpad(F.hex("_lsn"), 16, "0"), F.lit("/"), F.lpad(F.hex("_ordinal"), 13, "0"))
 
 
 def _steps(chain: Chain) -> Steps:

@@ -12,18 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from pgcdc.core.operation import Op
 
-__all__ = [
-    "CloudEventsSpec",
-    "DebeziumSpec",
-    "DropColumnsSpec",
-    "FilterSpec",
-    "MaskSpec",
-    "PythonSpec",
-    "RenameFieldsSpec",
-    "SqlSpec",
-    "TransformSpec",
-]
-
 
 class _Spec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")

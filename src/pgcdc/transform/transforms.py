@@ -8,17 +8,17 @@ They are the same that `transforms:` of the configuration names (`transform.spec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from pgcdc.core.errors import ConfigError
 from pgcdc.event import masks
-from pgcdc.transform import expressions
-from pgcdc.transform.shape import edit_shape
+from pgcdc.event.debezium_values import write_key
+from pgcdc.event.texts import quote_json
 from pgcdc.transform.specs import (
     CloudEventsSpec,
     DebeziumSpec,
@@ -32,25 +32,13 @@ from pgcdc.transform.specs import (
 )
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import DataFrame
 
-    from pgcdc.transform.python_function import EventFunction
+    from pgcdc.transform.steps import EventFunction
 
-__all__ = [
-    "Transform",
-    "cloudevents_envelope",
-    "debezium_envelope",
-    "drop_columns",
-    "filter",
-    "from_spec",
-    "mask",
-    "python",
-    "rename_fields",
-    "sql",
-]
-
-TEXT = "_text"
-"""The whole event as text, which an envelope sets; else the event is written as JSON at the end."""
+TEXT, KEY = "_text", "_key"
+"""Columns that are added: the whole event as text, and what Debezium makes the key of its message."""
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(TransformSpec)
 
 
@@ -91,53 +79,52 @@ class Transform:
             return () if self.spec.where is None else (self.spec.where,)
         return tuple(self.spec.set.values()) if isinstance(self.spec, SqlSpec) else ()
 
-    def __call__(self, events: DataFrame) -> DataFrame:
-        """The events after this step."""
-        spec = self.spec
-        if isinstance(spec, DropColumnsSpec):
-            return edit_shape(expressions.dropped(events, spec.columns), drop=spec.columns)
-        if isinstance(spec, RenameFieldsSpec):
-            return edit_shape(expressions.renamed(events, spec.fields), rename=spec.fields)
-        if isinstance(spec, MaskSpec):
-            masked = expressions.masked(events, spec.columns, spec.mode, self._key)
-            return masked if spec.mode == "zero" else edit_shape(masked, as_text=spec.columns)
-        if isinstance(spec, FilterSpec):
-            return expressions.filtered(events, spec.operations, spec.where)
-        if isinstance(spec, SqlSpec):
-            return expressions.with_values(events, spec.set)
-        if isinstance(spec, PythonSpec):
-            from pgcdc.transform.python_function import with_function
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The columns that events should have at this step."""
+        if isinstance(self.spec, RenameFieldsSpec):
+            return tuple(self.spec.fields)
+        return self.spec.columns if isinstance(self.spec, DropColumnsSpec | MaskSpec) else ()
 
-            return with_function(events, spec.function, self.function)
-        return self._envelope(events, spec)
+    @property
+    def step(self) -> dict[str, Any]:
+        """What `event.edits` does, as JSON: never with a key."""
+        step: dict[str, Any] = self.spec.model_dump(mode="json")
+        return step
 
-    @cached_property
+    @property
+    def worker_step(self) -> dict[str, Any]:
+        """What `transform.steps` does in Spark's workers: with a key that was read here, and with the function."""
+        if isinstance(self.spec, PythonSpec):
+            return {"type": "python", "function": self.spec.function, "call": self.function}
+        return {**self.step, **({} if (key := self._key()) is None else {"key": key})}
+
     def _key(self) -> bytes | None:
-        if self.spec.mode != "hash":
+        if not isinstance(self.spec, MaskSpec) or self.spec.mode != "hash":
             return None
         return self.secret if self.secret is not None else masks.read_key(self.spec.key_env, self.spec.key_file)
 
-    @cached_property
-    def _envelope(self) -> Callable[[DataFrame, Any], DataFrame]:
-        """`debezium(events, spec)` of `transform/debezium.py`, `cloudevents(events, spec)` of `transform/cloudevents.py`."""
-        if self.name == "debezium":
-            from pgcdc.transform.debezium import debezium
+    def __call__(self, events: DataFrame) -> DataFrame:
+        """The events after this step; behind an envelope with the column `_text` besides."""
+        from pgcdc.transform import steps
 
-            return debezium
-        from pgcdc.transform.cloudevents import cloudevents
-
-        return cloudevents
+        if isinstance(self.spec, FilterSpec):
+            return steps.filtered(events, self.spec.operations, self.spec.where)
+        if isinstance(self.spec, SqlSpec):
+            return steps.with_values(events, self.spec.set)
+        if not self.is_envelope:
+            return steps.run_native(events, [self.worker_step])
+        if isinstance(self.spec, DebeziumSpec):
+            _need_columns(events, "shape", *(["table_ordinal"] if self.spec.transaction else []))
+        return _with_text(events, [self.step])
 
     def check(self) -> None:
         """Raise ConfigError for what can be known without Spark: a missing key, a function that is not there."""
-        if isinstance(self.spec, MaskSpec):
-            _ = self._key
+        self._key()
         if isinstance(self.spec, PythonSpec) and self.function is None:
-            from pgcdc.transform.python_function import load_function
+            from pgcdc.transform.steps import load_function
 
             load_function(self.spec.function)
-        if self.is_envelope:
-            _ = self._envelope
 
 
 def from_spec(spec: Any) -> Transform:
@@ -206,13 +193,59 @@ def python(function: str | EventFunction) -> Transform:
 
 
 def debezium_envelope(**options: Any) -> Transform:
-    """The event as Debezium's PostgreSQL connector writes it; see docs/envelopes.md."""
+    """The event as Debezium's PostgreSQL connector writes it, in the column `_text`; see docs/envelopes.md."""
     return from_spec({"type": "debezium", **options})
 
 
 def cloudevents_envelope(**options: Any) -> Transform:
-    """The event as a CloudEvents 1.0 document; see docs/envelopes.md."""
+    """The event as a CloudEvents 1.0 document, in the column `_text`; see docs/envelopes.md."""
     return from_spec({"type": "cloudevents", **options})
+
+
+def event_json(events: DataFrame, *, transaction: bool = False) -> DataFrame:
+    """The events with their JSON, as `pgcdc listen` writes it, in the column `_text`."""
+    return _with_text(events, [], transaction=transaction)
+
+
+def debezium_key(events: DataFrame) -> DataFrame:
+    """The events with what Debezium makes the key of the message in the column `_key`; NULL for tables without a key."""
+    from pgcdc.transform.steps import with_text
+
+    _need_columns(events, "shape")
+    return with_text(events, KEY, _write_keys)
+
+
+def _with_text(events: DataFrame, specs: list[dict[str, Any]], *, transaction: bool = False) -> DataFrame:
+    from pgcdc.event.events import render_columns
+    from pgcdc.transform.steps import with_text
+
+    return with_text(events, TEXT, partial(render_columns, steps=specs, transaction=transaction))
+
+
+def _write_keys(events: pa.RecordBatch) -> pa.Array:
+    import pyarrow as pa
+
+    from pgcdc.event.columns import read_shape
+
+    columns = (events.column(name).to_pylist() for name in ("operation", "row", "shape"))
+    found: list[str | None] = []
+    for operation, pairs, text in zip(*columns, strict=True):
+        row = None if pairs is None else dict(pairs)
+        if operation == "MESSAGE" and row is not None:
+            found.append(f'{{"prefix":{quote_json(row["prefix"])}}}')
+        else:
+            shape = None if text is None else read_shape(text)[0]
+            found.append(write_key(row, shape) if shape is not None and shape.relation.oid else None)
+    return pa.array(found, pa.string())
+
+
+def _need_columns(events: DataFrame, *needed: str) -> None:
+    missing = [name for name in needed if name not in events.columns]
+    if missing:
+        raise ConfigError(
+            f"Debezium's documents need the column {missing[0]} of events",
+            "Ask for it when the stream is loaded: .schema(EVENT_SCHEMA + SHAPE_SCHEMA), both of pgcdc.transform",
+        )
 
 
 def _validated(raw: Mapping[str, Any]) -> Any:

@@ -9,22 +9,15 @@ from typing import Final
 
 import numpy as np
 import pyarrow as pa
-from pyspark.sql.types import DataType, StructField, StructType
 
 from pgcdc.postgres.types.column import ColumnType, Exactness, Rejected
 from pgcdc.postgres.types.split import Offsets
-
-__all__ = [
-    "Nested", "list_array", "list_of", "map_array", "map_of", "rejected_as", "spark_struct", "struct_array", "struct_of",
-    "worst",
-]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Nested:
     """What all types that hold others say about themselves."""
 
-    spark: DataType
     arrow: pa.DataType
     exactness: Exactness
     rule: str
@@ -46,11 +39,6 @@ def list_of(element: pa.DataType) -> pa.DataType:
 def struct_of(names: Sequence[str], types: Sequence[pa.DataType]) -> pa.DataType:
     """Spark's STRUCT: each field may be NULL."""
     return pa.struct([pa.field(name, one) for name, one in zip(names, types, strict=True)])
-
-
-def spark_struct(names: Sequence[str], types: Sequence[DataType]) -> DataType:
-    """The same in Spark's own words."""
-    return StructType([StructField(name, one) for name, one in zip(names, types, strict=True)])
 
 
 def map_of(key: pa.DataType, value: pa.DataType) -> pa.DataType:

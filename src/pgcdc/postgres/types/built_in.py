@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator
 
 from pgcdc.postgres.types.catalog import TypeCatalog, TypeInfo
 
-__all__ = ["BUILT_IN"]
-
 # oid, oid of the array, name, functions; in the order of their oids.
 _SCALARS = """
 16 1000 bool boolout boolsend

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pgcdc.postgres.database import Connection
 
-__all__ = ["TypeCatalog", "TypeInfo"]
-
 
 @dataclass(frozen=True, slots=True)
 class TypeInfo:

@@ -13,21 +13,17 @@ from typing import Final, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql.types import ArrayType, BooleanType, DataType
 
 from pgcdc.postgres.types.assemble import (
     Nested,
     list_array,
     list_of,
     rejected_as,
-    spark_struct,
     struct_array,
     struct_of,
 )
 from pgcdc.postgres.types.column import ColumnType, Rejected
 from pgcdc.postgres.types.split import Lists
-
-__all__ = ["SHAPES", "PathColumn", "PolygonColumn", "Shape", "ShapeColumn", "VectorColumn", "split_numbers"]
 
 Fields = tuple[tuple[str, int], ...]
 
@@ -106,8 +102,7 @@ class ShapeColumn(Nested):
     @classmethod
     def make(cls, shape: Shape, number: ColumnType) -> ShapeColumn:
         """Of numbers of this type."""
-        spark, arrow = _spark_type(shape.fields, number.spark), _arrow_type(shape.fields, number.arrow)
-        return cls(spark, arrow, number.exactness, number.rule, shape, number)
+        return cls(_arrow_type(shape.fields, number.arrow), number.exactness, number.rule, shape, number)
 
     def convert(self, values: pa.Array) -> pa.Array:
         """Every number at once, then the structs."""
@@ -126,8 +121,7 @@ class PolygonColumn(Nested):
     @classmethod
     def make(cls, number: ColumnType) -> PolygonColumn:
         """Of numbers of this type."""
-        spark, arrow = _spark_type(_COORDINATES, number.spark), _arrow_type(_COORDINATES, number.arrow)
-        return cls(ArrayType(spark), list_of(arrow), number.exactness, number.rule, number)
+        return cls(list_of(_arrow_type(_COORDINATES, number.arrow)), number.exactness, number.rule, number)
 
     def convert(self, values: pa.Array) -> pa.Array:
         """Every number at once, then the points."""
@@ -144,8 +138,7 @@ class PathColumn(Nested):
     def make(cls, number: ColumnType) -> PathColumn:
         """Of numbers of this type."""
         points = PolygonColumn.make(number)
-        spark = spark_struct(_PATH_FIELDS, (BooleanType(), points.spark))
-        return cls(spark, struct_of(_PATH_FIELDS, (pa.bool_(), points.arrow)), number.exactness, number.rule, number)
+        return cls(struct_of(_PATH_FIELDS, (pa.bool_(), points.arrow)), number.exactness, number.rule, number)
 
     def convert(self, values: pa.Array) -> pa.Array:
         """Every number at once; the brackets around all say whether it is closed."""
@@ -162,7 +155,7 @@ class VectorColumn(Nested):
     @classmethod
     def make(cls, number: ColumnType) -> VectorColumn:
         """Of numbers of this type."""
-        return cls(ArrayType(number.spark), list_of(number.arrow), number.exactness, number.rule, number)
+        return cls(list_of(number.arrow), number.exactness, number.rule, number)
 
     def convert(self, values: pa.Array) -> pa.Array:
         """Every number at once."""
@@ -192,11 +185,6 @@ def _structs(fields: Fields, numbers: pa.Array, like: pa.Array | None = None) ->
 
 def _width(fields: Fields) -> int:
     return sum(count for _, count in fields)
-
-
-def _spark_type(fields: Fields, number: DataType) -> DataType:
-    types = [number if count == 1 else _spark_type(_COORDINATES, number) for _, count in fields]
-    return spark_struct([name for name, _ in fields], types)
 
 
 def _arrow_type(fields: Fields, number: pa.DataType) -> pa.DataType:

@@ -14,13 +14,10 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pyspark.sql.types import IntegerType, LongType
 
-from pgcdc.postgres.types.assemble import Nested, spark_struct, struct_array, struct_of
+from pgcdc.postgres.types.assemble import Nested, struct_array, struct_of
 from pgcdc.postgres.types.column import Exactness
 from pgcdc.postgres.types.split import each_value, fail, run_fastest
-
-__all__ = ["IntervalColumn", "Intervals", "python_intervals", "split_intervals"]
 
 _NAMES: Final = ("months", "days", "microseconds")
 _TYPES: Final = (pa.int32(), pa.int32(), pa.int64())
@@ -99,8 +96,7 @@ class IntervalColumn(Nested):
     @classmethod
     def make(cls) -> IntervalColumn:
         """There is only one."""
-        spark = spark_struct(_NAMES, (IntegerType(), IntegerType(), LongType()))
-        return cls(spark, struct_of(_NAMES, _TYPES), Exactness.EXACT, "")
+        return cls(struct_of(_NAMES, _TYPES), Exactness.EXACT, "")
 
     def convert(self, values: pa.Array) -> pa.Array:
         """The three numbers of every interval. Infinity is refused: no number of months stands for it."""

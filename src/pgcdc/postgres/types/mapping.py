@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 
 import pyarrow as pa
-from pyspark.sql import types as spark
 
 from pgcdc.core.errors import ConfigError
 from pgcdc.postgres.types.catalog import TypeCatalog
@@ -18,8 +17,6 @@ from pgcdc.postgres.types.column import CHOICES, ColumnType, Exactness, TypeOpti
 from pgcdc.postgres.types.nested import nested_type
 from pgcdc.postgres.types.scalars import Bits, Bytes, Decimals, Moments, Nearest, Numbers, Text
 from pgcdc.postgres.types.variant import Variants
-
-__all__ = ["check_options", "map_type"]
 
 _MAX_PRECISION = 38
 
@@ -49,11 +46,11 @@ def map_type(catalog: TypeCatalog, oid: int, typmod: int, ndims: int, options: T
 
 
 def _text(exactness: Exactness, rule: str = "") -> Text:
-    return Text(spark.StringType(), pa.string(), exactness, rule)
+    return Text(pa.string(), exactness, rule)
 
 
-def _make_number(kind: spark.DataType, arrow: pa.DataType, typmod: int, options: TypeOptions) -> Numbers:
-    return Numbers(kind, arrow)
+def _make_number(arrow: pa.DataType, typmod: int, options: TypeOptions) -> Numbers:
+    return Numbers(arrow)
 
 
 def _make_exact_text(rule: str, typmod: int, options: TypeOptions) -> Text:
@@ -62,7 +59,7 @@ def _make_exact_text(rule: str, typmod: int, options: TypeOptions) -> Text:
 
 def _make_numeric(typmod: int, options: TypeOptions) -> ColumnType:
     if options.numeric == "double":
-        return Nearest(spark.DoubleType(), pa.float64(), Exactness.CONVERTED, "the nearest double")
+        return Nearest(pa.float64(), Exactness.CONVERTED, "the nearest double")
     if options.numeric == "string":
         return _text(Exactness.TEXT)
     if typmod < 0:
@@ -73,15 +70,15 @@ def _make_numeric(typmod: int, options: TypeOptions) -> ColumnType:
     digits, places = max(precision - min(scale, 0), scale), max(scale, 0)
     if digits > _MAX_PRECISION:
         return _text(Exactness.TEXT, f"Spark's DECIMAL has {_MAX_PRECISION} digits at most")
-    return Decimals(spark.DecimalType(digits, places), pa.decimal128(digits, places))
+    return Decimals(pa.decimal128(digits, places))
 
 
-def _make_moments(kind: spark.DataType, arrow: pa.DataType, typmod: int, options: TypeOptions) -> ColumnType:
+def _make_moments(arrow: pa.DataType, typmod: int, options: TypeOptions) -> ColumnType:
     if options.out_of_range == "string":
         return _text(Exactness.TEXT)
     if options.out_of_range == "clamp":
-        return Moments(kind, arrow, Exactness.CONVERTED, "clamped to the years 1 to 9999", clamp=True)
-    return Moments(kind, arrow)
+        return Moments(arrow, Exactness.CONVERTED, "clamped to the years 1 to 9999", clamp=True)
+    return Moments(arrow)
 
 
 def _make_json(typmod: int, options: TypeOptions) -> ColumnType:
@@ -90,24 +87,24 @@ def _make_json(typmod: int, options: TypeOptions) -> ColumnType:
 
 _Maker = Callable[[int, TypeOptions], ColumnType]
 
-_BIGINT = partial(_make_number, spark.LongType(), pa.int64())
+_BIGINT = partial(_make_number, pa.int64())
 _PLAIN_TEXT = partial(_make_exact_text, "")
 
 _MAKERS: dict[str, _Maker] = {
-    "boolout": lambda typmod, options: Bits(spark.BooleanType(), pa.bool_()),
-    "int2out": partial(_make_number, spark.ShortType(), pa.int16()),
-    "int4out": partial(_make_number, spark.IntegerType(), pa.int32()),
+    "boolout": lambda typmod, options: Bits(pa.bool_()),
+    "int2out": partial(_make_number, pa.int16()),
+    "int4out": partial(_make_number, pa.int32()),
     "int8out": _BIGINT,
     "oidout": _BIGINT,  # these three have no sign: 32 bits of it need 64 with one
     "xidout": _BIGINT,
     "cidout": _BIGINT,
-    "float4out": partial(_make_number, spark.FloatType(), pa.float32()),
-    "float8out": partial(_make_number, spark.DoubleType(), pa.float64()),
+    "float4out": partial(_make_number, pa.float32()),
+    "float8out": partial(_make_number, pa.float64()),
     "numeric_out": _make_numeric,
-    "byteaout": lambda typmod, options: Bytes(spark.BinaryType(), pa.binary()),
-    "date_out": partial(_make_moments, spark.DateType(), pa.date32()),
-    "timestamp_out": partial(_make_moments, spark.TimestampNTZType(), pa.timestamp("us")),
-    "timestamptz_out": partial(_make_moments, spark.TimestampType(), pa.timestamp("us", "UTC")),
+    "byteaout": lambda typmod, options: Bytes(pa.binary()),
+    "date_out": partial(_make_moments, pa.date32()),
+    "timestamp_out": partial(_make_moments, pa.timestamp("us")),
+    "timestamptz_out": partial(_make_moments, pa.timestamp("us", "UTC")),
     "json_out": _make_json,
     "jsonb_out": _make_json,
     "bpcharout": partial(_make_exact_text, "padded with blanks"),

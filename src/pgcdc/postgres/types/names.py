@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from pgcdc.postgres.types.built_in import BUILT_IN
 
-__all__ = ["type_name"]
-
 _SQL_NAMES = {
     "bool": "boolean", "char": '"char"', "int8": "bigint", "int2": "smallint", "int4": "integer", "float4": "real",
     "float8": "double precision", "bit": '"bit"', "varbit": "bit varying", "varchar": "character varying",

@@ -13,7 +13,6 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql.types import ArrayType, BooleanType, DataType, MapType
 
 from pgcdc.postgres.types.assemble import (
     Nested,
@@ -22,16 +21,14 @@ from pgcdc.postgres.types.assemble import (
     map_array,
     map_of,
     rejected_as,
-    spark_struct,
     struct_array,
     struct_of,
     worst,
 )
 from pgcdc.postgres.types.catalog import TypeCatalog, TypeInfo
-from pgcdc.postgres.types.column import ColumnType, Rejected, TypeOptions
+from pgcdc.postgres.types.column import ColumnType, Rejected, TypeOptions, split_columns
 from pgcdc.postgres.types.geometry import SHAPES, PathColumn, PolygonColumn, ShapeColumn, VectorColumn
 from pgcdc.postgres.types.interval import IntervalColumn
-from pgcdc.postgres.types.rows import split_columns
 from pgcdc.postgres.types.split import (
     EMPTY,
     LOWER_INCLUSIVE,
@@ -44,10 +41,6 @@ from pgcdc.postgres.types.split import (
     split_ranges,
     split_rows,
 )
-
-__all__ = [
-    "ArrayColumn", "HstoreColumn", "InnerType", "MultirangeColumn", "RangeColumn", "RowColumn", "WordsColumn", "nested_type",
-]  # fmt: skip
 
 InnerType = Callable[[TypeCatalog, int, int, int, TypeOptions], ColumnType]
 """What maps the types inside: `mapping.map_type`."""
@@ -107,10 +100,10 @@ class ArrayColumn(Nested):
     @classmethod
     def make(cls, element: ColumnType, depth: int, delimiter: str) -> ArrayColumn:
         """Arrays of these elements."""
-        spark, arrow = element.spark, element.arrow
+        arrow = element.arrow
         for _ in range(depth):
-            spark, arrow = ArrayType(spark), list_of(arrow)
-        return cls(spark, arrow, element.exactness, element.rule, element, depth, delimiter.encode())
+            arrow = list_of(arrow)
+        return cls(arrow, element.exactness, element.rule, element, depth, delimiter.encode())
 
     def convert(self, values: pa.Array) -> pa.Array:
         """All elements at once, then level by level, the innermost first."""
@@ -131,7 +124,7 @@ class WordsColumn(Nested):
     @classmethod
     def make(cls, element: ColumnType) -> WordsColumn:
         """Lists of these numbers."""
-        return cls(ArrayType(element.spark), list_of(element.arrow), element.exactness, element.rule, element)
+        return cls(list_of(element.arrow), element.exactness, element.rule, element)
 
     def convert(self, values: pa.Array) -> pa.Array:
         """All numbers at once, as if they were arrays."""
@@ -156,7 +149,6 @@ class RowColumn(Nested):
     def make(cls, names: tuple[str, ...], attributes: tuple[ColumnType, ...]) -> RowColumn:
         """Rows of these attributes."""
         return cls(
-            spark_struct(names, [one.spark for one in attributes]),
             struct_of(names, [one.arrow for one in attributes]),
             worst(attributes),
             "; ".join(f"{name}: {one.rule}" for name, one in zip(names, attributes, strict=True) if one.rule),
@@ -187,7 +179,7 @@ class RangeColumn(Nested):
     @classmethod
     def make(cls, bound: ColumnType) -> RangeColumn:
         """Ranges with these bounds."""
-        return cls(_range_spark(bound), _range_arrow(bound), bound.exactness, bound.rule, bound)
+        return cls(_range_arrow(bound), bound.exactness, bound.rule, bound)
 
     def convert(self, values: pa.Array) -> pa.Array:
         """Both bounds of all ranges at once."""
@@ -206,7 +198,7 @@ class MultirangeColumn(Nested):
     @classmethod
     def make(cls, bound: ColumnType) -> MultirangeColumn:
         """Multiranges with these bounds."""
-        return cls(ArrayType(_range_spark(bound)), list_of(_range_arrow(bound)), bound.exactness, bound.rule, bound)
+        return cls(list_of(_range_arrow(bound)), bound.exactness, bound.rule, bound)
 
     def convert(self, values: pa.Array) -> pa.Array:
         """Both bounds of all ranges at once."""
@@ -214,10 +206,6 @@ class MultirangeColumn(Nested):
         with rejected_as("a bound", found.offsets, each=2):
             bounds = self.bound.convert(found.leaves)
         return list_array(found.offsets, _range_structs(found, bounds), values)
-
-
-def _range_spark(bound: ColumnType) -> DataType:
-    return spark_struct(_RANGE_FIELDS, (bound.spark, bound.spark, *[BooleanType()] * len(_RANGE_FLAGS)))
 
 
 def _range_arrow(bound: ColumnType) -> pa.DataType:
@@ -238,7 +226,7 @@ class HstoreColumn(Nested):
     @classmethod
     def make(cls, text: ColumnType) -> HstoreColumn:
         """Maps of this text."""
-        return cls(MapType(text.spark, text.spark), map_of(text.arrow, text.arrow), text.exactness, text.rule, text)
+        return cls(map_of(text.arrow, text.arrow), text.exactness, text.rule, text)
 
     def convert(self, values: pa.Array) -> pa.Array:
         """Keys and values of all maps at once."""

@@ -14,11 +14,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql.types import DataType
 
-from pgcdc.postgres.types.column import Exactness, Rejected
-
-__all__ = ["Bits", "Bytes", "Decimals", "Moments", "Nearest", "Numbers", "Scalar", "Text", "first_refused", "shorten"]
+from pgcdc.postgres.types.column import Exactness, Rejected, spark_name
 
 _SHOWN = 40
 _BOOLS = pa.array([b"f", b"t"], pa.binary())
@@ -28,7 +25,6 @@ _BOOLS = pa.array([b"f", b"t"], pa.binary())
 class Scalar:
     """What all of them say about themselves."""
 
-    spark: DataType
     arrow: pa.DataType
     exactness: Exactness = Exactness.EXACT
     rule: str = ""
@@ -57,7 +53,7 @@ class Numbers(Scalar):
         return _cast(values, lambda some: some.cast(self.arrow), self._refuse)
 
     def _refuse(self, index: int, value: bytes) -> Rejected:
-        return Rejected(index, f"{shorten(value)} is not a value of Spark's {self.spark.simpleString()}")
+        return Rejected(index, f"{shorten(value)} is not a value of Spark's {spark_name(self.arrow)}")
 
 
 class Decimals(Numbers):
@@ -68,7 +64,7 @@ class Decimals(Numbers):
     def _refuse(self, index: int, value: bytes) -> Rejected:
         return Rejected(
             index,
-            f"{shorten(value)} has no place in Spark's {self.spark.simpleString()}",
+            f"{shorten(value)} has no place in Spark's {spark_name(self.arrow)}",
             "Read numeric columns as text or as doubles: numeric=string, numeric=double",
         )
 
@@ -159,7 +155,7 @@ class Moments(Scalar):
             shown = shorten(values[index].as_py())
             raise Rejected(
                 index,
-                f"{shown} is outside of the years 1 to 9999, which Spark's {self.spark.simpleString()} has",
+                f"{shown} is outside of the years 1 to 9999, which Spark's {spark_name(self.arrow)} has",
                 "Clamp such values, or read dates and timestamps as text: out_of_range=clamp, out_of_range=string",
             )
         first, last = self._limits()
@@ -173,7 +169,7 @@ class Moments(Scalar):
         return f"0001-01-01 00:00:00{zone}", f"9999-12-31 23:59:59.999999{zone}"
 
     def _refuse(self, index: int, value: bytes) -> Rejected:
-        return Rejected(index, f"{shorten(value)} is not a value of Spark's {self.spark.simpleString()}")
+        return Rejected(index, f"{shorten(value)} is not a value of Spark's {spark_name(self.arrow)}")
 
 
 def first_refused(values: pa.Array, cast: Callable[[pa.Array], object]) -> int:

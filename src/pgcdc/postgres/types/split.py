@@ -22,12 +22,6 @@ import pyarrow as pa
 from pgcdc.core.compiled import load_compiled
 from pgcdc.postgres.types.column import Rejected
 
-__all__ = [
-    "EMPTY", "LOWER_INCLUSIVE", "MAX_DIMENSIONS", "UPPER_INCLUSIVE", "Lists", "Offsets", "Ranges", "each_value", "fail",
-    "python_arrays", "python_multiranges", "python_pairs", "python_ranges", "python_rows", "run_fastest", "split_arrays",
-    "split_multiranges", "split_pairs", "split_ranges", "split_rows",
-]  # fmt: skip
-
 Offsets = npt.NDArray[np.int32]
 """Where each list begins among the items of all, and at last where the last one ends."""
 

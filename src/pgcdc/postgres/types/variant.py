@@ -10,16 +10,16 @@ import json
 import re
 from dataclasses import dataclass, field
 from decimal import Decimal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-from pyspark.errors import PySparkException
-from pyspark.sql.types import DataType, VariantType, VariantVal
 
 from pgcdc.postgres.types.column import Exactness, Rejected
 from pgcdc.postgres.types.scalars import shorten
 
-__all__ = ["Variants"]
+if TYPE_CHECKING:
+    from pyspark.sql.types import VariantVal
 
 _ADVICE = "Read json columns as text: json=string"
 _DIGITS = 38
@@ -35,7 +35,6 @@ class _Unfit(ValueError):
 class Variants:
     """json and jsonb as VARIANT. Of equal keys the last one counts, as in jsonb."""
 
-    spark: DataType = field(default_factory=VariantType)
     arrow: pa.DataType = field(
         default_factory=lambda: pa.struct(
             [
@@ -61,6 +60,9 @@ class Variants:
 
 
 def _encode(index: int, value: bytes) -> VariantVal:
+    from pyspark.errors import PySparkException  # executors have it
+    from pyspark.sql.types import VariantVal
+
     try:
         text = value.decode()
         if _UNUSUAL.search(text):

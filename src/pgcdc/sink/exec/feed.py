@@ -9,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import orjson
 
 from pgcdc.core.errors import SinkError
 from pgcdc.core.failpoint import hit
+from pgcdc.event.batch import Batch
 from pgcdc.sink.exec.process import Process
-
-__all__ = ["Feed", "FeedEnded", "FeedStalled"]
 
 CHUNK_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20
@@ -38,16 +37,10 @@ class FeedStalled(Exception):
 @dataclass(slots=True, eq=False)
 class _Event:
     position: str
+    id: str
     line: str
     is_offered: bool = False
     is_done: bool = False
-
-    @property
-    def id(self) -> object:
-        try:
-            return orjson.loads(self.line)["id"]
-        except (ValueError, KeyError, TypeError):
-            return None
 
 
 class Feed:
@@ -57,29 +50,34 @@ class Feed:
         self.process = process
         self.done: list[str] = []
         """Positions that are done, in order, until somebody takes them."""
-        self.given_to = ""
-        """The last position that it was given."""
         self.progress = 0
         """Grows with every byte that it reads, or with every event that it acknowledges."""
+        self._given_to = ""
+        """The last position that it was given."""
         self._taken = 0
         self._by_line = by_line
         self._open: deque[_Event] = deque()
         """Events that are not done, or stand behind one that is not."""
-        self._by_id: dict[object, _Event] | None = None
-        """The same, once it has answered in another order."""
+        self._by_id: dict[str, _Event] = {}
         self._waiting: deque[_Event] = deque()
         self._data = memoryview(b"")
         self._said = b""
 
-    def give(self, positions: Sequence[str], lines: Sequence[str]) -> None:
-        """More events, which begin behind the last ones. A position comes with all its events at once."""
-        events = [_Event(*one) for one in zip(positions, lines, strict=True)]
+    def give(self, batch: Batch) -> None:
+        """What of a batch it has not been given. A position comes with all its events at once."""
+        if self._by_line:
+            records = batch.records()
+            columns = [one.to_pylist() for one in (records.position, records.id, records.value)]
+        else:
+            positions = batch.positions().to_pylist()
+            columns = [positions, positions, batch.texts()]
+        events = [_Event(*one) for one in zip(*columns, strict=True) if one[0] > self._given_to]
         self._open.extend(events)
         self._waiting.extend(events)
-        if self._by_id is not None:
+        if self._by_line:
             self._by_id.update((event.id, event) for event in events)
         if events:
-            self.given_to = events[-1].position
+            self._given_to = events[-1].position
 
     def done_ahead(self) -> set[str]:
         """Positions that are done, behind one that is not."""
@@ -91,7 +89,7 @@ class Feed:
         """The position of the oldest event without an acknowledgement."""
         return self._open[0].position if self._open else None
 
-    def run(self, end: str, deadline: float, on_progress: Callable[[], None] = lambda: None) -> None:
+    def run(self, end: str, deadline: float, on_progress: Callable[[], None]) -> None:
         """Until everything up to `end` is done. FeedEnded, FeedStalled; SinkError for a command that talks nonsense."""
         while self._open and self._open[0].position <= end:
             left = deadline - time.monotonic()
@@ -109,13 +107,10 @@ class Feed:
                 self._listen_to_the_end()
                 raise FeedEnded from None
             self._data = self._data[taken:]
-            if not self._by_line:
-                self._taken += taken
-                self.progress = max(self.progress, self._taken - self.process.unread)
-                if not self.process.has_ended:
-                    self._settle_written()
-            elif said:
+            if self._by_line:
                 self._hear(said)
+            else:
+                self._count_read(taken)
             on_progress()
             is_silent = (had_ended and not said) or (self._by_line and not self.process.has_output)
             if is_silent and self._open and self._open[0].position <= end:
@@ -128,15 +123,17 @@ class Feed:
         while self._waiting and size < CHUNK_BYTES:
             event = self._waiting.popleft()
             event.is_offered = True
-            raw = event.line.encode()
-            texts.append(raw)
-            size += len(raw)
+            texts.append(f"{event.line}\n".encode())
+            size += len(texts[-1])
         self._data = memoryview(b"".join(texts))
         hit("exec.half_sent")
 
-    def _settle_written(self) -> None:
+    def _count_read(self, taken: int) -> None:
         """All that is offered, written and read is done."""
-        if not self._data and not self.process.unread:
+        self._taken += taken
+        unread = self.process.unread
+        self.progress = max(self.progress, self._taken - unread)
+        if not self._data and not unread and not self.process.has_ended:
             while self._open and self._open[0].is_offered:
                 self._open.popleft()
 
@@ -146,9 +143,8 @@ class Feed:
         """What it said before it ended counts."""
         while self._by_line and self.process.has_output:
             _, said = self.process.exchange(memoryview(b""), LOOK_S)
-            if said:
-                self._hear(said)
-            elif self.process.has_output:  # somebody else has it open
+            self._hear(said)
+            if not said and self.process.has_output:  # somebody else has it open
                 return
 
     def _hear(self, said: bytes) -> None:
@@ -165,21 +161,12 @@ class Feed:
                 if not self._open or self._open[0].position != event.position:
                     self.done.append(event.position)
 
-    def _find(self, line: bytes) -> _Event | None:
-        """The event for which a line stands."""
-        first = self._open[0] if self._open else None
-        wanted: object = None
-        if line.startswith(b"{"):
+    def _acknowledge(self, line: bytes) -> None:
+        found = self._open[0] if self._open else None
+        if line.startswith(b"{") and found is not None and found.id != found.position:  # a typed row has no id
             with contextlib.suppress(ValueError):
                 wanted = orjson.loads(line).get("id")
-        if wanted is None or (first is not None and first.id == wanted):
-            return first
-        if self._by_id is None:
-            self._by_id = {event.id: event for event in self._open}
-        return self._by_id.get(wanted)
-
-    def _acknowledge(self, line: bytes) -> None:
-        found = self._find(line)
+                found = found if wanted in (None, found.id) else self._by_id.get(wanted)
         if found is None or found.is_done or not found.is_offered:
             raise SinkError(
                 "the command has printed a line for an event that it was not given, or for one twice",
@@ -188,5 +175,4 @@ class Feed:
             )
         found.is_done = True
         self.progress += 1
-        if self._by_id is not None:
-            self._by_id.pop(found.id, None)
+        self._by_id.pop(found.id, None)

@@ -27,8 +27,6 @@ import psutil
 
 from pgcdc.core.errors import SinkError
 
-__all__ = ["Process", "clean_environment", "end_all", "end_leftover"]
-
 GRACE_S = 2.0
 """How long a command may take to end when it is asked to."""
 MAX_ERROR_LINE = 4096
@@ -120,24 +118,18 @@ class Process:
             poll.register(self._output, select.POLLIN)
         ready = {descriptor for descriptor, _ in poll.poll(max(0, timeout_s) * 1000)}
         taken = 0
-        if (
-            self._input is not None and self._input.fileno() in ready
-        ):  # first: what it said must not get lost by an error
+        # First: what it said must not get lost by an error.
+        if self._input is not None and self._input.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
                 taken = os.write(self._input.fileno(), data[: 1 << 16])
-        is_heard = self._output is not None and self._output.fileno() in ready
-        return taken, self._read() if is_heard else b""
-
-    def _read(self) -> bytes:
-        assert self._output is not None
-        try:
-            said = os.read(self._output.fileno(), 1 << 16)
-        except BlockingIOError:
-            return b""
-        if not said:
-            self._output.close()
-            self._output = None
-        return said
+        said = b""
+        if self._output is not None and self._output.fileno() in ready:
+            with contextlib.suppress(BlockingIOError):
+                said = os.read(self._output.fileno(), 1 << 16)
+                if not said:
+                    self._output.close()
+                    self._output = None
+        return taken, said
 
     @property
     def unread(self) -> int:
@@ -171,21 +163,20 @@ class Process:
             pause_s = min(2 * pause_s, 0.01)
         return self._finish()
 
-    def end(self, grace_s: float = GRACE_S) -> int:
+    def end(self, grace_s: float) -> int:
         """End it and everything that it started."""
         self.close_input()
         if not self.has_ended:
-            self._signal(signal.SIGTERM)
-            if (status := self.wait(grace_s)) is not None:
-                return status
-            self._signal(signal.SIGKILL)
+            _end_members(self.pid, grace_s)
         while not self.has_ended:  # nothing outlives SIGKILL, but it takes a moment
             time.sleep(0.002)
         return self._finish()
 
     def kill(self) -> None:
         """End it at once, from any thread."""
-        self._signal(signal.SIGKILL)
+        if not self._is_reaped:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     @property
     def has_ended(self) -> bool:
@@ -199,7 +190,7 @@ class Process:
     def _finish(self) -> int:
         with self._ending:
             if not self._is_reaped:
-                self._end_rest()
+                _end_members(self.pid, GRACE_S)  # its own end means that it is done
                 self._popen.wait()
                 self._is_reaped = True
                 if self._reader >= 0:
@@ -218,26 +209,6 @@ class Process:
         os.close(self._reader)
         self._reader = -1
 
-    def _end_rest(self) -> None:
-        """End what a command has left in its session: its own end means that it is done."""
-        for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
-            deadline = time.monotonic() + patience_s
-            is_told = False
-            while self._has_company() and time.monotonic() < deadline:
-                if not is_told:
-                    self._signal(number)
-                    is_told = True
-                time.sleep(0.005)
-
-    def _has_company(self) -> bool:
-        """Whether anybody else is in its process group."""
-        return any(member.pid != self.pid for member in _group(self.pid))
-
-    def _signal(self, number: int) -> None:
-        if not self._is_reaped:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, number)
-
     def _pass_errors(self) -> None:
         assert self._popen.stderr is not None
         with contextlib.suppress(OSError, ValueError), self._popen.stderr as errors:
@@ -255,7 +226,7 @@ def _count_bytes(descriptor: int) -> int:
     return count[0]
 
 
-# --- processes that nobody waits for any more
+# --- processes that nobody waits for
 
 
 def end_all() -> None:
@@ -269,34 +240,36 @@ def end_all() -> None:
 atexit.register(end_all)
 
 
-def end_leftover(pid: int, started_at: float, grace_s: float = GRACE_S) -> bool:
+def end_leftover(pid: int, started_at: float, grace_s: float) -> bool:
     """End a command of an earlier run that was killed, if it still runs. Whether it did."""
     try:
         process = psutil.Process(pid)
         if abs(process.create_time() - started_at) > SAME_START_S or not _runs(process):
             return False
-        members = _group(pid)
     except psutil.Error:
         return False
+    _end_members(pid, grace_s)
+    return True
+
+
+def _end_members(group: int, grace_s: float) -> None:
+    """End everybody in a process group: ask, then kill."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        members = [member for member in members if _runs(member)]
+        members = _members(group)
         for member in members:
-            with contextlib.suppress(
-                psutil.Error
-            ):  # each by itself: psutil knows when a number is another one's by now
+            with contextlib.suppress(psutil.Error):  # psutil knows when a number is another one's by now
                 member.send_signal(number)
         deadline = time.monotonic() + grace_s
         while any(map(_runs, members)) and time.monotonic() < deadline:
             time.sleep(0.005)
-    return True
 
 
-def _group(pid: int) -> list[psutil.Process]:
+def _members(group: int) -> list[psutil.Process]:
     """Everybody in a process group who runs."""
     found = []
-    for one in psutil.pids():
+    for pid in psutil.pids():
         with contextlib.suppress(OSError, psutil.Error):
-            if os.getpgid(one) == pid and _runs(process := psutil.Process(one)):
+            if os.getpgid(pid) == group and _runs(process := psutil.Process(pid)):
                 found.append(process)
     return found
 

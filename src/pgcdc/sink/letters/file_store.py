@@ -21,10 +21,7 @@ from typing import Any
 from pgcdc.core.errors import StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.state import fsync_folder, write_all, write_durably
-from pgcdc.sink.letters.record import DeadLetter
-from pgcdc.sink.letters.stores import Query
-
-__all__ = ["FileDeadLetters"]
+from pgcdc.sink.letters.record import DeadLetter, Query
 
 _BLOCK = 64 << 10
 

@@ -14,10 +14,7 @@ from psycopg import sql
 
 from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError
 from pgcdc.postgres.database import Connection, connect, explain_errors, lock_creation, name_table, split_table
-from pgcdc.sink.letters.record import DeadLetter
-from pgcdc.sink.letters.stores import Query
-
-__all__ = ["PgDeadLetters"]
+from pgcdc.sink.letters.record import DeadLetter, Query
 
 _COLUMNS = (
     "id", "pipeline", "adapter", "position", "event_id", "channel", "operation", "error_kind", "error", "attempts",

@@ -11,15 +11,12 @@ import json
 import re
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 import pyarrow as pa
 
 from pgcdc.core.errors import SinkError
 from pgcdc.event.batch import line_buffers
 from pgcdc.postgres.database import Connection, name_table, quote_identifier, quote_qualified, split_table
-
-__all__ = ["Appender", "copy_rows", "copy_rows_one_by_one"]
 
 COLUMNS = {
     "id": "uuid",
@@ -108,35 +105,20 @@ def _written(line: str, key: str, value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-@dataclass(frozen=True, slots=True)
 class Appender:
     """The table that gets the events."""
 
-    name: str
-    schema: str = field(init=False)
-    table: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        schema, table = split_table(self.name)
-        object.__setattr__(self, "schema", schema)
-        object.__setattr__(self, "table", table)
-
-    @property
-    def title(self) -> str:
-        """The table's name, for people."""
-        return name_table(self.schema, self.table)
-
-    @property
-    def quoted(self) -> str:
-        """The table's name, for SQL."""
-        return quote_qualified(self.schema, self.table)
+    def __init__(self, name: str) -> None:
+        self.schema, self.table = split_table(name)
+        self.title = name_table(self.schema, self.table)
+        """The name, for people."""
+        self.quoted = quote_qualified(self.schema, self.table)
+        """The name, for SQL."""
 
     def ddl(self) -> str:
         """The statement that makes the table."""
-        columns = ", ".join(f"{quote_identifier(name)} {kind}" for name, kind in COLUMNS.items())
-        columns = columns.replace('"id" uuid', '"id" uuid PRIMARY KEY').replace(
-            '"position" text', '"position" text COLLATE "C"'
-        )
+        more = {"id": " PRIMARY KEY", "position": ' COLLATE "C"'}
+        columns = ", ".join(f"{quote_identifier(name)} {kind}{more.get(name, '')}" for name, kind in COLUMNS.items())
         return f"CREATE TABLE IF NOT EXISTS {self.quoted} ({columns})"
 
     def look(self, conn: Connection) -> bool:
@@ -164,13 +146,10 @@ class Appender:
             )
         return True
 
-    def copy(self, conn: Connection, events: pa.Table, *, is_parsed: bool = False) -> None:
-        """Append events, in the caller's transaction. `is_parsed`: one by one, for lines that only look like events."""
-        self._copy(conn, self.quoted, [copy_rows_one_by_one(events)] if is_parsed else copy_rows(events))
-
-    def _copy(self, conn: Connection, table: str, rows: Iterable[bytes]) -> None:
+    def copy(self, conn: Connection, rows: Iterable[bytes], table: str = "") -> None:
+        """Append rows, in the caller's transaction; `table`: to another one."""
         names = ", ".join(map(quote_identifier, COLUMNS))
-        with conn.cursor() as cursor, cursor.copy(f"COPY {table} ({names}) FROM STDIN".encode()) as copy:
+        with conn.cursor() as cursor, cursor.copy(f"COPY {table or self.quoted} ({names}) FROM STDIN".encode()) as copy:
             for piece in rows:
                 copy.write(piece)
 
@@ -181,7 +160,7 @@ class Appender:
         conn.execute(
             f"CREATE TEMP TABLE {stage} ON COMMIT DROP AS SELECT {names} FROM {self.quoted} WHERE false".encode()
         )
-        self._copy(conn, stage, [copy_rows_one_by_one(events)])
+        self.copy(conn, [copy_rows_one_by_one(events)], stage)
         conn.execute(
             f"INSERT INTO {self.quoted} ({names}) SELECT {names} FROM {stage} n WHERE NOT EXISTS "
             f'(SELECT FROM {self.quoted} t WHERE t."id" = n."id")'.encode()

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
+import orjson
 import psycopg
 import pyarrow as pa
 
@@ -22,18 +24,16 @@ from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import Position
 from pgcdc.core.shapes import ShapeChange, ShapeHistory
 from pgcdc.event.batch import Batch, TableChanges
+from pgcdc.event.keyed import settle
 from pgcdc.event.reread import read_changes
-from pgcdc.event.shape_diff import diff_shapes
+from pgcdc.event.shape import diff_shapes
 from pgcdc.postgres.database import Connection, name_table
-from pgcdc.sink.pg_table.fold import Folded, MissingKey, find_moves, fold_bag, fold_keyed, fold_late, part_of, settle
-from pgcdc.sink.pg_table.options import PgTableOptions
-from pgcdc.sink.pg_table.rejected import Effect, Rejected, key_text
-from pgcdc.sink.pg_table.sqlstate import RowFault, is_conflict, is_other_shape
-from pgcdc.sink.pg_table.tables import SourceTable, TableName, TargetNames, choose_key, describe_source
-from pgcdc.sink.pg_table.targets import Targets
+from pgcdc.sink.pg_table.fold import MissingKey, find_moves, fold_bag, fold_keyed, fold_late, part_of
+from pgcdc.sink.pg_table.options import PgTableOptions, TableName
+from pgcdc.sink.pg_table.session import Blame, RowFault, blame, is_conflict
+from pgcdc.sink.pg_table.tables import SourceTable, Targets, choose_key, describe_source
+from pgcdc.sink.pg_table.target import Effect, Rejected
 from pgcdc.sink.pg_table.writer import Writer
-
-__all__ = ["Applier"]
 
 KNOWN_S = 60.0
 """So long the target's catalog is believed to say the same."""
@@ -47,22 +47,23 @@ class Applier:
     created or altered, rows that should have been there.
     """
 
-    def __init__(self, options: PgTableOptions, shapes: ShapeHistory, adapter: str, say: Callable[[str], None]) -> None:
-        """ConfigError: the names of tables cannot be read."""
-        self._options = options
-        self._shapes = shapes
-        self._say = say
-        self._names = TargetNames(options.tables, options.target_schema)
+    def __init__(
+        self, options: PgTableOptions, shapes: ShapeHistory, key: tuple[str, str], say: Callable[[str], None]
+    ) -> None:
+        """`key`: the names of adapter and stream."""
+        self._options, self._shapes, self._say = options, shapes, say
+        self._names = options.names
         self._were_there: Collection[TableName] = ()
-        self._rejected = Rejected(options.own_schema, adapter)
+        self._rejected = Rejected(options.own_schema, key)
         self._conn: Connection | None = None
-        self._targets: Targets | None = None
         self._writer: Writer | None = None
         self._is_warm = False
         """What is known of the target is of an earlier transaction."""
         self._known_until = 0.0
-        self.missed = 0
-        """Rows that should have been deleted and were not there, since the start."""
+        self._missed: Counter[str] = Counter()
+        """By table: rows that should have been deleted and were not there, in this transaction."""
+        self.missed: Counter[str] = Counter()
+        """The same since it connected."""
 
     def connected(self, conn: Connection) -> None:
         """A new connection: what was known of the old one is forgotten."""
@@ -85,14 +86,14 @@ class Applier:
             self._is_warm = True
             if self._rejected.waiting:
                 self._supersede(conn, batch)
-            assert self._targets is not None and self._writer is not None
-            for table, count in self._writer.missed.items():
-                self.missed += count
+            self.missed.update(self._missed)
+            for table, count in self._missed.items():
                 self._say(
-                    f"table {table}: {count} rows that were to be deleted are not at the target. Somebody else changes the "
-                    "table, or rows were missing before: compare it with the source, and take a snapshot of it"
+                    f"table {table}: {count} rows that were to be deleted are not at the target ({self.missed[table]} since "
+                    "it connected). Somebody else changes the table, or rows were missing before: compare it with the "
+                    "source, and take a snapshot of it"
                 )
-            return self._targets.see()
+            return self._open(conn).targets.see()
         except BaseException:
             self._forget()
             raise
@@ -102,24 +103,25 @@ class Applier:
         applied: what is applied to these keys later supersedes them."""
         self._begin(conn, batch.start, batch.end)
         self._rejected.look(conn)
-        self._rejected.note(conn, self._all_effects(self._as_tables(batch)))
+        self._rejected.note(conn, self._all_effects(conn, self._as_tables(batch)))
 
     def redeliver(self, conn: Connection, batch: Batch) -> set[str]:
         """Apply dead letters, in the caller's transaction. The positions of those that were left out: their keys have been
         changed by something newer, or they have been delivered."""
         self._were_there = ()
         self._begin(conn, batch.start, batch.end)
-        batch, left_out = self._as_tables(batch), set[str]()
+        batch = self._as_tables(batch)
         try:
             self._rejected.look(conn)
-            for position in batch.positions().to_pylist():
-                for run in batch.only([position]).tables():
-                    if not self._redeliver(conn, position, run):
-                        left_out.add(position)
+            return {
+                position
+                for position in batch.positions().to_pylist()
+                for run in batch.only([position]).tables()
+                if not self._redeliver(conn, position, run)
+            }
         except BaseException:
             self._forget()
             raise
-        return left_out
 
     def title_of(self, batch: Batch) -> str:
         """The table of the first event, for messages."""
@@ -127,7 +129,7 @@ class Applier:
         return name_table(run.relation.namespace, run.relation.name)
 
     def _as_tables(self, batch: Batch) -> Batch:
-        """Dead letters, and what Spark has transformed, come as lines."""
+        """Dead letters come as lines."""
         return batch if batch.form == "tables" else read_changes(batch, self._shapes)
 
     # --- a run
@@ -139,31 +141,33 @@ class Applier:
             self.connected(conn)
         if time.monotonic() > self._known_until:  # somebody may have altered the target's tables
             self._forget()
+        self._missed.clear()
         self._open(conn).begin()
         return self._shapes.between(start, end)
 
     def _open(self, conn: Connection) -> Writer:
-        if self._writer is None or self._targets is None:
-            self._targets = Targets(conn, self._options, self._names, self._say, self._were_there)
-            self._writer = Writer(conn, self._targets)
+        if self._writer is None:
+            self._writer = Writer(conn, Targets(conn, self._options, self._names, self._say, self._were_there))
             self._known_until = time.monotonic() + KNOWN_S
         return self._writer
 
     def _forget(self) -> None:
         """After a rollback the target may be other than we know."""
-        self._targets = self._writer = None
+        self._writer = None
         self._is_warm = False
 
     def _divide(self, conn: Connection, batch: Batch, changes: Sequence[ShapeChange]) -> None:
         """Apply all at once, or else in halves."""
         try:
             with conn.transaction():
-                self._run(conn, batch, changes)
+                writer = self._run(conn, batch, changes)
+            self._missed.update(writer.missed)
+            writer.missed.clear()
             return
         except psycopg.Error as error:
             was_warm = self._is_warm
             self._forget()
-            if was_warm and is_other_shape(error):  # we knew an older state of the target's tables
+            if was_warm and blame(error) is Blame.SHAPE:  # we knew an older state of the target's tables
                 return self._divide(conn, batch, changes)
             half = batch.first(max(1, len(batch) // 2))
             if not is_conflict(error) or len(half) == len(batch):
@@ -172,7 +176,7 @@ class Applier:
         self._divide(conn, half, before)
         self._divide(conn, batch.after(half.end), changes[len(before) :])
 
-    def _run(self, conn: Connection, batch: Batch, changes: Sequence[ShapeChange]) -> None:
+    def _run(self, conn: Connection, batch: Batch, changes: Sequence[ShapeChange]) -> Writer:
         writer = self._open(conn)
         for part, due in self._cut(batch, changes):
             for change in due:
@@ -183,22 +187,19 @@ class Applier:
                 if run.op[0] == Op.TRUNCATE:
                     cleared.append(source)
                     continue
-                if cleared:
-                    writer.truncate(cleared)
-                    cleared = []
-                self._apply(writer, run, source)
-            if cleared:
                 writer.truncate(cleared)
+                cleared = []
+                self._apply(writer, run, source)
+            writer.truncate(cleared)
+        return writer
 
     def _apply(self, writer: Writer, run: TableChanges, source: SourceTable) -> None:
         """Fold and write one run; updates that only the target can do cut it."""
-        assert self._targets is not None
-        key = self._key_of(run, source)
-        names = [column.name for column in run.relation.columns]
+        target, names = writer.targets.of(source), [column.name for column in run.relation.columns]
+        key = choose_key(source, target, names)
         places = [names.index(name) for name in key]
-        is_simple = not key or source.is_key_deferrable
-        target = self._targets.of(source)
         keeps_more = target is not None and not set(target.writable(target.columns)) <= set(names)
+        is_simple = not key or source.is_key_deferrable
         begin = 0
         for place in [] if is_simple else find_moves(run, places, keeps_more=keeps_more):
             self._fold(writer, source, key, places, part_of(run, begin, place))
@@ -211,13 +212,8 @@ class Applier:
         if not len(run):
             return
         try:
-            folded: Folded
-            if not key:
-                folded = fold_bag(run)
-            elif source.is_key_deferrable:
-                folded = fold_late(run, places)
-            else:
-                folded = fold_keyed(run, places)
+            fold = fold_late if source.is_key_deferrable else fold_keyed
+            folded = fold(run, places) if key else fold_bag(run)
         except MissingKey as error:
             text = f"the event of table {source.title} has no value of its key {error}"
             raise RowFault("missing_key", text) from None
@@ -241,9 +237,7 @@ class Applier:
         """The events between changes of shapes, with the changes before them."""
         due: list[ShapeChange] = []
         begin, texts = 0, batch.positions()
-        for change in changes:
-            if not self._is_cut(change):
-                continue
+        for change in filter(self._is_cut, changes):
             place = bisect_left(range(len(batch)), str(change.position), key=lambda row: texts[row].as_py())
             if place > begin:
                 yield batch.slice(begin, place), due
@@ -262,19 +256,13 @@ class Applier:
         name = run.relation.namespace, run.relation.name
         return describe_source(run.relation, run.details, self._shapes.in_force(*name, Position.parse(position)))
 
-    def _key_of(self, run: TableChanges, source: SourceTable) -> tuple[str, ...]:
-        """The columns by which rows are found."""
-        assert self._targets is not None
-        return choose_key(source, self._targets.of(source), [one.name for one in run.relation.columns])
-
     def _follow(self, conn: Connection, change: ShapeChange) -> None:
         """Do to the target what was done to the source."""
-        self._open(conn)
-        assert self._targets is not None
+        targets = self._open(conn).targets
         if change.before is None:
-            self._targets.say_anew((change.after.namespace, change.after.name))
-        self._targets.follow(change)
-        if self._rejected.waiting and change.before is not None:
+            return targets.say_new((change.after.namespace, change.after.name))
+        targets.follow(change)
+        if self._rejected.waiting:
             before = describe_source(change.before, change.before_details)
             after = describe_source(change.after, change.details)
             self._rejected.follow(conn, before.title, after.title)
@@ -285,27 +273,29 @@ class Applier:
 
     # --- dead letters
 
-    def _effects(self, run: TableChanges, source: SourceTable, positions: Sequence[str]) -> Iterator[Effect]:
+    def _effects(
+        self, writer: Writer, run: TableChanges, source: SourceTable, positions: Sequence[str]
+    ) -> Iterator[Effect]:
         """Which keys these changes touch; of each first that of its row."""
-        key = self._key_of(run, source)
-        places = [one for name in key for one, column in enumerate(run.relation.columns) if column.name == name]
-        after, before = (_tuples([side[one] for one in places], len(run)) for side in (settle(run)[0], run.old))
+        names = [column.name for column in run.relation.columns]
+        places = [names.index(name) for name in choose_key(source, writer.targets.of(source), names)]
+        after, before = (_key_texts([side[one] for one in places], len(run)) for side in (settle(run)[0], run.old))
         has_old = (run.op == Op.UPDATE) & (run.old_kind != OldKind.NONE)
         for position, new, old, is_both in zip(positions, after, before, has_old.tolist(), strict=True):
-            for one in dict.fromkeys([key_text(new), *([key_text(old)] if is_both else [])]):
+            for one in dict.fromkeys([new, old] if is_both else [new]):
                 yield Effect(source.title, one, position)
 
-    def _all_effects(self, batch: Batch, tables: Collection[str] | None = None) -> Iterator[Effect]:
+    def _all_effects(self, conn: Connection, batch: Batch, tables: Collection[str] | None = None) -> Iterator[Effect]:
         """Those of the changes of these tables; None: of all."""
         for run in batch.tables():
             positions = batch.positions().take(pa.array(run.rows)).to_pylist()
             source = self._describe(run, positions[0])
             if run.op[0] != Op.TRUNCATE and (tables is None or source.title in tables):
-                yield from self._effects(run, source, positions)
+                yield from self._effects(self._open(conn), run, source, positions)
 
     def _supersede(self, conn: Connection, batch: Batch) -> None:
         waiting = {table for table, _ in self._rejected.waiting}
-        newest = {(one.table, one.key): one.position for one in self._all_effects(batch, waiting)}
+        newest = {(one.table, one.key): one.position for one in self._all_effects(conn, batch, waiting)}
         cleared = {}
         for run in batch.tables():
             if run.op[0] == Op.TRUNCATE:
@@ -319,9 +309,9 @@ class Applier:
         if not any(known.values()):
             return False
         writer = self._open(conn)
-        run = self._as_of_now(run)
+        run = self._as_of_now(writer.targets, run)
         source = self._describe(run, str(_LAST))
-        effects = list(self._effects(run, source, [position]))
+        effects = list(self._effects(writer, run, source, [position]))
         may = [known.get(one.key, True) for one in effects]
         if not may[0]:  # its row has become another one, but it has left this key
             run = replace(run, op=np.array([Op.DELETE], np.uint8))
@@ -334,25 +324,27 @@ class Applier:
         self._rejected.supersede(conn, done, {})
         return may[0]
 
-    def _as_of_now(self, run: TableChanges) -> TableChanges:
+    def _as_of_now(self, targets: Targets, run: TableChanges) -> TableChanges:
         """A change of the past, under the name that its table has now. RowFault: a column is gone, or called otherwise."""
-        assert self._targets is not None
         latest = [change for change in self._shapes.changes if change.after.oid == run.relation.oid][-1:]
         if not latest:
             return run
         now = latest[0].after
         run = replace(run, relation=replace(run.relation, namespace=now.namespace, name=now.name))
         source = describe_source(now, latest[0].details)
-        target = self._targets.of(source)
+        target = targets.of(source)
         known = {*source.types, *(target.columns if target else ())}
         gone = [one.name for one in run.relation.columns if one.name not in known]
         if target is not None and gone:
             raise RowFault(
                 "undefined_column",
-                f"the event of table {source.title} has the column {', '.join(gone)}, which the table has no more",
+                f"the event of table {source.title} has the column {', '.join(gone)}, which the table no longer has",
             )
         return run
 
 
-def _tuples(columns: Sequence[pa.Array], count: int) -> Iterable[tuple[str | None, ...]]:
-    return zip(*(one.to_pylist() for one in columns), strict=True) if columns else [()] * count
+def _key_texts(columns: Sequence[pa.Array], count: int) -> Iterable[str]:
+    """Keys as they stand in `pgcdc_rejected`; empty for a table without one."""
+    if not columns:
+        return [""] * count
+    return [orjson.dumps(key).decode() for key in zip(*(one.to_pylist() for one in columns), strict=True)]

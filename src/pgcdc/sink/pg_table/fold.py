@@ -12,23 +12,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from pgcdc.core.operation import OldKind, Op
 from pgcdc.event.batch import TableChanges
-
-__all__ = [
-    "Folded",
-    "MissingKey",
-    "Rows",
-    "find_moves",
-    "fold_bag",
-    "fold_keyed",
-    "fold_late",
-    "number_rows",
-    "part_of",
-    "settle",
-]
+from pgcdc.event.keyed import settle
 
 Bools = npt.NDArray[np.bool_]
 I64 = npt.NDArray[np.int64]
@@ -73,33 +60,6 @@ class Folded:
         """All columns that rows bring, in their order."""
         groups = [one for one in (self.fresh, self.puts, *self.patches) if one is not None]
         return list(dict.fromkeys(name for rows in groups for name in rows.columns))
-
-
-def settle(changes: TableChanges, columns: Sequence[int] | None = None) -> tuple[list[pa.Array], list[Bools | None]]:
-    """The row that each change is about, and which of its values are not known.
-
-    Of a DELETE that is the old row. Elsewhere the old row has the values that were not sent, as far as it came.
-    `columns`: only of these the old row of a DELETE is wanted.
-    """
-    has_old: Bools = changes.old_kind != OldKind.NONE
-    is_full: Bools = changes.old_kind == OldKind.FULL
-    is_delete: Bools = (changes.op == Op.DELETE) & has_old
-    has_deletes = bool(is_delete.any())
-    values, unknown = list(changes.new), list(changes.unchanged)
-    for number, column in enumerate(changes.relation.columns):
-        missing = changes.unchanged[number]
-        from_old: Bools | None = is_delete if has_deletes and (columns is None or number in columns) else None
-        if missing is not None:
-            told: Bools = missing & (has_old if column.is_key else is_full)
-            old_missing = changes.old_unchanged[number]
-            if old_missing is not None:
-                told &= ~old_missing
-            left: Bools = missing & ~told
-            unknown[number] = left if left.any() else None
-            from_old = told if from_old is None else from_old | told
-        if from_old is not None and from_old.any():
-            values[number] = pc.if_else(pa.array(from_old), changes.old[number], values[number])
-    return values, unknown
 
 
 def number_rows(columns: Sequence[pa.Array]) -> tuple[I64, int]:

@@ -1,8 +1,8 @@
-"""What the adapter `pg_table` is told."""
+"""The options of the adapter `pg_table`, and the names of tables that follow from them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,15 +11,16 @@ from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
 from pgcdc.core.errors import ConfigError, SourceError
 from pgcdc.core.settings import checked, setting, split_outside_quotes
-from pgcdc.postgres.database import name_table, parse_url, split_table, url_passwords
+from pgcdc.postgres.database import name_table, parse_identifier, parse_url, split_table, url_passwords
 from pgcdc.sink.spec import SinkOptions, SourceView
 
 if TYPE_CHECKING:
     from pgcdc.sink.contract import Sink
 
-__all__ = ["NO_ORIGIN", "PgTableOptions"]
-
+TableName = tuple[str, str]
+"""Schema and table."""
 NO_ORIGIN = "none"
+_ADVICE = "Write public.orders=mirror.orders2 for a table, sales.*=archive.* for a schema"
 _APPLY_ONLY = ("target_schema", "tables", "evolve", "triggers")
 
 
@@ -43,6 +44,54 @@ TableRules = Annotated[
         ]
     }),
 ]  # fmt: skip
+
+
+class TargetNames:
+    """Rules for tables win over rules for schemas, and these over the one schema for all."""
+
+    def __init__(self, rules: Iterable[str] = (), schema: str | None = None) -> None:
+        """ConfigError: a rule cannot be read, or two tables would become one."""
+        self._schema = schema
+        self._tables: dict[TableName, TableName] = {}
+        self._schemas: dict[str, str] = {}
+        for rule in rules:
+            self._add(rule)
+        targets: dict[TableName, TableName] = {}
+        for source, target in self._tables.items():
+            if target in targets:
+                both = f"{name_table(*targets[target])} and {name_table(*source)}"
+                raise ConfigError(f"{both} would both go to {name_table(*target)}", "Give one of them another name")
+            targets[target] = source
+
+    def _add(self, rule: str) -> None:
+        sides = split_outside_quotes(rule, "=")
+        if len(sides) != 2:
+            raise ConfigError(f"{rule!r} is not source=target", _ADVICE)
+        source, target = sides
+        whole = [side.endswith(".*") for side in sides]
+        if all(whole):
+            known, name = self._schemas, parse_identifier(source[:-2])
+            again = name in known
+            known[name] = parse_identifier(target[:-2])
+        elif any(whole):
+            raise ConfigError(f"{rule!r} names a table on one side and a schema on the other", _ADVICE)
+        else:
+            table = split_table(source)
+            again = table in self._tables
+            self._tables[table] = split_table(target, self._schema or "public")
+        if again:
+            raise ConfigError(f"there are two rules for {source}", "Leave one of them out")
+
+    def __call__(self, table: TableName) -> TableName:
+        """The table at the target."""
+        if table in self._tables:
+            return self._tables[table]
+        schema, name = table
+        return self._schemas.get(schema, self._schema or schema), name
+
+    def loops(self, captured: Collection[TableName]) -> list[TableName]:
+        """Captured tables of a database whose rows would go to a captured table of the same database."""
+        return sorted(table for table in captured if self(table) in captured)
 
 
 class PgTableOptions(SinkOptions):
@@ -72,6 +121,11 @@ class PgTableOptions(SinkOptions):
     triggers: Literal["off", "on"] = setting("off", "whether triggers and foreign keys of the target fire")
 
     @property
+    def names(self) -> TargetNames:
+        """What tables are called at the target. ConfigError: the rules cannot be read."""
+        return TargetNames(self.tables, self.target_schema)
+
+    @property
     def own_schema(self) -> str:
         """Where tables of our own are made: `pgcdc_positions` and others."""
         if self.mode == "append":
@@ -91,17 +145,17 @@ class PgTableOptions(SinkOptions):
         """The table that no other adapter of a pipeline may write to; when applied, it depends on routes."""
         if self.mode == "apply":
             return ""
-        params = parse_url(self.resolved().db)
-        where = f"{params.get('host', '')}:{params.get('port', '')}/{params.get('dbname', '')}"
-        return f"table {name_table(*split_table(self.table))} in {where}"
+        host, port, database = self._address()
+        return f"table {name_table(*split_table(self.table))} in {host}:{port}/{database}"
 
     def place(self) -> str:
         """Where rows go, whoever connects and however."""
+        tables = (self.table,) if self.mode == "append" else (self.target_schema, self.tables)
+        return repr((*self._address(), self.mode, *tables))
+
+    def _address(self) -> list[Any]:
         params = parse_url(self.resolved().db)
-        where = [params.get(one, "") for one in ("host", "port", "dbname")]
-        return repr(
-            (*where, self.mode, *((self.table,) if self.mode == "append" else (self.target_schema, self.tables)))
-        )
+        return [params.get(one, "") for one in ("host", "port", "dbname")]
 
     def check(self) -> None:
         """Raise ConfigError for what cannot work."""
@@ -122,10 +176,12 @@ class PgTableOptions(SinkOptions):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     flag = f"--pg-table-{name}".replace("_", "-")
                     raise ConfigError(f"{flag} is for --pg-table-mode apply", "Add that, or leave it out")
-        elif self.table != type(self).model_fields["table"].default:
+            return
+        if self.table != type(self).model_fields["table"].default:
             raise ConfigError(
                 "--pg-table-table is for --pg-table-mode append", "For other names, see --pg-table-tables"
             )
+        _ = self.names
 
     def secrets(self) -> Collection[str]:
         return url_passwords(self.resolved().db)
@@ -136,6 +192,6 @@ class PgTableOptions(SinkOptions):
         return pg_table_sink(self.resolved())
 
     def check_source(self, adapter: str, source: SourceView) -> None:
-        from pgcdc.sink.pg_table.loops import check_source
+        from pgcdc.sink.pg_table.target import check_source
 
         check_source(self, adapter, source)

@@ -1,6 +1,6 @@
 """Events into PostgreSQL, exactly once: the rows, and how far they go, change in one transaction.
 
-The row in the target is the truth (`positions.py`); the ack in the state directory follows it. An empty batch moves the ack
+The row in the target is the truth (`target.py`); the ack in the state directory follows it. An empty batch moves the ack
 alone: databases that mirror each other would never rest otherwise.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import ClassVar
 
 import psycopg
@@ -20,16 +20,23 @@ from pgcdc.event.batch import Batch
 from pgcdc.event.forms import Form
 from pgcdc.postgres.database import Connection, redact
 from pgcdc.sink.contract import Sink, SinkContext
-from pgcdc.sink.pg_table.append import Appender
+from pgcdc.sink.pg_table.append import Appender, copy_rows, copy_rows_one_by_one
 from pgcdc.sink.pg_table.apply import Applier
-from pgcdc.sink.pg_table.options import NO_ORIGIN, PgTableOptions
-from pgcdc.sink.pg_table.positions import Positions, TargetName
-from pgcdc.sink.pg_table.session import SessionPlan, connect_target, mark_transaction, open_session
-from pgcdc.sink.pg_table.sqlstate import Blame, blame, describe, describe_fault, explain, is_row_fault, kind_of
-from pgcdc.sink.pg_table.tables import TableName
-from pgcdc.sink.pg_table.target import Target
-
-__all__ = ["PgAppendSink", "PgApplySink", "PgTableSink", "pg_table_sink"]
+from pgcdc.sink.pg_table.options import NO_ORIGIN, PgTableOptions, TableName
+from pgcdc.sink.pg_table.session import (
+    Blame,
+    SessionPlan,
+    blame,
+    connect_target,
+    describe,
+    describe_fault,
+    explain,
+    is_row_fault,
+    kind_of,
+    mark_transaction,
+    open_session,
+)
+from pgcdc.sink.pg_table.target import Positions, check_target, create_tables, database_of
 
 
 def pg_table_sink(options: PgTableOptions) -> PgTableSink:
@@ -58,16 +65,19 @@ class PgTableSink(Sink):
 
     def _bind(self, context: SinkContext) -> None:
         self.name, self._context = context.name, context
-        self._positions = Positions(self._options.own_schema, context.name)
-        self._target = Target(self._options, context.name, self._positions, self._table(), context.identity)
+        self._positions = Positions(self._options.own_schema, context.name, context.stream)
 
     def check(self, context: SinkContext) -> None:
         self._bind(context)
         with self._explain("look at the target"), connect_target(self._plan()) as conn:
-            self._target.look(conn)
-            place = self._positions.read(conn) if self._positions.exists(conn) else None
-            if place is not None and not (context.progress.has_owner and place.owner == context.progress.owner):
+            self._check_target(conn)
+            owner = context.progress.owner if context.progress.has_owner else ""
+            place = self._positions.read(conn, owner) if self._positions.exists(conn) else None
+            if place is not None and place.owner != owner:
                 raise self._positions.foreign(place)
+
+    def _check_target(self, conn: Connection) -> None:
+        check_target(conn, self._options, self._positions, self._table(), self._context.identity)
 
     def open(self, context: SinkContext) -> Position:
         self._bind(context)
@@ -102,13 +112,13 @@ class PgTableSink(Sink):
 
     def _restore(self, conn: Connection) -> Position:
         """Make what is missing, and find out how far the target is."""
-        self._target.look(conn)
-        self._target.create(conn)
+        self._check_target(conn)
+        create_tables(conn, self._options, self._positions, self._table())
         context, progress = self._context, self._context.progress
-        place = self._positions.read(conn)
+        place = self._positions.read(conn, self._owner)
         if place is None:
-            self._begin(conn, TargetName.of(conn))
-            place = self._positions.read(conn)
+            self._begin(conn, database_of(conn))
+            place = self._positions.read(conn, self._owner)
         if place is None or place.owner != self._owner:
             raise self._positions.foreign(place) if place else SinkUnavailable("the row vanished", "It is tried again")
         if progress.is_rewound:  # `pgcdc resync` begins again: positions of another server may be smaller
@@ -120,29 +130,29 @@ class PgTableSink(Sink):
             raise SinkError(
                 f"{self._positions.title} at the target is at {place.position} for adapter {self.name}, but everything up "
                 f"to {progress.written} was written to it: an older state of it was restored",
-                "Restore a newer one, or deliver all of it once more with another --slot-name and --state-dir. To go on "
+                "Restore a newer one, or deliver all of it once more: pgcdc resync --new-slot --truncate. To go on "
                 f"without what is missing: UPDATE {self._positions.quoted} SET position = '{progress.written}' WHERE "
-                f"adapter = '{self.name}'",
+                f"adapter = '{self.name}' AND stream = '{self._context.stream}'",
             )
         self._tables = set(place.tables)
         return place.position
 
-    def _begin(self, conn: Connection, target: TargetName) -> None:
+    def _begin(self, conn: Connection, where: list[str]) -> None:
         """The first time at this target."""
-        progress, where = self._context.progress, [target.system, target.database]
-        if progress.written is not None and not progress.detail.get("is_free"):
+        progress = self._context.progress
+        if progress.written is not None and not progress.is_rewound and not progress.detail.get("is_free"):
             lacks = f"{self._positions.title} at the target has no row of adapter {self.name}, but events up to"
             if progress.detail.get("target") == where:
                 raise SinkError(
                     f"{lacks} {progress.written} were written to it: it was deleted, or an older state of the target was "
                     "restored",
-                    "Restore it, or deliver all of it once more with another --slot-name and --state-dir",
+                    "Restore it, or deliver all of it once more: pgcdc resync --new-slot --truncate",
                 )
             if self._options.mode == "apply":
                 raise SinkError(
                     f"{lacks} {progress.written} were written to another database: its tables would lack their rows",
-                    "Copy the tables, pgcdc_positions and pgcdc_rejected from there (pg_dump), or begin again with another "
-                    "--slot-name and --state-dir",
+                    "Copy the tables, pgcdc_positions and pgcdc_rejected from there (pg_dump), or deliver all of it once "
+                    "more: pgcdc resync --new-slot --truncate",
                 )
         hit("pg_table.before_claim")
         self._positions.claim(conn, self._owner, self._context.start, self._context.source)
@@ -187,9 +197,10 @@ class PgTableSink(Sink):
 
     def _judged(self, error: psycopg.Error, batch: Batch) -> SinkError:
         """Whether an event is to blame: the runner finds out which."""
-        if not self._is_event(error):
+        fault = self._fault(error, batch)
+        if fault is None:
             return explain(self.name, "write", error)
-        kind, text = self._fault(error, batch)
+        kind, text = fault
         return SinkRejected(
             f"adapter {self.name}: the target refuses an event: {text}",
             "Make the target take it, then deliver it again: pgcdc dlq replay",
@@ -242,72 +253,57 @@ class PgTableSink(Sink):
         """In a transaction."""
 
     @abstractmethod
-    def _is_event(self, error: psycopg.Error) -> bool:
-        """Whether an event may be to blame."""
-
-    def _fault(self, error: psycopg.Error, batch: Batch) -> tuple[str, str]:
-        """Kind and text of a reject."""
-        return kind_of(error), describe(error)
+    def _fault(self, error: psycopg.Error, batch: Batch) -> tuple[str, str] | None:
+        """Kind and text of a reject, if an event may be to blame."""
 
 
 class PgAppendSink(PgTableSink):
     """Appends events to a table."""
 
-    form: ClassVar[Form] = "lines"
+    form: Form = "lines"
 
     def _table(self) -> Appender:
         return Appender(self._options.table)
 
     def _write(self, conn: Connection, batch: Batch) -> None:
-        self._either(conn, lambda is_parsed: self._table().copy(conn, batch.events, is_parsed=is_parsed))
+        """Lines as they are, or one by one, if some only look like events."""
+        try:
+            with conn.transaction():
+                self._table().copy(conn, copy_rows(batch.events))
+        except psycopg.Error as error:
+            if blame(error) is not Blame.EVENT:
+                raise
+            self._table().copy(conn, [copy_rows_one_by_one(batch.events)])
 
     def _redeliver(self, conn: Connection, batch: Batch) -> Collection[str]:
         self._table().insert_missing(conn, batch.events)
         return ()
 
-    def _either(self, conn: Connection, copy: Callable[[bool], None]) -> None:
-        """Lines as they are, or one by one, if some only look like events."""
-        try:
-            with conn.transaction():
-                copy(False)
-        except psycopg.Error as error:
-            if not self._is_event(error):
-                raise
-            copy(True)
-
-    def _is_event(self, error: psycopg.Error) -> bool:
-        return blame(error) is Blame.EVENT
+    def _fault(self, error: psycopg.Error, batch: Batch) -> tuple[str, str] | None:
+        return (kind_of(error), describe(error)) if blame(error) is Blame.EVENT else None
 
 
 class PgApplySink(PgTableSink):
     """Applies changes to tables like those of the source."""
 
-    form: ClassVar[Form] = "tables"
+    form: Form = "tables"
 
     def __init__(self, options: PgTableOptions) -> None:
         super().__init__(options)
-        self._applier: Applier | None = None
+        self._applier: Applier
         self._found: set[TableName] = set()
         self._refused: list[Batch] = []
         """Events that the target refused, and that are not noted there yet."""
 
-    def _bind(self, context: SinkContext) -> None:
-        super()._bind(context)
-        if self._applier is None:
-            self._applier = Applier(self._options, context.shapes, context.name, self._say_once)
-
     def _connected(self, conn: Connection) -> None:
-        self._engine.connected(conn)
-
-    @property
-    def _engine(self) -> Applier:
-        assert self._applier is not None
-        return self._applier
+        context = self._context
+        self._applier = Applier(self._options, context.shapes, (context.name, context.stream), self._say_once)
+        self._applier.connected(conn)
 
     def _write(self, conn: Connection, batch: Batch) -> None:
         for refused in self._refused:
-            self._engine.note_rejects(conn, refused)
-        self._found = self._engine.apply(conn, batch, self._tables)
+            self._applier.note_rejects(conn, refused)
+        self._found = self._applier.apply(conn, batch, self._tables)
         if self._found != self._tables:
             self._positions.note_tables(conn, self._found)
 
@@ -321,7 +317,7 @@ class PgApplySink(PgTableSink):
                 "where they were refused",
                 "Deliver them to the adapter's own database; or to another one as events: --pg-table-mode append",
             )
-        return self._engine.redeliver(conn, batch)
+        return self._applier.redeliver(conn, batch)
 
     def _judged(self, error: psycopg.Error, batch: Batch) -> SinkError:
         judged = super()._judged(error, batch)
@@ -330,8 +326,5 @@ class PgApplySink(PgTableSink):
             self._refused.append(batch)
         return judged
 
-    def _is_event(self, error: psycopg.Error) -> bool:
-        return is_row_fault(error)
-
-    def _fault(self, error: psycopg.Error, batch: Batch) -> tuple[str, str]:
-        return describe_fault(error, self._engine.title_of(batch))
+    def _fault(self, error: psycopg.Error, batch: Batch) -> tuple[str, str] | None:
+        return describe_fault(error, self._applier.title_of(batch)) if is_row_fault(error) else None

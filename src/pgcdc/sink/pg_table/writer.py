@@ -1,54 +1,61 @@
-"""Puts folded changes into the target's tables: in few statements, whatever their number."""
+"""Puts folded changes into the target's tables: in few statements, whatever their number.
+
+Rows go by COPY to a temporary table with the target's types, and a statement takes them from there. Rows that should be new
+go straight to the target's table.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import psycopg
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from pgcdc.core.errors import SinkError
-from pgcdc.postgres.database import Connection, quote_identifier
-from pgcdc.sink.pg_table import statements
+from pgcdc.postgres.database import Connection, quote_identifier, quote_literal
 from pgcdc.sink.pg_table.fold import Folded, Rows
-from pgcdc.sink.pg_table.sqlstate import RowFault
-from pgcdc.sink.pg_table.tables import SourceTable, TargetTable
-from pgcdc.sink.pg_table.targets import Targets
-
-__all__ = ["MOST_TABLES", "Writer"]
+from pgcdc.sink.pg_table.session import RowFault
+from pgcdc.sink.pg_table.tables import SourceTable, Targets, TargetTable
 
 STEADY_FLUSHES = 16
 """So many times a table is not tried with a plain COPY after one that met rows that were there."""
 MOST_TABLES = 32
 """So many staging tables a session keeps: at each commit all of them are emptied, which takes 0.4 ms each."""
+PIECE_BYTES = 1 << 19
+"""Small enough that the server reads the first rows while the last ones are written."""
+_ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
+_REFERRED = (psycopg.errors.ForeignKeyViolation, psycopg.errors.RestrictViolation)
 
 
 class Writer:
     """One session's way to the target's tables."""
 
     def __init__(self, conn: Connection, targets: Targets) -> None:
-        self._conn = conn
-        self._targets = targets
-        self._staging = _Staging(conn)
+        self._conn, self.targets = conn, targets
+        self._staging: set[str] = set()
+        """The temporary tables of this session that we know of."""
+        self._used: set[str] = set()
+        """Those of them that have rows of this transaction."""
         self._met: dict[tuple[str, str], int] = {}
         """How many times more a table is not tried with a plain COPY."""
         self.missed: dict[str, int] = {}
         """By table: rows that should have been deleted and were not there, since the transaction began."""
 
     def begin(self) -> None:
-        """A transaction begins."""
-        self._staging.begin()
+        """A transaction begins: what the last one left in temporary tables is gone."""
+        self._used.clear()
         self.missed = {}
 
     def truncate(self, sources: Iterable[SourceTable]) -> None:
         """Empty tables, all at once: they may refer to each other."""
-        targets = [target for source in sources if (target := self._targets.of(source)) is not None]
+        targets = [target for source in sources if (target := self.targets.of(source)) is not None]
         if not targets:
             return
-        listed = ", ".join(target.sql for target in targets)
         try:
             with self._conn.transaction():
-                self._conn.execute(f"TRUNCATE {listed}".encode())
+                self._conn.execute(f"TRUNCATE {', '.join(target.sql for target in targets)}".encode())
         except psycopg.errors.FeatureNotSupported:  # a table that refers to one of these stays
             self._empty(targets)
 
@@ -60,7 +67,7 @@ class Writer:
                 try:
                     with self._conn.transaction():
                         self._conn.execute(f"DELETE FROM {target.sql}".encode())
-                except (psycopg.errors.ForeignKeyViolation, psycopg.errors.RestrictViolation) as error:
+                except _REFERRED as error:
                     left.append(target)
                     fault = error
             if fault is not None and len(left) == len(targets):
@@ -70,11 +77,11 @@ class Writer:
     def write(self, source: SourceTable, folded: Folded, key: tuple[str, ...]) -> None:
         """Make the target's table what the fold says, as far as it says something."""
         gone = [rows for rows in (folded.gone, folded.undone) if rows is not None]
-        if not folded.columns and self._targets.of(source) is None:
+        if not folded.columns and self.targets.of(source) is None:
             self._miss(source, len(folded.gone or ()))
             return  # a table that is not there has nothing to delete
         columns = dict.fromkeys([*folded.columns, *(name for rows in gone for name in rows.columns)])
-        target = self._targets.prepare(source, list(columns), key)
+        target = self.targets.prepare(source, list(columns), key)
         if folded.gone is not None:
             self._miss(source, len(folded.gone) - self._delete(target, folded.gone, key))
         if folded.undone is not None:
@@ -82,7 +89,9 @@ class Writer:
         if folded.puts is not None:
             self._merge(target, folded.puts, key)
         for rows in folded.patches:
-            self._patch(source, target, rows, key)
+            stage, names = self._stage(target, rows)
+            if self._run(_patch(target, stage, names, key)) < len(rows):
+                raise self.missing_row(source)
         if folded.fresh is not None:
             self._insert(target, folded.fresh, key)
 
@@ -91,128 +100,190 @@ class Writer:
         if count > 0 and not source.is_key_deferrable:
             self.missed[source.title] = self.missed.get(source.title, 0) + count
 
-    def _stage(self, target: TargetTable, rows: Rows) -> tuple[str, tuple[str, ...]]:
-        rows = rows.only(target.writable(rows.columns))
-        return self._staging.fill(target, rows), rows.columns
-
     def _delete(self, target: TargetTable, rows: Rows, key: tuple[str, ...]) -> int:
-        name, columns = self._stage(target, rows)
-        if key:
-            return self._run(statements.delete_statement(target, name, columns, key))
-        return self._run(statements.delete_rows_statement(target, name, columns))
+        stage, columns = self._stage(target, rows)
+        return self._run(_delete(target, stage, columns, key) if key else _delete_rows(target, stage, columns))
 
     def _merge(self, target: TargetTable, rows: Rows, key: tuple[str, ...]) -> None:
-        name, columns = self._stage(target, rows)
-        if statements.fixed_columns(target, columns, key):
-            self._run(statements.make_way_statement(target, name, columns, key))
-        self._run(statements.merge_statement(target, name, columns, key))
+        stage, columns = self._stage(target, rows)
+        if _fixed(target, columns, key):
+            self._run(_make_way(target, stage, columns, key))
+        self._run(_merge(target, stage, columns, key))
 
     def _insert(self, target: TargetTable, rows: Rows, key: tuple[str, ...]) -> None:
         """Rows that should be new: if some are not, all of them are merged."""
         new = rows.only(target.writable(rows.columns))
         if not new.columns:
             raise RowFault("no_columns", f"rows of table {target.title} have no column that could be written")
-        if key and (self._met.get(target.name, 0) or not target.is_unique(key)):
-            self._met[target.name] = max(0, self._met.get(target.name, 0) - 1)
-            self._merge(target, rows, key)
-            return
         if not key:
             _copy(self._conn, target.sql, new)
             return
-        try:
-            with self._conn.transaction():
-                _copy(self._conn, target.sql, new)
-        except (psycopg.errors.UniqueViolation, psycopg.errors.FeatureNotSupported):
-            self._met[target.name] = STEADY_FLUSHES
-            self._merge(target, rows, key)
-
-    def _patch(self, source: SourceTable, target: TargetTable, rows: Rows, key: tuple[str, ...]) -> None:
-        name, columns = self._stage(target, rows)
-        if self._run(statements.patch_statement(target, name, columns, key)) < len(rows):
-            raise _missing_row(source, target)
+        met = self._met.get(target.name, 0)
+        if not met and target.is_unique(key):
+            try:
+                with self._conn.transaction():
+                    _copy(self._conn, target.sql, new)
+                return
+            except (psycopg.errors.UniqueViolation, psycopg.errors.FeatureNotSupported):
+                met = STEADY_FLUSHES + 1
+        self._met[target.name] = max(0, met - 1)
+        self._merge(target, rows, key)
 
     def move(self, source: SourceTable, old: dict[str, str | None], row: dict[str, str | None]) -> bool:
         """Give a row of the target another key, and its other new values; whether the row was there."""
-        target = self._targets.prepare(source, row, tuple(old))
-        columns = target.writable(row)
-        sets = ", ".join(f"{quote_identifier(name)} = %s::{target.columns[name].type}" for name in columns)
-        where = " AND ".join(f"{quote_identifier(name)} = %s::{target.columns[name].type}" for name in old)
-        values = [row[name] for name in columns] + list(old.values())
-        statement = f"UPDATE {target.sql} SET {sets} WHERE {where}"
-        return self._conn.execute(_keep_percent(statement, len(values)).encode(), values).rowcount > 0
+        target = self.targets.prepare(source, row, tuple(old))
+
+        def terms(values: dict[str, str | None], names: Iterable[str]) -> list[str]:
+            texts = {name: "NULL" if (one := values[name]) is None else quote_literal(one) for name in names}
+            return [f"{quote_identifier(name)} = {text}::{target.columns[name].type}" for name, text in texts.items()]
+
+        sets, where = ", ".join(terms(row, target.writable(row))), " AND ".join(terms(old, old))
+        return self._run(f"UPDATE {target.sql} SET {sets} WHERE {where}") > 0
 
     def missing_row(self, source: SourceTable) -> RowFault:
         """The fault of an update that can only be applied to a row that is there."""
-        target = self._targets.of(source)
-        assert target is not None
-        return _missing_row(source, target)
+        target = self.targets.of(source)
+        return RowFault(
+            "missing_row",
+            f"an update of table {source.title} does not bring its long values (unchanged TOAST), and "
+            f"{target.title if target else 'the target'} does not have the row; take a snapshot of the table, or use "
+            "--toast cache",
+        )
 
     def _run(self, statement: str) -> int:
         """Planned each time: tables grow, and a plan for a small one would be kept."""
         return self._conn.execute(statement.encode(), prepare=False).rowcount
 
+    def _stage(self, target: TargetTable, rows: Rows) -> tuple[str, tuple[str, ...]]:
+        """Put rows into a temporary table with the target's types, and nothing else; its name in SQL, and its columns.
 
-class _Staging:
-    """The staging tables of one session: temporary, with the target's types, and used again."""
-
-    def __init__(self, conn: Connection) -> None:
-        self._conn = conn
-        self._known: set[str] = set()
-        self._used: set[str] = set()
-
-    def begin(self) -> None:
-        """A transaction begins: what the last one left is gone."""
-        self._used.clear()
-
-    def fill(self, target: TargetTable, rows: Rows) -> str:
-        """Put rows into a staging table, and nothing else; its name in SQL."""
-        columns = (f"{quote_identifier(name)} {target.columns[name].type}" for name in rows.columns)
-        name = self._open(", ".join(columns))
-        _copy(self._conn, name, rows)
-        return name
-
-    def _open(self, columns: str) -> str:
-        """The table for these columns. Its name follows from them: after a rollback nobody knows which ones are left."""
+        Its name follows from the columns: after a rollback nobody knows which tables are left.
+        """
+        rows = rows.only(target.writable(rows.columns))
+        columns = ", ".join(f"{quote_identifier(name)} {target.columns[name].type}" for name in rows.columns)
         name = f"pgcdc_stage_{hashlib.sha256(columns.encode()).hexdigest()[:16]}"
-        is_known = name in self._known
+        is_known = name in self._staging
         if not is_known:
-            self._make_room()
+            # Also those that a writer before us has left in the session.
+            query = "SELECT count(*) FROM pg_class WHERE relnamespace = pg_my_temp_schema() AND relkind = 'r'"
+            found = self._conn.execute(query).fetchone()
+            if found is not None and found[0] >= MOST_TABLES:
+                self._conn.execute("DISCARD TEMP")
+                self._staging.clear()
+                self._used.clear()
             self._conn.execute(f"CREATE TEMP TABLE IF NOT EXISTS {name} ({columns}) ON COMMIT DELETE ROWS".encode())
-            self._known.add(name)
+            self._staging.add(name)
         if not is_known or name in self._used:
             self._conn.execute(f"TRUNCATE pg_temp.{name}".encode())
         self._used.add(name)
-        return f"pg_temp.{name}"
+        _copy(self._conn, f"pg_temp.{name}", rows)
+        return f"pg_temp.{name}", rows.columns
 
-    def _make_room(self) -> None:
-        """Drop all staging tables if they are many; also those that a writer before us has left in the session."""
-        query = "SELECT count(*) FROM pg_class WHERE relnamespace = pg_my_temp_schema() AND relkind = 'r'"
-        found = self._conn.execute(query).fetchone()
-        if found is not None and found[0] >= MOST_TABLES:
-            self._conn.execute("DISCARD TEMP")
-            self._known.clear()
-            self._used.clear()
+
+# --- COPY
 
 
 def _copy(conn: Connection, table: str, rows: Rows) -> None:
     """COPY rows to a table; `table` is as SQL takes it."""
     listed = ", ".join(map(quote_identifier, rows.columns))
     with conn.cursor().copy(f"COPY {table} ({listed}) FROM STDIN".encode()) as copy:
-        for piece in statements.copy_texts(rows):
+        for piece in copy_texts(rows):
             copy.write(piece)
 
 
-def _keep_percent(statement: str, count: int) -> str:
-    """Names may have a percent sign, which stands for a parameter otherwise."""
-    parts = statement.split("%s::")
-    if len(parts) != count + 1:
-        raise SinkError("a table or column of the target has %s:: in its name", "Map it to another name")
-    return "%s::".join(part.replace("%", "%%") for part in parts)
+def copy_texts(rows: Rows) -> Iterator[memoryview]:
+    """The rows in the text format of COPY, some megabytes at a time."""
+    values = list(map(_escaped, rows.values))
+    if not values:
+        return
+    step = max(1, len(rows) * PIECE_BYTES // max(1, sum(one.nbytes for one in values)))
+    for begin in range(0, len(rows), step):
+        *most, last = (one.slice(begin, step) for one in values)
+        lines = pc.binary_join_element_wise(*most, pc.binary_join_element_wise(last, "", "\n"), "\t")
+        ends = np.frombuffer(lines.buffers()[1], np.int32)
+        yield memoryview(lines.buffers()[2])[ends[lines.offset] : ends[lines.offset + len(lines)]]
 
 
-def _missing_row(source: SourceTable, target: TargetTable) -> RowFault:
-    return RowFault(
-        "missing_row",
-        f"an update of table {source.title} does not bring its long values (unchanged TOAST), and {target.title} does "
-        "not have the row; take a snapshot of the table, or use --toast cache",
+def _escaped(values: pa.Array) -> pa.Array:
+    """Texts as COPY writes them; most columns have nothing to escape, and are left alone."""
+    data = values.buffers()[2] if len(values) else None
+    raw = data.to_pybytes() if data is not None else b""
+    for letter, written in _ESCAPES.items():
+        if letter.encode() in raw:
+            values = pc.replace_substring(values, letter, written)
+    return pc.fill_null(values, "\\N") if values.null_count else values
+
+
+# --- statements: `t` is the target's table, `s` the temporary one
+
+
+def _listed(columns: Iterable[str], side: str = "") -> str:
+    return ", ".join(f"{side}{quote_identifier(column)}" for column in columns)
+
+
+def _matches(key: Iterable[str]) -> str:
+    return " AND ".join(f"t.{quote_identifier(column)} = s.{quote_identifier(column)}" for column in key)
+
+
+def _fixed(target: TargetTable, columns: Iterable[str], key: Sequence[str]) -> list[str]:
+    """Columns beside the key that can be inserted, but never updated."""
+    return [column for column in columns if target.columns[column].identity == "a" and column not in key]
+
+
+def _sets(target: TargetTable, columns: Iterable[str], key: Sequence[str]) -> str:
+    fixed = {*key, *_fixed(target, columns, key)}
+    return ", ".join(f"{quote_identifier(one)} = s.{quote_identifier(one)}" for one in columns if one not in fixed)
+
+
+def _merge(target: TargetTable, stage: str, columns: Sequence[str], key: Sequence[str]) -> str:
+    """Rows that are there become those of the staging table, the others are inserted."""
+    sets = _sets(target, columns, key)
+    overriding = "OVERRIDING SYSTEM VALUE " if any(target.columns[column].identity for column in columns) else ""
+    return (
+        f"MERGE INTO {target.sql} AS t USING {stage} AS s ON {_matches(key)} "
+        f"WHEN MATCHED THEN {f'UPDATE SET {sets}' if sets else 'DO NOTHING'} "
+        f"WHEN NOT MATCHED THEN INSERT ({_listed(columns)}) {overriding}VALUES ({_listed(columns, 's.')})"
+    )
+
+
+def _make_way(target: TargetTable, stage: str, columns: Sequence[str], key: Sequence[str]) -> str:
+    """Rows whose fixed columns would change go, so that they can be inserted again."""
+    fixed = map(quote_identifier, _fixed(target, columns, key))
+    differs = " OR ".join(f"t.{one} IS DISTINCT FROM s.{one}" for one in fixed)
+    return f"DELETE FROM {target.sql} AS t USING {stage} AS s WHERE {_matches(key)} AND ({differs})"
+
+
+def _patch(target: TargetTable, stage: str, columns: Sequence[str], key: Sequence[str]) -> str:
+    """Rows get the values of the staging table, and keep their others.
+
+    A row whose fixed column is another one is not found: it is refused, like one that is not there.
+    """
+    sets = _sets(target, columns, key) or f"{quote_identifier(key[0])} = s.{quote_identifier(key[0])}"
+    where = _matches([*key, *_fixed(target, columns, key)])
+    return f"UPDATE {target.sql} AS t SET {sets} FROM {stage} AS s WHERE {where}"
+
+
+def _row(columns: Iterable[str], side: str) -> str:
+    return f"ROW({_listed(columns, side)})::text"
+
+
+def _delete(target: TargetTable, stage: str, columns: Sequence[str], key: Sequence[str]) -> str:
+    """The rows with the keys of the staging table go; if it has other columns, only where these are the same, too."""
+    where = _matches(key)
+    if len(columns) > len(key):
+        where += f" AND {_row(columns, 't.')} = {_row(columns, 's.')}"
+    return f"DELETE FROM {target.sql} AS t USING {stage} AS s WHERE {where}"
+
+
+def _delete_rows(target: TargetTable, stage: str, columns: Sequence[str]) -> str:
+    """For each row of the staging table one that is equal to it goes: as PostgreSQL writes them, so NaN and json, too, and
+    1.0 is not 1.00."""
+    there, here = _row(columns, "t."), _row(columns, "s.")
+    number = "row_number() OVER (PARTITION BY {})".format
+    return (
+        f"DELETE FROM {target.sql} AS d USING (SELECT t.tableoid AS home, t.ctid AS place, {there} AS content, "
+        f"{number(there)} AS number FROM {target.sql} AS t "
+        f"WHERE {there} IN (SELECT {here} FROM {stage} AS s)) AS f "
+        f"JOIN (SELECT {here} AS content, {number(here)} AS number FROM {stage} AS s) AS w "
+        "ON f.content = w.content AND f.number = w.number WHERE d.tableoid = f.home AND d.ctid = f.place"
     )

@@ -1,1 +1,0 @@
-"""The adapter `webhook`: events as HTTP requests."""

@@ -1,30 +1,33 @@
-"""The HTTP client: aiohttp on a loop in a thread of its own. Decision 0018 says why this one.
+"""The HTTP client: aiohttp, and what an answer means. Decision 0018 says why this one.
 
 No redirects, no cookies, no proxy and no .netrc that nobody asked for; certificates are checked; of an answer no more is
-read than an error message needs.
+read than an error message needs. Addresses are looked at when a connection is made, not when the name was resolved: a name
+server that gives another answer the next time gains nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
+import re
+import socket
 import ssl
-import threading
-from collections.abc import Callable, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass_environment  # type: ignore[attr-defined]
 
 from pgcdc.core.errors import SinkError
-from pgcdc.sink.webhook.address import AddressRefused, guarded_socket
-from pgcdc.sink.webhook.answer import Answer, Means, Verdict, judge, shorten
 from pgcdc.sink.webhook.options import WebhookOptions
 
 if TYPE_CHECKING:
     import aiohttp
-
-__all__ = ["Client", "make_tls", "proxy_of"]
 
 BODY_BYTES = 4096
 BODY_S = 1.0
@@ -33,47 +36,94 @@ CLOSED = "closed"
 """The kind of an answer that never came, because the connection ended."""
 KEEP_ALIVE_S = 4.0
 """Less than the 5 s after which many servers close a connection: a POST must not meet that."""
+MAX_RETRY_S = 3600.0
+TEXT_CHARS = 200
+_LATER = {408, 425, 429}
+_BUSY = {429, 503}
+"""Statuses that say nothing of the event: the receiver takes none now."""
+_STOP = {
+    401: "it does not accept our credentials. Check the headers (Authorization) and the signing key",
+    405: "it takes no POST. Check the URL",
+    407: "the proxy wants credentials. Check the proxy, or leave proxy_from_env out",
+    410: "it is gone for good. Give the URL of the receiver that took its place, or remove the adapter",
+}
+"""Statuses that concern every event."""
 
-_T = TypeVar("_T")
+Scrub = Callable[[str], str]
+"""Takes secrets out of a text."""
+
+
+class Means(Enum):
+    """What becomes of the events of a request."""
+
+    DELIVERED = "delivered"
+    REFUSED = "refused"
+    LATER = "later"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of the events, and why."""
+
+    means: Means
+    kind: str = "ok"
+    text: str = ""
+    advice: str = ""
+    retry_in_s: float = 0.0
+    is_general: bool = False
+    """Of LATER: any other event would have got it, too."""
+
+
+def judge(status: int, headers: Mapping[str, str], body: bytes, scrub: Scrub, now: datetime | None = None) -> Verdict:
+    """The verdict on an answer."""
+    if 200 <= status < 300:
+        return Verdict(Means.DELIVERED)
+    said = shorten(body.decode(errors="replace"), scrub)
+    text, kind = f"answer {status}" + (f": {said}" if said else ""), f"http_{status}"
+    if status in _LATER or status >= 500:
+        wait_s = parse_retry_after(headers.get("Retry-After", ""), now)
+        return Verdict(Means.LATER, kind, text, retry_in_s=wait_s, is_general=status in _BUSY)
+    if 300 <= status < 400:
+        where = shorten(headers.get("Location", "").partition("?")[0], scrub)
+        advice = "Redirects are not followed, since they may lead anywhere. Give the URL of the receiver itself"
+        return Verdict(Means.STOP, kind, f"answer {status}, a redirect" + (f" to {where}" if where else ""), advice)
+    if status in _STOP:
+        reason, _, advice = _STOP[status].partition(". ")
+        return Verdict(Means.STOP, kind, f"{text} ({reason})", advice)
+    return Verdict(Means.LATER if status < 200 else Means.REFUSED, kind, text)
+
+
+def shorten(text: str, scrub: Scrub) -> str:
+    """What a stranger said, in one line without secrets."""
+    plain = re.sub(r"[\s\x00-\x1f\x7f-\x9f]+", " ", scrub(text)).strip()
+    return plain if len(plain) <= TEXT_CHARS else f"{plain[:TEXT_CHARS]}..."
+
+
+def parse_retry_after(text: str, now: datetime | None = None) -> float:
+    """Seconds that Retry-After asks for, by a number or a date; 0 if it says nothing that can be understood."""
+    text = text.strip()
+    if re.fullmatch(r"[0-9]{1,9}", text):
+        return min(float(text), MAX_RETRY_S)
+    try:
+        moment = parsedate_to_datetime(text)
+    except (ValueError, TypeError, IndexError):
+        return 0.0
+    moment = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    return min(max(0.0, (moment - (now or datetime.now(UTC))).total_seconds()), MAX_RETRY_S)
 
 
 class Client:
-    """Posts to one URL. `start` before, `close` behind; `post` runs on the loop."""
+    """Posts to one URL, on the loop of its caller."""
 
-    def __init__(self, options: WebhookOptions, url: str, name: str, scrub: Callable[[str], str]) -> None:
-        self._options, self._url, self._name, self._scrub = options, url, name, scrub
+    def __init__(self, options: WebhookOptions, url: str, scrub: Scrub) -> None:
+        self._options, self._url, self._scrub = options, url, scrub
         self._tls = make_tls(options) if url.startswith("https:") else None
         self._proxy = proxy_of(url) if options.proxy_from_env else None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
         self._session: aiohttp.ClientSession | None = None
 
-    def start(self) -> None:
-        """Start the loop; nothing is connected yet."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name=f"webhook-{self._name}", daemon=True)
-            self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine on the loop, and wait for it."""
-        assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def close(self) -> None:
-        """Close connections and end the loop."""
-        loop, thread = self._loop, self._thread
-        if loop is None or thread is None:
-            return
-        with contextlib.suppress(Exception):
-            self.run(self._close_session())
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(5)
-        if not thread.is_alive():
-            loop.close()
-        self._loop = self._thread = None
-
-    async def _close_session(self) -> None:
+    async def close(self) -> None:
+        """Close connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -87,7 +137,7 @@ class Client:
             limit=options.concurrency,
             ssl=self._tls if self._tls is not None else True,
             keepalive_timeout=KEEP_ALIVE_S,
-            socket_factory=guarded_socket if is_guarded else None,
+            socket_factory=_guarded_socket if is_guarded else None,
         )
         return aiohttp.ClientSession(
             connector=connector,
@@ -111,13 +161,7 @@ class Client:
             async with self._session.post(
                 self._url, data=body, headers=headers, allow_redirects=False, proxy=self._proxy
             ) as response:
-                answer = Answer(
-                    response.status,
-                    await _read_some(response),
-                    response.headers.get("Retry-After", ""),
-                    response.headers.get("Location", ""),
-                )
-            return judge(answer, self._scrub)
+                return judge(response.status, response.headers, await _read_some(response), self._scrub)
         except TimeoutError:
             return Verdict(Means.LATER, "timeout", f"no answer within {self._options.request_timeout:g} s")
         except (aiohttp.ClientError, OSError) as error:
@@ -127,7 +171,10 @@ class Client:
         import aiohttp
 
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
-            reason = getattr(error.certificate_error, "verify_message", "") or "it cannot be verified"
+            known = error.certificate_error
+            reason = (
+                known.verify_message if isinstance(known, ssl.SSLCertVerificationError) else "it cannot be verified"
+            )
             return Verdict(
                 Means.STOP,
                 "certificate",
@@ -151,9 +198,8 @@ class Client:
             return Verdict(Means.STOP, "url", "this is no URL that can be used", "Correct it")
         if isinstance(error, aiohttp.ClientConnectorError):
             number = error.os_error.errno
-            said = os.strerror(number) if number else str(error.os_error)
-            said = f"no connection: {shorten(said, self._scrub)}"
-            return Verdict(Means.LATER, "network", said, is_general=True)
+            said = shorten(os.strerror(number) if number else str(error.os_error), self._scrub)
+            return Verdict(Means.LATER, "network", f"no connection: {said}", is_general=True)
         if isinstance(error, (aiohttp.ServerDisconnectedError, OSError)):
             return Verdict(Means.LATER, CLOSED, "the connection was closed before there was an answer")
         return Verdict(Means.LATER, "network", type(error).__name__)
@@ -166,12 +212,9 @@ async def _read_some(response: aiohttp.ClientResponse) -> bytes:
     data, is_whole = b"", False
     with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
         async with asyncio.timeout(BODY_S):
-            while len(data) <= BODY_BYTES:
+            while len(data) <= BODY_BYTES and not is_whole:
                 piece = await response.content.readany()
-                if not piece:
-                    is_whole = True
-                    break
-                data += piece
+                data, is_whole = data + piece, not piece
     if not is_whole:
         response.close()
     return data[:BODY_BYTES]
@@ -189,7 +232,7 @@ def make_tls(options: WebhookOptions) -> ssl.SSLContext:
         reason = error.strerror if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) else ""
         raise SinkError(
             f"{file} cannot be used for TLS{f': {reason}' if reason else ''}",
-            "It is to hold certificates (or a key without a password) in the form PEM",
+            "It must contain certificates (or a key without a password) in PEM form",
         ) from None
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
@@ -206,3 +249,53 @@ def proxy_of(url: str) -> str | None:
         return None
     proxies = getproxies_environment()
     return proxies.get(parts.scheme) or proxies.get("all")
+
+
+# --- addresses inside of a network, where requests of a stranger have no business
+
+_NEVER = [
+    ipaddress.ip_network(text)
+    for text in (
+        "168.63.129.16/32",  # Azure's own services: a public address, and yet inside
+        "192.0.0.0/24",  # of protocols, and metadata of a cloud; older versions of Python know a part of it
+        "192.88.99.0/24",  # relays of 6to4
+        "::/96",  # IPv4 in its oldest disguise
+        "64:ff9b:1::/48",  # translation inside of a network
+        "fec0::/10",  # site-local, before it was abandoned
+    )
+]
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+class AddressRefused(OSError):
+    """Raised instead of a connection. Its text is always the same: so it is told as one if a name has several of them."""
+
+    def __init__(self) -> None:
+        super().__init__("the address is private")
+
+
+def is_public(text: str) -> bool:
+    """Whether an address is one of the internet at large."""
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    if any(address in network for network in _NEVER):
+        return False
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour
+        if address in _NAT64:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if address.teredo is not None:
+            return False
+        if inner is not None:
+            return is_public(str(inner))
+    return address.is_global and not address.is_multicast and not address.is_reserved
+
+
+def _guarded_socket(info: tuple[Any, ...]) -> socket.socket:
+    """A socket for this address (as `getaddrinfo` has it). AddressRefused: it is not public."""
+    family, kind, protocol, _, address = info
+    if not is_public(str(address[0])):
+        raise AddressRefused
+    return socket.socket(family, kind, protocol)

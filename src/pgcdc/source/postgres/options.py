@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator
 
-from pgcdc.core.errors import SourceError
+from pgcdc.core.errors import ConfigError, SourceError
 from pgcdc.core.settings import Conflict, Options, Rules, checked, conflicts_of, setting
-from pgcdc.core.state import Identity
 from pgcdc.core.units import Seconds
+from pgcdc.postgres.database import parse_url, split_table
 from pgcdc.postgres.fields import DatabaseUrl, Identifiers, TableName, TableNames
 from pgcdc.postgres.selection import Selection
-from pgcdc.source.postgres.setup.slots import check_slot_name
 from pgcdc.source.protocol import SourceOptions
-
-__all__ = ["PostgresOptions", "ToastOptions", "WireOptions"]
 
 DATABASE, TABLES, SNAPSHOTS, EVENTS = "Database", "Tables", "Rows that are there", "Events"
 
 MIN_SERVER = 12
 _SINCE = {"messages": 14, "binary": 14, "two_phase": 15, "origin": 16}
+
+
+def check_slot_name(name: str) -> None:
+    """Raise ConfigError unless PostgreSQL takes this name."""
+    if not re.fullmatch(r"[a-z0-9_]{1,63}", name):
+        raise ConfigError(f"{name!r} is not a slot name", "Use up to 63 lower-case letters, digits and underscores")
+
 
 SlotName = Annotated[str, AfterValidator(partial(checked, check_slot_name))]
 SnapshotMode = Literal["initial", "never", "always", "initial_only"]
@@ -93,6 +99,13 @@ class PostgresOptions(SourceOptions, WireOptions, ToastOptions):
     """A PostgreSQL database: how to reach it, our place in it, and what of it is captured."""
 
     kind: ClassVar[str] = "postgres"
+    spark_names: ClassVar[Mapping[str, str]] = {"url": "db", "slot": "slot_name"}
+    spark_hidden: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "persistent_slot": {},
+        "snapshot_first": {"snapshot_mode": "initial"},
+        "snapshot_table": {},
+        "toast_cache": {"toast": "cache"},
+    }
 
     # --- the database and our place in it
 
@@ -154,6 +167,29 @@ class PostgresOptions(SourceOptions, WireOptions, ToastOptions):
     )
     snapshot_chunk_delay: Seconds = setting(0.0, "How long they rest between chunks: 100ms, 2s.", SNAPSHOTS, ge=0)
 
+    def resolved(self) -> Self:
+        return self if self.db else self.but(db=os.environ.get("PGCDC_DB", ""))
+
+    def require_db(self) -> str:
+        """The database of a query, which has to be given by now."""
+        if not self.db:
+            raise ConfigError("no database is given", "Use option('url', ...) or the variable PGCDC_DB")
+        return self.db
+
+    def check_visible(self) -> None:
+        if self.db and any("password" in key and value for key, value in parse_url(self.db).items()):
+            raise ConfigError(
+                "the option url holds a password, and Spark keeps options in plans and logs",
+                "Put the whole URL into the variable PGCDC_DB and leave the option out, or the password into PGPASSWORD "
+                "or ~/.pgpass",
+            )
+
+    def check_table(self, table: str) -> None:
+        if self.tables and split_table(table) not in {split_table(name) for name in self.tables}:
+            raise ConfigError(
+                f"table {table} is not among the tables to capture", "Add it to option tables, or leave that out"
+            )
+
     @property
     def uses_existing(self) -> bool:
         """The publication is the user's: it is only read."""
@@ -187,23 +223,6 @@ class PostgresOptions(SourceOptions, WireOptions, ToastOptions):
     def is_snapshot_only(self) -> bool:
         """The stream is never read: only the rows of the initial snapshot are wanted."""
         return self.effective_snapshot_mode == "initial_only"
-
-    def as_before(self, identity: Identity) -> PostgresOptions:
-        """The same with what the slot captures already: for whoever only joins it."""
-        assert identity.asked is not None, "prepare has noted it"
-        asked = Selection.from_json(identity.asked)
-        if not (asked.tables or asked.schemas or asked.all_tables):
-            return self.but(publication=identity.publications[0]["name"])
-        return self.but(
-            tables=asked.tables,
-            schemas=asked.schemas,
-            all_tables=asked.all_tables,
-            row_filters=asked.row_filters,
-            columns=asked.columns,
-            generated_columns=asked.generated_columns,
-            incremental_snapshot=bool(asked.also),
-            signal_table=asked.also[0] if asked.also else self.signal_table,
-        )
 
     def conflicts(self) -> Iterator[Conflict]:
         """What cannot go together."""

@@ -1,400 +1,227 @@
-"""PostgreSQL as a source: one slot, from its replication stream and its tables to batches for the spool.
-
-One object, no threads: the replication socket, an ordinary connection that notices a shutdown of the server, and the
-processes that read snapshots. The order of what comes out is the order of the spool: changes of the stream, and rows of
-snapshots between them, each where it was released.
-"""
+"""PostgreSQL as a source. What it needs is imported when it is asked for: each process of Spark loads this module."""
 
 from __future__ import annotations
 
-import logging
-import selectors
+import contextlib
 import time
-from collections import deque
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from psycopg import Connection, Error
-
-from pgcdc.core.errors import ConnectionLost, GapError
-from pgcdc.core.failpoint import hit
-from pgcdc.core.position import Position
-from pgcdc.core.state import StateDir
-from pgcdc.postgres.database import connect
-from pgcdc.postgres.lsn import format_lsn
-from pgcdc.source.postgres.options import PostgresOptions, WireOptions
-from pgcdc.source.postgres.setup.clock import Clock
-from pgcdc.source.postgres.setup.guard import Guard, connection_ended
-from pgcdc.source.postgres.setup.shapes import ShapeObserver
-from pgcdc.source.postgres.snapshot.incremental import IncrementalSnapshots
-from pgcdc.source.postgres.snapshot.initial import InitialSnapshot
-from pgcdc.source.postgres.snapshot.planning import note_tables
-from pgcdc.source.postgres.snapshot.releases import Releases
-from pgcdc.source.postgres.snapshot.signals import Signals
-from pgcdc.source.postgres.snapshot.window import leave_out
-from pgcdc.source.postgres.toast.resolver import ToastStep
-from pgcdc.source.postgres.wire.replication import SlotBusy
-from pgcdc.source.postgres.wire.stream import STATUS_INTERVAL_S, Capture
-from pgcdc.source.protocol import Settled
-from pgcdc.spool.batch import CaptureBatch, split_batch
+from pgcdc.core.errors import ConfigError, PgcdcError
+from pgcdc.core.relation import Relation
+from pgcdc.core.shapes import ShapeChange
+from pgcdc.core.state import Identity, StateDir
+from pgcdc.event.typed import TypedColumn
+from pgcdc.postgres.selection import Selection
+from pgcdc.postgres.types.column import TypeOptions
+from pgcdc.source.postgres.options import PostgresOptions
+from pgcdc.source.protocol import ColumnDescription, Finding, Prepared, SourceOptions
 from pgcdc.spool.consumers import Consumers
+from pgcdc.spool.index import Token
 from pgcdc.spool.writer import SpoolWriter
 
-__all__ = ["SOURCE", "PostgresStream"]
+if TYPE_CHECKING:
+    import pyarrow as pa
 
-logger = logging.getLogger("pgcdc.capture")
+    from pgcdc.source.postgres.slot_stream import PostgresStream
+    from pgcdc.source.postgres.table_rows import PostgresRows
 
-CHECK_INTERVAL_S = 10.0
-TARGET_POLL_S = 0.05
+CONFIRM_TIMEOUT_S = 5.0
 
 
 class PostgresSource:
-    """PostgreSQL, for the registry."""
+    """A slot of a PostgreSQL database, as `source.protocol.Source` says."""
 
-    def open(
-        self, options: dict[str, Any], publications: tuple[str, ...], state: StateDir, spool: SpoolWriter,
-        consumers: Consumers,
-    ) -> PostgresStream:  # fmt: skip
-        return PostgresStream(PostgresOptions.model_validate(options), publications, state, spool, consumers)
+    options_type: ClassVar[type[SourceOptions]] = PostgresOptions
+    no_requests: ClassVar[tuple[str, str] | None] = None
 
+    def __init__(self, options: SourceOptions) -> None:
+        assert isinstance(options, PostgresOptions)
+        self._given = options
+        self.options: PostgresOptions = options.resolved()
 
-SOURCE = PostgresSource()
+    def check(self, state: StateDir, consumer: str) -> Iterator[Finding]:
+        from pgcdc.source.postgres.setup import preflight
+        from pgcdc.source.postgres.setup.prepare import Rehearsal, rehearse
 
+        options = self.options
+        found: list[Any] = []
 
-class PostgresStream:
-    """The changes of one slot, as `source.protocol.ChangeStream` says."""
+        def look_at_server() -> str:
+            server = preflight.check(options.db, options.slot_name)
+            options.check_server(server.version_num)
+            found.append(server)
+            version = f"{server.version_num // 10000}.{server.version_num % 10000}"
+            return f"PostgreSQL {version}, database {server.database}, role {server.user} may replicate"
 
-    def __init__(
-        self, options: PostgresOptions, publications: tuple[str, ...], state: StateDir, spool: SpoolWriter,
-        consumers: Consumers,
-    ) -> None:  # fmt: skip
-        identity = state.identity()
+        def look_at_slot() -> str:
+            state.check_whole()
+            preflight.check_others(options, state, consumer)
+            known = preflight.check_known(options, state, found[0])
+            if known is not None and known.created > 0:
+                preflight.check_rejoin(options, state, known, found[0])
+            else:
+                preflight.check_begin(options, state, found[0])
+            if options.temporary_slot:
+                return f"{options.slot_name} will be temporary"
+            return f"{options.slot_name} {'exists' if found[0].slot is not None else 'will be created'}"
+
+        def look_at_tables() -> str:
+            made = rehearse(options, state)
+            found.append(made)
+            tables = [table for one in made.publications for table in one.tables]
+            inserts = [table for one in made.publications for table in one.inserts_only]
+            only = f"; only inserts of {', '.join(inserts)} (no replica identity)" if inserts else ""
+            return f"{len(tables)} ({', '.join(tables[:10])}{', ...' if len(tables) > 10 else ''}){only}"
+
+        steps = {"database": look_at_server, "slot": look_at_slot, "tables": look_at_tables}
+        for number, (name, step) in enumerate(steps.items()):
+            try:
+                yield Finding(name, "ok", step())
+            except PgcdcError as error:
+                yield Finding(name, "failed", error.message.removeprefix(f"{name}: "), error.advice)
+                yield from (Finding(one, "skipped", f"the {name} cannot be used") for one in list(steps)[number + 1 :])
+                return
+        rehearsal: Rehearsal = found[1]
+        if rehearsal.unreadable is not None:
+            yield Finding("rows", "failed", rehearsal.unreadable.message, rehearsal.unreadable.advice)
+        elif rehearsal.is_new and options.effective_snapshot_mode != "never":
+            yield Finding("rows", "ok", "can be read for the initial snapshot")
+
+    def tables(self, state: StateDir) -> list[Relation]:
+        from pgcdc.source.postgres.setup.prepare import rehearse
+
+        return [one.relation for one in rehearse(self.options, state, reads_rows=False).published]
+
+    def captured(self, identity: Identity) -> list[Relation]:
+        from pgcdc.postgres.database import connect, explain_errors
+        from pgcdc.source.postgres.setup.fingerprint import SlotDetails
+        from pgcdc.source.postgres.setup.tables import read_published
+
+        names = SlotDetails.of(identity).names
+        with explain_errors("look at the columns"), connect(self.options.db, may_retry=False) as sql:
+            return [one.relation for one in read_published(sql, names)]
+
+    def prepare(
+        self,
+        state: StateDir,
+        *,
+        consumer: str,
+        say: Callable[[str], object] = lambda text: None,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> Prepared:
+        from pgcdc.source.postgres.setup.prepare import prepare
+        from pgcdc.source.postgres.setup.slots import OpenTransaction, describe_wait
+
+        def wait(transactions: list[OpenTransaction]) -> None:
+            say(describe_wait(transactions))
+            if is_stopped():
+                raise KeyboardInterrupt
+
+        say(f"checking the database and slot {self.options.slot_name}")
+        return prepare(self.options, state, consumer=consumer, on_wait=wait)
+
+    def follow_tables(self, state: StateDir) -> frozenset[str]:
+        from pgcdc.source.postgres.setup.prepare import follow_tables
+
+        if not self.options.selection.is_open:
+            return frozenset()
+        return frozenset(table for one in follow_tables(self.options, state) for table in one.tables)
+
+    def has_confirmed(self, commit: int) -> bool:
+        from pgcdc.postgres.database import connect
+        from pgcdc.source.postgres.setup.slots import get_slot
+
+        deadline = time.monotonic() + CONFIRM_TIMEOUT_S
+        with contextlib.suppress(PgcdcError), connect(self.options.db, may_retry=False) as sql:
+            while time.monotonic() < deadline:
+                slot = get_slot(sql, self.options.slot_name)
+                if slot is not None and (slot.confirmed_flush_lsn or 0) >= commit:
+                    return True
+                time.sleep(0.02)
+        return False
+
+    def join(self, identity: Identity, status: Mapping[str, Any], *, is_typed: bool) -> None:
+        from pgcdc.source.postgres.setup.fingerprint import SlotDetails
+
+        source, details = self.options, SlotDetails.of(identity)
+        running, names = details.asked or {}, details.names
+        said = [f"{name}={value}" for name, value in running.items() if value]
+        different = []
+        if source.slot_name != identity.stream:
+            different.append(f"slot={source.slot_name}")
+        if source.uses_existing:
+            different += [f"publication={source.publication}"] if (source.publication,) != names else []
+        elif source.has_selection and details.asked is not None:
+            asked, wanted = Selection.from_json(running), source.selection
+            different += [] if asked.covers(wanted) and wanted.covers(asked) else ["other tables, rows or columns"]
+        wire = status.get("wire", {})
+        for name in ("two_phase", "origin") if is_typed else ("two_phase", "origin", "messages"):
+            mine = getattr(source, name)
+            if wire.get(name, mine) != mine:
+                said.append(f"{name}={wire[name]}")
+                different.append(f"{name}={mine}")
+        if different:
+            raise ConfigError(
+                f"the capture of slot {identity.stream!r} is running with {', '.join(said) or names[0]}; this query asks "
+                f"for {', '.join(different)}",
+                "Give the same options in every query of a slot (a typed query may name nothing but its table), stop the "
+                "other queries first, or use another slot and state_dir",
+            )
+
+    def open(self, token: Token, state: StateDir, spool: SpoolWriter, consumers: Consumers) -> PostgresStream:
+        from pgcdc.source.postgres.slot_stream import PostgresStream
+
+        return PostgresStream(self.options, state, spool, consumers)
+
+    # --- single tables
+
+    def of_table(self, table: str, identity: Identity | None) -> PostgresSource:
+        if self.options.has_selection:
+            return self
         if identity is None:
-            raise GapError("the state directory has no identity", "Start pgcdc again: it prepares slot and directory")
-        self._options = options
-        self._publications = publications
-        self._consumers = consumers
-        self._relations = spool.relations
-        self._end = spool.end
-        """Where what was handed out ends: as the spool."""
-        self._name = f"pgcdc {identity.instance}"
-        self._selector = selectors.DefaultSelector()
-        self._releases = Releases(state.snapshot, consumers.base)
-        self._to_replay = deque(self._releases.after(spool.end))
-        self._snapshots = IncrementalSnapshots(
-            options.db, publications, state, self._releases, f"{self._name} chunks",
-            chunk_size=options.snapshot_chunk_size, chunk_delay_s=options.snapshot_chunk_delay,
-        )  # fmt: skip
-        self._signals = Signals(self._snapshots.queue, options.signal_table)
-        self._selector.register(self._snapshots.reader.fileno(), selectors.EVENT_READ)
-        self._initial = InitialSnapshot(
-            options, publications, state, self._releases.after(Position.at(0, 0)), self._snapshots.queue
-        )
-        self._selector.register(self._initial.readers.fileno(), selectors.EVENT_READ)
-        self._skip_rules = self._initial.rules
-        self._shapes = ShapeObserver(state.shapes_file, spool.state)
-        self._toast = ToastStep(options, publications, state, resume=spool.state, instance=identity.instance)
-        self._guard = Guard(state, identity, consumers, temporary=options.temporary_slot)
-        self._capture = Capture(
-            options.db, slot=options.slot_name, publications=publications, start_lsn=spool.resume_lsn,
-            confirmed_lsn=consumers.confirmed_lsn, relations=spool.relations, spill_dir=state.spool,
-            application_name=self._name, temporary=options.temporary_slot, options=options,
-            on_notice=lambda text: logger.warning("the server says: %s", text), check=self._guard.check_server,
-        )  # fmt: skip
-        self._clock = Clock()
-        self._sql: Connection | None = None
-        self._sql_fd = self._stream_fd = -1
-        self._pieces: Iterator[CaptureBatch] | None = None
-        """What is being handed out."""
-        self._unspooled: CaptureBatch | None = None
-        """Read, but not handed out: the connection was lost while the catalog was asked about its shapes."""
-        self._busy_since: float | None = None
-        self._target_lsn, self._check_due, self._target_due = 0, 0.0, 0.0
-        self.phase = "starting"
-        self.is_drained = True
-        self.can_reconnect = not options.temporary_slot
+            return PostgresSource(self.options.but(tables=(table,)))
+        from pgcdc.source.postgres.setup.fingerprint import SlotDetails
 
-    # --- the connection
+        return PostgresSource(SlotDetails.of(identity).as_before(self.options))
 
-    @property
-    def is_connected(self) -> bool:
-        return self._capture.is_connected or self._is_waiting_for_rows
+    def describe(
+        self, table: str, types: TypeOptions, spark_name: Callable[[pa.DataType], str]
+    ) -> list[ColumnDescription]:
+        from pgcdc.postgres.database import connect
+        from pgcdc.postgres.types.catalog import TypeCatalog
+        from pgcdc.source.postgres.table_columns import describe, read_table_columns
 
-    @property
-    def _is_waiting_for_rows(self) -> bool:
-        """Whether the initial snapshot comes first, and is under way."""
-        return self._initial.holds_stream and self._sql is not None
+        with connect(self.options.db, application_name="pgcdc describe", may_retry=False) as conn:
+            return describe(read_table_columns(conn, table), TypeCatalog.load(conn), types, spark_name)
 
-    def fileno(self) -> int:
-        return self._selector.fileno()  # of epoll and kqueue
+    def typed_columns(
+        self,
+        state: StateDir,
+        table: tuple[str, str],
+        types: TypeOptions,
+        *,
+        change: ShapeChange | None,
+        noted: list[tuple[str, int, int]] | None,
+        zset: bool,
+    ) -> tuple[TypedColumn, ...]:
+        from pgcdc.postgres.database import connect
+        from pgcdc.source.postgres.table_columns import typed_columns
 
-    def connect(self) -> float:
-        if self._sql is None or self._sql.closed:
-            self._sql = connect(self._options.db, application_name=self._name)
-            self._sql_fd = self._sql.fileno()
-            self._selector.register(self._sql_fd, selectors.EVENT_READ, self._watch_sql)
-        if not self._options.temporary_slot:
-            self._check_slot()
-        self._toast.look(self._sql)
-        if self._initial.holds_stream:
-            self.phase = "initial snapshot"
-            return 0.0
-        try:
-            self._capture.connect()
-        except SlotBusy as error:
-            return self._wait_for_slot(error)
-        if self._options.temporary_slot and self._consumers.confirmed_lsn == 0:
-            self._consumers.begin(self._capture.confirmed_lsn)
-        logger.info("reading slot %s after %s", self._options.slot_name, format_lsn(self._capture.last_lsn))
-        self._busy_since, self.phase = None, "streaming"
-        return 0.0
+        with connect(self.options.require_db(), may_retry=False) as sql:
+            return typed_columns(
+                sql, self.options, state.identity(), table, types, change=change, noted=noted, zset=zset
+            )
 
-    def _wait_for_slot(self, error: SlotBusy) -> float:
-        """A slot that is still held by our own walsender (we crashed) is free at the latest after wal_sender_timeout."""
-        now = time.monotonic()
-        self._busy_since = self._busy_since or now
-        assert self._sql is not None
-        ours = self._guard.is_held_by_us(self._sql)
-        if not ours or now - self._busy_since > self._guard.wal_sender_timeout_s + 5:
-            raise error
-        self.phase = "waiting for the slot"
-        return 0.2
+    def check_captured(self, identity: Identity, table: str, *, zset: bool) -> None:
+        from pgcdc.source.postgres.table_columns import check_captured
 
-    def lose(self) -> None:
-        """At once: an unflushed client blocks a fast shutdown of the server."""
-        self._pieces = None
-        self._unregister_stream()
-        self._snapshots.lose()
-        self._capture.disconnect()
-        if self._sql is not None:
-            self._selector.unregister(self._sql_fd)
-            self._sql.close()
-            self._sql = None
+        check_captured(self.options.db, identity, table, zset=zset)
 
-    def close(self) -> None:
-        self._snapshots.close()
-        self._initial.close()
-        self._capture.close()
-        if self._sql is not None:
-            self._sql.close()
-        self._toast.close()
-        self._selector.close()
+    def snapshot(self, table: str, types: TypeOptions) -> PostgresRows:
+        from pgcdc.source.postgres.table_rows import find_rows
 
-    def _watch_sql(self) -> None:
-        """The ordinary connection spoke without being asked: the server is shutting down, or it is gone."""
-        assert self._sql is not None
-        try:
-            self._sql.pgconn.consume_input()
-        except Error as error:
-            raise connection_ended(error) from error
+        return find_rows(self._given, table, types)
 
-    def _listen(self, may_read: bool) -> None:
-        """Hear what was said; the stream's socket only while it is read."""
-        if not self._capture.is_connected or not may_read:
-            self._unregister_stream()
-        elif self._stream_fd < 0:
-            self._stream_fd = self._capture.fileno()
-            self._selector.register(self._stream_fd, selectors.EVENT_READ)
-        for key, _ in self._selector.select(0):
-            if key.data is not None:
-                key.data()
 
-    def _unregister_stream(self) -> None:
-        if self._stream_fd >= 0:
-            self._selector.unregister(self._stream_fd)
-            self._stream_fd = -1
-
-    # --- changes, and rows of snapshots between them
-
-    @property
-    def reached(self) -> int:
-        return self._capture.handed_out_lsn
-
-    def poll(self, *, may_read: bool, drain: bool) -> CaptureBatch | None:
-        self._listen(may_read)
-        while self._pieces is not None or self._begin(may_read, drain):
-            assert self._pieces is not None
-            try:
-                piece = next(self._pieces, None)
-            except BaseException:
-                self._pieces = None
-                raise
-            if piece is None:
-                self._pieces = None
-                continue
-            if not piece.end.is_snapshot:
-                self._signals.see(piece)
-                self._snapshots.see(piece)
-            self._end = max(self._end, piece.end)
-            return piece
-        return None
-
-    def _begin(self, may_read: bool, drain: bool) -> bool:
-        """Choose what comes next; False if nothing is here."""
-        if self._to_replay and self._sql is not None and self._to_replay[0].follows(self._end):
-            # What was released behind the very end of the spool needs no batch of the stream to come first.
-            self._pieces = self._released()
-            return True
-        if self._initial.is_active and self._is_waiting_for_rows:
-            return self._read_tables(may_read)
-        self.is_drained = True
-        if not self._capture.is_connected or not may_read:
-            return False
-        hit("capture.before_poll")
-        batch = self._unspooled or self._capture.poll(drain=drain)
-        if batch is None:
-            self.is_drained = self._capture.is_drained
-            return False
-        self.is_drained = False
-        if self._skip_rules:
-            batch = leave_out(batch, self._skip_rules)
-        self._unspooled = batch
-        if self._to_replay and self._to_replay[0].commit < batch.end.commit:
-            self._pieces = self._split(batch)
-        else:
-            self._pieces = self._whole(batch)
-        return True
-
-    def _read_tables(self, may_read: bool) -> bool:
-        """Rows of the initial snapshot, which come before the stream."""
-        if self._to_replay or not may_read:
-            self._initial.look()
-            self.is_drained = True
-            return False
-        more = self._initial.step(self._release, lambda: self._end)
-        self._skip_rules = self._initial.rules
-        self.is_drained = not more
-        return bool(self._to_replay) and self._begin(may_read, drain=True)
-
-    def _split(self, batch: CaptureBatch) -> Iterator[CaptureBatch]:
-        """What of a batch stands before the next release, and the release. The rest of the batch comes next."""
-        before, rest = split_batch(batch, self._to_replay[0].commit)
-        if before is not None:
-            yield from self._finish(before)
-        yield from self._released()
-        self._unspooled = rest
-
-    def _whole(self, batch: CaptureBatch) -> Iterator[CaptureBatch]:
-        yield from self._finish(batch)
-        self._unspooled = None
-
-    def _released(self) -> Iterator[CaptureBatch]:
-        """The rows of the next release."""
-        for batch in self._releases.batches(self._to_replay[0], self._relations):
-            yield from self._finish(batch)
-        self._to_replay.popleft()
-
-    def _finish(self, batch: CaptureBatch) -> Iterator[CaptureBatch]:
-        """The batch as it goes to the spool. ConnectionLost: it may come again."""
-        assert self._sql is not None
-        self._shapes.observe(batch, self._sql)
-        yield from self._toast.resolve(batch, self._sql)
-
-    def _release(self, file: Path, **what: Any) -> None:
-        """Put rows behind everything that was handed out: durable when this returns, visible next."""
-        self._to_replay.append(self._releases.add(self._end, file, **what))
-
-    # --- beside the changes
-
-    def tend(self, needed: int, *, may_work: bool) -> float:
-        now = time.monotonic()
-        if self._capture.is_connected and self._is_behind_target and now >= self._target_due:
-            self._capture.ask_for_progress()
-            self._target_due = now + TARGET_POLL_S
-        if now >= self._check_due and self.is_connected:
-            self._check_slot()
-            self._check_due = now + CHECK_INTERVAL_S
-        is_idle = self._pieces is None and self._unspooled is None and not self._to_replay
-        release = self._snapshots.step(self._end, may_work=self._capture.is_connected and is_idle and may_work)
-        if release is not None:
-            self._to_replay.append(release)
-            self.is_drained = False
-        # What somebody waits for, or was put behind an idle position: do not wait for the next report of progress.
-        replayed = self._to_replay[-1].commit if self._to_replay else 0
-        self._aim_at(max(self._snapshots.target_lsn, needed, replayed))
-        rest_s = TARGET_POLL_S if self._is_behind_target or self._initial.is_active else 0.5
-        return min(self._capture.keep_alive(), rest_s, max(self._snapshots.due_s(), 0.01))
-
-    def _check_slot(self) -> None:
-        """Stop if slot or publication are not as we left them."""
-        assert self._sql is not None
-        self._guard.check(self._sql)
-        note_tables(self._snapshots.queue, self._sql, self._publications, is_wanted=self._options.reads_added_tables)
-        self._capture.status_interval_s = min(STATUS_INTERVAL_S, self._guard.wal_sender_timeout_s / 4)
-
-    @property
-    def _is_behind_target(self) -> bool:
-        return self._target_lsn > self._capture.handed_out_lsn
-
-    def _aim_at(self, lsn: int) -> None:
-        """Progress up to here is reported at once."""
-        self._target_lsn = self._capture.target_lsn = max(self._target_lsn, lsn)
-
-    def target(self) -> int:
-        """The WAL flush position of now."""
-        if self._sql is None:
-            raise ConnectionLost("the server is not connected")
-        try:
-            row = self._sql.execute("SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn").fetchone()
-        except Error as error:
-            raise connection_ended(error) from error
-        assert row is not None
-        self._aim_at(int(row[0]))
-        return self._target_lsn
-
-    def clock(self) -> tuple[int, int]:
-        """The last reading that is reached; the next one is on its way."""
-        self._clock.see(self._capture.handed_out_lsn)
-        if self._sql is not None:
-            try:
-                asked = self._clock.ask(self._sql)
-            except Error as error:
-                raise connection_ended(error) from error
-            if asked is not None:
-                self._aim_at(asked)
-        return self._clock.reached or (0, 0)
-
-    # --- confirmation
-
-    @property
-    def confirmed(self) -> int:
-        """Less than what is acknowledged while a prepared transaction is undecided."""
-        acked, told = self._consumers.confirmed_lsn, self._capture.confirmed_lsn
-        return min(acked, told) if self._capture.is_connected and told else acked
-
-    def confirm(self, commit: int) -> None:
-        self._toast.make_durable()
-        if commit > self._capture.confirmed_lsn:
-            hit("capture.before_confirm")
-            self._capture.send_feedback(commit)
-            hit("capture.after_confirm")
-            self._toast.release(commit)
-
-    def release(self, base: Position) -> None:
-        self._releases.forget(base)
-
-    # --- for the queries
-
-    def settled(self) -> Settled:
-        is_open = self._initial.is_active or self._to_replay or self._pieces or self._unspooled
-        return Settled(bool(is_open or self._snapshots.is_pending), self._initial.end, self._options.is_snapshot_only)
-
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        return self._snapshots.answer(request, self._sql)
-
-    def status(self, confirmed: int) -> dict[str, Any]:
-        server_lsn = max(self._guard.server_lsn, self._capture.wal_end)
-        return {
-            "slot": self._options.slot_name,
-            "wire": self._options.part(WireOptions).model_dump(),
-            "received_lsn": format_lsn(self._capture.last_lsn),
-            "confirmed_lsn": format_lsn(confirmed),
-            "server_lsn": format_lsn(server_lsn),
-            "lag_bytes": max(0, server_lsn - confirmed),
-            "schema_changes": self._shapes.changes,
-            **self._toast.status(),
-            "snapshots": self._snapshots.status(),
-            "bad_signals": self._snapshots.queue.bad_signals,
-            "initial_snapshot": self._initial.status(server_lsn),
-        }
+SOURCE = PostgresSource

@@ -18,13 +18,13 @@ from pgcdc.source.rate.options import RateOptions
 from pgcdc.spool.batch import CaptureBatch, Part
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 
-__all__ = ["FIRST_COMMIT", "MadeUp"]
+__all__ = ["FIRST_COMMIT", "INT8", "TEXT", "MadeUp"]
 
 I64 = npt.NDArray[np.int64]
 
 FIRST_COMMIT = 1
 """Where the log begins: rows that exist stand behind it, the first transaction is the next."""
-_INT8, _TEXT = 20, 25  # the numbers that PostgreSQL has for these types
+INT8, TEXT = 20, 25  # the numbers that PostgreSQL has for these types
 _LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz0123456", np.uint8)
 
 
@@ -34,7 +34,7 @@ class MadeUp:
     def __init__(self, options: RateOptions, relations: Relations) -> None:
         self._options = options
         self._relations = relations
-        columns = (Column("id", _INT8, -1, True), Column("number", _INT8, -1, False), Column("note", _TEXT, -1, False))
+        columns = (Column("id", INT8, -1, True), Column("number", INT8, -1, False), Column("note", TEXT, -1, False))
         self.tables = [
             Relation(number, "public", f"rate_{number}", "d", columns, "rate")
             for number in range(1, options.rate_tables + 1)
@@ -55,7 +55,7 @@ class MadeUp:
         table, key, op = self._choose(numbers)
         data = self._changes(ordinals, op, table, key, numbers)
         last = first + count - 1
-        return CaptureBatch(_part(data), owners, self._relations, Position.end(last), last)
+        return CaptureBatch(Part.of(data), owners, self._relations, Position.end(last), last, token=b"%d" % last)
 
     def existing(self, table: int, began_us: int) -> CaptureBatch:
         """The rows that a table (from 0) has before the first transaction."""
@@ -65,7 +65,7 @@ class MadeUp:
         data = self._changes(ordinals, np.full(count, Op.SNAPSHOT, np.uint8), np.full(count, table), key, -key)
         owners = _owners(np.array([FIRST_COMMIT]), SNAPSHOT, np.array([began_us]), np.array([count]))
         end = Position.chunk_end(FIRST_COMMIT, table)
-        return CaptureBatch(_part(data), owners, self._relations, end, FIRST_COMMIT)
+        return CaptureBatch(Part.of(data), owners, self._relations, end, FIRST_COMMIT)
 
     def commit_time(self, commits: I64, began_us: int) -> I64:
         """When a transaction is committed, in microseconds since 1970."""
@@ -157,7 +157,3 @@ def _owners(commits: I64, kind: int, times: I64, rows: I64) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(
         [columns[field.name].cast(field.type) for field in TRANSACTIONS], schema=TRANSACTIONS
     )
-
-
-def _part(data: pa.RecordBatch) -> Part:
-    return Part(data.num_rows, data.nbytes, (data.column("ordinal")[-1].as_py(), 0), data)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
-from pgcdc.core.errors import ConfigError
-from pgcdc.core.settings import setting
+from pgcdc.core.settings import Conflict, setting
 from pgcdc.source.protocol import SourceOptions
-
-__all__ = ["RATE", "RateOptions"]
 
 RATE = "Made-up changes"
 
@@ -31,10 +29,11 @@ class RateOptions(SourceOptions):
         0, "After so many transactions there are no more; 0: there always are.", RATE, ge=0
     )
 
-    def check(self) -> None:
-        """Raise ConfigError for what cannot go together."""
+    def conflicts(self) -> Iterator[Conflict]:
+        """What cannot go together."""
         if self.rate_deletes >= self.rate_inserts:
-            raise ConfigError(
+            yield Conflict(
+                ("rate_deletes",),
                 f"{self.rate_deletes} deletes for {self.rate_inserts} inserts would leave no rows",
                 "Give fewer deletes than inserts",
             )

@@ -9,70 +9,169 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pgcdc.core.errors import ConfigError, GapError
+from pgcdc.core.errors import ConfigError, GapError, PgcdcError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import SCHEMA_SUB, SNAPSHOT, Position
+from pgcdc.core.relation import Column, Relation, Relations
 from pgcdc.core.shapes import ShapeChange, ShapeHistory, append_shapes, cut_tail
 from pgcdc.core.state import Identity, StateDir, read_json, write_json_durably
-from pgcdc.source.protocol import Settled
-from pgcdc.source.rate.changes import FIRST_COMMIT, MadeUp
+from pgcdc.event.typed import TypedColumn
+from pgcdc.postgres.database import name_table, split_table
+from pgcdc.postgres.types.built_in import BUILT_IN
+from pgcdc.postgres.types.column import TypeOptions
+from pgcdc.postgres.types.mapping import map_type
+from pgcdc.source.protocol import ColumnDescription, Finding, Prepared, Settled, SourceOptions, TableRows
+from pgcdc.source.rate.changes import FIRST_COMMIT, INT8, TEXT, MadeUp
 from pgcdc.source.rate.options import RateOptions
 from pgcdc.spool.batch import CaptureBatch
 from pgcdc.spool.consumers import Consumers
+from pgcdc.spool.index import Token
 from pgcdc.spool.writer import SpoolWriter
 
-__all__ = ["SOURCE", "RateStream", "prepare_rate"]
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 BATCH_ROWS = 16_384
 SERVER_FILE = "rate.json"
+_NO_REQUESTS = ("made-up tables have no snapshots beside the stream", "Use --rate-existing-rows")
 
 
-def prepare_rate(options: RateOptions, state: StateDir) -> Identity:
-    """Make the state directory and begin the log, unless both are there."""
-    options.check()
-    state.create()
-    known, asked = state.identity(), options.model_dump(mode="json")
-    if known is not None:
-        if known.asked != asked:
-            changed = sorted(name for name in asked if (known.asked or {}).get(name) != asked[name])
-            raise GapError(
-                f"the made-up changes of {state.path} are others: {', '.join(changed)}",
-                "Use the settings that it began with, or another --state-dir",
-            )
-        return known
-    identity = Identity(
-        system_identifier=f"rate-{secrets.token_hex(8)}", timeline=1, database="rate", slot="rate",
-        instance=secrets.token_hex(4), publications=[], created_lsn=FIRST_COMMIT, asked=asked,
-    )  # fmt: skip
-    write_json_durably(state.path / SERVER_FILE, {"began_us": time.time_ns() // 1000, "confirmed": FIRST_COMMIT})
-    Consumers(state.consumers_file).begin(FIRST_COMMIT)
-    state.save_identity(identity)
-    return identity
+def _check_same(options: RateOptions, known: Identity) -> None:
+    asked, before = options.model_dump(mode="json"), known.details
+    changed = sorted(name for name in asked if before.get(name) != asked[name])
+    if changed or known.kind != options.kind:
+        raise GapError(
+            f"the changes of this state directory are others: {', '.join(changed) or known.kind}",
+            "Use the settings that it began with, or another --state-dir",
+        )
 
 
 class RateSource:
-    """Made-up changes, for the registry."""
+    """Made-up changes, as `source.protocol.Source` says."""
 
-    def open(
+    options_type: ClassVar[type[SourceOptions]] = RateOptions
+    no_requests: ClassVar[tuple[str, str] | None] = _NO_REQUESTS
+
+    def __init__(self, options: SourceOptions) -> None:
+        assert isinstance(options, RateOptions)
+        self.options: RateOptions = options
+
+    def check(self, state: StateDir, consumer: str) -> Iterator[Finding]:
+        try:
+            self.options.check()
+            if (known := state.identity()) is not None:
+                _check_same(self.options, known)
+            yield Finding("source", "ok", f"{self.options.rate_rows_per_second:g} made-up changes a second")
+        except PgcdcError as error:
+            yield Finding("source", "failed", error.message, error.advice)
+
+    def tables(self, state: StateDir) -> list[Relation]:
+        return MadeUp(self.options, Relations()).tables
+
+    def captured(self, identity: Identity) -> list[Relation]:
+        return MadeUp(self.options, Relations()).tables
+
+    def prepare(
         self,
-        options: dict[str, Any],
-        publications: tuple[str, ...],
         state: StateDir,
-        spool: SpoolWriter,
-        consumers: Consumers,
-    ) -> RateStream:
-        return RateStream(RateOptions.model_validate(options), state, spool)
+        *,
+        consumer: str,
+        say: Callable[[str], object] = lambda text: None,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> Prepared:
+        self.options.check()
+        state.create()
+        identity = state.identity()
+        if identity is not None:
+            _check_same(self.options, identity)
+            return Prepared(identity)
+        identity = Identity(
+            kind=self.options.kind, system=f"rate-{secrets.token_hex(8)}", database="rate", stream="rate",
+            instance=secrets.token_hex(4), created=FIRST_COMMIT, details=self.options.model_dump(mode="json"),
+        )  # fmt: skip
+        write_json_durably(state.path / SERVER_FILE, {"began_us": time.time_ns() // 1000, "confirmed": FIRST_COMMIT})
+        Consumers(state.consumers_file).begin(FIRST_COMMIT)
+        state.save_identity(identity)
+        return Prepared(identity)
+
+    def follow_tables(self, state: StateDir) -> frozenset[str]:
+        return frozenset()
+
+    def has_confirmed(self, commit: int) -> bool:
+        return True
+
+    def join(self, identity: Identity, status: Mapping[str, Any], *, is_typed: bool) -> None:
+        _check_same(self.options, identity)
+
+    def open(self, token: Token, state: StateDir, spool: SpoolWriter, consumers: Consumers) -> RateStream:
+        return RateStream(self.options, token, state, spool)
+
+    def of_table(self, table: str, identity: Identity | None) -> RateSource:
+        return self
+
+    def describe(
+        self, table: str, types: TypeOptions, spark_name: Callable[[pa.DataType], str]
+    ) -> list[ColumnDescription]:
+        kinds = {INT8: "bigint", TEXT: "text"}
+        return [
+            ColumnDescription(
+                one.name,
+                kinds[one.type_oid],
+                spark_name(kind.arrow),
+                not one.is_key,
+                "primary" if one.is_key else "",
+                kind.exactness.value,
+                kind.rule,
+            )
+            for one in self._find(split_table(table)).columns
+            for kind in [_typed(one, types).type]
+        ]
+
+    def typed_columns(
+        self,
+        state: StateDir,
+        table: tuple[str, str],
+        types: TypeOptions,
+        *,
+        change: ShapeChange | None,
+        noted: list[tuple[str, int, int]] | None,
+        zset: bool,
+    ) -> tuple[TypedColumn, ...]:
+        if zset:
+            raise ConfigError("made-up changes have no old rows, which a Z-set needs", "Leave option changelog out")
+        return tuple(_typed(column, types) for column in self._find(table).columns)
+
+    def check_captured(self, identity: Identity, table: str, *, zset: bool) -> None:
+        self._find(split_table(table))
+
+    def snapshot(self, table: str, types: TypeOptions) -> TableRows:
+        raise ConfigError("made-up tables are a stream and nothing else", "Use spark.readStream")
+
+    def _find(self, name: tuple[str, str]) -> Relation:
+        tables = MadeUp(self.options, Relations()).tables
+        for one in tables:
+            if (one.namespace, one.name) == name:
+                return one
+        raise ConfigError(
+            f"there is no made-up table {name_table(*name)}", f"They are rate_1 to {tables[-1].name}: see rate_tables"
+        )
 
 
-SOURCE = RateSource()
+def _typed(column: Column, types: TypeOptions) -> TypedColumn:
+    made = map_type(BUILT_IN, column.type_oid, column.typmod, 0, types)
+    return TypedColumn(column.name, column.type_oid, column.typmod, made)
+
+
+SOURCE = RateSource
 
 
 class RateStream:
     """The made-up log from a position on, as `source.protocol.ChangeStream` says."""
 
-    def __init__(self, options: RateOptions, state: StateDir, spool: SpoolWriter) -> None:
+    def __init__(self, options: RateOptions, token: Token, state: StateDir, spool: SpoolWriter) -> None:
         self._options = options
         self._server = state.path / SERVER_FILE
         known = read_json(self._server)
@@ -80,13 +179,14 @@ class RateStream:
             raise GapError("the made-up log is gone", "Begin with a new --state-dir")
         self._began_us: int = known["began_us"]
         self.confirmed: int = known["confirmed"]
-        if spool.resume_lsn < self.confirmed:
+        first = int(token.value or FIRST_COMMIT)
+        if first < self.confirmed:
             raise GapError(
-                f"changes are wanted after {spool.resume_lsn}, and all up to {self.confirmed} are confirmed and gone",
+                f"changes are wanted after {first}, and all up to {self.confirmed} are confirmed and gone",
                 "Begin with a new --state-dir",
             )
         self._made_up = MadeUp(options, spool.relations)
-        self.reached = spool.resume_lsn
+        self.reached = max(first, spool.resume_lsn)  # what lies between is left out
         self._tables_left = [
             table
             for table in range(options.rate_tables if options.rate_existing_rows else 0)
@@ -165,17 +265,14 @@ class RateStream:
     def release(self, base: Position) -> None:
         """There is nothing to let go of."""
 
-    def settled(self) -> Settled:
-        end = (
-            Position.chunk_end(FIRST_COMMIT, self._options.rate_tables - 1)
-            if self._options.rate_existing_rows
-            else None
-        )
-        is_open = bool(self._tables_left)
-        return Settled(is_open, None if is_open else str(end or Position.at(0, 0)), False)
+    def settled(self, end: Position | None) -> Settled:
+        if self._tables_left:
+            return Settled(None, None)
+        has_rows, last = self._options.rate_existing_rows, self._options.rate_tables - 1
+        return Settled(end, Position.chunk_end(FIRST_COMMIT, last) if has_rows else Position.at(0, 0))
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        raise ConfigError("made-up tables have no snapshots beside the stream", "Use --rate-existing-rows")
+        raise ConfigError(*_NO_REQUESTS)
 
     def status(self, confirmed: int) -> dict[str, Any]:
         now = self._now()

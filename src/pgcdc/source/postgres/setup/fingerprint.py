@@ -11,18 +11,99 @@ means that one. So the names of the members are kept too, those of dropped table
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pgcdc.core.errors import GapError
+from pgcdc.core.state import Identity
 from pgcdc.postgres.database import Connection, explain_errors, name_table, quote_identifier
-
-__all__ = ["Fingerprint", "Narrowed", "check_unchanged", "compare", "forget_dropped", "read_fingerprint"]
+from pgcdc.postgres.selection import Selection
+from pgcdc.source.postgres.options import PostgresOptions
 
 Fingerprint = list[dict[str, Any]]
 """One entry for each publication, as JSON."""
 
 OPERATIONS = ("insert", "update", "delete", "truncate")
 SCHEMAS_SINCE = 150000
+
+
+@dataclass(frozen=True, slots=True)
+class SlotDetails:
+    """What an identity says of a slot that nobody else reads."""
+
+    timeline: int
+    publications: Fingerprint
+    """As they were when we looked last, to notice when they are dropped or narrowed."""
+    planned: Fingerprint | None = None
+    """What we are just making: after a crash, the publications are as in `publications` or as here."""
+    asked: dict[str, Any] | None = None
+    """Which tables were asked for at the last start."""
+
+    @classmethod
+    def of(cls, identity: Identity) -> SlotDetails:
+        """The details of this identity. Raises GapError for that of another source."""
+        if identity.kind != PostgresOptions.kind:
+            raise GapError(
+                f"this state directory belongs to a source of kind {identity.kind}, not {PostgresOptions.kind}",
+                "Use the settings that it began with, or another --state-dir",
+            )
+        return cls(**identity.details)
+
+    def put_into(self, identity: Identity, **changes: Any) -> Identity:
+        """The identity with these details, some of them changed."""
+        return replace(identity, details=asdict(replace(self, **changes)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the publications."""
+        return tuple(item["name"] for item in self.publications)
+
+    def as_before(self, options: PostgresOptions) -> PostgresOptions:
+        """The options with what the slot captures already: for whoever only joins it."""
+        asked = Selection.from_json(self.asked or {})
+        if not (asked.tables or asked.schemas or asked.all_tables):
+            return options.but(publication=self.names[0])
+        return options.but(
+            tables=asked.tables,
+            schemas=asked.schemas,
+            all_tables=asked.all_tables,
+            row_filters=asked.row_filters,
+            columns=asked.columns,
+            generated_columns=asked.generated_columns,
+            incremental_snapshot=bool(asked.also),
+            signal_table=asked.also[0] if asked.also else options.signal_table,
+        )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether tables that are created later are added by us: one in the place of another is nothing special then."""
+        return self.asked is None or bool(self.asked["all_tables"] or self.asked["schemas"])
+
+
+def check_identity(known: Identity, *, system: str, timeline: int, database: str, slot: str) -> None:
+    """Raise GapError if this state directory belongs to something else than what we are connected to."""
+    if known.stream != slot:
+        raise GapError(
+            f"this state directory belongs to slot {known.stream!r}, not to {slot!r}",
+            "Give every slot its own --state-dir",
+        )
+    if known.system != system:
+        raise GapError(
+            f"the server is another one: its system identifier is {system}, "
+            f"this state directory belongs to {known.system}",
+            "Check --db. If the database was restored or moved on purpose, the sinks can follow it: pgcdc resync --new-slot",
+        )
+    if (before := SlotDetails.of(known).timeline) != timeline:
+        raise GapError(
+            f"the server is on timeline {timeline}, this state directory was written on timeline {before}: "
+            "there was a failover or a point-in-time recovery, and changes may be missing",
+            "Bring the sinks to what this server has: pgcdc resync --new-slot",
+        )
+    if known.database != database:
+        raise GapError(
+            f"this state directory belongs to database {known.database!r}, not to {database!r}",
+            "Check --db, or use another --state-dir",
+        )
 
 
 class Narrowed(GapError):

@@ -1,20 +1,31 @@
-"""Whether server, slot and publications are still as we left them: looked at when we connect, and every few seconds."""
+"""What changes on the server while we capture from it: slot and publications (looked at when we connect, and every few
+seconds), the shapes of tables (written down before their rows become visible), and the time."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from psycopg import Error
 
-from pgcdc.core.errors import ConnectionLost, GapError
-from pgcdc.core.state import Identity, Lock, StateDir, check_identity
+from pgcdc.core.errors import ConnectionLost, GapError, StateError
+from pgcdc.core.failpoint import hit
+from pgcdc.core.position import SCHEMA_SUB, Kind, Position
+from pgcdc.core.relation import Relation
+from pgcdc.core.shapes import ShapeChange, ShapeHistory, append_shapes, cut_tail
+from pgcdc.core.state import Identity, Lock, StateDir
 from pgcdc.postgres.database import Connection
-from pgcdc.source.postgres.setup.fingerprint import check_unchanged
+from pgcdc.postgres.types.built_in import BUILT_IN
+from pgcdc.postgres.types.catalog import TypeCatalog
+from pgcdc.source.postgres.setup.fingerprint import SlotDetails, check_identity, check_unchanged
 from pgcdc.source.postgres.setup.preflight import identify
 from pgcdc.source.postgres.setup.slots import check_not_ahead, check_usable, get_slot
+from pgcdc.spool.batch import CaptureBatch
 from pgcdc.spool.consumers import Consumers
-
-__all__ = ["Guard", "connection_ended"]
 
 
 def connection_ended(error: Error) -> ConnectionLost:
@@ -36,13 +47,13 @@ class Guard:
 
     def check_server(self, replication: Connection) -> None:
         """Whether a walsender belongs to the server that we know."""
-        system_identifier, timeline = identify(replication)
+        system, timeline = identify(replication)
         check_identity(
             self._identity,
-            system_identifier=system_identifier,
+            system=system,
             timeline=timeline,
             database=replication.info.dbname,
-            slot=self._identity.slot,
+            slot=self._identity.stream,
         )
 
     def check(self, sql: Connection) -> None:
@@ -63,10 +74,10 @@ class Guard:
         self._check_publications(sql)
         if self._temporary:
             return
-        slot = get_slot(sql, self._identity.slot)
+        slot = get_slot(sql, self._identity.stream)
         if slot is None:
             raise GapError(
-                f"slot {self._identity.slot!r} does not exist any more: somebody dropped it",
+                f"slot {self._identity.stream!r} does not exist any more: somebody dropped it",
                 "Changes since then are gone. Bring the sinks back to the source: pgcdc resync",
             )
         check_usable(slot, self._identity.database)
@@ -80,9 +91,10 @@ class Guard:
         try:
             known = self._state.identity()
             assert known is not None
-            now = check_unchanged(sql, known.publications, known.planned, is_open=known.is_open)
-            if now != known.publications:
-                self._state.save_identity(replace(known, publications=now, planned=None))
+            details = SlotDetails.of(known)
+            now = check_unchanged(sql, details.publications, details.planned, is_open=details.is_open)
+            if now != details.publications:
+                self._state.save_identity(details.put_into(known, publications=now, planned=None))
         finally:
             lock.release()
 
@@ -92,8 +104,218 @@ class Guard:
             row = sql.execute(
                 "SELECT a.application_name FROM pg_replication_slots s JOIN pg_stat_activity a ON a.pid = s.active_pid "
                 "WHERE s.slot_name = %s",
-                [self._identity.slot],
+                [self._identity.stream],
             ).fetchone()
         except Error as error:
             raise connection_ended(error) from error
         return row is None or row[0] == f"pgcdc {self._identity.instance}"
+
+
+# --- how far time has come
+#
+# A query needs that to close windows while nothing happens: a moment of the server, and an LSN behind which nothing was
+# committed before that moment. The time of a keepalive would not do: a walsender that is behind sends it with the present
+# time, and commits of the past would still follow.
+
+_TIME = "SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::int8"
+_PLACE = "SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn, current_setting('wal_block_size')::int8"
+_PAGE_HEADERS = (24, 40)
+MARGIN_US = 1_000_000
+"""A commit takes its time a moment before its place in the WAL (some milliseconds were seen): that much earlier is told."""
+
+
+class Clock:
+    """Reads the server's clock, and tells a reading once everything up to its LSN has been read."""
+
+    def __init__(self) -> None:
+        self.reached: tuple[int, int] | None = None
+        """(lsn, microseconds since 1970)."""
+        self._asked: tuple[int, int] | None = None
+
+    def ask(self, sql: Connection) -> int | None:
+        """Take a new reading, unless one is on its way; the LSN to be reached for it."""
+        if self._asked is not None:
+            return None
+        moment = sql.execute(_TIME).fetchone()  # before the place
+        assert moment is not None
+        lsn = wal_place(sql)
+        self._asked = (lsn, int(moment[0]) - MARGIN_US)
+        return lsn
+
+    def see(self, lsn: int) -> None:
+        """Everything up to `lsn` has been read."""
+        if self._asked is not None and lsn >= self._asked[0]:
+            self.reached, self._asked = self._asked, None
+
+
+def wal_place(sql: Connection) -> int:
+    """How far the WAL has been written, to disk or not: everything that can be seen by now has its commit before."""
+    row = sql.execute(_PLACE).fetchone()
+    assert row is not None
+    lsn, page = int(row[0]), int(row[1])
+    # The next record would stand behind the header of a page that has none yet: no record ends there.
+    return lsn - lsn % page if lsn % page in _PAGE_HEADERS else lsn
+
+
+# --- shapes of tables
+#
+# Every row names the version of its relation, so a change of shape is seen exactly where it counts: at the first row that
+# has it, in commit order, whatever ALTER TABLE was rolled back or had no rows. What the stream does not say (the number of
+# a column, whether it may be null, what a type is called) is asked of the catalog at that moment.
+
+
+class ShapeObserver:
+    """Sees every batch in commit order. What it has seen before a crash it sees again, and does not write twice."""
+
+    def __init__(self, path: Path, resume: Position) -> None:
+        """The stream goes on behind `resume`: the shapes in force there are those of the history."""
+        cut_tail(path)
+        self._path = path
+        self._history = ShapeHistory(path)
+        self._history.refresh()
+        self._current: dict[int, ShapeChange] = {}
+        for change in self._history.between(Position.at(0, 0), resume):
+            self._current[change.after.oid] = change
+        self._in_force: set[int] = set()  # versions that are the current ones, as far as they were met
+        self.changes = sum(change.before is not None for change in self._history.changes)
+        """How many changes there were since the state directory began; tables that were first seen do not count."""
+
+    def observe(self, batch: CaptureBatch, sql: Connection) -> None:
+        """Write down, durably, which tables have another shape in this batch.
+
+        Raises ConnectionLost if the catalog cannot be asked: nothing has happened then, and the batch may come again.
+        """
+        if batch.part is None:
+            return
+        rows = batch.data if batch.part.batch is None else pa.Table.from_batches([batch.part.batch])
+        versions = [version for version in pc.unique(rows.column("relation")).to_pylist() if version >= 0]
+        if self._in_force.issuperset(versions):
+            return
+        oids = {batch.relations[version].oid for version in versions if version not in self._in_force}
+        mine = [version for version in versions if batch.relations[version].oid in oids]
+        numbers = rows.column("relation").to_numpy()
+        firsts, lasts = self._find(numbers, mine, batch)
+        found = [(_place(batch, rows, row), batch.relations[numbers[row]]) for row in firsts]
+        self._record(found, sql)
+        self._in_force -= {version for version in self._in_force if batch.relations[version].oid in oids}
+        self._in_force |= lasts
+
+    def _find(self, numbers: np.ndarray, mine: Sequence[int], batch: CaptureBatch) -> tuple[list[int], set[int]]:
+        """The rows at which a table's shape changes, in order, and the versions that are in force at the end."""
+        tables: dict[int, list[int]] = {}
+        for version in mine:
+            tables.setdefault(batch.relations[version].oid, []).append(version)
+        firsts: list[int] = []
+        lasts: set[int] = set()
+        for oid, versions in tables.items():
+            rows = np.flatnonzero(np.isin(numbers, versions))
+            seen = numbers[rows]
+            changed = np.append(True, seen[1:] != seen[:-1])
+            current = self._current.get(oid)
+            changed[0] = current is None or current.after != batch.relations[seen[0]]
+            firsts += rows[changed].tolist()
+            lasts.add(int(seen[-1]))
+        return sorted(firsts), lasts
+
+    def _record(self, found: list[tuple[Position, Relation]], sql: Connection) -> None:
+        fresh = {position for position, _ in found if self._history.at(position) is None}
+        details = describe_shapes(sql, [shape for position, shape in found if position in fresh])
+        current: dict[int, ShapeChange] = {}
+        records = []
+        for position, shape in found:
+            known = self._history.at(position)
+            if known is None:
+                last = current.get(shape.oid) or self._current.get(shape.oid)
+                before, before_details = (last.after, last.details) if last is not None else (None, None)
+                known = ShapeChange(position, shape, before, details.get(shape), before_details)
+                records.append(known)
+            elif known.after != shape:
+                raise StateError(
+                    f"table {shape.namespace}.{shape.name} has another shape at {position} than {self._path} says",
+                    "The file is not of this slot, or the server decodes its WAL otherwise than before: please report "
+                    "it. To go on, begin with a new slot: pgcdc resync --new-slot",
+                )
+            current[shape.oid] = known
+        if records:
+            hit("shapes.before_append")
+            append_shapes(self._path, records)
+            hit("shapes.after_append")
+            self._history.refresh()
+            self.changes += sum(record.before is not None for record in records)
+        # As the file has them: a restart goes on with the same.
+        self._current |= {oid: self._history.at(record.position) or record for oid, record in current.items()}
+
+
+def _place(batch: CaptureBatch, rows: pa.Table, row: int) -> Position:
+    """Directly before a row."""
+    ends = np.cumsum(batch.transactions.column("rows").to_numpy())
+    transaction = int(np.searchsorted(ends, row, side="right"))
+    commit, kind = (batch.transactions.column(name)[transaction].as_py() for name in ("commit", "kind"))
+    return Position(commit, Kind(kind), rows.column("ordinal")[row].as_py() - 1, SCHEMA_SUB)
+
+
+# --- the catalog
+
+
+def describe_shapes(sql: Connection, shapes: Iterable[Relation]) -> dict[Relation, dict[str, Any]]:
+    """What the catalog says about these shapes, as far as their tables still have them.
+
+    `columns` in their order, each with name, attnum, type (as SQL writes it, with its schema if it is not PostgreSQL's own),
+    ndims and not_null; `primary_key` with its columns in order; `types`: what types that are not PostgreSQL's own are made
+    of, as TypeCatalog.to_json() writes it (None if there are none); `is_key_deferrable` if the primary key is.
+    """
+    wanted = list(shapes)
+    if not wanted:
+        return {}
+    try:
+        with sql.transaction():
+            sql.execute("SET LOCAL search_path = ''")
+            live = sql.execute(_SHAPE_COLUMNS, [[shape.oid for shape in wanted]]).fetchall()
+    except Error as error:
+        raise connection_ended(error) from error
+    found = {}
+    for shape in wanted:
+        columns = {row[1]: row for row in live if row[0] == shape.oid}
+        if _is_live(shape, columns):
+            found[shape] = _details(shape, columns)
+    own = {shape: {one.type_oid for one in shape.columns if one.type_oid not in BUILT_IN.types} for shape in found}
+    if any(own.values()):
+        types = TypeCatalog.load(sql)
+        for shape, details in found.items():
+            details["types"] = types.subset(own[shape]).to_json() if own[shape] else None
+    return found
+
+
+def _is_live(shape: Relation, columns: dict[str, Any]) -> bool:
+    """Whether the catalog still has this shape. It may have more columns: not all of them need be published."""
+    names = [column.name for column in shape.columns]
+    if names != [name for name in columns if name in set(names)]:  # both in the order of their numbers
+        return False
+    if any((column.type_oid, column.typmod) != columns[column.name][3:5] for column in shape.columns):
+        return False
+    identity = {name for name, row in columns.items() if row[8] is not None and row[9]}
+    return shape.replica_identity != "d" or {one.name for one in shape.columns if one.is_key} == identity & set(names)
+
+
+def _details(shape: Relation, columns: dict[str, Any]) -> dict[str, Any]:
+    described = []
+    for column in shape.columns:
+        _, name, attnum, _, _, ndims, not_null, text, _, _ = columns[column.name]
+        described.append({"name": name, "attnum": attnum, "type": text, "ndims": ndims, "not_null": not_null})
+    in_key = sorted((row[8], name) for name, row in columns.items() if row[8] is not None)
+    found = {"columns": described, "primary_key": [name for _, name in in_key], "types": None}
+    is_deferrable = any(row[8] is not None and not row[9] for row in columns.values())
+    return {**found, "is_key_deferrable": True} if is_deferrable else found
+
+
+# Two primary keys cannot be. One that is deferrable is no replica identity.
+_SHAPE_COLUMNS = """
+SELECT a.attrelid::int8, a.attname::text, a.attnum::int4, a.atttypid::int8, a.atttypmod, a.attndims::int4, a.attnotnull,
+       format_type(a.atttypid, a.atttypmod),
+       (SELECT k.place FROM unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, place)
+        WHERE k.attnum = a.attnum AND k.place <= i.indnkeyatts),
+       coalesce(i.indimmediate, false)
+FROM pg_attribute a LEFT JOIN pg_index i ON i.indrelid = a.attrelid AND i.indisprimary
+WHERE a.attrelid = ANY (%s::int8[]::oid[]) AND a.attnum > 0 AND NOT a.attisdropped
+ORDER BY a.attrelid, a.attnum
+"""

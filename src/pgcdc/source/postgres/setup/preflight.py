@@ -9,11 +9,15 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from pgcdc.core.errors import SourceError
+from pgcdc.core.errors import ConfigError, GapError, SourceError
+from pgcdc.core.state import Identity, StateDir
 from pgcdc.postgres.database import Connection, connect, explain_errors, quote_identifier
-from pgcdc.source.postgres.setup.slots import SlotInfo, check_slot_name, check_usable, get_slot
-
-__all__ = ["ServerInfo", "check", "check_wal", "identify"]
+from pgcdc.postgres.lsn import format_lsn
+from pgcdc.postgres.selection import Selection
+from pgcdc.source.postgres.options import PostgresOptions, check_slot_name
+from pgcdc.source.postgres.setup.fingerprint import SlotDetails, check_identity
+from pgcdc.source.postgres.setup.slots import SlotInfo, check_not_ahead, check_usable, get_slot
+from pgcdc.spool.consumers import Consumers, is_side_lane
 
 MIN_VERSION = 120000
 
@@ -29,26 +33,15 @@ class ServerInfo:
     """Grows with every promotion."""
     database: str
     user: str
-    encoding: str
-    wal_level: str
-    in_recovery: bool
-    max_replication_slots: int
-    used_replication_slots: int
-    max_wal_senders: int
-    used_wal_senders: int
-    wal_sender_timeout_s: float
-    """How long a slot stays active after its reader has vanished; 0 is for ever."""
     slot: SlotInfo | None
     """Our slot, if it exists."""
 
 
 _FACTS = """
 SELECT current_setting('server_version_num')::int, current_database(), current_user::text,
-       pg_encoding_to_char(d.encoding)::text, current_setting('wal_level'), pg_is_in_recovery(),
+       current_setting('wal_level'), pg_is_in_recovery(),
        current_setting('max_replication_slots')::int, (SELECT count(*) FROM pg_replication_slots)::int,
-       current_setting('max_wal_senders')::int, (SELECT count(*) FROM pg_stat_replication)::int,
-       extract(epoch FROM current_setting('wal_sender_timeout')::interval)::float8
-FROM pg_database d WHERE d.datname = current_database()
+       current_setting('max_wal_senders')::int, (SELECT count(*) FROM pg_stat_replication)::int
 """
 
 _MAY_REPLICATE = """
@@ -72,8 +65,7 @@ def check(url: str, slot_name: str) -> ServerInfo:
         facts = conn.execute(_FACTS).fetchone()
         assert facts is not None
         slot = get_slot(conn, slot_name)
-        version, database, user, encoding, wal_level, in_recovery = facts[:6]
-        slots, used_slots, senders, used_senders, timeout_s = facts[6:]
+        version, database, user, wal_level, in_recovery, slots, used_slots, senders, used_senders = facts
         _check_role(conn, user)
         check_wal(wal_level, in_recovery)
         if slot is not None:
@@ -98,14 +90,6 @@ def check(url: str, slot_name: str) -> ServerInfo:
         timeline=timeline,
         database=database,
         user=user,
-        encoding=encoding,
-        wal_level=wal_level,
-        in_recovery=in_recovery,
-        max_replication_slots=slots,
-        used_replication_slots=used_slots,
-        max_wal_senders=senders,
-        used_wal_senders=used_senders,
-        wal_sender_timeout_s=timeout_s,
         slot=slot,
     )
 
@@ -156,3 +140,86 @@ def _version_text(conn: Connection) -> str:
     version = conn.info.server_version
     minor = version % 10000 if version >= 100000 else version // 100 % 100
     return f"{version // 10000}.{minor}"
+
+
+# --- slot and state directory
+
+
+def check_others(options: PostgresOptions, state: StateDir, consumer: str) -> None:
+    """Tables that other consumers were promised stay captured until these are forgotten."""
+    known = state.identity()
+    said_before = SlotDetails.of(known).asked if known is not None else None
+    if known is None or said_before is None or options.uses_existing:
+        return
+    names = Consumers(state.consumers_file).names()
+    others = [name for name in names if name != consumer and not is_side_lane(name)]
+    asked = Selection.from_json(said_before)
+    if others and not options.selection.covers(asked):
+        said = ", ".join(f"{name}={value}" for name, value in said_before.items() if value)
+        raise ConfigError(
+            f"slot {known.stream!r} captures {said} for {', '.join(others)} as well: they would lose what is left out",
+            "Name all of it; or use another slot and state directory; or forget them first: "
+            f"pgcdc consumer forget NAME --state-dir {state.path}",
+        )
+
+
+def check_known(options: PostgresOptions, state: StateDir, server: ServerInfo) -> Identity | None:
+    """Who the state directory belongs to, if slot and server are the ones it knows. Raises with advice if not."""
+    if server.slot is not None and not options.temporary_slot:
+        options.check_slot(options.slot_name, server.slot.two_phase)
+    check_not_taken(options, state, server)
+    known = state.identity()
+    if known is not None:
+        check_identity(
+            known,
+            system=server.system_identifier,
+            timeline=server.timeline,
+            database=server.database,
+            slot=options.slot_name,
+        )
+    return known
+
+
+def check_not_taken(options: PostgresOptions, state: StateDir, server: ServerInfo) -> None:
+    """Say at once if somebody else reads this slot; our own capture, or its dying walsender, is no reason."""
+    if server.slot is None or not server.slot.active:
+        return
+    if options.temporary_slot:
+        raise SourceError(f"slot {options.slot_name!r} is in use", "Choose another --slot-name for the temporary slot")
+    known = state.identity()
+    with connect(options.db, may_retry=False) as sql:
+        row = sql.execute(
+            "SELECT application_name FROM pg_stat_activity WHERE pid = %s", [server.slot.active_pid]
+        ).fetchone()
+    if row is not None and (known is None or row[0] != f"pgcdc {known.instance}"):
+        raise SourceError(
+            f"slot {options.slot_name!r} is in use by process {server.slot.active_pid} of the server ({row[0]})",
+            "Another consumer reads this slot. Stop it, or use another --slot-name",
+        )
+
+
+def check_rejoin(options: PostgresOptions, state: StateDir, known: Identity, server: ServerInfo) -> None:
+    """The pipeline ran before: slot and publications must be as we left them."""
+    if options.temporary_slot:
+        raise ConfigError(
+            f"the state directory {state.path} belongs to the persistent slot {known.stream!r}",
+            "Use another --state-dir with --temporary-slot",
+        )
+    if server.slot is None:
+        raise GapError(
+            f"slot {options.slot_name!r} does not exist any more: somebody dropped it",
+            "Changes since then are gone. Bring the sinks back to the source: pgcdc resync",
+        )
+    consumers = Consumers(state.consumers_file)
+    check_not_ahead(server.slot, consumers.confirmed_lsn)
+
+
+def check_begin(options: PostgresOptions, state: StateDir, server: ServerInfo) -> None:
+    """A slot that exists beside a state directory that is new: somebody has to say what that means."""
+    if server.slot is not None and state.identity() is None and options.start_from != "slot":
+        raise GapError(
+            f"slot {options.slot_name!r} exists (it stands at {format_lsn(server.slot.confirmed_flush_lsn or 0)}), but the "
+            f"state directory {state.path} is new: what was delivered is not known",
+            "If the state directory was lost, restore it. To deliver everything that the slot still has, give "
+            "--start-from slot. Otherwise use another --slot-name, or drop the slot: pgcdc slot drop",
+        )

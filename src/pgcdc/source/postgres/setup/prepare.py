@@ -11,78 +11,43 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 
-from pgcdc.core.errors import ConfigError, GapError, SourceError, StateError
+from pgcdc.core.errors import GapError, SourceError, StateError
 from pgcdc.core.failpoint import hit
-from pgcdc.core.state import Identity, Lock, StateDir, check_identity
-from pgcdc.postgres.database import Connection, connect
-from pgcdc.postgres.lsn import format_lsn
-from pgcdc.postgres.selection import Selection
+from pgcdc.core.state import Identity, Lock, StateDir
+from pgcdc.postgres.database import Connection, connect, explain_errors
 from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.postgres.setup.fingerprint import (
     Fingerprint,
     Narrowed,
+    SlotDetails,
     check_unchanged,
     forget_dropped,
     read_fingerprint,
 )
-from pgcdc.source.postgres.setup.preflight import ServerInfo, check
+from pgcdc.source.postgres.setup.preflight import (
+    ServerInfo,
+    check,
+    check_begin,
+    check_known,
+    check_others,
+    check_rejoin,
+)
 from pgcdc.source.postgres.setup.publications import PublicationInfo, drop_ours, ensure, pair_of, use_existing
-from pgcdc.source.postgres.setup.slots import OpenTransaction, check_not_ahead, create_slot, drop_slot, get_slot
+from pgcdc.source.postgres.setup.slots import OpenTransaction, create_slot, drop_slot, get_slot
+from pgcdc.source.postgres.setup.tables import PublishedTable, read_published
+from pgcdc.source.postgres.snapshot.asking import check_readable, drop_signal_table, ensure_signal_table, request_all
 from pgcdc.source.postgres.snapshot.held import Hold, hold_for_long, let_all_go
 from pgcdc.source.postgres.snapshot.plan import PLAN_FILE, begin_plan
-from pgcdc.source.postgres.snapshot.planning import check_readable, request_all
-from pgcdc.source.postgres.snapshot.signals import drop_signal_table, ensure_signal_table
 from pgcdc.source.postgres.toast.identity_rules import check_cacheable, check_full
-from pgcdc.source.postgres.wire.binary.columns import check_columns
-from pgcdc.spool.consumers import Consumers, is_side_lane
-
-__all__ = [
-    "Prepared",
-    "check_begin",
-    "check_known",
-    "check_others",
-    "check_publications",
-    "check_rejoin",
-    "drop_publications",
-    "follow_tables",
-    "make_publications",
-    "prepare",
-    "publication_names",
-]
+from pgcdc.source.postgres.wire.binary.decoder import check_columns
+from pgcdc.source.protocol import Prepared
+from pgcdc.spool.consumers import Consumers
 
 LOCK_TIMEOUT_S = 120.0
 """How long we wait for another process that prepares the same state directory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A source that can be read."""
-
-    identity: Identity
-    publications: tuple[PublicationInfo, ...]
-    left_out: tuple[str, ...]
-    """Tables that our publications had before and have no more: to be said."""
-    created_publications: tuple[str, ...]
-    """Publications that did not exist before (a trial drops them again)."""
-    is_new: bool
-    """Slot and state directory were created just now."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the publications."""
-        return tuple(publication.name for publication in self.publications)
-
-    @property
-    def changed(self) -> list[str]:
-        """What we have changed in our publications besides their tables: to be said."""
-        return [change for publication in self.publications for change in publication.changed]
-
-    @property
-    def inserts_only(self) -> list[str]:
-        """Tables whose updates and deletes do not reach us, because they have no replica identity."""
-        return [table for publication in self.publications for table in publication.inserts_only]
 
 
 def prepare(
@@ -112,40 +77,6 @@ def prepare(
         lock.release()
 
 
-def check_others(options: PostgresOptions, state: StateDir, consumer: str) -> None:
-    """Tables that other consumers were promised stay captured until these are forgotten."""
-    known = state.identity()
-    if known is None or known.asked is None or options.uses_existing:
-        return
-    names = Consumers(state.consumers_file).names()
-    others = [name for name in names if name != consumer and not is_side_lane(name)]
-    asked = Selection.from_json(known.asked)
-    if others and not options.selection.covers(asked):
-        said = ", ".join(f"{name}={value}" for name, value in known.asked.items() if value)
-        raise ConfigError(
-            f"slot {known.slot!r} captures {said} for {', '.join(others)} as well: they would lose what is left out",
-            "Name all of it; or use another slot and state directory; or forget them first: "
-            f"pgcdc consumer forget NAME --state-dir {state.path}",
-        )
-
-
-def check_known(options: PostgresOptions, state: StateDir, server: ServerInfo) -> Identity | None:
-    """Who the state directory belongs to, if slot and server are the ones it knows. Raises with advice if not."""
-    if server.slot is not None and not options.temporary_slot:
-        options.check_slot(options.slot_name, server.slot.two_phase)
-    check_not_taken(options, state, server)
-    known = state.identity()
-    if known is not None:
-        check_identity(
-            known,
-            system_identifier=server.system_identifier,
-            timeline=server.timeline,
-            database=server.database,
-            slot=options.slot_name,
-        )
-    return known
-
-
 def _prepare(
     options: PostgresOptions,
     state: StateDir,
@@ -155,20 +86,20 @@ def _prepare(
     options.check_server(server.version_num)
     known = check_known(options, state, server)
     # Every refusal comes before the first change: a refused start must not touch what a running pipeline uses.
-    began = known is not None and known.created_lsn > 0
+    began = known is not None and known.created > 0
     with contextlib.ExitStack() as undo, connect(options.db, may_retry=False) as sql:
-        names = publication_names(options, known if began else None)
+        names = _publication_names(options, known if began else None)
         existing = [item["name"] for item in read_fingerprint(sql, names)]
         before = {table for name in existing for table in use_existing(sql, name, slot=options.slot_name).tables}
         if known is not None and began:
             check_rejoin(options, state, known, server)
-            known = check_publications(sql, options, known, names)
+            known = _check_publications(sql, options, known, names)
             _prepare_signals(sql, options, names, undo)
             publications, identity = _bring_up_to_date(sql, options, state, known)
         else:
             check_begin(options, state, server)
             _prepare_signals(sql, options, names, undo)
-            publications = make_publications(sql, options, names)
+            publications = _make_publications(sql, options, names)
         created = tuple(info.name for info in publications if info.name not in existing)
         if not began and created:
             undo.callback(drop_publications, options, created)
@@ -179,8 +110,17 @@ def _prepare(
         elif options.effective_snapshot_mode == "always":
             request_all(sql, state, names)
         undo.pop_all()
-    left = before - {table for publication in publications for table in publication.tables}
-    return Prepared(identity, publications, tuple(sorted(left)), created, not began)
+    tables = frozenset(table for one in publications for table in one.tables)
+    notes = (
+        *(f"{text}; this holds for what is written from now on" for one in publications for text in one.changed),
+        *(f"table {table} is no longer captured: it was left out of --tables" for table in sorted(before - tables)),
+        *(
+            f"table {table} has no primary key or other replica identity: only its inserts and truncates are captured"
+            for one in publications
+            for table in one.inserts_only
+        ),
+    )
+    return Prepared(identity, tables, notes, partial(drop_publications, options, created))
 
 
 def _prepare_signals(
@@ -192,27 +132,9 @@ def _prepare_signals(
         undo.callback(drop_signal_table, options.db, options.signal_table)
 
 
-def check_not_taken(options: PostgresOptions, state: StateDir, server: ServerInfo) -> None:
-    """Say at once if somebody else reads this slot; our own capture, or its dying walsender, is no reason."""
-    if server.slot is None or not server.slot.active:
-        return
-    if options.temporary_slot:
-        raise SourceError(f"slot {options.slot_name!r} is in use", "Choose another --slot-name for the temporary slot")
-    known = state.identity()
-    with connect(options.db, may_retry=False) as sql:
-        row = sql.execute(
-            "SELECT application_name FROM pg_stat_activity WHERE pid = %s", [server.slot.active_pid]
-        ).fetchone()
-    if row is not None and (known is None or row[0] != f"pgcdc {known.instance}"):
-        raise SourceError(
-            f"slot {options.slot_name!r} is in use by process {server.slot.active_pid} of the server ({row[0]})",
-            "Another consumer reads this slot. Stop it, or use another --slot-name",
-        )
-
-
-def publication_names(options: PostgresOptions, known: Identity | None) -> tuple[str, ...]:
+def _publication_names(options: PostgresOptions, known: Identity | None) -> tuple[str, ...]:
     """The publications to use: a pipeline that ran before stays with its own."""
-    used = tuple(item["name"] for item in known.publications) if known else ()
+    used = SlotDetails.of(known).names if known else ()
     if options.uses_existing:
         assert options.publication is not None
         names: tuple[str, ...] = (options.publication,)
@@ -228,7 +150,7 @@ def publication_names(options: PostgresOptions, known: Identity | None) -> tuple
     return names
 
 
-def make_publications(
+def _make_publications(
     sql: Connection,
     options: PostgresOptions,
     names: tuple[str, ...],
@@ -260,17 +182,18 @@ def make_publications(
     )
 
 
-def check_publications(sql: Connection, options: PostgresOptions, known: Identity, names: tuple[str, ...]) -> Identity:
+def _check_publications(sql: Connection, options: PostgresOptions, known: Identity, names: tuple[str, ...]) -> Identity:
     """Refuse publications that somebody narrowed since we looked last, unless the user says that this was meant.
 
     What was accepted is written down later, when nothing else is refused.
     """
+    details = SlotDetails.of(known)
     try:
-        check_unchanged(sql, known.publications, known.planned, is_open=known.is_open)
+        check_unchanged(sql, details.publications, details.planned, is_open=details.is_open)
     except Narrowed:
         if not options.accept_publication:
             raise
-        known = replace(known, publications=read_fingerprint(sql, names), planned=None)
+        known = details.put_into(known, publications=read_fingerprint(sql, names), planned=None)
     return known
 
 
@@ -282,20 +205,20 @@ def _bring_up_to_date(
     The identity says durably what we are about to make before that becomes visible: a crash between the two looks
     neither like a change by somebody else, nor hides one.
     """
-    expected = check_unchanged(sql, known.publications, known.planned, is_open=known.is_open)
+    details = SlotDetails.of(known)
+    expected = check_unchanged(sql, details.publications, details.planned, is_open=details.is_open)
     if not options.uses_existing:
         expected = forget_dropped(expected)
 
     def plan(made: Fingerprint) -> None:
         nonlocal expected
-        state.save_identity(replace(known, publications=expected, planned=made))
+        state.save_identity(details.put_into(known, publications=expected, planned=made))
         expected = made
 
-    names = tuple(item["name"] for item in known.publications)
-    infos = make_publications(sql, options, names, plan, review)
+    infos = _make_publications(sql, options, details.names, plan, review)
     hit("prepare.altered")
     now = check_unchanged(sql, expected, is_open=options.selection.is_open)
-    updated = replace(known, publications=now, planned=None, asked=options.selection.to_json())
+    updated = details.put_into(known, publications=now, planned=None, asked=options.selection.to_json())
     if updated != state.identity():
         state.save_identity(updated)
     return infos, updated
@@ -318,35 +241,10 @@ def follow_tables(options: PostgresOptions, state: StateDir) -> tuple[Publicatio
 
 def drop_publications(options: PostgresOptions, names: Sequence[str]) -> None:
     """Drop publications that we have created and that nobody needs; one that cannot be dropped stays."""
+    if not names:
+        return
     with contextlib.suppress(SourceError), connect(options.db, may_retry=False) as sql:
         drop_ours(sql, names, slot=options.slot_name)
-
-
-def check_rejoin(options: PostgresOptions, state: StateDir, known: Identity, server: ServerInfo) -> None:
-    """The pipeline ran before: slot and publications must be as we left them."""
-    if options.temporary_slot:
-        raise ConfigError(
-            f"the state directory {state.path} belongs to the persistent slot {known.slot!r}",
-            "Use another --state-dir with --temporary-slot",
-        )
-    if server.slot is None:
-        raise GapError(
-            f"slot {options.slot_name!r} does not exist any more: somebody dropped it",
-            "Changes since then are gone. Bring the sinks back to the source: pgcdc resync",
-        )
-    consumers = Consumers(state.consumers_file)
-    check_not_ahead(server.slot, consumers.confirmed_lsn)
-
-
-def check_begin(options: PostgresOptions, state: StateDir, server: ServerInfo) -> None:
-    """A slot that exists beside a state directory that is new: somebody has to say what that means."""
-    if server.slot is not None and state.identity() is None and options.start_from != "slot":
-        raise GapError(
-            f"slot {options.slot_name!r} exists (it stands at {format_lsn(server.slot.confirmed_flush_lsn or 0)}), but the "
-            f"state directory {state.path} is new: what was delivered is not known",
-            "If the state directory was lost, restore it. To deliver everything that the slot still has, give "
-            "--start-from slot. Otherwise use another --slot-name, or drop the slot: pgcdc slot drop",
-        )
 
 
 def _begin(
@@ -359,15 +257,15 @@ def _begin(
 ) -> Identity:
     """The first start. The identity is written before the slot is made: after a crash between, the slot is known as ours."""
     started = state.identity()
+    details = SlotDetails(server.timeline, publications, asked=options.selection.to_json())
     identity = Identity(
-        system_identifier=server.system_identifier,
-        timeline=server.timeline,
+        kind=options.kind,
+        system=server.system_identifier,
         database=server.database,
-        slot=options.slot_name,
+        stream=options.slot_name,
         instance=started.instance if started else secrets.token_hex(8),
-        publications=publications,
-        created_lsn=0,
-        asked=options.selection.to_json(),
+        created=0,
+        details=asdict(details),
     )
     if started is None:
         undo.callback(state.identity_file.unlink, missing_ok=True)
@@ -386,7 +284,7 @@ def _begin(
         begin_plan(state.snapshot, lsn, hold)
     if not options.temporary_slot:
         Consumers(state.consumers_file).begin(lsn)
-    identity = replace(identity, created_lsn=lsn)
+    identity = replace(identity, created=lsn)
     state.save_identity(identity)
     return identity
 
@@ -426,3 +324,42 @@ def _remove_slot(url: str, name: str) -> None:
     with contextlib.suppress(SourceError), connect(url, may_retry=False) as sql:
         if get_slot(sql, name) is not None:
             drop_slot(sql, name)
+
+
+# --- tried out: the same checks, and the publications made in a transaction that is rolled back
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What there would be."""
+
+    publications: tuple[PublicationInfo, ...]
+    is_new: bool
+    unreadable: SourceError | None
+    """Why the rows that are there could not be read, if they are wanted."""
+    published: tuple[PublishedTable, ...] = ()
+    """The tables with the columns that would be captured."""
+
+
+@explain_errors("try the publications")
+def rehearse(options: PostgresOptions, state: StateDir, *, reads_rows: bool = True) -> Rehearsal:
+    """Make the publications (and the table of signals) as a start would, see what they hold, and take all of it back."""
+    known = state.identity()
+    began = known is not None and known.created > 0
+    with connect(options.db, may_retry=False) as sql, sql.transaction(force_rollback=True):
+        sql.execute("SET LOCAL lock_timeout = '5s'")  # who alters a captured table at this moment is not waited for
+        names = _publication_names(options, known if began else None)
+        if began:
+            assert known is not None
+            _check_publications(sql, options, known, names)
+        if options.incremental_snapshot:
+            ensure_signal_table(sql, options.signal_table, names[0] if options.uses_existing else "")
+        publications = _make_publications(sql, options, names)
+        unreadable = None
+        if not began and reads_rows and options.effective_snapshot_mode != "never":
+            try:
+                check_readable(sql, names)
+            except SourceError as error:
+                unreadable = error
+        published = tuple(read_published(sql, names))
+    return Rehearsal(publications, not began, unreadable, published)

@@ -21,10 +21,17 @@ from pgcdc.core.errors import SourceError
 from pgcdc.postgres.database import Connection, execute_one, explain_errors, name_table, quote_identifier, quote_literal
 from pgcdc.postgres.selection import Rule, Selection
 from pgcdc.source.postgres.setup.fingerprint import OPERATIONS, Fingerprint, read_fingerprint
-from pgcdc.source.postgres.setup.rules import GENERATED_SINCE, Meaning, check_version, read_meanings, resolve
-from pgcdc.source.postgres.setup.tables import Table, choose_tables, read_tables, split_by_identity
-
-__all__ = ["PublicationInfo", "drop_ours", "ensure", "pair_of", "use_existing"]
+from pgcdc.source.postgres.setup.tables import (
+    GENERATED_SINCE,
+    Meaning,
+    Table,
+    check_version,
+    choose_tables,
+    read_meanings,
+    read_tables,
+    resolve,
+    split_by_identity,
+)  # fmt: skip
 
 COMMENT = "managed by pgcdc"
 _OWNED = f"{COMMENT} for slot "

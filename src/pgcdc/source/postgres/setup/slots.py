@@ -9,29 +9,17 @@ from __future__ import annotations
 
 import re
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import psycopg
 from psycopg import pq
 
-from pgcdc.core.errors import ConfigError, ConnectionLost, GapError, PgcdcError, SourceError
+from pgcdc.core.errors import ConnectionLost, GapError, PgcdcError, SourceError
 from pgcdc.postgres.database import Connection, explain_errors, quote_identifier, quote_literal
 from pgcdc.postgres.lsn import format_lsn, parse_lsn
-
-__all__ = [
-    "OpenTransaction",
-    "SlotInfo",
-    "check_not_ahead",
-    "check_slot_name",
-    "check_usable",
-    "create_slot",
-    "drop_slot",
-    "get_slot",
-    "is_two_phase",
-    "list_slots",
-]
+from pgcdc.source.postgres.options import check_slot_name
 
 PLUGIN = "pgoutput"
 NEW_SYNTAX_SINCE = 150000
@@ -121,10 +109,10 @@ def _distance(start: int | None, end: int | None) -> int | None:
     return max(end - start, 0) if start is not None and end is not None else None
 
 
-def check_slot_name(name: str) -> None:
-    """Raise ConfigError unless PostgreSQL takes this name."""
-    if not re.fullmatch(r"[a-z0-9_]{1,63}", name):
-        raise ConfigError(f"{name!r} is not a slot name", "Use up to 63 lower-case letters, digits and underscores")
+def describe_wait(transactions: Sequence[OpenTransaction]) -> str:
+    """Whom the creation of a slot waits for."""
+    pids = ", ".join(str(one.pid) for one in transactions) or "unknown"
+    return f"creating the slot waits for open transactions of server processes {pids}"
 
 
 def check_not_ahead(slot: SlotInfo, confirmed_lsn: int) -> None:

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final
 
 import psycopg
 
 from pgcdc.core.errors import SourceError
+from pgcdc.core.journal import append_lines, decode_lines, read_lines
 from pgcdc.postgres.database import (
     Connection,
     explain_errors,
@@ -26,10 +28,8 @@ from pgcdc.postgres.database import (
     quote_identifier,
     quote_literal,
     quote_qualified,
-)
-from pgcdc.source.postgres.setup.tables import Table
-
-__all__ = ["Chunk", "estimate_rows", "files_text", "lock_chunks", "plan_chunks", "table_bytes", "whole_table"]
+)  # fmt: skip
+from pgcdc.source.postgres.setup.tables import PublishedTable, Table
 
 TID_RANGE_SCAN: Final = 140000
 """The first version that reads a ctid range without reading the whole table."""
@@ -69,12 +69,10 @@ class Chunk:
     @property
     def conditions(self) -> list[str]:
         """Which rows, in SQL: all of them are true."""
-        key = ", ".join(map(quote_identifier, self.key))
         return [
             *([f"ctid >= '({self.first_block},0)'"] if self.first_block is not None else []),
             *([f"ctid < '({self.end_block},0)'"] if self.end_block is not None else []),
-            *([f"({key}) >= ({_literals(self.low)})"] if self.low is not None else []),
-            *([f"({key}) < ({_literals(self.high)})"] if self.high is not None else []),
+            *key_conditions(self.key, None, self.low, self.high),
         ]
 
     def to_json(self) -> dict[str, Any]:
@@ -88,7 +86,17 @@ class Chunk:
         return cls(**fields)
 
 
-def _literals(values: Sequence[str]) -> str:
+def key_conditions(
+    key: Sequence[str], after: Sequence[str] | None, low: Sequence[str] | None, high: Sequence[str] | None
+) -> list[str]:
+    """Which keys, in SQL: behind `after`, from `low` on, below `high`; None: no such bound."""
+    columns = ", ".join(map(quote_identifier, key))
+    bounds = ((">", after), (">=", low), ("<", high))
+    return [f"({columns}) {sign} ({literals(bound)})" for sign, bound in bounds if bound is not None]
+
+
+def literals(values: Sequence[str]) -> str:
+    """Texts as SQL takes them."""
     return ", ".join(map(quote_literal, values))
 
 
@@ -110,10 +118,8 @@ class _Part:
 
 
 @explain_errors("plan how to read the table")
-def plan_chunks(
-    conn: Connection, table: Table, *, count: int = 0, rows_per_chunk: int = 0, by_key: bool = False
-) -> list[Chunk]:
-    """About `count` chunks, or chunks of about `rows_per_chunk` rows; more of a partitioned table: no fewer than partitions.
+def plan_chunks(conn: Connection, table: Table, *, count: int, by_key: bool = False) -> list[Chunk]:
+    """About `count` chunks; more of a partitioned table: no fewer than partitions.
 
     By blocks, unless that means to read the whole table for each (before PostgreSQL 14) or `by_key` asks for keys; a table
     that has no primary key is then one chunk. An empty table is one chunk, a partitioned table without partitions none.
@@ -125,10 +131,7 @@ def plan_chunks(
     total = sum(part.nbytes for part in parts)
     chunks: list[Chunk] = []
     for part in parts:
-        if count:
-            wanted = max(1, round(count * part.nbytes / total)) if total else 1
-        else:
-            wanted = max(1, round(_estimate_rows(conn, part) / max(1, rows_per_chunk)))
+        wanted = max(1, round(count * part.nbytes / total)) if total else 1
         chunks += _by_key(conn, part, wanted) if by_key or not part.is_heap else _by_blocks(part, wanted)
     return chunks
 
@@ -251,3 +254,85 @@ FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace LEFT JOIN pg_am a 
 WHERE c.relkind <> 'p' AND (c.oid = %s OR c.oid IN (SELECT relid FROM pg_partition_tree(%s::oid)))
 ORDER BY n.nspname, c.relname
 """
+
+
+# --- chunks of given keys: files with one in each line
+#
+# Moved: a row may go from what is still to be read to what was. An UPDATE has the whole new row, so that this does no harm,
+# except for long values that it does not change: these are not in the stream, and whoever has not got the row yet would
+# never have them. So the new keys of such rows are written down, durably, before the change becomes visible, and read last.
+# Vanished: keys that a sink has, and the table perhaps no more.
+
+Key = tuple[bytes, ...]
+"""The values of the key's columns."""
+
+
+class MovedKeys:
+    """The file of one request. Keys are texts by the names of their columns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._pending: set[Key] | None = None
+        read_lines(path)  # cuts off what a crash has left half-written: the change comes again
+
+    @property
+    def nbytes(self) -> int:
+        """How much is in it."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def add(self, moves: Iterable[tuple[Key, Key]], columns: list[str], done: int) -> None:
+        """Old and new keys, by `columns`. When all else was read (`done` >= 0), only those that were not read yet count."""
+        wanted = list(moves)
+        if done >= 0:
+            pending = self._load_pending(columns, done)
+            kept = []
+            for old, new in wanted:  # in order: a row may move on
+                if old in pending:
+                    pending.add(new)
+                    kept.append((old, new))
+            wanted = kept
+        if wanted:
+            texts = ([one.decode("utf-8", "surrogateescape") for one in new] for _, new in wanted)
+            append_lines(self.path, [dict(zip(columns, key, strict=True)) for key in texts])
+
+    def read(self, done: int, count: int, key: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], ...], int]:
+        """The next keys, each once, in the order of `key`, and how many bytes are done then."""
+        found: dict[tuple[str, ...], None] = {}
+        for raw, size in decode_lines(self.path.read_bytes()[done:] if self.nbytes else b""):
+            if len(found) == count:
+                break
+            done += size
+            if set(key) <= set(raw):
+                found[tuple(raw[name] for name in key)] = None
+        return tuple(found), done
+
+    def move_on(self) -> None:
+        """Some of it was read: what was read is not pending."""
+        self._pending = None
+
+    def _load_pending(self, columns: list[str], done: int) -> set[Key]:
+        if self._pending is None:
+            keys, _ = self.read(done, 1 << 62, tuple(columns))
+            self._pending = {tuple(one.encode("utf-8", "surrogateescape") for one in key) for key in keys}
+        return self._pending
+
+
+def read_candidates(
+    keys_file: str, begin: int, count: int, table: PublishedTable
+) -> tuple[tuple[tuple[str, ...], ...], int]:
+    """The next keys in a file, each once, and how many bytes are done then. No keys: it is at its end."""
+    found: dict[tuple[str, ...], None] = {}
+    try:
+        with open(keys_file, "rb") as file:
+            file.seek(begin)
+            while len(found) < count and (line := file.readline()):
+                key = json.loads(line)
+                if not isinstance(key, list) or [type(one) for one in key] != [str] * len(table.key):
+                    raise ValueError(f"not a key of {len(table.key)} texts: {line[:80]!r}")
+                found[tuple(key)] = None
+                begin += len(line)
+    except (OSError, ValueError) as error:
+        raise SourceError(
+            f"the keys of table {table.title} in {keys_file} cannot be read: {error}", "Make the file again"
+        ) from error
+    return tuple(found), begin

@@ -11,7 +11,7 @@ no compiler and is the one to read first.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -21,14 +21,9 @@ from psycopg import generators, pq, waiting
 from psycopg.abc import PQGen
 
 from pgcdc.core.compiled import load_compiled
-from pgcdc.core.errors import DecodeError
-from pgcdc.postgres.database import Connection, quote_identifier
+from pgcdc.core.errors import ConfigError, DecodeError
+from pgcdc.postgres.database import Connection, execute_one, quote_identifier
 from pgcdc.spool.schema import CHANGES
-
-__all__ = [
-    "BATCH_BYTES", "CopyBuffer", "PythonCopyBuffer", "column_count_error", "copy_rows", "copy_statement", "escape_error",
-    "new_copy_buffer", "no_end_error", "row_lists",
-]  # fmt: skip
 
 BATCH_BYTES: Final = 4 * 1024 * 1024
 MAX_BATCH_BYTES: Final = 1 << 30
@@ -55,10 +50,32 @@ class CopyBuffer(Protocol):
         """All values held, as one flat array; none are held then."""
 
 
-def copy_statement(columns: Sequence[str], source: str, conditions: Sequence[str] = ()) -> str:
-    """COPY of these columns. `source` is what stands behind FROM, in SQL; conditions are joined with AND."""
-    where = " WHERE " + " AND ".join(f"({one}\n)" for one in conditions) if conditions else ""  # a comment ends there
-    return f"COPY (SELECT {', '.join(map(quote_identifier, columns))} FROM {source}{where}) TO STDOUT"
+def select_statement(columns: Iterable[str], source: str, conditions: Sequence[str | None] = (), tail: str = "") -> str:
+    """SELECT of these columns. `source` stands behind FROM; conditions (None: no such one) are joined with AND."""
+    given = " AND ".join(f"({one}\n)" for one in conditions if one)  # a comment ends there
+    where = f" WHERE {given}" if given else ""
+    return f"SELECT {', '.join(map(quote_identifier, columns))} FROM {source}{where}{tail}"
+
+
+def copy_statement(columns: Iterable[str], source: str, conditions: Sequence[str | None] = (), tail: str = "") -> str:
+    """The same as a COPY."""
+    return f"COPY ({select_statement(columns, source, conditions, tail)}) TO STDOUT"
+
+
+def check_condition(
+    conn: Connection, columns: Iterable[str], source: str, conditions: Sequence[str | None], wrong: str
+) -> None:
+    """Ask for no row: what is wrong with rights, columns or conditions is said before anything starts.
+
+    `wrong` says that the user's condition is none; without one it is empty, and everything is raised as it comes.
+    """
+    try:
+        execute_one(conn, select_statement(columns, source, conditions, " LIMIT 0"))
+    except (psycopg.ProgrammingError, psycopg.DataError) as error:
+        if not wrong or isinstance(error, psycopg.errors.InsufficientPrivilege):
+            raise
+        text = " ".join((error.diag.message_primary or str(error)).split())
+        raise ConfigError(f"{wrong}: {text}", "Write it as behind WHERE in SQL: total > 100") from error
 
 
 def copy_rows(conn: Connection, statement: str, columns: int, *, batch_bytes: int = BATCH_BYTES) -> Generator[pa.Array]:

@@ -4,7 +4,7 @@ An exported snapshot can be imported only while the transaction that exported it
 outlives whoever plans and reads. It holds back VACUUM all the while, but no lock: no ALTER TABLE waits for it, and readers
 lock and compare (`chunks.lock_chunks`). There are two kinds:
 
-- For a DataFrame (`hold_snapshot`): nothing of ours lives long enough in Spark's driver, whose Python planner is one of a
+- For a DataFrame (`hold_snapshot`): Spark's driver has no process that lives long enough: its Python planner is one of a
   pool that ends after a minute. It is held until the driver ends, or nobody has read in it for a while. Who reads is seen
   in the names of the server's sessions, so that readers on other hosts count.
 - For an initial snapshot (`hold_for_long`): driver and capture may crash meanwhile. The snapshot that a new slot exports can
@@ -36,11 +36,6 @@ import psycopg
 from pgcdc.core.errors import PgcdcError, SourceError
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.postgres.database import Connection, connect, explain_errors, quote_literal
-
-__all__ = [
-    "ALONE_S", "HeldSnapshot", "Hold", "hold_for_long", "hold_snapshot", "import_snapshot",
-    "is_held", "keep_files", "let_all_go", "let_go", "main", "read_in_snapshot",
-]  # fmt: skip
 
 ALONE_S = 300.0
 """How long the snapshot is held while no capture runs: for the next start."""
@@ -128,7 +123,7 @@ def read_in_snapshot(url: str, held: HeldSnapshot | None) -> Iterator[Connection
         conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         if held is not None and not import_snapshot(conn, held.snapshot):
             raise SourceError(
-                "the snapshot of this DataFrame is not held any more",
+                "the snapshot of this DataFrame is no longer held",
                 f"Load it again. A DataFrame can be read again within {held.keep_s:g} s after its last read "
                 "(option snapshot_keep), or from Spark's memory after .cache()",
             )
@@ -136,7 +131,7 @@ def read_in_snapshot(url: str, held: HeldSnapshot | None) -> Iterator[Connection
 
 
 def import_snapshot(conn: Connection, name: str) -> bool:
-    """Read in a snapshot from now on, in a transaction that has just begun. False if it is not held any more."""
+    """Read in a snapshot from now on, in a transaction that has just begun. False if it is no longer held."""
     try:
         conn.execute(f"SET TRANSACTION SNAPSHOT {quote_literal(name)}".encode())
     except (psycopg.ProgrammingError, psycopg.DataError, psycopg.errors.ObjectNotInPrerequisiteState):
@@ -243,7 +238,7 @@ def _hold_and_say(spec: dict[str, Any], output: int) -> int:
                 lock.write({"pid": os.getpid()})
                 goes_on = _while_it_is_needed(conn, spec, path)
             _say(output, said)
-            output = -1  # nobody listens any more
+            output = -1  # nobody listens from here on
             while goes_on():
                 time.sleep(POLL_S)
     except PgcdcError as error:

@@ -22,32 +22,21 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from pgcdc.core.backoff import reconnect_delay_s
-from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError
+from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, reconnect_delay_s
 from pgcdc.core.failpoint import hit
 from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
 from pgcdc.core.state import StateDir
 from pgcdc.postgres.database import Connection, explain_errors
-from pgcdc.source.postgres.setup.published import PublishedTable
-from pgcdc.source.postgres.snapshot.keys import MovedKeys, read_candidates
-from pgcdc.source.postgres.snapshot.planning import NeverReadable, check_table, find_table
-from pgcdc.source.postgres.snapshot.reader import CHUNK_BYTES, ChunkOrder, ChunkRead
-from pgcdc.source.postgres.snapshot.readers import Readers
-from pgcdc.source.postgres.snapshot.releases import (
-    Release,
-    Releases,
-    Staged,
-    deleted_rows,
-    snapshot_mark,
-    stage_rows,
-)
+from pgcdc.source.postgres.setup.tables import PublishedTable
+from pgcdc.source.postgres.snapshot.asking import NeverReadable, check_table, find_table
+from pgcdc.source.postgres.snapshot.chunks import MovedKeys, read_candidates
+from pgcdc.source.postgres.snapshot.reader import CHUNK_BYTES, ChunkOrder, ChunkRead, Readers
+from pgcdc.source.postgres.snapshot.releases import Release, Releases, Staged, deleted_rows, snapshot_mark
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, RequestState, change_queue, describe, make_request
 from pgcdc.source.postgres.snapshot.window import Chunk, StreamedXids, Window, key_moves, rows_of
 from pgcdc.spool.batch import CaptureBatch
 from pgcdc.spool.schema import CHANGES
-
-__all__ = ["IncrementalSnapshots"]
 
 logger = logging.getLogger("pgcdc.capture")
 
@@ -82,16 +71,9 @@ class IncrementalSnapshots:
     """Works in the loop of the capture process: every method returns at once, what takes time is the reader's."""
 
     def __init__(
-        self,
-        url: str,
-        publications: Sequence[str],
-        state: StateDir,
-        releases: Releases,
-        application_name: str,
-        *,
-        chunk_size: int = 0,
-        chunk_delay_s: float = 0.0,
-    ) -> None:
+        self, url: str, publications: Sequence[str], state: StateDir, releases: Releases, application_name: str, *,
+        chunk_size: int = 0, chunk_delay_s: float = 0.0,
+    ) -> None:  # fmt: skip
         """`chunk_size` and `chunk_delay_s` are for requests that say nothing of it; 0 rows: what is read in a moment."""
         self.queue = RequestQueue(state.requests_file)
         self.reader = Readers(url, publications, application_name)
@@ -99,22 +81,21 @@ class IncrementalSnapshots:
         self._folder = state.snapshot
         self._releases = releases
         self._attempt: _Attempt | None = None
-        self._known: tuple[str, PublishedTable] | None = None
+        self._known: tuple[str, PublishedTable | None] = ("", None)
         """What the table of a request is like; the stream has passed the moment in which it was found so."""
         self._xids = StreamedXids()
         self._moved: dict[str, MovedKeys] = {}
         self._chunk_size, self._chunk_delay_s = chunk_size, chunk_delay_s
-        self._size = FIRST_ROWS
+        self._size, self._due = FIRST_ROWS, 0.0
         self._discards = self._failures = self._unseen = 0
-        self._due = 0.0
         self._pace: tuple[str, float, int] = ("", 0.0, 0)
         self._recover()
 
     @property
     def target_lsn(self) -> int:
         """How far the stream has to come; 0 if that does not matter."""
-        attempt = self._attempt
-        return attempt.read.lsn if attempt is not None and attempt.read is not None else 0
+        read = self._attempt.read if self._attempt is not None else None
+        return read.lsn if read is not None else 0
 
     @property
     def is_pending(self) -> bool:
@@ -166,7 +147,6 @@ class IncrementalSnapshots:
         return release
 
     def close(self) -> None:
-        """End the reader."""
         self.reader.close()
 
     # --- from request to order
@@ -178,22 +158,13 @@ class IncrementalSnapshots:
             return
         if state.is_retried:
             state = self.queue.retry(state.id)
-        if self._known is not None and self._known[0] != state.id:
-            self._known = None
         if self._pace[0] != state.id:
             self._pace, self._size, self._discards = (state.id, time.monotonic(), state.rows), FIRST_ROWS, 0
         request = state.request
-        known = self._known[1] if self._known is not None else None
-        order = ChunkOrder(
-            request.table,
-            state.oid,
-            known,
-            where=request.where,
-            after=state.last_key,
-            low=request.low,
-            high=request.high,
-            limit=request.chunk_size or self._chunk_size or self._size,
-        )
+        known = self._known[1] if self._known[0] == state.id else None
+        limit = request.chunk_size or self._chunk_size or self._size
+        low, high = request.low, request.high
+        order = ChunkOrder(request.table, state.oid, known, request.where, state.last_key, low, high, limit=limit)
         window, done = None, -1
         if known is not None:
             window = Window(known.relation.oid, known.key)
@@ -209,7 +180,7 @@ class IncrementalSnapshots:
         """Not the next keys of the table, but those that are given."""
         if state.request.keys_file:
             begin = int(state.last_key[0]) if state.last_key else 0
-            keys, done = read_candidates(state.request, begin, KEYS_PER_CHUNK, known)
+            keys, done = read_candidates(state.request.keys_file, begin, KEYS_PER_CHUNK, known)
             return replace(order, keys=keys, after=None, only_keys=True), done
         if state.moved_done >= 0:
             keys, done = self._moved_of(state.id).read(state.moved_done, KEYS_PER_CHUNK, known.key)
@@ -244,7 +215,7 @@ class IncrementalSnapshots:
             self._xids.add(np.array(found.waiting_xids, np.int64))
             attempt.read = found
         elif found.table != attempt.order.known:
-            self._known = None
+            self._known = ("", None)
             self._discard(attempt, "its columns or what is published of it change all the time")
         elif StreamedXids.unseen(attempt.xids, found.snapshot):
             # A commit that was streamed, but is not visible yet. With synchronous replication that may take long.
@@ -253,10 +224,13 @@ class IncrementalSnapshots:
         else:
             self._unseen = 0
             hit("incremental.read")
-            names = attempt.order.columns
-            key = tuple(names.index(name) for name in found.table.key)
-            attempt.read, attempt.chunk = found, Chunk(found.values, len(names), key)
-            attempt.window.narrow(_candidates(attempt.order) if attempt.order.only_keys else attempt.chunk.key_columns)
+            order, names, key = attempt.order, attempt.order.columns, found.table.key
+            attempt.read = found
+            attempt.chunk = Chunk(found.values, len(names), tuple(names.index(name) for name in key))
+            candidates = [
+                pa.array([one[at].encode() for one in order.keys or ()], pa.binary()) for at in range(len(key))
+            ]
+            attempt.window.narrow(candidates if order.only_keys else attempt.chunk.key_columns)
 
     def _retry(self, delay_s: float) -> None:
         self._attempt, self._due = None, time.monotonic() + delay_s
@@ -266,9 +240,8 @@ class IncrementalSnapshots:
         self._discards += 1
         self._retry(RETRY_S)
         if self._discards > MAX_DISCARDS:
-            self._fail(
-                attempt.id, SourceError(f"table {attempt.order.table} cannot be read: {reason}", "Try again later")
-            )
+            error = SourceError(f"table {attempt.order.table} cannot be read: {reason}", "Try again later")
+            self._fail(attempt.id, error)
 
     def _fail(self, name: str, error: PgcdcError) -> None:
         logger.warning("snapshot %s: %s", name, error)
@@ -286,59 +259,46 @@ class IncrementalSnapshots:
         if state.status not in ("queued", "running") or attempt.is_cancelled:  # paused or stopped meanwhile
             return None
         if attempt.window is None:
-            is_whole = not (state.request.where or state.request.low or state.request.high or state.request.keys_file)
+            one = state.request
+            is_part = one.where or one.low or one.high or one.keys_file
             self._known = (state.id, read.table)
-            self.queue.begin(
-                state.id, oid=read.table.relation.oid, estimated_rows=read.estimated_rows if is_whole else 0
-            )
+            estimated = 0 if is_part else read.estimated_rows
+            self.queue.begin(state.id, oid=read.table.relation.oid, estimated_rows=estimated)
             return None
-        window, relation = attempt.window, read.table.relation
-        if window.relations - {relation}:
-            self._known = None
+        if attempt.window.relations - {read.table.relation}:
+            self._known = ("", None)
             self._discard(attempt, "the stream describes it in another way than the catalog")
-            return None
-        if window.is_full:
+        elif attempt.window.is_full:
             self._size = max(1, self._size // 4)
             self._discard(attempt, "too many of its rows change while they are read")
-            return None
-        return self._release(attempt, read, state, end)
-
-    def _release(self, attempt: _Attempt, read: ChunkRead, state: RequestState, end: Position) -> Release | None:
-        made = self._vanished(attempt) if state.request.keys_file else self._folded(attempt)
-        if made is None:
+        elif (made := self._rows(attempt)) is None:
             self._discard(attempt, "the stream does not say which of its rows are changed (replica identity)")
-            return None
-        self._discards = 0
-        count = sum(batch.num_rows for batch in made)
+        else:
+            self._discards = 0
+            return self._release(attempt, read, state, made, end)
+        return None
+
+    def _release(
+        self, attempt: _Attempt, read: ChunkRead, state: RequestState, made: list[pa.RecordBatch], end: Position
+    ) -> Release | None:
         try:
             after = self._after(attempt, read, state)
         except UnicodeDecodeError:
             advice = "Store the table's keys in the encoding of the database"
             self._fail(state.id, SourceError(f"a key of table {state.request.table} is not valid UTF-8", advice))
             return None
-        rows = state.rows + count
-        relation = read.table.relation
+        rows, relation = state.rows + sum(batch.num_rows for batch in made), read.table.relation
         if state.chunks == 0:
             made.insert(0, snapshot_mark(Op.SNAPSHOT_STARTED, state.id, state.request.kind, relation, 0))
         if after["is_last"]:
             made.append(snapshot_mark(Op.SNAPSHOT_COMPLETED, state.id, state.request.kind, relation, rows))
-        release, chunks = None, state.chunks
+        after |= {"chunks": state.chunks + bool(made), "rows": rows}
+        release = None
         if made:
-            chunks += 1
-            staged = self._folder / "incremental.staged"
-            staged_rows, written = stage_rows(staged, made)
+            staged = self._releases.stage(made, read.time_us)
             hit("incremental.staged")
-            release = self._releases.add(
-                end,
-                staged,
-                rows=staged_rows,
-                written=written,
-                relation=relation,
-                time_us=read.time_us,
-                note={"request": state.id, "chunks": chunks, "rows": rows, **after},
-            )
-        hit("incremental.released")
-        self._advance(state.id, {"chunks": chunks, "rows": rows, **after})
+            release = self._releases.add(end, staged, relation, {"request": state.id, "after": after})
+        self._advance(state.id, after)
         hit("incremental.advanced")
         self._adapt(attempt, read)
         self._due = time.monotonic() + self._rest_s(attempt, state)
@@ -368,36 +328,25 @@ class IncrementalSnapshots:
         return {"last_key": last_key, "moved_done": moved_done, "is_last": is_last}
 
     def _advance(self, name: str, after: dict[str, Any]) -> None:
-        key = after["last_key"]
-        self.queue.advance(
-            name,
-            chunks=after["chunks"],
-            rows=after["rows"],
-            last_key=tuple(key) if key is not None else None,
-            moved_done=after["moved_done"],
-            is_last=after["is_last"],
-        )
+        self.queue.advance(name, **after)
         if name in self._moved:
             self._moved[name].move_on()
         if after["is_last"]:
             logger.info("snapshot %s is complete: %d rows", name, after["rows"])
             self._forget_ended()
 
-    def _folded(self, attempt: _Attempt) -> list[pa.RecordBatch] | None:
-        """The rows of a chunk as they are now."""
-        assert attempt.window is not None and attempt.chunk is not None
-        folded = attempt.window.fold(attempt.chunk)
-        return None if folded is None else list(attempt.chunk.rows_without(*folded))
-
-    def _vanished(self, attempt: _Attempt) -> list[pa.RecordBatch] | None:
-        """Keys that the table did not have, and of which the stream has said nothing since."""
-        assert attempt.window is not None and attempt.chunk is not None and attempt.order.known is not None
-        there = set(zip(*(column.to_pylist() for column in attempt.chunk.key_columns), strict=True))
-        keys = [tuple(one.encode() for one in key) for key in attempt.order.keys or ()]
-        gone = attempt.window.leave_untouched(key for key in keys if key not in there)
+    @staticmethod
+    def _rows(attempt: _Attempt) -> list[pa.RecordBatch] | None:
+        """The rows of a chunk as they are now, or the keys that have vanished as deletes. None: the stream does not tell."""
+        order, known = attempt.order, attempt.order.known
+        assert attempt.window is not None and attempt.chunk is not None and known is not None
+        if not order.only_keys:
+            folded = attempt.window.fold(attempt.chunk)
+            return None if folded is None else list(attempt.chunk.rows_without(*folded))
+        keys = (tuple(one.encode() for one in key) for key in order.keys or ())
+        gone = attempt.window.find_vanished(attempt.chunk, keys)
         if not gone:
             return gone if gone is None else []
-        known = attempt.order.known
         values = (dict(zip(known.key, key, strict=True)) for key in gone)
         rows = [[row.get(name) for name in known.columns] for row in values]
         return [deleted_rows(pa.array(rows, CHANGES.field("old").type))]
@@ -415,12 +364,10 @@ class IncrementalSnapshots:
     def _recover(self) -> None:
         """What was released, but is not in requests.json: a crash came between."""
         for release in self._releases.after(Position.at(0, 0)):
-            note = release.note
-            if note is None or "request" not in note:
-                continue
-            known = {one.id: one for one in self.queue.entries()}.get(note["request"])
-            if known is not None and note["chunks"] > known.chunks:
-                self._advance(known.id, note)
+            after = release.note.get("after", {})
+            known = {one.id: one for one in self.queue.entries()}.get(release.note.get("request", ""))
+            if known is not None and after["chunks"] > known.chunks:
+                self._advance(known.id, after)
         self.queue.retry_all()
         self._forget_ended()
 
@@ -448,14 +395,5 @@ class IncrementalSnapshots:
     def status(self) -> list[dict[str, Any]]:
         """For `pgcdc status`: every request, and how long it may take."""
         name, begun, rows = self._pace
-        elapsed = time.monotonic() - begun
-        return [
-            describe(one, (one.rows - rows) / max(elapsed, 0.001) if one.id == name else None)
-            for one in self.queue.entries()
-        ]
-
-
-def _candidates(order: ChunkOrder) -> list[pa.Array]:
-    assert order.known is not None
-    places = range(len(order.known.key))
-    return [pa.array([key[place].encode() for key in order.keys or ()], pa.binary()) for place in places]
+        elapsed = max(time.monotonic() - begun, 0.001)
+        return [describe(one, (one.rows - rows) / elapsed if one.id == name else None) for one in self.queue.entries()]

@@ -11,36 +11,34 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, StateError
 from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
+from pgcdc.core.relation import Relation
 from pgcdc.core.state import StateDir
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.source.postgres.options import PostgresOptions
-from pgcdc.source.postgres.setup.published import PublishedTable
+from pgcdc.source.postgres.snapshot.asking import NoRight
 from pgcdc.source.postgres.snapshot.held import Hold, hold_for_long, is_held, let_all_go, let_go
-from pgcdc.source.postgres.snapshot.plan import Entry, PlannedTable, SkipRule, SnapshotPlan
-from pgcdc.source.postgres.snapshot.planning import (
+from pgcdc.source.postgres.snapshot.plan import (
     CHUNK_BYTES,
     NOTHING_LOST,
-    NoRight,
+    Entry,
+    PlannedTable,
+    SkipRule,
+    SnapshotPlan,
     TableLocked,
     plan_tables,
     published_names,
     requests_for_rest,
-)
-from pgcdc.source.postgres.snapshot.reader import Answer, StageOrder
-from pgcdc.source.postgres.snapshot.readers import Readers
-from pgcdc.source.postgres.snapshot.releases import Release, Staged, snapshot_mark, stage_rows
+)  # fmt: skip
+from pgcdc.source.postgres.snapshot.reader import Answer, Readers, StageOrder
+from pgcdc.source.postgres.snapshot.releases import Releases, Staged, snapshot_mark
 from pgcdc.source.postgres.snapshot.requests import RequestQueue
-
-__all__ = ["InitialSnapshot"]
 
 logger = logging.getLogger("pgcdc.capture")
 
@@ -54,31 +52,21 @@ MAX_LOSSES = 3
 """A snapshot that is lost so often before one row of it is published will never be read."""
 WARN_AFTER_S = 600.0
 
-
-class ReleaseRows(Protocol):
-    """Puts a file of rows into the stream, durably, behind everything that is there."""
-
-    def __call__(self, file: Path, *, note: dict[str, Any], **what: Any) -> None: ...
+ReleaseRows = Callable[[Staged, Relation | None, dict[str, Any]], None]
+"""Puts rows into the stream, durably, behind everything that is there; the last is a note for after a crash."""
 
 
 class InitialSnapshot:
     """The one of a state directory, if it has one. Not thread-safe."""
 
     def __init__(
-        self,
-        options: PostgresOptions,
-        publications: tuple[str, ...],
-        state: StateDir,
-        released: Iterable[Release],
-        queue: RequestQueue | None = None,
-    ) -> None:
-        """`released` is what the log of releases has: it may be one step ahead of the plan. `queue` has the requests for
-        incremental snapshots; without one they are left in their file."""
+        self, options: PostgresOptions, publications: tuple[str, ...], state: StateDir, releases: Releases,
+        queue: RequestQueue,
+    ) -> None:  # fmt: skip
+        """The log of releases may be one step ahead of the plan. `queue` has the requests for incremental snapshots."""
         self._options, self._publications = options, publications
-        self._state = state
-        self._queue = queue
+        self._state, self._releases, self._queue = state, releases, queue
         self._plan = SnapshotPlan(state.snapshot)
-        self._folder = state.snapshot / "staged"
         self.readers = Readers(options.db, publications, "pgcdc snapshot reader", READERS)
         self._due: dict[int, None] = {}
         """Tables of which there may be something to publish, in that order."""
@@ -97,11 +85,11 @@ class InitialSnapshot:
         self._rates: dict[int, tuple[float, int]] = {}
         self._warning = ""
         if self._plan.is_active:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._catch_up(released)
+            self._catch_up()
             self._due = dict.fromkeys(self._plan.unfinished)
-            self._remove_unknown()
-        elif state.snapshot.exists():
+            tables = self._plan.unfinished.values()
+            releases.remove_unknown({one.file for table in tables for one in table.staged.values()})
+        else:
             self._clean_up()
 
     @property
@@ -112,78 +100,72 @@ class InitialSnapshot:
     @property
     def holds_stream(self) -> bool:
         """Whether the stream is not to be read, now or at all."""
-        return self._plan.is_active or (self._options.is_snapshot_only and not self._has_rest)
+        rest = [one for one in self._queue.entries() if one.request.kind == "initial"]  # is read beside the stream
+        has_rest = any(one.status in ("queued", "running") for one in rest)
+        return self._plan.is_active or (self._options.is_snapshot_only and not has_rest)
 
     @property
-    def _has_rest(self) -> bool:
-        """Whether rows of it are still to be read beside the stream."""
-        states = self._queue.entries() if self._queue is not None else []
-        return any(one.request.kind == "initial" and one.status in ("queued", "running") for one in states)
-
-    @property
-    def end(self) -> str | None:
+    def end(self) -> Position | None:
         """The position behind its last row; that of nothing without one, None while it is under way."""
         if self._plan.is_active:
             return None
-        return str(self._plan.completed["end"] if self._plan.completed else Position.at(0, 0))
+        return Position.parse(self._plan.completed["end"]) if self._plan.completed else Position.at(0, 0)
 
     @property
     def rules(self) -> list[SkipRule]:
         """What the stream has to leave out."""
         return self._plan.rules
 
-    def _catch_up(self, released: Iterable[Release]) -> None:
+    def _catch_up(self) -> None:
         """A crash came between the log of releases and the plan: what was released is published."""
-        for release in released:
-            note = release.note or {}
+        for release in self._releases.after(Position.at(0, 0)):
+            note = release.note
             if "entry" in note:
                 table = self._plan.table_of(note["entry"])
-                if note["entry"] in table.entries and note["entry"] not in table.done:
-                    self._plan.publish(note["entry"], release.rows)
+                if table is not None and note["entry"] in table.left:
+                    self._plan.publish(note["entry"], release.staged.rows)
             marked = self._plan.tables.get(note.get("table", 0))
-            if marked is not None and note.get("mark") == "started" and not marked.is_started:
+            if marked is not None and note["mark"] == "started" and not marked.is_started:
                 self._plan.start_table(marked.oid)
-            if marked is not None and note.get("mark") == "completed" and not marked.ended:
+            if marked is not None and note["mark"] == "completed" and not marked.ended:
                 self._plan.end_table(marked.oid, "complete")
 
     # --- reading
 
     def look(self) -> None:
         """Take in what was read, order the next, and see which snapshots are still held."""
-        now = time.monotonic()
         while (found := self.readers.take()) is not None:
             order, answer = found
             assert isinstance(order, StageOrder)
             self._taken.discard(order.id)
-            self._note(order, answer)
+            table = self._plan.unfinished.get(order.known.relation.oid)
+            if table is not None and order.id in table.left:  # else it was planned in another way meanwhile
+                self._note(table, order.id, answer)
         while self.readers.is_free and (work := next(self._waiting(), None)) is not None:
             table, entry = work
             self._taken.add(entry.id)
             snapshot = self._plan.holds[table.hold].name
-            self.readers.start(StageOrder(entry.id, snapshot, table.published, entry.chunk, self._folder))
-        if now >= self._held_due:
+            self.readers.start(StageOrder(entry.id, snapshot, table.published, entry.chunk, self._releases.folder))
+        if (now := time.monotonic()) >= self._held_due:
             self._held_due = now + HELD_INTERVAL_S
             self._is_unsure = True
             self._held = {number: is_held(self._state.snapshot, one) for number, one in self._plan.holds.items()}
-            needed = {table.hold for table in self._plan.unfinished.values() if table.unpublished}
+            needed = {table.hold for table in self._plan.unfinished.values() if table.left}
             if self._spare is not None:
                 needed.add(self._spare.number)
             let_go(self._state.snapshot, *(self._plan.holds[one] for one in self._held if one not in needed))
             self._warn()
 
-    def _note(self, order: StageOrder, answer: Answer) -> None:
-        table = self._plan.unfinished.get(order.published.relation.oid)
-        if table is None or order.id not in table.unpublished:
-            return  # it was planned in another way meanwhile
+    def _note(self, table: PlannedTable, entry: str, answer: Answer) -> None:
         if isinstance(answer, Staged):
-            self._plan.stage(order.id, answer)
-            self._attempts.pop(order.id, None)
+            self._plan.stage(entry, answer)
+            self._attempts.pop(entry, None)
             self._due[table.oid] = None
         elif isinstance(answer, NoRight):
             raise SourceError(answer.message, f"{answer.advice} ({NOTHING_LOST})")
         elif isinstance(answer, ConnectionLost):  # after a moment that grows
-            tries = self._attempts[order.id] = self._attempts.get(order.id, 0) + 1
-            self._not_before[order.id] = time.monotonic() + min(30.0, 0.1 * 2**tries)
+            tries = self._attempts[entry] = self._attempts.get(entry, 0) + 1
+            self._not_before[entry] = time.monotonic() + min(30.0, 0.1 * 2**tries)
             logger.warning("table %s: %s; it is tried again", table.published.title, answer.message)
         elif isinstance(answer, SourceError):
             self._lost.setdefault(table.oid, answer.message)
@@ -194,18 +176,13 @@ class InitialSnapshot:
 
     def _waiting(self) -> Iterator[tuple[PlannedTable, Entry]]:
         """What is to be read next. Of tables with a key not too much waits to be published; others are staged whole."""
-        now = time.monotonic()
-        staged_bytes = sum(
-            one.written[0]
-            for table in self._plan.unfinished.values()
-            if table.published.key
-            for one in table.staged.values()
-        )
-        for table in self._plan.unfinished.values():
+        now, tables = time.monotonic(), self._plan.unfinished.values()
+        staged_bytes = sum(one.written[0] for table in tables if table.published.key for one in table.staged.values())
+        for table in tables:
             is_enough = staged_bytes > STAGED_BYTES and table.published.key
             if table.oid in self._lost or not self._is_held(table) or is_enough:
                 continue
-            for entry in table.unpublished.values():
+            for entry in table.left.values():
                 is_new = entry.id not in table.staged and entry.id not in self._taken
                 if is_new and now >= self._not_before.get(entry.id, 0):
                     yield table, entry
@@ -240,12 +217,9 @@ class InitialSnapshot:
         return False
 
     def _publish_of(self, table: PlannedTable, release: ReleaseRows) -> bool:
-        if not table.hold:
-            return False
-        left, ready = table.unpublished, table.staged
-        if not table.published.key and len(ready) < len(left):
-            return False  # rows without a key cannot be read in two snapshots: all or nothing
-        if left and not ready:
+        left, ready = table.left, table.staged
+        # Rows without a key cannot be read in two snapshots: all or nothing.
+        if not table.hold or (left and not ready) or (not table.published.key and len(ready) < len(left)):
             return False
         if not table.is_started:
             self._mark(table, Op.SNAPSHOT_STARTED, "started", release)
@@ -260,20 +234,12 @@ class InitialSnapshot:
 
     def _publish(self, table: PlannedTable, entry: str, release: ReleaseRows) -> None:
         staged = table.staged[entry]
-        file = self._folder / staged.file
-        if not file.exists():  # somebody has deleted it
+        if not (self._releases.folder / staged.file).exists():  # somebody has deleted it
             del table.staged[entry]
             self._is_unsure = True
             return
         if staged.rows:
-            release(
-                file,
-                rows=staged.rows,
-                written=staged.written,
-                relation=table.published.relation,
-                time_us=staged.time_us,
-                note={"entry": entry},
-            )
+            release(staged, table.published.relation, {"entry": entry})
         self._plan.publish(entry, staged.rows, staged.time_us)
         self._losses = 0
         self._rates.setdefault(table.oid, (time.monotonic(), table.rows))
@@ -281,10 +247,7 @@ class InitialSnapshot:
     def _mark(self, table: PlannedTable, op: Op, what: str, release: ReleaseRows) -> None:
         name = f"initial-{format_lsn(self._plan.lsn)}"
         mark = snapshot_mark(op, name, "initial", table.published.relation, table.rows)
-        file = self._folder / f"mark-{table.oid}.arrow"
-        rows, written = stage_rows(file, [mark])
-        note = {"table": table.oid, "mark": what}
-        release(file, rows=rows, written=written, relation=None, time_us=time.time_ns() // 1000, note=note)
+        release(self._releases.stage([mark]), None, {"table": table.oid, "mark": what})
 
     # --- snapshots
 
@@ -292,10 +255,7 @@ class InitialSnapshot:
         if time.monotonic() < self._plan_due:
             return False
         held = (hold for hold in self._plan.holds.values() if is_held(self._state.snapshot, hold))
-        hold = next(held, None) or self._hold()
-        planned = plan_tables(self._options.db, self._publications, hold)
-        if planned is not None:
-            self._record(hold, *planned)
+        self._plan_in(next(held, None) or self._hold(), None)
         return True
 
     def _hold(self) -> Hold:
@@ -306,13 +266,24 @@ class InitialSnapshot:
         self._held_due = 0.0
         return hold
 
-    def _record(
-        self, hold: Hold, planned: list[tuple[PublishedTable, list[Entry]]], others: list[PublishedTable]
-    ) -> None:
+    def _plan_in(self, hold: Hold, tables: dict[int, PlannedTable] | None) -> None:
+        """Plan these tables (None: all) in a snapshot, if it is still held."""
+        made = plan_tables(self._options.db, self._publications, hold, set(tables) if tables is not None else None)
+        if made is None:
+            return
+        planned, others = made
+        there = {one.relation.oid for one in [*(one for one, _ in planned), *others]}
+        for oid, table in (tables or {}).items():
+            if oid not in there:
+                self._say_gone(table)
         self._plan.plan(hold.number, planned, others)
         self._held[hold.number] = True
         self._due |= dict.fromkeys(one.relation.oid for one, _ in planned)
         self._is_unsure = True
+
+    def _say_gone(self, table: PlannedTable) -> None:
+        logger.warning("table %s is gone: nothing is left to be read of it", table.published.title)
+        self._plan.end_table(table.oid, "gone")
 
     def _replace_lost(self) -> bool:
         """See that the rest of every table whose snapshot was lost is read otherwise. True if there was one."""
@@ -322,42 +293,40 @@ class InitialSnapshot:
             table.oid: table
             for table in self._plan.unfinished.values()
             if not table.hold
-            or (len(table.staged) < len(table.unpublished) and (table.oid in self._lost or not self._is_held(table)))
+            or (len(table.staged) < len(table.left) and (table.oid in self._lost or not self._is_held(table)))
         }
         if not lost:
             self._is_unsure = False
             return False
-        partly = [table for table in lost.values() if table.done]
+        partly = [table for table in lost.values() if table.is_begun]
         names = published_names(self._options.db, self._publications) if partly else {}
         for table in partly:
-            if table.oid not in names:
-                logger.warning("table %s is gone: nothing is left to be read of it", table.published.title)
-                self._plan.end_table(table.oid, "gone")
+            if table.oid in names:
+                self._move(table, names[table.oid])
             else:
-                self._check_key(table)
-                queue = self._queue or RequestQueue(self._state.requests_file)
-                known = {one.id for one in queue.entries()}  # by an attempt that was killed
-                queue.add(*(one for one in requests_for_rest(table, names[table.oid]) if one.id not in known))
-                self._plan.end_table(table.oid, "moved")
-                logger.warning("the snapshot of table %s was lost: its rest is read by key", table.published.title)
-        self._begin_again({oid: table for oid, table in lost.items() if not table.done})
+                self._say_gone(table)
+        self._begin_again({oid: table for oid, table in lost.items() if not table.is_begun})
         for oid in lost:
             self._lost.pop(oid, None)
         return True
 
-    def _check_key(self, table: PlannedTable) -> None:
-        """A table without a key is published when all of it is staged: what is missing then was deleted by somebody."""
-        if not table.published.key:
+    def _move(self, table: PlannedTable, name: str) -> None:
+        """The rest of a table is read beside the stream."""
+        if not table.published.key:  # it is published when all of it is staged: somebody has deleted what is missing
             raise StateError(
-                f"rows of table {table.published.title} are missing in {self._folder}",
-                "Restore the state directory from a backup, or begin anew with a new slot and a new --state-dir",
+                f"rows of table {table.published.title} are missing in {self._releases.folder}",
+                "Restore the state directory from a backup, or start over with a new slot and a new --state-dir",
             )
+        known = {one.id for one in self._queue.entries()}  # by an attempt that was killed
+        self._queue.add(*(one for one in requests_for_rest(table, name) if one.id not in known))
+        self._plan.end_table(table.oid, "moved")
+        logger.warning("the snapshot of table %s was lost: its rest is read by key", table.published.title)
 
     def _begin_again(self, tables: dict[int, PlannedTable]) -> None:
         if not tables:
             return
         names = ", ".join(sorted(table.published.title for table in tables.values()))
-        why = next((self._lost[oid] for oid in tables if oid in self._lost), "the snapshot is not held any more")
+        why = next((self._lost[oid] for oid in tables if oid in self._lost), "the snapshot was lost")
         if self._losses >= MAX_LOSSES:
             raise SourceError(
                 f"the rows of {names} cannot be read: {MAX_LOSSES} snapshots were lost before the first of them was "
@@ -368,24 +337,9 @@ class InitialSnapshot:
         if self._spare is None or not is_held(self._state.snapshot, self._spare):
             logger.warning("%s: %s; what is not published yet is read in a new snapshot", names, why)
             self._spare = self._hold()
-        hold = self._spare
-        planned = plan_tables(self._options.db, self._publications, hold, set(tables))
+        self._plan_in(self._spare, tables)
         self._losses += 1
         self._spare = None
-        if planned is None:
-            return
-        for oid, table in tables.items():
-            if not any(one.relation.oid == oid for one in [*(one for one, _ in planned[0]), *planned[1]]):
-                logger.warning("table %s is gone: nothing is left to be read of it", table.published.title)
-                self._plan.end_table(oid, "gone")
-        self._record(hold, *planned)
-
-    def _remove_unknown(self) -> None:
-        """Rows of readers that were killed, or of entries that are published."""
-        known = {one.file for table in self._plan.unfinished.values() for one in table.staged.values()}
-        for path in self._folder.iterdir():
-            if path.name not in known:
-                path.unlink()
 
     def close(self) -> None:
         """End the processes that read."""
@@ -394,7 +348,7 @@ class InitialSnapshot:
     def _clean_up(self) -> None:
         self.readers.close()
         let_all_go(self._state.snapshot)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._releases.remove_unknown(())
 
     # --- for people
 
@@ -419,13 +373,12 @@ class InitialSnapshot:
         elapsed_s = time.monotonic() - began
         rate = (table.rows - before) / elapsed_s if elapsed_s > 1 else 0.0
         total = max(table.estimated_rows, table.rows)
-        percent = 100.0 if table.ended or not total else 100.0 * table.rows / total
         return {
             "table": table.published.title,
             "status": table.ended or ("reading" if table.is_started or table.rows else "waiting"),
             "rows": table.rows,
             "estimated_rows": total,
-            "percent": round(percent, 1),
+            "percent": round(100.0 if table.ended or not total else 100.0 * table.rows / total, 1),
             "rows_per_s": round(rate),
             "seconds_left": round((total - table.rows) / rate) if rate and not table.ended else None,
         }

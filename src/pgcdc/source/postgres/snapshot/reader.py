@@ -1,19 +1,30 @@
-"""Reads chunks of tables, in one session. There are two kinds of orders, with the same COPY:
+"""Reads chunks of tables, in processes of their own: so the stream never waits for a table, nor one chunk for another.
+
+There are two kinds of orders, with the same COPY:
 
 - `StageOrder`: a part of the plan of an initial snapshot, read in the snapshot that is held for it, into a durable file.
 - `ChunkOrder`: the next rows of a table that is read beside the stream, in a snapshot of their own. Their table is locked
   against ALTER and TRUNCATE for that moment (ACCESS SHARE, as any SELECT). Then it is waited until what the snapshot could
   see is flushed: a commit that was not (synchronous_commit = off) could be lost by a crash of the server, and would not be
   in the stream before either.
+
+A process has one session and gets one order at a time. It ends with the capture. One that dies counts as a lost
+connection: its order is given again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import secrets
+import multiprocessing
+import os
+import selectors
+import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection as Pipe
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import psycopg
@@ -22,29 +33,22 @@ from psycopg import pq
 
 from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError
 from pgcdc.core.failpoint import hit
-from pgcdc.postgres.database import (
-    Connection,
-    connect,
-    explain_errors,
-    explain_right,
-    quote_identifier,
-    quote_literal,
-)
-from pgcdc.source.postgres.setup.clock import wal_place
-from pgcdc.source.postgres.setup.published import PublishedTable
-from pgcdc.source.postgres.snapshot.chunks import Chunk, lock_chunks
+from pgcdc.postgres.database import Connection, connect, explain_errors, explain_right, quote_identifier
+from pgcdc.source.postgres.setup.guard import wal_place
+from pgcdc.source.postgres.setup.tables import PublishedTable
+from pgcdc.source.postgres.snapshot.asking import NoRight, check_table, find_table
+from pgcdc.source.postgres.snapshot.chunks import Chunk, key_conditions, literals, lock_chunks
 from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement
-from pgcdc.source.postgres.snapshot.held import import_snapshot
-from pgcdc.source.postgres.snapshot.planning import NoRight, SnapshotLost, check_table, find_table
-from pgcdc.source.postgres.snapshot.releases import Staged, snapshot_rows, stage_rows
-
-__all__ = ["Answer", "ChunkOrder", "ChunkRead", "Order", "Reader", "StageOrder"]
+from pgcdc.source.postgres.snapshot.held import import_snapshot, keep_files
+from pgcdc.source.postgres.snapshot.releases import Staged, new_file, snapshot_rows, stage_rows
 
 CHUNK_BYTES = 8 << 20
 FLUSH_POLL_S = 0.02
+PARENT_POLL_S = 1.0
 _BATCH_BYTES = 1 << 20
 _PASSING = ("40", "55P03", "57014")
 """Conflicts, deadlocks, locks and cancelled statements: the next attempt may do."""
+_FORK = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +59,13 @@ class StageOrder:
     """Of the entry in the plan."""
     snapshot: str
     """Its name on the server."""
-    published: PublishedTable
+    known: PublishedTable
     chunk: Chunk
     folder: Path
+
+    @property
+    def table(self) -> str:
+        return self.known.title
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,25 +98,14 @@ class ChunkOrder:
     def statement(self) -> str:
         """The COPY. Keys are compared by the server, in its own order."""
         assert self.known is not None
-        table = self.known
-        key = ", ".join(map(quote_identifier, table.key))
-        one_key = len(table.key) == 1
-        conditions = [
-            *([f"({key}) > ({_literals(self.after)})"] if self.after is not None else []),
-            *([f"({key}) >= ({_literals(self.low)})"] if self.low is not None and self.after is None else []),
-            *([f"({key}) < ({_literals(self.high)})"] if self.high is not None else []),
-            *([table.row_filter] if table.row_filter else []),
-            *([self.where] if self.where else []),
-        ]
+        table, low = self.known, self.low if self.after is None else None
+        conditions = [*key_conditions(table.key, self.after, low, self.high), table.row_filter, self.where]
+        key, tail = ", ".join(map(quote_identifier, table.key)), f" LIMIT {self.limit}"
         if self.keys is not None:
-            wanted = ", ".join(_literals(one) if one_key else f"({_literals(one)})" for one in self.keys)
+            wanted = ", ".join(f"({literals(one)})" for one in self.keys)
             conditions.append(f"({key}) IN ({wanted})")
-        where = (
-            " WHERE " + " AND ".join(f"({one}\n)" for one in conditions) if conditions else ""
-        )  # a comment ends there
-        columns = ", ".join(map(quote_identifier, self.columns))
-        cut = "" if self.keys is not None else f" LIMIT {self.limit}"
-        return f"COPY (SELECT {columns} FROM {table.source}{where} ORDER BY {key}{cut}) TO STDOUT"
+            tail = ""
+        return copy_statement(self.columns, table.source, conditions, f" ORDER BY {key}{tail}")
 
 
 @dataclass(slots=True)
@@ -150,16 +147,19 @@ class Reader:
     def read(self, order: Order) -> Answer:
         """What was read, or why it was not."""
         try:
-            with self._session(order):
+            with explain_errors(f"read table {order.table}"):
                 if isinstance(order, StageOrder):
                     return self._stage(order)
                 read = self._look(order) if order.known is None else self._copy(order, order.known)
                 self._await_flush(read)
                 return read
         except PgcdcError as error:
-            return error
+            return self._explain(order, error)
         except Exception as error:  # a bug: the capture must hear of it
             return PgcdcError(f"a chunk cannot be read: {error!r}", "This is a bug in pgcdc: please report it")
+        finally:
+            if self._conn is not None and self._conn.pgconn.transaction_status != pq.TransactionStatus.IDLE:
+                self.close()  # in a transaction, it would read in its old snapshot for ever
 
     def close(self) -> None:
         """End the session."""
@@ -168,45 +168,35 @@ class Reader:
                 self._conn.close()
             self._conn = None
 
-    @contextlib.contextmanager
-    def _session(self, order: Order) -> Iterator[None]:
-        try:
-            with explain_errors(f"read table {_title(order)}"):
-                yield
-        except SourceError as error:
-            self.close()
-            cause = error.__cause__
-            if isinstance(order, StageOrder) and isinstance(cause, psycopg.errors.InsufficientPrivilege):
-                refused = explain_right(order.published.title, order.chunk.sql, self._role, cause)
-                raise NoRight(refused.message, refused.advice) from cause
-            if isinstance(cause, psycopg.Error) and (cause.sqlstate or "").startswith(_PASSING):
-                raise ConnectionLost(error.message, error.advice) from cause
-            raise
-        except BaseException:
-            self.close()  # it may be in a transaction, or in the middle of a COPY
-            raise
+    def _explain(self, order: Order, error: PgcdcError) -> PgcdcError:
+        cause = error.__cause__
+        if isinstance(order, StageOrder) and isinstance(cause, psycopg.errors.InsufficientPrivilege):
+            refused = explain_right(order.table, order.chunk.sql, self._role, cause)
+            return NoRight(refused.message, refused.advice)
+        if isinstance(cause, psycopg.Error) and (cause.sqlstate or "").startswith(_PASSING):
+            return ConnectionLost(error.message, error.advice)
+        return error
+
+    def _begin(self) -> Connection:
+        conn = self._connection()
+        conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        return conn
 
     def _stage(self, order: StageOrder) -> Staged:
-        conn = self._connection()
-        columns, row_filter = order.published.columns, order.published.row_filter
         time_us = time.time_ns() // 1000
-        conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        conn, columns = self._begin(), order.known.columns
         if not import_snapshot(conn, order.snapshot):
-            raise SnapshotLost("its snapshot is not held any more")
-        conn.execute("SET LOCAL row_security = off")  # rows that a policy hides are an error, not missing
-        conditions = [*order.chunk.conditions, *([row_filter] if row_filter else [])]
-        statement = copy_statement(columns, order.chunk.source, conditions)
-        name = f"{order.id}.{secrets.token_hex(4)}.arrow"  # another one for each attempt
+            raise SourceError("its snapshot was lost")
+        conn.execute(_SHOW_ALL)
+        statement = copy_statement(columns, order.chunk.source, [*order.chunk.conditions, order.known.row_filter])
         lock_chunks(conn, [order.chunk])
         hit("reader.reading")
         batches = (snapshot_rows(values, len(columns)) for values in copy_rows(conn, statement, len(columns)))
-        rows, written = stage_rows(order.folder / name, batches)
+        staged = stage_rows(order.folder / new_file(), batches, time_us)
         conn.execute("COMMIT")
-        return Staged(name, rows, written, time_us)
+        return staged
 
     def _connection(self) -> Connection:
-        if self._conn is not None and self._conn.pgconn.transaction_status != pq.TransactionStatus.IDLE:
-            self.close()  # an open transaction would read in its old snapshot, for ever
         if self._conn is None or self._conn.closed:
             self._conn = connect(self._url, application_name=self._application_name)
             self._role = self._conn.info.user
@@ -224,19 +214,17 @@ class Reader:
         return ChunkRead(table, estimated_rows=estimated, waiting_xids=tuple(int(one) for (one,) in waiting))
 
     def _copy(self, order: ChunkOrder, known: PublishedTable) -> ChunkRead:
-        conn = self._connection()
-        conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        conn.execute("SET LOCAL row_security = off")  # rows that a policy hides are an error, not missing
+        conn = self._begin()
+        conn.execute(_SHOW_ALL)
         try:
             with conn.transaction():
                 conn.execute(f"LOCK TABLE {known.source} IN ACCESS SHARE MODE".encode())
         except psycopg.errors.InsufficientPrivilege:  # of some columns only: a query may do what LOCK may not
             conn.execute("COMMIT")
             conn.execute("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY")
-            conn.execute("SET LOCAL row_security = off")
-            conn.execute(
-                f"SELECT FROM {known.source} LIMIT 0".encode()
-            )  # and holds the lock; the COPY has a later snapshot
+            conn.execute(_SHOW_ALL)
+            # It holds the lock, and the COPY has a later snapshot.
+            conn.execute(f"SELECT FROM {known.source} LIMIT 0".encode())
         except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):  # renamed, or dropped
             conn.execute("ROLLBACK")
             return ChunkRead(find_table(conn, self._publications, order.table, known.relation.oid))
@@ -244,30 +232,26 @@ class Reader:
         assert row is not None
         table = find_table(conn, self._publications, order.table, known.relation.oid)
         read = ChunkRead(table, snapshot=row[0], time_us=row[1])
-        if table != known:  # to be looked at again, when the stream has come so far
-            conn.execute("COMMIT")
-            return read
         begun = time.monotonic()  # behind what takes as long for any number of rows
-        columns = len(order.columns)
-        if order.keys == ():
-            conn.execute("COMMIT")
-            read.is_last = True
-            return read
-        with contextlib.closing(
-            copy_rows(conn, order.statement(), columns, batch_bytes=min(CHUNK_BYTES, _BATCH_BYTES))
-        ) as arrays:
-            for values in arrays:
-                read.values.append(values)
-                read.rows += len(values) // columns
-                read.nbytes += values.nbytes
-                if read.nbytes >= CHUNK_BYTES and order.keys is None:
-                    break  # if there is more, this closes the connection: it is read as the next chunk
+        if table == known and order.keys != ():  # else it is to be looked at again, when the stream has come so far
+            self._copy_values(conn, order, read)
         is_whole = not conn.closed
         if is_whole:
             conn.execute("COMMIT")
         read.is_last = is_whole and (order.keys is not None or read.rows < order.limit)
         read.seconds = time.monotonic() - begun
         return read
+
+    def _copy_values(self, conn: Connection, order: ChunkOrder, read: ChunkRead) -> None:
+        columns = len(order.columns)
+        rows = copy_rows(conn, order.statement(), columns, batch_bytes=min(CHUNK_BYTES, _BATCH_BYTES))
+        with contextlib.closing(rows):
+            for values in rows:
+                read.values.append(values)
+                read.rows += len(values) // columns
+                read.nbytes += values.nbytes
+                if read.nbytes >= CHUNK_BYTES and order.keys is None:
+                    break  # if there is more, this closes the connection: it is read as the next chunk
 
     def _await_flush(self, read: ChunkRead) -> None:
         """Until what was visible is on the server's disk, and where in the WAL that is.
@@ -289,14 +273,8 @@ class Reader:
             time.sleep(FLUSH_POLL_S)
 
 
-def _title(order: Order) -> str:
-    return order.table if isinstance(order, ChunkOrder) else order.published.title
-
-
-def _literals(values: Sequence[str]) -> str:
-    return ", ".join(map(quote_literal, values))
-
-
+_SHOW_ALL = "SET LOCAL row_security = off"
+"""Rows that a policy hides are an error, not missing."""
 _MOMENT = "SELECT txid_current_snapshot()::text, (extract(epoch FROM clock_timestamp()) * 1000000)::int8"
 _ESTIMATE = """
 SELECT sum(CASE WHEN relpages > 0 AND reltuples > 0
@@ -305,3 +283,104 @@ SELECT sum(CASE WHEN relpages > 0 AND reltuples > 0
 FROM pg_class WHERE relkind <> 'p' AND (oid = %s OR oid IN (SELECT relid FROM pg_partition_tree(%s::oid)))
 """
 _WAITING = "SELECT backend_xid::text FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND backend_xid IS NOT NULL"
+
+
+# --- the processes
+
+
+@dataclass(slots=True)
+class _Worker:
+    process: ForkProcess
+    pipe: Pipe
+    order: Order | None = None
+
+
+class Readers:
+    """The processes, as the capture has them; they are started when they are needed. `fileno` becomes readable when `take`
+    has something."""
+
+    def __init__(self, url: str, publications: Sequence[str], application_name: str, count: int = 1) -> None:
+        self._setup = (url, tuple(publications), application_name)
+        self._count = count
+        self._workers: list[_Worker] = []
+        self._selector = selectors.DefaultSelector()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being read."""
+        return any(one.order is not None for one in self._workers)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether one more order can be given."""
+        return sum(one.order is not None for one in self._workers) < self._count
+
+    def fileno(self) -> int:
+        """For a selector."""
+        return self._selector.fileno()
+
+    def start(self, order: Order) -> None:
+        """Read this, by a process that is free."""
+        worker = next((one for one in self._workers if one.order is None), None) or self._new_worker()
+        worker.order = order
+        with contextlib.suppress(OSError):  # it is dead, which `take` will tell
+            worker.pipe.send(order)
+
+    def take(self) -> tuple[Order, Answer] | None:
+        """What became of an order; None if none is done."""
+        for key, _ in self._selector.select(0):
+            worker: _Worker = key.data
+            order, worker.order = worker.order, None
+            try:
+                answer: Answer = worker.pipe.recv()
+            except (EOFError, OSError):
+                self._end(worker)
+                answer = ConnectionLost("a process that reads tables has ended")
+            if order is not None:
+                return order, answer
+        return None
+
+    def close(self) -> None:
+        """End the processes; what is being read is given up."""
+        for worker in list(self._workers):
+            self._end(worker)
+
+    def _new_worker(self) -> _Worker:
+        """By a fork: everything is imported. What the objects of the capture hold belongs to the capture."""
+        ours, its = _FORK.Pipe()
+        process = _FORK.Process(target=_serve, args=(Reader(*self._setup), os.getpid(), its), daemon=True)
+        process.start()
+        its.close()
+        worker = _Worker(process, ours)
+        self._workers.append(worker)
+        self._selector.register(ours, selectors.EVENT_READ, worker)
+        return worker
+
+    def _end(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        self._selector.unregister(worker.pipe)
+        worker.process.kill()
+        worker.process.join()
+        worker.pipe.close()
+
+
+def _serve(reader: Reader, parent: int, pipe: Pipe) -> None:
+    """In the process: read what is ordered, one after the other, until the pipe is closed."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    keep_files(pipe.fileno())
+    threading.Thread(target=_end_with, args=[parent], daemon=True).start()
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            order: Order = pipe.recv()
+            hit("reader.ordered")
+            answer = reader.read(order)
+            hit("reader.read")
+            pipe.send(answer)
+    os._exit(0)  # nothing is cleaned up
+
+
+def _end_with(parent: int) -> None:
+    """A read may wait for a lock for hours: that must not outlive whoever ordered it."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    os._exit(0)

@@ -11,8 +11,9 @@ A file of rows has the schema CHANGES in any number of record batches, as `stage
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterable, Iterator
+import secrets
+import time
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,18 +33,22 @@ from pgcdc.spool.batch import CaptureBatch, Part
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 from pgcdc.spool.segment import Written, checksum_file
 
-__all__ = [
-    "Release",
-    "Releases",
-    "Staged",
-    "deleted_rows",
-    "snapshot_mark",
-    "snapshot_rows",
-    "stage_rows",
-    "truncated_rows",
-]
 
-_DISK_FULL = "Make room on the disk of the state directory and start again: nothing is lost"
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Rows in a durable file, in the folder of the releases."""
+
+    file: str
+    """Its name."""
+    rows: int
+    written: Written
+    time_us: int
+    """When they were read, in microseconds since 1970."""
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Staged:
+        """What `asdict` made."""
+        return cls(**{**raw, "written": tuple(raw["written"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +58,10 @@ class Release:
     commit: int
     """The transaction that they stand behind."""
     chunk: int
-    file: str
-    """In the folder of the releases."""
-    written: Written
-    rows: int
-    time_us: int
-    """When they were read, in microseconds since 1970."""
+    staged: Staged
     relation: dict[str, Any] | None
     """The shape of the rows; None if none of them is a row of a table."""
-    note: dict[str, Any] | None = None
+    note: dict[str, Any]
     """What whoever released them has to know after a crash."""
 
     @property
@@ -74,20 +74,13 @@ class Release:
         return end.commit == self.commit and (end.is_snapshot or end.is_end)
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """Rows in a durable file."""
-
-    file: str
-    """Its name."""
-    rows: int
-    written: Written
-    time_us: int
-    """When they were read."""
+def new_file() -> str:
+    """A name that no other file of rows has."""
+    return f"{secrets.token_hex(8)}.arrow"
 
 
-def stage_rows(path: Path, batches: Iterable[pa.RecordBatch]) -> tuple[int, Written]:
-    """Write rows of a chunk, durably: `path` exists only when it is complete. Returns how many, and the file's checksum."""
+def stage_rows(path: Path, batches: Iterable[pa.RecordBatch], time_us: int = 0) -> Staged:
+    """Write rows of a chunk, durably: `path` exists only when it is complete. They were read now if no time is given."""
     rows = 0
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -102,10 +95,11 @@ def stage_rows(path: Path, batches: Iterable[pa.RecordBatch]) -> tuple[int, Writ
         os.replace(partial, path)
         fsync_folder(path.parent)
     except OSError as error:
-        raise SpoolError(f"{path} cannot be written: {error.strerror}", _DISK_FULL) from error
+        advice = "Make room on the disk of the state directory and start again: nothing is lost"
+        raise SpoolError(f"{path} cannot be written: {error.strerror}", advice) from error
     finally:
         partial.unlink(missing_ok=True)
-    return rows, written
+    return Staged(path.name, rows, written, time_us or time.time_ns() // 1000)
 
 
 class Releases:
@@ -116,43 +110,29 @@ class Releases:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._log = folder / "releases.jsonl"
-        found = (Release(**{**raw, "written": tuple(raw["written"])}) for raw in read_lines(self._log))
-        self._known = [release for release in found if release.end > base]
+        raws = read_lines(self._log)
+        self._known = [Release(**{**raw, "staged": Staged.from_json(raw["staged"])}) for raw in raws]
         self.forget(base)
 
     def add(
-        self,
-        after: Position,
-        file: Path,
-        *,
-        rows: int,
-        written: Written,
-        relation: Relation | None,
-        time_us: int,
-        note: dict[str, Any] | None = None,
+        self, after: Position, staged: Staged, relation: Relation | None, note: dict[str, Any] | None = None
     ) -> Release:
-        """Release a file of rows behind `after`, where the spool ends; it is moved here. Durable when this returns.
-
-        A crash leaves the file at its old place, or the release.
-        """
-        if rows > MAX_CHUNK_ROWS:
-            raise SpoolError(f"a chunk of {rows} rows is too large", "Choose smaller chunks")
-        commit, chunk = after.commit, after.chunk + 1 if after.is_snapshot else 0
+        """Release rows behind `after`, where the spool ends; their file belongs to the release then. Durable."""
+        if staged.rows > MAX_CHUNK_ROWS:
+            raise SpoolError(f"a chunk of {staged.rows} rows is too large", "Choose smaller chunks")
         if not self.has_place(after):
             raise SpoolError(f"rows of a snapshot have no place behind {after}")
-        name = f"{commit:016X}-{chunk:05X}.arrow"
-        release = Release(commit, chunk, name, written, rows, time_us, relation.to_json() if relation else None, note)
-        try:
-            _duplicate(file, self.folder / name)
-            fsync_folder(self.folder)
-        except OSError as error:
-            raise StateError(f"{self.folder / name} cannot be written: {error.strerror}", _DISK_FULL) from error
+        chunk = after.chunk + 1 if after.is_snapshot else 0
+        release = Release(after.commit, chunk, staged, relation.to_json() if relation else None, note or {})
         hit("releases.before_log")
         append_lines(self._log, [asdict(release)])
         hit("releases.after_log")
-        file.unlink(missing_ok=True)
         self._known.append(release)
         return release
+
+    def stage(self, batches: Iterable[pa.RecordBatch], time_us: int = 0) -> Staged:
+        """Rows in a new file, to be released."""
+        return stage_rows(self.folder / new_file(), batches, time_us)
 
     @staticmethod
     def has_place(after: Position) -> bool:
@@ -166,22 +146,26 @@ class Releases:
     def forget(self, base: Position) -> None:
         """Nobody needs anything up to `base` again: delete the files, and the log when nothing is left in it."""
         gone = [release for release in self._known if release.end <= base]
-        if gone:
-            self._known = [release for release in self._known if release.end > base]
-        if not self._known and self._log.exists():
-            self._log.unlink()
-        keep = {release.file for release in self._known}
-        for file in self.folder.glob("*.arrow"):
-            if file.name not in keep:
+        self._known = self.after(base)
+        if not self._known:
+            self._log.unlink(missing_ok=True)
+        for release in gone:
+            (self.folder / release.staged.file).unlink(missing_ok=True)
+
+    def remove_unknown(self, staged: Collection[str]) -> None:
+        """Delete files that are neither released nor `staged`."""
+        kept = {release.staged.file for release in self._known}.union(staged)
+        for file in self.folder.glob("*.arrow*"):
+            if file.name not in kept:
                 file.unlink()
 
     def batches(self, release: Release, relations: Relations) -> Iterator[CaptureBatch]:
         """The rows as the capture hands them on: the last batch ends with the chunk."""
-        path = self.folder / release.file
-        if not path.exists() or checksum_file(path) != release.written:
+        path = self.folder / release.staged.file
+        if not path.exists() or checksum_file(path) != release.staged.written:
             raise StateError(
                 f"{path}, which has rows of a snapshot, is missing or damaged",
-                "Restore the state directory from a backup, or begin anew: pgcdc resync --new-slot",
+                "Restore the state directory from a backup, or start over: pgcdc resync --new-slot",
             )
         relation = Relation.from_json(release.relation) if release.relation else None
         with pa.memory_map(str(path)) as source:
@@ -190,7 +174,8 @@ class Releases:
             for number in range(file.num_record_batches):
                 rows = file.get_batch(number)
                 end = release.end if number == file.num_record_batches - 1 else None
-                yield number_rows(rows, release.commit, ordinal, relation, relations, time_us=release.time_us, end=end)
+                time_us = release.staged.time_us
+                yield number_rows(rows, release.commit, ordinal, relation, relations, time_us=time_us, end=end)
                 ordinal += rows.num_rows
 
 
@@ -221,19 +206,6 @@ def number_rows(
     last = (ordinal + rows.num_rows, 0)
     part = Part(rows.num_rows, data.nbytes, last, data)
     return CaptureBatch(part, transactions, relations, end or Position(commit, SNAPSHOT, *last), commit)
-
-
-def _duplicate(file: Path, target: Path) -> None:
-    """The same file under a second name; a copy where the file system has no such thing."""
-    target.unlink(missing_ok=True)
-    try:
-        os.link(file, target)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        shutil.copyfile(file, target)
-        with open(target, "rb+") as copy:
-            os.fsync(copy.fileno())
 
 
 # --- rows as changes

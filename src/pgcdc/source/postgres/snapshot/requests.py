@@ -17,20 +17,9 @@ from pgcdc.core.errors import ConfigError
 from pgcdc.core.position import Position
 from pgcdc.core.state import read_json, write_json_durably
 
-__all__ = [
-    "KINDS",
-    "RequestQueue",
-    "RequestState",
-    "SnapshotRequest",
-    "change_queue",
-    "describe",
-    "make_request",
-    "new_id",
-]
-
 KINDS = ("incremental", "initial", "added", "always", "vanished")
 """Asked for by a user; the rest of an interrupted initial snapshot; a table that is new in the publication; at every start;
-keys of a sink that the table may not have any more."""
+keys of a sink that the table may have lost."""
 RETRIED = ("initial", "added")
 """Kinds that nobody asks for again: their rows would be missing for ever, so that one that failed is tried again."""
 RETRY_S, MAX_RETRY_S = 1.0, 300.0
@@ -89,7 +78,7 @@ class RequestState:
     last_key: tuple[str, ...] | None = None
     """The last key that was read and released; of the kind vanished: how many bytes of its file are done, as text."""
     moved_done: int = -1
-    """-1 while the table is read; then how many bytes of the file of moved keys are done (`capture.moved`)."""
+    """-1 while the table is read; then how many bytes of the file of moved keys are done."""
     chunks: int = 0
     """How many releases there were for it."""
     rows: int = 0
@@ -120,17 +109,14 @@ class RequestState:
         """Whether it has failed, but not for good."""
         return self.status == "failed" and self.retry_at > 0
 
-    def to_json(self) -> dict[str, Any]:
-        """For the file."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> RequestState:
-        """The state behind `to_json()`."""
-        request: dict[str, Any] = raw["request"]
-        request = {name: tuple(one) if isinstance(one, list) else one for name, one in request.items()}
-        key = tuple(raw["last_key"]) if raw["last_key"] is not None else None
-        return cls(**{**raw, "request": SnapshotRequest(**request), "last_key": key})
+        """What `asdict` made."""
+        return cls(**{**_with_tuples(raw), "request": SnapshotRequest(**_with_tuples(raw["request"]))})
+
+
+def _with_tuples(raw: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(one) if isinstance(one, list) else one for name, one in raw.items()}
 
 
 class RequestQueue:
@@ -185,22 +171,11 @@ class RequestQueue:
         started = state.started or time.time()
         return self._change(state, status="running", oid=oid, estimated_rows=estimated_rows, started=started, error="")
 
-    def advance(
-        self,
-        name: str,
-        *,
-        chunks: int,
-        last_key: tuple[str, ...] | None,
-        rows: int,
-        moved_done: int = -1,
-        is_last: bool = False,
-    ) -> RequestState:
-        """A chunk was released. `chunks` and `rows` count from its beginning."""
-        state = self._states[name]
+    def advance(self, name: str, *, is_last: bool = False, **progress: Any) -> RequestState:
+        """A chunk was released: chunks and rows (since its beginning), last_key and moved_done are now these."""
         ended = {"status": "done", "finished": time.time()} if is_last else {}
-        state = self._change(
-            state, chunks=chunks, last_key=last_key, rows=rows, moved_done=moved_done, failures=0, retry_at=0.0, **ended
-        )
+        progress = _with_tuples(progress)
+        state = self._change(self._states[name], **progress, failures=0, retry_at=0.0, **ended)
         self._drop_old()
         return state
 
@@ -276,7 +251,7 @@ class RequestQueue:
     def _save(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         content = {
-            "requests": [one.to_json() for one in self._states.values()],
+            "requests": [asdict(one) for one in self._states.values()],
             "heeded": str(self.heeded),
             "bad_signals": self.bad_signals,
             "tables": sorted(self.tables) if self.tables is not None else None,
@@ -287,28 +262,17 @@ class RequestQueue:
 def describe(state: RequestState, rate: float | None = None) -> dict[str, Any]:
     """A request for `pgcdc status`; `rate` is in rows per second, if it is known."""
     percent = left = None
+    rate = rate if state.status == "running" else None
     if state.status == "done":
         percent = 100.0
     elif state.estimated_rows:
         percent = min(99.9, 100.0 * state.rows / state.estimated_rows)
-    is_running = state.status == "running"
-    if rate and is_running and state.estimated_rows:
+    if rate and state.estimated_rows:
         left = max(0.0, (state.estimated_rows - state.rows) / rate)
-    return {
-        "id": state.id,
-        "table": state.request.table,
-        "kind": state.request.kind,
-        "where": state.request.where,
-        "status": state.status,
-        "rows": state.rows,
-        "estimated_rows": state.estimated_rows,
-        "percent": percent,
-        "rate": rate if is_running else None,
-        "seconds_left": left,
-        "started": state.started,
-        "finished": state.finished,
-        "error": state.error,
-    }
+    asked = {name: getattr(state.request, name) for name in ("id", "table", "kind", "where")}
+    known = {name: getattr(state, name) for name in ("status", "rows", "estimated_rows")}
+    times = {name: getattr(state, name) for name in ("started", "finished", "error")}
+    return {**asked, **known, "percent": percent, "rate": rate, "seconds_left": left, **times}
 
 
 _FIELDS = ("kind", "where", "keys_file", "chunk_size", "chunk_delay_s", "low", "high")
@@ -317,8 +281,7 @@ _FIELDS = ("kind", "where", "keys_file", "chunk_size", "chunk_delay_s", "low", "
 def make_request(content: dict[str, Any]) -> SnapshotRequest:
     """The request in a message: `table`, and what else a SnapshotRequest has."""
     given = {name: content[name] for name in _FIELDS if content.get(name) is not None}
-    given |= {name: tuple(given[name]) for name in ("low", "high") if name in given}
-    return SnapshotRequest(content.get("id") or new_id(), content["table"], **given)
+    return SnapshotRequest(content.get("id") or new_id(), content["table"], **_with_tuples(given))
 
 
 def change_queue(queue: RequestQueue, content: dict[str, Any]) -> dict[str, Any]:

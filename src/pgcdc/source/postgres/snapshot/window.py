@@ -8,7 +8,7 @@ is at least as new as the chunk, and a column that no change of the window has w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,26 +18,11 @@ import pyarrow.compute as pc
 
 from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.relation import Relation
+from pgcdc.source.postgres.snapshot.chunks import Key
 from pgcdc.source.postgres.snapshot.copy import row_lists
 from pgcdc.source.postgres.snapshot.plan import SkipRule
 from pgcdc.source.postgres.snapshot.releases import snapshot_rows
-from pgcdc.spool.batch import CaptureBatch, Part
-
-__all__ = [
-    "Change",
-    "Chunk",
-    "Key",
-    "StreamedXids",
-    "Window",
-    "changes_of",
-    "is_visible",
-    "key_moves",
-    "leave_out",
-    "rows_of",
-]
-
-Key = tuple[bytes, ...]
-"""The values of the key's columns."""
+from pgcdc.spool.batch import CaptureBatch, Part, count_rows
 
 WINDOW_BYTES = 64 << 20
 XIDS = 1 << 18
@@ -64,29 +49,20 @@ class Chunk:
     key: tuple[int, ...]
     """Which columns are the key, in its order."""
 
-    def key_column(self, place: int) -> pa.Array:
-        """The values of one column of the key, of all rows."""
-        picked = [one.take(pa.array(np.arange(self.key[place], len(one), self.columns))) for one in self.values]
-        return pa.concat_arrays(picked) if picked else pa.array([], pa.binary())
-
     @property
     def key_columns(self) -> list[pa.Array]:
-        """The values of all columns of the key."""
-        return [self.key_column(place) for place in range(len(self.key))]
+        """The values of the columns of the key, of all rows."""
 
-    def find(self, keys: Iterable[Key]) -> dict[Key, int]:
-        """The numbers of the rows that have these keys; keys that the chunk does not have are left out."""
-        wanted = set(keys)
-        columns = self.key_columns
-        candidates: npt.NDArray[np.bool_] | None = None
-        for place, column in enumerate(columns):
-            known = pa.array([key[place] for key in wanted], pa.binary())
-            fits = pc.is_in(column, value_set=known).to_numpy(zero_copy_only=False)
-            candidates = fits if candidates is None else candidates & fits
-        rows = np.flatnonzero(candidates) if candidates is not None else np.empty(0, np.int64)
-        texts = [column.take(pa.array(rows)).to_pylist() for column in columns]
-        found = dict(zip(zip(*texts, strict=True), rows.tolist(), strict=True))
-        return {key: row for key, row in found.items() if key in wanted}
+        def column(place: int) -> pa.Array:
+            picked = [one.take(pa.array(np.arange(place, len(one), self.columns))) for one in self.values]
+            return pa.concat_arrays([pa.array([], pa.binary()), *picked])
+
+        return [column(place) for place in self.key]
+
+    def numbers(self) -> dict[Key, int]:
+        """The numbers of the rows by their keys."""
+        keys = zip(*(column.to_pylist() for column in self.key_columns), strict=True)
+        return {key: number for number, key in enumerate(keys)}
 
     def row(self, number: int) -> list[bytes | None]:
         """The values of one row."""
@@ -128,7 +104,7 @@ class Window:
     """The shapes that the changes had."""
     nbytes: int = 0
     is_full: bool = False
-    """It grew too large, and changes were left out: it is of no use any more."""
+    """It grew too large, and changes were left out: the chunk has to be read again."""
     _parts: list[tuple[pa.RecordBatch, Relation]] = field(default_factory=list)
     _wanted: list[pa.Array] | None = None
 
@@ -179,14 +155,14 @@ class Window:
     # --- what becomes of the chunk
 
     def fold(self, chunk: Chunk) -> tuple[npt.NDArray[np.int64], list[list[bytes | None]]] | None:
-        """Numbers of the rows that are not as they were read any more, and those of them that still are, as they are now.
+        """Numbers of the rows that have changed since they were read, and what is left of these as it is now.
 
         None if the stream did not say which rows it changed.
         """
         changes = list(self.changes())
         if any(change.key is None and change.op != Op.TRUNCATE for change in changes):
             return None
-        numbers = chunk.find(key for change in changes for key in (change.key, change.old_key) if key is not None)
+        numbers = chunk.numbers() if changes else {}
         rows: dict[Key, list[bytes | None] | None] = {}
         is_truncated = False
         for change in changes:
@@ -214,9 +190,12 @@ class Window:
         touched = np.arange(count) if is_truncated else np.array([numbers[key] for key in rows], np.int64)
         return touched, [row for row in rows.values() if row is not None]
 
-    def leave_untouched(self, keys: Iterable[Key]) -> list[Key] | None:
-        """Those of the keys that the stream has said nothing about; None if it did not say which rows it changed."""
-        touched: set[Key] = set()
+    def find_vanished(self, chunk: Chunk, keys: Iterable[Key]) -> list[Key] | None:
+        """Those of the keys that are not in the chunk, and that the stream has said nothing about since.
+
+        None if it did not say which rows it changed.
+        """
+        touched = set(chunk.numbers())
         for change in self.changes():
             if change.op == Op.TRUNCATE:
                 return []
@@ -231,9 +210,7 @@ def rows_of(batch: CaptureBatch, oids: Iterable[int]) -> Iterator[tuple[pa.Recor
     if batch.part is None:
         return
     wanted = set(oids)
-    data = batch.part.batch
-    if data is None:
-        data = batch.part.load().combine_chunks().to_batches()[0]
+    data = batch.part.load_batch()
     numbers = data.column("relation").to_numpy()
     versions = [one for one in np.unique(numbers).tolist() if one >= 0 and batch.relations[one].oid in wanted]
     for oid in {batch.relations[version].oid for version in versions}:
@@ -313,10 +290,7 @@ class StreamedXids:
     @staticmethod
     def unseen(xids: npt.NDArray[np.uint32], snapshot: str) -> bool:
         """Whether one of them is in progress for a snapshot, which is `xmin:xmax:xip,...` as the server writes it."""
-        _, xmax, in_progress = snapshot.split(":")
-        running = np.array([int(one) & 0xFFFFFFFF for one in in_progress.split(",") if one], np.uint32)
-        ahead = (xids - np.uint32(int(xmax) & 0xFFFFFFFF)).astype(np.int32) >= 0  # in the circle of 32 bits
-        return bool(ahead.any() or np.isin(xids, running).any())
+        return not is_visible(xids.astype(np.int64), snapshot).all()
 
 
 # --- changes that the stream has, and the rows of a table had already when they were read
@@ -341,7 +315,7 @@ def leave_out(batch: CaptureBatch, rules: Sequence[SkipRule]) -> CaptureBatch:
     lsns = batch.transactions.column("commit").to_numpy()
     if batch.part is None or not len(lsns) or lsns[0] > max((rule.lsn for rule in rules), default=0):
         return batch
-    data = batch.part.load().combine_chunks().to_batches()[0]
+    data = batch.part.load_batch()
     counts = batch.transactions.column("rows").to_numpy()
     of_row = np.repeat(np.arange(len(counts)), counts)
     versions = data.column("relation").to_numpy()
@@ -354,11 +328,8 @@ def leave_out(batch: CaptureBatch, rules: Sequence[SkipRule]) -> CaptureBatch:
         return batch
     kept = data.filter(pa.array(~gone))
     left = np.bincount(of_row[~gone], minlength=len(counts))
-    index = batch.transactions.schema.get_field_index("rows")
-    transactions = batch.transactions.set_column(
-        index, batch.transactions.schema.field(index), pa.array(left, pa.int64())
-    ).filter(pa.array(left > 0))
+    transactions = count_rows(batch.transactions, left).filter(pa.array(left > 0))
     if batch.part.path is not None:
         batch.part.path.unlink(missing_ok=True)
     part = Part(kept.num_rows, kept.nbytes, batch.part.last, kept) if kept.num_rows else None
-    return CaptureBatch(part, transactions, batch.relations, batch.end, batch.last_lsn, batch.told)
+    return replace(batch, part=part, transactions=transactions)

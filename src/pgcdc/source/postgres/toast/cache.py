@@ -18,6 +18,7 @@ import shutil
 import struct
 import zlib
 from collections.abc import Iterator
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,7 @@ import lmdb
 from pgcdc.core.errors import StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.state import fsync_folder
-from pgcdc.source.postgres.toast.cache_log import Columns, LogMissing, ToastLog
-from pgcdc.source.postgres.toast.cache_state import Generation, State
-
-__all__ = ["ToastCache"]
+from pgcdc.source.postgres.toast.cache_log import MISSING, Columns, Generation, State, ToastLog, Unusable
 
 logger = logging.getLogger("pgcdc.capture")
 
@@ -40,7 +38,7 @@ COMMIT_BYTES = 32 << 20
 """The table is committed after so much: an open transaction keeps what it changed in memory."""
 RECORD_BYTES = 8 << 20
 PRUNE_ITEMS = 20_000
-FORMAT = 1
+FORMAT = 2
 
 _ID = struct.Struct(">Q")
 _HEAD = struct.Struct(">QI")  # number of the write, CRC-32 of the values
@@ -56,20 +54,20 @@ class ToastCache:
         self._folder = folder
         self._limit = limit
         self._old_after = limit - limit // 4
-        self._swept = b"\0"
         self._instance = instance
-        self._tables: dict[int, Generation] = {}
+        self.tables: dict[int, Generation] = {}
+        """The entries of each table that has any."""
         self.generations = 0
         """How often one has begun or ended, since the start."""
         self._seen: dict[int, tuple[str, int]] = {}
         self._pending: dict[bytes, bytes | None] = {}
         self._order_new: list[tuple[bytes, bytes]] = []
+        self._order_gone: list[bytes] = []
         self._items: Columns = ([], [], [], [])
         self._item_bytes = 0
         self._uncommitted_items = self._uncommitted_bytes = 0
-        self._committed_records = self._sure_records = 0
-        """Records of the log that are in the table, after its last commit and after the one before."""
-        self._count = 0
+        self.entries = 0
+        """How many rows have an entry."""
         self._env: Any = None
         self._txn: Any = None
         self._log = ToastLog(folder, 1)
@@ -77,33 +75,19 @@ class ToastCache:
         try:
             self._open(resume_lsn)
             return
-        except LogMissing:
-            logger.warning("the TOAST cache starts empty: a part of its log is missing")
-        except _Unusable as error:
+        except Unusable as error:
             if str(error):
                 logger.warning("the TOAST cache starts empty: %s", error)
         except (lmdb.Error, OSError, ValueError, EOFError, TypeError, KeyError) as error:
             logger.warning("the TOAST cache starts empty: it is damaged (%s)", error)
-        self._discard()
-        try:
+        with self.explaining():
             self._create(resume_lsn)
-        except (lmdb.Error, OSError) as error:
-            raise self._explain(error) from error
 
     # --- what the resolver does
 
-    @property
-    def entries(self) -> int:
-        """How many rows have an entry."""
-        return self._count
-
-    def generation(self, oid: int) -> Generation | None:
-        """The entries of a table, if it has any."""
-        return self._tables.get(oid)
-
     def has_entries(self, oid: int) -> bool:
         """Whether there may be something to find for a table."""
-        found = self._tables.get(oid)
+        found = self.tables.get(oid)
         return found is not None and self._state.live.get(found.prefix, 0) > 0
 
     def seen_stamp(self, oid: int) -> tuple[str, int]:
@@ -120,7 +104,7 @@ class ToastCache:
         """A new generation for a table that has none."""
         made = Generation(self._state.next_id, shape, stamp, stamp_lsn, lsn)
         self._state.next_id += 1
-        self._tables[oid] = made
+        self.tables[oid] = made
         self.generations += 1
         self._state.live[made.prefix] = 0
         self._write(lsn, _TABLES + _ID.pack(oid), made.encode(), None)
@@ -128,19 +112,18 @@ class ToastCache:
 
     def prove(self, oid: int) -> None:
         """The stream has shown that a generation is as its stamp says. True at every position, so no part of the log."""
-        old = self._tables[oid]
-        made = Generation(old.number, old.shape, old.stamp, old.stamp_lsn, old.first_lsn, True)
-        self._tables[oid] = made
+        old = self.tables[oid]
+        made = self.tables[oid] = replace(old, is_proven=True)
         self._pending[_TABLES + _ID.pack(oid)] = made.encode()
 
     def evict_table(self, oid: int, lsn: int) -> None:
         """Forget all entries of a table. They are deleted when this is confirmed."""
-        gone = self._tables.pop(oid, None)
+        gone = self.tables.pop(oid, None)
         if gone is not None:
             self.generations += 1
             key = _TABLES + _ID.pack(oid)
             self._write(lsn, key, None, self.get(key))
-            self._count -= self._state.live.get(gone.prefix, 0)
+            self.entries -= self._state.live.get(gone.prefix, 0)
             self._state.garbage[gone.prefix] = lsn
 
     def get(self, full: bytes) -> bytes | None:
@@ -161,43 +144,36 @@ class ToastCache:
     def put(self, lsn: int, full: bytes, values: bytes, stored: bytes | None) -> None:
         """Store values in the place of `stored`."""
         state = self._state
-        number = state.next_id
-        state.next_id = number + 1
-        new = _HEAD.pack(number, zlib.crc32(values)) + values
-        self._pending[full] = new
+        new = _HEAD.pack(state.next_id, zlib.crc32(values)) + values
+        state.next_id += 1
         self._order_new.append((new[: _ID.size], full))
-        lsns, keys, news, olds = self._items  # as `_write` does it: once for each change, without a call
-        lsns.append(lsn)
-        keys.append(full)
-        news.append(new)
-        olds.append(stored)
         if stored is None:
             state.live[full[: _ID.size]] += 1
-            self._count += 1
-            self._item_bytes += len(new)
+            self.entries += 1
         else:
-            self._item_bytes += len(new) + len(stored)
-        if self._item_bytes > RECORD_BYTES:
-            self._write_record()
-        if self._count > self._limit:
+            self._order_gone.append(stored[: _ID.size])
+        self._write(lsn, full, new, stored)
+        if self.entries > self._limit:
             self._evict(lsn)
 
     def is_old(self, stored: bytes) -> bool:
         """Whether an entry is near its eviction: there is little room left, and much was written since."""
-        return self._count > self._old_after and self._state.next_id - _ID.unpack_from(stored)[0] > self._old_after
+        return self.entries > self._old_after and self._state.next_id - _ID.unpack_from(stored)[0] > self._old_after
 
     def renew(self, lsn: int, full: bytes, stored: bytes) -> None:
         """Count an entry as written now. The log needs no values for that."""
         number = _ID.pack(self._state.next_id)
         self._state.next_id += 1
         self._order_new.append((number, full))
+        self._order_gone.append(stored[: _ID.size])
         self._write(lsn, full, number, stored[: _ID.size])
         self._pending[full] = number + stored[_ID.size :]
 
     def remove(self, lsn: int, full: bytes, stored: bytes) -> None:
         """Forget an entry."""
         self._state.live[full[: _ID.size]] -= 1
-        self._count -= 1
+        self.entries -= 1
+        self._order_gone.append(stored[: _ID.size])
         self._write(lsn, full, None, stored)
 
     def _write(self, lsn: int, key: bytes, new: bytes | None, old: bytes | None) -> None:
@@ -221,22 +197,22 @@ class ToastCache:
             txn.delete(key, b"", self._entry)
         with txn.cursor(self._order) as cursor:
             cursor.putmulti(self._order_new, append=True)
-        self._pending, self._order_new = {}, []
+        for number in self._order_gone:
+            txn.delete(number, b"", self._order)
+        self._pending, self._order_new, self._order_gone = {}, [], []
 
     def _evict(self, lsn: int) -> None:
         """Make room: the entries that were written longest ago. Only the state decides, so a replay evicts the same."""
         self._flush()
         target = self._limit - self._limit // 16
-        current = {one.prefix for one in self._tables.values()}
+        current = {one.prefix for one in self.tables.values()}
         with self._txn.cursor(self._order) as cursor:
             found = cursor.first()
-            while self._count > target and found:
-                number, full = cursor.item()
-                stored = self.get(full)
-                if stored is not None and stored.startswith(number):  # else it was written again since, or is gone
-                    self._state.live[full[: _ID.size]] -= 1
-                    self._count -= full[: _ID.size] in current
-                    self._write(lsn, full, None, stored)
+            while self.entries > target and found:
+                full = cursor.value()
+                self._state.live[full[: _ID.size]] -= 1
+                self.entries -= full[: _ID.size] in current
+                self._write(lsn, full, None, self.get(full))
                 found = cursor.delete()
 
     # --- durability
@@ -258,24 +234,11 @@ class ToastCache:
     def release(self, lsn: int) -> None:
         """Nobody comes back to a position before `lsn`: what was kept for that is deleted."""
         self._state.floor_lsn = max(self._state.floor_lsn, lsn)
-        self._log.release(self._sure_records, lsn)
+        self._log.release(self._state.records, lsn)
         left = PRUNE_ITEMS
         for prefix, since in list(self._state.garbage.items()):
             if since <= lsn and left > 0:
                 left = self._sweep(prefix, left)
-        if self._txn.stat(self._order)["entries"] > 2 * sum(self._state.live.values()) + PRUNE_ITEMS:
-            self._sweep_order(left)
-
-    def _sweep_order(self, left: int) -> None:
-        """Delete numbers of writes that others have followed; all are looked at in turn."""
-        with self._txn.cursor(db=self._order) as cursor:
-            found = cursor.set_range(self._swept) or cursor.first()
-            while found and left > 0:
-                number, full = cursor.item()
-                stored = self.get(full)
-                found = cursor.next() if stored is not None and stored.startswith(number) else cursor.delete()
-                left -= 1
-            self._swept = cursor.key()
 
     def _sweep(self, prefix: bytes, left: int) -> int:
         """Delete at most `left` entries of a generation that is gone for good; how many more may be deleted now."""
@@ -294,11 +257,12 @@ class ToastCache:
     def close(self) -> None:
         """Commit, so that the next start has nothing to do."""
         try:
-            if self._items[0]:
-                self._write_record()
-            self._commit()
-        except (lmdb.Error, OSError) as error:
-            logger.warning("%s", self._explain(error))
+            with self.explaining():
+                if self._items[0]:
+                    self._write_record()
+                self._commit()
+        except StateError as error:
+            logger.warning("%s", error)
         finally:
             self._close_files()
 
@@ -308,7 +272,12 @@ class ToastCache:
         try:
             yield
         except (lmdb.Error, OSError) as error:
-            raise self._explain(error) from error
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise StateError(
+                f"the TOAST cache {self._folder} cannot be written: {reason}",
+                "Make room on its disk and start again: nothing is lost. "
+                "If it is damaged, delete the folder: it starts empty",
+            ) from error
 
     def _write_record(self) -> None:
         """Append the changes so far to the log, and bring them into the table."""
@@ -323,16 +292,12 @@ class ToastCache:
         self._log.sync()  # the table must not be ahead of the log by which it is taken back
         state = self._state
         state.epoch, state.records = self._log.epoch, self._log.records
-        fields = (
-            state.position, state.next_id, state.epoch, state.records, state.floor_lsn, state.live, state.garbage
-        )  # fmt: skip
-        self._txn.put(b"state", marshal.dumps((FORMAT, self._instance, fields)), db=self._meta)
+        self._txn.put(b"state", marshal.dumps((FORMAT, self._instance, astuple(state))), db=self._meta)
         self._txn.commit()
         # Pages that were freed at once are counted, but not written: with them, a shorter file is one that was cut off.
         if (self._folder / "table").stat().st_size < self._used_bytes():
             os.truncate(self._folder / "table", self._used_bytes())
         self._txn = self._env.begin(write=True)
-        self._sure_records, self._committed_records = self._committed_records, state.records
         self._uncommitted_items = self._uncommitted_bytes = 0
         self._log.start_file()
 
@@ -340,12 +305,9 @@ class ToastCache:
 
     def _open_table(self) -> None:
         path = self._folder / "table"
-        # Without `metasync` the newest commit may be lost with the machine, but none is ever half there.
-        self._env = lmdb.open(
-            str(path), map_size=MAP_BYTES, max_dbs=3, subdir=False, readahead=False, metasync=False, mode=0o600
-        )
+        self._env = lmdb.open(str(path), map_size=MAP_BYTES, max_dbs=3, subdir=False, readahead=False, mode=0o600)
         if path.stat().st_size < self._used_bytes():
-            raise _Unusable("its file is cut off")  # reading behind the end would kill the process
+            raise Unusable("its file is cut off")  # reading behind the end would kill the process
         self._entry = self._env.open_db(b"entry")
         self._order = self._env.open_db(b"order")
         self._meta = self._env.open_db(b"meta")
@@ -356,26 +318,25 @@ class ToastCache:
 
     def _open(self, resume_lsn: int) -> None:
         if not (self._folder / "table").exists():
-            raise _Unusable
+            raise Unusable
         self._open_table()
         version, instance, fields = marshal.loads(self._txn.get(b"state", db=self._meta) or b"")
         if version != FORMAT or instance != self._instance:
-            raise _Unusable("it belongs to another pipeline")
+            raise Unusable("it belongs to another pipeline")
         self._state = state = State(*fields)
         self._log = ToastLog(self._folder, state.epoch)
         self._log.load()
         if self._log.records < state.records:
-            raise LogMissing
+            raise Unusable(MISSING)
         if state.floor_lsn > resume_lsn:
-            raise _Unusable("it cannot be taken back to where the stream goes on")
+            raise Unusable("it cannot be taken back to where the stream goes on")
         self._go_to(resume_lsn)
         if state.position < resume_lsn:
-            raise _Unusable("it does not reach to where the stream goes on")
+            raise Unusable("it does not reach to where the stream goes on")
         state.position = resume_lsn
         self._load_tables()
         self._log = self._log.begin_epoch(resume_lsn)
         self._commit()
-        self._env.sync(True)
         self._log.delete_others()
 
     def _go_to(self, resume_lsn: int) -> None:
@@ -386,13 +347,13 @@ class ToastCache:
                 if lsn > resume_lsn:
                     self._apply(key, new, old, lsn)
                     if new is not None:
-                        state.next_id = min(state.next_id, _number_of(key, new))
+                        state.next_id = min(state.next_id, _number_of(new))
         for position, items in self._log.forwards(state.records):
             for lsn, key, new, old in items:
                 if lsn <= resume_lsn:
                     self._apply(key, old, new, lsn)
                     if new is not None:
-                        state.next_id = max(state.next_id, _number_of(key, new) + 1)
+                        state.next_id = max(state.next_id, _number_of(new) + 1)
             state.position = max(state.position, position)
 
     def _apply(self, key: bytes, old: bytes | None, new: bytes | None, lsn: int) -> None:
@@ -405,12 +366,12 @@ class ToastCache:
         else:
             txn.put(key, new, db=self._entry)
         if key.startswith(_TABLES):
-            if old is not None and not state.live.get(prefix := _ID.pack(_number_of(key, old))):
+            if old is not None and not state.live.get(prefix := old[: _ID.size]):
                 state.live.pop(prefix, None)  # its number is free again
             elif old is not None:
                 state.garbage[prefix] = lsn
             if new is not None:
-                prefix = _ID.pack(_number_of(key, new))
+                prefix = new[: _ID.size]
                 state.garbage.pop(prefix, None)
                 state.live.setdefault(prefix, 0)
             return
@@ -426,23 +387,21 @@ class ToastCache:
             found = cursor.set_range(_TABLES)
             while found and cursor.key().startswith(_TABLES):
                 oid = _ID.unpack_from(cursor.key(), _ID.size)[0]
-                self._tables[oid] = Generation(*marshal.loads(cursor.value()))
+                self.tables[oid] = Generation.decode(cursor.value())
                 found = cursor.next()
         self._seen = marshal.loads(self._txn.get(b"seen", db=self._meta) or marshal.dumps({}))
-        self._count = sum(self._state.live.get(one.prefix, 0) for one in self._tables.values())
+        self.entries = sum(self._state.live.get(one.prefix, 0) for one in self.tables.values())
 
     def _create(self, lsn: int) -> None:
+        self._close_files()
+        shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._state = State(position=lsn, floor_lsn=lsn)
-        self._tables, self._seen, self._count = {}, {}, 0
+        self.tables, self._seen, self.entries = {}, {}, 0
         self._open_table()
         self._log = ToastLog(self._folder, 1)
         self._commit()
         fsync_folder(self._folder.parent)
-
-    def _discard(self) -> None:
-        self._close_files()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _close_files(self) -> None:
         self._log.close()
@@ -452,20 +411,7 @@ class ToastCache:
             self._env.close()
         self._txn = self._env = None
 
-    def _explain(self, error: Exception) -> StateError:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        return StateError(
-            f"the TOAST cache {self._folder} cannot be written: {reason}",
-            "Make room on its disk and start again: nothing is lost. If it is damaged, delete the folder: it starts empty",
-        )
 
-
-class _Unusable(Exception):
-    """The cache cannot be brought to where the stream goes on. Without a text: there is none."""
-
-
-def _number_of(key: bytes, value: bytes) -> int:
+def _number_of(value: bytes) -> int:
     """The number that a write has taken: of an entry, or of a generation."""
-    if key.startswith(_TABLES):
-        return int(marshal.loads(value)[0])
     return int(_ID.unpack_from(value)[0])

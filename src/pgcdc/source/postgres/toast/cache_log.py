@@ -1,4 +1,4 @@
-"""The log of the TOAST cache: what each transaction did to it, to be applied again or taken back.
+"""The log of the TOAST cache: what each transaction did to it, to be applied again or taken back; and its state.
 
 Records stand in files `log-<epoch>-<number of the first record>`. A record is whole or it is not there: it carries its
 length and a checksum. An epoch ends at a start, where the cache is brought to another position; files of other epochs are
@@ -13,12 +13,10 @@ import struct
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 from pgcdc.core.state import fsync_folder, write_all
-
-__all__ = ["Columns", "Item", "LogMissing", "Record", "ToastLog"]
 
 Item = tuple[int, bytes, bytes | None, bytes | None]
 """Where (`cache_place`, as all that is called lsn here), key, new value, old value; None is absence."""
@@ -28,10 +26,60 @@ Columns = tuple[list[int], list[bytes], list[bytes | None], list[bytes | None]]
 """Items by their fields: so many do not become objects one by one."""
 
 _HEAD = struct.Struct("<II")  # length and CRC-32
+_ID = struct.Struct(">Q")
+MISSING = "a part of its log is missing"
 
 
-class LogMissing(Exception):
-    """Records that are needed are not there."""
+class Unusable(Exception):
+    """The cache cannot be brought to where the stream goes on. Without a text: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The entries of one table between two evictions of all of it."""
+
+    number: int
+    shape: str
+    """Of the relation: another shape is another generation."""
+    stamp: str
+    stamp_lsn: int
+    """What the catalog said about the table, and an LSN at which it did."""
+    first_lsn: int
+    """The first change that was stored."""
+    is_proven: bool = False
+    """The stream has shown that nothing happened between `first_lsn` and `stamp_lsn` that it does not tell."""
+
+    @property
+    def prefix(self) -> bytes:
+        """Of the keys of its entries."""
+        return _ID.pack(self.number)
+
+    def encode(self) -> bytes:
+        """For the store: the number first, as in entries."""
+        return self.prefix + marshal.dumps(astuple(self))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Generation:
+        """What `encode` made."""
+        return cls(*marshal.loads(data[_ID.size :]))
+
+
+@dataclass(slots=True)
+class State:
+    """What is known of the whole table; kept in it at each commit."""
+
+    position: int = 0
+    """END lsn of the last transaction that is in the table completely."""
+    next_id: int = 1
+    epoch: int = 1
+    records: int = 0
+    """How many records of that epoch's log the table has taken in."""
+    floor_lsn: int = 0
+    """Nothing before this can be taken back."""
+    live: dict[bytes, int] = field(default_factory=dict)
+    """Entries of each generation, by its prefix."""
+    garbage: dict[bytes, int] = field(default_factory=dict)
+    """Generations that are gone, and since which lsn."""
 
 
 @dataclass(slots=True)
@@ -53,11 +101,11 @@ class ToastLog:
         self.records = 0
 
     def load(self) -> None:
-        """Find the files and count their records. Raises LogMissing if there is a hole."""
+        """Find the files and count their records. Raises Unusable if there is a hole."""
         for path in sorted(self._folder.glob(f"log-{self.epoch:08d}-*")):
             first = int(path.name.rpartition("-")[2])
             if self._files and first != self.records + 1:
-                raise LogMissing
+                raise Unusable(MISSING)
             self._files.append(_File(path, first))
             self.records = first - 1
             for _, items in _read(path):

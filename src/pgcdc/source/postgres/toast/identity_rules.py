@@ -21,10 +21,6 @@ from pgcdc.core.errors import SourceError
 from pgcdc.core.relation import Relation
 from pgcdc.postgres.database import Connection, name_table, quote_qualified
 
-__all__ = [
-    "TableFacts", "TableRules", "ToastCatalog", "alter_to_full", "check_cacheable", "check_full", "shape_of",
-]  # fmt: skip
-
 POINTER_BYTES = 24
 """A value that is not longer than its pointer stays where it is."""
 LONGER_IN_BINARY = 8
@@ -76,6 +72,7 @@ SELECT coalesce(string_agg(oid || '.' || xmin, ',' ORDER BY oid), ''),
        coalesce(bool_and(NOT pubupdate OR (pubinsert AND pubdelete)), false)
 FROM pg_publication WHERE pubname = ANY (%s)
 """
+_SERVER = "SELECT current_setting('block_size')::int, current_setting('server_encoding') IN ('UTF8', 'SQL_ASCII')"
 _PUBLISHED = """
 SELECT c.oid::bigint FROM pg_publication_tables t JOIN pg_namespace n ON n.nspname = t.schemaname
 JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename WHERE t.pubname = ANY (%s)
@@ -148,14 +145,12 @@ class ToastCatalog:
         """The facts about every published table, and an LSN of when they had been read."""
         try:
             oids = [row[0] for row in sql.execute(_PUBLISHED, [self._publications]).fetchall()]
-            row = sql.execute(
-                "SELECT current_setting('block_size')::int, current_setting('server_encoding') IN ('UTF8', 'SQL_ASCII')"
-            ).fetchone()
+            row = sql.execute(_SERVER).fetchone()
             assert row is not None
             self.block_bytes, self.is_utf8 = row
-            return self._read(sql, oids)
         except Error:
             return {}, 0
+        return self.read(sql, oids)
 
     def read(self, sql: Connection | None, oids: Sequence[int]) -> tuple[dict[int, TableFacts], int]:
         """The same about some tables. Empty if the connection is gone: the stream will notice that, too."""
@@ -206,24 +201,22 @@ class TableRules:
         """The rules for a relation."""
         unknown = (-1, True, True, False)
         known = [facts.columns.get(column.name, unknown) for column in relation.columns]
-        variable = [length == -1 for length, _, _, _ in known]
+        lengths, toastable, first, as_text = np.array(known, np.int64).reshape(-1, 4).T
+        is_open = lengths == -1
         text = 1 if is_utf8 else 2  # some encodings need more bytes than UTF-8
-        factors = [(text if as_text else LONGER_IN_BINARY) if is_open else 0
-                   for is_open, (_, _, _, as_text) in zip(variable, known, strict=True)]  # fmt: skip
-        sizes = [VARLENA_BYTES if is_open else max(length, 8) + 8
-                 for is_open, (length, _, _, _) in zip(variable, known, strict=True)]  # fmt: skip
+        sizes = np.where(is_open, VARLENA_BYTES, np.maximum(lengths, 8) + 8)
         quarter = (block_bytes - 40) // 4 // 8 * 8
         keys = tuple(number for number, column in enumerate(relation.columns) if column.is_key)
         return cls(
             keys if relation.replica_identity in ("d", "i") else (),
-            np.array(factors, np.int64),
-            24 + len(known) // 8 + 8 + sum(sizes),
-            np.array([is_open and toastable for is_open, (_, toastable, _, _) in zip(variable, known, strict=True)], bool),
-            np.array([not first for _, _, first, _ in known], bool),
+            np.where(is_open, np.where(as_text, text, LONGER_IN_BINARY), 0),
+            24 + len(known) // 8 + 8 + int(sizes.sum()),
+            is_open & (toastable != 0),
+            first == 0,
             quarter,
             min(quarter, facts.tuple_target or quarter),
             block_bytes - 64,
-        )  # fmt: skip
+        )
 
     def is_long(self, lengths: npt.NDArray[np.int64], is_insert: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Of which rows values may be stored out of line, by the lengths of their texts."""

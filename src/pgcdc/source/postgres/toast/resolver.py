@@ -26,9 +26,7 @@ from pgcdc.spool.batch import CaptureBatch
 
 if TYPE_CHECKING:
     from pgcdc.source.postgres.toast.cache import ToastCache
-    from pgcdc.source.postgres.toast.cache_state import Generation
-
-__all__ = ["ToastStep"]
+    from pgcdc.source.postgres.toast.cache_log import Generation
 
 PIECE_BYTES = 8 << 20
 """A piece leaves when so much was put in."""
@@ -47,13 +45,7 @@ class ToastStep:
     """Resolves what can be resolved. One per capture process."""
 
     def __init__(
-        self,
-        options: ToastOptions,
-        publications: tuple[str, ...],
-        state: StateDir,
-        *,
-        resume: Position,
-        instance: str,
+        self, options: ToastOptions, publications: tuple[str, ...], state: StateDir, *, resume: Position, instance: str
     ) -> None:
         """`resume` is where the stream goes on: the cache is brought there."""
         self._mode = options.effective_toast
@@ -84,7 +76,7 @@ class ToastStep:
                     cache.advance(cache_place(batch.last_lsn, STREAM))
             yield batch
             return
-        data = part.batch if part.batch is not None else part.load().combine_chunks().to_batches()[0]
+        data = part.load_batch()
         if cache is None and data.column("unchanged").null_count == data.num_rows:
             yield batch
             return
@@ -119,13 +111,9 @@ class ToastStep:
 
     def status(self) -> dict[str, Any]:
         """For `pgcdc status`: None where there is no cache."""
-        if self._cache is None:
-            return dict.fromkeys(("toast_cache_hits", "toast_cache_misses", "toast_cache_entries"))
-        return {
-            "toast_cache_hits": self.hits,
-            "toast_cache_misses": self.misses,
-            "toast_cache_entries": self._cache.entries,
-        }
+        cache = self._cache
+        counts = (self.hits, self.misses, cache.entries) if cache is not None else (None, None, None)
+        return dict(zip(("toast_cache_hits", "toast_cache_misses", "toast_cache_entries"), counts, strict=True))
 
     def close(self) -> None:
         """Close the cache."""
@@ -147,7 +135,7 @@ class ToastStep:
             cache.see_stamps(seen)
 
     def _check_told(self, batch: CaptureBatch, sql: Connection | None, cache: ToastCache) -> set[int]:
-        """The server has described tables anew. Are they what we knew? Returns those of which nothing is to be kept now.
+        """The server has described tables again. Are they what we knew? Returns those of which nothing is to be kept now.
 
         It does so after whatever was done to a table, and what was done the catalog tells. Count 1: for the first time on
         this connection, and before its rows. Count 2: once more, somewhere between its rows.
@@ -158,14 +146,14 @@ class ToastStep:
         self._take_facts({oid: fresh.get(oid, _UNKNOWN) for oid in batch.told}, lsn, cache)
         first_lsn = cache_place(batch.transactions.column("commit")[0].as_py(), batch.end.kind)
         for oid in batch.told:
-            if not _is_trusted(cache.generation(oid), self._facts[oid]):
+            if not _is_trusted(cache.tables.get(oid), self._facts[oid]):
                 cache.evict_table(oid, first_lsn)
         # What the catalog has said since before these changes was not done between them.
         return {oid for oid, count in batch.told.items() if count > 1 and cache.seen_stamp(oid)[1] >= first_lsn}
 
     def _prove(self, batch: CaptureBatch, oid: int, lsn: int, cache: ToastCache) -> None:
         """Rows behind the stamp came without a new description: nothing was done to the table before the stamp."""
-        table = cache.generation(oid)
+        table = cache.tables.get(oid)
         if batch.end.is_snapshot:  # these rows are not of the stream, and prove nothing
             return
         if table is not None and not table.is_proven and oid not in batch.told and lsn > table.stamp_lsn:
@@ -199,9 +187,9 @@ class ToastStep:
             self.misses += len(marks) - in_steps  # of tables that nothing is kept of
             columns, at = rows.mark_column[marks].tolist(), marks.tolist()
             begin = 0
-            while begin < len(steps):
+            while begin < len(steps.row):
                 begin = self._take(steps, begin, rows, columns, at, cache, found)
-                if begin < len(steps):
+                if begin < len(steps.row):
                     cache.advance(rows.complete_place(steps.row[begin - 1] + 1))
                     yield steps.row[begin - 1] + 1
             cache.advance(rows.complete_place(rows.data.num_rows))
@@ -237,19 +225,9 @@ class ToastStep:
         grown = hits = misses = 0
         prefixes: dict[int, bytes | None] = {}
         get, put, remove = cache.get, cache.put, cache.remove
-        fields = (
-            steps.version,
-            steps.op,
-            steps.place,
-            steps.key,
-            steps.old_key,
-            steps.packed,
-            steps.first_mark,
-            steps.end_mark,
-        )
-        each = zip(*(field[begin:] for field in fields), strict=True) if begin else zip(*fields, strict=True)
+        each = zip(*(field[begin:] if begin else field for field in steps), strict=True)
         number = begin - 1
-        for number, (version, op, lsn, key, old_key, sent, first, end) in enumerate(each, begin):  # noqa: B007
+        for number, (_, version, op, lsn, key, old_key, sent, first, end) in enumerate(each, begin):  # noqa: B007
             prefix = prefixes.get(version)
             if prefix is None or op == TRUNCATE:
                 known_tables = cache.generations
@@ -316,7 +294,7 @@ class ToastStep:
     ) -> bytes | None:
         """Where the entries of a table are, in the shape of this version; None if there are none and none is to be made."""
         oid = relations[version].oid
-        table = cache.generation(oid)
+        table = cache.tables.get(oid)
         if table is not None and (op == Op.TRUNCATE or table.shape != self._shapes[version]):
             cache.evict_table(oid, lsn)
             table = None
@@ -333,7 +311,7 @@ def _is_trusted(table: Generation | None, facts: TableFacts) -> bool:
 
 
 def _unresolved(rows: ToastRows) -> ConversionError:
-    """`full` was asked for, and the old tuple is not there any more."""
+    """`full` was asked for, and the old tuple is gone."""
     mark = int(rows.open_marks[0])
     row = int(rows.mark_row[mark])
     relation = rows.relations[int(rows.relation[row])]
@@ -341,7 +319,7 @@ def _unresolved(rows: ToastRows) -> ConversionError:
     table = name_table(relation.namespace, relation.name)
     return ConversionError(
         f"column {column} of table {table} was not sent with the change at {rows.position(row)}: "
-        "its value is out of line and unchanged, and the table has no REPLICA IDENTITY FULL (any more)",
+        "its value is out of line and unchanged, and the table has no REPLICA IDENTITY FULL",
         f"Run {alter_to_full(relation.namespace, relation.name)} What was written before that can only be read with "
         "--toast cache or --toast mark",
     )

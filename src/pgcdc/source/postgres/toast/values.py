@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,6 @@ from pgcdc.source.postgres.toast.identity_rules import TableRules
 from pgcdc.spool.batch import CaptureBatch, Part
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 
-__all__ = ["Steps", "ToastRows", "cache_place", "pack_values", "single_value", "unpack_values"]
-
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
@@ -29,8 +27,7 @@ _HEAD_TYPE = np.dtype([("column", "<u2"), ("length", "<u4")])  # the same, for m
 _LENGTH = struct.Struct("<I")
 
 
-@dataclass(slots=True)
-class Steps:
+class Steps(NamedTuple):
     """What changes mean to the cache, in their order; one list element for each."""
 
     row: list[int]
@@ -45,9 +42,6 @@ class Steps:
     first_mark: list[int]
     end_mark: list[int]
     """Which of the open marks are its."""
-
-    def __len__(self) -> int:
-        return len(self.row)
 
 
 def cache_place(commit: Any, kind: Any) -> Any:
@@ -154,7 +148,7 @@ class ToastRows:
         has_marks[mark_row] = True
         plans = [plan for one in tables if (plan := self._plan_table(*one, has_marks)) is not None]
         if not plans:
-            return Steps([], [], [], [], [], [], [], [], [])
+            return Steps(*([] for _ in Steps._fields))
         row = np.concatenate([plan[0] for plan in plans])
         order = np.argsort(row, kind="stable")
         row = row[order]
@@ -256,11 +250,9 @@ class ToastRows:
         new, unchanged = self._rebuild_new(begin, end, found), self._rebuild_marks(begin, end)
         columns = dict(zip(CHANGES.names, data.columns, strict=True)) | {"new": new, "unchanged": unchanged}
         made = pa.RecordBatch.from_arrays(list(columns.values()), schema=CHANGES)
-        last = (made.column("ordinal")[-1].as_py(), made.column("sub")[-1].as_py())
-        part = Part(size, made.nbytes, last, made)
+        part = Part.of(made)
         if size == self.data.num_rows:
-            batch = self._batch
-            return CaptureBatch(part, batch.transactions, batch.relations, batch.end, batch.last_lsn)
+            return replace(self._batch, part=part, told={})
         transactions = self._cut_transactions(begin, end)
         count = self._count_complete(end)
         commit = int(self._commits[count - 1]) if count else 0

@@ -27,9 +27,7 @@ from pgcdc.source.postgres.wire.waiting import PreparedTransactions, StreamedTra
 from pgcdc.spool.batch import CaptureBatch, Part
 
 if TYPE_CHECKING:
-    from pgcdc.source.postgres.wire.binary import BinaryDecoder
-
-__all__ = ["Assembler"]
+    from pgcdc.source.postgres.wire.binary.decoder import BinaryDecoder
 
 SEAL_BYTES = 4 << 20
 SPILL_BYTES = 16 << 20
@@ -111,11 +109,6 @@ class Assembler:
             self._seal_rows = rows
             for buffer in (self._shared, self._rows):
                 buffer.limit(rows, self._seal_bytes)
-
-    @property
-    def in_transaction(self) -> bool:
-        """Whether a Begin was read whose Commit was not, or a block of a streamed transaction is not read to its end."""
-        return self._open is not None
 
     @property
     def is_drained(self) -> bool:
@@ -280,7 +273,8 @@ class Assembler:
         self._decide(transaction, commit.end_lsn, commit.commit_time, is_old)
 
     def _take_stream_abort(self, message: _Bytes, lsn: int) -> None:
-        abort = undecided.parse_stream_abort(message, lsn, parallel=self._parallel)
+        parse = undecided.parse_parallel_abort if self._parallel else undecided.parse_stream_abort
+        abort = parse(message, lsn)
         self._require_none("Stream Abort", lsn)
         # PostgreSQL 18 tells this also of subtransactions whose rollback it saw before it streamed anything.
         if abort.subxid == abort.xid or abort.xid in self._streams:
@@ -318,7 +312,7 @@ class Assembler:
         self._prepared.keep(transaction, prepare)
 
     def _take_stream_prepare(self, message: _Bytes, lsn: int) -> None:
-        prepare = undecided.parse_prepare(message, lsn)
+        prepare = undecided.parse_stream_prepare(message, lsn)
         self._prepared.require_new(prepare, lsn)
         self._prepared.keep(self._end_stream(prepare.xid, "Stream Prepare", lsn), prepare)
 

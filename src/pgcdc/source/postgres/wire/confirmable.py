@@ -6,8 +6,6 @@ COMMIT PREPARED would come. So confirmation waits before the first PREPARE whose
 
 from __future__ import annotations
 
-__all__ = ["Confirmable"]
-
 Name = tuple[int, str]
 """xid and gid of a prepared transaction."""
 

@@ -11,54 +11,13 @@ Times in what is parsed are microseconds since 1970-01-01 UTC; the wire counts f
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from pgcdc.core.errors import DecodeError
 from pgcdc.core.relation import Column, Relation
 from pgcdc.postgres.lsn import format_lsn
-
-__all__ = [
-    "BEGIN",
-    "COMMIT",
-    "DELETE",
-    "INSERT",
-    "KEEPALIVE",
-    "MESSAGE",
-    "ORIGIN",
-    "POSTGRES_EPOCH_US",
-    "RELATION",
-    "STATUS_UPDATE",
-    "TRUNCATE",
-    "TYPE",
-    "UPDATE",
-    "XLOG_DATA",
-    "XLOG_DATA_HEADER_BYTES",
-    "Begin",
-    "Commit",
-    "Fields",
-    "Keepalive",
-    "Message",
-    "Origin",
-    "Truncate",
-    "Type",
-    "XLogData",
-    "decode_error",
-    "encode_status_update",
-    "parse_begin",
-    "parse_commit",
-    "parse_envelope",
-    "parse_keepalive",
-    "parse_message",
-    "parse_origin",
-    "parse_pgoutput",
-    "parse_relation",
-    "parse_truncate",
-    "parse_type",
-    "parse_xlog_data",
-    "show_byte",
-    "truncated_error",
-]
 
 XLOG_DATA = ord("w")
 KEEPALIVE = ord("k")
@@ -79,16 +38,15 @@ POSTGRES_EPOCH_US = 946_684_800_000_000
 """2000-01-01 UTC, where PostgreSQL's clock starts, in microseconds since 1970."""
 _MAX_TIME = 2**63 - 1 - POSTGRES_EPOCH_US
 
-_U8 = struct.Struct("!B")
+U8 = struct.Struct("!B")
+U32 = struct.Struct("!I")
+U64 = struct.Struct("!Q")
 _I16 = struct.Struct("!h")
 _I32 = struct.Struct("!i")
-_U32 = struct.Struct("!I")
 _I64 = struct.Struct("!q")
-_U64 = struct.Struct("!Q")
-_XLOG_DATA = struct.Struct("!xQQq")
 _STATUS_UPDATE = struct.Struct("!BQQQqB")
 
-XLOG_DATA_HEADER_BYTES = _XLOG_DATA.size
+XLOG_DATA_HEADER_BYTES = 25
 """Where the payload of an XLogData starts."""
 
 _ADVICE = (
@@ -117,18 +75,6 @@ def show_byte(byte: int) -> str:
 
 
 # The envelope.
-
-
-@dataclass(frozen=True, slots=True)
-class XLogData:
-    """Carries one pgoutput message."""
-
-    start_lsn: int
-    """0 for messages that stand for no WAL record of their own (Relation, Type)."""
-    wal_end: int
-    send_time: int
-    payload: memoryview
-    """A view, not a copy: valid as long as the received buffer is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +156,7 @@ class Fields:
         self._at = 0
         self._name = name
         self._lsn = lsn
-        found = self.number(_U8, "tag")
+        found = self.number(U8, "tag")
         if found != tag:
             raise self.error("tag", f"is {show_byte(found)}, not {show_byte(tag)}")
 
@@ -230,6 +176,10 @@ class Fields:
         if value < 0:
             raise self.error(field, f"is negative: {value}")
         return value
+
+    def flag(self, field: str) -> bool:
+        """A byte that is true or false."""
+        return bool(self.number(U8, field))
 
     def time(self, field: str) -> int:
         """Microseconds since 1970."""
@@ -269,38 +219,29 @@ class Fields:
         return at
 
 
-def parse_envelope(data: bytes | memoryview, lsn: int = 0) -> XLogData | Keepalive:
-    """What one CopyData of the stream is. Raises DecodeError for anything but XLogData and Keepalive."""
-    if not data:
-        raise truncated_error("Replication", "tag", 1, 0, lsn)
-    if data[0] == XLOG_DATA:
-        return parse_xlog_data(data, lsn)
-    if data[0] == KEEPALIVE:
-        return parse_keepalive(data, lsn)
-    raise decode_error("Replication", "tag", f"is unknown: {show_byte(data[0])}", lsn)
+_M = TypeVar("_M")
+Readers = Mapping[str, struct.Struct | Callable[[Fields, str], Any]]
+"""How each field is read, by its name in errors, in the order of the wire."""
 
 
-def parse_xlog_data(data: bytes | memoryview, lsn: int = 0) -> XLogData:
-    """The header, and a view of the payload: the payload is not copied."""
-    # Not through Fields: this runs once per row, and copying the payload would double the work of receiving it.
-    if len(data) < XLOG_DATA_HEADER_BYTES:
-        raise truncated_error("XLogData", "header", XLOG_DATA_HEADER_BYTES, len(data), lsn)
-    if data[0] != XLOG_DATA:
-        raise decode_error("XLogData", "tag", f"is {show_byte(data[0])}, not {show_byte(XLOG_DATA)}", lsn)
-    start_lsn, wal_end, send_time = _XLOG_DATA.unpack_from(data)
-    return XLogData(start_lsn, wal_end, send_time + POSTGRES_EPOCH_US, memoryview(data)[XLOG_DATA_HEADER_BYTES:])
+@dataclass(frozen=True, slots=True)
+class Layout(Generic[_M]):
+    """A message whose fields follow each other: a parser, when it is called."""
 
+    tag: int
+    name: str
+    make: Callable[..., _M]
+    """Takes the fields in their order; one that is None is left out."""
+    fields: Readers
 
-def parse_keepalive(data: bytes | memoryview, lsn: int = 0) -> Keepalive:
-    """The server's sign of life."""
-    fields = Fields(data, KEEPALIVE, "Keepalive", lsn)
-    keepalive = Keepalive(
-        wal_end=fields.number(_U64, "WAL end"),
-        send_time=fields.time("send time"),
-        reply_requested=bool(fields.number(_U8, "reply requested")),
-    )
-    fields.finish()
-    return keepalive
+    def __call__(self, data: bytes | memoryview, lsn: int = 0) -> _M:
+        fields = Fields(data, self.tag, self.name, lsn)
+        values = [
+            fields.number(read, field) if isinstance(read, struct.Struct) else read(fields, field)
+            for field, read in self.fields.items()
+        ]
+        fields.finish()
+        return self.make(*(value for value in values if value is not None))
 
 
 def encode_status_update(written: int, flushed: int, applied: int, now_us: int, reply_requested: bool) -> bytes:
@@ -308,46 +249,23 @@ def encode_status_update(written: int, flushed: int, applied: int, now_us: int, 
     return _STATUS_UPDATE.pack(STATUS_UPDATE, written, flushed, applied, now_us, int(reply_requested))
 
 
-def parse_begin(data: bytes | memoryview, lsn: int = 0) -> Begin:
-    """A Begin message."""
-    fields = Fields(data, BEGIN, "Begin", lsn)
-    begin = Begin(
-        final_lsn=fields.number(_U64, "final LSN"),
-        commit_time=fields.time("commit time"),
-        xid=fields.number(_U32, "xid"),
-    )
-    fields.finish()
-    return begin
-
-
-def parse_commit(data: bytes | memoryview, lsn: int = 0) -> Commit:
-    """A Commit message."""
-    fields = Fields(data, COMMIT, "Commit", lsn)
-    commit = Commit(
-        flags=fields.number(_U8, "flags"),
-        commit_lsn=fields.number(_U64, "commit LSN"),
-        end_lsn=fields.number(_U64, "end LSN"),
-        commit_time=fields.time("commit time"),
-    )
-    fields.finish()
-    return commit
-
-
-def parse_origin(data: bytes | memoryview, lsn: int = 0) -> Origin:
-    """An Origin message."""
-    fields = Fields(data, ORIGIN, "Origin", lsn)
-    origin = Origin(lsn=fields.number(_U64, "LSN"), name=fields.text("name"))
-    fields.finish()
-    return origin
+parse_keepalive = Layout(
+    KEEPALIVE, "Keepalive", Keepalive, {"WAL end": U64, "send time": Fields.time, "reply requested": Fields.flag}
+)
+parse_begin = Layout(BEGIN, "Begin", Begin, {"final LSN": U64, "commit time": Fields.time, "xid": U32})
+parse_commit = Layout(
+    COMMIT, "Commit", Commit, {"flags": U8, "commit LSN": U64, "end LSN": U64, "commit time": Fields.time}
+)
+parse_origin = Layout(ORIGIN, "Origin", Origin, {"LSN": U64, "name": Fields.text})
 
 
 def parse_relation(data: bytes | memoryview, lsn: int = 0) -> Relation:
     """A Relation message: the shape in which the rows of a table come from now on."""
     fields = Fields(data, RELATION, "Relation", lsn)
-    oid = fields.number(_U32, "oid")
+    oid = fields.number(U32, "oid")
     namespace = _namespace(fields)
     name = fields.text("name")
-    identity = fields.number(_U8, "replica identity")
+    identity = fields.number(U8, "replica identity")
     if identity not in b"dnfi":
         raise fields.error("replica identity", f"is unknown: {show_byte(identity)}")
     columns = tuple(_column(fields, f"column {index + 1}") for index in range(fields.count(_I16, "column count")))
@@ -356,34 +274,29 @@ def parse_relation(data: bytes | memoryview, lsn: int = 0) -> Relation:
 
 
 def _column(fields: Fields, label: str) -> Column:
-    is_key = bool(fields.number(_U8, f"{label} flags") & 1)
+    is_key = bool(fields.number(U8, f"{label} flags") & 1)
     return Column(
         name=fields.text(f"{label} name"),
-        type_oid=fields.number(_U32, f"{label} type oid"),
+        type_oid=fields.number(U32, f"{label} type oid"),
         typmod=fields.number(_I32, f"{label} type modifier"),
         is_key=is_key,
     )
 
 
-def parse_type(data: bytes | memoryview, lsn: int = 0) -> Type:
-    """A Type message."""
-    fields = Fields(data, TYPE, "Type", lsn)
-    described = Type(oid=fields.number(_U32, "oid"), namespace=_namespace(fields), name=fields.text("name"))
-    fields.finish()
-    return described
-
-
-def _namespace(fields: Fields) -> str:
+def _namespace(fields: Fields, field: str = "namespace") -> str:
     # The server saves bytes: it sends nothing for the one schema that every database has.
-    return fields.text("namespace") or "pg_catalog"
+    return fields.text(field) or "pg_catalog"
+
+
+parse_type = Layout(TYPE, "Type", Type, {"oid": U32, "namespace": _namespace, "name": Fields.text})
 
 
 def parse_truncate(data: bytes | memoryview, lsn: int = 0) -> Truncate:
     """A Truncate message."""
     fields = Fields(data, TRUNCATE, "Truncate", lsn)
     count = fields.count(_I32, "relation count")
-    options = fields.number(_U8, "options")
-    oids = tuple(fields.number(_U32, f"relation {index + 1} oid") for index in range(count))
+    options = fields.number(U8, "options")
+    oids = tuple(fields.number(U32, f"relation {index + 1} oid") for index in range(count))
     fields.finish()
     return Truncate(oids, cascade=bool(options & 1), restart_identity=bool(options & 2))
 
@@ -391,8 +304,8 @@ def parse_truncate(data: bytes | memoryview, lsn: int = 0) -> Truncate:
 def parse_message(data: bytes | memoryview, lsn: int = 0) -> Message:
     """A Message message: the content is the application's bytes."""
     fields = Fields(data, MESSAGE, "Message", lsn)
-    transactional = bool(fields.number(_U8, "flags") & 1)
-    written_at = fields.number(_U64, "LSN")
+    transactional = bool(fields.number(U8, "flags") & 1)
+    written_at = fields.number(U64, "LSN")
     prefix = fields.text("prefix")
     content = fields.raw(fields.count(_I32, "content length"), "content")
     fields.finish()

@@ -22,8 +22,6 @@ from pgcdc.source.postgres.wire.pending import PendingPart
 from pgcdc.spool.batch import CaptureBatch, Part
 from pgcdc.spool.schema import TRANSACTIONS
 
-__all__ = ["Outbox", "Outgoing", "TransactionRow", "add_told", "number_changes"]
-
 TransactionRow = tuple[int, int, int, int, bool, str | None]
 """One row of the schema TRANSACTIONS; the kind is STREAM."""
 

@@ -18,8 +18,6 @@ from pgcdc.source.postgres.wire.rows import RowBuffer, Runs
 from pgcdc.spool.batch import Part
 from pgcdc.spool.segment import write_segment
 
-__all__ = ["PendingPart", "PendingStore", "Table", "Transaction"]
-
 _FEW_RUNS = 64
 """More runs than that stand on disk beside their part: a transaction of many subtransactions has one for each."""
 

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pgcdc.postgres.database import quote_identifier, quote_literal
 from pgcdc.source.postgres.options import WireOptions
 
-__all__ = ["plugin_options", "protocol_version", "streaming_mode"]
-
 
 def protocol_version(server_version: int, options: WireOptions) -> int:
     """The highest version that the server has, but 1 where nothing of the others is asked for."""

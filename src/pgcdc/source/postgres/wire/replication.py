@@ -16,8 +16,6 @@ from pgcdc.postgres.database import quote_identifier
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.source.postgres.wire.messages import POSTGRES_EPOCH_US, encode_status_update
 
-__all__ = ["ReplicationStream"]
-
 _LOST_PUBLICATION = "skipped loading publication"
 _UNMAPPED = "could not map filenumber"
 _REFUSED_OPTION = {"0A000", "22023", "42601", "XX000"}

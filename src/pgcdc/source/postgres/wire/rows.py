@@ -21,8 +21,6 @@ from pgcdc.core.operation import OldKind, Op
 from pgcdc.source.postgres.wire.messages import DELETE, INSERT, UPDATE, decode_error, show_byte, truncated_error
 from pgcdc.spool.schema import CHANGES
 
-__all__ = ["ROW_NAMES", "TUPLE_TAGS", "PythonRowBuffer", "RowBuffer", "Runs", "decoder_name", "new_row_buffer"]
-
 Runs = npt.NDArray[np.uint32]
 """Two columns: the first change of a run, and the xid of all its changes."""
 

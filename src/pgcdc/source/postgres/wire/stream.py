@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Self
 
 from psycopg import Connection
 
-from pgcdc.core.backoff import reconnect_delay_s
-from pgcdc.core.errors import ConnectionLost
+from pgcdc.core.errors import ConnectionLost, reconnect_delay_s
 from pgcdc.core.relation import Relations
 from pgcdc.core.settings import make_options
 from pgcdc.postgres.database import connect
@@ -37,9 +36,7 @@ from pgcdc.source.postgres.wire.replication import ReplicationStream
 from pgcdc.spool.batch import CaptureBatch
 
 if TYPE_CHECKING:
-    from pgcdc.source.postgres.wire.binary import BinaryDecoder
-
-__all__ = ["Capture", "open_capture"]
+    from pgcdc.source.postgres.wire.binary.decoder import BinaryDecoder
 
 STATUS_INTERVAL_S = 10.0
 ADVANCE_INTERVAL_S = 10.0
@@ -147,7 +144,7 @@ class Capture:
         if not self._options.binary:
             return None
         from pgcdc.postgres.types.catalog import TypeCatalog
-        from pgcdc.source.postgres.wire.binary import BinaryDecoder
+        from pgcdc.source.postgres.wire.binary.decoder import BinaryDecoder
 
         def load() -> TypeCatalog:
             with connect(self._url, application_name=self._application_name) as sql:

@@ -7,38 +7,9 @@ transactions may stand. Inside of a block, every message but Origin has the xid 
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 
-from pgcdc.source.postgres.wire.messages import Fields, decode_error, truncated_error
-
-__all__ = [
-    "BEGIN_PREPARE",
-    "COMMIT_PREPARED",
-    "PREPARE",
-    "ROLLBACK_PREPARED",
-    "STREAM_ABORT",
-    "STREAM_COMMIT",
-    "STREAM_PREPARE",
-    "STREAM_START",
-    "STREAM_STOP",
-    "BeginPrepare",
-    "CommitPrepared",
-    "Prepare",
-    "RollbackPrepared",
-    "StreamAbort",
-    "StreamCommit",
-    "StreamStart",
-    "parse_begin_prepare",
-    "parse_commit_prepared",
-    "parse_prepare",
-    "parse_rollback_prepared",
-    "parse_stream_abort",
-    "parse_stream_commit",
-    "parse_stream_start",
-    "parse_stream_stop",
-    "split_xid",
-]
+from pgcdc.source.postgres.wire.messages import U8, U32, U64, Fields, Layout, Readers, decode_error, truncated_error
 
 STREAM_START = ord("S")
 STREAM_STOP = ord("E")
@@ -49,10 +20,6 @@ PREPARE = ord("P")
 COMMIT_PREPARED = ord("K")
 ROLLBACK_PREPARED = ord("r")
 STREAM_PREPARE = ord("p")
-
-_U8 = struct.Struct("!B")
-_U32 = struct.Struct("!I")
-_U64 = struct.Struct("!Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +46,9 @@ class StreamAbort:
 
     xid: int
     subxid: int
-    abort_lsn: int
+    abort_lsn: int = 0
     """0 unless the stream is a parallel one; 0 also where the transaction ended with a crash of the server."""
-    abort_time: int
+    abort_time: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +101,10 @@ def split_xid(data: bytes | memoryview, lsn: int = 0) -> tuple[int, bytes]:
     """The xid behind the tag of a message in a block, and the message as it would be outside of one."""
     if len(data) < 5:
         raise truncated_error("Streamed", "xid", 4, len(data) - 1, lsn)
-    xid: int = _U32.unpack_from(data, 1)[0]
+    xid: int = U32.unpack_from(data, 1)[0]
     if not xid:
         raise decode_error("Streamed", "xid", "is 0", lsn)
     return xid, bytes(data[:1]) + bytes(data[5:])
-
-
-def parse_stream_start(data: bytes | memoryview, lsn: int = 0) -> StreamStart:
-    """A Stream Start message."""
-    fields = Fields(data, STREAM_START, "Stream Start", lsn)
-    start = StreamStart(xid=_xid(fields), is_first=bool(fields.number(_U8, "first segment")))
-    fields.finish()
-    return start
 
 
 def parse_stream_stop(data: bytes | memoryview, lsn: int = 0) -> None:
@@ -153,98 +112,45 @@ def parse_stream_stop(data: bytes | memoryview, lsn: int = 0) -> None:
     Fields(data, STREAM_STOP, "Stream Stop", lsn).finish()
 
 
-def parse_stream_commit(data: bytes | memoryview, lsn: int = 0) -> StreamCommit:
-    """A Stream Commit message."""
-    fields = Fields(data, STREAM_COMMIT, "Stream Commit", lsn)
-    xid = _xid(fields)
-    fields.number(_U8, "flags")
-    commit = StreamCommit(
-        xid=xid,
-        commit_lsn=fields.number(_U64, "commit LSN"),
-        end_lsn=fields.number(_U64, "end LSN"),
-        commit_time=fields.time("commit time"),
-    )
-    fields.finish()
-    return commit
-
-
-def parse_stream_abort(data: bytes | memoryview, lsn: int = 0, *, parallel: bool = False) -> StreamAbort:
-    """A Stream Abort message; one of a `parallel` stream tells also where and when."""
-    fields = Fields(data, STREAM_ABORT, "Stream Abort", lsn)
-    abort = StreamAbort(
-        xid=_xid(fields),
-        subxid=fields.number(_U32, "subtransaction xid"),
-        abort_lsn=fields.number(_U64, "abort LSN") if parallel else 0,
-        abort_time=fields.time("abort time") if parallel else 0,
-    )
-    fields.finish()
-    return abort
-
-
-def parse_begin_prepare(data: bytes | memoryview, lsn: int = 0) -> BeginPrepare:
-    """A Begin Prepare message."""
-    fields = Fields(data, BEGIN_PREPARE, "Begin Prepare", lsn)
-    begin = BeginPrepare(
-        prepare_lsn=fields.number(_U64, "prepare LSN"),
-        end_lsn=fields.number(_U64, "end LSN"),
-        prepare_time=fields.time("prepare time"),
-        xid=_xid(fields),
-        gid=fields.text("gid"),
-    )
-    fields.finish()
-    return begin
-
-
-def parse_prepare(data: bytes | memoryview, lsn: int = 0) -> Prepare:
-    """A Prepare or Stream Prepare message: they differ only in their tags."""
-    is_streamed = bool(data) and data[0] == STREAM_PREPARE
-    name = "Stream Prepare" if is_streamed else "Prepare"
-    fields = Fields(data, STREAM_PREPARE if is_streamed else PREPARE, name, lsn)
-    fields.number(_U8, "flags")
-    prepare = Prepare(
-        prepare_lsn=fields.number(_U64, "prepare LSN"),
-        end_lsn=fields.number(_U64, "end LSN"),
-        prepare_time=fields.time("prepare time"),
-        xid=_xid(fields),
-        gid=fields.text("gid"),
-    )
-    fields.finish()
-    return prepare
-
-
-def parse_commit_prepared(data: bytes | memoryview, lsn: int = 0) -> CommitPrepared:
-    """A Commit Prepared message."""
-    fields = Fields(data, COMMIT_PREPARED, "Commit Prepared", lsn)
-    fields.number(_U8, "flags")
-    commit = CommitPrepared(
-        commit_lsn=fields.number(_U64, "commit LSN"),
-        end_lsn=fields.number(_U64, "end LSN"),
-        commit_time=fields.time("commit time"),
-        xid=_xid(fields),
-        gid=fields.text("gid"),
-    )
-    fields.finish()
-    return commit
-
-
-def parse_rollback_prepared(data: bytes | memoryview, lsn: int = 0) -> RollbackPrepared:
-    """A Rollback Prepared message."""
-    fields = Fields(data, ROLLBACK_PREPARED, "Rollback Prepared", lsn)
-    fields.number(_U8, "flags")
-    rollback = RollbackPrepared(
-        prepare_end_lsn=fields.number(_U64, "prepare end LSN"),
-        end_lsn=fields.number(_U64, "end LSN"),
-        prepare_time=fields.time("prepare time"),
-        rollback_time=fields.time("rollback time"),
-        xid=_xid(fields),
-        gid=fields.text("gid"),
-    )
-    fields.finish()
-    return rollback
-
-
-def _xid(fields: Fields) -> int:
-    xid = fields.number(_U32, "xid")
+def _xid(fields: Fields, field: str) -> int:
+    xid = fields.number(U32, field)
     if not xid:
-        raise fields.error("xid", "is 0")
+        raise fields.error(field, "is 0")
     return xid
+
+
+def _skipped(fields: Fields, field: str) -> None:
+    fields.number(U8, field)
+
+
+_PREPARE: Readers = {"prepare LSN": U64, "end LSN": U64, "prepare time": Fields.time, "xid": _xid, "gid": Fields.text}
+_COMMIT: Readers = {"commit LSN": U64, "end LSN": U64, "commit time": Fields.time}
+_ABORT: Readers = {"xid": _xid, "subtransaction xid": U32}
+_FLAGS: Readers = {"flags": _skipped}
+
+parse_stream_start = Layout(STREAM_START, "Stream Start", StreamStart, {"xid": _xid, "first segment": Fields.flag})
+parse_stream_commit = Layout(STREAM_COMMIT, "Stream Commit", StreamCommit, {"xid": _xid, **_FLAGS, **_COMMIT})
+parse_stream_abort = Layout(STREAM_ABORT, "Stream Abort", StreamAbort, _ABORT)
+parse_parallel_abort = Layout(
+    STREAM_ABORT, "Stream Abort", StreamAbort, {**_ABORT, "abort LSN": U64, "abort time": Fields.time}
+)
+parse_begin_prepare = Layout(BEGIN_PREPARE, "Begin Prepare", BeginPrepare, _PREPARE)
+parse_prepare = Layout(PREPARE, "Prepare", Prepare, {**_FLAGS, **_PREPARE})
+parse_stream_prepare = Layout(STREAM_PREPARE, "Stream Prepare", Prepare, {**_FLAGS, **_PREPARE})
+parse_commit_prepared = Layout(
+    COMMIT_PREPARED, "Commit Prepared", CommitPrepared, {**_FLAGS, **_COMMIT, "xid": _xid, "gid": Fields.text}
+)
+parse_rollback_prepared = Layout(
+    ROLLBACK_PREPARED,
+    "Rollback Prepared",
+    RollbackPrepared,
+    {
+        **_FLAGS,
+        "prepare end LSN": U64,
+        "end LSN": U64,
+        "prepare time": Fields.time,
+        "rollback time": Fields.time,
+        "xid": _xid,
+        "gid": Fields.text,
+    },
+)

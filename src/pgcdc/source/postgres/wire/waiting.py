@@ -11,8 +11,6 @@ from pgcdc.source.postgres.wire.confirmable import Confirmable
 from pgcdc.source.postgres.wire.pending import PendingStore, Table, Transaction
 from pgcdc.source.postgres.wire.rows import RowBuffer
 
-__all__ = ["PreparedTransactions", "StreamedTransactions", "out_of_order"]
-
 
 def out_of_order(what: str, lsn: int) -> DecodeError:
     """A message that cannot come where it came."""

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pgcdc.core.errors import DecodeError
+from pgcdc.core.errors import DecodeError, SourceError
 from pgcdc.core.relation import Column
+from pgcdc.postgres.database import Connection, name_table
 from pgcdc.postgres.types.built_in import BUILT_IN
 from pgcdc.postgres.types.catalog import TypeCatalog, TypeInfo
-from pgcdc.source.postgres.wire.binary import geometry, nested, numbers, scalars, search, times
+from pgcdc.source.postgres.wire.binary import nested, numbers, scalars
 from pgcdc.source.postgres.wire.binary.reader import Damaged
 from pgcdc.source.postgres.wire.messages import DELETE, decode_error, show_byte, truncated_error
 from pgcdc.source.postgres.wire.rows import (
@@ -30,8 +31,6 @@ from pgcdc.source.postgres.wire.rows import (
     tuple_tag_error,
     value_field,
 )
-
-__all__ = ["BinaryDecoder", "Unsupported", "rewrite_row", "to_text", "unsupported"]
 
 Converter = Callable[[bytes], bytes]
 
@@ -75,21 +74,21 @@ _SCALARS: Final[dict[tuple[str, str], Converter]] = {
     ("pg_snapshot_out", "pg_snapshot_send"): scalars.snapshot_text,
     ("txid_snapshot_out", "txid_snapshot_send"): scalars.snapshot_text,  # until PostgreSQL 12
     ("hstore:hstore_out", "hstore:hstore_send"): scalars.hstore_text,
-    ("date_out", "date_send"): times.date_text,
-    ("time_out", "time_send"): times.time_text,
-    ("timetz_out", "timetz_send"): times.timetz_text,
-    ("timestamp_out", "timestamp_send"): times.timestamp_text,
-    ("timestamptz_out", "timestamptz_send"): times.timestamptz_text,
-    ("interval_out", "interval_send"): times.interval_text,
-    ("point_out", "point_send"): geometry.point_text,
-    ("line_out", "line_send"): geometry.line_text,
-    ("lseg_out", "lseg_send"): geometry.lseg_text,
-    ("box_out", "box_send"): geometry.box_text,
-    ("path_out", "path_send"): geometry.path_text,
-    ("poly_out", "poly_send"): geometry.polygon_text,
-    ("circle_out", "circle_send"): geometry.circle_text,
-    ("tsvectorout", "tsvectorsend"): search.tsvector_text,
-    ("tsqueryout", "tsquerysend"): search.tsquery_text,
+    ("date_out", "date_send"): scalars.date_text,
+    ("time_out", "time_send"): scalars.time_text,
+    ("timetz_out", "timetz_send"): scalars.timetz_text,
+    ("timestamp_out", "timestamp_send"): scalars.timestamp_text,
+    ("timestamptz_out", "timestamptz_send"): scalars.timestamptz_text,
+    ("interval_out", "interval_send"): scalars.interval_text,
+    ("point_out", "point_send"): numbers.point_text,
+    ("line_out", "line_send"): numbers.line_text,
+    ("lseg_out", "lseg_send"): numbers.lseg_text,
+    ("box_out", "box_send"): numbers.box_text,
+    ("path_out", "path_send"): numbers.path_text,
+    ("poly_out", "poly_send"): numbers.polygon_text,
+    ("circle_out", "circle_send"): numbers.circle_text,
+    ("tsvectorout", "tsvectorsend"): nested.tsvector_text,
+    ("tsqueryout", "tsquerysend"): nested.tsquery_text,
     **dict.fromkeys(_TEXT_FUNCTIONS, scalars.plain_text),
     **dict.fromkeys(_VERSIONED_FUNCTIONS, scalars.versioned_text),
 }
@@ -102,7 +101,7 @@ _WORD_LISTS = ("int2vectorout", "int2vectorsend"), ("oidvectorout", "oidvectorse
 
 _OLDER: Final[dict[tuple[str, str], tuple[int, Converter]]] = {
     ("charout", "charsend"): (150000, numbers.older_char_text),
-    ("interval_out", "interval_send"): (170000, times.finite_interval_text),
+    ("interval_out", "interval_send"): (170000, scalars.finite_interval_text),
 }
 """What was written otherwise until a version."""
 
@@ -350,3 +349,28 @@ def to_text(type_oid: int, data: bytes) -> bytes:
 def rewrite_row(message: bytes | memoryview, columns: Sequence[Column], lsn: int = 0) -> bytes:
     """The row with text for binary values, if their types are PostgreSQL's own: others need a BinaryDecoder."""
     return _built_in.rewrite_row(message, columns, lsn)
+
+
+# --- before the start: published columns whose values cannot travel in binary form
+
+_COLUMNS = """
+SELECT t.schemaname, t.tablename, a.attname, a.atttypid::bigint
+FROM pg_publication_tables t
+JOIN pg_namespace n ON n.nspname = t.schemaname
+JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename
+JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+WHERE t.pubname = ANY (%s)
+ORDER BY 1, 2, a.attnum
+"""
+
+
+def check_columns(conn: Connection, publications: Sequence[str]) -> None:
+    """Raise unless every column of these publications has a type that we can turn into text."""
+    rows = conn.execute(_COLUMNS, [list(publications)]).fetchall()
+    refused = {one.type_oid: one for one in unsupported(TypeCatalog.load(conn), [row[3] for row in rows])}
+    for schema, table, column, oid in rows:
+        if oid in refused:
+            raise SourceError(
+                f"column {column} of table {name_table(schema, table)} cannot travel in binary form: {refused[oid].reason}",
+                "Leave --binary off: text has the same values for every type",
+            )

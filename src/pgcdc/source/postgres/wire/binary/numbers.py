@@ -12,12 +12,6 @@ import struct
 
 from pgcdc.source.postgres.wire.binary.reader import Damaged, Reader, unpack
 
-__all__ = [
-    "bool_text", "char_text", "float4_text", "float8_text", "format_float4", "format_float8", "halfvec_text",
-    "int2_text", "int4_text", "int8_text", "numeric_text", "older_char_text", "sparsevec_text", "uint32_text",
-    "uint64_text", "vector_text",
-]  # fmt: skip
-
 _I16, _I32, _I64 = struct.Struct("!h"), struct.Struct("!i"), struct.Struct("!q")
 _U32, _U64 = struct.Struct("!I"), struct.Struct("!Q")
 _NUMERIC = struct.Struct("!HhHH")
@@ -215,3 +209,61 @@ def _format_vector(data: bytes, size: int, form: str) -> bytes:
     raw = reader.raw(size * count)
     reader.finish()
     return b"[%b]" % b",".join([format_float4(value) for value in struct.unpack(f"!{count}{form}", raw)])
+
+
+# --- geometric types: floats with the brackets of their kind
+
+_POINT_BYTES = 16
+
+
+def point_text(data: bytes) -> bytes:
+    """(x,y)"""
+    return b"(%b,%b)" % tuple(_format_floats(data, 2))
+
+
+def line_text(data: bytes) -> bytes:
+    """{A,B,C}"""
+    return b"{%b,%b,%b}" % tuple(_format_floats(data, 3))
+
+
+def lseg_text(data: bytes) -> bytes:
+    """[(x,y),(x,y)]"""
+    return b"[(%b,%b),(%b,%b)]" % tuple(_format_floats(data, 4))
+
+
+def box_text(data: bytes) -> bytes:
+    """(x,y),(x,y)"""
+    return b"(%b,%b),(%b,%b)" % tuple(_format_floats(data, 4))
+
+
+def circle_text(data: bytes) -> bytes:
+    """<(x,y),r>"""
+    return b"<(%b,%b),%b>" % tuple(_format_floats(data, 3))
+
+
+def path_text(data: bytes) -> bytes:
+    """((x,y),...) if it is closed, else [(x,y),...]"""
+    closed, points = data[:1], _format_points(data[1:])
+    if closed not in {b"\0", b"\1"}:
+        raise Damaged(f"is neither open nor closed: {closed!r}")
+    return b"(%b)" % points if closed == b"\1" else b"[%b]" % points
+
+
+def polygon_text(data: bytes) -> bytes:
+    """((x,y),...)"""
+    return b"(%b)" % _format_points(data)
+
+
+def _format_points(data: bytes) -> bytes:
+    reader = Reader(data)
+    count = reader.count(_POINT_BYTES)
+    raw = reader.raw(count * _POINT_BYTES)
+    reader.finish()
+    numbers = iter(_format_floats(raw, 2 * count))
+    return b",".join([b"(%b,%b)" % point for point in zip(numbers, numbers, strict=True)])
+
+
+def _format_floats(data: bytes, count: int) -> list[bytes]:
+    if len(data) != 8 * count:
+        raise Damaged(f"has {len(data)} bytes, not {8 * count}")
+    return [format_float8(number) for number in struct.unpack(f"!{count}d", data)]

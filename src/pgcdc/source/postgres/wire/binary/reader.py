@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import struct
 
-__all__ = ["Damaged", "Reader", "unpack"]
-
 _I32 = struct.Struct("!i")
 
 

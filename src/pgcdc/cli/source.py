@@ -1,0 +1,160 @@
+"""`pgcdc slot`, `pgcdc consumer` and `pgcdc describe`: what a server and a state directory hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pgcdc.cli.report import exit_on_error, print_table, show
+from pgcdc.core.errors import ConfigError, SourceError, StateError
+from pgcdc.core.state import StateDir
+from pgcdc.postgres.database import Connection, connect
+from pgcdc.postgres.lsn import format_lsn
+from pgcdc.source.postgres.setup.slots import SlotInfo, drop_slot, get_slot, list_slots
+
+slot_app = typer.Typer(no_args_is_help=True, add_completion=False)
+consumer_app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+Db = Annotated[str, typer.Option("--db", envvar="PGCDC_DB", show_envvar=True, help="URL of the source database.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+Name = Annotated[str, typer.Option("--slot-name", help="Name of the slot.")]
+State = Annotated[Path, typer.Option(help="The state directory.", envvar="PGCDC_STATE_DIR")]
+
+_COLUMNS = ("name", "plugin", "database", "active", "wal_status", "confirmed_flush_lsn", "lag_bytes", "retained_bytes")
+_HEADINGS = {
+    "wal_status": "wal", "confirmed_flush_lsn": "confirmed", "lag_bytes": "lag B", "retained_bytes": "kept B",
+    "pg_type": "PostgreSQL", "spark_type": "Spark",
+}  # fmt: skip
+
+
+@slot_app.command("list")
+@exit_on_error()
+def list_command(db: Db = "", as_json: Json = False) -> None:
+    """Every slot of the server."""
+    with _connect(db) as conn:
+        slots = [_describe_slot(slot) for slot in list_slots(conn)]
+    _print(_COLUMNS, slots, as_json)
+
+
+@slot_app.command("status")
+@exit_on_error()
+def status_command(
+    name: Annotated[str, typer.Argument(help="Name of the slot.", show_default=False)] = "",
+    slot_name: Name = "",
+    db: Db = "",
+    as_json: Json = False,
+) -> None:
+    """One slot: who reads it, how far, and how much WAL the server keeps for it."""
+    wanted = _require(name or slot_name)
+    with _connect(db) as conn:
+        slot = get_slot(conn, wanted)
+    if slot is None:
+        raise SourceError(f"slot {wanted} does not exist", "pgcdc slot list shows those that do")
+    found = _describe_slot(slot)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        print_table(["slot", slot.name], [[key, show(value)] for key, value in found.items() if key != "name"])
+
+
+@slot_app.command("drop")
+@exit_on_error()
+def drop_command(
+    slot_name: Name = "",
+    db: Db = "",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Drop a slot: what it holds and was not delivered is lost."""
+    name = _require(slot_name)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ConfigError(f"dropping slot {name} needs a confirmation", "Add --yes")
+        typer.confirm(f"Drop slot {name}? Changes that were not delivered are lost", abort=True)
+    with _connect(db) as conn:
+        drop_slot(conn, name)
+    typer.echo(f"slot {name} dropped")
+
+
+def _connect(db: str) -> Connection:
+    return connect(db, application_name="pgcdc slot", may_retry=False)
+
+
+def _describe_slot(slot: SlotInfo) -> dict[str, Any]:
+    """The slot as JSON: LSNs as PostgreSQL writes them, sizes in bytes."""
+    raw = dataclasses.asdict(slot)
+    for key in ("restart_lsn", "confirmed_flush_lsn"):
+        raw[key] = format_lsn(raw[key]) if raw[key] is not None else None
+    return raw
+
+
+def _require(name: str) -> str:
+    if not name:
+        raise ConfigError("no slot is named", "Use --slot-name NAME")
+    return name
+
+
+def _print(columns: tuple[str, ...], rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
+    else:
+        print_table(columns, [[show(row[column]) for column in columns] for row in rows], _HEADINGS)
+
+
+@consumer_app.command("list")
+@exit_on_error()
+def list_consumers(state_dir: State = Path(".pgcdc")) -> None:
+    """Show all consumers and their acknowledged positions."""
+    from pgcdc.spool.consumers import Consumers
+
+    consumers = Consumers(_find_state(state_dir).consumers_file)
+    for name in consumers.names():
+        print(f"{name}\t{consumers[name].ack}")
+
+
+@consumer_app.command("forget")
+@exit_on_error()
+def forget_consumer(name: str, state_dir: State = Path(".pgcdc")) -> None:
+    """Forget a consumer that will not come back, so that it no longer holds anything back."""
+    from pgcdc.capture.control import forget_consumer as forget
+
+    state = _find_state(state_dir)
+    forget(state, name)
+    print(f"forgot consumer {name} of {state.path}")
+
+
+def _find_state(path: Path) -> StateDir:
+    state = StateDir(path)
+    if not state.consumers_file.exists():
+        raise StateError(f"{state.path} is not a state directory", "Give --state-dir")
+    return state
+
+
+@exit_on_error()
+def describe(
+    table: Annotated[str, typer.Option(help="The table: orders, or schema.orders.")] = "",
+    db: Db = "",
+    output: Annotated[str, typer.Option("--format", help="table, or json for machines.")] = "table",
+    json_as: Annotated[str, typer.Option("--json", help="json and jsonb: string or variant.")] = "string",
+    numeric: Annotated[str, typer.Option(help="numeric: decimal, string or double.")] = "decimal",
+    out_of_range: Annotated[
+        str, typer.Option(help="Dates and timestamps that Spark does not have: error, clamp or string.")
+    ] = "error",
+    arrays: Annotated[str, typer.Option(help="Arrays: array or string.")] = "array",
+    composites: Annotated[str, typer.Option(help="Composite types: struct or string.")] = "struct",
+) -> None:
+    """`pgcdc describe`: a table as Spark will see it."""
+    from pgcdc.source.protocol import ColumnDescription
+    from pgcdc.spark.tables import describe as describe_table
+
+    if not table:
+        raise ConfigError("no table is named", "Use --table NAME")
+    if output not in ("table", "json"):
+        raise ConfigError(f"--format {output} is not a format", "Use table or json")
+    chosen = {"numeric": numeric, "out_of_range": out_of_range, "arrays": arrays, "composites": composites}
+    found = [dataclasses.asdict(column) for column in describe_table(db, table, json=json_as, **chosen)]
+    _print(tuple(field.name for field in dataclasses.fields(ColumnDescription)), found, output == "json")

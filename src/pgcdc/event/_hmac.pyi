@@ -1,3 +1,0 @@
-import pyarrow as pa
-
-def hmac_texts(values: pa.Array, key: bytes) -> pa.Array: ...

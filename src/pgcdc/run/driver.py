@@ -1,0 +1,353 @@
+"""One run, step by step: prepares the source, starts capture and Spark, runs the lanes, and ends in order.
+
+read batch → transform → sinks durable, acks → Spark commits → confirm to PostgreSQL
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from pgcdc.capture.control import CaptureLink
+from pgcdc.capture.server import remove_socket
+from pgcdc.capture.spec import make_spec
+from pgcdc.core.errors import ConfigError, ConnectionLost, PgcdcError, SinkError, SinkUnavailable, StateError
+from pgcdc.core.state import Lock, StateDir, write_json
+from pgcdc.event.batch import Batch
+from pgcdc.postgres.lsn import format_lsn
+from pgcdc.run.chains import Chains, Own, Reloads, as_many, change_specs
+from pgcdc.run.control import RunServer
+from pgcdc.run.letter_service import LetterOffice
+from pgcdc.run.member import Adapter
+from pgcdc.run.progress import SnapshotWatch, TableWatch, describe_stop
+from pgcdc.run.settings import PipelineSettings, view_source
+from pgcdc.run.supervisor import STOP_TIMEOUT_S, Lanes
+from pgcdc.run.targets import note_targets
+from pgcdc.sink.letters.record import DeadLetters
+from pgcdc.sink.spec import AdapterSpec
+from pgcdc.source.protocol import Prepared
+from pgcdc.source.registry import make_source
+from pgcdc.spark.options import parse_options, write_options
+from pgcdc.spark.session import check_java, check_running, start_session, stop_within
+from pgcdc.spool.consumers import MAIN
+from pgcdc.transform.program import compile_chains
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+SPARK_STOP_S = 10.0
+CAPTURE_STOP_S = 3.0
+
+Say = Callable[[str], None]
+
+
+class StopNow(BaseException):
+    """Raised by a signal handler while nothing is in flight: ends the start at once."""
+
+
+class Driver:
+    """The steps of a run, in the thread of `drive`. `Pipeline` is what others may ask of it meanwhile."""
+
+    def __init__(
+        self,
+        config: PipelineSettings,
+        chains: Chains,
+        read_again: Callable[[], PipelineSettings] | None,
+        say: Say,
+        dead_letters: DeadLetters | None,
+    ) -> None:
+        self.reloads = Reloads(config, read_again, say)
+        self._temporary: Path | None = None
+        if config.temporary_slot:
+            self._temporary = Path(tempfile.mkdtemp(prefix="pgcdc-trial-"))
+            config = config.model_copy(update={"state_dir": self._temporary})
+        self.config = config
+        self.state = StateDir(config.state_dir)
+        self.on_batch: Callable[[Batch], None] | None = None
+        """Called with every batch after all sinks have it (the playground's live view)."""
+        self.on_ready: Callable[[], None] | None = None
+        self.on_stuck: Callable[[], None] | None = None
+        """Called if a batch does not end when the pipeline stops: a process of our own may end itself then."""
+        self.snapshot = SnapshotWatch(say, is_all=config.effective_snapshot_mode == "initial_only")
+        self._chains = chains
+        self._say = say
+        self._stop = threading.Event()
+        self._letters = LetterOffice(config, self.state, say, dead_letters)
+        self._source = make_source(config.source)
+        self._tables = TableWatch(self._source, self.state, say)
+        self._link: CaptureLink | None = None
+        self._server: RunServer | None = None
+        self._prepared: Prepared | None = None
+        self._spark: SparkSession | None = None
+        self._owns_spark = False
+        self._adapters: list[Adapter] = []
+        self._lanes: Lanes | None = None
+        self._is_locked = self._is_open = False
+        self._phase = "starting"
+        self._last_error: dict[str, str] | None = None
+
+    def drive(self) -> None:
+        """All of it. Raises what ended the run."""
+        lock = Lock(self.state.run_lock)
+        check_java()
+        try:
+            self._prepare(lock)
+            self._run()
+        except PgcdcError as error:
+            self._last_error = error.to_json()
+            self._enter("failed")
+            raise
+        except StopNow:
+            self._say("stopped before anything was read")
+        finally:
+            self._close()
+            lock.release()
+
+    # --- for who asks meanwhile
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What sources and other processes ask of this run (`run/control.py`)."""
+        if request["do"] == "plan":
+            if self._lanes is not None:
+                self._lanes.plan(request)
+            return {}
+        if request["do"] == "status":
+            return {**self.status(), "capture": self.capture_status()}
+        if request["do"] == "reload":
+            return self.reloads.answer(request["id"])
+        if request["do"] == "replay":
+            return self._letters.answer(self._lanes if self._is_open else None, request)
+        raise ValueError(request["do"])
+
+    def capture_status(self) -> dict[str, Any]:
+        """The capture's last status."""
+        return self._link.status() if self._link is not None else {}
+
+    def status(self) -> dict[str, Any]:
+        """What the pipeline does and how far each adapter is: what `pgcdc status` shows."""
+        lanes = self._lanes
+        main = lanes.main if lanes and self._is_open else None
+        return {
+            "pid": os.getpid(),
+            "time": time.time(),
+            "phase": self._phase,
+            "adapters": self._chains.names,
+            "events": main.events if main else 0,
+            "batches": main.batches if main else 0,
+            "position": str(lanes.position) if lanes and lanes.position else None,
+            "lanes": lanes.status() if lanes and main else [],
+            **self.reloads.status(),
+            **self._letters.status(),
+            "last_error": self._last_error or (lanes.last_error if lanes else None),
+        }
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+        if self._is_locked and self.state.path.exists():  # not over the status of the run that has it
+            write_json(self.state.run_status, self.status())
+
+    # --- start
+
+    def _prepare(self, lock: Lock) -> None:
+        """Everything that can be refused is checked before the first thing is created; what is refused leaves nothing."""
+        with self.state.claim(lock, timeout_s=0.2) as taken:
+            if not taken:
+                holder = Lock.holder(self.state.run_lock) or {}
+                raise StateError(
+                    f"the state directory {self.state.path} is in use by process {holder.get('pid', '?')}",
+                    "Stop that run first, or use another --state-dir (with another --slot-name)",
+                )
+            remove_socket(lock.previous)
+            self._server = RunServer(self.answer)
+            lock.write({"pid": os.getpid(), "address": self._server.address})
+            self._is_locked = True
+            self._chains.check(None)
+            if self._chains.have_sql:  # only Spark can say whether that is right
+                self._start_spark()
+                self._chains.check(self._spark)
+            self._letters.check()
+            self._adapters = self._make_adapters(self._chains.specs)
+            for spec in self._chains.specs:
+                spec.options.check_source(spec.name, view_source(self.config, self.state))
+            if self.config.table:
+                from pgcdc.spark.tables import load_table  # with all that typed rows need
+
+                # Refuses a table that cannot be read in this form, before anything is made for it.
+                load_table(parse_options(self._spark_options()).but(source=self.config.source))
+            self._prepared = self._source.prepare(
+                self.state, consumer=MAIN, say=self._say, is_stopped=self._stop.is_set
+            )
+            self._letters.open(self._prepared.identity)
+        self._tables.begin(self._prepared, self._chains.all)
+
+    def _make_adapters(self, specs: Sequence[AdapterSpec]) -> list[Adapter]:
+        """Adapters, after a look at their targets: a wrong one must not be found when slot and publication exist."""
+        made = []
+        for spec in specs:
+            sink = self._letters.run(spec, self.state.acks)
+            try:
+                sink.check()
+            except SinkError as error:
+                if self.state.identity() is None:  # nothing was ever delivered: it is the configuration that is wrong
+                    raise ConfigError(error.message, error.advice) from error
+                if not isinstance(error, SinkUnavailable):
+                    raise
+                self._say(f"{error}. The others do not wait for it")
+            made.append(Adapter(spec.name, sink, self._chains.of(spec), spec.priority))
+        return made
+
+    def _run(self) -> None:
+        self._open_lanes()
+        if self._spark is None:
+            self._start_spark()
+        if self.config.warm_up and not self.config.once:
+            self._warm_up()
+        if not self._stop.is_set():
+            self._stream()
+            self._finish()
+
+    def _spark_options(self) -> dict[str, str]:
+        return write_options(self.config)
+
+    def _open_lanes(self) -> None:
+        """Start the capture, and open the sinks where they go on."""
+        assert self._prepared is not None and self._server is not None
+        spec = make_spec(self.config.source, self.config, os.getpid())
+        self._link = CaptureLink(spec, is_restart=False, say=self._say)
+        options = {**self._spark_options(), "_run": self._server.address}
+        self._lanes = Lanes(self.config, self.state, self._link, self._say, options)
+        note_targets(self.state, self._chains.by_spec())
+        self._lanes.open(self._adapters, self.on_batch)
+        self._is_open = True
+
+    def _start_spark(self) -> None:
+        self._enter("starting Spark")
+        self._say("starting Spark")
+        self._owns_spark = check_running(self.config.db)
+        os.environ["PGCDC_WATCH_PID"] = str(os.getpid())  # the workers of Spark inherit it: the capture ends with us
+        log_file = self.state.path / "spark.log"
+        self._spark = start_session(self.config.db, master=self.config.spark_master, log_file=log_file)
+
+    def _warm_up(self) -> None:
+        from pgcdc.run.warm import warm_up
+
+        assert self._spark is not None
+        self._enter("warming up")
+        self._say("warming up")
+        warm_up(self._spark, compile_chains(self._chains.all))
+
+    # --- the stream
+
+    def _stream(self) -> None:
+        """Follow the lanes: pass on what Spark commits, until they end or we are told to stop."""
+        assert self._spark is not None and self._lanes is not None and self._prepared is not None
+        self._enter("starting the query")
+        self._lanes.start(self._spark)
+        self._enter("streaming")
+        self._say(f"ready: slot {self._prepared.identity.stream} to {', '.join(self._chains.names)}")
+        if self.on_ready is not None:
+            self.on_ready()
+        try:
+            while not self._stop.is_set():
+                ended = self._lanes.step()
+                self.reloads.take(self.reload, self._chains.names)
+                self._phase = "streaming" if self._lanes.main.query is not None else "restarting the query"
+                self._tables.follow()
+                self._tables.tell_changes(self._chains.all)
+                if self.snapshot.follow(self.capture_status, self._lanes):
+                    self._stop.set()
+                if ended:
+                    return
+            self._enter("stopping")
+            giving_up = self._give_up_after(STOP_TIMEOUT_S + 1.5)
+            self._lanes.stop(giving_up.cancel)
+        except PgcdcError:
+            raise
+        except Exception:
+            if not self._stop.is_set():
+                raise
+
+    def reload(self, transforms: Sequence[Any], adapters: Own = MappingProxyType({})) -> None:
+        """Other transforms for all, and for adapters by name their own ones and their routes; the others keep theirs.
+
+        They hold from a batch boundary on, all of one adapter at once. ConfigError: nothing has changed.
+        """
+        transforms = as_many(transforms)
+
+        def change() -> None:  # all at once: no adapter comes or goes meanwhile
+            chains = self._chains.having(change_specs(self._chains.specs, adapters), transforms)
+            chains.check(self._spark)
+            self._tables.tell_missing(chains.all)
+            note_targets(self.state, chains.by_spec())
+            self._running_lanes().reload({spec.name: chain for spec, chain in chains.by_spec()})
+            self._chains = chains
+
+        self._running_lanes().ask(change)
+
+    def _running_lanes(self) -> Lanes:
+        if self._lanes is None or not self._is_open or self._spark is None or self._phase in ("failed", "stopped"):
+            raise PgcdcError("the pipeline does not run", "Start it first")
+        return self._lanes
+
+    def _give_up_after(self, timeout_s: float) -> threading.Timer:
+        """A sink that blocks (a pipe that nobody reads) must not keep a command from ending: the batch comes again."""
+
+        def end() -> None:
+            if self.on_stuck is not None:
+                self._say("the batch did not end in time: it comes again at the next start")
+                self.on_stuck()
+
+        timer = threading.Timer(timeout_s, end)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    # --- confirm, end
+
+    def _finish(self) -> None:
+        """The last ack is confirmed before we go, and the server has seen it."""
+        assert self._link is not None and self._lanes is not None
+        self._lanes.acknowledge()
+        lsn = self._link.call(lambda client: client.confirm())
+        status = self._link.call(lambda client: client.status())
+        self.snapshot.follow(lambda: status, None if self._stop.is_set() else self._lanes, at_once=True)
+        if self.config.temporary_slot:
+            return
+        if self._source.has_confirmed(lsn):
+            self._say(describe_stop(status, f"everything up to {format_lsn(lsn)} is delivered and confirmed"))
+        elif self.config.once:
+            raise ConnectionLost(
+                f"everything is delivered, but the server has not taken the confirmation of {format_lsn(lsn)}",
+                "Run it again: what is delivered is not delivered twice",
+            )
+        else:
+            later = "everything is delivered; the server was not reached, it is confirmed at the next start"
+            self._say(describe_stop(status, later))
+
+    def _close(self) -> None:
+        if self._lanes is not None:  # first: a query that goes on would start the capture again
+            self._lanes.close(end_queries=not self._owns_spark)
+        if self._link is not None:
+            self._link.stop()
+            self._link.close()
+            deadline = time.monotonic() + CAPTURE_STOP_S
+            while Lock.holder(self.state.capture_lock) is not None and time.monotonic() < deadline:
+                time.sleep(0.02)
+        self._letters.close()
+        if self._spark is not None and self._owns_spark:
+            stop_within(SPARK_STOP_S, self._spark)
+        if self._server is not None:
+            self._server.close()
+        if self._phase != "failed":
+            self._enter("stopped")
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            if self._prepared is not None:
+                self._prepared.undo()

@@ -1,0 +1,265 @@
+"""Refused events: set aside, durably, before the others are delivered; and delivered again, in the order of the stream."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pgcdc.core.counters import DEAD_LETTERS, counters
+from pgcdc.core.errors import PgcdcError, Policy, Reject, SinkError, SinkRejected, policy_of
+from pgcdc.core.failpoint import hit
+from pgcdc.core.position import Position
+from pgcdc.event.batch import Batch
+from pgcdc.event.forms import RECORD, TRACES, check_traces
+from pgcdc.sink.letters.record import (
+    DELIVERED,
+    FAILED,
+    SUPERSEDED,
+    DeadLetter,
+    DeadLetters,
+    Query,
+    ReadableDeadLetters,
+    make_letter,
+    read_row,
+    safe_error,
+)
+
+MAX_LETTERS = 500
+MAX_CHARS = 8 << 20
+
+Redeliver = Callable[[Batch], Collection[str]]
+_KNOWN = ("id", "channel", "operation")
+"""What a batch says of its events, unless it has only lines."""
+
+
+class SetAside:
+    """The dead letters of one adapter, for the one thread that delivers to it."""
+
+    def __init__(self, store: DeadLetters, adapter: str, limit: int) -> None:
+        """More than `limit` refused events in a row are an error; 0: any number may be."""
+        self._store = store
+        self._adapter = adapter
+        self._limit = limit
+        self._row = 0
+        """How many of the last events were refused, one after the other."""
+        self._recorded: dict[str, str] | None = None
+        """Letters of events behind the ack, position to id: of a try that failed later, or of a run that crashed."""
+        self.count = 0
+        """Letters of this run."""
+
+    def begin(self, ack: Position) -> None:
+        """Look which events behind the ack have letters, of a run that crashed: they may be taken now."""
+        with contextlib.suppress(Exception):  # then it is looked at when an event is refused
+            self._recorded = self._read_recorded(ack)
+
+    def take(
+        self, whole: Batch, out: set[str], rejects: Sequence[Reject], attempts: int, ack: Position
+    ) -> list[DeadLetter]:
+        """Record what of `whole` is refused now; `out` was before, and grows. SinkError: it cannot go on.
+
+        Returns the letters that are new: an event that is refused again after a crash has its letter already.
+        """
+        by_position = {one.position: one for one in rejects}
+        found = whole.only(by_position)
+        names = [name for name in _KNOWN if name in found.events.column_names]
+        lines: dict[str, list[str]] = {}
+        known: dict[str, dict[str, str]] = {}
+        columns = [
+            found.positions().to_pylist(),
+            found.texts(),
+            *(found.events.column(one).to_pylist() for one in names),
+        ]
+        for position, text, *words in zip(*columns, strict=True):
+            lines.setdefault(position, []).append(text)
+            known.setdefault(position, dict(zip(names, words, strict=True)))
+        unknown = sorted(by_position.keys() - lines.keys()) or sorted(out & by_position.keys())
+        if unknown:
+            raise SinkError(
+                f"adapter {self._adapter} refuses an event at {unknown[0]}, which it was not given",
+                "This is a defect of the adapter. The pipeline stopped; no events were lost",
+            )
+        self._check_row(whole, out | by_position.keys(), rejects[0])
+        letters = [
+            make_letter(
+                self._store.pipeline,
+                self._adapter,
+                lines[position],
+                by_position[position],
+                attempts,
+                known[position] if len(names) == len(_KNOWN) else None,
+            )
+            for position in sorted(lines)
+        ]
+        new = self._record(letters, ack)
+        out.update(by_position)
+        return new
+
+    def settle(self, whole: Batch, out: set[str]) -> None:
+        """All of `whole` but `out` is delivered."""
+        if self._recorded:
+            self._settle_letters(whole, out)
+        if len(whole) and (out or self._row):
+            self._row = int(self._rows(whole, out)[-1])
+
+    def _record(self, letters: list[DeadLetter], ack: Position) -> list[DeadLetter]:
+        first = letters[0]
+        try:
+            if self._recorded is None:
+                self._recorded = self._read_recorded(ack)
+            new = [letter for letter in letters if letter.position not in self._recorded]
+            if new:
+                self._store.record(new)
+        except Exception as error:  # whatever it is: without its letter an event must not be passed over
+            said = error.message if isinstance(error, PgcdcError) else f"{type(error).__name__}: {error}"
+            advice = error.advice if isinstance(error, PgcdcError) else ""
+            raise SinkError(
+                f"the dead letter of the event at {first.position}, which adapter {self._adapter} refused "
+                f"({first.error_kind}: {first.error}), could not be written: {said}",
+                f"{advice + '. ' if advice else ''}Nothing is lost: it comes again at the next start",
+            ) from error
+        self._recorded |= {letter.position: letter.id for letter in new}
+        self.count += len(new)
+        counters.add(DEAD_LETTERS, len(new), adapter=self._adapter)
+        hit("dlq.recorded")
+        return new
+
+    def _read_recorded(self, ack: Position) -> dict[str, str]:
+        if not isinstance(self._store, ReadableDeadLetters):
+            return {}
+        query = Query(pipeline=self._store.pipeline, adapter=self._adapter, after=str(ack))
+        return {letter.position: letter.id for letter in self._store.find(query)}
+
+    def _settle_letters(self, whole: Batch, out: set[str]) -> None:
+        """Events that were refused before and taken now, since somebody has repaired the target, no longer wait."""
+        assert self._recorded is not None
+        taken = set(whole.events.column("position").to_pylist()) - out
+        done = [self._recorded[position] for position in taken & self._recorded.keys()]
+        if done and isinstance(self._store, ReadableDeadLetters):
+            with contextlib.suppress(PgcdcError):  # then it is delivered once more by a replay, with the same id
+                self._store.mark(done, DELIVERED, datetime.now(UTC))
+        end = str(whole.end)
+        self._recorded = {position: one for position, one in self._recorded.items() if position > end}
+
+    def _check_row(self, whole: Batch, out: set[str], reject: Reject) -> None:
+        longest = int(self._rows(whole, out).max())
+        if 0 < self._limit < longest:
+            raise SinkError(
+                f"adapter {self._adapter} refuses {longest:,} events in a row; the last: {reject.kind}: {reject.text}",
+                "A target that refuses everything is not what dead letters are for: correct it, or raise "
+                f"{self._adapter}_dead_letter_limit (0: no limit). Nothing is lost",
+            )
+
+    def _rows(self, whole: Batch, out: set[str]) -> np.ndarray:
+        """How many events are refused before the first one that is not, between these, and behind the last."""
+        taken = np.flatnonzero(~_is_in(whole, out).to_numpy(zero_copy_only=False))
+        bounds = np.concatenate([[-1 - self._row], taken, [len(whole)]])
+        return np.diff(bounds) - 1
+
+
+def _is_in(batch: Batch, positions: set[str] | dict[str, Reject]) -> pa.ChunkedArray:
+    column = batch.positions()
+    return pc.is_in(column, pa.array(sorted(positions), column.type))
+
+
+# --- delivered again
+
+
+@dataclass
+class Tally:
+    """What became of letters."""
+
+    delivered: int = 0
+    superseded: int = 0
+    failed: int = 0
+    error: str = ""
+    """Why the rest was not tried."""
+
+    def add(self, other: Tally) -> None:
+        """Count another one with this."""
+        self.delivered += other.delivered
+        self.superseded += other.superseded
+        self.failed += other.failed
+        self.error = self.error or other.error
+
+
+def find_batches(store: ReadableDeadLetters, query: Query) -> Iterator[list[DeadLetter]]:
+    """The letters in lists of one adapter, each to be delivered at once; an adapter's in the order of the stream."""
+    found = sorted(store.find(query), key=lambda one: (one.adapter, one.position))
+    for _, letters in groupby(found, key=lambda one: one.adapter):
+        part: list[DeadLetter] = []
+        chars = 0
+        for letter in letters:
+            if part and (len(part) >= MAX_LETTERS or chars + len(letter.event) > MAX_CHARS):
+                yield part
+                part, chars = [], 0
+            part.append(letter)
+            chars += len(letter.event)
+        yield part
+
+
+def as_batch(letters: Iterable[DeadLetter]) -> Batch:
+    """Letters as a sink takes them: as lines, or as records, each of which waits for those before it."""
+    rows = [(letter, line) for letter in letters for line in letter.lines()]
+    empty = {"key_hash": 0, "relation": 0, "is_barrier": True}
+    made = [
+        {
+            **empty, "position": letter.position, "id": letter.event_id or letter.position, "channel": letter.channel,
+            "operation": letter.operation, "value": line.removesuffix("\n"), "line": line,
+        }
+        for letter, line in rows
+    ]  # fmt: skip
+    schema = pa.schema([("position", pa.string()), ("line", pa.string()), *RECORD])
+    rendered = [read_row(line) for _, line in rows]
+    found = {name: pa.array([_text_of(row, name) for row in rendered], pa.string()) for name in TRACES}
+    table = pa.Table.from_pylist(made, schema)
+    for name, values in check_traces(found).items():
+        table = table.set_column(schema.get_field_index(name), name, values)
+    return Batch(Position.at(0, 0), Position.parse(rows[-1][0].position), table)
+
+
+def _text_of(row: Mapping[str, Any], name: str) -> str | None:
+    value = row.get(name)
+    return value if isinstance(value, str) else None
+
+
+def deliver_again(store: ReadableDeadLetters, letters: Iterable[DeadLetter], redeliver: Redeliver) -> Tally:
+    """Deliver one batch of letters of one adapter. What is refused once more stays, and so does what cannot be tried.
+
+    A crash between delivery and mark delivers them once more, with the same ids.
+    """
+    tally, waiting = Tally(), {letter.position: letter for letter in letters}
+    while waiting:
+        try:
+            left_out = set(redeliver(as_batch(waiting.values())))
+        except SinkRejected as error:
+            refused = [one for one in error.rejects if one.position in waiting]
+            if policy_of(error) is not Policy.DEAD_LETTER or not refused:
+                tally.error = str(error)
+                return tally
+            for one in refused:
+                letter = waiting.pop(one.position)
+                text = one.text if one.kind == letter.error_kind else f"{one.kind}: {one.text}"
+                store.mark([letter.id], FAILED, None, safe_error(text))
+            tally.failed += len(refused)
+            continue
+        except (PgcdcError, ConnectionError, TimeoutError) as error:
+            tally.error = str(error)
+            return tally
+        hit("dlq.redelivered")
+        now = datetime.now(UTC)
+        old = [letter.id for position, letter in waiting.items() if position in left_out]
+        new = [letter.id for position, letter in waiting.items() if position not in left_out]
+        for ids, outcome in ((new, DELIVERED), (old, SUPERSEDED)):
+            if ids:
+                store.mark(ids, outcome, now)
+        tally.delivered, tally.superseded = tally.delivered + len(new), tally.superseded + len(old)
+        break
+    return tally

@@ -1,0 +1,241 @@
+"""Rows as keys of Redis or Valkey, exactly once: deleted whenever they change (invalidate), or kept as JSON (sync).
+
+A script changes keys and the position in one step, or nothing. Whoever opens the record of the position gets a higher token;
+a writer with an older one is refused. Notes of refused events stand beside it: a replay changes what nothing newer changed,
+and what a refused event would have changed is never merged into a newer row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager, suppress
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+from urllib.parse import parse_qsl, urlsplit
+
+import orjson
+
+from pgcdc.core.errors import ConfigError, Reject, SinkError, SinkRejected, SinkUnavailable
+from pgcdc.core.failpoint import hit
+from pgcdc.core.operation import Op
+from pgcdc.core.position import Position
+from pgcdc.core.settings import setting
+from pgcdc.event.batch import Batch
+from pgcdc.event.forms import Form
+from pgcdc.event.keyed import keyed_changes, parts_of
+from pgcdc.sink.contract import Sink, SinkContext, explained
+from pgcdc.sink.spec import UrlOptions
+
+PART_EVENTS, PART_BYTES = 1000, 4 << 20
+_Change = tuple[str, str, str, tuple[str, ...], bytes]
+"""Position, key, the key that its row had (empty: it only goes), columns that were not sent, value (empty: it goes)."""
+_OPEN = """
+local at = redis.call('HGET', KEYS[1], 'position')
+if ARGV[2] == 'rewind' then redis.call('DEL', KEYS[2]) end
+if ARGV[2] == 'rewind' or ARGV[2] == 'begin' and not at then at = ARGV[1] end
+if not at then return false end
+redis.call('HSET', KEYS[1], 'position', at)
+return {redis.call('HINCRBY', KEYS[1], 'token', 1), at}
+"""
+_WRITE = Path(__file__).with_name("redis.lua").read_text()
+_MAY = """
+local may, key = redis.acl_check_cmd, KEYS[1]
+return not may or may('SET', key, '') and may('UNLINK', key) and may('HSET', key, '', '') and may('SCAN', '0')
+"""
+_POLICIES = (
+    ("AuthenticationError NoPermissionError", False, "Check the user, password and rights of redis_url"),
+    (
+        "MovedError AskError ClusterCrossSlotError",
+        False,
+        "A cluster: see docs/adapters/redis.md for the prefix it needs",
+    ),
+    ("OutOfMemoryError", True, "The server is full: raise its maxmemory, or delete keys"),
+    ("ReadOnlyError", True, "This server is a replica: give redis_url the primary"),
+    ("ConnectionError TimeoutError ClusterDownError TryAgainError", True, "Check that the server runs, and redis_url"),
+    ("MISCONF NOREPLICAS BUSY UNKILLABLE UNBLOCKED WAITAOF", True, "Put right what the server says"),
+    ("", False, "Check the server's version and settings: docs/adapters/redis.md"),
+)
+
+
+class RedisOptions(UrlOptions):
+    """Rows as keys of Redis or Valkey: deleted when they change, or kept as JSON."""
+
+    package: ClassVar[str] = "redis"
+    is_by_table: ClassVar[bool] = True
+    schemes: ClassVar[tuple[str, ...]] = ("redis", "rediss", "unix")
+    url: str = setting("", "redis://host:6379/0, rediss:// with TLS; better in PGCDC_REDIS_URL", secret=True)
+    mode: Literal["invalidate", "sync"] = setting(
+        ..., "invalidate: delete keys of changed rows; sync: keep rows as JSON"
+    )
+    id_column: str = setting("", "the column that makes the key, of all tables (default: the key of each table)")
+    key_prefix: str = setting("", "what all keys begin with, before TABLE:KEY")
+
+    def make(self) -> Sink:
+        return RedisSink(self)
+
+    def target(self) -> str:
+        parts = urlsplit(self.read_url())
+        database = dict(parse_qsl(parts.query)).get("db") or parts.path.strip("/") or "0"
+        return f"keys {self.key_prefix}* in database {database} of {parts.netloc.rpartition('@')[2]}"
+
+    def check(self) -> None:
+        super().check()
+        from redis import ConnectionPool
+
+        try:
+            ConnectionPool.from_url(self.read_url()).make_connection()  # which does not connect
+        except (TypeError, ValueError) as error:
+            what = str(error).rpartition("__() ")[2]
+            raise ConfigError(f"redis_url: {what}", "Check what is behind its ?: docs/adapters/redis.md") from error
+
+
+class RedisSink(Sink):
+    """Writes a batch in parts, each with its position."""
+
+    form: Form = "tables"
+    keeps_position: ClassVar[bool] = True
+
+    def __init__(self, options: RedisOptions) -> None:
+        self._options, self._is_sync, self._client = options, options.mode == "sync", None  # type: RedisOptions, bool, Any
+        self._noted = set[tuple[str, str]]()
+        """Keys and positions of refused events that the server has yet to remember."""
+        self._is_warned = False
+
+    def check(self, context: SinkContext) -> None:
+        with self._explained(context.name):
+            client = self._connect(context)
+            client.ping()
+            if not client.eval(_MAY, 1, self._options.key_prefix):
+                raise SinkError(f"adapter {context.name}: this user may not write its keys", _POLICIES[0][2])
+            client.close()
+
+    def open(self, context: SinkContext) -> Position | None:
+        from redis import ResponseError
+
+        self.close()
+        progress, options, self._name, self._say = context.progress, self._options, context.name, context.say
+        whose = f"{progress.owner}:{context.stream}:{options.mode}:{options.id_column}"  # others have left other keys
+        self._keys = [f"{options.key_prefix}:pgcdc:{kind}:{whose}" for kind in ("position", "refused")]
+        # Where keys are only deleted, a server without them lacks nothing.
+        how = "rewind" if progress.is_rewound else "begin" if progress.written is None or not self._is_sync else ""
+        self._max_bytes, self._waits_ms = 512 << 20, 0
+        with self._explained(self._name):
+            self._client = self._connect(context)
+            with suppress(ResponseError):  # no right to ask
+                config = self._client.config_get("proto-max-bulk-len", "appendonly", "appendfsync")
+                self._max_bytes = int(config["proto-max-bulk-len"])
+                if config["appendonly"] == "yes" and config["appendfsync"] != "no":
+                    self._waits_ms = int(context.timeout_s * 400)
+            said = self._client.eval(_OPEN, 2, *self._keys, str(context.start), how)
+            self._script = self._client.register_script(_WRITE)
+        self._token, self._at = said or (0, "")  # type: int, str
+        self._settle()  # the position may be of a write that failed before its fsync
+        return Position.parse(self._at) if said else None
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    def write(self, batch: Batch) -> None:
+        for part in parts_of(batch.after(Position.parse(self._at)), PART_EVENTS, PART_BYTES):
+            hit("redis.before_write")
+            self._write(part, str(part.end))
+        hit("redis.before_fsync")
+        self._settle()
+
+    def redeliver(self, batch: Batch) -> Collection[str]:
+        left = self._write(batch, self._at, "replay" if self._is_sync else "")
+        self._settle()
+        return left
+
+    def _settle(self) -> None:
+        """Wait until all that was written is on the server's disk. A server that cannot wait is named once."""
+        from redis.exceptions import NoPermissionError, ResponseError
+
+        with self._explained(self._name):
+            try:
+                if self._waits_ms and not self._client.execute_command("WAITAOF", 1, 0, self._waits_ms)[0]:
+                    raise SinkUnavailable(f"adapter {self._name}: the server does not fsync its file", "Check its disk")
+            except ResponseError as error:
+                if not isinstance(error, NoPermissionError) and not str(error).startswith("unknown command"):
+                    raise
+                if not self._is_warned:
+                    self._say(f"writes do not wait for fsync ({error}): its crash may lose the last of them")
+                self._waits_ms, self._is_warned = 0, True
+
+    def _write(self, batch: Batch, end: str, how: str = "") -> list[str]:
+        """Everything at once. Of a replay, the positions that were left out."""
+        changes: list[_Change] = []
+        left, rejects = list[str](), list[Reject]()
+        for one in keyed_changes(batch, self._options.id_column):
+            names = (one.table.name,) if one.table.namespace == "public" else (one.table.namespace, one.table.name)
+            prefix = f"{self._options.key_prefix}{_join('.', names)}:"
+            if one.op is Op.TRUNCATE:
+                left += [one.position] if how else self._clear(prefix, one.position)
+                continue
+            is_gone = one.op is Op.DELETE or not self._is_sync
+            value = b"" if is_gone else orjson.dumps(one.row)
+            key, old = (prefix + _join(":", values) for values in (one.key, one.old_key))
+            fault = "missing_key" if None in one.key else "too_large" if len(value) >= self._max_bytes else ""
+            if fault:
+                rejects.append(Reject(one.position, fault, f"{fault}: {key:.100}, {len(value)} bytes"))
+            changes.append((one.position, key, old, () if is_gone else one.lacks, value))
+            if old != key:
+                changes.append((one.position, old, "", (), b""))
+        if not rejects:
+            left += self._send(changes, end, how, rejects)
+        if rejects:
+            refused = {one.position for one in rejects}
+            self._noted |= {(key, position) for position, key, *_ in changes if position in refused and not how}
+            advice = "Put right what is at the key, then: pgcdc dlq replay"
+            raise SinkRejected(f"adapter {self._name}: {rejects[0].text}", advice, rejects)
+        return left
+
+    def _clear(self, prefix: str, position: str) -> list[str]:
+        """All keys of a table go. The position stays: after a crash this is done again. Nothing is left out."""
+        pattern = re.sub(r"([\\*?\[\]])", r"\\\1", prefix) + "*"
+        with self._explained(self._name):
+            noted = {*self._client.hkeys(self._keys[1]), *(key for key, _ in self._noted)}
+            waiting = (key for key in noted if key.startswith(prefix))
+            keys = chain(waiting, self._client.scan_iter(pattern, PART_EVENTS, "STRING" if self._is_sync else None))
+            while part := list(islice(keys, PART_EVENTS)):
+                self._send([(position, key, "", (), b"") for key in part], self._at, "", [])
+        return []
+
+    def _send(self, changes: list[_Change], end: str, how: str, rejects: list[Reject]) -> list[str]:
+        """The positions that were left out; what the server refuses goes to `rejects`, and nothing was written."""
+        head = [self._token, self._at, end, self._options.mode, how, len(self._noted)]
+        notes = [text for pair in sorted(self._noted) for text in pair]
+        args = [text for *names, lacks, value in changes for text in (*names, len(lacks), *lacks, value)]
+        with self._explained(self._name):
+            state, *found = self._script(self._keys, [*head, *notes, *args])
+        if state == "moved":
+            kind = SinkError if int(found[0]) > self._token else SinkUnavailable  # which looks at the target again
+            raise kind(f"adapter {self._name}: another one has written to this target", "Stop one of the two")
+        if state == "refused":
+            rejects += [Reject(at, "wrong_type", f"its key has a {kind}") for at, kind in map(str.split, found)]
+            return []
+        self._at, self._noted = end, set()
+        return list(found)
+
+    def _connect(self, context: SinkContext) -> Any:
+        """A client that never repeats a command by itself."""
+        from redis import Redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        times = {"socket_timeout": context.timeout_s / 2, "socket_connect_timeout": context.timeout_s / 4}
+        texts = {"decode_responses": True, "encoding_errors": "surrogateescape", "single_connection_client": True}
+        return Redis.from_url(self._options.read_url(), protocol=2, retry=Retry(NoBackoff(), 0), **times, **texts)
+
+    def _explained(self, name: str) -> AbstractContextManager[None]:
+        from redis import RedisError
+
+        return explained(name, RedisError, _POLICIES)
+
+
+def _join(separator: str, parts: Iterable[str | None]) -> str:
+    """Texts as one, so that others never give the same."""
+    return separator.join(re.sub(f"[%:{separator}]", lambda one: f"%{ord(one[0]):02X}", part or "") for part in parts)

@@ -1,0 +1,379 @@
+"""The changes of a slot: from its replication stream and its tables to batches for the spool.
+
+One object, no threads: the replication socket, an ordinary connection that notices a shutdown of the server, and the
+processes that read snapshots. The order of what comes out is the order of the spool: changes of the stream, and rows of
+snapshots between them, each where it was released.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from psycopg import Connection, Error
+
+from pgcdc.core.errors import ConnectionLost, GapError
+from pgcdc.core.failpoint import hit
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Relation
+from pgcdc.core.state import StateDir
+from pgcdc.postgres.database import connect
+from pgcdc.postgres.lsn import format_lsn
+from pgcdc.source.postgres.options import PostgresOptions, WireOptions
+from pgcdc.source.postgres.setup.fingerprint import SlotDetails
+from pgcdc.source.postgres.setup.guard import Clock, Guard, ShapeObserver, connection_ended
+from pgcdc.source.postgres.snapshot.asking import Signals, note_tables
+from pgcdc.source.postgres.snapshot.incremental import IncrementalSnapshots
+from pgcdc.source.postgres.snapshot.initial import InitialSnapshot
+from pgcdc.source.postgres.snapshot.releases import Releases, Staged
+from pgcdc.source.postgres.snapshot.window import leave_out
+from pgcdc.source.postgres.toast.resolver import ToastStep
+from pgcdc.source.postgres.wire.replication import SlotBusy
+from pgcdc.source.postgres.wire.stream import STATUS_INTERVAL_S, Capture
+from pgcdc.source.protocol import Settled
+from pgcdc.spool.batch import CaptureBatch, split_batch
+from pgcdc.spool.consumers import Consumers
+from pgcdc.spool.writer import SpoolWriter
+
+logger = logging.getLogger("pgcdc.capture")
+
+CHECK_INTERVAL_S = 10.0
+TARGET_POLL_S = 0.05
+
+
+class PostgresStream:
+    """The changes of one slot, as `source.protocol.ChangeStream` says."""
+
+    def __init__(self, options: PostgresOptions, state: StateDir, spool: SpoolWriter, consumers: Consumers) -> None:
+        identity = state.identity()
+        if identity is None:
+            raise GapError("the state directory has no identity", "Start pgcdc again: it prepares slot and directory")
+        self._options = options
+        publications = self._publications = SlotDetails.of(identity).names
+        self._consumers = consumers
+        self._relations = spool.relations
+        self._end = spool.end
+        """Where what was handed out ends: as the spool."""
+        self._name = f"pgcdc {identity.instance}"
+        self._selector = selectors.DefaultSelector()
+        self._releases = Releases(state.snapshot, consumers.base)
+        self._to_replay = deque(self._releases.after(spool.end))
+        self._snapshots = IncrementalSnapshots(
+            options.db, publications, state, self._releases, f"{self._name} chunks",
+            chunk_size=options.snapshot_chunk_size, chunk_delay_s=options.snapshot_chunk_delay,
+        )  # fmt: skip
+        self._signals = Signals(self._snapshots.queue, options.signal_table)
+        self._selector.register(self._snapshots.reader.fileno(), selectors.EVENT_READ)
+        self._initial = InitialSnapshot(options, publications, state, self._releases, self._snapshots.queue)
+        self._selector.register(self._initial.readers.fileno(), selectors.EVENT_READ)
+        self._skip_rules = self._initial.rules
+        self._shapes = ShapeObserver(state.shapes_file, spool.state)
+        self._toast = ToastStep(options, publications, state, resume=spool.state, instance=identity.instance)
+        self._guard = Guard(state, identity, consumers, temporary=options.temporary_slot)
+        self._capture = Capture(
+            options.db, slot=options.slot_name, publications=publications, start_lsn=spool.resume_lsn,
+            confirmed_lsn=consumers.confirmed_lsn, relations=spool.relations, spill_dir=state.spool,
+            application_name=self._name, temporary=options.temporary_slot, options=options,
+            on_notice=lambda text: logger.warning("the server says: %s", text), check=self._guard.check_server,
+        )  # fmt: skip
+        self._clock = Clock()
+        self._sql: Connection | None = None
+        self._sql_fd = self._stream_fd = -1
+        self._pieces: Iterator[CaptureBatch] | None = None
+        """What is being handed out."""
+        self._unspooled: CaptureBatch | None = None
+        """Read, but not handed out: the connection was lost while the catalog was asked about its shapes."""
+        self._busy_since: float | None = None
+        self._target_lsn, self._check_due, self._target_due = 0, 0.0, 0.0
+        self.phase = "starting"
+        self.is_drained = True
+        self.can_reconnect = not options.temporary_slot
+
+    # --- the connection
+
+    @property
+    def is_connected(self) -> bool:
+        return self._capture.is_connected or self._is_waiting_for_rows
+
+    @property
+    def _is_waiting_for_rows(self) -> bool:
+        """Whether the initial snapshot comes first, and is under way."""
+        return self._initial.holds_stream and self._sql is not None
+
+    def fileno(self) -> int:
+        return self._selector.fileno()  # of epoll and kqueue
+
+    def connect(self) -> float:
+        if self._sql is None or self._sql.closed:
+            self._sql = connect(self._options.db, application_name=self._name)
+            self._sql_fd = self._sql.fileno()
+            self._selector.register(self._sql_fd, selectors.EVENT_READ, self._watch_sql)
+        if not self._options.temporary_slot:
+            self._check_slot()
+        self._toast.look(self._sql)
+        if self._initial.holds_stream:
+            self.phase = "initial snapshot"
+            return 0.0
+        try:
+            self._capture.connect()
+        except SlotBusy as error:
+            return self._wait_for_slot(error)
+        if self._options.temporary_slot and self._consumers.confirmed_lsn == 0:
+            self._consumers.begin(self._capture.confirmed_lsn)
+        logger.info("reading slot %s after %s", self._options.slot_name, format_lsn(self._capture.last_lsn))
+        self._busy_since, self.phase = None, "streaming"
+        return 0.0
+
+    def _wait_for_slot(self, error: SlotBusy) -> float:
+        """A slot that is still held by our own walsender (we crashed) is free at the latest after wal_sender_timeout."""
+        now = time.monotonic()
+        self._busy_since = self._busy_since or now
+        assert self._sql is not None
+        ours = self._guard.is_held_by_us(self._sql)
+        if not ours or now - self._busy_since > self._guard.wal_sender_timeout_s + 5:
+            raise error
+        self.phase = "waiting for the slot"
+        return 0.2
+
+    def lose(self) -> None:
+        """At once: an unflushed client blocks a fast shutdown of the server."""
+        self._pieces = None
+        self._unregister_stream()
+        self._snapshots.lose()
+        self._capture.disconnect()
+        if self._sql is not None:
+            self._selector.unregister(self._sql_fd)
+            self._sql.close()
+            self._sql = None
+
+    def close(self) -> None:
+        self._snapshots.close()
+        self._initial.close()
+        self._capture.close()
+        if self._sql is not None:
+            self._sql.close()
+        self._toast.close()
+        self._selector.close()
+
+    def _watch_sql(self) -> None:
+        """The ordinary connection spoke without being asked: the server is shutting down, or it is gone."""
+        assert self._sql is not None
+        try:
+            self._sql.pgconn.consume_input()
+        except Error as error:
+            raise connection_ended(error) from error
+
+    def _listen(self, may_read: bool) -> None:
+        """Hear what was said; the stream's socket only while it is read."""
+        if not self._capture.is_connected or not may_read:
+            self._unregister_stream()
+        elif self._stream_fd < 0:
+            self._stream_fd = self._capture.fileno()
+            self._selector.register(self._stream_fd, selectors.EVENT_READ)
+        for key, _ in self._selector.select(0):
+            if key.data is not None:
+                key.data()
+
+    def _unregister_stream(self) -> None:
+        if self._stream_fd >= 0:
+            self._selector.unregister(self._stream_fd)
+            self._stream_fd = -1
+
+    # --- changes, and rows of snapshots between them
+
+    @property
+    def reached(self) -> int:
+        return self._capture.handed_out_lsn
+
+    def poll(self, *, may_read: bool, drain: bool) -> CaptureBatch | None:
+        self._listen(may_read)
+        while self._pieces is not None or self._begin(may_read, drain):
+            assert self._pieces is not None
+            try:
+                piece = next(self._pieces, None)
+            except BaseException:
+                self._pieces = None
+                raise
+            if piece is None:
+                self._pieces = None
+                continue
+            if not piece.end.is_snapshot:
+                self._signals.see(piece)
+                self._snapshots.see(piece)
+            self._end = max(self._end, piece.end)
+            return piece
+        return None
+
+    def _begin(self, may_read: bool, drain: bool) -> bool:
+        """Choose what comes next; False if nothing is here."""
+        if self._to_replay and self._sql is not None and self._to_replay[0].follows(self._end):
+            # What was released behind the very end of the spool needs no batch of the stream to come first.
+            self._pieces = self._released()
+            return True
+        if self._initial.is_active and self._is_waiting_for_rows:
+            return self._read_tables(may_read)
+        self.is_drained = True
+        if not self._capture.is_connected or not may_read:
+            return False
+        hit("capture.before_poll")
+        batch = self._unspooled or self._capture.poll(drain=drain)
+        if batch is None:
+            self.is_drained = self._capture.is_drained
+            return False
+        self.is_drained = False
+        if self._skip_rules:
+            batch = leave_out(batch, self._skip_rules)
+        self._unspooled = batch
+        if self._to_replay and self._to_replay[0].commit < batch.end.commit:
+            self._pieces = self._split(batch)
+        else:
+            self._pieces = self._whole(batch)
+        return True
+
+    def _read_tables(self, may_read: bool) -> bool:
+        """Rows of the initial snapshot, which come before the stream."""
+        if self._to_replay or not may_read:
+            self._initial.look()
+            self.is_drained = True
+            return False
+        more = self._initial.step(self._release, lambda: self._end)
+        self._skip_rules = self._initial.rules
+        self.is_drained = not more
+        return bool(self._to_replay) and self._begin(may_read, drain=True)
+
+    def _split(self, batch: CaptureBatch) -> Iterator[CaptureBatch]:
+        """What of a batch stands before the next release, and the release. The rest of the batch comes next."""
+        before, rest = split_batch(batch, self._to_replay[0].commit)
+        if before is not None:
+            yield from self._finish(before)
+        yield from self._released()
+        self._unspooled = rest
+
+    def _whole(self, batch: CaptureBatch) -> Iterator[CaptureBatch]:
+        yield from self._finish(batch)
+        self._unspooled = None
+
+    def _released(self) -> Iterator[CaptureBatch]:
+        """The rows of the next release."""
+        for batch in self._releases.batches(self._to_replay[0], self._relations):
+            yield from self._finish(batch)
+        self._to_replay.popleft()
+
+    def _finish(self, batch: CaptureBatch) -> Iterator[CaptureBatch]:
+        """The batch as it goes to the spool. ConnectionLost: it may come again."""
+        assert self._sql is not None
+        self._shapes.observe(batch, self._sql)
+        yield from self._toast.resolve(batch, self._sql)
+
+    def _release(self, staged: Staged, relation: Relation | None, note: dict[str, Any]) -> None:
+        """Put rows behind everything that was handed out: durable when this returns, visible next."""
+        self._to_replay.append(self._releases.add(self._end, staged, relation, note))
+
+    # --- beside the changes
+
+    def tend(self, needed: int, *, may_work: bool) -> float:
+        now = time.monotonic()
+        if self._capture.is_connected and self._is_behind_target and now >= self._target_due:
+            self._capture.ask_for_progress()
+            self._target_due = now + TARGET_POLL_S
+        if now >= self._check_due and self.is_connected:
+            self._check_slot()
+            self._check_due = now + CHECK_INTERVAL_S
+        is_idle = self._pieces is None and self._unspooled is None and not self._to_replay
+        release = self._snapshots.step(self._end, may_work=self._capture.is_connected and is_idle and may_work)
+        if release is not None:
+            self._to_replay.append(release)
+            self.is_drained = False
+        # What somebody waits for, or was put behind an idle position: do not wait for the next report of progress.
+        replayed = self._to_replay[-1].commit if self._to_replay else 0
+        self._aim_at(max(self._snapshots.target_lsn, needed, replayed))
+        rest_s = TARGET_POLL_S if self._is_behind_target or self._initial.is_active else 0.5
+        return min(self._capture.keep_alive(), rest_s, max(self._snapshots.due_s(), 0.01))
+
+    def _check_slot(self) -> None:
+        """Stop if slot or publication are not as we left them."""
+        assert self._sql is not None
+        self._guard.check(self._sql)
+        note_tables(self._snapshots.queue, self._sql, self._publications, is_wanted=self._options.reads_added_tables)
+        self._capture.status_interval_s = min(STATUS_INTERVAL_S, self._guard.wal_sender_timeout_s / 4)
+
+    @property
+    def _is_behind_target(self) -> bool:
+        return self._target_lsn > self._capture.handed_out_lsn
+
+    def _aim_at(self, lsn: int) -> None:
+        """Progress up to here is reported at once."""
+        self._target_lsn = self._capture.target_lsn = max(self._target_lsn, lsn)
+
+    def target(self) -> int:
+        """The WAL flush position of now."""
+        if self._sql is None:
+            raise ConnectionLost("the server is not connected")
+        try:
+            row = self._sql.execute("SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn").fetchone()
+        except Error as error:
+            raise connection_ended(error) from error
+        assert row is not None
+        self._aim_at(int(row[0]))
+        return self._target_lsn
+
+    def clock(self) -> tuple[int, int]:
+        """The last reading that is reached; the next one is on its way."""
+        self._clock.see(self._capture.handed_out_lsn)
+        if self._sql is not None:
+            try:
+                asked = self._clock.ask(self._sql)
+            except Error as error:
+                raise connection_ended(error) from error
+            if asked is not None:
+                self._aim_at(asked)
+        return self._clock.reached or (0, 0)
+
+    # --- confirmation
+
+    @property
+    def confirmed(self) -> int:
+        """Less than what is acknowledged while a prepared transaction is undecided."""
+        acked, told = self._consumers.confirmed_lsn, self._capture.confirmed_lsn
+        return min(acked, told) if self._capture.is_connected and told else acked
+
+    def confirm(self, commit: int) -> None:
+        self._toast.make_durable()
+        if commit > self._capture.confirmed_lsn:
+            hit("capture.before_confirm")
+            self._capture.send_feedback(commit)
+            hit("capture.after_confirm")
+            self._toast.release(commit)
+
+    def release(self, base: Position) -> None:
+        self._releases.forget(base)
+
+    # --- for the queries
+
+    def settled(self, end: Position | None) -> Settled:
+        is_open = self._initial.is_active or self._to_replay or self._pieces or self._unspooled
+        is_pending = is_open or self._snapshots.is_pending
+        return Settled(None if is_pending else end, self._initial.end, self._options.is_snapshot_only)
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        return self._snapshots.answer(request, self._sql)
+
+    def status(self, confirmed: int) -> dict[str, Any]:
+        server_lsn = max(self._guard.server_lsn, self._capture.wal_end)
+        return {
+            "slot": self._options.slot_name,
+            "wire": self._options.part(WireOptions).model_dump(),
+            "received_lsn": format_lsn(self._capture.last_lsn),
+            "confirmed_lsn": format_lsn(confirmed),
+            "server_lsn": format_lsn(server_lsn),
+            "lag_bytes": max(0, server_lsn - confirmed),
+            "schema_changes": self._shapes.changes,
+            **self._toast.status(),
+            "snapshots": self._snapshots.status(),
+            "bad_signals": self._snapshots.queue.bad_signals,
+            "initial_snapshot": self._initial.status(server_lsn),
+        }

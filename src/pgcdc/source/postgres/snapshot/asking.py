@@ -1,0 +1,269 @@
+"""What may be asked of snapshots, and by whom: tables that can be read, tables that are new, and signals.
+
+Signals are rows that somebody inserts into a captured table to ask for snapshots, by plain SQL. They are read in the stream
+as any change is, and heeded before they become visible. The position of the last one is durable together with what it asked
+for, so that each is heeded once, however often the stream is read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import psycopg
+
+from pgcdc.core.errors import ConfigError, SourceError
+from pgcdc.core.operation import Op
+from pgcdc.core.position import Position
+from pgcdc.core.state import Lock, StateDir
+from pgcdc.postgres.database import (
+    Connection,
+    connect,
+    execute_one,
+    explain_errors,
+    explain_right,
+    name_table,
+    quote_identifier,
+    quote_literal,
+    quote_qualified,
+    split_table,
+)  # fmt: skip
+from pgcdc.source.postgres.setup.guard import connection_ended
+from pgcdc.source.postgres.setup.tables import PublishedTable, find_published, read_published
+from pgcdc.source.postgres.snapshot.copy import select_statement
+from pgcdc.source.postgres.snapshot.requests import RequestQueue, SnapshotRequest, new_id
+from pgcdc.spool.batch import CaptureBatch
+
+logger = logging.getLogger("pgcdc.capture")
+
+
+@explain_errors("look at the published tables")
+def check_readable(sql: Connection, publications: Sequence[str]) -> None:
+    """Raise SourceError unless the rows of every published table can be read, all of them."""
+    for table in read_published(sql, publications):
+        try:
+            check_table(sql, table, table.row_filter or "", lock_timeout="0")
+        except NoRight as error:
+            raise NoRight(error.message, f"{error.advice}; or deliver only changes: --snapshot-mode never") from None
+
+
+def find_table(conn: Connection, publications: Sequence[str], name: str, oid: int = 0) -> PublishedTable:
+    """The table that is meant, if it can be read while the stream goes on. SourceError with advice if not."""
+    wanted = split_table(name)
+    known: list[PublishedTable] = []
+    if oid:
+        found = find_published(conn, publications, oid)
+    else:
+        known = read_published(conn, publications)
+        found = next((one for one in known if (one.relation.namespace, one.relation.name) == wanted), None)
+    if found is None:
+        known = known or read_published(conn, publications)
+        names = ", ".join(one.title for one in known[:10]) or "none"
+        what = "is no longer captured" if oid else "is not captured"
+        raise NeverReadable(f"table {name} {what}", f"Name one of those that are: {names}")
+    if not found.key:
+        raise NeverReadable(
+            f"table {found.title} has no primary key or replica identity index: its existing rows cannot be read while the "
+            "stream goes on",
+            "Add a primary key; or start over with all tables: pgcdc resync --new-slot",
+        )
+    return found
+
+
+def check_table(conn: Connection, table: PublishedTable, where: str = "", lock_timeout: str = "1s") -> None:
+    """Raise SourceError if its rows cannot be read: no right, or a condition that is none. Timeout 0: wait for locks."""
+    try:
+        with conn.transaction():
+            conn.execute("SET TRANSACTION READ ONLY")
+            conn.execute("SET LOCAL row_security = off")
+            conn.execute(f"SET LOCAL lock_timeout = {quote_literal(lock_timeout)}".encode())
+            execute_one(conn, select_statement(table.columns, table.source, [where], " LIMIT 0"))
+    except psycopg.errors.InsufficientPrivilege as error:
+        refused = explain_right(table.title, table.sql, conn.info.user, error)
+        raise NoRight(refused.message, refused.advice) from None
+    except psycopg.errors.LockNotAvailable:
+        raise SourceError(f"table {table.title} is locked", "Try again when nobody alters it") from None
+    except (psycopg.ProgrammingError, psycopg.DataError, psycopg.errors.FeatureNotSupported) as error:
+        if not where:
+            raise
+        raise SourceError(
+            f"the condition {where!r} cannot be used: {error.diag.message_primary}",
+            f"Write an SQL expression over the columns of {table.title}, as behind WHERE",
+        ) from None
+
+
+class NeverReadable(SourceError):
+    """The table is gone, is no longer published, or has no key: a retry would not help."""
+
+
+class NoRight(SourceError):
+    """The table must not be read."""
+
+
+def note_tables(queue: RequestQueue, sql: Connection, publications: Sequence[str], *, is_wanted: bool) -> list[str]:
+    """Note which tables there are; of those that are new, the rows are asked for if that `is_wanted`. Returns these.
+
+    What was noted is durable together with the requests, so that no crash forgets a table. At the first time nothing is
+    asked for: these tables are those of the slot's beginning.
+    """
+    try:
+        with sql.transaction():  # the view opens every table: the stream must not wait behind a VACUUM FULL
+            sql.execute("SET LOCAL lock_timeout = '100ms'")
+            found = {oid: name_table(schema, name) for oid, schema, name in sql.execute(_TABLES, [list(publications)])}
+    except psycopg.errors.LockNotAvailable:
+        return []  # we look again in a few seconds
+    except psycopg.Error as error:
+        raise connection_ended(error) from error
+    known = queue.tables
+    if known == found.keys():
+        return []
+    fresh = sorted(found.keys() - known) if known is not None and is_wanted else []
+    added = [(oid, found[oid]) for oid in fresh]
+    queue.know(found, [SnapshotRequest(new_id(), name, "added", oid=oid) for oid, name in added])
+    if added:
+        logger.info("new tables, whose existing rows are read: %s", ", ".join(name for _, name in added))
+    return [name for _, name in added]
+
+
+_TABLES = """
+SELECT c.oid::int8, n.nspname::text, c.relname::text
+FROM pg_publication_tables p JOIN pg_namespace n ON n.nspname = p.schemaname
+JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = p.tablename
+WHERE p.pubname = ANY (%s)
+"""
+
+
+def request_all(sql: Connection, state: StateDir, publications: Sequence[str]) -> None:
+    """A start with the mode `always`: every table that has a key is read again, while the stream goes on."""
+    lock = Lock(state.capture_lock)
+    if lock.acquire() is None:
+        return  # the capture runs: this is no start
+    try:
+        queue = RequestQueue(state.requests_file)
+        going = {one.request.table for one in queue.entries() if one.request.kind == "always" and not one.is_ended}
+        tables = [one.title for one in read_published(sql, publications) if one.key and one.title not in going]
+        queue.add(*(SnapshotRequest(new_id(), name, "always") for name in tables))
+    finally:
+        lock.release()
+
+
+# --- signals
+
+SIGNALS = ("execute-snapshot", "pause-snapshot", "resume-snapshot", "stop-snapshot")
+
+
+def signal_table_ddl(name: str) -> str:
+    """The statement that makes the table of signals."""
+    return (
+        f"CREATE TABLE IF NOT EXISTS {quote_qualified(*split_table(name))} "
+        "(id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, signal text NOT NULL, payload jsonb)"
+    )
+
+
+def ensure_signal_table(sql: Connection, name: str, publication: str = "") -> bool:
+    """Make the table if it is missing: True if it was. `publication` is one that is not ours, and must have it already."""
+    table = name_table(*split_table(name))
+    exists = sql.execute("SELECT to_regclass(%s) IS NOT NULL", [quote_qualified(*split_table(name))]).fetchone()
+    is_there = bool(exists and exists[0])
+    if publication:
+        row = sql.execute(
+            "SELECT count(*) FROM pg_publication_tables WHERE pubname = %s AND schemaname = %s AND tablename = %s",
+            [publication, *split_table(name)],
+        ).fetchone()
+        if not row or not row[0]:
+            add = f"ALTER PUBLICATION {quote_identifier(publication)} ADD TABLE {quote_qualified(*split_table(name))}"
+            raise SourceError(
+                f"publication {publication} is yours and does not have the table of signals, {table}",
+                f"Run: {'' if is_there else signal_table_ddl(name) + '; '}{add}",
+            )
+    if is_there:
+        return False
+    try:
+        sql.execute(signal_table_ddl(name).encode())
+    except psycopg.errors.InsufficientPrivilege:
+        advice = f"Run as the database's owner: {signal_table_ddl(name)}"
+        raise SourceError(f"no right to create the table of signals, {table}", advice) from None
+    except psycopg.Error as error:
+        raise SourceError(f"the table of signals cannot be created: {error.diag.message_primary}") from error
+    return True
+
+
+def drop_signal_table(url: str, name: str) -> None:
+    """Undo what `ensure_signal_table` did."""
+    with contextlib.suppress(SourceError), connect(url, may_retry=False) as sql:
+        sql.execute(f"DROP TABLE IF EXISTS {quote_qualified(*split_table(name))}".encode())
+
+
+def parse_signal(signal: str, payload: str | None) -> tuple[list[SnapshotRequest], str]:
+    """The requests that a signal makes, or the id that it names ("" for none). ConfigError if it is not a signal."""
+    try:
+        content: Any = json.loads(payload) if payload else {}
+    except ValueError:
+        raise ConfigError("the payload is not JSON") from None
+    if not isinstance(content, dict):
+        raise ConfigError("the payload is not a JSON object")
+    if signal not in SIGNALS:
+        raise ConfigError(f"there is no signal {signal!r}", f"Signals: {', '.join(SIGNALS)}")
+    if signal != "execute-snapshot":
+        return [], str(content.get("id") or "")
+    tables = content.get("tables") or ([content["table"]] if content.get("table") else [])
+    where = content.get("where") or ""
+    if not tables or not isinstance(tables, list) or not all(isinstance(one, str) for one in (*tables, where)):
+        raise ConfigError("the payload names no table", 'Write {"table": "orders"} or {"tables": ["orders", "items"]}')
+    for table in tables:
+        split_table(table)
+    return [SnapshotRequest(new_id(), table, where=where) for table in tables], ""
+
+
+class Signals:
+    """Looks for signals in the stream. A bad one is counted and logged, and stops nothing."""
+
+    def __init__(self, queue: RequestQueue, table: str) -> None:
+        self._queue = queue
+        self._table = split_table(table)
+        self._versions: list[int] = []
+        self._looked = 0
+
+    def see(self, batch: CaptureBatch) -> None:
+        """Changes of the stream, before they become visible."""
+        for version in range(self._looked, len(batch.relations)):
+            relation = batch.relations[version]
+            if (relation.namespace, relation.name) == self._table:
+                self._versions.append(version)
+        self._looked = len(batch.relations)
+        if self._versions and batch.part is not None:
+            self._find(batch)
+
+    def _find(self, batch: CaptureBatch) -> None:
+        assert batch.part is not None
+        data = batch.part.load_batch()
+        versions = data.column("relation").to_numpy()
+        mine = np.isin(versions, self._versions) & (data.column("op").to_numpy() == Op.INSERT)
+        if not mine.any():
+            return
+        counts = batch.transactions.column("rows").to_numpy()
+        lsns = np.repeat(batch.transactions.column("commit").to_numpy(), counts)
+        for row in np.flatnonzero(mine).tolist():
+            position = Position.at(int(lsns[row]), data.column("ordinal")[row].as_py())
+            if position > self._queue.heeded:
+                names = [column.name for column in batch.relations[int(versions[row])].columns]
+                values = data.column("new")[row].as_py()
+                self._heed(position, dict(zip(names, values, strict=True)))
+
+    def _heed(self, position: Position, row: dict[str, bytes | None]) -> None:
+        signal = (row.get("signal") or b"").decode("utf-8", "replace")
+        payload = row.get("payload")
+        try:
+            requests, name = parse_signal(signal, payload.decode("utf-8", "replace") if payload else None)
+            if not requests:
+                getattr(self._queue, signal.removesuffix("-snapshot"))(name)
+        except ConfigError as error:
+            logger.warning("signal at %s is not heeded: %s", position, error)
+            self._queue.heed(position, bad=1)
+            return
+        logger.info("signal at %s: %s", position, signal)
+        self._queue.heed(position, requests)

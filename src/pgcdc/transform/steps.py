@@ -1,0 +1,382 @@
+"""What is done to events as columns in Spark: conditions, SQL and Python functions of users, and the steps between them.
+
+Every function takes a DataFrame of events and gives one with the same columns. If it has the boolean column `_keep`, as in a
+lane, filters note there what is left out, so that a chain is a row of projections; else they leave the rows out. `sql` and
+`where` are Spark's expressions. All else runs in Spark's Python workers, on whole columns by the code of `event`, except for
+the user's own function.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from pgcdc.core.errors import ConfigError, PgcdcError, TransformError
+from pgcdc.core.operation import Op
+from pgcdc.event.columns import CHANGEABLE, EVENT_COLUMNS, KEY_COLUMNS, SHAPE_COLUMNS, edit_columns
+from pgcdc.event.edits import SimpleChain
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+    from pgcdc.transform.transforms import Transform
+
+EventFunction = Callable[[dict[str, Any]], Mapping[str, Any] | None]
+ArrowMap = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
+Step = Mapping[str, Any]
+KEEP = "_keep"
+_UNCHANGED = "unchanged_toast_columns"
+_VALUES, _ROW, _OLD_VALUES, _RESULT = "_values", "_row", "_old_values", "_result"
+_MAP = pa.map_(pa.string(), pa.string())
+_ARROW = {"row": _MAP, "old": _MAP, _UNCHANGED: pa.list_(pa.string())}
+_HIDDEN = {*KEY_COLUMNS, "table_ordinal"}
+_TYPES = {**{name: EVENT_COLUMNS[name] for name in CHANGEABLE}, "shape": SHAPE_COLUMNS["shape"]}
+
+
+# --- SQL
+
+
+def filtered(events: DataFrame, operations: Sequence[str], where: str | None) -> DataFrame:
+    """Only these operations (none: all), and of changes of rows only those for which the SQL condition is true."""
+    from pyspark.sql import functions as F
+
+    passes = F.col("operation").isin(*operations) if operations else F.lit(True)
+    if where is not None:
+        has_row = F.col("table").isNotNull() & F.col("row").isNotNull()
+        asked = _is_active(events) & passes & has_row  # what is left out already is not asked, and cannot fail
+        passes = passes & F.when(asked, F.coalesce(F.expr(where), F.lit(False))).otherwise(F.lit(True))
+    if KEEP in events.columns:
+        return events.withColumn(KEEP, F.col(KEEP) & passes)
+    return events.where(passes)
+
+
+def with_values(events: DataFrame, expressions: Mapping[str, str]) -> DataFrame:
+    """With values of `row` set by SQL expressions. All of them see the row as it was.
+
+    What was sent of an old row (`old`, and the row of a DELETE) gets no further columns, so that "not sent" never looks like
+    NULL. For the same reason a column that is unchanged TOAST stays so.
+    """
+    from pyspark.sql import functions as F
+
+    columns = events.columns
+    values = F.struct(*(_as_text(events, text).alias(str(number)) for number, text in enumerate(expressions.values())))
+    active = _is_active(events) & F.col("table").isNotNull()
+    steps = events.withColumns({_VALUES: F.when(active & F.col("row").isNotNull(), values), _ROW: F.col("row")})
+    changed = {
+        "row": F.when(active, _set_values(F.col(_ROW), F.col(_VALUES), list(expressions))).otherwise(F.col(_ROW))
+    }
+    if "old" in columns:  # the same expressions once more, where `row` is the old row
+        steps = steps.withColumn("row", F.col("old"))
+        steps = steps.withColumn(_OLD_VALUES, F.when(active & F.col("old").isNotNull(), values))
+        replaced = _replace_values(F.col("old"), F.col(_OLD_VALUES), list(expressions))
+        changed["old"] = F.when(active, replaced).otherwise(F.col("old"))
+    return steps.withColumns(changed).select(*columns)
+
+
+def _set_values(row: Column, values: Column, names: list[str]) -> Column:
+    """The values at their names: in their places, or behind the others."""
+    from pyspark.sql import functions as F
+
+    unchanged = F.coalesce(F.col(_UNCHANGED), F.array().cast("array<string>"))
+    takes_more = F.col("operation") != "DELETE"
+    is_new = [takes_more & ~F.map_contains_key(row, name) & ~F.array_contains(unchanged, name) for name in names]
+    added = [
+        F.when(one, F.create_map(F.lit(name), values[str(number)])).otherwise(F.create_map().cast("map<string,string>"))
+        for number, (name, one) in enumerate(zip(names, is_new, strict=True))
+    ]
+    return F.map_concat(_replace_values(row, values, names), *added)
+
+
+def _replace_values(row: Column, values: Column, names: list[str]) -> Column:
+    from pyspark.sql import functions as F
+
+    def choose(name: Column, value: Column) -> Column:
+        chosen = F.when(F.lit(False), value)
+        for number, wanted in enumerate(names):
+            chosen = chosen.when(name == wanted, values[str(number)])
+        return chosen.otherwise(value)
+
+    return F.transform_values(row, choose)
+
+
+def _as_text(events: DataFrame, expression: str) -> Column:
+    """A value as events carry it: the text of PostgreSQL, as far as Spark's is another."""
+    from pyspark.sql import functions as F
+    from pyspark.sql.types import BooleanType
+
+    value = F.expr(expression)
+    if isinstance(events.select(value).schema[0].dataType, BooleanType):
+        return F.when(value, F.lit("t")).when(~value, F.lit("f"))
+    return value.cast("string")
+
+
+def _is_active(events: DataFrame) -> Column:
+    """Whether the chain still has the event."""
+    from pyspark.sql import functions as F
+
+    return F.col(KEEP) if KEEP in events.columns else F.lit(True)
+
+
+# --- in Python workers
+
+
+def run_native(events: DataFrame, steps: Sequence[Step]) -> DataFrame:
+    """The events behind these steps: simple ones as `event.edits` takes them, and Python functions.
+
+    A function is `{"type": "python", "function": name, "call": function or None}`; without one it is found by its name.
+    """
+    from pyspark.sql import functions as F
+
+    columns = [one for one in events.columns if not one.startswith("_") and one not in _HIDDEN]
+    changed = [one for one in _TYPES if one in columns]
+    fields = ", ".join(f"`{one}` {_TYPES[one].upper()}" for one in changed)
+    folder, active = os.getcwd(), _is_active(events)
+
+    def call(asked: pa.Array) -> pa.Array:
+        return _run_steps(asked, steps, changed, folder)
+
+    made = events.withColumn(_RESULT, _caller(call, f"kept BOOLEAN, {fields}")(_asked(events, columns)))
+    keep = F.coalesce(F.col(f"{_RESULT}.kept"), F.lit(False))
+    results = {one: F.when(active, F.col(f"{_RESULT}.{one}")).otherwise(F.col(one)) for one in changed}
+    if KEEP in events.columns:
+        return made.withColumns({**results, KEEP: F.col(KEEP) & keep}).drop(_RESULT)
+    return made.where(keep).withColumns(results).drop(_RESULT)
+
+
+def with_text(events: DataFrame, name: str, write: Callable[[pa.RecordBatch], pa.Array]) -> DataFrame:
+    """The events with a column more, of text that is made of the columns of many at once."""
+    columns = [one for one in events.columns if not one.startswith("_")]
+
+    def call(asked: pa.Array) -> pa.Array:
+        return _scatter(write(_rows_of(asked)), asked)
+
+    return events.withColumn(name, _caller(call, "STRING")(_asked(events, columns)))
+
+
+def map_in_arrow(frame: DataFrame, function: ArrowMap, schema: pa.Schema) -> DataFrame:
+    """`frame.mapInArrow`, without its demand for pandas, which has no part in it."""
+    from pyspark.sql import DataFrame
+    from pyspark.sql.pandas.functions import vectorized_udf  # type: ignore[attr-defined]
+    from pyspark.sql.pandas.types import from_arrow_schema
+    from pyspark.util import PythonEvalType
+
+    udf = vectorized_udf(function, from_arrow_schema(schema), PythonEvalType.SQL_MAP_ARROW_ITER_UDF)
+    column = udf(*[frame[name] for name in frame.columns])
+    return DataFrame(frame._jdf.mapInArrow(column._jc, False, None), frame.sparkSession)
+
+
+def _caller(call: Callable[[pa.Array], pa.Array], kind: str) -> Any:
+    from pyspark.sql.pandas.functions import arrow_udf
+
+    return arrow_udf(call, kind)  # type: ignore[call-overload]
+
+
+def _asked(events: DataFrame, columns: Sequence[str]) -> Column:
+    """The columns of the events that the chain still has, as one."""
+    from pyspark.sql import functions as F
+
+    return F.when(_is_active(events), F.struct(*(F.col(one) for one in columns)))
+
+
+def _rows_of(asked: pa.Array) -> pa.RecordBatch:
+    present: pa.RecordBatch = pa.RecordBatch.from_struct_array(asked.drop_null())
+    return present
+
+
+def _scatter(made: pa.Array, asked: pa.Array) -> pa.Array:
+    """What was made of the rows that are not null, and null for the others."""
+    if not asked.null_count:
+        return made
+    is_valid = asked.is_valid().to_numpy(zero_copy_only=False)
+    return made.take(pa.array(np.cumsum(is_valid) - 1, mask=~is_valid))
+
+
+def _run_steps(asked: pa.Array, steps: Sequence[Step], changed: list[str], folder: str) -> pa.Array:
+    """`kept` and the changed columns of all events that are asked for (structs; null: not asked)."""
+    events = _rows_of(asked)
+    kept = np.arange(events.num_rows)  # which of them are left
+    for is_function, some in groupby(steps, lambda step: step["type"] == "python"):
+        if is_function:
+            for step in some:
+                function = step["call"] if step["call"] is not None else load_function(step["function"], folder)
+                found, keep = call_all(events, function, step["function"])
+                events, kept = _replaced(events, found).filter(pa.array(keep)), kept[keep]
+        else:
+            found, keep = edit_columns(events, SimpleChain((), tuple(some)))
+            events, kept = _replaced(events, found).filter(pa.array(keep)), kept[keep]
+    place = np.full(len(asked) - asked.null_count, -1)
+    place[kept] = np.arange(len(kept))
+    index = pa.array(place, mask=place < 0)
+    arrays = [pa.array(place >= 0), *(events.column(name).take(index) for name in changed)]
+    return _scatter(pa.StructArray.from_arrays(arrays, ["kept", *changed]), asked)
+
+
+def _replaced(events: pa.RecordBatch, found: Mapping[str, pa.Array]) -> pa.RecordBatch:
+    columns = [found.get(name, events.column(name)) for name in events.schema.names]
+    return pa.RecordBatch.from_arrays(columns, events.schema.names)
+
+
+# --- functions of users
+
+
+def load_function(name: str, folder: str | None = None) -> EventFunction:
+    """`module:function`, also of a module in `folder` (the current one). ConfigError if it is not there."""
+    where = folder if folder is not None else os.getcwd()
+    module_name, _, function_name = name.partition(":")
+    if where not in sys.path:
+        sys.path.append(where)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"python transform {name}: there is no module {error.name}",
+            f"Put it into {where}, or install it for the Python that runs pgcdc and Spark's workers ({sys.executable})",
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"python transform {name}: its module cannot be imported: {type(error).__name__}: {error}",
+            "Correct the module",
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        known = ", ".join(sorted(one for one, value in vars(module).items() if callable(value) and one[0] != "_")[:8])
+        raise ConfigError(
+            f"python transform {name}: module {module_name} has no function {function_name}",
+            f"It has: {known}" if known else "Write it there: it takes an event (a dict) and returns one, or None",
+        )
+    chosen: EventFunction = function
+    return chosen
+
+
+def call_all(
+    events: pa.RecordBatch, function: EventFunction, name: str
+) -> tuple[dict[str, pa.Array], np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+    """What a function makes of events, and which of them it keeps. TransformError names the position."""
+    shown = events.select([one for one in events.schema.names if one != "shape"])
+    changed = [one for one in CHANGEABLE if one in shown.schema.names]
+    results = [_call(function, one, name, changed) for one in shown.to_pylist(maps_as_pydicts="strict")]
+    made = {
+        one: pa.array([None if after is None else _item(after[one], one) for after in results],
+                      _ARROW.get(one, pa.string()))
+        for one in changed
+    }  # fmt: skip
+    return made, np.array([after is not None for after in results], np.bool_)
+
+
+def _item(value: Any, name: str) -> Any:
+    return list(value.items()) if value is not None and _ARROW.get(name) == _MAP else value
+
+
+def _call(function: EventFunction, event: dict[str, Any], name: str, changed: list[str]) -> dict[str, Any] | None:
+    place = f"python transform {name} at position {event.get('position')}"
+    given = {key: dict(value) if isinstance(value, dict) else value for key, value in event.items()}
+    try:
+        after = function(given)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise TransformError(
+            f"{place}: {type(error).__name__}: {text}", "Correct the function, then start again"
+        ) from error
+    if after is None:
+        return None
+    if not isinstance(after, Mapping):
+        raise TransformError(
+            f"{place}: it returned {type(after).__name__}", "Return the event (a dict), or None to drop it"
+        )
+    for key, value in event.items():
+        if key not in changed and after.get(key) != value:
+            raise TransformError(
+                f"{place}: it changed {key}",
+                f"A function may change {', '.join(changed)}, and leaves the rest as it is",
+            )
+    unknown = sorted(set(after) - set(event))
+    if unknown:
+        raise TransformError(f"{place}: it added {unknown[0]}", "Put values of your own into row")
+    return {one: _checked(one, after.get(one), place) for one in changed}
+
+
+def _checked(key: str, value: Any, place: str) -> Any:
+    advice = "Values are PostgreSQL's text: return str or None, for example str(value)"
+    if value is None:
+        return None
+    if key in ("row", "old"):
+        if not isinstance(value, Mapping):
+            raise TransformError(f"{place}: {key} is {type(value).__name__}", "Return a dict, or None")
+        for name, one in value.items():
+            if not isinstance(name, str) or not (one is None or isinstance(one, str)):
+                raise TransformError(f"{place}: {key}[{name!r}] is {type(one).__name__}", advice)
+        return value
+    if key == "unchanged_toast_columns":
+        if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+            raise TransformError(f"{place}: {key} is no list of names", "Return a list of str, or None")
+        return list(value) or None
+    if not isinstance(value, str):
+        raise TransformError(f"{place}: {key} is {type(value).__name__}", advice)
+    if key == "operation" and value not in Op.__members__:
+        raise TransformError(f"{place}: there is no operation {value}", f"There are: {', '.join(Op.__members__)}")
+    return value
+
+
+# --- failures
+
+
+def explain_failure(batch: DataFrame, error: Exception, chains: Sequence[Sequence[Transform]]) -> Exception:
+    """What failed in a job over a batch, if it is one of these transforms; else the same error."""
+    text = str(error)
+    ours = re.search(r"pgcdc\.core\.errors\.(\w+): ([^\n]*)", text)
+    if ours is not None:
+        return PgcdcError.from_json({"kind": ours[1], "message": ours[2].rstrip(" ;"), "advice": ""})
+    for transforms in chains:
+        for number, one in enumerate(transforms, 1):
+            written = next((sql for sql in one.sql if " ".join(sql.split()) in " ".join(text.split())), None)
+            if written is not None:
+                place = _find_failing(batch)
+                where = f" at position {place}" if place else ""
+                return TransformError(
+                    f"transform {number} ({one.name}) failed{where}: {written}: {_reason(text)}",
+                    "Correct the expression: try_cast gives NULL for what cannot be cast",
+                )
+    return error
+
+
+def _reason(text: str) -> str:
+    """Spark's first sentence without its advice."""
+    first = next((line for line in text.splitlines() if line.strip()), "").strip()
+    return re.split(r" (?:Use|If necessary) ", first)[0].rstrip(". ")
+
+
+def _find_failing(projected: DataFrame) -> str | None:
+    """The position of the first event that fails, by halves: Spark's errors do not say."""
+    from pyspark.errors import PySparkException
+    from pyspark.sql import functions as F
+
+    def fails(low: str, high: str) -> bool:
+        chosen = projected.where((F.col("position") >= low) & (F.col("position") <= high))
+        try:
+            chosen.write.format("noop").mode("overwrite").save()
+        except PySparkException:
+            return True
+        return False
+
+    try:
+        places = [row.position for row in projected.select("position").collect()]
+        if not places:
+            return None
+        low, high = 0, len(places) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if fails(places[low], places[middle]):
+                high = middle
+            else:
+                low = middle + 1
+        return str(places[low]) if fails(places[low], places[low]) else None
+    except PySparkException:
+        return None
