@@ -14,6 +14,8 @@ PY := .venv/bin/python
 RUN := .venv/.installed
 DEV := .venv/.installed-dev
 ARCHIVE := .venv/spark.jsa
+# Types of pgcdc.adapters, for mypy and editors
+STUB := src/pgcdc/adapters.pyi
 SOURCES := pyproject.toml setup.py tools/set_up.py $(shell find src -name '*.pyx' -o -name '*.pxd')
 ROUNDS ?= 30
 # More than the two cores of CI: tests wait for servers and timeouts about a third of their time
@@ -49,7 +51,10 @@ test: $(DEV) $(ARCHIVE) ## Every test but the slow ones, in three processes (JOB
 torture: $(DEV) $(ARCHIVE) ## Slow scenarios: random kill -9 under load (ROUNDS=30)
 	@PGCDC_TORTURE_ROUNDS="$${PGCDC_TORTURE_ROUNDS:-$(ROUNDS)}" $(PY) -m pytest -m slow $(ARGS)
 
-lint: $(DEV) ## ruff (rules and format) and mypy strict
+$(STUB): tools/adapter_reference.py pyproject.toml $(shell find src/pgcdc/sink -name '*.py') | $(DEV)
+	@$(PY) tools/adapter_reference.py --stub
+
+lint: $(DEV) $(STUB) ## ruff (rules and format) and mypy strict
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
@@ -78,4 +83,5 @@ clean: ## Remove everything that can be made again
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .pgcdc src/*.egg-info
 	find src tests -name '__pycache__' -type d -prune -exec rm -rf {} +
 	find src -name '*.so' -type f -delete
+	rm -f $(STUB)
 	find src -name '*.pyx' -exec sh -c 'rm -f "$${1%.pyx}.c"' _ {} ';'

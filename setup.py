@@ -1,4 +1,5 @@
-"""Builds what is optionally compiled: decoder, JSON renderer, hashes, splitters. All else is in pyproject.toml.
+"""Builds what is optionally compiled (decoder, JSON renderer, hashes, splitters), and the types of `pgcdc.adapters`.
+All else is in pyproject.toml.
 
 Without Cython or without a compiler the package is complete: each compiled module has one
 in Python beside it that does the same.
@@ -7,9 +8,11 @@ in Python beside it that does the same.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
 
 # The C compiler takes longer than all else: one for each module at a time.
 JOBS = os.cpu_count() or 1
@@ -46,4 +49,16 @@ def compiled_modules() -> list[Extension]:
     return modules
 
 
-setup(ext_modules=compiled_modules(), options={"build_ext": {"parallel": JOBS}})
+class BuildPython(build_py):
+    """Also makes adapters.pyi, if what adapters need is installed. Without it their functions take any keyword."""
+
+    def run(self) -> None:
+        command = [sys.executable, "tools/adapter_reference.py", "--stub"]
+        if subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": "src"}, check=False, capture_output=True
+        ).returncode:
+            print("adapters.pyi was not made: install pgcdc's dependencies, and build without isolation")
+        super().run()
+
+
+setup(ext_modules=compiled_modules(), options={"build_ext": {"parallel": JOBS}}, cmdclass={"build_py": BuildPython})

@@ -1,12 +1,14 @@
-"""Writes what is made from the options of adapters: their reference page, and the types of their functions in Python.
+"""Writes what is made from the options of adapters: the settings on the page of each, and the types of their functions.
 
-    python tools/adapter_reference.py
+    python tools/adapter_reference.py [--stub]
 
-Run it when an adapter or one of its settings is new or changed; a test says if it was forgotten.
+Run it when an adapter or one of its settings is new or changed; a test says if a page was forgotten. The types
+(`adapters.pyi`) are not kept in git: `setup.py` and `make lint` make them with --stub.
 """
 
 from __future__ import annotations
 
+import sys
 import textwrap
 import types
 from pathlib import Path
@@ -17,64 +19,25 @@ from pydantic.fields import FieldInfo
 
 from pgcdc.core.settings import is_switch, unit_of
 from pgcdc.sink.registry import own_adapters
-from pgcdc.sink.spec import DeliveryOptions
+from pgcdc.sink.spec import DeliveryOptions, SinkOptions
 
 ROOT = Path(__file__).parents[1]
-PAGE, STUB = ROOT / "docs" / "adapters" / "README.md", ROOT / "src" / "pgcdc" / "adapters.pyi"
-GENERATED = "made by tools/adapter_reference.py from the options of adapters: change those, and run it again"
-
-
-_HEAD = f"""<!-- {GENERATED} -->
-# Adapters
-
-Where events go. All of them keep the same contract ([how to write a sink](../contract.md)) and are called in the same way
-([delivery](../delivery.md)).
-
-| adapter | where events go |
-| --- | --- |
-"""
-_SETTINGS = """
-## Settings
-
-A further adapter of a type is a mapping in [`adapters`](../configuration.md#adapters), with these keys without the type in
-front of them. In Python they are keywords: `adapters.file("events.jsonl", max_size="100MB")`.
-"""
-_TABLE = """
-### {}
-
+PAGES, STUB = ROOT / "docs" / "adapters", ROOT / "src" / "pgcdc" / "adapters.pyi"
+BEGIN, END = "<!-- settings: made by tools/adapter_reference.py -->\n", "<!-- end of settings -->\n"
+_HEAD = """
 | flag | variable | key | default | meaning |
 | --- | --- | --- | --- | --- |
 """
-_DELIVERY = """
-### Every adapter
-
-With the adapter's name in front: `--file-timeout`, `PGCDC_FILE_TIMEOUT`, `file_timeout`. [Delivery](../delivery.md)
-explains them.
-
-| key | default | meaning |
-| --- | --- | --- |
-"""
 
 
-def make_page() -> str:
-    """docs/adapters/README.md."""
-    kinds = own_adapters()
-    parts = [_HEAD, *map(_index, kinds, kinds.values()), _SETTINGS]
-    for kind, model in kinds.items():
-        if model.model_fields:
-            parts.append(
-                f"\n### {kind}\n\n| flag | variable | key | default | meaning |\n| --- | --- | --- | --- | --- |\n"
-            )
-            parts += [_row(kind, name, field) for name, field in model.model_fields.items()]
-    parts.append(_DELIVERY)
-    for name, field in DeliveryOptions.model_fields.items():
-        parts.append(f"| `{name}` | {_default(field)} | {_meaning(field)} |\n")
-    return "".join(parts)
-
-
-def _index(kind: str, model: type) -> str:
-    more = [f"[{page.stem}]({page.name})" for page in sorted(PAGE.parent.glob(f"{kind}_*.md"))]
-    return f"| {', '.join([f'[{kind}]({kind}.md)', *more])} | {_sentence(model)} |\n"
+def make_page(kind: str, model: type[SinkOptions]) -> str:
+    """docs/adapters/KIND.md with its table of settings: between the marks, or at the end of a new page."""
+    text = (PAGES / f"{kind}.md").read_text()
+    before, _, rest = text.partition(BEGIN) if BEGIN in text else (f"{text}\n## Reference\n\n", "", "")
+    rows = [_row(kind, name, field) for name, field in model.model_fields.items()]
+    table = "".join([_HEAD, *rows]) if rows else "\nIt has no settings of its own.\n"
+    more = "\n[Every adapter](../configuration.md#adapters) also accepts the delivery settings.\n\n"
+    return f"{before}{BEGIN}{table}{more}{END}{rest.partition(END)[2]}"
 
 
 def _sentence(model: type) -> str:
@@ -108,7 +71,7 @@ def make_stub() -> str:
     """src/pgcdc/adapters.pyi."""
     delivery = "".join(f"    {name}: {_type(one)}\n" for name, one in DeliveryOptions.model_fields.items())
     parts = [
-        f"# {GENERATED}\n",
+        "# made by tools/adapter_reference.py from the options of adapters\n",
         "from collections.abc import Callable, Mapping, Sequence\nfrom os import PathLike\n",
         "from typing import Any, Literal, TypedDict, Unpack\n\n",
         "from pgcdc.sink.spec import AdapterSpec, Priority\n\n",
@@ -153,5 +116,6 @@ def _name(kind: Any, takes_more: bool) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(make_page())
     STUB.write_text(make_stub())
+    for kind, model in own_adapters().items() if "--stub" not in sys.argv else ():
+        (PAGES / f"{kind}.md").write_text(make_page(kind, model))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import typer
@@ -18,6 +20,7 @@ from pgcdc.config.adapters import FLAT_KEYS
 from pgcdc.core import errors
 from pgcdc.core.settings import setting_of, unit_of
 from pgcdc.event.columns import EVENT_SCHEMA
+from pgcdc.sink.registry import own_adapters
 from pgcdc.sink.spec import DeliveryOptions
 from pgcdc.spark import options as stream_options
 
@@ -54,29 +57,46 @@ def test_pages_name_the_flags_of_listen_and_no_others() -> None:
     assert shown.exit_code == 0
     in_help = set(_FLAG.findall(re.sub(r"\x1b\[[0-9;]*m", "", shown.output)))
     assert "--slot-name" in in_help
-    of_adapters = set(_FLAG.findall(_read("adapters/README.md"))) - {"--file-timeout"}  # an example of what is hidden
-    assert set(_FLAG.findall(_read("listen.md"))) | of_adapters == in_help
+    assert set(_FLAG.findall(_read("listen.md"))) | set(_FLAG.findall(_references())) == in_help
 
 
 def test_pages_name_every_variable_and_key_of_listen() -> None:
     settings = {key: setting_of(key, field) for key, field in Config.model_fields.items()}
     shown = {key for key, setting in settings.items() if setting.flag and not setting.is_hidden}
-    for page, keys in (("listen.md", shown - FLAT_KEYS.keys()), ("adapters/README.md", shown & FLAT_KEYS.keys())):
-        text = _read(page)
+    for text, keys in ((_read("listen.md"), shown - FLAT_KEYS.keys()), (_references(), shown & FLAT_KEYS.keys())):
         for key in keys:
             assert f"`PGCDC_{key.upper()}` | `{key}`" in text, key
         named = set(re.findall(r"`PGCDC_([A-Z0-9_]+)` \|", text))
         assert named == {key.upper() for key in keys}
 
 
-def test_what_is_made_from_the_options_of_adapters_is_up_to_date() -> None:
+def _tool() -> ModuleType:
     spec = importlib.util.spec_from_file_location("adapter_reference", ROOT / "tools" / "adapter_reference.py")
     assert spec is not None and spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
+    return tool
+
+
+def _references() -> str:
+    """The tables of settings on the pages of adapters."""
+    tool = _tool()
+    pages = [_read(f"adapters/{kind}.md") for kind in own_adapters()]
+    return "".join(page.partition(tool.BEGIN)[2].partition(tool.END)[0] for page in pages)
+
+
+@pytest.mark.parametrize("kind", own_adapters())
+def test_page_of_an_adapter_has_its_settings(kind: str) -> None:
     advice = "run: .venv/bin/python tools/adapter_reference.py"
-    assert tool.PAGE.read_text() == tool.make_page(), advice
-    assert tool.STUB.read_text() == tool.make_stub(), advice
+    assert _read(f"adapters/{kind}.md") == _tool().make_page(kind, own_adapters()[kind]), advice
+
+
+def test_types_of_adapters_are_python_and_name_every_option() -> None:
+    stub = ast.parse(_tool().make_stub())
+    functions = {one.name: one.args for one in stub.body if isinstance(one, ast.FunctionDef)}
+    for kind, model in own_adapters().items():
+        given = [*functions[kind].args, *functions[kind].kwonlyargs]
+        assert set(model.model_fields) <= {one.arg for one in given}
 
 
 def test_configuration_page_names_how_every_adapter_is_called_with_its_default() -> None:
@@ -145,9 +165,8 @@ def test_every_page_of_the_documentation_is_linked_from_the_readme_or_an_index()
         for index in indexes
         for link in _LINK.findall(index.read_text())
     }
-    assert [
-        str(page) for page in DOCS.rglob("*.md") if page.resolve() not in linked and page.name != "benchmarks.md"
-    ] == []
+    pages = [page for page in DOCS.rglob("*.md") if page.name != "benchmarks.md"]
+    assert [str(page) for page in pages if linked.isdisjoint({page.resolve(), page.parent.resolve()})] == []
 
 
 @pytest.mark.parametrize("program", sorted((ROOT / "examples").glob("*.py")), ids=lambda program: program.name)

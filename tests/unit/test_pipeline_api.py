@@ -50,10 +50,10 @@ def test_the_variable_says_which_database(monkeypatch: pytest.MonkeyPatch) -> No
         (lambda: sources.postgres(DB, tables=["a"], max_batch_rows=0), "max_batch_rows"),
         (lambda: sources.postgres(DB), "tables"),
         (lambda: sources.postgres(DB, tables=["a"], adapters=["file"]), "adapters does not belong to a source"),
-        (lambda: adapters.file("x", timout=3), "timout is not known"),  # type: ignore[call-arg]
+        (lambda: adapters.file("x", **dict[str, Any](timout=3)), "timout is not known"),
         (lambda: adapters.file("x", timeout=-1), "timeout"),
         (lambda: adapters.file("", name="a"), "path"),
-        (lambda: adapters.noop(priority="high"), "priority 'high' is not known"),  # type: ignore[arg-type]
+        (lambda: adapters.noop(**dict[str, Any](priority="high")), "priority 'high' is not known"),
     ],
 )
 def test_wrong_settings_are_named(make: Any, said: str) -> None:
