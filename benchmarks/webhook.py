@@ -19,8 +19,7 @@ from http_clients import Receiver, receive
 
 from pgcdc import adapters
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Column, Relation
-from pgcdc.core.shapes import ShapeChange, append_shapes
+from pgcdc.core.relation import Column, Relation, ShapeChange, append_shapes
 from pgcdc.event.batch import Batch
 from pgcdc.event.forms import RECORD
 from pgcdc.sink.registry import make_sink

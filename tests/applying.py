@@ -17,8 +17,7 @@ from databases import drop_database
 from psycopg import sql
 
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Relations
-from pgcdc.core.shapes import ShapeHistory
+from pgcdc.core.relation import Relations, ShapeHistory
 from pgcdc.core.state import StateDir
 from pgcdc.event.batch import Batch
 from pgcdc.event.edits import SimpleChain

@@ -10,9 +10,8 @@ from typing import Any
 import psycopg
 from databases import Database
 
-from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Relations
+from pgcdc.core.relation import Op, Relations
 from pgcdc.core.state import StateDir
 from pgcdc.source.postgres.setup.slots import create_slot
 from pgcdc.source.postgres.snapshot.incremental import IncrementalSnapshots

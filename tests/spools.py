@@ -8,11 +8,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Relation
-from pgcdc.spool.batch import CaptureBatch, Part
+from pgcdc.core.relation import OldKind, Op, Relation
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
+from pgcdc.spool.segment import CaptureBatch, Part
 from pgcdc.spool.writer import SpoolWriter
 
 START_LSN = 8

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pgcdc.core.operation import OldKind, Op
-from pgcdc.core.relation import Column, Relation
+from pgcdc.core.relation import Column, OldKind, Op, Relation
 from pgcdc.event.batch import TableChanges
 
 Row = Mapping[str, str | None]

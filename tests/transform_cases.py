@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from pgcdc.core.errors import TransformError
-from pgcdc.core.operation import Op
+from pgcdc.core.relation import Op
 from pgcdc.event.masks import LOOKS
 from pgcdc.transform.program import Chain
 

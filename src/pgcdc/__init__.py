@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pgcdc.source.postgres.wire.stream import Capture, open_capture
     from pgcdc.spark.session import register, session
     from pgcdc.spark.tables import describe, read_snapshot, read_table, read_tables
-    from pgcdc.spool.batch import CaptureBatch
+    from pgcdc.spool.segment import CaptureBatch
 
 __all__ = [
     "Capture",
@@ -76,7 +76,7 @@ __all__ = [
 
 _LAZY = {
     "Capture": "pgcdc.source.postgres.wire.stream",
-    "CaptureBatch": "pgcdc.spool.batch",
+    "CaptureBatch": "pgcdc.spool.segment",
     "Pipeline": "pgcdc.run.pipeline",
     "Sink": "pgcdc.sink.contract",
     "SinkContext": "pgcdc.sink.contract",

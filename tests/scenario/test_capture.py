@@ -21,8 +21,8 @@ import pgcdc
 from pgcdc.capture.control import CaptureGone, ControlClient, ensure_capture
 from pgcdc.capture.spec import CaptureSpec
 from pgcdc.core.errors import ConfigError, ConnectionLost, GapError, PgcdcError, SourceError
-from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
+from pgcdc.core.relation import Op
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.postgres.lsn import format_lsn

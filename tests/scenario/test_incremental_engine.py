@@ -13,8 +13,8 @@ from engine import Engine
 from listening import wait_until
 from snapshots import long_text
 
-from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
+from pgcdc.core.relation import Op
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.source.postgres.snapshot import reader
 from pgcdc.source.postgres.snapshot.asking import find_table

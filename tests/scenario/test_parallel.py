@@ -15,9 +15,8 @@ import pytest
 from spools import START_LSN, Change, write_spool
 
 from pgcdc.core.errors import SinkUnavailable
-from pgcdc.core.operation import Op
 from pgcdc.core.position import SCHEMA_SUB, Position
-from pgcdc.core.relation import Column, Relation
+from pgcdc.core.relation import Column, Op, Relation
 from pgcdc.event.events import KEYED_BLOCKS
 from pgcdc.sink.contract import Receipt
 from pgcdc.sink.folder import FolderPartWriter, FolderSink

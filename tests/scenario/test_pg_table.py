@@ -22,7 +22,7 @@ from pgcdc.core import failpoint
 from pgcdc.core.errors import SinkError, SinkRejected, SinkUnavailable
 from pgcdc.core.failpoint import FailpointError
 from pgcdc.core.position import SCHEMA_SUB, Position
-from pgcdc.core.shapes import ShapeChange, append_shapes
+from pgcdc.core.relation import ShapeChange, append_shapes
 from pgcdc.core.state import Identity, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.postgres.database import connect

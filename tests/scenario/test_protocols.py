@@ -14,7 +14,7 @@ import pgcdc
 from pgcdc.core.errors import ConfigError, PgcdcError, SourceError
 from pgcdc.playground.postgres import EmbeddedPostgres, find_binaries
 from pgcdc.source.postgres.options import WireOptions
-from pgcdc.spool.batch import CaptureBatch
+from pgcdc.spool.segment import CaptureBatch
 
 
 @pytest.fixture(scope="module", params=[18, 16, 15])

@@ -19,16 +19,15 @@ from pgcdc.capture.control import ControlClient, ensure_capture
 from pgcdc.capture.spec import CaptureOptions, CaptureSpec, make_spec
 from pgcdc.config import load_config
 from pgcdc.core.errors import ConfigError, GapError
-from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Relations
+from pgcdc.core.relation import Op, Relations
 from pgcdc.core.state import Lock, StateDir, read_json
 from pgcdc.source.rate.changes import FIRST_COMMIT, MadeUp
 from pgcdc.source.rate.options import RateOptions
 from pgcdc.source.rate.source import SERVER_FILE, RateSource
 from pgcdc.source.registry import find_source, source_names
 from pgcdc.spark.options import parse_options
-from pgcdc.spark.reader import ChangeReader
+from pgcdc.spark.source import ChangeReader
 from pgcdc.spool.reader import SpoolReader, read_slice
 
 Rows = dict[tuple[int, bytes], list[bytes]]

@@ -15,9 +15,8 @@ import pytest
 from redising import START, deliver
 from targets.redis import RedisServer
 
-from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Column, Relation
+from pgcdc.core.relation import Column, OldKind, Op, Relation
 from pgcdc.event.batch import Batch
 from pgcdc.event.forms import TABLE
 from pgcdc.event.shape import TableShape

@@ -20,8 +20,8 @@ from pgcdc.cli.status import read_status
 from pgcdc.core.errors import ConfigError, GapError, SinkError, SourceError, StateError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir, read_json, write_json
+from pgcdc.run.chains import note_targets, why_unreadable
 from pgcdc.run.resync import Resync, ResyncOptions
-from pgcdc.run.targets import note_targets, why_unreadable
 from pgcdc.sink.file import FileSink
 from pgcdc.source.postgres.snapshot.releases import Releases
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, RequestState, SnapshotRequest

@@ -23,8 +23,7 @@ from pgcdc.capture.process import CaptureProcess
 from pgcdc.cli.status import read_status
 from pgcdc.core.errors import ConfigError, ConnectionLost
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Column, Relation
-from pgcdc.core.shapes import ShapeChange, ShapeHistory
+from pgcdc.core.relation import Column, Relation, ShapeChange, ShapeHistory
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.event.shape import diff_shapes
 from pgcdc.playground.postgres import EmbeddedPostgres, find_binaries
@@ -35,7 +34,7 @@ from pgcdc.postgres.types.names import type_name
 from pgcdc.source.postgres.setup import guard as capture_shapes
 from pgcdc.source.postgres.setup.guard import describe_shapes
 from pgcdc.spark.options import parse_options
-from pgcdc.spark.reader import ChangeReader
+from pgcdc.spark.source import ChangeReader
 
 OLDER = [pytest.param(16, marks=pytest.mark.slow), pytest.param(15, marks=pytest.mark.slow)]
 

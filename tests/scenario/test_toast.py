@@ -18,7 +18,7 @@ from pgcdc.core.errors import ConfigError, ConversionError, SourceError, StateEr
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.source.postgres.options import ToastOptions
 from pgcdc.source.postgres.toast import resolver as toast_module
-from pgcdc.spool.batch import CaptureBatch
+from pgcdc.spool.segment import CaptureBatch
 
 SLOW = pytest.mark.slow
 

@@ -29,7 +29,7 @@ from targets.webhook import ITEMS
 
 from pgcdc.core.errors import PgcdcError, SinkError, SinkRejected, SinkUnavailable
 from pgcdc.core.position import Position
-from pgcdc.core.shapes import ShapeChange, append_shapes
+from pgcdc.core.relation import ShapeChange, append_shapes
 from pgcdc.event.batch import Batch
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import DeliveryOptions

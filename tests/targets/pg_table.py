@@ -14,8 +14,7 @@ from typing import Any
 import psycopg
 
 from pgcdc.core.position import SCHEMA_SUB, Position
-from pgcdc.core.relation import Column, Relation
-from pgcdc.core.shapes import ShapeChange, append_shapes
+from pgcdc.core.relation import Column, Relation, ShapeChange, append_shapes
 from pgcdc.sink.pg_table.append import Appender
 from targets.base import SERVERS, BaseTarget
 from targets.events import event, to_line

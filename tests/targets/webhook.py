@@ -11,8 +11,7 @@ from typing import Any
 from receivers import How, Receiver, Request, answer, receiver
 
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Column, Relation
-from pgcdc.core.shapes import ShapeChange, append_shapes
+from pgcdc.core.relation import Column, Relation, ShapeChange, append_shapes
 from targets.base import BaseTarget
 from targets.events import event, position_of, to_line
 

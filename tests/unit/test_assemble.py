@@ -23,12 +23,11 @@ from wire import (
 )
 
 from pgcdc.core.errors import DecodeError
-from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Column, Relation, Relations
+from pgcdc.core.relation import Column, Op, Relation, Relations
 from pgcdc.source.postgres.wire.assemble import Assembler
-from pgcdc.spool.batch import CaptureBatch
 from pgcdc.spool.schema import CHANGES
+from pgcdc.spool.segment import CaptureBatch
 
 ORDERS = Relation(1, "public", "orders", "d", (Column("id", 23, -1, True), Column("note", 25, -1, False)))
 ITEMS = Relation(2, "public", "items", "d", (Column("id", 23, -1, True),))

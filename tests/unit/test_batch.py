@@ -18,10 +18,8 @@ from transform_cases import KEY, KEY_VARIABLE, simple_chains
 from wire import UNCHANGED
 
 from pgcdc.core.errors import SinkError, TransformError
-from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import SCHEMA_SUB, Kind, Position
-from pgcdc.core.relation import Column, Relation
-from pgcdc.core.shapes import ShapeChange, ShapeHistory
+from pgcdc.core.relation import Column, OldKind, Op, Relation, ShapeChange, ShapeHistory
 from pgcdc.event.batch import Batch, Records, TableChanges, split_forms
 from pgcdc.event.columns import ColumnReader, edit_columns
 from pgcdc.event.edits import SimpleChain

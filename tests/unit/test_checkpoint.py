@@ -10,9 +10,8 @@ import pytest
 
 from pgcdc.core.errors import StateError
 from pgcdc.core.position import Position
-from pgcdc.run import checkpoint as checkpoint_module
-from pgcdc.run.checkpoint import Checkpoint
-from pgcdc.run.lane import Lane
+from pgcdc.run import lane as checkpoint_module
+from pgcdc.run.lane import Checkpoint, Lane
 from pgcdc.transform.program import Chain
 
 

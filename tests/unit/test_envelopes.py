@@ -15,8 +15,7 @@ from wire import UNCHANGED
 
 from pgcdc.core.errors import TransformError
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Column
-from pgcdc.core.shapes import ShapeChange
+from pgcdc.core.relation import Column, ShapeChange
 from pgcdc.event import lines
 from pgcdc.event.debezium_values import write_value
 from pgcdc.event.edits import parse_chains

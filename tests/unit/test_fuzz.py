@@ -17,7 +17,7 @@ from pgcdc.source.postgres.wire import undecided
 from pgcdc.source.postgres.wire.assemble import Assembler
 from pgcdc.source.postgres.wire.messages import DELETE, INSERT, MESSAGE, TRUNCATE, UPDATE
 from pgcdc.source.postgres.wire.rows import decoder_name
-from pgcdc.spool.batch import CaptureBatch
+from pgcdc.spool.segment import CaptureBatch
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "streams"
 STREAMS = {path.stem: load_messages(path) for path in sorted(FOLDER.glob("*.txt"))}

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pgcdc.core.errors import SpoolError
-from pgcdc.core.operation import Op
 from pgcdc.core.position import LAST_ORDINAL, Kind, Position
+from pgcdc.core.relation import Op
 from pgcdc.spool.index import IndexRecord, chunk_number, chunk_path, encode_record, list_chunks, parse_records
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 from pgcdc.spool.segment import checksum_file, open_segment, read_segment, write_segment

@@ -17,9 +17,8 @@ from spools import START_LSN, write_spool
 from pgcdc import Pipeline, adapters, sources, transform
 from pgcdc.capture.control import CaptureLink
 from pgcdc.core.errors import ConnectionLost, GapError, PgcdcError, SinkUnavailable, SourceError
-from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Column, Relation
+from pgcdc.core.relation import Column, Op, Relation
 from pgcdc.core.state import StateDir
 from pgcdc.event.batch import Batch
 from pgcdc.event.events import LINES

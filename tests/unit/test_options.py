@@ -13,8 +13,7 @@ from pyspark.sql.types import StructType
 from pgcdc.capture.spec import CaptureOptions
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.position import SCHEMA_SUB, Position
-from pgcdc.core.relation import Column, Relation
-from pgcdc.core.shapes import ShapeChange, append_shapes
+from pgcdc.core.relation import Column, Relation, ShapeChange, append_shapes
 from pgcdc.event.frame import EventOptions
 from pgcdc.source.postgres.options import PostgresOptions, WireOptions
 from pgcdc.spark.options import parse_options, write_options
@@ -137,7 +136,7 @@ def test_no_secret_stands_in_what_spark_is_told_or_sends_to_executors(
 ) -> None:
     """Invariant 8: Spark keeps options and plans, and shows them."""
     from pgcdc.config import load_config
-    from pgcdc.spark.reader import ChangeReader
+    from pgcdc.spark.source import ChangeReader
 
     url = "postgresql://app:hush-hush@localhost/shop"
     secrets = {"db": url, "dlq": "pg_table", "dlq_db": "postgresql://ops:quiet-now@localhost/ops"}

@@ -16,9 +16,8 @@ from pyspark.errors import PySparkException
 from spools import START_LSN, write_spool
 
 from pgcdc.core.errors import PgcdcError, SinkError, SinkRejected, SinkUnavailable, TransformError
-from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import SCHEMA_SUB, Position
-from pgcdc.core.relation import Column, Relation
+from pgcdc.core.relation import Column, OldKind, Op, Relation
 from pgcdc.core.state import StateDir
 from pgcdc.event.events import KEYED_LINES, events_of, open_blocks, pack_block, unpack_blocks
 from pgcdc.event.forms import find_barriers, key_hashes
@@ -31,8 +30,8 @@ from pgcdc.sink.folder import FolderSink
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import DeliveryOptions
 from pgcdc.spark import parallel
-from pgcdc.spark.failure import explained
 from pgcdc.spark.parallel import LargeBatch, LargeBatches, Piece, Segment, _open, _Split, _Write, plan_segments
+from pgcdc.spark.session import explained
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 
 START, END = Position.end(8), Position.end(160)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from table_changes import Change, relation, table_changes
 
-from pgcdc.core.operation import OldKind, Op
+from pgcdc.core.relation import OldKind, Op
 from pgcdc.sink.pg_table.fold import Folded, MissingKey, Rows, find_moves, fold_bag, fold_keyed, fold_late, number_rows
 
 COLUMNS = ("id", "sub", "a", "b")

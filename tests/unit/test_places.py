@@ -9,7 +9,7 @@ import pytest
 from pgcdc import adapters
 from pgcdc.core.errors import StateError
 from pgcdc.core.state import StateDir
-from pgcdc.run.targets import check_target, note_targets
+from pgcdc.run.chains import check_target, note_targets
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.transform.program import Chain
 

@@ -9,12 +9,11 @@ import pyarrow as pa
 import pytest
 
 from pgcdc.core.errors import SpoolError, StateError
-from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import LAST_CHUNK, SNAPSHOT, Position
-from pgcdc.core.relation import Column, Relation, Relations
+from pgcdc.core.relation import Column, OldKind, Op, Relation, Relations
 from pgcdc.source.postgres.snapshot.releases import Releases
-from pgcdc.spool.batch import CaptureBatch, Part, split_batch
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
+from pgcdc.spool.segment import CaptureBatch, Part, split_batch
 
 ORDERS = Relation(16384, "public", "orders", "d", (Column("id", 23, -1, True),))
 BASE = Position.end(0x100)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from wire import UNCHANGED, Value, encode_delete, encode_insert, encode_tuple, encode_update, in_stream
 
 from pgcdc.core.errors import DecodeError
-from pgcdc.core.operation import OldKind, Op
+from pgcdc.core.relation import OldKind, Op
 from pgcdc.source.postgres.wire.rows import PythonRowBuffer, RowBuffer, decoder_name, new_row_buffer
 from pgcdc.spool.schema import CHANGES
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from pgcdc.core.operation import Op
-from pgcdc.core.relation import Column, Relation
+from pgcdc.core.relation import Column, Op, Relation
 from pgcdc.event.events import events_of
 from pgcdc.event.frame import EventOptions, make_frame
 from pgcdc.event.shape import ARRAY, NO_MODIFIER, REQUIRED, ZERO, Family, TableShape, column_types

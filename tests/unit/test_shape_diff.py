@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pgcdc.core.position import SCHEMA_SUB, Position
-from pgcdc.core.relation import Column, Relation
-from pgcdc.core.shapes import ShapeChange
+from pgcdc.core.relation import Column, Relation, ShapeChange
 from pgcdc.event.shape import describe_change, diff_shapes, event_values
 from pgcdc.postgres.types.names import type_name
 

@@ -21,14 +21,13 @@ from wire import encode_begin, encode_commit, encode_insert, encode_message, enc
 
 from pgcdc.core.errors import ConnectionLost, StateError
 from pgcdc.core.position import SCHEMA_SUB, Position
-from pgcdc.core.relation import Column, Relation
-from pgcdc.core.shapes import ShapeChange, ShapeHistory, append_shapes, cut_tail
+from pgcdc.core.relation import Column, Relation, ShapeChange, ShapeHistory, append_shapes, cut_tail
 from pgcdc.source.postgres.setup import guard as capture_shapes
 from pgcdc.source.postgres.setup.guard import ShapeObserver
 from pgcdc.source.postgres.wire.assemble import Assembler
 from pgcdc.spark.options import parse_options
-from pgcdc.spark.reader import ChangeReader
-from pgcdc.spool.batch import CaptureBatch
+from pgcdc.spark.source import ChangeReader
+from pgcdc.spool.segment import CaptureBatch
 from pgcdc.spool.writer import SpoolWriter
 
 START = Position.end(100)

@@ -8,13 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Column, Relation, Relations
+from pgcdc.core.relation import Column, OldKind, Op, Relation, Relations
 from pgcdc.source.postgres.snapshot.plan import SkipRule
 from pgcdc.source.postgres.snapshot.window import is_visible, leave_out
-from pgcdc.spool.batch import CaptureBatch, Part
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
+from pgcdc.spool.segment import CaptureBatch, Part
 
 WRAP = 1 << 32
 SHAPES = [Relation(oid, "public", name, "d", (Column("id", 23, -1, True),)) for oid, name in ((1, "a"), (2, "b"))]

@@ -10,9 +10,9 @@ from pgcdc.core.position import Position
 from pgcdc.core.relation import Relations
 from pgcdc.spark.capture_client import StaticFeed
 from pgcdc.spark.options import parse_options
-from pgcdc.spark.reader import ChangeReader
-from pgcdc.spool.batch import CaptureBatch
+from pgcdc.spark.source import ChangeReader
 from pgcdc.spool.reader import SpoolReader
+from pgcdc.spool.segment import CaptureBatch
 from pgcdc.spool.writer import SpoolWriter
 
 

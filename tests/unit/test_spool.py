@@ -24,14 +24,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pgcdc.core.errors import GapError, SpoolError
-from pgcdc.core.journal import encode_line
-from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Column, Relation, Relations
+from pgcdc.core.relation import Column, Op, Relation, Relations
+from pgcdc.core.state import encode_line
 from pgcdc.spool import reader as reader_module
 from pgcdc.spool import segment
 from pgcdc.spool import writer as writer_module
-from pgcdc.spool.batch import CaptureBatch, Part
 from pgcdc.spool.consumers import Consumers
 from pgcdc.spool.index import (
     NO_TOKEN,
@@ -44,7 +42,7 @@ from pgcdc.spool.index import (
 )
 from pgcdc.spool.reader import SpoolReader, read_slice
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
-from pgcdc.spool.segment import write_segment
+from pgcdc.spool.segment import CaptureBatch, Part, write_segment
 from pgcdc.spool.writer import SpoolWriter
 
 START = Position.end(800)

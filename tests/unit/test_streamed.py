@@ -32,7 +32,7 @@ from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation, Relations
 from pgcdc.source.postgres.wire.assemble import Assembler
 from pgcdc.source.postgres.wire.binary.decoder import BinaryDecoder
-from pgcdc.spool.batch import CaptureBatch
+from pgcdc.spool.segment import CaptureBatch
 
 ORDERS = Relation(1, "public", "orders", "d", (Column("id", 23, -1, True), Column("note", 25, -1, False)))
 WIDER = Relation(1, "public", "orders", "d", (*ORDERS.columns, Column("total", 1700, -1, False)))

@@ -12,8 +12,7 @@ import pytest
 from pgcdc import transform
 from pgcdc.core.errors import GapError, SourceError
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Column, Relation
-from pgcdc.core.shapes import ShapeChange, append_shapes
+from pgcdc.core.relation import Column, Relation, ShapeChange, append_shapes
 from pgcdc.core.state import Identity, StateDir
 from pgcdc.run import progress
 from pgcdc.run.progress import TableWatch

@@ -11,8 +11,7 @@ from pydantic import BaseModel
 
 from pgcdc.config import Config
 from pgcdc.config.adapters import FLAT_KEYS
-from pgcdc.core.settings import unit_of
-from pgcdc.core.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+from pgcdc.core.settings import format_bytes, format_seconds, parse_bytes, parse_seconds, unit_of
 from pgcdc.sink.registry import ADAPTERS
 from pgcdc.sink.spec import DeliveryOptions
 

@@ -9,15 +9,14 @@ import pyarrow as pa
 import pytest
 
 from pgcdc.core.errors import ConfigError
-from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Column, Relation, Relations
+from pgcdc.core.relation import Column, OldKind, Op, Relation, Relations
 from pgcdc.source.postgres.snapshot.asking import parse_signal
 from pgcdc.source.postgres.snapshot.chunks import MovedKeys
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, SnapshotRequest, describe
 from pgcdc.source.postgres.snapshot.window import Chunk, StreamedXids, Window, key_moves, rows_of
-from pgcdc.spool.batch import CaptureBatch, Part
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
+from pgcdc.spool.segment import CaptureBatch, Part
 
 T = Relation(
     7, "public", "t", "d", (Column("doc", 25, -1, False), Column("a", 25, -1, True), Column("b", 25, -1, True))

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pgcdc.core.settings import Options, setting
+from pgcdc.core.settings import Bytes, Options, setting
 from pgcdc.core.state import StateDir
-from pgcdc.core.units import Bytes
 from pgcdc.source.protocol import SourceOptions
 
 

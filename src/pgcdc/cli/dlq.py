@@ -344,7 +344,7 @@ def _query(
 def _time(text: str | None) -> datetime | None:
     """`24h` ago, or a time as ISO 8601 writes it (UTC, if it does not say)."""
     from pgcdc.core.errors import ConfigError
-    from pgcdc.core.units import parse_seconds
+    from pgcdc.core.settings import parse_seconds
 
     if text is None:
         return None

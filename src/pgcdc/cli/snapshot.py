@@ -206,7 +206,7 @@ def _end(number: int, _: FrameType | None) -> None:
 
 
 def _add(names: list[str], where: str, chunk_size: int, chunk_delay: str, state: StateDir) -> None:
-    from pgcdc.core.units import parse_seconds
+    from pgcdc.core.settings import parse_seconds
     from pgcdc.postgres.database import name_table, split_table
     from pgcdc.run.control import add_snapshots
     from pgcdc.source.postgres.snapshot.requests import SnapshotRequest, new_id

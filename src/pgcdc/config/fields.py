@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from pgcdc.core.operation import Op
+from pgcdc.core.relation import Op
 from pgcdc.core.settings import check_known, refuse, split_names, text_or_list
 from pgcdc.sink.spec import Priority
 

@@ -1,4 +1,4 @@
-"""What a table looked like when a change was made.
+"""What a change did, what its table looked like then, and the durable history of those shapes.
 
 Relations are versioned: every distinct shape gets a number in the order of appearance, and each change names the number
 of the shape in force at its position, so that ALTER TABLE never changes how an older change is read.
@@ -6,8 +6,53 @@ of the shape in force at its position, so that ALTER TABLE never changes how an 
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
 from typing import Any
+
+from pgcdc.core.position import Position
+from pgcdc.core.state import append_lines, decode_lines, read_lines
+
+
+class Op(IntEnum):
+    """What a change did: the byte that the wire uses for it."""
+
+    INSERT = ord("I")
+    UPDATE = ord("U")
+    DELETE = ord("D")
+    TRUNCATE = ord("T")
+    MESSAGE = ord("M")
+    SNAPSHOT = ord("S")
+    """A row that was read from its table."""
+    SNAPSHOT_STARTED = ord("s")
+    """The reading of a table begins; not a row of it. Its values: see `stream.frame.SNAPSHOTS`."""
+    SNAPSHOT_COMPLETED = ord("c")
+    """The same, at its end."""
+    NOTIFY = ord("N")
+    """What somebody sent on a channel of the database; not a row."""
+    VIEW_RESULT = ord("V")
+    """A row of a view's result."""
+    SENTINEL = ord("Z")
+    """Made by us to see that changes arrive; not a row."""
+    BEGIN = ord("B")
+    """Made for a reader who asked for it; never stored."""
+    COMMIT = ord("C")
+    """The same."""
+    SCHEMA_CHANGE = ord("R")
+    """The same; the byte is that of the message that describes a relation."""
+
+
+class OldKind(IntEnum):
+    """What the old values of a change are."""
+
+    NONE = 0
+    KEY = ord("K")
+    """Only the replica identity's columns; the others are null because they were not sent."""
+    FULL = ord("O")
+    """The whole old row: a null is a NULL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +126,122 @@ class Relations:
 
     def __len__(self) -> int:
         return len(self.shapes)
+
+
+# --- the history of shapes. It outlives the spool: the capture appends to it before the first change in a new shape becomes
+# visible, so that a query always finds the shape in force at its position, also after a restart.
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeChange:
+    """From here on the changes of one table have another shape; or: here it was first seen."""
+
+    position: Position
+    """(lsn, ordinal - 1, SCHEMA_SUB), for a first change in the new shape at (lsn, ordinal)."""
+    after: Relation
+    before: Relation | None = None
+    """None: the table was not seen before."""
+    details: dict[str, Any] | None = None
+    """What the catalog said about `after`, if it still had that shape when the capture met it."""
+    before_details: dict[str, Any] | None = None
+    """The `details` of the record that `before` came with: what changed is told by this record alone."""
+
+    def concerns(self, namespace: str, name: str) -> bool:
+        """Whether it is about the table that has, or had until here, this name."""
+        return any(
+            (one.namespace, one.name) == (namespace, name) for one in (self.before, self.after) if one is not None
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """One line of the history."""
+        before = self.before.to_json() if self.before else None
+        return {
+            "position": str(self.position), "before": before, "after": self.after.to_json(), "details": self.details,
+            "before_details": self.before_details,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> ShapeChange:
+        """The change behind `to_json()`."""
+        before = Relation.from_json(raw["before"]) if raw["before"] else None
+        after = Relation.from_json(raw["after"])
+        return cls(Position.parse(raw["position"]), after, before, raw["details"], raw["before_details"])
+
+
+def append_shapes(path: Path, changes: Iterable[ShapeChange]) -> None:
+    """Add to the history, durably: when this returns, it survives a crash of the machine."""
+    append_lines(path, (change.to_json() for change in changes))
+
+
+class ShapeHistory:
+    """Follows the file as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.changes: list[ShapeChange] = []
+        """In the order of their positions."""
+
+    def refresh(self) -> list[ShapeChange]:
+        """Take in what was appended since the last call, and return that."""
+        fresh: list[ShapeChange] = []
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return fresh
+        for record, size in decode_lines(data):
+            change = ShapeChange.from_json(record)
+            self._offset += size
+            fresh.append(change)
+            # A spool that is read again may show what an older version of pgcdc did not write down.
+            bisect.insort(self.changes, change, key=_position)
+        return fresh
+
+    def at(self, position: Position) -> ShapeChange | None:
+        """The record of this very position."""
+        found = bisect.bisect_left(self.changes, position, key=_position)
+        return self.changes[found] if found < len(self.changes) and self.changes[found].position == position else None
+
+    def between(self, start: Position, end: Position) -> list[ShapeChange]:
+        """What happened in (start, end], to any table."""
+        first, last = (bisect.bisect_right(self.changes, limit, key=_position) for limit in (start, end))
+        return self.changes[first:last]
+
+    def of(self, namespace: str, name: str) -> Iterator[ShapeChange]:
+        """What happened to one table, oldest first."""
+        return (change for change in self.changes if change.concerns(namespace, name))
+
+    def in_force(self, namespace: str, name: str, position: Position) -> ShapeChange | None:
+        """What the table looked like for the changes directly after `position`; None if it was not seen before."""
+        found = None
+        for change in self.of(namespace, name):
+            if change.position > position:
+                break
+            found = change
+        return found
+
+    def reachable(self, position: Position) -> list[ShapeChange]:
+        """For all tables: what brought the shape that is in force at `position`, and every change of shape behind it."""
+        last: dict[int, ShapeChange] = {}
+        later = []
+        for change in self.changes:
+            if change.position > position:
+                later.append(change)
+            else:
+                last[change.after.oid] = change
+        return [*last.values(), *later]
+
+    def next(self, namespace: str, name: str, position: Position) -> ShapeChange | None:
+        """The first change of the table's shape behind `position`."""
+        return next((change for change in self.of(namespace, name) if change.position > position), None)
+
+
+def cut_tail(path: Path) -> None:
+    """A half-written last line is cut off: what it was about was not visible yet. The writer does this at its start."""
+    read_lines(path)
+
+
+def _position(change: ShapeChange) -> Position:
+    return change.position

@@ -17,9 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Relation
+from pgcdc.core.relation import Op, Relation
 from pgcdc.event.forms import RECORD, Form, form_column, read_shapes, render_changes
 from pgcdc.event.shape import TableShape
 

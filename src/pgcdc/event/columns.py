@@ -18,9 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pgcdc.core.errors import TransformError
-from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import ORDINAL_BITS
-from pgcdc.core.relation import Column, Relation
+from pgcdc.core.relation import Column, OldKind, Op, Relation
 from pgcdc.event.edits import TEXT_OID, SimpleChain
 from pgcdc.event.frame import Frame, column_places, source_name
 from pgcdc.event.shape import TableShape

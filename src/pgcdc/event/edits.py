@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pgcdc.core.errors import TransformError
-from pgcdc.core.operation import Op
-from pgcdc.core.relation import Column, Relation
+from pgcdc.core.relation import Column, Op, Relation
 from pgcdc.event import masks
 from pgcdc.event.frame import Frame, column_places
 

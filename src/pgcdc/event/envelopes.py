@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pgcdc.core.operation import Op
+from pgcdc.core.relation import Op
 from pgcdc.event.debezium_values import absent, json_texts, placeholder
 from pgcdc.event.edits import Edit, Replaced, SimpleChain
 from pgcdc.event.frame import Frame

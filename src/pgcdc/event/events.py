@@ -13,8 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pgcdc.core.relation import Relation
-from pgcdc.core.shapes import ShapeChange
+from pgcdc.core.relation import Relation, ShapeChange
 from pgcdc.event.columns import CHANGEABLE, ColumnReader, key_maps, row_and_old, shape_texts, unchanged_names
 from pgcdc.event.edits import Edit, SimpleChain
 from pgcdc.event.envelopes import render_envelope

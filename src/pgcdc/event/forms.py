@@ -20,8 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pgcdc.core.operation import OldKind, Op
-from pgcdc.core.relation import Relation
+from pgcdc.core.relation import OldKind, Op, Relation
 from pgcdc.event.edits import Edit, SimpleChain, dropped_columns, edited_column, edited_lists, edited_marks
 from pgcdc.event.frame import EventOptions, Frame, make_frame
 from pgcdc.event.lines import LineMaker

@@ -16,10 +16,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pgcdc.core.errors import DecodeError
-from pgcdc.core.operation import Op
 from pgcdc.core.position import Kind, Position
-from pgcdc.core.relation import Column, Relation
-from pgcdc.core.shapes import ShapeChange
+from pgcdc.core.relation import Column, Op, Relation, ShapeChange
 from pgcdc.event.shape import Described, event_values
 from pgcdc.event.texts import I64
 from pgcdc.spool.reader import SegmentSlice, read_slice

@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pgcdc.core.errors import SinkError
-from pgcdc.core.operation import OldKind, Op
-from pgcdc.core.relation import Relation
+from pgcdc.core.relation import OldKind, Op, Relation
 from pgcdc.event.batch import Batch, TableChanges
 from pgcdc.event.forms import has_key
 

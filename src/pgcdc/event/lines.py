@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pgcdc.core.compiled import load_compiled
-from pgcdc.core.operation import OldKind, Op
-from pgcdc.core.relation import Relation
+from pgcdc.core.relation import OldKind, Op, Relation
 from pgcdc.event.edits import Edit, Replaced, dropped_columns
 from pgcdc.event.frame import Frame
 from pgcdc.event.texts import quote_json, time_texts

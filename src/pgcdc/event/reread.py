@@ -10,10 +10,8 @@ import orjson
 import pyarrow as pa
 
 from pgcdc.core.errors import SinkError
-from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Column, Relation
-from pgcdc.core.shapes import ShapeChange, ShapeHistory
+from pgcdc.core.relation import Column, OldKind, Op, Relation, ShapeChange, ShapeHistory
 from pgcdc.event.batch import Batch
 from pgcdc.event.edits import TEXT_OID, SimpleChain
 from pgcdc.event.forms import TABLE

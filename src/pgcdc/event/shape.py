@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from pgcdc.core.relation import Column, Relation
-from pgcdc.core.shapes import ShapeChange
+from pgcdc.core.relation import Column, Relation, ShapeChange
 from pgcdc.postgres.types.built_in import BUILT_IN
 from pgcdc.postgres.types.catalog import TypeCatalog, TypeInfo
 from pgcdc.postgres.types.names import type_name

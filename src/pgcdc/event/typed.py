@@ -16,9 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pgcdc.core.errors import ConversionError, GapError, SchemaChanged
-from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import Kind, Position
-from pgcdc.core.relation import Relation
+from pgcdc.core.relation import OldKind, Op, Relation
 from pgcdc.event.frame import repair_text
 from pgcdc.event.options import RowOptions
 from pgcdc.event.texts import places

@@ -27,9 +27,8 @@ import numpy as np
 import pyarrow as pa
 
 from pgcdc.core.errors import ConfigError, PgcdcError, SinkError, SourceError
-from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Relations
+from pgcdc.core.relation import Op, Relations
 from pgcdc.core.state import Lock, StateDir, fsync_folder
 from pgcdc.event.edits import parse_chains
 from pgcdc.event.events import block_schema, drop_unwanted, events_of, pack_block
@@ -45,9 +44,8 @@ from pgcdc.source.postgres.setup.guard import ShapeObserver
 from pgcdc.source.postgres.snapshot.chunks import lock_chunks
 from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement
 from pgcdc.source.postgres.snapshot.releases import number_rows, snapshot_mark, snapshot_rows
-from pgcdc.spark.failure import find_ours, headline
-from pgcdc.spark.session import check_java, start_session, stop_within
-from pgcdc.spool.batch import CaptureBatch
+from pgcdc.spark.session import check_java, find_ours, headline, start_session, stop_within
+from pgcdc.spool.segment import CaptureBatch
 from pgcdc.transform.check import check_chains
 from pgcdc.transform.program import BlockProgram, Chain, Program, compile_chains
 

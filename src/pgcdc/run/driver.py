@@ -22,14 +22,13 @@ from pgcdc.core.errors import ConfigError, ConnectionLost, PgcdcError, SinkError
 from pgcdc.core.state import Lock, StateDir, write_json
 from pgcdc.event.batch import Batch
 from pgcdc.postgres.lsn import format_lsn
-from pgcdc.run.chains import Chains, Own, Reloads, as_many, change_specs
+from pgcdc.run.chains import Chains, Own, Reloads, as_many, change_specs, note_targets
 from pgcdc.run.control import RunServer
 from pgcdc.run.letter_service import LetterOffice
 from pgcdc.run.member import Adapter
 from pgcdc.run.progress import SnapshotWatch, TableWatch, describe_stop
 from pgcdc.run.settings import PipelineSettings, view_source
 from pgcdc.run.supervisor import STOP_TIMEOUT_S, Lanes
-from pgcdc.run.targets import note_targets
 from pgcdc.sink.letters.record import DeadLetters
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.source.protocol import Prepared

@@ -13,7 +13,7 @@ from typing import Any
 from pgcdc.core.errors import StateError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir
-from pgcdc.run.targets import check_target
+from pgcdc.run.chains import check_target
 from pgcdc.sink.registry import make_sink
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import AdapterSpec

@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from pgcdc.core.errors import ConfigError, PgcdcError
-from pgcdc.run.chains import Chains, as_many
+from pgcdc.run.chains import Chains, as_many, note_targets
 from pgcdc.run.driver import Driver, Say, StopNow
 from pgcdc.run.settings import PipelineSettings, choose_specs
-from pgcdc.run.targets import note_targets
 from pgcdc.sink.letters.delivery import Tally
 from pgcdc.sink.letters.record import DeadLetters, Query
 from pgcdc.sink.registry import check_adapters, keep_secrets

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pgcdc.core.errors import GapError, PgcdcError
 from pgcdc.core.position import Position
-from pgcdc.core.shapes import ShapeHistory
+from pgcdc.core.relation import ShapeHistory
 from pgcdc.core.state import StateDir
 from pgcdc.event.shape import describe_change
 from pgcdc.source.postgres.snapshot.held import ALONE_S

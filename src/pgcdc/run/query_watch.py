@@ -9,8 +9,7 @@ from pgcdc.core.errors import PgcdcError, Policy, SchemaChanged, SinkUnavailable
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.run.lane import Lane, LaneStopped
-from pgcdc.spark.failure import explain_failure
-from pgcdc.spark.session import stop_within
+from pgcdc.spark.session import explain_failure, stop_within
 from pgcdc.spool.consumers import MAIN
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pgcdc.core.errors import ConfigError, GapError, StateError
 from pgcdc.core.state import Identity, StateDir, read_json
 from pgcdc.postgres.database import Connection, connect, name_table, quote_qualified, split_table
 from pgcdc.postgres.lsn import format_lsn
-from pgcdc.run.targets import why_unreadable
+from pgcdc.run.chains import why_unreadable
 from pgcdc.sink.contract import Progress
 from pgcdc.sink.file import FileOptions, FileSink
 from pgcdc.sink.folder import FolderSink

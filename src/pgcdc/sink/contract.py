@@ -20,8 +20,8 @@ import pyarrow as pa
 
 from pgcdc.core.errors import SinkError, SinkUnavailable, StateError
 from pgcdc.core.position import Position
+from pgcdc.core.relation import ShapeHistory
 from pgcdc.core.secrets import redact_text
-from pgcdc.core.shapes import ShapeHistory
 from pgcdc.core.state import Identity, read_json, write_json_durably
 from pgcdc.event.batch import Batch
 from pgcdc.event.forms import Form

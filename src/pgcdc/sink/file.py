@@ -23,9 +23,8 @@ from pydantic import model_validator
 from pgcdc.core.errors import ConfigError, SinkError, SinkUnavailable
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
-from pgcdc.core.settings import PathText, setting
+from pgcdc.core.settings import Bytes, PathText, setting
 from pgcdc.core.state import fsync_folder, write_all
-from pgcdc.core.units import Bytes
 from pgcdc.event.batch import Batch
 from pgcdc.sink.contract import Progress, Sink, SinkContext
 from pgcdc.sink.rotation import Compression, Housekeeper, Numbers, find_rotated, highest_number, rotated_name

@@ -19,8 +19,8 @@ import orjson
 
 from pgcdc.core.errors import ConfigError, Reject, SinkError, SinkRejected, SinkUnavailable
 from pgcdc.core.failpoint import hit
-from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
+from pgcdc.core.relation import Op
 from pgcdc.core.settings import setting
 from pgcdc.event.batch import Batch
 from pgcdc.event.forms import Form

@@ -22,7 +22,7 @@ from pathlib import Path
 from pgcdc.core.errors import PgcdcError, Policy, Reject, SinkError, SinkRejected, policy_of
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
-from pgcdc.core.shapes import ShapeHistory
+from pgcdc.core.relation import ShapeHistory
 from pgcdc.core.state import StateDir
 from pgcdc.event.batch import Batch
 from pgcdc.event.edits import SimpleChain

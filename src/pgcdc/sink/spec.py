@@ -15,8 +15,7 @@ from pydantic import BaseModel, model_validator
 
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.secrets import literal_part, read_secret, redact_text
-from pgcdc.core.settings import Options, PathText, setting, setting_of
-from pgcdc.core.units import Seconds
+from pgcdc.core.settings import Options, PathText, Seconds, setting, setting_of
 from pgcdc.sink.http import LONG_SEGMENT, redact_url
 
 if TYPE_CHECKING:

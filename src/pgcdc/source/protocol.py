@@ -13,21 +13,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, 
 
 from pydantic import ConfigDict, Field
 
-from pgcdc.core.settings import Options
-from pgcdc.core.units import Seconds
+from pgcdc.core.settings import Options, Seconds
 
 if TYPE_CHECKING:  # whoever reads settings needs none of these
     import pyarrow as pa
 
     from pgcdc.core.position import Position
-    from pgcdc.core.relation import Relation
-    from pgcdc.core.shapes import ShapeChange
+    from pgcdc.core.relation import Relation, ShapeChange
     from pgcdc.core.state import Identity, StateDir
     from pgcdc.event.typed import TypedColumn
     from pgcdc.postgres.types.column import TypeOptions
-    from pgcdc.spool.batch import CaptureBatch
     from pgcdc.spool.consumers import Consumers
     from pgcdc.spool.index import Token
+    from pgcdc.spool.segment import CaptureBatch
     from pgcdc.spool.writer import SpoolWriter
 
 

@@ -14,9 +14,8 @@ from pydantic.fields import FieldInfo
 
 from pgcdc.capture.spec import CaptureOptions
 from pgcdc.core.errors import ConfigError
-from pgcdc.core.settings import REFUSED, Options, checked, is_switch, setting, setting_of, unit_of
+from pgcdc.core.settings import REFUSED, Options, Seconds, checked, is_switch, setting, setting_of, unit_of
 from pgcdc.core.state import StateDir
-from pgcdc.core.units import Seconds
 from pgcdc.event.options import EventSettings, RowOptions, TypedSettings
 from pgcdc.postgres.types.column import CHOICES, TypeOptions
 from pgcdc.source.protocol import RowsOptions, SourceOptions

@@ -27,13 +27,13 @@ import pyarrow.compute as pc
 from pgcdc.core.errors import PgcdcError, SinkRejected
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
-from pgcdc.core.shapes import ShapeHistory
+from pgcdc.core.relation import ShapeHistory
 from pgcdc.core.state import StateDir
 from pgcdc.event.events import KEYED_LINES, open_blocks, pack_block
 from pgcdc.sink.attempts import SinkTimeout
 from pgcdc.sink.contract import ParallelSink, PartWriter, Receipt
 from pgcdc.sink.runner import Runner
-from pgcdc.spark.failure import Explain, explained
+from pgcdc.spark.session import Explain, explained
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.transform.steps import map_in_arrow
 

@@ -29,7 +29,7 @@ from pyspark.sql.types import (
 from pgcdc.capture.control import CaptureGone, ControlClient
 from pgcdc.core.errors import ConfigError, ConversionError, SourceError
 from pgcdc.core.position import Position
-from pgcdc.core.shapes import ShapeChange, ShapeHistory
+from pgcdc.core.relation import ShapeChange, ShapeHistory
 from pgcdc.core.state import Lock, StateDir, read_json, write_json
 from pgcdc.event.typed import BEFORE, UNCHANGED, WEIGHT, TypedColumn, TypedTable, show_value
 from pgcdc.postgres.database import name_table, split_table

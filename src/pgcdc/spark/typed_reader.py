@@ -17,15 +17,14 @@ from pyspark.sql.types import StructType
 
 from pgcdc.core.errors import SchemaChanged
 from pgcdc.core.position import SCHEMA_SUB, Kind, Position
-from pgcdc.core.relation import Relation
-from pgcdc.core.shapes import ShapeChange
+from pgcdc.core.relation import Relation, ShapeChange
 from pgcdc.core.state import StateDir
 from pgcdc.event.shape import diff_shapes
 from pgcdc.event.typed import LOAD_AGAIN, TypedTable, heartbeat_batch, typed_batch
 from pgcdc.postgres.database import name_table
 from pgcdc.spark.capture_client import Feed
 from pgcdc.spark.options import StreamOptions
-from pgcdc.spark.reader import RECORD_BATCH_BYTES, ChangePartition, ChangeReader, group_slices
+from pgcdc.spark.source import RECORD_BATCH_BYTES, ChangePartition, ChangeReader, group_slices
 from pgcdc.spark.tables import RENAMED_ADVICE, remember_table
 from pgcdc.spool.reader import SegmentSlice, read_slice
 

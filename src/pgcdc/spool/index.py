@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from pgcdc.core.errors import SpoolError
-from pgcdc.core.journal import decode_lines
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Relation
+from pgcdc.core.state import decode_lines
 from pgcdc.spool.schema import TRANSACTIONS
 from pgcdc.spool.segment import ADVICE, Written
 

@@ -14,9 +14,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pgcdc.core.errors import GapError, SpoolError
-from pgcdc.core.operation import Op
 from pgcdc.core.position import LAST_SUB, SCHEMA_SUB, Position
-from pgcdc.core.relation import Relation
+from pgcdc.core.relation import Op, Relation
 from pgcdc.spool.index import (
     IndexRecord,
     chunk_number,

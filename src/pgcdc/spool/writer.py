@@ -13,11 +13,9 @@ from pathlib import Path
 
 from pgcdc.core.errors import SpoolError
 from pgcdc.core.failpoint import hit
-from pgcdc.core.journal import encode_line
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Relations
-from pgcdc.core.state import write_all
-from pgcdc.spool.batch import CaptureBatch, Part, count_rows
+from pgcdc.core.state import encode_line, write_all
 from pgcdc.spool.index import (
     NO_TOKEN,
     IndexRecord,
@@ -29,7 +27,7 @@ from pgcdc.spool.index import (
     parse_records,
     parse_relations,
 )  # fmt: skip
-from pgcdc.spool.segment import checksum_file, write_segment
+from pgcdc.spool.segment import CaptureBatch, Part, checksum_file, count_rows, write_segment
 
 CHUNK_BYTES = 1 << 20
 

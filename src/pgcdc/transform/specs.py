@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from pgcdc.core.operation import Op
+from pgcdc.core.relation import Op
 
 
 class _Spec(BaseModel):

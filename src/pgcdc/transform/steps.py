@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from pgcdc.core.errors import ConfigError, PgcdcError, TransformError
-from pgcdc.core.operation import Op
+from pgcdc.core.relation import Op
 from pgcdc.event.columns import CHANGEABLE, EVENT_COLUMNS, KEY_COLUMNS, SHAPE_COLUMNS, edit_columns
 from pgcdc.event.edits import SimpleChain
 

@@ -20,9 +20,8 @@ import orjson
 import psycopg
 import pyarrow as pa
 
-from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import Position
-from pgcdc.core.shapes import ShapeChange, ShapeHistory
+from pgcdc.core.relation import OldKind, Op, ShapeChange, ShapeHistory
 from pgcdc.event.batch import Batch, TableChanges
 from pgcdc.event.keyed import settle
 from pgcdc.event.reread import read_changes

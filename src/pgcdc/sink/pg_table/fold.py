@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from pgcdc.core.operation import OldKind, Op
+from pgcdc.core.relation import OldKind, Op
 from pgcdc.event.batch import TableChanges
 from pgcdc.event.keyed import settle
 

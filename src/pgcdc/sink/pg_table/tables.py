@@ -12,8 +12,7 @@ from typing import Any
 import psycopg
 
 from pgcdc.core.errors import SinkError
-from pgcdc.core.relation import Relation
-from pgcdc.core.shapes import ShapeChange
+from pgcdc.core.relation import Relation, ShapeChange
 from pgcdc.event.shape import diff_shapes
 from pgcdc.postgres.database import Connection, name_table, quote_identifier, quote_qualified
 from pgcdc.postgres.types.catalog import TypeCatalog

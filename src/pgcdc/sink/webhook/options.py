@@ -10,8 +10,7 @@ from pydantic import AfterValidator, model_validator
 
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.secrets import read_secret
-from pgcdc.core.settings import PathText, setting
-from pgcdc.core.units import Seconds
+from pgcdc.core.settings import PathText, Seconds, setting
 from pgcdc.sink.http import Headers, check_headers, check_url, is_secret_header, parse_headers, secrets_of
 from pgcdc.sink.spec import DeliveryOptions, UrlOptions
 

@@ -11,8 +11,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator
 
 from pgcdc.core.errors import ConfigError, SourceError
-from pgcdc.core.settings import Conflict, Options, Rules, checked, conflicts_of, setting
-from pgcdc.core.units import Seconds
+from pgcdc.core.settings import Conflict, Options, Rules, Seconds, checked, conflicts_of, setting
 from pgcdc.postgres.database import parse_url, split_table
 from pgcdc.postgres.fields import DatabaseUrl, Identifiers, TableName, TableNames
 from pgcdc.postgres.selection import Selection

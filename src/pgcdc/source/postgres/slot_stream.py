@@ -35,8 +35,8 @@ from pgcdc.source.postgres.toast.resolver import ToastStep
 from pgcdc.source.postgres.wire.replication import SlotBusy
 from pgcdc.source.postgres.wire.stream import STATUS_INTERVAL_S, Capture
 from pgcdc.source.protocol import Settled
-from pgcdc.spool.batch import CaptureBatch, split_batch
 from pgcdc.spool.consumers import Consumers
+from pgcdc.spool.segment import CaptureBatch, split_batch
 from pgcdc.spool.writer import SpoolWriter
 
 logger = logging.getLogger("pgcdc.capture")

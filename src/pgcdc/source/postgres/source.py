@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pgcdc.core.errors import ConfigError, PgcdcError
-from pgcdc.core.relation import Relation
-from pgcdc.core.shapes import ShapeChange
+from pgcdc.core.relation import Relation, ShapeChange
 from pgcdc.core.state import Identity, StateDir
 from pgcdc.event.typed import TypedColumn
 from pgcdc.postgres.selection import Selection

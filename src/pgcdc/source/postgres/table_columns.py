@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from pgcdc.core.errors import ConfigError, SourceError
-from pgcdc.core.shapes import ShapeChange
+from pgcdc.core.relation import ShapeChange
 from pgcdc.core.state import Identity
 from pgcdc.event.typed import TypedColumn
 from pgcdc.postgres.database import Connection, connect, explain_errors, name_table, quote_qualified, split_table

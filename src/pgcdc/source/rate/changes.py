@@ -11,12 +11,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import SNAPSHOT, STREAM, Position
-from pgcdc.core.relation import Column, Relation, Relations
+from pgcdc.core.relation import Column, OldKind, Op, Relation, Relations
 from pgcdc.source.rate.options import RateOptions
-from pgcdc.spool.batch import CaptureBatch, Part
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
+from pgcdc.spool.segment import CaptureBatch, Part
 
 __all__ = ["FIRST_COMMIT", "INT8", "TEXT", "MadeUp"]
 

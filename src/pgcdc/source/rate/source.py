@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pgcdc.core.errors import ConfigError, GapError, PgcdcError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import SCHEMA_SUB, SNAPSHOT, Position
-from pgcdc.core.relation import Column, Relation, Relations
-from pgcdc.core.shapes import ShapeChange, ShapeHistory, append_shapes, cut_tail
+from pgcdc.core.relation import Column, Relation, Relations, ShapeChange, ShapeHistory, append_shapes, cut_tail
 from pgcdc.core.state import Identity, StateDir, read_json, write_json_durably
 from pgcdc.event.typed import TypedColumn
 from pgcdc.postgres.database import name_table, split_table
@@ -26,9 +25,9 @@ from pgcdc.postgres.types.mapping import map_type
 from pgcdc.source.protocol import ColumnDescription, Finding, Prepared, Settled, SourceOptions, TableRows
 from pgcdc.source.rate.changes import FIRST_COMMIT, INT8, TEXT, MadeUp
 from pgcdc.source.rate.options import RateOptions
-from pgcdc.spool.batch import CaptureBatch
 from pgcdc.spool.consumers import Consumers
 from pgcdc.spool.index import Token
+from pgcdc.spool.segment import CaptureBatch
 from pgcdc.spool.writer import SpoolWriter
 
 if TYPE_CHECKING:

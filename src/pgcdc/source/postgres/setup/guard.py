@@ -15,8 +15,7 @@ from psycopg import Error
 from pgcdc.core.errors import ConnectionLost, GapError, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import SCHEMA_SUB, Kind, Position
-from pgcdc.core.relation import Relation
-from pgcdc.core.shapes import ShapeChange, ShapeHistory, append_shapes, cut_tail
+from pgcdc.core.relation import Relation, ShapeChange, ShapeHistory, append_shapes, cut_tail
 from pgcdc.core.state import Identity, Lock, StateDir
 from pgcdc.postgres.database import Connection
 from pgcdc.postgres.types.built_in import BUILT_IN
@@ -24,8 +23,8 @@ from pgcdc.postgres.types.catalog import TypeCatalog
 from pgcdc.source.postgres.setup.fingerprint import SlotDetails, check_identity, check_unchanged
 from pgcdc.source.postgres.setup.preflight import identify
 from pgcdc.source.postgres.setup.slots import check_not_ahead, check_usable, get_slot
-from pgcdc.spool.batch import CaptureBatch
 from pgcdc.spool.consumers import Consumers
+from pgcdc.spool.segment import CaptureBatch
 
 
 def connection_ended(error: Error) -> ConnectionLost:

@@ -17,8 +17,8 @@ import numpy as np
 import psycopg
 
 from pgcdc.core.errors import ConfigError, SourceError
-from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
+from pgcdc.core.relation import Op
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.postgres.database import (
     Connection,
@@ -36,7 +36,7 @@ from pgcdc.source.postgres.setup.guard import connection_ended
 from pgcdc.source.postgres.setup.tables import PublishedTable, find_published, read_published
 from pgcdc.source.postgres.snapshot.copy import select_statement
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, SnapshotRequest, new_id
-from pgcdc.spool.batch import CaptureBatch
+from pgcdc.spool.segment import CaptureBatch
 
 logger = logging.getLogger("pgcdc.capture")
 

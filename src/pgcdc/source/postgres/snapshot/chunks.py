@@ -20,7 +20,7 @@ from typing import Any, Final
 import psycopg
 
 from pgcdc.core.errors import SourceError
-from pgcdc.core.journal import append_lines, decode_lines, read_lines
+from pgcdc.core.state import append_lines, decode_lines, read_lines
 from pgcdc.postgres.database import (
     Connection,
     explain_errors,

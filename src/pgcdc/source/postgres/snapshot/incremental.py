@@ -24,8 +24,8 @@ import pyarrow as pa
 
 from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, reconnect_delay_s
 from pgcdc.core.failpoint import hit
-from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
+from pgcdc.core.relation import Op
 from pgcdc.core.state import StateDir
 from pgcdc.postgres.database import Connection, explain_errors
 from pgcdc.source.postgres.setup.tables import PublishedTable
@@ -35,8 +35,8 @@ from pgcdc.source.postgres.snapshot.reader import CHUNK_BYTES, ChunkOrder, Chunk
 from pgcdc.source.postgres.snapshot.releases import Release, Releases, Staged, deleted_rows, snapshot_mark
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, RequestState, change_queue, describe, make_request
 from pgcdc.source.postgres.snapshot.window import Chunk, StreamedXids, Window, key_moves, rows_of
-from pgcdc.spool.batch import CaptureBatch
 from pgcdc.spool.schema import CHANGES
+from pgcdc.spool.segment import CaptureBatch
 
 logger = logging.getLogger("pgcdc.capture")
 

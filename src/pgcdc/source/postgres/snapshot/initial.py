@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, StateError
-from pgcdc.core.operation import Op
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Relation
+from pgcdc.core.relation import Op, Relation
 from pgcdc.core.state import StateDir
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.source.postgres.options import PostgresOptions

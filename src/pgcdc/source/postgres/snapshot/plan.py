@@ -21,9 +21,8 @@ import psycopg
 
 from pgcdc.core.errors import ConnectionLost, SourceError
 from pgcdc.core.failpoint import hit
-from pgcdc.core.journal import append_lines, encode_line, read_lines
 from pgcdc.core.relation import Relation
-from pgcdc.core.state import explain_writing, write_durably
+from pgcdc.core.state import append_lines, encode_line, explain_writing, read_lines, write_durably
 from pgcdc.postgres.database import Connection, connect, explain_errors, explain_right, quote_literal
 from pgcdc.source.postgres.setup.tables import PublishedTable, Table, read_published
 from pgcdc.source.postgres.snapshot.chunks import Chunk, estimate_rows, plan_chunks, table_bytes

@@ -23,15 +23,12 @@ import pyarrow as pa
 
 from pgcdc.core.errors import SpoolError, StateError
 from pgcdc.core.failpoint import hit
-from pgcdc.core.journal import append_lines, read_lines
-from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import LAST_CHUNK, MAX_CHUNK_ROWS, SNAPSHOT, Position
-from pgcdc.core.relation import Relation, Relations
-from pgcdc.core.state import fsync_folder
+from pgcdc.core.relation import OldKind, Op, Relation, Relations
+from pgcdc.core.state import append_lines, fsync_folder, read_lines
 from pgcdc.source.postgres.snapshot.copy import row_lists
-from pgcdc.spool.batch import CaptureBatch, Part
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
-from pgcdc.spool.segment import Written, checksum_file
+from pgcdc.spool.segment import CaptureBatch, Part, Written, checksum_file
 
 
 @dataclass(frozen=True, slots=True)

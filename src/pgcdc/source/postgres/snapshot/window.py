@@ -16,13 +16,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pgcdc.core.operation import OldKind, Op
-from pgcdc.core.relation import Relation
+from pgcdc.core.relation import OldKind, Op, Relation
 from pgcdc.source.postgres.snapshot.chunks import Key
 from pgcdc.source.postgres.snapshot.copy import row_lists
 from pgcdc.source.postgres.snapshot.plan import SkipRule
 from pgcdc.source.postgres.snapshot.releases import snapshot_rows
-from pgcdc.spool.batch import CaptureBatch, Part, count_rows
+from pgcdc.spool.segment import CaptureBatch, Part, count_rows
 
 WINDOW_BYTES = 64 << 20
 XIDS = 1 << 18

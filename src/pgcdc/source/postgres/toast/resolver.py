@@ -14,15 +14,14 @@ import numpy.typing as npt
 from psycopg import Connection
 
 from pgcdc.core.errors import ConversionError
-from pgcdc.core.operation import Op
 from pgcdc.core.position import STREAM, Position
-from pgcdc.core.relation import Relations
+from pgcdc.core.relation import Op, Relations
 from pgcdc.core.state import StateDir
 from pgcdc.postgres.database import name_table
 from pgcdc.source.postgres.options import ToastOptions
 from pgcdc.source.postgres.toast.identity_rules import TableFacts, TableRules, ToastCatalog, alter_to_full, shape_of
 from pgcdc.source.postgres.toast.values import Steps, ToastRows, cache_place, pack_values, single_value, unpack_values
-from pgcdc.spool.batch import CaptureBatch
+from pgcdc.spool.segment import CaptureBatch
 
 if TYPE_CHECKING:
     from pgcdc.source.postgres.toast.cache import ToastCache

@@ -13,11 +13,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pgcdc.core.operation import OldKind, Op
 from pgcdc.core.position import Kind, Position
+from pgcdc.core.relation import OldKind, Op
 from pgcdc.source.postgres.toast.identity_rules import TableRules
-from pgcdc.spool.batch import CaptureBatch, Part
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
+from pgcdc.spool.segment import CaptureBatch, Part
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]

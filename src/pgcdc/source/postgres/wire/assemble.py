@@ -24,7 +24,7 @@ from pgcdc.source.postgres.wire.outgoing import Outbox, Outgoing, TransactionRow
 from pgcdc.source.postgres.wire.pending import PendingPart, PendingStore, Table, Transaction
 from pgcdc.source.postgres.wire.rows import RowBuffer, new_row_buffer
 from pgcdc.source.postgres.wire.waiting import PreparedTransactions, StreamedTransactions, out_of_order
-from pgcdc.spool.batch import CaptureBatch, Part
+from pgcdc.spool.segment import CaptureBatch, Part
 
 if TYPE_CHECKING:
     from pgcdc.source.postgres.wire.binary.decoder import BinaryDecoder

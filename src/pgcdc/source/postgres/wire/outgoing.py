@@ -15,12 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from pgcdc.core.operation import Op
 from pgcdc.core.position import STREAM, Position
-from pgcdc.core.relation import Relations
+from pgcdc.core.relation import Op, Relations
 from pgcdc.source.postgres.wire.pending import PendingPart
-from pgcdc.spool.batch import CaptureBatch, Part
 from pgcdc.spool.schema import TRANSACTIONS
+from pgcdc.spool.segment import CaptureBatch, Part
 
 TransactionRow = tuple[int, int, int, int, bool, str | None]
 """One row of the schema TRANSACTIONS; the kind is STREAM."""

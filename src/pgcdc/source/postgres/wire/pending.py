@@ -15,8 +15,7 @@ import pyarrow as pa
 
 from pgcdc.core.errors import SpoolError
 from pgcdc.source.postgres.wire.rows import RowBuffer, Runs
-from pgcdc.spool.batch import Part
-from pgcdc.spool.segment import write_segment
+from pgcdc.spool.segment import Part, write_segment
 
 _FEW_RUNS = 64
 """More runs than that stand on disk beside their part: a transaction of many subtransactions has one for each."""

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from pgcdc.core.compiled import load_compiled
 from pgcdc.core.errors import DecodeError
-from pgcdc.core.operation import OldKind, Op
+from pgcdc.core.relation import OldKind, Op
 from pgcdc.source.postgres.wire.messages import DELETE, INSERT, UPDATE, decode_error, show_byte, truncated_error
 from pgcdc.spool.schema import CHANGES
 

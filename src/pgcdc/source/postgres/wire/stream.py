@@ -33,7 +33,7 @@ from pgcdc.source.postgres.wire import messages as wire
 from pgcdc.source.postgres.wire.assemble import Assembler
 from pgcdc.source.postgres.wire.protocol import plugin_options, streaming_mode
 from pgcdc.source.postgres.wire.replication import ReplicationStream
-from pgcdc.spool.batch import CaptureBatch
+from pgcdc.spool.segment import CaptureBatch
 
 if TYPE_CHECKING:
     from pgcdc.source.postgres.wire.binary.decoder import BinaryDecoder
