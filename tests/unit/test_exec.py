@@ -24,11 +24,11 @@ from pgcdc.core import secrets
 from pgcdc.core.counters import EXEC_RESTARTS, counters
 from pgcdc.core.errors import ConfigError, Policy, SinkError, SinkRejected, SinkUnavailable
 from pgcdc.core.position import Position
+from pgcdc.core.secrets import clean_environment
 from pgcdc.event.batch import Batch
+from pgcdc.sink.command import MARK, Command, end_all
 from pgcdc.sink.contract import Progress
-from pgcdc.sink.exec.feed import Feed
-from pgcdc.sink.exec.process import Process, clean_environment, end_all
-from pgcdc.sink.exec.sink import ExecSink
+from pgcdc.sink.exec import ExecSink
 from pgcdc.sink.registry import make_sink
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import DeliveryOptions
@@ -58,21 +58,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
-def inside(runner: Runner) -> ExecSink:
-    assert isinstance(runner.sink, ExecSink)
-    return runner.sink
-
-
-def process_of(runner: Runner) -> Process:
-    process = inside(runner)._process
-    assert process is not None
-    return process
-
-
-def feed_of(runner: Runner) -> Feed:
-    feed = inside(runner)._feed
-    assert feed is not None
-    return feed
+def process_of(runner: Runner) -> Command:
+    assert isinstance(runner.sink, ExecSink) and runner.sink._command is not None
+    return runner.sink._command
 
 
 def python(program: str, *more: str) -> list[str]:
@@ -118,7 +106,8 @@ def test_error_output_goes_to_ours_with_the_name(make: Make, capfd: pytest.Captu
     assert capfd.readouterr().err == "pgcdc: adapter mine: one\npgcdc: adapter mine: two\ufffd\n"
 
 
-def test_environment_has_no_secret_of_ours() -> None:
+def test_environment_has_no_secret_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "_known", {"hush!hush"})
     environ = {
         "PATH": "/home/app:/bin", "HOME": "/home/me", "PGCDC_DB": "postgresql://app:hush%21hush@host/shop",
         "PGCDC_WEBHOOK_SIGNING_KEY": "k", "PGPASSWORD": "home", "PGPASSFILE": "/x",
@@ -162,7 +151,7 @@ def test_environment_has_no_secret_of_other_adapters(tmp_path: Path, monkeypatch
         - {name: pg_table, db: '${MIRROR}'}
     """)
     Pipeline(load_config({}, os.environ, file))
-    found = clean_environment(os.environ, ["KEPT"], secrets.known_secrets())
+    found = clean_environment(os.environ, ["KEPT"])
     assert not set(found) & set(variables)
     assert {name: found.get(name) for name in plain} == plain and found["KEPT"] == "tok-1"
 
@@ -173,7 +162,7 @@ def test_command_sees_no_secret(make: Make, tmp_path: Path, ack: str, monkeypatc
     monkeypatch.setenv("MY_URL", "postgresql://app:hush-hush@host/shop")
     monkeypatch.setenv("PGCDC_X", "kept")
     monkeypatch.setenv("HOOK_KEY", "also-hush-hush")
-    monkeypatch.setattr(secrets, "_known", {"also-hush-hush"})
+    monkeypatch.setattr(secrets, "_known", {"hush-hush", "also-hush-hush"})
     out = tmp_path / "env"
     answers = "while read -r line; do echo done; done" if ack == "line" else "cat > /dev/null"
     sink = make(f"env > {quote(out)}.new; mv {quote(out)}.new {quote(out)}; {answers}", ack=ack, keep_env=["PGCDC_X"])
@@ -328,7 +317,7 @@ def test_command_that_does_not_end_is_ended_with_all_that_it_started(make: Make,
 def test_what_a_command_leaves_in_the_background_is_ended(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pgcdc.sink.exec.process.GRACE_S", 0.2)
+    monkeypatch.setattr("pgcdc.sink.exec.GRACE_S", 0.2)
     left = f"sh -c 'trap \"\" TERM; echo $$ > {quote(tmp_path)}/pid; exec sleep 600'"
     sink = make(f"{left} < /dev/null & cat > /dev/null; until test -s {quote(tmp_path)}/pid; do sleep 0.01; done")
     sink.write(batch(START, END))
@@ -574,15 +563,6 @@ def test_events_of_the_past_have_a_process_of_their_own(make: Make, tmp_path: Pa
     assert sorted(lines(tmp_path / "out")) == sorted(WHOLE)
 
 
-@pytest.mark.parametrize("ack", ["line", "write"])
-def test_the_process_that_goes_on_is_the_one_that_the_next_run_would_end(make: Make, tmp_path: Path, ack: str) -> None:
-    sink = make(["tee", "-a", str(tmp_path / "out")], ack=ack)
-    sink.write(batch(START, END).without([str(STREAM[2])]))
-    sink.redeliver(batch_of(STREAM[1], STREAM[2], [WHOLE[2]]))
-    assert sink.progress.detail["process"][0] == feed_of(sink).process.pid
-    assert inside(sink)._process is feed_of(sink).process
-
-
 def test_events_of_the_past_that_were_taken_are_not_given_again_without_those_that_were_not(
     make: Make, tmp_path: Path
 ) -> None:
@@ -613,7 +593,7 @@ def test_close_lets_a_command_finish_what_it_has_read(make: Make, tmp_path: Path
 
 
 def test_close_ends_a_command_that_does_not_want_to(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pgcdc.sink.exec.sink.CLOSE_S", 0.1)
+    monkeypatch.setattr("pgcdc.sink.exec.CLOSE_S", 0.1)
     sink = make("trap '' TERM HUP; cat > /dev/null; sleep 600", ack="write", timeout_s=2.0)
     sink.write(batch(START, END))
     sink.close()
@@ -630,21 +610,20 @@ def test_all_commands_can_be_killed_at_once(make: Make) -> None:
 def test_command_of_a_run_that_was_killed_is_ended_by_the_next_one(
     make: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    left = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 600 & wait"], start_new_session=True)
-    started = psutil.Process(left.pid).create_time()
-    Progress(tmp_path, "exec").save(START, {"process": [left.pid, started + 5]})
-    make("cat")
-    assert left.poll() is None  # another process has the number now
-    Progress(tmp_path, "exec").save(START, {"process": [left.pid, started]})
+    words = ["sh", "-c", "trap '' TERM; sleep 600 & wait"]
+    owner = Progress(tmp_path, "exec").owner
+    other, left = (
+        subprocess.Popen(words, start_new_session=True, env={**os.environ, MARK: one}) for one in ("another", owner)
+    )
     wait_for(lambda: psutil.Process(left.pid).children())
     (child,) = psutil.Process(left.pid).children()
     make("cat", timeout_s=2.0)
-    assert "ended the command of an earlier run" in capfd.readouterr().err
+    assert f"ended the command of an earlier run (process {left.pid})" in capfd.readouterr().err
     left.wait(5)
     wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
-    for damaged in ("", [], 7, ["x", "y"]):
-        Progress(tmp_path, "exec").save(START, {"process": damaged})
-        make("cat")
+    assert other.poll() is None
+    os.killpg(other.pid, signal.SIGKILL)
+    other.wait(5)
 
 
 def test_no_descriptors_are_left_open(make: Make, tmp_path: Path) -> None:

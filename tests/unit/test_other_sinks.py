@@ -62,7 +62,7 @@ MAIN = """
     import pyarrow as pa
     from pgcdc import Position, adapters, ConfigError
     from pgcdc.config import Config
-    from pgcdc.core.secrets import known_secrets
+    from pgcdc.core import secrets
     from pgcdc.event.batch import Batch
     from pgcdc.sink.registry import make_sink
     from pgcdc.sink.runner import Runner
@@ -88,7 +88,7 @@ MAIN = """
             make_sink(adapters.formless())
         except Exception as error:
             said[kind] = str(error)
-    print(json.dumps({"out": (folder / "out").read_text(), "secrets": sorted(known_secrets()), "said": said}))
+    print(json.dumps({"out": (folder / "out").read_text(), "secrets": sorted(secrets._known), "said": said}))
 """
 
 

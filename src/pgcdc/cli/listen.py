@@ -40,7 +40,7 @@ def listen(ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] = N
 
 def _end_at_once(code: int) -> NoReturn:
     """End this process without waiting for anything, and the commands of adapters with it."""
-    if commands := sys.modules.get("pgcdc.sink.exec.process"):  # not loaded: there are none
+    if commands := sys.modules.get("pgcdc.sink.exec"):  # not loaded: there are none
         commands.end_all()
     os._exit(code)
 

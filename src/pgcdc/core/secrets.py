@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from pgcdc.core.errors import ConfigError
 
@@ -92,6 +93,11 @@ def describe_value(key: str, value: Any) -> str:
 
 # --- what is secret in this process: commands of adapters must not find it in their environment
 
+UNLIKELY_CHARS = 16
+"""A secret of so many characters is in no other text by chance."""
+PART_CHARS = 8
+"""A shorter text is part of a secret by chance."""
+_OF_LIBPQ = ("PGPASSWORD", "PGSSLPASSWORD")
 _known: set[str] = set()
 """One set for the whole process, as there is one environment."""
 
@@ -101,6 +107,26 @@ def remember_secrets(secrets: Iterable[str]) -> None:
     _known.update(one for one in secrets if one)
 
 
-def known_secrets() -> frozenset[str]:
-    """All that this process was told, when it is asked."""
-    return frozenset(_known)
+def clean_environment(environ: Mapping[str, str], keep: Collection[str] = ()) -> dict[str, str]:
+    """The environment of a command without secrets of pgcdc: its variables, and whatever holds what is known as one."""
+    secrets = {*_known, *(environ.get(name, "") for name in _OF_LIBPQ)} - {""}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in keep
+        or not (name.startswith("PGCDC_") or name in _OF_LIBPQ or any(_holds(value, secret) for secret in secrets))
+    }
+
+
+def _holds(value: str, secret: str) -> bool:
+    """Whether a variable is the secret, has it in it (a URL, DSN or header), or is a part of it (`${FIRST}${SECOND}`).
+
+    A short one is part of many other words: it counts only at the places of passwords.
+    """
+    forms = {secret, quote(secret, safe="")}
+    return (
+        value == secret
+        or any(f":{form}@" in value or f"password={form}" in value for form in forms)
+        or (len(secret) >= UNLIKELY_CHARS and any(form in value for form in forms))
+        or (len(value) >= PART_CHARS and "://" not in secret and value in secret)
+    )
