@@ -17,7 +17,7 @@ from functools import partial
 from inspect import Parameter
 from typing import Any, get_args
 
-from pgcdc.config.fields import ADAPTER_NAME
+from pgcdc.config.adapters import ADAPTER_NAME
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.settings import make_options
 from pgcdc.sink.registry import ADAPTERS

@@ -13,7 +13,7 @@ from pgcdc.cli.main import COMMANDS, app
 HEAVY = ("psycopg", "pyarrow", "numpy", "pyspark", "pydantic", "rich", "yaml", "pgcdc.config", "pgcdc.sink")
 
 
-@pytest.mark.parametrize("command", ["--help", "version"])
+@pytest.mark.parametrize("command", ["--help", "version", "--version"])
 def test_help_and_version_load_neither_settings_nor_adapters(command: str) -> None:
     program = f"""
 import sys
@@ -44,3 +44,11 @@ def test_the_list_of_commands_says_what_each_says_of_itself() -> None:
 def test_a_command_that_is_misspelt_is_suggested() -> None:
     shown = CliRunner().invoke(app, ["lissen"])
     assert shown.exit_code == 2 and "Did you mean 'listen'?" in shown.output
+
+
+def test_version_is_a_command_and_a_flag() -> None:
+    runner = CliRunner()
+    said, same = runner.invoke(app, ["version"]), runner.invoke(app, ["--version"])
+    assert (said.exit_code, same.exit_code) == (0, 0)
+    assert said.output == same.output and said.output.startswith("pgcdc ")
+    assert "--version" in runner.invoke(app, ["--help"]).output

@@ -15,10 +15,8 @@ from typer.testing import CliRunner
 
 from pgcdc.cli.main import app
 from pgcdc.config import Config, load_config
+from pgcdc.config.documents import effective, json_schema, make_template, show_yaml, write_template
 from pgcdc.config.layers import load
-from pgcdc.config.schema import json_schema
-from pgcdc.config.show import effective, show_yaml
-from pgcdc.config.template import make_template, write_template
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.settings import setting, setting_of
 from pgcdc.postgres.database import parse_url

@@ -20,9 +20,8 @@ from typer.testing import CliRunner
 from pgcdc import adapters
 from pgcdc.cli.main import app
 from pgcdc.config import Config
+from pgcdc.config.documents import json_schema, show_yaml
 from pgcdc.config.layers import load
-from pgcdc.config.schema import json_schema
-from pgcdc.config.show import show_yaml
 from pgcdc.core.errors import ConfigError, SinkError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Identity, Lock, StateDir, write_json

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from psycopg import errors
 
 from pgcdc import Pipeline, adapters, sources
+from pgcdc.config.documents import show_yaml
 from pgcdc.config.layers import load, load_config
-from pgcdc.config.show import show_yaml
 from pgcdc.core.errors import ConfigError, SinkError, SinkUnavailable
 from pgcdc.core.position import Position
 from pgcdc.event.lines import quote_json

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from pgcdc.cli.main import app
 from pgcdc.config import load_config
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.state import Lock, StateDir
@@ -81,3 +84,30 @@ def test_made_up_changes_need_no_database_and_are_checked_by_their_own_rules() -
     assert config.source == RateOptions(rate_seed=7)
     with pytest.raises(ConfigError, match="would leave no rows"):
         load_config({"detector": "rate", "rate_deletes": "6", "adapters": "noop"}, {}, None)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"tables": "orders"}, {"all_tables": True}, {"schemas": "sales"}, {"publication": "p"}, {"columns": ["a=b"]}],
+)
+def test_made_up_tables_cannot_be_selected(flags: dict[str, Any]) -> None:
+    flag = f"--{next(iter(flags)).replace('_', '-')}"
+    with pytest.raises(
+        ConfigError, match=f"^{flag} is for PostgreSQL: --detector rate has tables of its own"
+    ) as caught:
+        load_config({"detector": "rate", "adapters": "noop", **flags}, {}, None)
+    assert "--rate-tables N" in caught.value.advice and "--route" in caught.value.advice
+
+
+def test_settings_of_made_up_changes_need_their_detector() -> None:
+    with pytest.raises(ConfigError, match=r"^--rate-rows-per-second is for --detector rate. Add --detector rate"):
+        load_config({"db": "postgresql://h/d", "tables": "t", "rate_rows_per_second": "5"}, {}, None)
+
+
+def test_help_of_made_up_changes_has_default_and_unit() -> None:
+    shown = CliRunner().invoke(app, ["listen", "--help"], env={"COLUMNS": "300", "NO_COLOR": "1"})
+    lines = {line.split()[1]: line for line in shown.output.splitlines() if " --rate-" in line}
+    assert set(lines) == {f"--{name.replace('_', '-')}" for name in RateOptions.model_fields if name[:5] == "rate_"}
+    assert all("(default: " in line for line in lines.values()), lines
+    for flag, unit in {"rows-per-second": "Changes per second", "row-width": "characters", "tables": "rate_1"}.items():
+        assert unit in lines[f"--rate-{flag}"]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pgcdc import adapters
+from pgcdc.config.documents import show_yaml
 from pgcdc.config.layers import load, load_config
-from pgcdc.config.show import show_yaml
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.settings import make_options
 from pgcdc.sink.groups import Record

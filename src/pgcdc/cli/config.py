@@ -28,7 +28,7 @@ def init_command(
     config: Annotated[Path, typer.Option(help="The file to write; it must not exist.")] = Path("pgcdc.yaml"),
 ) -> None:
     """Write a file with every setting in it, as comments."""
-    from pgcdc.config.template import write_template
+    from pgcdc.config.documents import write_template
 
     write_template(config)
     typer.echo(f"pgcdc: {config} is written: name the tables in it, set PGCDC_DB, then: pgcdc validate", err=True)
@@ -38,7 +38,7 @@ def init_command(
 @exit_on_error()
 def schema_command() -> None:
     """The JSON schema of pgcdc.yaml, for editors."""
-    from pgcdc.config.schema import json_schema
+    from pgcdc.config.documents import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))
 
@@ -49,8 +49,8 @@ def show_command(
     ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] = None, as_json: Json = False
 ) -> None:
     """The configuration that holds, without secrets, and where each value comes from."""
+    from pgcdc.config.documents import effective, show_yaml
     from pgcdc.config.layers import load
-    from pgcdc.config.show import effective, show_yaml
 
     loaded = load(given_flags(ctx), os.environ, config)
     if as_json:

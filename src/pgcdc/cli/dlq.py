@@ -162,7 +162,7 @@ def replay_command(
     """Deliver dead letters again: by the run if there is one, else from here. Flags of an adapter name another target."""
     from dataclasses import asdict
 
-    from pgcdc.config.destinations import own_options
+    from pgcdc.config.layers import own_options
     from pgcdc.core.errors import SinkError
     from pgcdc.core.state import Lock, StateDir
     from pgcdc.run.letter_service import ask_run
@@ -211,7 +211,7 @@ def _replay_here(
 ) -> Any:
     from dataclasses import replace
 
-    from pgcdc.config.destinations import plan_destinations
+    from pgcdc.config.layers import plan_destinations
     from pgcdc.run.offline_letters import open_destination
     from pgcdc.sink.letters.delivery import Tally, deliver_again, find_batches
 
@@ -237,7 +237,7 @@ def _say_plan(
 ) -> None:
     from collections import Counter
 
-    from pgcdc.config.destinations import plan_destinations
+    from pgcdc.config.layers import plan_destinations
     from pgcdc.sink.spec import describe_options
 
     counts = Counter(letter.adapter for letter in store.find(query))
@@ -308,7 +308,7 @@ def _check_whose(settings: Config, ids: list[str] | None) -> None:
 
 def _one_adapter(settings: Config, store: ReadableDeadLetters, names: list[str] | None) -> str | None:
     """A misspelt name, or the last of several, must not look as if there were no letters."""
-    from pgcdc.config.rules import suggest
+    from pgcdc.config.model import suggest
     from pgcdc.core.errors import ConfigError
     from pgcdc.core.state import StateDir
     from pgcdc.sink.letters.record import Query

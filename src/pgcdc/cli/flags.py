@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
-from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 CONFIG_OPTION = typer.Option(help="Configuration file. (default: pgcdc.yaml, if it exists)")
 EPILOG = (
@@ -74,7 +76,7 @@ def given_flags(ctx: typer.Context) -> dict[str, Any]:
 def _make_params() -> list[Any]:
     from pgcdc.config.adapters import FLAT_KEYS
     from pgcdc.config.model import GROUPS, Config
-    from pgcdc.core.settings import is_switch, setting_of, unit_of
+    from pgcdc.core.settings import is_switch, setting_of
 
     parameters = []
     fields = [(name, field, setting_of(name, field)) for name, field in Config.model_fields.items()]
@@ -82,16 +84,15 @@ def _make_params() -> list[Any]:
         if setting.flag is None:
             continue
         adapter = FLAT_KEYS[name][0] if name in FLAT_KEYS else ""
-        switch, unit = is_switch(field.annotation), unit_of(field)
+        switch = is_switch(field.annotation)
         kind: Any = bool | None if switch else list[str] | None if setting.is_repeated else str | None
         both = f"--{setting.flag}"
         if field.default is True or name in TWO_WAY or _is_on(FLAT_KEYS.get(name)):
             both += f"/--no-{setting.flag}"
-        default = unit.format(field.default) if unit and field.default else field.default
         option = typer.Option(
             both if switch else f"--{setting.flag}",
             *(f"--{adapter}-{alias}".replace("_", "-") for alias in setting.aliases),
-            help=_describe(field.description or "", default),
+            help=_describe(field),
             metavar=None if switch else setting.metavar or _choices(field.annotation),
             rich_help_panel=setting.group,
             hidden=setting.is_hidden,
@@ -122,13 +123,12 @@ def _is_on(option: tuple[str, str] | None) -> bool:
     return {**ADAPTERS[kind].model_fields, **DeliveryOptions.model_fields}[name].default is True
 
 
-def _describe(text: str, default: Any) -> str:
+def _describe(field: FieldInfo) -> str:
     """The help with the default, if the text does not tell it."""
-    kinds = (str, int, float, Path, tuple)
-    if default in (None, False, (), "", {}) or "(default" in text or not isinstance(default, kinds):
-        return text
-    shown = ", ".join(map(str, default)) if isinstance(default, tuple) else "yes" if default is True else default
-    return f"{text} (default: {f'{shown:g}' if isinstance(shown, float) else shown})"
+    from pgcdc.config.adapters import shown_default
+
+    text = field.description or ""
+    return text if "(default" in text else text + shown_default(field)
 
 
 def _choices(annotation: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -76,8 +76,18 @@ app = typer.Typer(
 )
 
 
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        version()
+        raise typer.Exit
+
+
 @app.callback()
-def _pgcdc() -> None:
+def _pgcdc(
+    _: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="The same as `pgcdc version`.")
+    ] = False,
+) -> None:
     """Change data capture: every change of a database, delivered exactly once, on Spark."""
 
 
@@ -95,6 +105,9 @@ def version() -> None:
 
 def main() -> Any:
     """The entry point of the command `pgcdc`."""
-    if sys.argv[1:] == ["version"]:  # it takes no flags: what parses them takes longer than all the rest
+    if sys.argv[1:] in (
+        ["version"],
+        ["--version"],
+    ):  # it takes no flags: what parses them takes longer than all the rest
         return version()
     sys.exit(app())

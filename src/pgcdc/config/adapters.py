@@ -1,4 +1,4 @@
-"""What the configuration says of adapters, made from the registry: flat keys, entries of the list, and what both become.
+"""Adapters in the configuration, made from the registry: flat keys, entries of the list, and the specs of both.
 
 `adapters: [file]` with `file_path: events.jsonl` is the adapter `file` of the type `file`. A further one of a type is a
 mapping in the list, which stands for itself: `{name: audit, type: file, path: audit.jsonl}`.
@@ -7,12 +7,14 @@ mapping in the list, which stands for itself: `{name: audit, type: file, path: a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
     Discriminator,
     Field,
@@ -22,35 +24,89 @@ from pydantic import (
     create_model,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
 
-from pgcdc.config.fields import AdapterName, Patterns
 from pgcdc.core.errors import ConfigError
-from pgcdc.core.settings import UNKNOWN, Conflict, KeyPath, Options, checked, setting, setting_of, unit_of
+from pgcdc.core.settings import (
+    Conflict,
+    KeyPath,
+    Options,
+    check_known,
+    checked,
+    refuse,
+    setting_of,
+    split_names,
+    text_or_list,
+    unit_of,
+)
 from pgcdc.sink.registry import ADAPTERS
-from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, Priority, SinkOptions
+from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, Priority, SinkOptions, with_source_db
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, TransformSpec
 
 if TYPE_CHECKING:
     from pgcdc.config.model import Config
 
-__all__ = [
-    "ALIASES",
-    "ENTRIES",
-    "ENTRY_ALIASES",
-    "FLAT_KEYS",
-    "AdapterItem",
-    "AdapterKeys",
-    "Entry",
-    "adapter_specs",
-    "option_path",
+ADAPTER_NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,62}$"
+
+# --- settings about several adapters: a mapping in YAML, `name=value` in flags and variables
+
+
+def _pairs(texts: Iterable[Any], example: str) -> list[tuple[str, str]]:
+    found = []
+    for text in texts:
+        name, equals, value = text.partition("=") if isinstance(text, str) else ("", "", "")
+        if not equals or not name.strip() or not value.strip():
+            raise refuse(f"{text!r} is not name=value", f"Write it like {example}")
+        found.append((name.strip(), value.strip()))
+    return found
+
+
+def parse_routes(value: Any) -> Any:
+    """`name=pattern,pattern` as often as wanted; `;` between them in a variable; a mapping in YAML."""
+    if isinstance(value, str):
+        value = [part for part in value.split(";") if part.strip()]
+    if not isinstance(value, (list, tuple)):
+        return value
+    found: dict[str, tuple[str, ...]] = {}
+    for name, patterns in _pairs(value, "file=orders,sales.*"):
+        found[name] = (*found.get(name, ()), *split_names(patterns))
+    return found
+
+
+def parse_priorities(value: Any) -> Any:
+    """`name=priority`, with `,` between them in a variable; a mapping in YAML."""
+    if not isinstance(value, (str, list, tuple)):
+        return value
+    texts = [value] if isinstance(value, str) else value
+    split = [part for text in texts for part in (split_names(text) if isinstance(text, str) else (text,))]
+    return dict(_pairs(split, "file=critical"))
+
+
+def _pattern(text: str) -> str:
+    if not text.strip():
+        raise refuse("a pattern is empty", "Write orders, or *")
+    return text if ":" in text else f"pgcdc:{text}"
+
+
+Patterns = Annotated[
+    tuple[Annotated[str, AfterValidator(_pattern)], ...],
+    Field(min_length=1),
+    BeforeValidator(split_names),
+    text_or_list(),
 ]
+"""Patterns of channels; one without a colon means a table."""
+Routes = Annotated[dict[str, Patterns], BeforeValidator(parse_routes)]
+Priorities = Annotated[dict[str, Priority], BeforeValidator(parse_priorities)]
+
+# --- the models, made from the options of every type
 
 
 class Entry(Options):
     """One adapter as a mapping: what all types have."""
 
-    name: AdapterName = Field(description="its name: in routes, metrics and the state directory")
+    type: str = Field(description="the type of the adapter")
+    name: Annotated[str, Field(pattern=ADAPTER_NAME)] = Field(
+        description="its name: in routes, metrics and the state directory"
+    )
     transforms: tuple[TransformSpec, ...] = Field(default=(), description="its own transforms, behind the global ones")
     routes: Patterns | None = Field(default=None, description="only channels that match one of these patterns")
     priority: Priority | None = Field(default=None, description="critical, normal (the default) or best-effort")
@@ -62,22 +118,32 @@ def _type_of(field: FieldInfo) -> Any:
     return Annotated[(plain, *field.metadata)] if field.metadata else plain
 
 
-def _copy(field: FieldInfo) -> tuple[Any, Any]:
-    """The same field for another model."""
-    return _type_of(field), Field(... if field.is_required() else field.default, description=field.description)
+def shown_default(field: FieldInfo) -> str:
+    """` (default: 30s)` for the help; empty if there is none, or it says nothing."""
+    unit, value = unit_of(field), field.default
+    if field.is_required() or value is None or value is False or value in ("", (), {}):
+        return ""
+    text = unit.format(value) if unit else f"{value:g}" if isinstance(value, float) else str(value)
+    text = "yes" if value is True else ", ".join(map(str, value)) if isinstance(value, tuple) else text
+    return f" (default: {text})"
 
 
 def _make_entries() -> dict[str, type[Entry]]:
     entries: dict[str, type[Entry]] = {}
     for kind, options in ADAPTERS.usable().items():
-        own = {"type", *Entry.model_fields, *DeliveryOptions.model_fields}
-        if clash := own.intersection(options.model_fields):
+        if clash := {*Entry.model_fields, *DeliveryOptions.model_fields}.intersection(options.model_fields):
             raise ConfigError(
                 f"adapter {kind} has options of all adapters: {', '.join(clash)}", "Give them other names"
             )
         fields: dict[str, Any] = {"type": (Literal[kind], Field(description="the type of the adapter"))}
         for name, field in {**options.model_fields, **DeliveryOptions.model_fields}.items():
-            fields[name] = _copy(field)
+            default = ... if field.is_required() else field.default
+            more: Any = {
+                "description": field.description,
+                "json_schema_extra": field.json_schema_extra,
+                "repr": field.repr,
+            }
+            fields[name] = _type_of(field), Field(default, **more)
         title = kind.title().replace("_", "")
         entries[kind] = create_model(f"{title}Adapter", __base__=Entry, __doc__=options.__doc__, **fields)
     return entries
@@ -88,19 +154,14 @@ def _make_flat() -> tuple[type[Options], dict[str, tuple[str, str]]]:
     keys: dict[str, tuple[str, str]] = {}
     for kind, options in ADAPTERS.usable().items():
         for name, field in {**options.model_fields, **DeliveryOptions.model_fields}.items():
-            shared = name in DeliveryOptions.model_fields
-            unit = unit_of(field)
-            plain = unit.format(field.default) if unit else field.default
-            plain = f"{plain:g}" if isinstance(plain, float) else plain
-            default = "" if field.is_required() or plain is None else f" (default: {plain})"
-            text = f"Adapter {kind}: {field.description or name}.{default}"
+            text = f"Adapter {kind}: {field.description or name}.{shown_default(field)}"
             metavar = "N" if field.annotation is int else "NUMBER" if field.annotation is float else name.upper()
             own = setting_of(name, field)
+            is_shared = name in DeliveryOptions.model_fields
+            made = replace(own, group="Adapters", flag="", metavar=own.metavar or metavar, is_hidden=is_shared)
+            more: Any = {"description": text, "json_schema_extra": {"setting": made}, "repr": field.repr}
             keys[f"{kind}_{name}"] = kind, name
-            fields[f"{kind}_{name}"] = (
-                _type_of(field) | None,
-                setting(None, text, "Adapters", metavar=own.metavar or metavar, is_hidden=shared, aliases=own.aliases),
-            )
+            fields[f"{kind}_{name}"] = _type_of(field) | None, Field(None, **more)
     return create_model("AdapterKeys", __base__=Options, **fields), keys
 
 
@@ -109,36 +170,39 @@ ENTRY_ALIASES = {
 }
 """Other names of the keys of a mapping: those of the manual."""
 ALIASES = {f"{kind}_{alias}": f"{kind}_{name}" for kind in ADAPTERS for alias, name in ENTRY_ALIASES.items()}
-"""The same for flat keys, variables and flags."""
+"""The same for flat keys and variables; flags have them anyway."""
 ENTRIES = _make_entries()
 """The model of a mapping in `adapters`, by type."""
 _FLAT, FLAT_KEYS = _make_flat()
 """Flat keys: the adapter's type and its field."""
 
 
+def rename_key(path: KeyPath, name: str) -> str:
+    """Our name of a key that stands in the file below `path`."""
+    if not path:
+        name = name.replace("-", "_")
+        return ALIASES.get(name, name)
+    return ENTRY_ALIASES.get(name, name) if path[0] == "adapters" and len(path) == 2 else name
+
+
 def _known_type(name: str) -> str:
-    if name in ADAPTERS and name not in ENTRIES:
-        return checked(ADAPTERS.find, name)
-    if name not in ADAPTERS:
-        raise PydanticCustomError(UNKNOWN, "{name} is not known", {"name": repr(name), "known": list(ADAPTERS)})
-    return name
+    return name if name in ENTRIES else checked(ADAPTERS.find, check_known(ADAPTERS, name))
 
 
-def _kind_of_item(value: Any) -> str | None:
-    """Which of the forms below it is: a name, or a mapping of a type (which may be its name)."""
-    if isinstance(value, Entry):
-        return str(value.type)  # type: ignore[attr-defined]  # of the models made here
-    if not isinstance(value, Mapping):
-        return _PLAIN
-    name, found = value.get("name"), value.get("type")
-    if "type" not in value and isinstance(name, str) and name in ADAPTERS:
-        found = name
+def kind_of(item: Any) -> str | None:
+    """The type of an item of `adapters`, as it is written or as a model: a mapping without one may have it as its name."""
+    if isinstance(item, str):
+        return item
+    if isinstance(item, Entry):
+        return item.type
+    name = item.get("name") if isinstance(item, Mapping) else None
+    found = item.get("type", name if name in (*ADAPTERS,) else None) if isinstance(item, Mapping) else None
     return found if isinstance(found, str) else None
 
 
 def _infer_type(value: Any) -> Any:
     """`{name: file, path: ...}`: the name is that of a type."""
-    return {**value, "type": _kind_of_item(value)} if isinstance(value, Mapping) else value
+    return {**value, "type": kind_of(value)} if isinstance(value, Mapping) else value
 
 
 _PLAIN = "a name"
@@ -151,10 +215,11 @@ else:
         str, AfterValidator(_known_type), WithJsonSchema({"type": "string", "enum": [*ADAPTERS]}), Tag(_PLAIN)
     ]
     _MAPPINGS = [Annotated[entry, BeforeValidator(_infer_type), Tag(kind)] for kind, entry in ENTRIES.items()]
-    AdapterItem = Annotated[Union[(_NAME, *_MAPPINGS)], Discriminator(_kind_of_item)]
+    _TAG = Discriminator(lambda value: kind_of(value) if isinstance(value, (Entry, Mapping)) else _PLAIN)
+    AdapterItem = Annotated[Union[(_NAME, *_MAPPINGS)], _TAG]
 
 
-# --- what the pipeline is told
+# --- the adapters of a pipeline
 
 
 def adapter_specs(config: Config) -> tuple[AdapterSpec, ...]:
@@ -169,60 +234,50 @@ def option_path(config: Config, number: int, name: str) -> KeyPath:
 
 
 def _spec(config: Config, number: int, item: AdapterItem) -> AdapterSpec:
-    type_ = item if isinstance(item, str) else str(item.type)  # type: ignore[attr-defined]  # of the models made here
-    kind = ADAPTERS.find(type_)
-    name = item if isinstance(item, str) else item.name
-    given: dict[str, Any] = {}
-    for field in (*kind.model_fields, *DeliveryOptions.model_fields):
-        value = getattr(config, f"{item}_{field}") if isinstance(item, str) else getattr(item, field)
-        if value is not None:
-            given[field] = value
-    for field, info in kind.model_fields.items():
-        is_said = given.get(field) or given.get(f"{field}_file")
-        if not is_said and setting_of(field, info).cascade == "db":
-            given[field] = config.db  # the database URL cascade: what is not said otherwise is the source's
-        if field not in given and info.is_required():
-            key = f"{type_}_{field}"
-            flag = key.replace("_", "-")
-            advice = f"Add --{flag} {field.upper()}; in the YAML file, {key}: {field.upper()}"
-            raise Conflict(("adapters", number), f"adapter {name} needs a {field}", advice)
-    options = {field: value for field, value in given.items() if field in kind.model_fields}
-    delivery = {field: value for field, value in given.items() if field in DeliveryOptions.model_fields}
-    try:
-        made = kind.model_validate(options)
-    except ValidationError as error:  # options that do not go together
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = option_path(config, number, str(first["loc"][0])) if first["loc"] else ("adapters", number)
-        reason = first["msg"].removeprefix("Value error, ")
-        raise Conflict(where, f"adapter {name}: {reason}", _say_keys(type_, kind, item, reason)) from None
+    name, type_ = (item, item) if isinstance(item, str) else (item.name, item.type)
     own: tuple[Any, ...] = config.transforms.adapter.get(name, ())
     routes, priority = config.routes.get(name), config.adapter_priority.get(name)
     if isinstance(item, Entry):
         own, routes, priority = own or item.transforms, routes or item.routes, priority or item.priority
-    return AdapterSpec(
+    # what the flags say of the form of events comes last, since nothing can be behind it
+    forms = ((config.debezium_envelope, DebeziumSpec), (config.cloudevents_envelope, CloudEventsSpec))
+    spec = AdapterSpec(
         name=name,
         type=type_,
-        options=made,
-        delivery=DeliveryOptions.model_validate(delivery),
-        transforms=(*own, *_envelopes(config)),
+        options=_options(config, number, name, ADAPTERS.find(type_)),
+        delivery=DeliveryOptions.model_validate(_given(config, item, DeliveryOptions)),
+        transforms=(*own, *(form.model_validate({}) for is_wanted, form in forms if is_wanted)),
         routes=routes or (),
         priority=priority or "normal",
     )
+    return with_source_db(spec, config.db)  # type: ignore[no-any-return]
 
 
-def _say_keys(type_: str, kind: type[SinkOptions], item: AdapterItem, reason: str) -> str:
-    """Where the options stand that a message names."""
-    named = [field for field in re.findall(r"\w+", reason) if field in kind.model_fields]
-    if not named:
-        return f"See the adapter {type_}"
-    if isinstance(item, Entry):
-        return f"They are keys of its mapping: {', '.join(dict.fromkeys(named))}"
-    keys = [f"{type_}_{field}" for field in dict.fromkeys(named)]
-    flags = ", ".join(f"--{key.replace('_', '-')}" for key in keys)
-    return f"The flags are {flags}; in the YAML file, {', '.join(keys)}"
+def _given(config: Config, item: AdapterItem, model: type[BaseModel]) -> dict[str, Any]:
+    """What is said of an adapter, of the fields of this model."""
+    owner, prefix = (config, f"{item}_") if isinstance(item, str) else (item, "")
+    found = {field: getattr(owner, prefix + field) for field in model.model_fields}
+    return {field: value for field, value in found.items() if value is not None}
 
 
-def _envelopes(config: Config) -> tuple[Any, ...]:
-    """What the flags say of the form of events: always last, since nothing can be behind it."""
-    debezium = (DebeziumSpec.model_validate({}),) if config.debezium_envelope else ()
-    return (*debezium, CloudEventsSpec.model_validate({})) if config.cloudevents_envelope else debezium
+def _options(config: Config, number: int, name: str, kind: type[SinkOptions]) -> SinkOptions:
+    """The options of one adapter. Conflict: one is missing, or they do not go together."""
+    item = config.adapters[number]
+    try:
+        return kind.model_validate(_given(config, item, kind))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+    field = str(first["loc"][0]) if first["loc"] else ""
+    if first["type"] == "missing":
+        key, value = f"{item}_{field}", field.upper()
+        advice = f"Add --{key.replace('_', '-')} {value}; in the YAML file, {key}: {value}"
+        raise Conflict(("adapters", number), f"adapter {name} needs a {field}", advice)
+    reason = first["msg"].removeprefix("Value error, ")
+    keys = list(dict.fromkeys(one for one in re.findall(r"\w+", reason) if one in kind.model_fields))
+    advice = f"They are keys of its mapping: {', '.join(keys)}"
+    if isinstance(item, str):
+        keys = [f"{item}_{key}" for key in keys]
+        flags = ", ".join(f"--{key.replace('_', '-')}" for key in keys)
+        advice = f"The flags are {flags}; in the YAML file, {', '.join(keys)}"
+    where = option_path(config, number, field) if field else ("adapters", number)
+    raise Conflict(where, f"adapter {name}: {reason}", advice if keys else "See the documentation of the adapter")

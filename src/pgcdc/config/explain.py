@@ -9,8 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from pgcdc.config.adapters import ENTRIES
-from pgcdc.config.model import Config, Transforms
-from pgcdc.config.rules import suggest
+from pgcdc.config.model import Config, Transforms, suggest
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.secrets import describe_value
 from pgcdc.core.settings import REFUSED, UNKNOWN, KeyPath

@@ -6,27 +6,27 @@ Everything is checked here, before anything starts; an error names the place (fl
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from psycopg.conninfo import make_conninfo
 from pydantic import ValidationError
 from pydantic_core import PydanticCustomError
 
-from pgcdc.config.adapters import ALIASES, ENTRY_ALIASES
+from pgcdc.config.adapters import ALIASES, FLAT_KEYS, parse_priorities, parse_routes, rename_key
 from pgcdc.config.explain import explain
-from pgcdc.config.fields import parse_priorities, parse_routes
 from pgcdc.config.model import Config
-from pgcdc.config.option_secrets import check_literals, option_secrets
-from pgcdc.config.yaml_file import YamlFile, name_key, read_yaml, value_at
+from pgcdc.config.secrets import check_literals, find_secrets, take_urls
+from pgcdc.config.yaml_file import YamlFile, name_key, value_at
 from pgcdc.core.errors import ConfigError, ConfigErrors, PgcdcError
-from pgcdc.core.secrets import hide, literal_part, read_secret
-from pgcdc.core.settings import Conflict, KeyPath, conflicts_of, setting_of
-from pgcdc.postgres.database import parse_url
-from pgcdc.sink.registry import ADAPTERS
+from pgcdc.core.secrets import hide
+from pgcdc.core.settings import KeyPath, conflicts_of, make_options, setting_of
+from pgcdc.run.offline_letters import Destination
+from pgcdc.sink.registry import ADAPTERS, check_options, keep_secrets
+from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
 
 DEFAULT_FILE = "pgcdc.yaml"
 PREFIX = "PGCDC_"
@@ -107,14 +107,14 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None
     loaded = Loaded()
     file = path or (Path(DEFAULT_FILE) if Path(DEFAULT_FILE).exists() else None)
     if file is not None:
-        loaded.file = read_yaml(file, environ)
+        loaded.file = YamlFile(file, environ, rename_key)
         loaded.secrets |= loaded.file.secrets
         _add(loaded, loaded.file.values, dict.fromkeys(loaded.file.values, ""))
-    variables, wrong = _read_variables(environ)
-    _add(loaded, variables, {key: PREFIX + key.upper() for key in variables})
+    variables, names, wrong = _read_variables(environ)
+    _add(loaded, variables, names)
     _add(loaded, flags, {key: f"--{_flag(key)}" for key in flags})
-    loaded.secrets |= option_secrets(loaded.values)
-    conflicts = [*conflicts_of((), partial(_rename, loaded)), *_take_urls(loaded)]
+    loaded.secrets |= find_secrets(loaded.values)
+    conflicts = list(take_urls(loaded))
     if loaded.file is not None:
         conflicts += conflicts_of((), partial(check_literals, loaded.file.raw))
     wrong += [ConfigError(f"{loaded.place(one.path)}: {one.message}", one.advice) for one in conflicts]
@@ -128,54 +128,29 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None
     return loaded
 
 
-def _rename(loaded: Loaded) -> None:
-    """Other names of settings, those of the manual, become ours."""
-    for alias, key in ALIASES.items():
-        if alias in loaded.values:
-            _move(loaded, loaded.values, (alias,), key)
-    items = loaded.values.get("adapters")
-    for number, item in enumerate(items if isinstance(items, list) else ()):
-        for alias, name in ENTRY_ALIASES.items():
-            if isinstance(item, dict) and alias in item:
-                _move(loaded, item, ("adapters", number, alias), name)
-
-
-def _move(loaded: Loaded, values: dict[str, Any], path: KeyPath, name: str) -> None:
-    if name in values:
-        raise Conflict(path, f"this is another name of {name}, which is given, too", "Leave one of them out")
-    values[name] = values.pop(str(path[-1]))
-    new = (*path[:-1], name)
-    if path in loaded.origins:
-        loaded.origins[new] = loaded.origins.pop(path)
-    if loaded.file is not None and path in loaded.file.lines:
-        loaded.file.lines[new] = loaded.file.lines[path]
-        raw = value_at(loaded.file.raw, path[:-1])
-        raw[name] = raw.pop(path[-1])
-
-
 def _flag(key: str) -> str:
     info = Config.model_fields.get(key)
     return (setting_of(key, info).flag if info is not None else None) or key.replace("_", "-")
 
 
-def _read_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[PgcdcError]]:
-    """Our variables. Others may begin with PGCDC_ too (a cluster makes some), but one that is nearly ours is a slip."""
+def _read_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], list[PgcdcError]]:
+    """Our variables by key: values and names. Others may begin with PGCDC_ too (a cluster makes some).
+
+    One that is nearly ours is a slip, and refused.
+    """
     known = {PREFIX + key.upper(): key for key, info in Config.model_fields.items() if setting_of(key, info).flag}
-    known |= {PREFIX + alias.upper(): alias for alias in ALIASES}
-    found, wrong = {}, list[PgcdcError]()
-    for name, value in environ.items():
-        if not name.startswith(PREFIX) or not value:
-            continue
+    known |= {PREFIX + alias.upper(): key for alias, key in ALIASES.items()}
+    given = [name for name, value in environ.items() if name.startswith(PREFIX) and value]
+    wrong: list[PgcdcError] = []
+    for name in given:
         if name in known:
-            found[known[name]] = value
-        elif name.removeprefix(PREFIX).lower() in Config.model_fields:
+            continue
+        if name.removeprefix(PREFIX).lower() in Config.model_fields:
             wrong.append(ConfigError(f"{name}: this stands in the YAML file only", "Remove the variable"))
-        else:
-            keys = [one.removeprefix(PREFIX) for one in known]
-            close = difflib.get_close_matches(name.removeprefix(PREFIX), keys, n=1, cutoff=0.87)
-            if close:
-                wrong.append(ConfigError(f"{name}: this variable is not known", f"Did you mean {PREFIX}{close[0]}?"))
-    return found, wrong
+        elif close := difflib.get_close_matches(name, known, n=1, cutoff=0.92):
+            wrong.append(ConfigError(f"{name}: this variable is not known", f"Did you mean {close[0]}?"))
+    ours = {known[name]: name for name in given if name in known}
+    return {key: environ[name] for key, name in ours.items()}, ours, wrong
 
 
 def _add(loaded: Loaded, values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
@@ -207,76 +182,44 @@ def _merge(loaded: Loaded, key: str, value: Any, origin: str) -> dict[str, Any] 
     return {**below, **above}
 
 
-# --- database URLs
+# --- where replayed dead letters go
 
 
-def _take_urls(loaded: Loaded) -> Iterator[Conflict]:
-    """The URLs of databases, from where they are said to be: their passwords are hidden, and stand in no shared file."""
-    for path in (("db",), ("dlq_db",), *_target_urls(loaded)):
-        yield from conflicts_of(path, partial(_take_url, loaded, path))
+def own_options(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Of flags, those that say where an adapter delivers to, and not how."""
+    own = [key for key, (_, name) in FLAT_KEYS.items() if name not in DeliveryOptions.model_fields]
+    return {key: flags[key] for key in own if key in flags}
 
 
-def _target_urls(loaded: Loaded) -> Iterator[KeyPath]:
-    """Where database URLs of adapters may stand."""
-    fields = {
-        kind: [name for name, info in options.model_fields.items() if setting_of(name, info).cascade == "db"]
-        for kind, options in ADAPTERS.usable().items()
-    }
-    yield from ((f"{kind}_{name}",) for kind, names in fields.items() for name in names)
-    items = loaded.values.get("adapters")
-    for number, item in enumerate(items if isinstance(items, (list, tuple)) else ()):
-        kind = str(item.get("type", item.get("name"))) if isinstance(item, Mapping) else ""
-        yield from (("adapters", number, name) for name in fields.get(kind, []))
+def plan_destinations(flags: Mapping[str, Any], file: Path | None, adapters: list[str]) -> dict[str, Destination]:
+    """By adapter. An option that is given as a flag names another target, if the configuration has one for the adapter."""
+    others = own_options(flags)
+    base = load({key: value for key, value in flags.items() if key not in others}, os.environ, file)
+    specs = {spec.name: spec for spec in base.config.adapter_specs} if ("adapters",) in base.origins else {}
+    shared = base.config.global_transforms
+    keep_secrets([base.config.db, base.config.dlq_db], list(specs.values()), shared)
+    found: dict[str, Destination] = {}
+    for name in adapters:
+        given: dict[str, Any] = {}
+        if spec := specs.get(name):
+            given = {FLAT_KEYS[key][1]: one for key, one in others.items() if FLAT_KEYS[key][0] == spec.type}
+        elif name in ADAPTERS:  # there is no file: the flags are the configuration
+            spec = load({**flags, "adapters": [name]}, os.environ, file).config.adapter_specs[0]
+        else:
+            raise ConfigError(
+                f"the configuration has no adapter {name}", "Give the file of its pipeline with --config, or --adapter"
+            )
+        chain = [*shared, *spec.transforms]
+        found[name] = Destination(_change(spec, given) if given else spec, chain, is_other=bool(given))
+    return found
 
 
-def _take_url(loaded: Loaded, path: KeyPath) -> None:
-    values, key = loaded.values, str(path[0])
-    file = values.get(f"{key}_file") if key in ("db", "dlq_db") else None
-    where = (f"{key}_file",) if file else path
-    if file and values.get(key):
-        raise Conflict(where, f"{key} and {key}_file are given", "Leave one of them out")
-    if isinstance(file, (str, Path)) and file:
-        if "://" in str(file):  # it must not be shown as the name of a missing file
-            advice = "Give the file that holds the URL; the URL itself is `db`"
-            raise Conflict(where, "this is not the path of a file", advice)
-        values[key] = _read(where, file, "the database URL").strip()
-        loaded.secrets.add(values[key])
-        loaded.origins[key,] = f"{key}_file"
-    url = value_at(values, path)
-    if not isinstance(url, str) or not url:
-        return
-    try:
-        params = parse_url(url)
-    except PgcdcError as error:
-        raise Conflict(where, error.message, error.advice) from None
-    loaded.secrets.update(str(value) for name, value in params.items() if "password" in name and value)
-    _check_no_literal(loaded, path)
-    given = values.get("password_file") if key == "db" else None
-    if isinstance(given, (str, Path)) and given:
-        if params.get("password"):
-            message = "the URL has a password, and password_file is given"
-            raise Conflict(("password_file",), message, "Leave one of them out")
-        password = _read(("password_file",), given, "the password")
-        loaded.secrets.add(password)
-        values["db"] = make_conninfo("", **{**params, "password": password})
-
-
-def _read(path: KeyPath, file: str | Path, what: str) -> str:
-    try:
-        return read_secret(Path(file), what)
-    except ConfigError as error:
-        raise Conflict(path, error.message, error.advice) from None
-
-
-def _check_no_literal(loaded: Loaded, path: KeyPath) -> None:
-    """A password may come from the environment or a file of its own, but not stand in a file that people share."""
-    raw = loaded.raw(path) if loaded.file is not None and loaded.origins.get(path[:1]) == "" else None
-    try:
-        params = parse_url(literal_part(raw)) if isinstance(raw, str) else {}
-    except PgcdcError:
-        return  # it is made of variables
-    if any("password" in key and value for key, value in params.items()):
-        other = "password_file, or put the whole URL into PGCDC_DB" if path == ("db",) else f"{path[-1]}_file"
-        raise Conflict(
-            path, "the password stands in this file", f"Write ${{NAME}} for it and set that variable, or use {other}"
-        )
+def _change(spec: AdapterSpec, given: Mapping[str, Any]) -> AdapterSpec:
+    """The same adapter with another target."""
+    replaced = {key for name in given for key in (name, f"{name}_file", name.removesuffix("_file"))}
+    kept = {name: one for name, one in spec.options if name in spec.options.model_fields_set - replaced}
+    what = f"adapter {spec.name}"
+    options = make_options(type(spec.options), {**kept, **given}, what, "See the documentation of the adapter")
+    changed = replace(spec, options=options)
+    check_options(changed)
+    return changed

@@ -5,31 +5,63 @@ Flags with their help, the file of `pgcdc config init` and the JSON schema are m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
-from pgcdc.config.adapters import AdapterItem, AdapterKeys, adapter_specs
-from pgcdc.config.fields import Operations, Priorities, Routes
-from pgcdc.core.errors import ConfigErrors
-from pgcdc.core.settings import Conflict, Names, Options, setting
-from pgcdc.event.options import TypedSettings
+from pgcdc.config.adapters import (
+    FLAT_KEYS,
+    AdapterItem,
+    AdapterKeys,
+    Entry,
+    Priorities,
+    Routes,
+    adapter_specs,
+    kind_of,
+    option_path,
+)
+from pgcdc.core.errors import ConfigError, ConfigErrors
+from pgcdc.core.relation import Op
+from pgcdc.core.secrets import read_secret
+from pgcdc.core.settings import (
+    Conflict,
+    KeyPath,
+    Names,
+    Options,
+    check_known,
+    conflicts_of,
+    setting,
+    setting_of,
+    split_names,
+    text_or_list,
+)
+from pgcdc.postgres.database import split_table
 from pgcdc.run.settings import PipelineSettings
 from pgcdc.sink.registry import ADAPTERS as TYPES
+from pgcdc.sink.registry import check_options
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.source.rate.options import RATE
-from pgcdc.transform.specs import DropColumnsSpec, FilterSpec, TransformSpec
-
-TYPED_KEYS = tuple(name for name in TypedSettings.model_fields if name != "table")
-"""What only typed rows (`table`) have; the same names are options of the Spark source."""
+from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, DropColumnsSpec, FilterSpec, MaskSpec, TransformSpec
 
 DATABASE, TABLES, SNAPSHOTS = "Database", "Tables", "Rows that are there"
 EVENTS, TYPED, ADAPTERS, TRANSFORMS, RUNNING = "Events", "Typed rows", "Adapters", "Transforms", "Running"
 DEAD = "Dead letters"
 GROUPS = (DATABASE, TABLES, ADAPTERS, DEAD, TRANSFORMS, SNAPSHOTS, EVENTS, TYPED, RATE, RUNNING)
 """In the order in which they are shown."""
+
+
+_OPERATIONS = [op.name for op in Op]
+_Operation = Annotated[
+    str,
+    BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value),
+    AfterValidator(partial(check_known, _OPERATIONS)),
+]
+Operations = Annotated[tuple[_Operation, ...], BeforeValidator(split_names), text_or_list({"enum": _OPERATIONS})]
 
 
 class Transforms(Options):
@@ -98,10 +130,11 @@ class Config(PipelineSettings, AdapterKeys):
         return tuple(item.strip() for item in value.split(",") if item.strip()) if isinstance(value, str) else value
 
     def conflicts(self) -> Iterator[Conflict]:
-        """What cannot go together."""
-        from pgcdc.config.rules import find_conflicts
-
-        return find_conflicts(self)
+        """What cannot go together: all of the source's, and the first of every other rule."""
+        found = list(self.source.conflicts())
+        found += [conflict for rule in _RULES for conflict in conflicts_of((), partial(rule, self))]
+        found.sort(key=lambda one: not one.path)  # what is missing comes last
+        yield from {(one.path, one.message): one for one in found}.values()
 
     def check(self) -> None:
         """Raise ConfigError for all that cannot go together."""
@@ -126,3 +159,225 @@ class Config(PipelineSettings, AdapterKeys):
         drop = (DropColumnsSpec.model_validate({"columns": self.drop_columns}),) if self.drop_columns else ()
         keep = (FilterSpec.model_validate({"operations": self.filter_operations}),) if self.filter_operations else ()
         return (*drop, *keep, *self.transforms.global_)
+
+
+# --- what cannot go together: each rule raises Conflict with the key that it is about, and advice
+
+RESERVED = "main"
+"""The lane that adapters share: an adapter's own lane has the adapter's name."""
+
+
+def suggest(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """`Did you mean ...?` if there is a name like it; else all of them, or `otherwise`."""
+    names = list(known)
+    close = difflib.get_close_matches(name.lower(), names, n=1) or [one for one in names if name and name in one][:1]
+    return f"Did you mean {close[0]}?" if close else otherwise or f"Known: {', '.join(names) or 'none'}"
+
+
+def _check_trial(config: Config) -> None:
+    """The manual's flags for what we always do: they may be given, but not denied."""
+    if config.cooperative_checkpoint is False:
+        raise Conflict(
+            ("cooperative_checkpoint",),
+            "cooperative_checkpoint is always on: PostgreSQL hears of an event when every adapter has it",
+            "Leave it out. For adapters that may lose events, see --bus-mode fast",
+        )
+    if config.cooperative_checkpoint and config.temporary_slot:
+        raise Conflict(
+            ("cooperative_checkpoint",),
+            "--cooperative-checkpoint needs a slot that stays",
+            "Leave --temporary-slot or --cooperative-checkpoint out",
+        )
+    if config.temporary_slot and any(kind_of(item) not in ("stdout", "noop") for item in config.adapters):
+        raise Conflict(
+            ("temporary_slot",),
+            "--temporary-slot is for trials with stdout: it loses its place when the connection ends",
+            "Leave --temporary-slot out to deliver to other adapters",
+        )
+
+
+# --- adapters
+
+
+def _check_adapters(config: Config) -> None:
+    if not config.adapters:
+        raise Conflict(("adapters",), "no adapter is given", f"Use --adapter with one of: {', '.join(TYPES)}")
+    names = config.adapter_names
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise Conflict(
+                ("adapters", number),
+                f"adapter {name} is given twice",
+                "Name each --adapter once; two of one type need names: {name: audit, type: file, path: ...}",
+            )
+        if name == RESERVED:
+            raise Conflict(("adapters", number, "name"), f"the name {RESERVED} is taken", "Give it another name")
+    for key, (kind, _) in FLAT_KEYS.items():
+        if getattr(config, key) is not None and kind not in config.adapters:
+            flag = key.replace("_", "-")
+            raise Conflict(
+                (key,),
+                f"--{flag} is given without --adapter {kind}",
+                f"Add --adapter {kind}; for an adapter with a name, put it into its mapping",
+            )
+    if config.is_given("bus_buffer") and config.bus_mode != "fast":
+        raise Conflict(("bus_buffer",), "--bus-buffer is for --bus-mode fast", "Add --bus-mode fast, or leave it out")
+    for number, spec in enumerate(config.adapter_specs):
+        path = option_path(config, number, next(iter(type(spec.options).model_fields), "type"))
+        _place(path, partial(check_options, spec))
+        _place(("adapters", number), partial(spec.check_beside, config.adapter_specs[:number]))
+
+
+def _check_dead_letters(config: Config) -> None:
+    needs = {"dlq_file": "file", "dlq_db": "pg_table", "dlq_db_file": "pg_table", "dlq_table": "pg_table"}
+    for key, store in needs.items():
+        if config.is_given(key) and config.dlq != store:
+            flag = key.replace("_", "-")
+            raise Conflict((key,), f"--{flag} is for --dlq {store}", f"Add --dlq {store}, or leave it out")
+    if config.dlq_file is not None and not config.dlq_file.absolute().parent.is_dir():
+        raise Conflict(("dlq_file",), f"the folder of the file {config.dlq_file} does not exist", "Create it first")
+    if config.dlq == "pg_table" and split_table(config.dlq_table) in map(split_table, config.tables):
+        raise Conflict(
+            ("tables",),
+            f"table {config.dlq_table} is to be captured, and dead letters are written to it: each one would be an event",
+            "Leave it out of tables, or give another --dlq-table",
+        )
+    name = split_table(config.dlq_table)[1]
+    is_source = not config.dlq_db or config.dlq_db == config.db
+    if config.dlq == "pg_table" and is_source and (config.all_tables or config.schemas) and name[:6] != "pgcdc_":
+        raise Conflict(
+            ("dlq_table",),
+            "all tables are captured, and dead letters are written to one of them: each one would be an event",
+            "Give it a name that begins with pgcdc_: such tables are left out; or another database with --dlq-db",
+        )
+
+
+def _check_names(config: Config) -> None:
+    """What is said of an adapter by its name needs that adapter, and is said once."""
+    entries = {item.name: item for item in config.adapters if isinstance(item, Entry)}
+    own: Sequence[tuple[KeyPath, Iterable[str], str]] = (
+        (("routes",), config.routes, "routes"),
+        (("adapter_priority",), config.adapter_priority, "priority"),
+        (("transforms", "adapter"), config.transforms.adapter, "transforms"),
+    )
+    for path, names, field in own:
+        for name in names:
+            if name not in config.adapter_names:
+                raise Conflict((*path, name), f"there is no adapter {name}", suggest(name, config.adapter_names))
+            if name in entries and field in entries[name].model_fields_set and field == "transforms":
+                raise Conflict(
+                    (*path, name), f"the transforms of adapter {name} are given twice", "Put them into one place"
+                )
+
+
+# --- transforms
+
+
+def _check_transforms(config: Config) -> None:
+    chains: dict[KeyPath, Sequence[Any]] = {("transforms", "global"): config.transforms.global_}
+    chains |= {("transforms", "adapter", name): specs for name, specs in config.transforms.adapter.items()}
+    entries = {number: item for number, item in enumerate(config.adapters) if isinstance(item, Entry)}
+    chains |= {("adapters", number, "transforms"): item.transforms for number, item in entries.items()}
+    for path, specs in chains.items():
+        for number, spec in enumerate(specs):
+            _check_transform((*path, number), spec)
+    if config.debezium_envelope and config.cloudevents_envelope:
+        raise Conflict(
+            ("cloudevents_envelope",),
+            "--debezium-envelope and --cloudevents-envelope are given",
+            "Leave one of them out",
+        )
+    for adapter in config.adapter_specs:
+        chain = (*config.global_transforms, *adapter.transforms)
+        _check_chain(config, adapter.name, chain)
+        envelope = next((one for one in chain if isinstance(one, (DebeziumSpec, CloudEventsSpec))), None)
+        if envelope is not None and adapter.type == "pg_table" and getattr(adapter.options, "mode", "") == "apply":
+            raise Conflict(
+                ("adapters",),
+                f"adapter {adapter.name} applies pgcdc's own events to tables, and {envelope.type} makes others of them",
+                f"Leave {envelope.type} out, or use --pg-table-mode append",
+            )
+
+
+def _check_chain(config: Config, name: str, chain: Sequence[Any]) -> None:
+    """An envelope is the whole text of an event: behind it there are no columns."""
+    for number, spec in enumerate(chain):
+        if not isinstance(spec, (DebeziumSpec, CloudEventsSpec)):
+            continue
+        behind = next((one for one in chain[number + 1 :] if not _is_plain_filter(one)), None)
+        if behind is not None:
+            is_global = spec in config.transforms.global_
+            path: KeyPath = ("transforms", "global") if is_global else ("transforms", "adapter", name)
+            raise Conflict(
+                path if is_global or name in config.transforms.adapter else ("adapters",),
+                f"for adapter {name}, {behind.type} comes behind {spec.type}, which ends the columns of an event",
+                f"Put {spec.type} last: behind all transforms, global ones and the adapter's own",
+            )
+
+
+def _is_plain_filter(spec: Any) -> bool:
+    return isinstance(spec, FilterSpec) and spec.where is None
+
+
+def _check_transform(path: KeyPath, spec: Any) -> None:
+    """What the model of a transform cannot know: whether the key of a hash can be read."""
+    if not isinstance(spec, MaskSpec) or spec.mode != "hash":
+        return
+    if not spec.key_env and not spec.key_file:
+        raise Conflict(path, "mode hash needs its key in one place", "Give key_env or key_file")
+    if spec.key_env and not os.environ.get(spec.key_env):
+        raise Conflict((*path, "key_env"), f"the variable {spec.key_env} is not set", "It holds the key of the hash")
+    if spec.key_file:
+        _place((*path, "key_file"), partial(read_secret, Path(spec.key_file), "the key of the hash"))
+
+
+# --- the source
+
+
+def _check_other_source(config: Config) -> None:
+    """Settings of a source other than the one that runs: which tables, or which made-up changes."""
+    own = type(config.source).model_fields
+    for name, field in Config.model_fields.items():
+        said = setting_of(name, field)
+        if said.group not in (TABLES, RATE) or name in own or not config.is_given(name):
+            continue
+        if said.group == RATE:
+            raise Conflict((name,), f"--{said.flag} is for --detector rate", "Add --detector rate, or leave it out")
+        raise Conflict(
+            (name,),
+            f"--{said.flag} is for PostgreSQL: --detector {config.detector} has tables of its own",
+            "Leave it out. With --detector rate, --rate-tables N sets how many tables there are, and "
+            "--route ADAPTER=rate_1 delivers only some of them",
+        )
+
+
+def _check_typed(config: Config) -> None:
+    for conflict in config.typed_conflicts(config):
+        raise conflict
+    if config.table:
+        chains = (*config.global_transforms, *(one for spec in config.adapter_specs for one in spec.transforms))
+        if chains or config.routes or any(spec.routes for spec in config.adapter_specs):
+            raise Conflict(
+                ("table",),
+                "transforms and routes are for events, not for typed rows",
+                "Leave --table out, or use a query of your own: docs/tables.md",
+            )
+
+
+def _place(path: KeyPath, check: Callable[[], object]) -> None:
+    """What a check of another module refuses is about this key."""
+    try:
+        check()
+    except ConfigError as error:
+        raise Conflict(path, error.message, error.advice) from None
+
+
+_RULES = (
+    _check_trial,
+    _check_adapters,
+    _check_dead_letters,
+    _check_names,
+    _check_transforms,
+    _check_typed,
+    _check_other_source,
+)

@@ -6,8 +6,7 @@ The tree of nodes is walked here rather than by PyYAML's constructor: it forgets
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,11 @@ from pgcdc.core.settings import KeyPath
 
 MAX_NODES = 20_000
 """Aliases can make a small file endless."""
-_STRING = "tag:yaml.org,2002:str"
-_HALF = re.compile("[\ud800-\udfff]")
+_STRING, _MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
+_UNUSABLE = {
+    "\0": ("there is a NUL character in the text", "Take it away"),  # no path, name or text of PostgreSQL can have one
+    "[\ud800-\udfff]": ("there is half a character in the text", "Write the character itself"),
+}
 
 
 def name_key(path: KeyPath) -> str:
@@ -41,131 +43,114 @@ def value_at(values: Any, path: KeyPath) -> Any:
     return values
 
 
-@dataclass
 class YamlFile:
-    """What a file says."""
+    """What a file says. ConfigError with file and line for what cannot be read.
 
-    path: Path
-    values: dict[str, Any] = field(default_factory=dict)
-    raw: dict[str, Any] = field(default_factory=dict)
-    """The same as it is written, with `${NAME}`: for messages, and to be shown."""
-    lines: dict[KeyPath, int] = field(default_factory=dict)
-    secrets: set[str] = field(default_factory=set)
-    """Values of variables that were put in."""
+    `rename(path, key)` gives the name that counts for a key below `path`.
+    """
+
+    def __init__(
+        self, path: Path, environ: Mapping[str, str], rename: Callable[[KeyPath, str], str] = lambda _, name: name
+    ) -> None:
+        self.path = path
+        self.secrets: set[str] = set()
+        """Values of variables that were put in."""
+        self._environ = environ
+        self._rename = rename
+        self._lines: dict[KeyPath, int] = {}
+        self._count = 0
+        self.raw = self._read()
+        """As it is written, with `${NAME}`: for messages, and to be shown."""
+        self.values: dict[str, Any] = self._expand(self.raw, ())
 
     def place(self, path: KeyPath) -> str:
         """`pgcdc.yaml, line 3: adapters[1].path`, as near to it as the file goes."""
         known = path
-        while known and known not in self.lines:
+        while known and known not in self._lines:
             known = known[:-1]
-        return f"{self.path}, line {self.lines.get(known, 1)}: {name_key(path)}"
+        return f"{self.path}, line {self._lines.get(known, 1)}: {name_key(path)}".removesuffix(": ")
 
+    def _read(self) -> dict[str, Any]:
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ConfigError(f"{self.path} cannot be read: {reason}", "Check --config") from None
+        try:
+            self._loader = yaml.SafeLoader(text)
+            node = self._loader.get_single_node()
+            raw = self._value(node, ()) if node is not None else {}
+        except RecursionError:
+            raise ConfigError(f"{self.path} is nested too deeply", "Correct the file") from None
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            where = f"{self.path}, line {mark.line + 1}" if mark else str(self.path)
+            problem = getattr(error, "problem", None) or "not valid YAML"
+            problem = re.sub(r"'[^']{2,}'", "...", problem)  # it may be a part of a password
+            raise ConfigError(f"{where}: {problem}", "Correct the file; quote texts with special characters") from None
+        if not isinstance(raw, dict | None):
+            advice = "See docs/configuration.md, or begin with: pgcdc config init"
+            raise self._error(node, (), "the file must be a list of `key: value`", advice)
+        return raw or {}
 
-def read_yaml(path: Path, environ: Mapping[str, str]) -> YamlFile:
-    """Read a file; its top-level keys may have `-` for `_`. ConfigError with file and line for what cannot be read."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{path} cannot be read: {reason}", "Check --config") from None
-    loader = None
-    try:
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        return _Walk(YamlFile(path), loader, environ).file(node)
-    except RecursionError:
-        raise ConfigError(f"{path} is nested too deeply", "Correct the file") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}, line {mark.line + 1}" if mark else str(path)
-        problem = getattr(error, "problem", None) or "not valid YAML"
-        problem = re.sub(r"'[^']{2,}'", "...", problem)  # it may be a part of a password
-        raise ConfigError(f"{where}: {problem}", "Correct the file; quote texts with special characters") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
-
-
-class _Walk:
-    """From nodes to values."""
-
-    def __init__(self, file: YamlFile, loader: yaml.SafeLoader, environ: Mapping[str, str]) -> None:
-        self._file = file
-        self._loader = loader
-        self._environ = environ
-        self._count = 0
-
-    def file(self, node: yaml.Node | None) -> YamlFile:
-        if node is None or (isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"):
-            return self._file
-        if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(
-                f"{self._file.path}, line {node.start_mark.line + 1}: the file must be a list of `key: value`",
-                "See docs/configuration.md, or begin with: pgcdc config init",
-            )
-        self._file.values, self._file.raw = self._mapping(node, ())
-        return self._file
-
-    def _value(self, node: yaml.Node, path: KeyPath) -> tuple[Any, Any]:
+    def _value(self, node: yaml.Node, path: KeyPath) -> Any:
         self._count += 1
         if self._count > MAX_NODES:
             raise self._error(node, path, "the file is too large", "Aliases repeat what they stand for")
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
-            values, raws = [], []
-            for number, item in enumerate(node.value):
-                self._file.lines[*path, number] = item.start_mark.line + 1
-                value, raw = self._value(item, (*path, number))
-                values.append(value)
-                raws.append(raw)
-            return values, raws
-        assert isinstance(node, yaml.ScalarNode)
+            self._lines |= {(*path, number): item.start_mark.line + 1 for number, item in enumerate(node.value)}
+            return [self._value(item, (*path, number)) for number, item in enumerate(node.value)]
         if node.tag == _STRING:
-            if "\0" in node.value:  # no path, name or text of PostgreSQL can have one
-                raise self._error(node, path, "there is a NUL character in the text", "Take it away")
-            if _HALF.search(node.value):  # "\ud83d": nothing can be written with it
-                raise self._error(node, path, "there is half a character in the text", "Write the character itself")
-            try:
-                return expand(node.value, self._environ, lambda _, value: self._file.secrets.add(value)), node.value
-            except ConfigError as error:
-                raise self._error(node, path, error.message, error.advice) from None
+            return node.value
         try:
-            value = self._loader.construct_object(node)
+            return self._loader.construct_object(node)
         except yaml.YAMLError:
             raise
         except Exception:  # 2026-13-45, !!bool maybe: PyYAML does not say what it raises
             raise self._error(node, path, "this is not a value of YAML", "Put it into quotes") from None
-        return value, value
 
-    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> tuple[dict[str, Any], dict[str, Any]]:
-        own: dict[str, int] = {}
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        own: dict[str, str] = {}
         for key, _ in node.value:
-            if key.tag == "tag:yaml.org,2002:merge":
+            if key.tag == _MERGE:
                 continue
             name = self._key(key, path)
-            line = key.start_mark.line + 1
             if name in own:
-                raise self._error(
-                    key, (*path, name), "this key is given twice", f"It stands in line {own[name]} already"
-                )
-            own[name] = line
+                raise self._error(key, (*path, name), "this key is given twice", f"It stands in {own[name]} already")
+            other = f" as {key.value}" if key.value != name else ""
+            own[name] = f"line {key.start_mark.line + 1}{other}"
         self._loader.flatten_mapping(node)
-        values: dict[str, Any] = {}
-        raws: dict[str, Any] = {}
+        raw = {}
         for key, item in node.value:
             name = self._key(key, path)
-            self._file.lines[*path, name] = key.start_mark.line + 1
-            values[name], raws[name] = self._value(item, (*path, name))
-        return values, raws
+            self._lines[*path, name] = key.start_mark.line + 1
+            raw[name] = self._value(item, (*path, name))
+        return raw
 
     def _key(self, node: yaml.Node, path: KeyPath) -> str:
         if not isinstance(node, yaml.ScalarNode) or node.tag != _STRING:
             shown = node.value if isinstance(node, yaml.ScalarNode) else "..."
             raise self._error(node, path, f"the key {shown} is not a name", "Put it into quotes")
-        name = str(node.value)
-        return name if path else name.replace("-", "_")
+        return self._rename(path, str(node.value))
 
-    def _error(self, node: yaml.Node, path: KeyPath, message: str, advice: str) -> ConfigError:
-        where = f"{self._file.path}, line {node.start_mark.line + 1}"
-        return ConfigError(f"{where}: {name_key(path)}: {message}" if path else f"{where}: {message}", advice)
+    def _expand(self, value: Any, path: KeyPath) -> Any:
+        if isinstance(value, dict):
+            return {key: self._expand(one, (*path, key)) for key, one in value.items()}
+        if isinstance(value, list):
+            return [self._expand(one, (*path, number)) for number, one in enumerate(value)]
+        if not isinstance(value, str):
+            return value
+        for pattern, (message, advice) in _UNUSABLE.items():
+            if re.search(pattern, value):
+                raise self._error(None, path, message, advice)
+        try:
+            return expand(value, self._environ, lambda _, found: self.secrets.add(found))
+        except ConfigError as error:
+            raise self._error(None, path, error.message, error.advice) from None
+
+    def _error(self, node: yaml.Node | None, path: KeyPath, message: str, advice: str) -> ConfigError:
+        if node is not None:
+            self._lines[path] = node.start_mark.line + 1
+        return ConfigError(f"{self.place(path)}: {message}", advice)

@@ -16,17 +16,29 @@ class RateOptions(SourceOptions):
 
     kind: ClassVar[str] = "rate"
 
-    rate_rows_per_second: float = setting(100.0, "Made-up changes a second.", RATE, metavar="N", gt=0, le=10_000_000)
-    rate_tables: int = setting(3, "How many made-up tables there are.", RATE, metavar="N", ge=1, le=1000)
-    rate_row_width: int = setting(20, "Letters in the text of a made-up row.", RATE, metavar="N", ge=0, le=1_000_000)
-    rate_seed: int = setting(1, "Another number gives other changes.", RATE, metavar="N", ge=0, le=2**32 - 1)
-    rate_transaction_rows: int = setting(5, "Changes in each transaction.", RATE, metavar="N", ge=1, le=1_000_000)
-    rate_existing_rows: int = setting(0, "Rows that each table has before the first change.", RATE, metavar="N", ge=0)
-    rate_inserts: int = setting(6, "Of so many changes of a table, as many INSERTs.", RATE, metavar="N", ge=1, le=1000)
-    rate_updates: int = setting(3, "The same for UPDATEs.", RATE, metavar="N", ge=0, le=1000)
-    rate_deletes: int = setting(1, "The same for DELETEs: fewer than INSERTs.", RATE, metavar="N", ge=0, le=1000)
+    rate_rows_per_second: float = setting(
+        100.0, "Changes per second, over all made-up tables together.", RATE, metavar="N", gt=0, le=10_000_000
+    )
+    rate_tables: int = setting(3, "Number of made-up tables: rate_1, rate_2 ...", RATE, metavar="N", ge=1, le=1000)
+    rate_row_width: int = setting(
+        20, "Length of the text column note, in characters.", RATE, metavar="N", ge=0, le=1_000_000
+    )
+    rate_seed: int = setting(
+        1, "Seed of the values: the same seed gives the same changes.", RATE, metavar="N", ge=0, le=2**32 - 1
+    )
+    rate_transaction_rows: int = setting(5, "Changes per transaction.", RATE, metavar="N", ge=1, le=1_000_000)
+    rate_existing_rows: int = setting(
+        0, "Rows in each table before the first change, for the initial snapshot.", RATE, metavar="N", ge=0
+    )
+    rate_inserts: int = setting(
+        6, "INSERTs per cycle of a table; then come its UPDATEs and DELETEs.", RATE, metavar="N", ge=1, le=1000
+    )
+    rate_updates: int = setting(3, "UPDATEs per cycle of a table.", RATE, metavar="N", ge=0, le=1000)
+    rate_deletes: int = setting(
+        1, "DELETEs per cycle of a table; fewer than its INSERTs.", RATE, metavar="N", ge=0, le=1000
+    )
     rate_transactions: int = setting(
-        0, "After so many transactions there are no more; 0: there always are.", RATE, ge=0
+        0, "Stop making changes after this many transactions. (default: 0, never)", RATE, metavar="N", ge=0
     )
 
     def conflicts(self) -> Iterator[Conflict]:
