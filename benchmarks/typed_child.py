@@ -19,7 +19,8 @@ from workload import PUBLICATION, wait_for_reader
 
 import pgcdc
 from pgcdc.run.warm import warm_up
-from pgcdc.transform import Chain, compile_chains
+from pgcdc.transform.program import compile_chains
+from pgcdc.transform.specs import Chain
 
 
 def main() -> None:

@@ -24,8 +24,8 @@ from pgcdc.event.edits import SimpleChain
 from pgcdc.event.events import block_schema, events_of
 from pgcdc.event.forms import FORMS, form_column, read_shapes
 from pgcdc.event.frame import EventOptions, make_frame
+from pgcdc.event.lines import IdSeed
 from pgcdc.event.shape import Described
-from pgcdc.event.texts import IdSeed
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.postgres.database import connect, quote_qualified
 from pgcdc.sink.pg_table.apply import Applier

@@ -30,7 +30,7 @@ from wire import (
 
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
-from pgcdc.event.texts import IdSeed
+from pgcdc.event.lines import IdSeed
 from pgcdc.source.postgres.wire.assemble import Assembler
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.spool.writer import SpoolWriter

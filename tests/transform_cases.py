@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pgcdc.core.errors import TransformError
 from pgcdc.core.relation import Op
 from pgcdc.event.masks import LOOKS
-from pgcdc.transform.program import Chain
+from pgcdc.transform.specs import Chain
 
 KEY_VARIABLE = "PGCDC_MASK_KEY"
 KEY = "correct horse battery staple"

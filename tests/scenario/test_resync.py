@@ -25,7 +25,7 @@ from pgcdc.run.resync import Resync, ResyncOptions
 from pgcdc.sink.file import FileSink
 from pgcdc.source.postgres.snapshot.releases import Releases
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, RequestState, SnapshotRequest
-from pgcdc.transform.program import Chain
+from pgcdc.transform.specs import Chain
 
 KEYS = {"public.t": ("id",), "public.pair": ("b", "a"), "public.log": ()}
 POINTS = ["keys", "noted", "dropped", "emptied", "prepared", "truncated", "kept", "queued", "acked"]

@@ -17,7 +17,7 @@ from pgcdc.core.errors import DecodeError
 from pgcdc.core.position import Position
 from pgcdc.event.events import LINES, event_batch
 from pgcdc.event.frame import EventOptions
-from pgcdc.event.texts import IdSeed
+from pgcdc.event.lines import IdSeed
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.spool.writer import SpoolWriter

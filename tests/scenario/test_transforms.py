@@ -29,8 +29,8 @@ from pgcdc.event.events import block_schema, event_batch, open_blocks
 from pgcdc.event.forms import Form
 from pgcdc.spark.session import with_settings
 from pgcdc.spool.reader import SpoolReader
-from pgcdc.transform.program import Chain, ColumnProgram, Program, Steps, compile_chains
-from pgcdc.transform.transforms import Transform
+from pgcdc.transform.program import ColumnProgram, Program, compile_chains
+from pgcdc.transform.specs import Chain, Transform
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -53,7 +53,7 @@ STREAM = [
 ]
 
 
-class InSpark(Steps):
+class InSpark(Chain):
     """A chain of which the source does nothing."""
 
     @property
@@ -83,7 +83,7 @@ def by_source(reader: SpoolReader, chains: list[Chain]) -> list[list[str]]:
 
 def by_spark(spark: SparkSession, reader: SpoolReader, chains: list[Chain]) -> list[list[str]]:
     program = compile_chains(chains)
-    steps = tuple(InSpark(one.routes, one.transforms) for one in program.distinct)
+    steps = tuple(InSpark(one.transforms, one.routes) for one in program.distinct)
     forced = ColumnProgram(tuple(chains), steps, program.of_chain)
     found = forced.collect(projected(spark, reader, forced), START, reader.end)
     return [one.events.column("line").to_pylist() for one in found]

@@ -21,16 +21,15 @@ from pgcdc.core.errors import SinkError, TransformError
 from pgcdc.core.position import SCHEMA_SUB, Kind, Position
 from pgcdc.core.relation import Column, OldKind, Op, Relation, ShapeChange, ShapeHistory
 from pgcdc.event.batch import Batch, Records, TableChanges, split_forms
+from pgcdc.event.changes import keyed_changes, read_changes, source_table
 from pgcdc.event.columns import ColumnReader, edit_columns
 from pgcdc.event.edits import SimpleChain
 from pgcdc.event.events import block_schema, drop_unwanted, event_batch, events_of, pack_block, unpack_blocks
 from pgcdc.event.forms import FORMS, Form
 from pgcdc.event.frame import EventOptions
-from pgcdc.event.keyed import keyed_changes
-from pgcdc.event.reread import read_changes, source_name
 from pgcdc.spool.reader import SpoolReader
-from pgcdc.transform.program import Chain, column_chain, compile_chains
-from pgcdc.transform.transforms import from_spec
+from pgcdc.transform.program import compile_chains
+from pgcdc.transform.specs import Chain, column_chain, from_spec
 
 WIDER = replace(ORDERS, columns=(*ORDERS.columns, Column("traceparent", 25, -1, False)))
 STREAM = [
@@ -399,7 +398,7 @@ def test_what_is_not_a_row_is_left_out() -> None:
 
 
 def test_a_channel_and_a_table_name_a_table_whatever_dots_they_have() -> None:
-    assert source_name("pgcdc:orders", "orders") == ("public", "orders")
-    assert source_name("pgcdc:a.b", "a.b") == ("public", "a.b")
-    assert source_name("pgcdc:a.b", "b") == ("a", "b")
-    assert source_name("pgcdc:a.b.c", "b.c") == ("a", "b.c")
+    assert source_table("pgcdc:orders", "orders") == ("public", "orders")
+    assert source_table("pgcdc:a.b", "a.b") == ("public", "a.b")
+    assert source_table("pgcdc:a.b", "b") == ("a", "b")
+    assert source_table("pgcdc:a.b.c", "b.c") == ("a", "b.c")

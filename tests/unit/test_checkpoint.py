@@ -12,7 +12,7 @@ from pgcdc.core.errors import StateError
 from pgcdc.core.position import Position
 from pgcdc.run import lane as checkpoint_module
 from pgcdc.run.lane import Checkpoint, Lane
-from pgcdc.transform.program import Chain
+from pgcdc.transform.specs import Chain
 
 
 def at(number: int) -> Position:

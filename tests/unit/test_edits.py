@@ -28,11 +28,7 @@ from pgcdc.event.frame import EventOptions
 from pgcdc.source.postgres.wire.assemble import Assembler
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.spool.writer import SpoolWriter
-from pgcdc.transform.check import missing_columns
-from pgcdc.transform.program import BlockProgram, Chain, ColumnProgram, Steps, compile_chains
-from pgcdc.transform.steps import call_all
-from pgcdc.transform.transforms import (
-    Transform,
+from pgcdc.transform import (
     debezium_envelope,
     drop_columns,
     filter,
@@ -41,6 +37,9 @@ from pgcdc.transform.transforms import (
     rename_fields,
     sql,
 )
+from pgcdc.transform.program import BlockProgram, ColumnProgram, compile_chains
+from pgcdc.transform.specs import Chain, missing_columns
+from pgcdc.transform.steps import call_all
 
 
 @pytest.fixture(autouse=True)
@@ -292,13 +291,10 @@ def test_a_function_is_called_for_each_event_and_may_drop_it() -> None:
 
 
 def test_only_filters_may_follow_an_envelope() -> None:
-    class Envelope(Transform):
-        is_envelope, name, is_simple = True, "debezium", False
-
-    closed, drop = Envelope(None), drop_columns("a")
-    Steps((), (drop, closed, filter(operations=["INSERT"]))).check()
+    closed, drop = debezium_envelope(), drop_columns("a")
+    Chain((drop, closed, filter(operations=["INSERT"]))).made()
     with pytest.raises(ConfigError, match="drop_columns stands behind debezium"):
-        Steps((), (closed, drop)).check()
+        Chain((closed, drop)).made()
 
 
 def test_the_program_is_the_cheapest_that_can_do_it() -> None:
@@ -309,7 +305,7 @@ def test_the_program_is_the_cheapest_that_can_do_it() -> None:
     secret = mask("c", mode="hash", key=KEY)
     mixed = compile_chains([Chain((drop, where)), Chain((sql(a="1"), drop)), Chain((drop, secret, drop_columns("d")))])
     assert isinstance(mixed, ColumnProgram)
-    names = [[[one.name for one in part] for part in chain.parts] for chain in mixed.distinct]
+    names = [[[one.type for one in part] for part in chain.parts] for chain in mixed.distinct]
     assert names == [
         [["drop_columns"], ["filter"], []],
         [[], ["sql"], ["drop_columns"]],
@@ -319,7 +315,7 @@ def test_the_program_is_the_cheapest_that_can_do_it() -> None:
     assert KEY not in str(mixed.source_options())
     records = compile_chains([Chain((where,), form="records"), Chain((debezium_envelope(), where))])
     assert records.source_schema().count("shape:string") == 2
-    assert [one.name for one in records.distinct[1].parts[2]] == ["debezium"]
+    assert [one.type for one in records.distinct[1].parts[2]] == ["debezium"]
 
 
 def test_names_that_an_earlier_step_took_away_are_refused() -> None:

@@ -23,7 +23,8 @@ from pgcdc.event.events import block_schema, event_batch
 from pgcdc.event.frame import EventOptions
 from pgcdc.event.shape import ARRAY, NO_MODIFIER, ZERO, Described, Family
 from pgcdc.spool.reader import SpoolReader
-from pgcdc.transform.program import BlockProgram, Chain, compile_chains
+from pgcdc.transform.program import BlockProgram, compile_chains
+from pgcdc.transform.specs import Chain
 
 DEBEZIUM = {"type": "debezium", "topic_prefix": "shop", "transaction": True}
 CLOUDEVENTS = {"type": "cloudevents"}

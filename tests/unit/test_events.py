@@ -51,7 +51,7 @@ from pgcdc.event import lines
 from pgcdc.event.columns import EVENT_SCHEMA
 from pgcdc.event.events import PIECE_BYTES, event_batch, pack_block, unpack_blocks
 from pgcdc.event.frame import EventOptions
-from pgcdc.event.texts import IdSeed, event_ids, position_texts
+from pgcdc.event.lines import IdSeed, event_ids, position_texts
 from pgcdc.source.postgres.wire.assemble import Assembler
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.spool.writer import SpoolWriter

@@ -29,7 +29,7 @@ from pgcdc.run.supervisor import Lanes
 from pgcdc.sink.contract import Progress
 from pgcdc.sink.registry import make_sink
 from pgcdc.spool.consumers import MAIN
-from pgcdc.transform.program import Chain
+from pgcdc.transform.specs import Chain
 
 ORDERS = Relation(1, "public", "orders", "d", (Column("id", 23, -1, True),))
 

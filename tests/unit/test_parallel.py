@@ -22,7 +22,7 @@ from pgcdc.core.state import StateDir
 from pgcdc.event.events import KEYED_LINES, events_of, open_blocks, pack_block, unpack_blocks
 from pgcdc.event.forms import find_barriers, key_hashes
 from pgcdc.event.frame import EventOptions, Frame, make_frame
-from pgcdc.event.texts import IdSeed
+from pgcdc.event.lines import IdSeed
 from pgcdc.run.member import Adapter, Member
 from pgcdc.run.roster import Membership, Roster
 from pgcdc.sink.contract import Receipt

@@ -32,7 +32,7 @@ def test_a_pipeline_has_what_it_is_given(tmp_path: Path) -> None:
         ["file", "b"],
     )
     assert given[0].delivery.timeout == 3 and given[1].routes == ("orders",)
-    assert [one.name for one in pipeline._chains.of(given[1]).transforms] == ["mask", "drop_columns"]
+    assert [one.type for one in pipeline._chains.of(given[1]).transforms] == ["mask", "drop_columns"]
 
 
 def test_the_variable_says_which_database(monkeypatch: pytest.MonkeyPatch) -> None:

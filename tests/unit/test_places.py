@@ -11,7 +11,7 @@ from pgcdc.core.errors import StateError
 from pgcdc.core.state import StateDir
 from pgcdc.run.chains import check_target, note_targets
 from pgcdc.sink.spec import AdapterSpec
-from pgcdc.transform.program import Chain
+from pgcdc.transform.specs import Chain
 
 MIRROR = adapters.pg_table("postgresql://app:one@b:5432/copy", mode="apply", target_schema="mirror")
 

@@ -33,7 +33,7 @@ from pgcdc.sink.letters.delivery import MAX_CHARS, MAX_LETTERS, Tally, as_batch,
 from pgcdc.sink.letters.file_store import FileDeadLetters
 from pgcdc.sink.letters.record import Query
 from pgcdc.sink.noop import NoopSink
-from pgcdc.transform.program import Chain, column_chain
+from pgcdc.transform.specs import Chain, column_chain
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pyarrow as pa
 from pgcdc.core.relation import Column, Op, Relation
 from pgcdc.event.events import events_of
 from pgcdc.event.frame import EventOptions, make_frame
+from pgcdc.event.lines import IdSeed
 from pgcdc.event.shape import ARRAY, NO_MODIFIER, REQUIRED, ZERO, Family, TableShape, column_types
-from pgcdc.event.texts import IdSeed
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 
 ORDERS = Relation(

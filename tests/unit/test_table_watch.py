@@ -19,7 +19,7 @@ from pgcdc.run.progress import TableWatch
 from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.protocol import Prepared, Source
 from pgcdc.source.registry import make_source
-from pgcdc.transform.program import Chain
+from pgcdc.transform.specs import Chain
 
 DETAILS = {"timeline": 1, "publications": [{"name": "p", "tables": []}]}
 IDENTITY = Identity("postgres", "7", "shop", "s1", "i", 800, DETAILS)

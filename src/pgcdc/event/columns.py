@@ -21,9 +21,8 @@ from pgcdc.core.errors import TransformError
 from pgcdc.core.position import ORDINAL_BITS
 from pgcdc.core.relation import Column, OldKind, Op, Relation
 from pgcdc.event.edits import TEXT_OID, SimpleChain
-from pgcdc.event.frame import Frame, column_places, source_name
+from pgcdc.event.frame import I64, Bools, Frame, column_places, source_name
 from pgcdc.event.shape import TableShape
-from pgcdc.event.texts import I64
 
 EVENT_COLUMNS = {
     "id": "string",
@@ -57,7 +56,6 @@ EVENT_SCHEMA = ", ".join(f"{name} {kind.upper()}" for name, kind in EVENT_COLUMN
 SHAPE_SCHEMA = "".join(f", {name} {kind.upper()}" for name, kind in SHAPE_COLUMNS.items())
 """SHAPE_COLUMNS as Spark DDL, to be put behind EVENT_SCHEMA."""
 
-Bools = npt.NDArray[np.bool_]
 MAP = pa.map_(pa.string(), pa.string())
 NAMES = pa.list_(pa.string())
 
@@ -65,10 +63,15 @@ NAMES = pa.list_(pa.string())
 # --- from a frame to columns
 
 
+def shape_text(shape: TableShape, database: str = "") -> str:
+    """The column `shape` of events of this shape."""
+    return json.dumps({"database": database, **shape.to_json()})
+
+
 def shape_texts(frame: Frame) -> list[str]:
-    """The column `shape` of events of each shape."""
+    """The same for each shape of a frame."""
     shapes = zip(frame.shapes, frame.details, strict=True)
-    return [json.dumps({"database": frame.database, **TableShape(*one).to_json()}) for one in shapes]
+    return [shape_text(TableShape(*one), frame.database) for one in shapes]
 
 
 @cache

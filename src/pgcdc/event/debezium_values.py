@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pgcdc.event.lines import quote_json
 from pgcdc.event.shape import ARRAY, NO_MODIFIER, REQUIRED, ZERO, Family, TableShape, column_types
-from pgcdc.event.texts import quote_json
 
 UNAVAILABLE = "__debezium_unavailable_value"
 _STRING = f'"{UNAVAILABLE}"'

@@ -20,7 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pgcdc.core.relation import Op
-from pgcdc.event.debezium_values import absent, json_texts, placeholder
+from pgcdc.event.columns import read_shape
+from pgcdc.event.debezium_values import absent, json_texts, placeholder, write_key
 from pgcdc.event.edits import Edit, Replaced, SimpleChain
 from pgcdc.event.frame import Frame
 from pgcdc.event.lines import (
@@ -37,9 +38,9 @@ from pgcdc.event.lines import (
     is_compiled,
     quote_json,
     render,
+    time_texts,
 )
 from pgcdc.event.shape import ARRAY, NO_MODIFIER, REQUIRED, Family, column_types
-from pgcdc.event.texts import time_texts
 
 Step = Mapping[str, Any]
 _DEBEZIUM_OPS = {Op.INSERT: "c", Op.UPDATE: "u", Op.DELETE: "d", Op.TRUNCATE: "t", Op.SNAPSHOT: "r"}
@@ -299,3 +300,17 @@ def _mark(frame: Frame, row: int) -> str:
         f'{{"status":"{"BEGIN" if is_begin else "END"}","id":"{frame.owners.column("xid")[row]}:{frame.commit[row]}"'
         f',"event_count":{count},"data_collections":null,"ts_ms":{frame.commit_time[row] // 1000}}}'
     )
+
+
+def write_keys(events: pa.RecordBatch) -> pa.Array:
+    """What Debezium makes the keys of messages about events that are given as columns; null: without a key."""
+    columns = (events.column(name).to_pylist() for name in ("operation", "row", "shape"))
+    found: list[str | None] = []
+    for operation, pairs, text in zip(*columns, strict=True):
+        row = None if pairs is None else dict(pairs)
+        if operation == "MESSAGE" and row is not None:
+            found.append(f'{{"prefix":{quote_json(row["prefix"])}}}')
+        else:
+            shape = None if text is None else read_shape(text)[0]
+            found.append(write_key(row, shape) if shape is not None and shape.relation.oid else None)
+    return pa.array(found, pa.string())

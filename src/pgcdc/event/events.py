@@ -29,8 +29,7 @@ from pgcdc.event.forms import (
     shapes_of,
 )
 from pgcdc.event.frame import EventOptions, Frame, load_frame
-from pgcdc.event.lines import OPERATION_OF, OPERATIONS, LineMaker
-from pgcdc.event.texts import IdSeed, event_ids, places, position_texts
+from pgcdc.event.lines import OPERATION_OF, OPERATIONS, IdSeed, LineMaker, event_ids, places, position_texts
 from pgcdc.spool.reader import SegmentSlice
 
 COMPRESS_BYTES = 64 << 10

@@ -22,12 +22,10 @@ import pyarrow.compute as pc
 
 from pgcdc.core.relation import OldKind, Op, Relation
 from pgcdc.event.edits import Edit, SimpleChain, dropped_columns, edited_column, edited_lists, edited_marks
-from pgcdc.event.frame import EventOptions, Frame, make_frame
-from pgcdc.event.lines import LineMaker
+from pgcdc.event.frame import I64, Bools, EventOptions, Frame, make_frame
+from pgcdc.event.lines import U64, LineMaker, mix, quote_json
 from pgcdc.event.shape import TableShape
-from pgcdc.event.texts import I64, U64, mix, quote_json
 
-Bools = npt.NDArray[np.bool_]
 Form = Literal["lines", "records", "tables"]
 _TEXTS = pa.list_(pa.string())
 RECORD = pa.struct(

@@ -19,11 +19,11 @@ from pgcdc.core.errors import DecodeError
 from pgcdc.core.position import Kind, Position
 from pgcdc.core.relation import Column, Op, Relation, ShapeChange
 from pgcdc.event.shape import Described, event_values
-from pgcdc.event.texts import I64
 from pgcdc.spool.reader import SegmentSlice, read_slice
 from pgcdc.spool.schema import CHANGES
 
 Bools = npt.NDArray[np.bool_]
+I64 = npt.NDArray[np.int64]
 
 MESSAGES = Relation(0, "public", "_messages", "n", (Column("prefix", 25, -1, False), Column("content", 25, -1, False)))
 TRANSACTION_MARKS = Relation(0, "public", "_txn", "n", ())

@@ -19,8 +19,8 @@ from pgcdc.core.errors import ConversionError, GapError, SchemaChanged
 from pgcdc.core.position import Kind, Position
 from pgcdc.core.relation import OldKind, Op, Relation
 from pgcdc.event.frame import repair_text
+from pgcdc.event.lines import places
 from pgcdc.event.options import RowOptions
-from pgcdc.event.texts import places
 from pgcdc.postgres.database import name_table, quote_qualified
 from pgcdc.postgres.types.column import ColumnType, Rejected, take_column
 from pgcdc.spool.reader import SegmentSlice, read_slice

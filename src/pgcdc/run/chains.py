@@ -17,9 +17,8 @@ from pgcdc.core.errors import ConfigError, PgcdcError, StateError
 from pgcdc.core.state import StateDir, read_json, write_json_durably
 from pgcdc.run.settings import PipelineSettings
 from pgcdc.sink.spec import AdapterSpec
-from pgcdc.transform.check import check_chains
-from pgcdc.transform.program import Chain
-from pgcdc.transform.transforms import from_spec
+from pgcdc.transform import check_chains
+from pgcdc.transform.specs import Chain, from_spec
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -182,14 +181,9 @@ def note_targets(state: StateDir, chains: Iterable[tuple[AdapterSpec, Chain]]) -
             known = {}
         columns, others = set(known.get("columns", ())), set(known.get("others", ()))
         for one in map(from_spec, chain.transforms):
-            if one.name in ("drop_columns", "mask"):
-                columns.update(one.spec.columns)
-            elif one.name == "rename_fields":
-                columns.update(one.spec.fields, one.spec.fields.values())
-            elif one.name == "sql":
-                columns.update(one.spec.set)
-            elif one.name != "filter":
-                others.add(one.name)
+            columns.update(one.named, one.added)
+            if one.is_envelope or one.type == "python":
+                others.add(one.type)
         after[spec.name] = {"target": digest, "columns": sorted(columns), "others": sorted(others)}
     if after != before:
         write_json_durably(state.targets_file, after)

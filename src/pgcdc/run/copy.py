@@ -33,7 +33,7 @@ from pgcdc.core.state import Lock, StateDir, fsync_folder
 from pgcdc.event.edits import parse_chains
 from pgcdc.event.events import block_schema, drop_unwanted, events_of, pack_block
 from pgcdc.event.frame import EventOptions, make_frame
-from pgcdc.event.texts import IdSeed
+from pgcdc.event.lines import IdSeed
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.copy_source import CopiedTable, Copy, Progress, Say, Wanted, explain_reading, open_copy
 from pgcdc.sink.file import FileOptions
@@ -46,8 +46,9 @@ from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement
 from pgcdc.source.postgres.snapshot.releases import number_rows, snapshot_mark, snapshot_rows
 from pgcdc.spark.session import check_java, find_ours, headline, start_session, stop_within
 from pgcdc.spool.segment import CaptureBatch
-from pgcdc.transform.check import check_chains
-from pgcdc.transform.program import BlockProgram, Chain, Program, compile_chains
+from pgcdc.transform import check_chains
+from pgcdc.transform.program import BlockProgram, Program, compile_chains
+from pgcdc.transform.specs import Chain
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -17,7 +17,7 @@ from pgcdc.event.batch import Batch
 from pgcdc.run.roster import Membership
 from pgcdc.sink.runner import Runner
 from pgcdc.spark.parallel import LargeBatch
-from pgcdc.transform.program import Chain, column_chain
+from pgcdc.transform.specs import Chain, column_chain
 
 
 @dataclass(frozen=True, slots=True)

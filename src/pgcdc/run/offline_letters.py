@@ -17,7 +17,7 @@ from pgcdc.run.chains import check_target
 from pgcdc.sink.registry import make_sink
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import AdapterSpec
-from pgcdc.transform.program import Chain, column_chain
+from pgcdc.transform.specs import Chain, column_chain
 
 
 class Destination:

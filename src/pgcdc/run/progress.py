@@ -14,8 +14,7 @@ from pgcdc.core.state import StateDir
 from pgcdc.event.shape import describe_change
 from pgcdc.source.postgres.snapshot.held import ALONE_S
 from pgcdc.source.protocol import Prepared, Source
-from pgcdc.transform.check import missing_columns
-from pgcdc.transform.program import Chain
+from pgcdc.transform.specs import Chain, missing_columns
 
 if TYPE_CHECKING:
     from pgcdc.run.supervisor import Lanes

@@ -30,7 +30,8 @@ from pgcdc.sink.runner import Runner
 from pgcdc.spark.parallel import LargeBatches
 from pgcdc.spark.session import stop_within
 from pgcdc.spool.consumers import MAIN
-from pgcdc.transform.program import Chain, Program, TypedProgram, compile_chains
+from pgcdc.transform.program import Program, TypedProgram, compile_chains
+from pgcdc.transform.specs import Chain
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -19,9 +19,7 @@ from pgcdc.sink.spec import AdapterSpec, describe_options
 from pgcdc.source.protocol import Finding
 from pgcdc.source.registry import make_source
 from pgcdc.spool.consumers import MAIN
-from pgcdc.transform.check import missing_columns
-from pgcdc.transform.program import Chain
-from pgcdc.transform.specs import PythonSpec
+from pgcdc.transform.specs import Chain, PythonSpec, missing_columns
 
 
 def run_checks(config: PipelineSettings) -> Iterator[Finding]:

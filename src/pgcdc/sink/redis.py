@@ -23,8 +23,8 @@ from pgcdc.core.position import Position
 from pgcdc.core.relation import Op
 from pgcdc.core.settings import setting
 from pgcdc.event.batch import Batch
+from pgcdc.event.changes import keyed_changes, parts_of
 from pgcdc.event.forms import Form
-from pgcdc.event.keyed import keyed_changes, parts_of
 from pgcdc.sink.contract import Sink, SinkContext, explained
 from pgcdc.sink.spec import UrlOptions
 

@@ -126,7 +126,7 @@ def keep_secrets(urls: Iterable[str | None], specs: Sequence[AdapterSpec], trans
         with contextlib.suppress(PgcdcError):  # which is told elsewhere
             remember_secrets(spec.options.secrets())
     for one in (*transforms, *(one for spec in specs for one in spec.transforms)):
-        name = getattr(getattr(one, "spec", one), "key_env", None)
+        name = getattr(one, "key_env", None)
         if name and os.environ.get(name):
             remember_secrets([os.environ[name]])
 

@@ -25,8 +25,8 @@ from pgcdc.core.position import Position
 from pgcdc.core.relation import ShapeHistory
 from pgcdc.core.state import StateDir
 from pgcdc.event.batch import Batch
+from pgcdc.event.changes import read_changes
 from pgcdc.event.edits import SimpleChain
-from pgcdc.event.reread import read_changes
 from pgcdc.sink.attempts import Attempts, Clock, DeliveryHooks, Refusal
 from pgcdc.sink.contract import Progress, Sink, SinkContext
 from pgcdc.sink.letters.delivery import SetAside

@@ -14,7 +14,7 @@ from pgcdc.capture.spec import make_spec
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir
-from pgcdc.event.texts import IdSeed
+from pgcdc.event.lines import IdSeed
 from pgcdc.source.protocol import Settled
 from pgcdc.source.registry import make_source
 from pgcdc.spark.options import StreamOptions

@@ -27,8 +27,8 @@ from pgcdc.event.columns import EVENT_COLUMNS, EVENT_SCHEMA, KEY_COLUMNS, SHAPE_
 from pgcdc.event.edits import parse_chains
 from pgcdc.event.events import block_schema, drop_unwanted, event_batch, pack_block
 from pgcdc.event.forms import form_of
+from pgcdc.event.lines import IdSeed
 from pgcdc.event.shape import Described
-from pgcdc.event.texts import IdSeed
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.spark.capture_client import CaptureFeed, Feed, StaticFeed
 from pgcdc.spark.options import StreamOptions, check_kind, parse_options

@@ -12,36 +12,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from pgcdc.core.errors import ConfigError
+from pgcdc.core.errors import PgcdcError, TransformError
 from pgcdc.core.position import Position
 from pgcdc.event.batch import Batch, split_forms
 from pgcdc.event.columns import CHANGEABLE, EVENT_COLUMNS, KEY_COLUMNS, SHAPE_COLUMNS, ColumnReader
-from pgcdc.event.edits import SimpleChain, dump_chains, full_pattern
+from pgcdc.event.edits import SimpleChain, dump_chains
 from pgcdc.event.events import BLOCKS, KEYED_BLOCKS, LINES, block_schema, events_of, pack_block, unpack_blocks
 from pgcdc.event.forms import Form, event_column, form_column
 from pgcdc.event.frame import EventOptions
+from pgcdc.transform.specs import Chain, Transform
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
-
-    from pgcdc.transform.transforms import Transform
-
-__all__ = [
-    "BlockProgram",
-    "Chain",
-    "ColumnProgram",
-    "Program",
-    "Steps",
-    "TypedProgram",
-    "column_chain",
-    "compile_chains",
-    "split_forms",
-    "typed_position",
-]
 
 _RECORDS = "spark.sql.execution.arrow.maxRecordsPerBatch"
 _ROW_OPTIONS = {
@@ -52,79 +38,6 @@ _ROW_OPTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Chain:
-    """What one sink wants: channel patterns (none: all channels), transforms in order (`transform.specs`), and the form."""
-
-    transforms: tuple[Any, ...] = ()
-    routes: tuple[str, ...] = ()
-    form: Form = "lines"
-
-
-@dataclass(frozen=True)
-class Steps:
-    """A chain with its transforms made, and what can be done where."""
-
-    routes: tuple[str, ...]
-    transforms: tuple[Transform, ...]
-
-    @property
-    def is_simple(self) -> bool:
-        """The source can do all of it."""
-        return all(one.is_simple for one in self.transforms)
-
-    @property
-    def parts(self) -> tuple[list[Transform], list[Transform], list[Transform]]:
-        """What the source does; from the first to the last step that Spark does; and what is done behind it.
-
-        An envelope comes last. Only filters follow it, and these see the event as it was before.
-        """
-        steps = [one for one in self.transforms if not one.is_envelope]
-        hard = [number for number, one in enumerate(steps) if not one.is_simple] or [len(steps)]
-        first, last = hard[0], min(hard[-1] + 1, len(steps))
-        return steps[:first], steps[first:last], [*steps[last:], *(one for one in self.transforms if one.is_envelope)]
-
-    def check(self) -> None:
-        """Raise ConfigError if something follows an envelope that does not fit there, or names what an earlier step took."""
-        closed = ""
-        gone: dict[str, str] = {}
-        for one in self.transforms:
-            _check_names(one, gone)
-            if closed and one.name != "filter":
-                raise ConfigError(
-                    f"transform {one.name} stands behind {closed}, which has made text of the event",
-                    f"Put {closed} last, or give it to the adapters that want it; only filters may follow",
-                )
-            closed = one.name if one.is_envelope else closed
-
-
-def _check_names(one: Transform, gone: dict[str, str]) -> None:
-    """`gone`: columns that no event has at this step, and where they went ("": they were dropped)."""
-    kind, spec = one.name, one.spec
-    for name in one.named:
-        if gone.get(name):
-            raise ConfigError(
-                f"{kind} names the column {name}, which an earlier rename_fields calls {gone[name]}",
-                f"Write {gone[name]}, or put {kind} first",
-            )
-        if name in gone and kind != "drop_columns":  # twice dropped is what was wanted
-            raise ConfigError(
-                f"{kind} names the column {name}, which an earlier drop_columns leaves out", "Leave it out here"
-            )
-    back: Iterable[str] = ()
-    if kind == "python":  # it may add what it likes
-        gone.clear()
-    elif kind == "sql":
-        back = spec.set
-    elif kind == "drop_columns":
-        gone.update(dict.fromkeys(spec.columns, ""))
-    elif kind == "rename_fields":
-        gone.update(spec.fields)
-        back = spec.fields.values()
-    for name in back:
-        gone.pop(name, None)
-
-
 def compile_chains(chains: Sequence[Chain], *, transaction: bool = False, keyed: bool = False) -> Program:
     """The cheapest way to all these chains. `transaction`: events say which transaction they belong to (`--tx-metadata`).
 
@@ -132,15 +45,13 @@ def compile_chains(chains: Sequence[Chain], *, transaction: bool = False, keyed:
 
     Raises ConfigError for a transform that cannot be made; `check_chains` also looks at its SQL.
     """
-    made = [_steps(chain) for chain in chains]
-    distinct: list[Steps] = []
+    made = [chain.made() for chain in chains]
+    distinct: list[Chain] = []
     for one in made:
         if one not in distinct:
             distinct.append(one)
-    of_chain = [distinct.index(one) for one in made]
-    if all(one.is_simple for one in distinct):
-        return BlockProgram(tuple(chains), tuple(distinct), tuple(of_chain), transaction, keyed)
-    return ColumnProgram(tuple(chains), tuple(distinct), tuple(of_chain), transaction, keyed)
+    kind = BlockProgram if all(one.is_simple for one in distinct) else ColumnProgram
+    return kind(tuple(chains), tuple(distinct), tuple(map(distinct.index, made)), transaction, keyed)
 
 
 @dataclass(frozen=True)
@@ -149,7 +60,7 @@ class Program:
 
     chains: tuple[Chain, ...] = (Chain(),)
     """One for each sink that asked."""
-    distinct: tuple[Steps, ...] = ()
+    distinct: tuple[Chain, ...] = ()
     of_chain: tuple[int, ...] = ()
     """Which of the distinct ones each chain is."""
     transaction: bool = False
@@ -232,7 +143,7 @@ class ColumnProgram(Program):
     """Spark has a column for each distinct chain: the event behind the steps so far. NULL: the chain does not have it."""
 
     def _needs_shapes(self, number: int) -> bool:
-        is_debezium = any(one.name == "debezium" for one in self.distinct[number].transforms)
+        is_debezium = any(one.type == "debezium" for one in self.distinct[number].transforms)
         return is_debezium or self.forms(number) != ["lines"]
 
     def source_options(self) -> dict[str, str]:
@@ -271,7 +182,7 @@ class ColumnProgram(Program):
 
         fields = frame.select(f"{name}.*").columns
         events = frame.select("*", f"{name}.*").withColumn(KEEP, F.col(name).isNotNull())
-        for is_native, some in groupby(transforms, lambda one: one.name not in ("filter", "sql")):
+        for is_native, some in groupby(transforms, lambda one: one.type not in ("filter", "sql")):
             if is_native:
                 events = run_native(events, [one.worker_step for one in some])
             else:
@@ -327,9 +238,7 @@ class ColumnProgram(Program):
                 yield events_of(frame, None, schema, EventOptions(self.transaction), [chain], given)
 
     def explain(self, batch: DataFrame, error: Exception) -> Exception:
-        from pgcdc.transform.steps import explain_failure
-
-        return explain_failure(batch, error, [chain.transforms for chain in self.distinct])
+        return _explain_failure(batch, error, self.distinct)
 
 
 _FIXED = {*EVENT_COLUMNS, "table_ordinal", "key_hash", "is_barrier"} - set(CHANGEABLE)
@@ -351,14 +260,6 @@ class TypedProgram(Program):
         return [Batch(start, end, batch.toArrow().cast(LINES))]
 
 
-def column_chain(chain: Chain) -> SimpleChain:
-    """What a chain makes of the columns of tables, as far as the configuration says it: not what SQL and Python add."""
-    from pgcdc.transform.transforms import from_spec
-
-    steps = map(from_spec, chain.transforms)
-    return SimpleChain((), tuple(one.step for one in steps if one.name in ("drop_columns", "rename_fields", "mask")))
-
-
 def typed_position() -> Column:
     """The position of a typed row as text, as `str(Position)` writes it: `_ordinal` has the kind, too (`Position.place`)."""
     from pyspark.sql import functions as F
@@ -366,14 +267,55 @@ def typed_position() -> Column:
     return F.concat(F.lpad(F.hex("_lsn"), 16, "0"), F.lit("/"), F.lpad(F.hex("_ordinal"), 13, "0"))
 
 
-def _steps(chain: Chain) -> Steps:
-    from pgcdc.transform.transforms import from_spec
+def _explain_failure(batch: DataFrame, error: Exception, chains: Sequence[Chain]) -> Exception:
+    """What failed in a job over a batch, if it is one of these transforms; else the same error."""
+    text = str(error)
+    ours = re.search(r"pgcdc\.core\.errors\.(\w+): ([^\n]*)", text)
+    if ours is not None:
+        return PgcdcError.from_json({"kind": ours[1], "message": ours[2].rstrip(" ;"), "advice": ""})
+    for chain in chains:
+        for number, one in enumerate(chain.transforms, 1):
+            written = next((sql for sql in one.sql if " ".join(sql.split()) in " ".join(text.split())), None)
+            if written is not None:
+                place = _find_failing(batch)
+                where = f" at position {place}" if place else ""
+                return TransformError(
+                    f"transform {number} ({one.type}) failed{where}: {written}: {_reason(text)}",
+                    "Correct the expression: try_cast gives NULL for what cannot be cast",
+                )
+    return error
 
-    for pattern in chain.routes:
-        if not pattern or re.search(r"\s", pattern):
-            raise ConfigError(
-                f"route {pattern!r} is no channel pattern", "Write names such as orders, sales.* or pgcdc:_txn"
-            )
-    steps = Steps(tuple(map(full_pattern, chain.routes)), tuple(map(from_spec, chain.transforms)))
-    steps.check()
-    return steps
+
+def _reason(text: str) -> str:
+    """Spark's first sentence without its advice."""
+    first = next((line for line in text.splitlines() if line.strip()), "").strip()
+    return re.split(r" (?:Use|If necessary) ", first)[0].rstrip(". ")
+
+
+def _find_failing(projected: DataFrame) -> str | None:
+    """The position of the first event that fails, by halves: Spark's errors do not say."""
+    from pyspark.errors import PySparkException
+    from pyspark.sql import functions as F
+
+    def fails(low: str, high: str) -> bool:
+        chosen = projected.where((F.col("position") >= low) & (F.col("position") <= high))
+        try:
+            chosen.write.format("noop").mode("overwrite").save()
+        except PySparkException:
+            return True
+        return False
+
+    try:
+        places = [row.position for row in projected.select("position").collect()]
+        if not places:
+            return None
+        low, high = 0, len(places) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if fails(places[low], places[middle]):
+                high = middle
+            else:
+                low = middle + 1
+        return str(places[low]) if fails(places[low], places[low]) else None
+    except PySparkException:
+        return None

@@ -1,30 +1,108 @@
-"""Transforms as configuration: one frozen model per `type` under `transforms:` in the YAML file.
+"""Transforms as configuration: one frozen model for each `type` under `transforms:` in the YAML file.
 
-Each model says what is wanted and nothing about how: `pgcdc.transform` has the function of the same name on DataFrames.
+A model says what is wanted, and takes and gives a DataFrame of events when it is called. `event.edits` and `event.envelopes`
+do what is simple, `transform.steps` what needs Spark, and `transform.program` chooses for the sinks of a pipeline.
 """
 
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Literal, Self
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from pgcdc.core.relation import Op
+from pgcdc.core.errors import ConfigError
+from pgcdc.core.relation import Op, Relation
+from pgcdc.event import masks
+from pgcdc.event.edits import SimpleChain, full_pattern
+from pgcdc.event.forms import Form
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
 
 
-class _Spec(BaseModel):
+class Transform(BaseModel):
+    """One step: called with a DataFrame of events it returns another one with the same columns."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
+    type: str
+    is_envelope: ClassVar[bool] = False
+    """Whether it gives the whole event another form."""
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether the source can do it on whole columns, before there is an event (`event.edits`)."""
+        return not self.sql
+
+    @property
+    def sql(self) -> tuple[str, ...]:
+        """The Spark SQL that the user wrote."""
+        return ()
+
+    @property
+    def taken(self) -> dict[str, str]:
+        """The columns that no event has behind it, and their new names; empty: dropped."""
+        return {}
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The columns that events should have at this step."""
+        return tuple(self.taken)
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The columns that events may have behind it, whatever they had before."""
+        return tuple(name for name in self.taken.values() if name)
+
+    @property
+    def step(self) -> dict[str, Any]:
+        """What `event.edits` does, as JSON: never with a key."""
+        return self.model_dump(mode="json")
+
+    @property
+    def worker_step(self) -> dict[str, Any]:
+        """What `transform.steps` does in Spark's workers: with a key that was read here, and with the function."""
+        return self.step
+
+    def check(self) -> None:
+        """Raise ConfigError for what can be known without Spark: a missing key, a function that is not there."""
+        return None
+
+    def __call__(self, events: DataFrame) -> DataFrame:
+        """The events after this step; behind an envelope with the column `_text` besides."""
+        from pgcdc.transform import steps
+
+        return (
+            steps.with_event_text(events, self.step)
+            if self.is_envelope
+            else steps.run_native(events, [self.worker_step])
+        )
 
 
-class DropColumnsSpec(_Spec):
+class DropColumnsSpec(Transform):
     """Leave columns out of `row` and `old`."""
 
     type: Literal["drop_columns"] = "drop_columns"
     columns: tuple[str, ...] = Field(min_length=1)
 
+    @property
+    def taken(self) -> dict[str, str]:
+        return dict.fromkeys(self.columns, "")
 
-class RenameFieldsSpec(_Spec):
+
+class RenameFieldsSpec(Transform):
     """Give columns of `row` and `old` other names."""
 
     type: Literal["rename_fields"] = "rename_fields"
@@ -41,8 +119,12 @@ class RenameFieldsSpec(_Spec):
             raise ValueError("a field gets an empty name")
         return fields
 
+    @property
+    def taken(self) -> dict[str, str]:
+        return self.fields
 
-class MaskSpec(_Spec):
+
+class MaskSpec(Transform):
     """Hide values in `row` and `old`. NULL stays NULL."""
 
     type: Literal["mask"] = "mask"
@@ -50,6 +132,8 @@ class MaskSpec(_Spec):
     mode: Literal["zero", "hash", "redact"] = "redact"
     key_env: str | None = Field(None, description="hash: the variable with the key")
     key_file: str | None = Field(None, description="hash: the file with the key")
+    _secret: bytes | None = PrivateAttr(None)
+    """The key, if it was given in Python and not by the name of a variable or file."""
 
     @model_validator(mode="after")
     def _check_key(self) -> Self:
@@ -59,8 +143,27 @@ class MaskSpec(_Spec):
             raise ValueError("give key_env or key_file, not both")
         return self
 
+    @property
+    def is_simple(self) -> bool:
+        return self._secret is None
 
-class FilterSpec(_Spec):
+    @property
+    def named(self) -> tuple[str, ...]:
+        return self.columns
+
+    @property
+    def worker_step(self) -> dict[str, Any]:
+        return {**self.step, "key": self._key()} if self.mode == "hash" else self.step
+
+    def _key(self) -> bytes:
+        return self._secret if self._secret is not None else masks.read_key(self.key_env, self.key_file)
+
+    def check(self) -> None:
+        if self.mode == "hash":
+            self._key()
+
+
+class FilterSpec(Transform):
     """Keep only some events. With both, an event must pass both."""
 
     type: Literal["filter"] = "filter"
@@ -86,35 +189,75 @@ class FilterSpec(_Spec):
             raise ValueError("a filter needs operations, where, or both")
         return self
 
+    @property
+    def sql(self) -> tuple[str, ...]:
+        return () if self.where is None else (self.where,)
 
-class DebeziumSpec(_Spec):
+    def __call__(self, events: DataFrame) -> DataFrame:
+        from pgcdc.transform.steps import filtered
+
+        return filtered(events, self.operations, self.where)
+
+
+class DebeziumSpec(Transform):
     """The event as Debezium's PostgreSQL connector writes it."""
 
+    is_envelope = True
     type: Literal["debezium"] = "debezium"
     topic_prefix: str = "pgcdc"
     transaction: bool = Field(False, description="with the transaction block (provide.transaction.metadata)")
 
 
-class CloudEventsSpec(_Spec):
+class CloudEventsSpec(Transform):
     """The event as a CloudEvents 1.0 structured JSON document."""
 
+    is_envelope = True
     type: Literal["cloudevents"] = "cloudevents"
     source: str = "/pgcdc"
     type_prefix: str = "io.pgcdc"
 
 
-class SqlSpec(_Spec):
+class SqlSpec(Transform):
     """Set values of `row` by Spark SQL expressions on the event's columns."""
 
     type: Literal["sql"] = "sql"
     set: dict[str, str] = Field(min_length=1, description="column: expression")
 
+    @property
+    def sql(self) -> tuple[str, ...]:
+        return tuple(self.set.values())
 
-class PythonSpec(_Spec):
+    @property
+    def added(self) -> tuple[str, ...]:
+        return tuple(self.set)
+
+    def __call__(self, events: DataFrame) -> DataFrame:
+        from pgcdc.transform.steps import with_values
+
+        return with_values(events, self.set)
+
+
+class PythonSpec(Transform):
     """A Python function from event to event; None drops the event."""
 
     type: Literal["python"] = "python"
     function: str = Field(description="module:function", pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    _call: Any = PrivateAttr(None)
+    """The function, if it was given in Python and not by its name."""
+
+    @property
+    def is_simple(self) -> bool:
+        return False
+
+    @property
+    def worker_step(self) -> dict[str, Any]:
+        return {**self.step, "call": self._call}
+
+    def check(self) -> None:
+        from pgcdc.transform.steps import load_function
+
+        if self._call is None:
+            load_function(self.function)
 
 
 TransformSpec = Annotated[
@@ -122,3 +265,117 @@ TransformSpec = Annotated[
     Field(discriminator="type"),
 ]
 """One entry of a list of transforms."""
+_ADAPTER: TypeAdapter[Any] = TypeAdapter(TransformSpec)
+
+
+def from_spec(spec: Any) -> Transform:
+    """The transform behind a mapping as in YAML, or the transform that it is already. Raises ConfigError."""
+    if isinstance(spec, Mapping):
+        try:
+            spec = _ADAPTER.validate_python(dict(spec))
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(one) for one in first["loc"])
+            raise ConfigError(
+                f"transform {spec.get('type', '')}: {place}: {first['msg']}", "See docs/transforms.md"
+            ) from error
+    if not isinstance(spec, Transform):
+        raise ConfigError(
+            f"{spec!r} is no transform", "Make one with pgcdc.transform, such as transform.drop_columns('a')"
+        )
+    spec.check()
+    return spec
+
+
+# --- chains
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What one sink wants: channel patterns (none: all channels), transforms in order (`transform.specs`), and the form."""
+
+    transforms: tuple[Any, ...] = ()
+    routes: tuple[str, ...] = ()
+    form: Form = "lines"
+
+    @property
+    def is_simple(self) -> bool:
+        """The source can do all of it."""
+        return all(one.is_simple for one in self.transforms)
+
+    @property
+    def parts(self) -> tuple[list[Transform], list[Transform], list[Transform]]:
+        """What the source does; from the first to the last step that Spark does; and what is done behind it.
+
+        An envelope comes last. Only filters follow it, and these see the event as it was before.
+        """
+        steps = [one for one in self.transforms if not one.is_envelope]
+        hard = [number for number, one in enumerate(steps) if not one.is_simple] or [len(steps)]
+        first, last = hard[0], min(hard[-1] + 1, len(steps))
+        return steps[:first], steps[first:last], [*steps[last:], *(one for one in self.transforms if one.is_envelope)]
+
+    def made(self) -> Chain:
+        """The same with its transforms made, whatever the form. ConfigError: they cannot be, or not in this order."""
+        for pattern in self.routes:
+            if not pattern or re.search(r"\s", pattern):
+                raise ConfigError(
+                    f"route {pattern!r} is no channel pattern", "Write names such as orders, sales.* or pgcdc:_txn"
+                )
+        transforms = tuple(map(from_spec, self.transforms))
+        closed, gone = "", dict[str, str]()
+        for one in transforms:
+            _check_names(one, gone)
+            if closed and one.type != "filter":
+                raise ConfigError(
+                    f"transform {one.type} stands behind {closed}, which has made text of the event",
+                    f"Put {closed} last, or give it to the adapters that want it; only filters may follow",
+                )
+            closed = one.type if one.is_envelope else closed
+        return Chain(transforms, tuple(map(full_pattern, self.routes)))
+
+
+def column_chain(chain: Chain) -> SimpleChain:
+    """What a chain makes of the columns of tables, as far as the configuration says it: not what SQL and Python add."""
+    steps = map(from_spec, chain.transforms)
+    return SimpleChain((), tuple(one.step for one in steps if one.type in ("drop_columns", "rename_fields", "mask")))
+
+
+def _check_names(one: Transform, gone: dict[str, str]) -> None:
+    """`gone`: columns that no event has at this step, and where they went ("": they were dropped)."""
+    for name in one.named:
+        if gone.get(name):
+            raise ConfigError(
+                f"{one.type} names the column {name}, which an earlier rename_fields calls {gone[name]}",
+                f"Write {gone[name]}, or put {one.type} first",
+            )
+        if name in gone and one.type != "drop_columns":  # twice dropped is what was wanted
+            raise ConfigError(
+                f"{one.type} names the column {name}, which an earlier drop_columns leaves out", "Leave it out here"
+            )
+    if one.type == "python":  # it may add what it likes
+        gone.clear()
+    gone.update(one.taken)
+    for name in one.added:
+        gone.pop(name, None)
+
+
+def missing_columns(chains: Sequence[Chain], tables: Sequence[Relation]) -> list[str]:
+    """A line for each column that drop_columns, mask or rename_fields names and none of the tables has: a slip, mostly.
+
+    Tables are those that are captured, also for a chain with routes: its transforms may be there for others.
+    """
+    captured = {column.name for one in tables for column in one.columns}
+    found: dict[str, None] = {}
+    for chain in chains if captured else ():  # else nothing is there yet to compare with
+        known = set(captured)
+        for one in map(from_spec, chain.transforms):
+            if one.type == "python":  # it may add what it likes
+                break
+            for name in one.named:
+                if name not in known:
+                    same = sorted(other for other in known if other.lower() == name.lower())
+                    near = [*same, *difflib.get_close_matches(name, sorted(known), n=1)]
+                    hint = f"; did you mean {near[0]}?" if near else ""
+                    found[f"{one.type}: no captured table has a column {name}{hint}"] = None
+            known.update(one.added)
+    return list(found)

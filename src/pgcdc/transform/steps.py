@@ -13,21 +13,23 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
-from pgcdc.core.errors import ConfigError, PgcdcError, TransformError
+from pgcdc.core.errors import ConfigError, TransformError
 from pgcdc.core.relation import Op
-from pgcdc.event.columns import CHANGEABLE, EVENT_COLUMNS, KEY_COLUMNS, SHAPE_COLUMNS, edit_columns
+from pgcdc.event.columns import CHANGEABLE, EVENT_COLUMNS, EVENT_SCHEMA, KEY_COLUMNS, SHAPE_COLUMNS, edit_columns
 from pgcdc.event.edits import SimpleChain
+from pgcdc.event.events import render_columns
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import Column, DataFrame, SparkSession
 
-    from pgcdc.transform.transforms import Transform
+    from pgcdc.transform.specs import Transform
 
 EventFunction = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 ArrowMap = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
@@ -125,14 +127,40 @@ def _is_active(events: DataFrame) -> Column:
     return F.col(KEEP) if KEEP in events.columns else F.lit(True)
 
 
+def check_sql(spark: SparkSession, what: str, transform: Transform) -> None:
+    """Raise ConfigError for SQL of a transform that cannot work. Nothing is read and no job runs."""
+    from pyspark.errors import PySparkException
+    from pyspark.sql import functions as F
+    from pyspark.sql.types import ArrayType, BooleanType, MapType, NullType, StructType
+
+    events = spark.createDataFrame([], EVENT_SCHEMA)
+    advice = f"Write Spark SQL on the columns of an event: {', '.join(events.columns)}; a value is row['name']"
+    for text in transform.sql:
+        try:
+            chosen = events.select(F.when(F.lit(True), F.expr(text)).alias("value"))
+            kind = chosen.schema[0].dataType
+            plan = chosen._jdf.queryExecution().analyzed()
+        except PySparkException as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+            raise ConfigError(f"{what}: {text}: {reason}", advice) from error
+        if transform.type == "filter" and not isinstance(kind, BooleanType | NullType):
+            raise ConfigError(f"{what}: {text} is {kind.simpleString()}, not a condition", "Compare it with something")
+        if isinstance(kind, ArrayType | MapType | StructType):
+            raise ConfigError(
+                f"{what}: {text} is {kind.simpleString()}, not one value", "Make text of it with to_json(...)"
+            )
+        if not plan.deterministic():
+            raise ConfigError(f"{what}: {text} is another value each time", "A batch that comes again must be the same")
+        other = re.search(r"^[+:\- ]*(Aggregate|Window|Generate)\b", plan.toString(), re.MULTILINE)
+        if other is not None:
+            raise ConfigError(f"{what}: {text} looks at more than one event", "Use columns of one event only")
+
+
 # --- in Python workers
 
 
 def run_native(events: DataFrame, steps: Sequence[Step]) -> DataFrame:
-    """The events behind these steps: simple ones as `event.edits` takes them, and Python functions.
-
-    A function is `{"type": "python", "function": name, "call": function or None}`; without one it is found by its name.
-    """
+    """The events behind these steps (`Transform.worker_step`): simple ones as `event.edits` takes them, and functions."""
     from pyspark.sql import functions as F
 
     columns = [one for one in events.columns if not one.startswith("_") and one not in _HIDDEN]
@@ -143,12 +171,30 @@ def run_native(events: DataFrame, steps: Sequence[Step]) -> DataFrame:
     def call(asked: pa.Array) -> pa.Array:
         return _run_steps(asked, steps, changed, folder)
 
-    made = events.withColumn(_RESULT, _caller(call, f"kept BOOLEAN, {fields}")(_asked(events, columns)))
+    made = events.withColumn(_RESULT, _called(events, columns, call, f"kept BOOLEAN, {fields}"))
     keep = F.coalesce(F.col(f"{_RESULT}.kept"), F.lit(False))
     results = {one: F.when(active, F.col(f"{_RESULT}.{one}")).otherwise(F.col(one)) for one in changed}
     if KEEP in events.columns:
         return made.withColumns({**results, KEEP: F.col(KEEP) & keep}).drop(_RESULT)
     return made.where(keep).withColumns(results).drop(_RESULT)
+
+
+def with_event_text(events: DataFrame, *envelope: Step, transaction: bool = False) -> DataFrame:
+    """The events with their text in the column `_text`: their JSON, or what an envelope makes of them."""
+    for step in envelope:
+        if step["type"] == "debezium":
+            need_columns(events, "shape", *(["table_ordinal"] if step["transaction"] else []))
+    return with_text(events, "_text", partial(render_columns, steps=envelope, transaction=transaction))
+
+
+def need_columns(events: DataFrame, *needed: str) -> None:
+    """Raise ConfigError if events lack one of these, which Debezium's documents need."""
+    missing = [name for name in needed if name not in events.columns]
+    if missing:
+        raise ConfigError(
+            f"Debezium's documents need the column {missing[0]} of events",
+            "Ask for it when the stream is loaded: .schema(EVENT_SCHEMA + SHAPE_SCHEMA), both of pgcdc.transform",
+        )
 
 
 def with_text(events: DataFrame, name: str, write: Callable[[pa.RecordBatch], pa.Array]) -> DataFrame:
@@ -158,7 +204,7 @@ def with_text(events: DataFrame, name: str, write: Callable[[pa.RecordBatch], pa
     def call(asked: pa.Array) -> pa.Array:
         return _scatter(write(_rows_of(asked)), asked)
 
-    return events.withColumn(name, _caller(call, "STRING")(_asked(events, columns)))
+    return events.withColumn(name, _called(events, columns, call, "STRING"))
 
 
 def map_in_arrow(frame: DataFrame, function: ArrowMap, schema: pa.Schema) -> DataFrame:
@@ -173,17 +219,14 @@ def map_in_arrow(frame: DataFrame, function: ArrowMap, schema: pa.Schema) -> Dat
     return DataFrame(frame._jdf.mapInArrow(column._jc, False, None), frame.sparkSession)
 
 
-def _caller(call: Callable[[pa.Array], pa.Array], kind: str) -> Any:
+def _called(events: DataFrame, columns: Sequence[str], call: Callable[[pa.Array], pa.Array], kind: str) -> Column:
+    """What a function makes of these columns, as one, of the events that the chain still has."""
+    from pyspark.sql import functions as F
     from pyspark.sql.pandas.functions import arrow_udf
 
-    return arrow_udf(call, kind)  # type: ignore[call-overload]
-
-
-def _asked(events: DataFrame, columns: Sequence[str]) -> Column:
-    """The columns of the events that the chain still has, as one."""
-    from pyspark.sql import functions as F
-
-    return F.when(_is_active(events), F.struct(*(F.col(one) for one in columns)))
+    asked = F.when(_is_active(events), F.struct(*(F.col(one) for one in columns)))
+    made: Column = arrow_udf(call, kind)(asked)  # type: ignore[call-overload]
+    return made
 
 
 def _rows_of(asked: pa.Array) -> pa.RecordBatch:
@@ -203,25 +246,20 @@ def _run_steps(asked: pa.Array, steps: Sequence[Step], changed: list[str], folde
     """`kept` and the changed columns of all events that are asked for (structs; null: not asked)."""
     events = _rows_of(asked)
     kept = np.arange(events.num_rows)  # which of them are left
-    for is_function, some in groupby(steps, lambda step: step["type"] == "python"):
-        if is_function:
-            for step in some:
-                function = step["call"] if step["call"] is not None else load_function(step["function"], folder)
-                found, keep = call_all(events, function, step["function"])
-                events, kept = _replaced(events, found).filter(pa.array(keep)), kept[keep]
+    for name, some in groupby(steps, lambda step: step["function"] if step["type"] == "python" else ""):
+        chain = tuple(some)
+        if name:
+            found, keep = call_all(events, chain[0]["call"] or load_function(name, folder), name)
         else:
-            found, keep = edit_columns(events, SimpleChain((), tuple(some)))
-            events, kept = _replaced(events, found).filter(pa.array(keep)), kept[keep]
+            found, keep = edit_columns(events, SimpleChain((), chain))
+        columns = [found.get(one, events.column(one)) for one in events.schema.names]
+        events = pa.RecordBatch.from_arrays(columns, events.schema.names).filter(pa.array(keep))
+        kept = kept[keep]
     place = np.full(len(asked) - asked.null_count, -1)
     place[kept] = np.arange(len(kept))
     index = pa.array(place, mask=place < 0)
     arrays = [pa.array(place >= 0), *(events.column(name).take(index) for name in changed)]
     return _scatter(pa.StructArray.from_arrays(arrays, ["kept", *changed]), asked)
-
-
-def _replaced(events: pa.RecordBatch, found: Mapping[str, pa.Array]) -> pa.RecordBatch:
-    columns = [found.get(name, events.column(name)) for name in events.schema.names]
-    return pa.RecordBatch.from_arrays(columns, events.schema.names)
 
 
 # --- functions of users
@@ -323,60 +361,3 @@ def _checked(key: str, value: Any, place: str) -> Any:
     if key == "operation" and value not in Op.__members__:
         raise TransformError(f"{place}: there is no operation {value}", f"There are: {', '.join(Op.__members__)}")
     return value
-
-
-# --- failures
-
-
-def explain_failure(batch: DataFrame, error: Exception, chains: Sequence[Sequence[Transform]]) -> Exception:
-    """What failed in a job over a batch, if it is one of these transforms; else the same error."""
-    text = str(error)
-    ours = re.search(r"pgcdc\.core\.errors\.(\w+): ([^\n]*)", text)
-    if ours is not None:
-        return PgcdcError.from_json({"kind": ours[1], "message": ours[2].rstrip(" ;"), "advice": ""})
-    for transforms in chains:
-        for number, one in enumerate(transforms, 1):
-            written = next((sql for sql in one.sql if " ".join(sql.split()) in " ".join(text.split())), None)
-            if written is not None:
-                place = _find_failing(batch)
-                where = f" at position {place}" if place else ""
-                return TransformError(
-                    f"transform {number} ({one.name}) failed{where}: {written}: {_reason(text)}",
-                    "Correct the expression: try_cast gives NULL for what cannot be cast",
-                )
-    return error
-
-
-def _reason(text: str) -> str:
-    """Spark's first sentence without its advice."""
-    first = next((line for line in text.splitlines() if line.strip()), "").strip()
-    return re.split(r" (?:Use|If necessary) ", first)[0].rstrip(". ")
-
-
-def _find_failing(projected: DataFrame) -> str | None:
-    """The position of the first event that fails, by halves: Spark's errors do not say."""
-    from pyspark.errors import PySparkException
-    from pyspark.sql import functions as F
-
-    def fails(low: str, high: str) -> bool:
-        chosen = projected.where((F.col("position") >= low) & (F.col("position") <= high))
-        try:
-            chosen.write.format("noop").mode("overwrite").save()
-        except PySparkException:
-            return True
-        return False
-
-    try:
-        places = [row.position for row in projected.select("position").collect()]
-        if not places:
-            return None
-        low, high = 0, len(places) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if fails(places[low], places[middle]):
-                high = middle
-            else:
-                low = middle + 1
-        return str(places[low]) if fails(places[low], places[low]) else None
-    except PySparkException:
-        return None

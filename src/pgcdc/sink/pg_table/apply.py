@@ -23,8 +23,7 @@ import pyarrow as pa
 from pgcdc.core.position import Position
 from pgcdc.core.relation import OldKind, Op, ShapeChange, ShapeHistory
 from pgcdc.event.batch import Batch, TableChanges
-from pgcdc.event.keyed import settle
-from pgcdc.event.reread import read_changes
+from pgcdc.event.changes import read_changes, settle
 from pgcdc.event.shape import diff_shapes
 from pgcdc.postgres.database import Connection, name_table
 from pgcdc.sink.pg_table.fold import MissingKey, find_moves, fold_bag, fold_keyed, fold_late, part_of

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from pgcdc.core.relation import OldKind, Op
 from pgcdc.event.batch import TableChanges
-from pgcdc.event.keyed import settle
+from pgcdc.event.changes import settle
 
 Bools = npt.NDArray[np.bool_]
 I64 = npt.NDArray[np.int64]

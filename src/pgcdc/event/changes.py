@@ -1,19 +1,28 @@
-"""Changes of tables one by one, for stores that know a row by its key: which key each is about, and what is there then."""
+"""Changes of tables for sinks: one by one, with the key that each is about and what is there then; and of dead letters,
+which keep only the rendered event."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pgcdc.core.errors import SinkError
-from pgcdc.core.relation import OldKind, Op, Relation
-from pgcdc.event.batch import Batch, TableChanges
+from pgcdc.core.position import Position
+from pgcdc.core.relation import OldKind, Op, Relation, ShapeHistory
+from pgcdc.event.batch import Batch, TableChanges, split_forms
+from pgcdc.event.columns import MAP, NAMES, ColumnReader, shape_text
+from pgcdc.event.edits import SimpleChain
+from pgcdc.event.events import block_schema, events_of
 from pgcdc.event.forms import has_key
+from pgcdc.event.frame import EventOptions
+from pgcdc.event.shape import TableShape
 
 Bools = npt.NDArray[np.bool_]
 Key = tuple[str | None, ...]
@@ -138,3 +147,90 @@ def settle(changes: TableChanges, columns: Sequence[int] | None = None) -> tuple
         if from_old is not None and from_old.any():
             values[number] = pc.if_else(pa.array(from_old), changes.old[number], values[number])
     return values, unknown
+
+
+# --- rendered events as changes again
+
+_EVENT = pa.schema(
+    [
+        *((name, pa.string()) for name in ("position", "id", "channel", "operation", "schema", "table", "shape")),
+        *(("row", MAP), ("old", MAP), ("unchanged_toast_columns", NAMES)),
+    ]
+)
+
+
+def read_changes(batch: Batch, shapes: ShapeHistory, chain: SimpleChain | None = None) -> Batch:
+    """The same batch, of lines or records, in the form of tables. SinkError: a line is no event of ours.
+
+    `chain` is what the adapter's transforms do to columns now: an event may be older than it.
+    """
+    texts = zip(batch.positions().to_pylist(), batch.texts(), strict=True)
+    events = [_read_event(*one, shapes, chain or SimpleChain((), ())) for one in texts]
+    rows = pa.RecordBatch.from_pylist([one for one in events if one is not None], _EVENT)
+    frame, given = ColumnReader().read(rows)
+    tables = SimpleChain((), (), ("tables",))
+    made = events_of(frame, None, block_schema([tables]), EventOptions(), [tables], given)
+    whole = replace(batch, events=pa.Table.from_batches([made.replace_schema_metadata()]))
+    return split_forms(whole, [(0, "tables")], [made.schema.metadata])[0]
+
+
+def _read_event(position: str, text: str, shapes: ShapeHistory, chain: SimpleChain) -> dict[str, Any] | None:
+    """The columns of an event (`event.columns`); None: it is no change of a table."""
+    event = _parse(text)
+    operation, payload = event["operation"], event["payload"]
+    row, old, lacks = payload["row"], payload["old"], payload.get("_unchanged_toast_columns", ())
+    op = Op[operation] if operation in Op.__members__ else None
+    if op is None or (row is None and op in (Op.INSERT, Op.SNAPSHOT, Op.UPDATE, Op.DELETE)):
+        raise SinkError(
+            f"the operation {operation} at {position} cannot be applied to a table",
+            "A transform made it: INSERT, UPDATE, DELETE, TRUNCATE and SNAPSHOT can be applied",
+        )
+    if op not in (Op.INSERT, Op.SNAPSHOT, Op.UPDATE, Op.DELETE, Op.TRUNCATE):
+        return None
+    table = source_table(event["channel"], payload["table"])
+    shape = _find_shape(shapes, table, position, chain, {*(row or ()), *lacks, *(old or ())})
+    return {
+        "position": position,
+        "id": event.get("id"),
+        "channel": event["channel"],
+        "operation": operation,
+        "schema": table[0],
+        "table": table[1],
+        "shape": None if shape is None else shape_text(shape),
+        "row": None if row is None else list(row.items()),
+        "old": None if old is None else list(old.items()),
+        "unchanged_toast_columns": list(lacks) or None,
+    }
+
+
+def source_table(channel: str, table: str) -> tuple[str, str]:
+    """The table behind the channel of an event and `payload.table`. Names may have dots: only both together tell."""
+    full = channel.partition(":")[2]
+    return ("public", table) if full == table else (full[: -len(table) - 1], table)
+
+
+def _find_shape(
+    shapes: ShapeHistory, table: tuple[str, str], position: str, chain: SimpleChain, names: set[str]
+) -> TableShape | None:
+    """The table behind the chain; as it was before it, if that alone has its key among these columns."""
+    change = shapes.in_force(*table, Position.parse(position))
+    if change is None:
+        return None
+    behind, before = TableShape(*chain.describe(change.after, change.details)), TableShape(change.after, change.details)
+    keys = [{one.name for one in shape.relation.columns if one.is_key} for shape in (behind, before)]
+    return before if not keys[0] <= names and keys[1] <= names else behind
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        event = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise SinkError(f"a line is not JSON: {error}", "A transform made it: only events can be applied") from None
+    if isinstance(event, dict) and {"channel", "operation", "payload"} <= event.keys():
+        return event
+    inner = event.get("payload", event) if isinstance(event, dict) else event
+    what = "Debezium's" if isinstance(inner, dict) and "op" in inner and "before" in inner else "another"
+    raise SinkError(
+        f"a line has {what} envelope, and cannot be applied to a table",
+        "Take the transform debezium or cloudevents out of this adapter's, or use the mode append",
+    )
