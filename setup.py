@@ -1,4 +1,4 @@
-"""Builds what is optionally compiled (decoder, JSON renderer, hashes, splitters), and the types of `pgcdc.adapters`.
+"""Builds what is optionally compiled (decoder, JSON renderer, hashes, COPY splitter), and the types of `pgcdc.adapters`.
 All else is in pyproject.toml.
 
 Without Cython or without a compiler the package is complete: each compiled module has one
@@ -37,8 +37,6 @@ def compiled_modules() -> list[Extension]:
             "source/postgres/snapshot/_copy",
             "source/postgres/wire/_rows",
             "event/_lines",
-            "postgres/types/_interval",
-            "postgres/types/_split",
         )
     ]
     # The C file goes to build/, so that the source tree holds only what people write.

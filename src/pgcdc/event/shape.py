@@ -13,9 +13,8 @@ from enum import IntEnum
 from typing import Any
 
 from pgcdc.core.relation import Column, Relation, ShapeChange
-from pgcdc.postgres.types.built_in import BUILT_IN
+from pgcdc.postgres.types.built_in import BUILT_IN, type_name
 from pgcdc.postgres.types.catalog import TypeCatalog, TypeInfo
-from pgcdc.postgres.types.names import type_name
 
 
 @dataclass(frozen=True, slots=True)

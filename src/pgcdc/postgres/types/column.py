@@ -6,12 +6,18 @@ column type turns a whole column of them into one Arrow array, or says which val
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+
+Offsets = npt.NDArray[np.int32]
+"""Where each list begins among the items of all, and at last where the last one ends."""
 
 CHOICES = {
     "json": ("string", "variant"),
@@ -119,3 +125,92 @@ def take_column(values: pa.BinaryArray, width: int, column: int) -> pa.Array:
     if left:
         raise ValueError(f"{len(values)} values are not rows of {width}")
     return values.take(pa.array(np.arange(column, rows * width, width, dtype=np.int64)))
+
+
+# --- lists, structs and maps, in exactly the Arrow types that Spark wants
+
+
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """A type that holds others."""
+
+    arrow: pa.DataType
+    exactness: Exactness
+    rule: str
+    read: Callable[..., pa.Array]
+    """A function of a module, so that it travels to the executors: from the values and `parts`."""
+    parts: tuple[Any, ...] = ()
+
+    def convert(self, values: pa.Array) -> pa.Array:
+        """As `ColumnType` says."""
+        return self.read(values, *self.parts)
+
+
+def nest(arrow: pa.DataType, inner: ColumnType, read: Callable[..., pa.Array], *parts: object) -> Nested:
+    """A type that holds only values of the type `inner`; `read` takes the values, it, and the parts."""
+    return Nested(arrow, inner.exactness, inner.rule, read, (inner, *parts))
+
+
+def worst(parts: Iterable[ColumnType]) -> Exactness:
+    """A value is as faithful as the least faithful value in it."""
+    return max((part.exactness for part in parts), key=list(Exactness).index)
+
+
+def list_of(element: pa.DataType) -> pa.DataType:
+    """Spark's ARRAY: elements may be NULL."""
+    return pa.list_(pa.field("element", element))
+
+
+def struct_of(names: Sequence[str], types: Sequence[pa.DataType]) -> pa.DataType:
+    """Spark's STRUCT: each field may be NULL."""
+    return pa.struct([pa.field(name, one) for name, one in zip(names, types, strict=True)])
+
+
+def map_of(key: pa.DataType, value: pa.DataType) -> pa.DataType:
+    """Spark's MAP: values may be NULL."""
+    return pa.map_(pa.field("key", key, nullable=False), pa.field("value", value))
+
+
+def list_array(offsets: Offsets, items: pa.Array, like: pa.Array | None = None) -> pa.Array:
+    """Lists of the items; NULL where `like` is."""
+    buffers = [validity(like), pa.py_buffer(np.ascontiguousarray(offsets))]
+    return pa.Array.from_buffers(list_of(items.type), len(offsets) - 1, buffers, children=[items])
+
+
+def struct_array(names: Sequence[str], columns: Sequence[pa.Array], like: pa.Array | None = None) -> pa.Array:
+    """Structs of the columns; NULL where `like` is."""
+    made = struct_of(names, [column.type for column in columns])
+    length = len(columns[0] if like is None else like)
+    return pa.Array.from_buffers(made, length, [validity(like)], children=list(columns))
+
+
+def map_array(offsets: Offsets, keys: pa.Array, values: pa.Array, like: pa.Array) -> pa.Array:
+    """Maps; NULL where `like` is."""
+    made = map_of(keys.type, values.type)
+    entries = pa.struct([made.key_field, made.item_field])
+    pairs = pa.Array.from_buffers(entries, len(keys), [None], children=[keys, values])
+    buffers = [validity(like), pa.py_buffer(np.ascontiguousarray(offsets))]
+    return pa.Array.from_buffers(made, len(like), buffers, children=[pairs])
+
+
+def validity(like: pa.Array | None) -> pa.Buffer | None:
+    """Its own bitmap of NULLs, from the first value on."""
+    if like is None or like.null_count == 0:
+        return None
+    return like.is_valid().buffers()[1]
+
+
+@contextmanager
+def rejected_as(what: str, *levels: Offsets, each: int = 1) -> Iterator[None]:
+    """What is refused inside is said of the value that holds it.
+
+    `levels` are the lists around it, the outermost first; `each` is how many of it stand side by side in the innermost.
+    """
+    try:
+        yield
+    except Rejected as cause:
+        index = cause.index // each
+        for offsets in reversed(levels):
+            # An empty list begins where the next one does: the last of them holds the item.
+            index = int(np.searchsorted(offsets, index, side="right")) - 1
+        raise Rejected(index, f"{what}: {cause.reason}", cause.advice) from None

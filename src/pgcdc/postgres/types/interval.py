@@ -2,103 +2,76 @@
 
 Months, days and microseconds have no fixed relation, and each its own sign: so PostgreSQL keeps three numbers, and Spark
 gets the same three. Spark's own interval types hold only one or two of them.
-
-As in `split`, there are two implementations with the same results: in C (`_interval.pyx`) and here in Python.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Final, NamedTuple
-
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
-from pgcdc.postgres.types.assemble import Nested, struct_array, struct_of
-from pgcdc.postgres.types.column import Exactness
-from pgcdc.postgres.types.split import each_value, fail, run_fastest
+from pgcdc.postgres.types.column import Exactness, Nested, Rejected, struct_array, struct_of
+from pgcdc.postgres.types.split import Text, find_misfit
 
-_NAMES: Final = ("months", "days", "microseconds")
-_TYPES: Final = (pa.int32(), pa.int32(), pa.int64())
+_NAMES = ("months", "days", "microseconds")
+_TYPES = (pa.int32(), pa.int32(), pa.int64())
 
-_PART = rb"(-?[1-9][0-9]{0,9})"
-# A part that is zero is left out.
-_INTERVAL = re.compile(
-    rb"P(?:%bY)?(?:%bM)?(?:%bD)?" % (_PART, _PART, _PART)
-    + rb"(?:T(?=.)(?:%bH)?(?:%bM)?(?:(-?)(0(?=\.)|[1-9][0-9]?)(?:\.([0-9]{0,5}[1-9]))?S)?)?" % (_PART, _PART)
+_N, _TO_59, _FRACTION = "[1-9][0-9]{0,9}", "(?:[1-9]|[1-5][0-9])", r"\.[0-9]{0,5}[1-9]"
+# A part that is zero is left out. Years and months come from one number, so they have one sign; so have hours to seconds.
+_YEARS = "|".join(f"(?:{sign}{_N}Y)?(?:{sign}(?:[1-9]|1[01])M)?" for sign in ("", "-"))
+_HOURS = "|".join(
+    f"(?:{sign}{_N}H)?(?:{sign}{_TO_59}M)?(?:{sign}(?:{_TO_59}(?:{_FRACTION})?|0{_FRACTION})S)?" for sign in ("", "-")
 )
-_ADVICE = "option out_of_range=string gives intervals, dates and times as text"
+_INTERVAL = f"PT0S|P(?:{_YEARS})(?:-?{_N}D)?(?:T(?:{_HOURS}))?"
+_UNFINISHED = ".*[^PT]"
+_MOST_HOURS = 2**63 // 3_600_000_000
+
+_SLOTS = np.zeros(256, np.int64)
+_SLOTS[list(b"YMDHS.")] = 0, 1, 2, 3, 5, 5
+_MINUTES, _PARTS = 4, 7
 
 
-class Intervals(NamedTuple):
-    """The numbers of each value, zeros for NULL."""
+def split_intervals(values: pa.Array) -> tuple[pa.Array, pa.Array, pa.Array]:
+    """Months, days and microseconds of every interval; zeros for NULL."""
+    for pattern in (_INTERVAL, _UNFINISHED):
+        if (index := find_misfit(values, pattern)) is not None:
+            raise _explain(index, values[index].as_py())
+    text = Text(values, b"PT0S")
+    found = text.cut(b"PYMDTH.", b"YMDHS.")
+    owners = text.owners(found.begins)
+    times = found.marks[found.kinds == ord("T")]
+    is_time = np.searchsorted(times, found.begins) > np.searchsorted(times, text.begins)[owners]
+    is_fraction = found.opening == ord(".")
+    slots = _SLOTS[found.closing] + (_MINUTES - 1) * (is_time & (found.closing == ord("M"))) + is_fraction
+    numbers = found.leaves.view(pa.string()).cast(pa.int64()).to_numpy().copy()
+    sizes = np.diff(np.frombuffer(found.leaves.buffers()[1], np.int32, len(numbers) + 1))
+    numbers[is_fraction] *= 10 ** (6 - sizes[is_fraction].astype(np.int64))
+    is_negative = np.zeros(len(values), np.bool_)
+    is_negative[owners[is_time & (np.frombuffer(text.data, np.uint8)[found.begins] == ord("-"))]] = True
+    parts = np.zeros((_PARTS, len(values)), np.int64)
+    parts[slots, owners] = numbers
+    months, days = 12 * parts[0] + parts[1], parts[2]
+    hours, minutes, seconds, fraction = np.abs(parts[3:]).astype(np.uint64)
+    size = np.uint64(1_000_000) * (np.uint64(3600) * hours + np.uint64(60) * minutes + seconds) + fraction
+    beyond = (hours > _MOST_HOURS) | (size > np.uint64(2**63) - ~is_negative)
+    for part in (months, days):
+        beyond |= (part < -(2**31)) | (part >= 2**31)
+    if beyond.any():
+        raise Rejected(int(np.argmax(beyond)), "it is beyond the intervals that PostgreSQL has")
+    microseconds = np.where(is_negative, np.uint64(0) - size, size).view(np.int64)
+    return pa.array(months, pa.int32()), pa.array(days, pa.int32()), pa.array(microseconds)
 
-    months: npt.NDArray[np.int32]
-    days: npt.NDArray[np.int32]
-    microseconds: npt.NDArray[np.int64]
 
-
-def split_intervals(values: pa.Array) -> Intervals:
-    """The three numbers of every interval."""
-    found: Intervals = run_fastest("_interval", "split_intervals", python_intervals, values)
-    return found
-
-
-def python_intervals(values: pa.Array) -> Intervals:
-    """`split_intervals` in Python."""
-    numbers: list[tuple[int, int, int]] = []
-
-    def split(text: bytes) -> None:
-        numbers.append(_parse(text))
-
-    for index, _ in enumerate(each_value(values, split)):
-        if len(numbers) == index:
-            numbers.append((0, 0, 0))
-    months, days, microseconds = zip(*numbers, strict=True) if numbers else ((), (), ())
-    return Intervals(np.array(months, np.int32), np.array(days, np.int32), np.array(microseconds, np.int64))
-
-
-def _parse(text: bytes) -> tuple[int, int, int]:
-    if text == b"PT0S":
-        return 0, 0, 0
+def _explain(index: int, text: bytes) -> Rejected:
     if text in {b"infinity", b"-infinity"}:
-        fail(f"{text.decode()} is no number of months, days and microseconds", _ADVICE)
-    found = _INTERVAL.fullmatch(text)
-    if not found or text == b"P":
-        fail("it is no interval in the style iso_8601")
-    sign, fraction = found[6], found[8] or b""
-    years, months, days, hours, minutes, seconds = (int(found[group] or 0) for group in (1, 2, 3, 4, 5, 7))
-    if sign:
-        seconds = -seconds
-    microseconds = int(fraction.ljust(6, b"0")) * (-1 if sign else 1)
-    # They come from one number, so they have one sign.
-    if abs(months) >= 12 or _differ(years, months):
-        fail("its years and months do not fit each other")
-    if abs(minutes) >= 60 or abs(seconds) >= 60 or _differ(hours, minutes, seconds or microseconds):
-        fail("its hours, minutes and seconds do not fit each other")
-    months += 12 * years
-    microseconds += 1_000_000 * (3_600 * hours + 60 * minutes + seconds)
-    if not (-(2**31) <= months < 2**31 and -(2**31) <= days < 2**31 and -(2**63) <= microseconds < 2**63):
-        fail("it is beyond the intervals that PostgreSQL has")
-    return months, days, microseconds
+        advice = "option out_of_range=string gives intervals, dates and times as text"
+        return Rejected(index, f"{text.decode()} is no number of months, days and microseconds", advice)
+    return Rejected(index, "it is no interval in the style iso_8601")
 
 
-def _differ(*parts: int) -> bool:
-    return min(parts) < 0 < max(parts)
+def read_intervals(values: pa.Array) -> pa.Array:
+    """Infinity is refused: no number of months stands for it."""
+    return struct_array(_NAMES, split_intervals(values), values)
 
 
-class IntervalColumn(Nested):
-    """interval: STRUCT<months INT, days INT, microseconds BIGINT>."""
-
-    __slots__ = ()
-
-    @classmethod
-    def make(cls) -> IntervalColumn:
-        """There is only one."""
-        return cls(struct_of(_NAMES, _TYPES), Exactness.EXACT, "")
-
-    def convert(self, values: pa.Array) -> pa.Array:
-        """The three numbers of every interval. Infinity is refused: no number of months stands for it."""
-        columns = [pa.array(part, one) for part, one in zip(split_intervals(values), _TYPES, strict=True)]
-        return struct_array(_NAMES, columns, values)
+INTERVALS = Nested(struct_of(_NAMES, _TYPES), Exactness.EXACT, "", read_intervals)
+"""STRUCT<months INT, days INT, microseconds BIGINT>."""

@@ -2,23 +2,51 @@
 
 A type is known by the function that writes it (`catalog`), so that citext is text and a type nobody has heard of is read as
 what it is on the wire: text.
+
+Of types that hold others (arrays, rows, ranges, hstore) a whole column is taken apart at once (`split`), what it holds is
+converted as one flat column by its own type, and put together again. So the depth of a type costs, but not the number of
+values in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Final
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pgcdc.core.errors import ConfigError
-from pgcdc.postgres.types.catalog import TypeCatalog
-from pgcdc.postgres.types.column import CHOICES, ColumnType, Exactness, TypeOptions
-from pgcdc.postgres.types.nested import nested_type
-from pgcdc.postgres.types.scalars import Bits, Bytes, Decimals, Moments, Nearest, Numbers, Text
-from pgcdc.postgres.types.variant import Variants
+from pgcdc.postgres.types import split
+from pgcdc.postgres.types.catalog import TypeCatalog, TypeInfo
+from pgcdc.postgres.types.column import (
+    CHOICES,
+    ColumnType,
+    Exactness,
+    Nested,
+    TypeOptions,
+    list_array,
+    list_of,
+    map_array,
+    map_of,
+    nest,
+    rejected_as,
+    split_columns,
+    struct_array,
+    struct_of,
+    worst,
+)
+from pgcdc.postgres.types.geometry import SHAPES, geometric_type, vector_type
+from pgcdc.postgres.types.interval import INTERVALS
+from pgcdc.postgres.types.scalars import Bits, Bytes, Decimals, Moments, Nearest, Numbers, Text, Variants
 
 _MAX_PRECISION = 38
+_TEXT, _FLOAT4, _FLOAT8 = 25, 700, 701
+_WORDS: Final = ("int2vectorout", "oidvectorout")
+_VECTORS: Final = ("vector:vector_out", "vector:halfvec_out")
+_RANGE_FIELDS: Final = ("lower", "upper", "lower_inclusive", "upper_inclusive", "empty")
 
 
 def check_options(options: TypeOptions) -> TypeOptions:
@@ -38,7 +66,7 @@ def map_type(catalog: TypeCatalog, oid: int, typmod: int, ndims: int, options: T
         info = catalog.types.get(info.inner)
     if info is None:
         return _text(Exactness.TEXT, "the type is not known")
-    found = nested_type(catalog, info, typmod, ndims, options, map_type)
+    found = _nested_type(catalog, info, typmod, ndims, options)
     if found is not None:
         return found
     make = _MAKERS.get(info.output)
@@ -110,3 +138,123 @@ _MAKERS: dict[str, _Maker] = {
     "bpcharout": partial(_make_exact_text, "padded with blanks"),
     **dict.fromkeys(("textout", "varcharout", "nameout", "charout", "xml_out", "enum_out"), _PLAIN_TEXT),
 }
+
+
+# --- types that hold others
+
+
+def _nested_type(
+    catalog: TypeCatalog, info: TypeInfo, typmod: int, ndims: int, options: TypeOptions
+) -> ColumnType | None:
+    """What a type that holds others becomes; None if it holds none, or is to be read as text."""
+
+    def inner(oid: int, typmod: int = -1, ndims: int = 0) -> ColumnType:
+        return map_type(catalog, oid, typmod, ndims, options)
+
+    output = info.output
+    if output == "array_out" or output in _WORDS:
+        if options.arrays == "string":
+            return None
+        element = inner(info.inner, typmod)
+        if output in _WORDS:
+            return nest(list_of(element.arrow), element, _read_words)
+        # Declared dimensions beyond what an array can have were accepted by older servers.
+        depth = min(max(ndims, 1), split.MAX_DIMENSIONS)
+        arrow = element.arrow
+        for _ in range(depth):
+            arrow = list_of(arrow)
+        return nest(arrow, element, _read_arrays, depth, info.delimiter.encode())
+    if info.kind == "composite" and info.attributes and options.composites == "struct":
+        attributes = zip(info.attributes, info.attribute_typmods, info.attribute_ndims, strict=True)
+        return _row_type(info.attribute_names, tuple(inner(*attribute) for attribute in attributes))
+    if info.kind in {"range", "multirange"}:
+        bound = inner(info.inner)
+        arrow = struct_of(_RANGE_FIELDS, (bound.arrow, bound.arrow, *[pa.bool_()] * 3))
+        if info.kind == "range":
+            return nest(arrow, bound, read_ranges)
+        return nest(list_of(arrow), bound, read_multiranges)
+    if output == "hstore:hstore_out":
+        text = inner(_TEXT)
+        return nest(map_of(text.arrow, text.arrow), text, _read_hstore)
+    if output == "interval_out":
+        return None if options.out_of_range == "string" else INTERVALS
+    if output in {*SHAPES, "path_out", "poly_out"}:
+        return geometric_type(output, inner(_FLOAT8))
+    return vector_type(inner(_FLOAT4)) if output in _VECTORS else None
+
+
+def _read_arrays(values: pa.Array, element: ColumnType, depth: int, delimiter: bytes) -> pa.Array:
+    """Arrays of the declared number of dimensions: as many ARRAY levels."""
+    return _lists(values, element, split.split_arrays(values, depth, delimiter))
+
+
+def _read_words(values: pa.Array, element: ColumnType) -> pa.Array:
+    """int2vector and oidvector: numbers with blanks between."""
+    return _lists(values, element, split.split_words(values))
+
+
+def _lists(values: pa.Array, element: ColumnType, found: split.Lists) -> pa.Array:
+    """All elements at once, then level by level, the innermost first."""
+    offsets, leaves = found
+    with rejected_as("an element", *offsets):
+        items = element.convert(leaves)
+    for level in reversed(offsets[1:]):
+        items = list_array(level, items)
+    return list_array(offsets[0], items, values)
+
+
+def _row_type(names: tuple[str, ...], attributes: tuple[ColumnType, ...]) -> Nested:
+    """Composite types, and the row types of tables: a STRUCT by the names of the attributes."""
+    arrow = struct_of(names, [one.arrow for one in attributes])
+    rule = "; ".join(f"{name}: {one.rule}" for name, one in zip(names, attributes, strict=True) if one.rule)
+    return Nested(arrow, worst(attributes), rule, _read_rows, (names, attributes))
+
+
+def _read_rows(values: pa.Array, names: tuple[str, ...], attributes: tuple[ColumnType, ...]) -> pa.Array:
+    """One attribute of all rows after the other."""
+    parts = split_columns(split.split_rows(values, len(names)), len(names))
+    columns = []
+    for name, attribute, part in zip(names, attributes, parts, strict=True):
+        with rejected_as(f'attribute "{name}"'):
+            columns.append(attribute.convert(part))
+    return struct_array(names, columns, values)
+
+
+def read_ranges(values: pa.Array, bound: ColumnType) -> pa.Array:
+    """A STRUCT of bounds, NULL where there is none, and of what belongs to it."""
+    split.require(values, f"empty|{split.RANGE}", "it is no range, or is not quoted as it should be")
+    is_empty = pc.equal(values, b"empty").fill_null(True)
+    found = split.Text(pc.if_else(is_empty, b"(,)", values)).cut(b"[(,", b",)]")
+    with rejected_as("a bound", each=2):
+        bounds = bound.convert(found.leaves)
+    return _range_structs(found, bounds, is_empty, values)
+
+
+def read_multiranges(values: pa.Array, bound: ColumnType) -> pa.Array:
+    """An ARRAY of ranges."""
+    split.require(
+        values, rf"\{{(?:{split.RANGE}(?:,{split.RANGE})*)?\}}", "it is no multirange, or is not quoted as it should be"
+    )
+    text = split.Text(pc.binary_slice(values, 1, -1))  # without its braces
+    found = text.cut(b"[(,", b",)]")
+    offsets = split.offsets_of(text.begins, found.begins[::2])
+    with rejected_as("a bound", offsets, each=2):
+        bounds = bound.convert(found.leaves)
+    is_empty = pa.array(np.zeros(len(bounds) // 2, np.bool_))
+    return list_array(offsets, _range_structs(found, bounds, is_empty), values)
+
+
+def _range_structs(found: split.Pieces, bounds: pa.Array, is_empty: pa.Array, like: pa.Array | None = None) -> pa.Array:
+    inclusive = [
+        pa.array(brackets == ord(one)) for one, brackets in (("[", found.opening[::2]), ("]", found.closing[1::2]))
+    ]
+    return struct_array(_RANGE_FIELDS, (*split_columns(bounds, 2), *inclusive, is_empty), like)
+
+
+def _read_hstore(values: pa.Array, text: ColumnType) -> pa.Array:
+    """MAP<STRING, STRING>, of which values may be NULL: keys and values of all maps at once."""
+    (offsets,), leaves = split.split_pairs(values)
+    with rejected_as("a key or value", offsets):
+        texts = text.convert(leaves)
+    keys, items = split_columns(texts, 2)
+    return map_array((offsets // np.int32(2)).astype(np.int32), keys, items, values)

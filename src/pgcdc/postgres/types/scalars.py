@@ -7,15 +7,21 @@ it must not do is to round, cut or guess: each cast here was checked for that, a
 from __future__ import annotations
 
 import binascii
+import json
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pgcdc.postgres.types.column import Exactness, Rejected, spark_name
+from pgcdc.postgres.types.column import Exactness, Rejected, spark_name, validity
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import VariantVal
 
 _SHOWN = 40
 _BOOLS = pa.array([b"f", b"t"], pa.binary())
@@ -127,7 +133,7 @@ class Bytes(Scalar):
             raise Rejected(index, f"{shorten(values[index].as_py())} is not bytea in hex form") from None
         starts = np.zeros(len(filled) + 1, np.int32)
         np.cumsum(sizes // 2, out=starts[1:])
-        valid = _validity(values)
+        valid = validity(values)
         return pa.BinaryArray.from_buffers(
             pa.binary(), len(values), [valid, pa.py_buffer(starts), pa.py_buffer(decoded)], values.null_count
         )
@@ -209,6 +215,77 @@ def _unhexlify(values: pa.Array) -> None:
             binascii.unhexlify(value[2:])
 
 
-def _validity(values: pa.Array) -> pa.Buffer | None:
-    """Its own bitmap of NULLs, from the first value on."""
-    return values.is_valid().buffers()[1] if values.null_count else None
+# --- json and jsonb as Spark's VARIANT, encoded here: value by value, in Python, so many times slower than as text.
+# Spark's own encoder rounds numbers that it has no place for. Here such a number is refused: only what fits into
+# DECIMAL(38), or is the shortest text of a double, becomes one.
+
+_JSON_ADVICE = "Read json columns as text: json=string"
+_VARIANT_DIGITS = 38
+# Numbers that are not simply integers or decimals of Spark's; also in strings, where they do no harm.
+_UNUSUAL = re.compile(r"[0-9][eE]|[0-9.]{38}")
+
+
+class _Unfit(ValueError):
+    """A part of the document that has no place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variants:
+    """json and jsonb as VARIANT. Of equal keys the last one counts, as in jsonb."""
+
+    arrow: pa.DataType = field(
+        default_factory=lambda: pa.struct(
+            [
+                pa.field("value", pa.binary(), nullable=False),
+                pa.field("metadata", pa.binary(), nullable=False, metadata={b"variant": b"true"}),
+            ]
+        )
+    )
+    exactness: Exactness = Exactness.CONVERTED
+    rule: str = "numbers as DECIMAL or DOUBLE; of equal keys the last"
+
+    def convert(self, values: pa.Array) -> pa.Array:
+        """Spark's two byte strings for each document."""
+        found: list[VariantVal | None] = [
+            None if value is None else _encode(index, value) for index, value in enumerate(values.to_pylist())
+        ]
+        parts = [
+            pa.array([b"" if one is None else getattr(one, part) for one in found], pa.binary())
+            for part in ("value", "metadata")
+        ]
+        missing = pa.array(np.array([one is None for one in found], np.bool_)) if values.null_count else None
+        return pa.StructArray.from_arrays(parts, fields=list(self.arrow), mask=missing)
+
+
+def _encode(index: int, value: bytes) -> VariantVal:
+    from pyspark.errors import PySparkException  # executors have it
+    from pyspark.sql.types import VariantVal
+
+    try:
+        text = value.decode()
+        if _UNUSUAL.search(text):
+            json.loads(text, parse_float=_check_number, parse_int=_check_number)
+        return VariantVal.parseJson(text)
+    except UnicodeError:
+        reason = "a string in it is not valid Unicode"
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except _Unfit as error:
+        reason = str(error)
+    except ValueError as error:
+        reason = f"it cannot be read: {error}"
+    except PySparkException:
+        reason = "it is larger than 16 MiB"
+    raise Rejected(index, f"the document cannot be a VARIANT: {reason}", _JSON_ADVICE)
+
+
+def _check_number(text: str) -> None:
+    number = Decimal(text)
+    _, digits, exponent = number.as_tuple()
+    assert isinstance(exponent, int)
+    plain = "e" not in text and "E" not in text
+    if plain and len(digits) <= _VARIANT_DIGITS and -exponent <= _VARIANT_DIGITS:
+        return
+    nearest = float(text)
+    if nearest in (float("inf"), float("-inf")) or Decimal(repr(nearest)) != number:
+        raise _Unfit(f"the number {shorten(text)} is neither a DECIMAL of {_VARIANT_DIGITS} digits nor a DOUBLE")
