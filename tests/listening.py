@@ -18,7 +18,8 @@ import contents
 import psutil
 import psycopg
 
-from pgcdc.capture.control import CaptureGone, ControlClient
+from pgcdc.capture.control import ControlClient
+from pgcdc.capture.server import CaptureGone
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.playground import shop

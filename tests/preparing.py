@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from pgcdc.capture.spec import CaptureOptions, CaptureSpec, make_spec
+from pgcdc.capture.control import CaptureOptions, CaptureSpec, make_spec
 from pgcdc.core.state import StateDir
 from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.postgres.setup import prepare as preparing

@@ -28,7 +28,8 @@ from pyspark.sql.types import StringType, StructField, StructType
 from queries import Query
 from running import run
 
-from pgcdc.capture.control import CaptureGone, ControlClient
+from pgcdc.capture.control import ControlClient
+from pgcdc.capture.server import CaptureGone
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, read_json
 from pgcdc.event.batch import Batch

@@ -18,8 +18,8 @@ from listening import wait_until
 from preparing import Ready, Wanted, prepare
 
 import pgcdc
-from pgcdc.capture.control import CaptureGone, ControlClient, ensure_capture
-from pgcdc.capture.spec import CaptureSpec
+from pgcdc.capture.control import CaptureSpec, ControlClient, ensure_capture
+from pgcdc.capture.server import CaptureGone
 from pgcdc.core.errors import ConfigError, ConnectionLost, GapError, PgcdcError, SourceError
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Op

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from databases import Database
 from listening import wait_until
 from preparing import Ready, Wanted, prepare
 
-from pgcdc.capture.control import CaptureLink, ControlClient, ensure_capture
-from pgcdc.capture.spec import CaptureSpec
+from pgcdc.capture.control import CaptureLink, CaptureSpec, ControlClient, ensure_capture
 from pgcdc.cli.status import read_status
 from pgcdc.core.errors import ConnectionLost, SourceError
 from pgcdc.core.position import Position
@@ -94,7 +92,7 @@ def test_a_capture_that_waits_for_its_slot_still_ends_when_it_is_told_to(
         subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as driver,
         ThreadPoolExecutor(1) as pool,
     ):
-        starting = pool.submit(start_once, replace(prepared.spec, watch_pid=driver.pid))
+        starting = pool.submit(start_once, prepared.spec.but(watch_pid=driver.pid))
         wait_until(lambda: phase_of(state) == "waiting for the slot", 20, "it waits for the slot")
         holder = Lock.holder(state.capture_lock)
         assert holder is not None and not starting.done()
@@ -114,7 +112,7 @@ def start_once(spec: CaptureSpec) -> int:
     """The exit code of one capture process."""
     return subprocess.run(
         [sys.executable, "-m", "pgcdc.capture.process"],
-        input=spec.to_json(),
+        input=spec.model_dump_json(),
         text=True,
         timeout=90,
         check=False,
@@ -200,7 +198,7 @@ def test_a_full_spool_is_read_up_to_what_a_planned_batch_needs(
     """Nothing is acknowledged, and so nothing released, before the batch is complete: pausing would wait for ever."""
     database.execute("ALTER TABLE t ADD v text")
     reader = SpoolReader(tmp_path / "state" / "spool")
-    with closing(ensure_capture(replace(prepared.spec, spool_limit=1 << 20), is_restart=False)) as client:
+    with closing(ensure_capture(prepared.spec.but(spool_limit=1 << 20), is_restart=False)) as client:
         client.join("one")
 
         def fill(number: int) -> int:
@@ -238,5 +236,5 @@ def test_no_capture_is_started_for_a_driver_that_is_gone(prepared: Ready) -> Non
         driver.wait()
     begin = time.monotonic()
     with pytest.raises(SourceError, match="is gone"):
-        ensure_capture(replace(prepared.spec, watch_pid=driver.pid), is_restart=True)
+        ensure_capture(prepared.spec.but(watch_pid=driver.pid), is_restart=True)
     assert time.monotonic() - begin < 5

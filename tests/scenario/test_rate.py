@@ -15,8 +15,7 @@ from listening import wait_until
 from pyspark.sql.streaming.datasource import ReadMaxRows
 from pyspark.sql.types import StringType, StructField, StructType
 
-from pgcdc.capture.control import ControlClient, ensure_capture
-from pgcdc.capture.spec import CaptureOptions, CaptureSpec, make_spec
+from pgcdc.capture.control import CaptureOptions, CaptureSpec, ControlClient, ensure_capture, make_spec
 from pgcdc.config import load_config
 from pgcdc.core.errors import ConfigError, GapError
 from pgcdc.core.position import Position

@@ -18,8 +18,9 @@ from preparing import Wanted, prepare
 from pyspark.sql.types import StructType
 from streams import SETTINGS
 
-from pgcdc.capture.control import CaptureGone, ControlClient, ensure_capture
+from pgcdc.capture.control import ControlClient, ensure_capture
 from pgcdc.capture.process import CaptureProcess
+from pgcdc.capture.server import CaptureGone
 from pgcdc.cli.status import read_status
 from pgcdc.core.errors import ConfigError, ConnectionLost
 from pgcdc.core.position import Position

@@ -13,8 +13,7 @@ from listening import wait_until
 from preparing import Wanted, prepare
 from toasting import TABLE, text
 
-from pgcdc.capture.control import CaptureLink, ControlClient
-from pgcdc.capture.spec import CaptureSpec
+from pgcdc.capture.control import CaptureLink, CaptureSpec, ControlClient
 from pgcdc.cli.status import read_status
 from pgcdc.core.errors import ConversionError
 from pgcdc.core.position import Position

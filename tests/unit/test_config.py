@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pgcdc.capture.spec import CaptureOptions
+from pgcdc.capture.control import CaptureOptions
 from pgcdc.config import Config, load_config
 from pgcdc.core.errors import ConfigError
 from pgcdc.sink.file import FileOptions

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from control_loop import Loop
 
-from pgcdc.capture.control import CaptureGone, ControlClient, ask, forget_consumer
-from pgcdc.capture.server import ControlServer
+from pgcdc.capture.control import ControlClient, ask, forget_consumer
+from pgcdc.capture.server import CaptureGone, ControlServer
 from pgcdc.cli.status import read_status
 from pgcdc.core.counters import Counters
 from pgcdc.core.errors import ConfigError, GapError, PgcdcError, SourceError, StateError

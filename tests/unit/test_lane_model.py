@@ -27,6 +27,7 @@ from pgcdc.event.events import LINES
 from pgcdc.run.lane import Lane, _look_at
 from pgcdc.run.member import Adapter, Member, NotAMember, WriteFuture
 from pgcdc.run.roster import Membership, Place, Roster, Write, WriteState, judge
+from pgcdc.spark.session import QueryFailed
 from pgcdc.spool.consumers import MAIN, is_side_lane
 
 NAMES = ("a", "b", "c")
@@ -560,4 +561,19 @@ def test_a_sink_that_refuses_parts_gets_the_batch_like_the_others_and_is_not_don
     batch = Batch(at(0), at(2), LINES.empty_table())
     lane._follow(at(0), {"slow": refused}, [member], lambda one: one.submit(MAIN, batch))
     assert sink.written == [(0, 2)]
+    member.close()
+
+
+def test_what_an_adapter_raises_is_told_with_its_name_and_without_secrets(tmp_path: Path) -> None:
+    """Spark itself would only say that its Python callback failed."""
+    core = Membership(Roster(), World())
+    core.recover(["slow"])
+    member = Member(Adapter("slow", SlowSink()), core)
+    failed = WriteFuture()
+    failed.set_exception(ValueError("boom at postgres://me:hush@host/db\nand more"))
+    lane = Lane(MAIN, tmp_path, at(0), lambda: [member])
+    with pytest.raises(QueryFailed) as raised:
+        lane._follow(at(0), {"slow": failed}, [member], lambda one: failed)
+    assert raised.value.message == "adapter slow failed: ValueError: boom at postgres://me:***@host/db"
+    assert isinstance(raised.value.__cause__, ValueError)
     member.close()

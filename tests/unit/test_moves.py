@@ -225,30 +225,32 @@ def test_a_reload_does_not_forget_why_a_query_failed(lanes: Lanes) -> None:
     assert lanes.watch(main).failures == 3
 
 
-def ask_elsewhere(lanes: Lanes, do: Callable[[], None]) -> list[BaseException]:
-    """What somebody is told who asks in another thread."""
-    lanes._watcher = threading.get_ident()
+def test_who_asks_waits_for_the_look_and_is_told_of_any_error(lanes: Lanes) -> None:
     errors: list[BaseException] = []
 
-    def ask() -> None:
-        try:
-            do()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    while thread.is_alive():
-        lanes._answer()
-        thread.join(0.01)
-    return errors
-
-
-def test_who_asks_is_told_of_any_error_and_the_run_goes_on(lanes: Lanes) -> None:
     def fail() -> None:
         raise KeyError("maybe")
 
-    assert [repr(error) for error in ask_elsewhere(lanes, lambda: lanes.ask(fail))] == ["KeyError('maybe')"]
+    def ask() -> None:
+        try:
+            lanes.ask(fail)
+        except BaseException as error:
+            errors.append(error)
+
+    def ask_elsewhere() -> threading.Thread:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        return thread
+
+    with lanes._looking:
+        thread = ask_elsewhere()
+        thread.join(0.05)
+        assert thread.is_alive() and not errors
+    thread.join(10)
+    assert [repr(error) for error in errors] == ["KeyError('maybe')"]
+    lanes.stop()
+    ask_elsewhere().join(10)
+    assert str(errors[-1]).startswith("the pipeline has stopped")
 
 
 def test_an_adapter_that_comes_during_a_reload_has_the_new_transforms(
@@ -267,16 +269,13 @@ def test_an_adapter_that_comes_during_a_reload_has_the_new_transforms(
         return found
 
     monkeypatch.setattr(pipeline, "_make_adapters", slowly)
-    lanes._watcher = threading.get_ident()
     thread = threading.Thread(target=pipeline.add_adapter, args=[adapters.noop(name="c")])
     thread.start()
     assert made.wait(10)
     mask = transform.mask("email")
     pipeline.reload([mask], {})
     go_on.set()
-    while thread.is_alive():
-        lanes._answer()
-        thread.join(0.01)
+    thread.join(10)
     assert [one.chain.transforms for one in lanes.members()] == [(mask,)] * 3
     assert pipeline.status()["adapters"] == ["a", "b", "c"]
 

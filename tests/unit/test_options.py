@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 from pyspark.sql.types import StructType
 
-from pgcdc.capture.spec import CaptureOptions
+from pgcdc.capture.control import CaptureOptions
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.position import SCHEMA_SUB, Position
 from pgcdc.core.relation import Column, Relation, ShapeChange, append_shapes

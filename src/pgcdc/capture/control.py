@@ -1,4 +1,4 @@
-"""The other side of a control socket, and how a capture process comes to be.
+"""What a capture process is told, how it comes to be, and what can be asked of it.
 
 `ensure_capture` starts the capture of a state directory or joins the one that runs: whoever needs it calls it, the lock file
 decides. `CaptureLink` does so again whenever the process has died.
@@ -9,102 +9,56 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pgcdc.capture.server import remove_socket
-from pgcdc.capture.spec import CaptureSpec
+from pydantic import Field
+
+from pgcdc.capture.server import CaptureGone, Channel, remove_socket
 from pgcdc.core.counters import counters
-from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, StateError
+from pgcdc.core.errors import PgcdcError, SourceError, StateError
 from pgcdc.core.position import Position
+from pgcdc.core.settings import Bytes, Options, setting
 from pgcdc.core.state import Lock, StateDir, is_alive, open_log, read_json
-from pgcdc.source.protocol import Settled
-from pgcdc.spool.consumers import Consumers
+from pgcdc.source.protocol import Settled, SourceOptions
 
 START_TIMEOUT_S = 120.0
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 
 _T = TypeVar("_T")
-_PUSH = b'{"push":'
-"""How a line begins that answers no request."""
 
 
-class CaptureGone(ConnectionLost):
-    """The capture process ended; start or join it again."""
+class CaptureOptions(Options):
+    """Settings of every capture, whatever its source."""
+
+    fail_fast: bool = setting(False, "Exit 1 when the connection is lost, for supervisors.", "Database")
+    state_dir: Path = setting(Path(".pgcdc"), "Spool, acks and checkpoints.", "Running", metavar="PATH")
+    spool_limit: Bytes = setting(1 << 30, "Stop reading when this much is undelivered.", "Running", ge=1 << 20)
 
 
-class Channel:
-    """One connection to a control socket: requests and their answers, and what is pushed between them. Not thread-safe."""
+class CaptureSpec(CaptureOptions):
+    """Everything a capture process needs to know, on its standard input."""
 
-    who = "the run"
+    kind: str
+    """Of the source: its name in `source.registry`."""
+    source: dict[str, Any] = Field(repr=False)
+    """The options of the source, whole: only the source reads them."""
+    watch_pid: int
+    """The driver: when this process is gone, so are we."""
+    is_restart: bool = False
+    """The pipeline was running: a server that is not there is waited for, not an error."""
 
-    def __init__(self, address: str) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._socket.connect(address)
-        except OSError as error:
-            self._socket.close()
-            raise CaptureGone(f"{self.who} does not answer") from error
-        self._buffer = b""
-        self.pushed: dict[str, Any] = {}
-        """The status that the other side pushed last."""
-        self.said: list[str] = []
-        """Messages for people that were pushed, and that nobody has passed on."""
 
-    def request(self, content: dict[str, Any], timeout_s: float = 120.0) -> dict[str, Any]:
-        """Send one request and wait for its answer. Raises what the other process failed with."""
-        is_sent = False
-        try:
-            self._socket.settimeout(timeout_s)
-            with contextlib.suppress(BrokenPipeError):  # it has gone, but may have said why
-                self._socket.sendall(json.dumps(content).encode() + b"\n")
-                is_sent = True
-            while not (line := self._take_line()) and (data := self._socket.recv(65_536)):
-                self._buffer += data
-        except OSError as error:
-            raise CaptureGone(f"{self.who} does not answer") from error
-        reply: dict[str, Any] = json.loads(line) if line else {}
-        if "error" in reply:
-            raise PgcdcError.from_json(reply["error"])
-        if not line or not is_sent:
-            raise CaptureGone(f"{self.who} ended")
-        return reply
-
-    def close(self) -> None:
-        """Close the connection; the other side goes on."""
-        self._socket.close()
-
-    def take_pushed(self) -> None:
-        """Note what was pushed by now, without waiting."""
-        with contextlib.suppress(OSError):  # nothing more is there; or nobody, which the next request finds out
-            self._socket.settimeout(0)
-            while data := self._socket.recv(65_536):
-                self._buffer += data
-        while self._buffer.startswith(_PUSH) and b"\n" in self._buffer:
-            line, _, self._buffer = self._buffer.partition(b"\n")
-            self._note(line)
-
-    def _take_line(self) -> bytes:
-        """The next answer that is here; what was pushed before it is noted."""
-        while b"\n" in self._buffer:
-            line, _, self._buffer = self._buffer.partition(b"\n")
-            if not line.startswith(_PUSH):
-                return line
-            self._note(line)
-        return b""
-
-    def _note(self, line: bytes) -> None:
-        pushed = json.loads(line)["push"]
-        self.pushed = pushed.get("status", self.pushed)
-        self.said += pushed.get("say", ())
+def make_spec(source: SourceOptions, options: CaptureOptions, watch_pid: int) -> CaptureSpec:
+    """What the capture process of this source is told."""
+    ours = options.part(CaptureOptions).but(state_dir=StateDir(options.state_dir).path).model_dump()
+    return CaptureSpec(**ours, kind=source.kind, source=source.model_dump(mode="json"), watch_pid=watch_pid)
 
 
 class ControlClient(Channel):
@@ -245,7 +199,7 @@ class CaptureLink:
         if len(self._restarts) > MAX_RESTARTS:
             raise SourceError(
                 f"the capture process ended {MAX_RESTARTS} times within {RESTART_WINDOW_S:.0f} s",
-                f"See {Path(self._spec.state_dir) / 'capture.log'}",
+                f"See {self._spec.state_dir / 'capture.log'}",
             )
         self._look()  # it may have said why it ended
         self._client.close()
@@ -267,6 +221,8 @@ def forget_consumer(state: StateDir, name: str, timeout_s: float = 30.0) -> None
     """Forget a consumer, by the capture if one runs. One that starts has read the consumers already: it is waited for."""
 
     def forget() -> dict[str, Any]:
+        from pgcdc.spool.consumers import Consumers  # with Arrow: not for everybody who reads settings
+
         Consumers(state.consumers_file).forget(name)
         return {}
 
@@ -296,7 +252,7 @@ def ask_or_do(
 
 def ensure_capture(spec: CaptureSpec, *, is_restart: bool) -> ControlClient:
     """A connection to the capture of this state directory, which is started if none runs."""
-    state = StateDir(Path(spec.state_dir))
+    state = StateDir(spec.state_dir)
     deadline = time.monotonic() + START_TIMEOUT_S
     started = 0
     while time.monotonic() < deadline:
@@ -305,7 +261,7 @@ def ensure_capture(spec: CaptureSpec, *, is_restart: bool) -> ControlClient:
             _raise_failure(state, started)
             if not is_alive(spec.watch_pid):  # it would end at once, again and again
                 raise SourceError(f"the driver (process {spec.watch_pid}) is gone: nothing is captured for it any more")
-            started = _start(replace(spec, is_restart=is_restart), state)
+            started = _start(spec.but(is_restart=is_restart), state)
         elif "address" in holder:
             with contextlib.suppress(CaptureGone):
                 client = ControlClient(holder["address"])
@@ -336,7 +292,7 @@ def _start(spec: CaptureSpec, state: StateDir) -> int:
         )
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(spec.to_json().encode())
+        process.stdin.write(spec.model_dump_json().encode())
         process.stdin.close()
     line = process.stdout.readline()
     process.stdout.close()

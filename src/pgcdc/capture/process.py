@@ -15,12 +15,11 @@ import selectors
 import signal
 import sys
 import time
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from pgcdc.capture.control import CaptureSpec
 from pgcdc.capture.server import ControlServer, remove_socket
-from pgcdc.capture.spec import CaptureSpec
 from pgcdc.core.counters import CHANGES_CAPTURED, CONNECTIONS_LOST, counters
 from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, StateError, reconnect_delay_s
 from pgcdc.core.position import Position
@@ -291,8 +290,8 @@ class CaptureProcess:
 def main() -> int:
     """Run one capture process; the exit code is the error's."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    spec = CaptureSpec.from_json(sys.stdin.read())
-    state = StateDir(Path(spec.state_dir))
+    spec = CaptureSpec.model_validate_json(sys.stdin.read())
+    state = StateDir(spec.state_dir)
     lock = Lock(state.capture_lock)
     previous = lock.acquire()
     if previous is None:

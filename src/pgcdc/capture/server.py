@@ -1,4 +1,4 @@
-"""The control socket: how queries follow the spool, send their acks and ask for confirmation.
+"""The control socket, both sides: how queries follow the spool, send their acks and ask for confirmation.
 
 Requests and answers are JSON, one per line, over a Unix socket in a folder that only its owner can enter. Two requests wait:
 `wait` until the spool has grown, and `confirm` until what is acked is confirmed to the source. Who asks to `follow`
@@ -7,6 +7,7 @@ also gets what is pushed: the status once a second, and messages for people.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import selectors
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pgcdc.core.errors import ConfigError, PgcdcError
+from pgcdc.core.errors import ConfigError, ConnectionLost, PgcdcError
 from pgcdc.core.position import Position
 
 
@@ -27,6 +28,10 @@ def remove_socket(holder: dict[str, Any]) -> None:
     """Remove what the last holder of the capture's lock left behind, if it was killed."""
     if "address" in holder:
         shutil.rmtree(Path(holder["address"]).parent, ignore_errors=True)
+
+
+_PUSH = b'{"push":'
+"""How a line begins that answers no request."""
 
 
 class ConsumerBusy(ConfigError):
@@ -199,3 +204,76 @@ class ControlServer:
             del self._clients[descriptor]
             self._selector.unregister(client.socket)
             client.socket.close()
+
+
+# --- the other side
+
+
+class CaptureGone(ConnectionLost):
+    """The capture process ended; start or join it again."""
+
+
+class Channel:
+    """One connection to a control socket: requests and their answers, and what is pushed between them. Not thread-safe."""
+
+    who = "the run"
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.connect(address)
+        except OSError as error:
+            self._socket.close()
+            raise CaptureGone(f"{self.who} does not answer") from error
+        self._buffer = b""
+        self.pushed: dict[str, Any] = {}
+        """The status that the other side pushed last."""
+        self.said: list[str] = []
+        """Messages for people that were pushed, and that nobody has passed on."""
+
+    def request(self, content: dict[str, Any], timeout_s: float = 120.0) -> dict[str, Any]:
+        """Send one request and wait for its answer. Raises what the other process failed with."""
+        is_sent = False
+        try:
+            self._socket.settimeout(timeout_s)
+            with contextlib.suppress(BrokenPipeError):  # it has gone, but may have said why
+                self._socket.sendall(json.dumps(content).encode() + b"\n")
+                is_sent = True
+            while not (line := self._take_line()) and (data := self._socket.recv(65_536)):
+                self._buffer += data
+        except OSError as error:
+            raise CaptureGone(f"{self.who} does not answer") from error
+        reply: dict[str, Any] = json.loads(line) if line else {}
+        if "error" in reply:
+            raise PgcdcError.from_json(reply["error"])
+        if not line or not is_sent:
+            raise CaptureGone(f"{self.who} ended")
+        return reply
+
+    def close(self) -> None:
+        """Close the connection; the other side goes on."""
+        self._socket.close()
+
+    def take_pushed(self) -> None:
+        """Note what was pushed by now, without waiting."""
+        with contextlib.suppress(OSError):  # nothing more is there; or nobody, which the next request finds out
+            self._socket.settimeout(0)
+            while data := self._socket.recv(65_536):
+                self._buffer += data
+        while self._buffer.startswith(_PUSH) and b"\n" in self._buffer:
+            line, _, self._buffer = self._buffer.partition(b"\n")
+            self._note(line)
+
+    def _take_line(self) -> bytes:
+        """The next answer that is here; what was pushed before it is noted."""
+        while b"\n" in self._buffer:
+            line, _, self._buffer = self._buffer.partition(b"\n")
+            if not line.startswith(_PUSH):
+                return line
+            self._note(line)
+        return b""
+
+    def _note(self, line: bytes) -> None:
+        pushed = json.loads(line)["push"]
+        self.pushed = pushed.get("status", self.pushed)
+        self.said += pushed.get("say", ())

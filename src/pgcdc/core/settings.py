@@ -33,7 +33,7 @@ class Setting:
 
     group: str = ""
     flag: str | None = ""
-    """Without the dashes; None: it has neither flag nor variable."""
+    """Without the dashes. Empty: made of the field's name. None: it has neither flag nor variable."""
     aliases: tuple[str, ...] = ()
     """Other names that are understood: those of the manual, with underscores."""
     metavar: str = ""
@@ -50,25 +50,11 @@ class Setting:
     """`db`: where nothing is said, it is the source's database URL."""
 
 
-def setting(
-    default: Any,
-    text: str,
-    group: str = "",
-    *,
-    flag: str | None = "",
-    aliases: tuple[str, ...] = (),
-    metavar: str = "",
-    is_repeated: bool = False,
-    is_hidden: bool = False,
-    example: str = "",
-    secret: bool = False,
-    literal: bool = True,
-    cascade: str = "",
-    **limits: Any,
-) -> Any:
-    """A field of a model; `...` as the default: it must be given. `flag` is made of the field's name if it is empty."""
-    extra = Setting(group, flag, aliases, metavar, is_repeated, is_hidden, example, secret, literal, cascade)
-    if secret:
+def setting(default: Any, text: str, group: str = "", **more: Any) -> Any:
+    """A field of a model; `...` as the default: it must be given. `more` are those of `Setting`, and limits of the field."""
+    limits = {name: value for name, value in more.items() if name not in Setting.__dataclass_fields__}
+    extra = Setting(group, **{name: value for name, value in more.items() if name not in limits})
+    if extra.secret:
         limits.setdefault("repr", False)
     return Field(default, description=text, json_schema_extra={"setting": extra}, **limits)  # type: ignore[dict-item]
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pgcdc.capture.control import Channel, ask_or_do
-from pgcdc.capture.server import ControlServer
+from pgcdc.capture.control import ask_or_do
+from pgcdc.capture.server import Channel, ControlServer
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
 from pgcdc.core.state import Identity, Lock, StateDir
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, SnapshotRequest, change_queue, describe

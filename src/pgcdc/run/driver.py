@@ -15,9 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from pgcdc.capture.control import CaptureLink
+from pgcdc.capture.control import CaptureLink, make_spec
 from pgcdc.capture.server import remove_socket
-from pgcdc.capture.spec import make_spec
 from pgcdc.core.errors import ConfigError, ConnectionLost, PgcdcError, SinkError, SinkUnavailable, StateError
 from pgcdc.core.state import Lock, StateDir, write_json
 from pgcdc.event.batch import Batch

@@ -15,15 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pgcdc.core.errors import GapError, StateError
+from pgcdc.core.errors import GapError, PgcdcError, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.state import explain_writing, write_durably
 from pgcdc.core.state import fsync_folder as fsync
 from pgcdc.event.batch import Batch
-from pgcdc.run.member import Member, WriteFuture, may_pass
+from pgcdc.run.member import Member, NotAMember, WriteFuture, may_pass
 from pgcdc.run.roster import Write, WriteState, judge
-from pgcdc.spark.session import with_settings
+from pgcdc.spark.session import QueryFailed, headline, with_settings
 from pgcdc.transform.program import Program
 
 if TYPE_CHECKING:
@@ -238,11 +238,11 @@ class Lane:
                 began = time.monotonic()  # from now on the others wait for it
             writes = {one.name: _look_at(one, futures.get(one.name), began) for one in members}
             failed = {name: futures[name].exception() for name, one in writes.items() if one.state is WriteState.FAILED}
-            fatal = next((error for error in failed.values() if not may_pass(error)), None)
+            fatal = next((name for name, error in failed.items() if not may_pass(error)), None)
             running = [future for future in futures.values() if not future.done()]
             if fatal is not None:
                 wait(running, FATAL_WAIT_S)
-                raise fatal
+                raise _name_adapter(fatal, failed[fatal])
             verdict = judge(writes, time.monotonic())
             if verdict.wait_s <= 0:
                 break
@@ -262,6 +262,17 @@ def _look_at(member: Member, future: WriteFuture | None, began: float) -> Write:
         return Write(WriteState.RUNNING, member.adapter.priority, grace_s=future.grace_s)
     state, ended = WriteState.FAILED if future.exception() else WriteState.DONE, max(future.ended, began)
     return Write(state, member.adapter.priority, ended)
+
+
+def _name_adapter(name: str, error: BaseException | None) -> BaseException:
+    """What an adapter raised that is not one of our errors: Spark would report only that its callback failed."""
+    assert error is not None
+    if isinstance(error, (PgcdcError, NotAMember)) or not isinstance(error, Exception):
+        return error
+    advice = "spark.log in the state directory shows where. Nothing is lost: fix it and start again"
+    made = QueryFailed(f"adapter {name} failed: {headline(error)}", advice)
+    made.__cause__ = error
+    return made
 
 
 def _close_after(batch: LargeBatch, writes: list[WriteFuture], _: object) -> None:

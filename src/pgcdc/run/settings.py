@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pgcdc.capture.spec import CaptureOptions
+from pgcdc.capture.control import CaptureOptions
 from pgcdc.core.settings import setting
 from pgcdc.core.state import StateDir
 from pgcdc.event.options import EventSettings, TypedSettings

@@ -1,17 +1,15 @@
 """The lanes of a run: their queries are started, watched, started again when they fail, and ended in order.
 
-One thread watches (`step`). What others ask for while it runs (another adapter, one less, other transforms) is done by that
-thread between two looks.
+One thread watches (`step`). What others ask for while it runs (another adapter, one less, other transforms) is done between
+two of its looks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 from pgcdc.capture.control import CaptureLink
@@ -64,8 +62,8 @@ class Lanes:
         self._state = state
         self._moves = Moves(state, link, say)
         self._watches: dict[Lane, QueryWatch] = {}
-        self._asked: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
-        self._watcher: int | None = None
+        self._looking = threading.RLock()
+        """Held for each look, and by who asks for something between two of them."""
         self._is_closed = threading.Event()
         self._is_limit_due, self._is_consumers_due = Every(LIMIT_INTERVAL_S), Every(CONSUMERS_INTERVAL_S)
         self.position: Position | None = None
@@ -125,7 +123,6 @@ class Lanes:
     def start(self, spark: SparkSession) -> None:
         """Start the queries. Main's reads when this returns."""
         self.spark = spark
-        self._watcher = threading.get_ident()
         self.watch(self.main).start()
         self._await_reading()
 
@@ -170,12 +167,15 @@ class Lanes:
     def step(self) -> bool:
         """One look at everything, after a moment of waiting. True: a run that ends by itself has ended."""
         self._wait()
+        with self._looking:
+            return self._look()
+
+    def _look(self) -> bool:
         for lane in list(self._moves.lanes.values()):
             try:
                 self._acknowledge(lane)
             except Exception as error:  # it starts again from its checkpoint, and with it what is acknowledged
                 self.watch(lane).fail(error)
-        self._answer()
         for lane in list(self._moves.lanes.values()):
             self.watch(lane).look()
         try:
@@ -282,27 +282,11 @@ class Lanes:
         watch.retry_at, watch.is_done = 0.0, False
 
     def ask(self, do: Callable[[], None]) -> None:
-        """Have the thread that watches do something between two looks; from any thread. Raises what it raises."""
-        if self._watcher in (None, threading.get_ident()):
-            do()
-            return
-        answer: Future[None] = Future()
-        self._asked.put((do, answer))
-        while not wait([answer], POLL_S).done:
+        """Do something between two looks; from any thread. Raises what it raises."""
+        with self._looking:
             if self._is_closed.is_set():
                 raise PgcdcError("the pipeline has stopped", "Start it first")
-        answer.result()
-
-    def _answer(self) -> None:
-        while not self._asked.empty():
-            do, answer = self._asked.get()
-            try:
-                do()
-                answer.set_result(None)
-            except BaseException as error:
-                answer.set_exception(error)
-                if not isinstance(error, Exception):
-                    raise
+            do()
 
     # --- end
 
@@ -311,6 +295,8 @@ class Lanes:
 
         Main's batch is waited for, while it gets on. Nobody waits for long for a sink that made nobody wait before.
         """
+        with self._looking:  # what was asked for is done; nothing more is
+            self._is_closed.set()
         side_lanes = [lane for lane, _ in self._moves.side_lanes]
         for lane in (self.main, *side_lanes):
             lane.is_stopping = True

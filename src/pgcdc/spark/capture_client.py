@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
-from pgcdc.capture.control import CaptureLink, ControlClient, ask
-from pgcdc.capture.spec import make_spec
+from pgcdc.capture.control import CaptureLink, ControlClient, ask, make_spec
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir
@@ -23,42 +21,9 @@ from pgcdc.spool.reader import SpoolReader
 JOIN_TIMEOUT_S = 5.0
 
 
-class Feed(Protocol):
-    """What a reader needs besides the spool itself."""
-
-    spool: Path
-    shapes: Path
-    """The history of the tables' shapes."""
-    database: str
-    """Its name."""
-    seed: IdSeed
-    created: int
-    """Where the rows of the initial snapshot stand."""
-
-    def join(self) -> tuple[Position, Position]:
-        """Where this consumer begins, and what it has acknowledged."""
-
-    def wait(self, timeout_s: float, until: Position | None = None) -> None:
-        """Wait until the spool has grown, at most `timeout_s`; `until` is needed even if the spool is full."""
-
-    def ack(self, position: Position) -> None:
-        """Everything up to `position` is durable."""
-
-    def target(self) -> int:
-        """What "everything up to now" means: an LSN."""
-
-    def settled(self) -> Settled:
-        """What has become of the rows that were asked for."""
-
-    def clock(self) -> tuple[Position, int] | None:
-        """A moment in microseconds since 1970, and where everything committed before it has been read."""
-
-    def close(self) -> None:
-        """The reader is done; the capture may go on for others."""
-
-
-class CaptureFeed:
-    """The capture of a slot: started if nobody has, joined if somebody has, started again if it dies."""
+class Feed:
+    """What a reader needs besides the spool itself, of the capture: started if nobody has, joined if somebody has, started
+    again if it dies."""
 
     def __init__(self, options: StreamOptions) -> None:
         self._consumer = options.consumer
@@ -83,8 +48,10 @@ class CaptureFeed:
         self.database = identity.database
         self.seed = IdSeed.of(identity.system, identity.stream)
         self.created = identity.created
+        """Where the rows of the initial snapshot stand."""
 
     def join(self) -> tuple[Position, Position]:
+        """Where this consumer begins, and what it has acknowledged."""
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         while True:
             try:
@@ -95,28 +62,34 @@ class CaptureFeed:
                 time.sleep(0.1)
 
     def wait(self, timeout_s: float, until: Position | None = None) -> None:
+        """Wait until the spool has grown, at most `timeout_s`; `until` is needed even if the spool is full."""
         self._link.call(lambda client: client.wait(timeout_s, until))
 
     def ack(self, position: Position) -> None:
+        """Everything up to `position` is durable."""
         self._link.call(lambda client: client.ack(self._consumer, position))
 
     def target(self) -> int:
+        """What "everything up to now" means: an LSN."""
         return self._link.call(lambda client: client.target())
 
     def settled(self) -> Settled:
+        """What has become of the rows that were asked for."""
         return self._link.call(lambda client: client.settled())
 
     def clock(self) -> tuple[Position, int] | None:
+        """A moment in microseconds since 1970, and where everything committed before it has been read."""
         return self._link.call(lambda client: client.clock())
 
     def close(self) -> None:
+        """The reader is done; the capture may go on for others."""
         self._link.close()
 
     def _claim(self, client: ControlClient) -> tuple[Position, Position]:
         return client.join(self._consumer, exclusive=True)
 
 
-class StaticFeed:
+class StaticFeed(Feed):
     """A spool that nobody writes: for warming up and for tests."""
 
     def __init__(self, spool: Path) -> None:
@@ -125,30 +98,26 @@ class StaticFeed:
         self.database = ""
         self.seed = IdSeed.of("static", "static")
         self.created = 0
-        reader = SpoolReader(spool)
-        reader.refresh()
-        self._base, self._end = reader.base, reader.end
+        self._reader = SpoolReader(spool)
+        self._reader.refresh()
 
     def join(self) -> tuple[Position, Position]:
-        return self._base, self._base
+        return self._reader.base, self._reader.base
 
     def wait(self, timeout_s: float, until: Position | None = None) -> None:
         time.sleep(timeout_s)
 
-    def ack(self, position: Position) -> None:
-        pass
-
     def target(self) -> int:
-        return self._end.commit
+        return self._reader.end.commit
 
     def settled(self) -> Settled:
-        return Settled(self._end, Position.at(0, 0))
+        return Settled(self._reader.end, Position.at(0, 0))
 
-    def clock(self) -> tuple[Position, int] | None:
-        return None
+    def ack(self, position: Position) -> None: ...
 
-    def close(self) -> None:
-        pass
+    def clock(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def driver_pid() -> int:
@@ -157,7 +126,4 @@ def driver_pid() -> int:
     if said:
         return said
     process = psutil.Process()
-    for ancestor in process.parents():
-        if ancestor.name() == "java":
-            return ancestor.pid
-    return process.pid
+    return next((ancestor.pid for ancestor in process.parents() if ancestor.name() == "java"), process.pid)

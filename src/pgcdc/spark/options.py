@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from pgcdc.capture.spec import CaptureOptions
+from pgcdc.capture.control import CaptureOptions
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.settings import REFUSED, Options, Seconds, checked, is_switch, setting, setting_of, unit_of
 from pgcdc.core.state import StateDir

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from pgcdc.core.errors import ConfigError, PgcdcError, Policy, SinkUnavailable
+from pgcdc.core.secrets import hide, known_secrets
 from pgcdc.core.state import open_log
 
 if TYPE_CHECKING:
@@ -44,7 +45,9 @@ def settings() -> dict[str, str]:
         "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
         "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
         "spark.driver.extraJavaOptions": "-Djdk.lang.Process.launchMechanism=VFORK "
-        f"-Dlog4j2.configurationFile={log4j} -XX:+UseSerialGC",
+        f"-Dlog4j2.configurationFile={log4j} -XX:+UseSerialGC "
+        # A query that is stopped inside of foreachBatch has its Java stack trace matched by a recursive pattern of Spark's
+        "-Xss16m",
         "spark.sql.streaming.pollingDelay": "1ms",
         "spark.sql.streaming.noDataMicroBatches.enabled": "false",
         "spark.sql.streaming.minBatchesToRetain": "10",
@@ -281,7 +284,7 @@ def explain_failure(
     if _jvm_is_gone(error, spark):  # before anything is asked of the error: its text may come from the JVM
         return PgcdcError("the Spark JVM ended unexpectedly", "Start pgcdc again: nothing is lost")
     return find_ours(str(error)) or QueryFailed(
-        f"the Spark query failed: {headline(error)}", "Start pgcdc again: nothing is lost"
+        f"the Spark query failed: {headline(raised or error)}", "Start pgcdc again: nothing is lost"
     )
 
 
@@ -310,10 +313,14 @@ def find_ours(text: str) -> PgcdcError | None:
 
 
 def headline(error: BaseException) -> str:
-    """The first line of its text that says something."""
-    lines = [line.strip(": ") for line in str(error).splitlines() if line.strip()]
+    """The first line of its text that says something; the kind as well, of an error that is not Spark's."""
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
+
+    text = str(error) if isinstance(error, (PySparkException, Py4JError)) else f"{type(error).__name__}: {error}"
+    lines = [line.strip(": ") for line in text.splitlines() if line.strip()]
     telling = [line for line in lines if not line.startswith("An error occurred while calling")]
-    return (telling or lines or [type(error).__name__])[0][:300]
+    return hide((telling or lines or [type(error).__name__])[0][:300], known_secrets())
 
 
 def _jvm_is_gone(error: BaseException, spark: SparkSession) -> bool:

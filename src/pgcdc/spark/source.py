@@ -19,7 +19,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
-from pgcdc.capture.control import Channel
+from pgcdc.capture.server import Channel
 from pgcdc.core.errors import ConfigError, GapError, SpoolError
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Relation, ShapeChange, ShapeHistory
@@ -30,7 +30,7 @@ from pgcdc.event.forms import form_of
 from pgcdc.event.lines import IdSeed
 from pgcdc.event.shape import Described
 from pgcdc.postgres.lsn import format_lsn
-from pgcdc.spark.capture_client import CaptureFeed, Feed, StaticFeed
+from pgcdc.spark.capture_client import Feed, StaticFeed
 from pgcdc.spark.options import StreamOptions, check_kind, parse_options
 from pgcdc.spool.reader import SegmentSlice, SpoolReader, plan_end
 
@@ -313,7 +313,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """The feed, opened at first use: the constructor also runs where nothing should be started."""
         if self._feed is None:
             options = self._options
-            self._feed = StaticFeed(Path(options.spool)) if options.spool else CaptureFeed(options)
+            self._feed = StaticFeed(Path(options.spool)) if options.spool else Feed(options)
             self._spool = SpoolReader(self._feed.spool)
             self._shapes = ShapeHistory(self._feed.shapes)
             self._acked = self._feed.join()[1]

@@ -26,7 +26,8 @@ from pyspark.sql.types import (
     TimestampType,
 )  # fmt: skip
 
-from pgcdc.capture.control import CaptureGone, ControlClient
+from pgcdc.capture.control import ControlClient
+from pgcdc.capture.server import CaptureGone
 from pgcdc.core.errors import ConfigError, ConversionError, SourceError
 from pgcdc.core.position import Position
 from pgcdc.core.relation import ShapeChange, ShapeHistory
