@@ -37,8 +37,8 @@ from pgcdc.spool.index import (
     Token,
     encode_record,
     list_chunks,
-    parse_records,
     parse_relations,
+    scan_records,
 )
 from pgcdc.spool.reader import SpoolReader, read_slice
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
@@ -733,7 +733,7 @@ def test_an_index_that_was_cut_and_written_again_under_a_reader_is_refused(tmp_p
 
 
 def parsed(data: bytes) -> list[IndexRecord]:
-    return [record for record, _ in parse_records(data, "x")]
+    return list(scan_records(data, "x", 1))
 
 
 def test_only_what_was_appended_to_the_relations_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -795,7 +795,7 @@ def test_an_older_token_that_a_power_cut_left_in_the_index_does_not_replace_the_
         writer.append(replace(CaptureBatch.advance(lsn, writer.relations), token=b"set:%d" % lsn))
     writer.close()
     (index,) = list_chunks(tmp_path)
-    os.truncate(index, [offset for _, offset in parse_records(index.read_bytes(), index.name)][1])
+    os.truncate(index, [record.place[2] for record in scan_records(index.read_bytes(), index.name, 1)][1])
     writer = SpoolWriter(tmp_path, Position.end(40), Token(40, b"set:40"))
     assert (writer.resume_lsn, writer.token_at(writer.resume_lsn)) == (40, Token(40, b"set:40"))
     writer.append(replace(CaptureBatch.advance(50, writer.relations), token=b"set:50"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -86,20 +86,12 @@ class Relation:
 
     def to_json(self) -> dict[str, Any]:
         """The form in which relations stand beside the segments."""
-        return {
-            "oid": self.oid,
-            "namespace": self.namespace,
-            "name": self.name,
-            "replica_identity": self.replica_identity,
-            "source": self.source,
-            "columns": [[c.name, c.type_oid, c.typmod, c.is_key] for c in self.columns],
-        }
+        return {**asdict(self), "columns": [astuple(one) for one in self.columns]}
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Relation:
         """The relation behind `to_json()`."""
-        columns = tuple(Column(name, oid, typmod, key) for name, oid, typmod, key in raw["columns"])
-        return cls(raw["oid"], raw["namespace"], raw["name"], raw["replica_identity"], columns, raw["source"])
+        return cls(**{**raw, "columns": tuple(Column(*one) for one in raw["columns"])})
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ from typing import IO, Any
 from pgcdc.core.errors import StateError
 
 LOG_BYTES = 10 << 20
-FORMAT = 3
+FORMAT = 4
 """Of the state directory. It grows whenever one version of pgcdc could misread what another has written."""
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pgcdc.capture.control import CaptureLink, make_spec
 from pgcdc.capture.server import remove_socket
 from pgcdc.core.errors import ConfigError, ConnectionLost, PgcdcError, SinkError, SinkUnavailable, StateError
+from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir, write_json
 from pgcdc.event.batch import Batch
 from pgcdc.postgres.lsn import format_lsn
@@ -31,17 +32,25 @@ from pgcdc.run.supervisor import STOP_TIMEOUT_S, Lanes
 from pgcdc.sink.letters.record import DeadLetters
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.source.protocol import Prepared
+from pgcdc.source.rate.changes import FIRST_COMMIT, MadeUp
+from pgcdc.source.rate.options import RateOptions
 from pgcdc.source.registry import make_source
 from pgcdc.spark.options import parse_options, write_options
-from pgcdc.spark.session import check_java, check_running, start_session, stop_within
+from pgcdc.spark.session import check_java, check_running, start_session, stop_within, with_settings
 from pgcdc.spool.consumers import MAIN
+from pgcdc.spool.writer import SpoolWriter
 from pgcdc.transform.program import compile_chains
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
+
+    from pgcdc.transform.program import Program
 
 SPARK_STOP_S = 10.0
 CAPTURE_STOP_S = 3.0
+WARM_BATCHES = 3
+WARM_ROWS = 4
+"""Of a batch: each kind of change."""
 
 Say = Callable[[str], None]
 
@@ -139,7 +148,7 @@ class Driver:
             "adapters": self._chains.names,
             "events": main.events if main else 0,
             "batches": main.batches if main else 0,
-            "position": str(lanes.position) if lanes and lanes.position else None,
+            "position": str(lanes.position) if lanes and main and lanes.position else None,
             "lanes": lanes.status() if lanes and main else [],
             **self.reloads.status(),
             **self._letters.status(),
@@ -234,8 +243,6 @@ class Driver:
         self._spark = start_session(self.config.db, master=self.config.spark_master, log_file=log_file)
 
     def _warm_up(self) -> None:
-        from pgcdc.run.warm import warm_up
-
         assert self._spark is not None
         self._enter("warming up")
         self._say("warming up")
@@ -349,3 +356,33 @@ class Driver:
             shutil.rmtree(self._temporary, ignore_errors=True)
             if self._prepared is not None:
                 self._prepared.undo()
+
+
+# --- warm up
+
+
+def warm_up(spark: SparkSession, program: Program) -> None:
+    """Run a few micro-batches over a made-up spool, as a lane with this program would: the first real one is fast then."""
+    with tempfile.TemporaryDirectory(prefix="pgcdc-warm-") as folder:
+        _write_spool(Path(folder) / "spool")
+        reader = spark.readStream.format("pgcdc").schema(program.source_schema()).options(**program.source_options())
+        events = reader.option("_spool", f"{folder}/spool").option("max_batch_rows", str(WARM_ROWS)).load()
+        writer = program.project(events).writeStream.option("checkpointLocation", f"{folder}/checkpoint")
+
+        def collect(batch: DataFrame, _: int) -> None:
+            program.collect(batch, Position.end(0), Position.end(0))
+
+        with with_settings(spark, program.settings()):
+            query = writer.trigger(availableNow=True).foreachBatch(collect).start()
+        query.awaitTermination()
+
+
+def _write_spool(folder: Path) -> None:
+    writer = SpoolWriter(folder, Position.end(FIRST_COMMIT))
+    options = RateOptions(
+        rate_tables=1, rate_transaction_rows=WARM_ROWS, rate_inserts=2, rate_updates=1, rate_deletes=1
+    )
+    changes = MadeUp(options, writer.relations)
+    for commit in range(FIRST_COMMIT + 1, FIRST_COMMIT + 1 + WARM_BATCHES):
+        writer.append(changes.transactions(commit, 1, 0))
+    writer.close()

@@ -107,8 +107,8 @@ class Lane:
         """Where the query goes on: behind what Spark has committed."""
         return self.checkpoint.place
 
-    def committed(self) -> Position | None:
-        """The end of the last batch that Spark has committed, made durable; None if nothing is new since the last call."""
+    def committed(self, send: Callable[[Position], object] = lambda position: None) -> Position | None:
+        """The end of the last batch that Spark has committed, made durable and then sent; None if it was sent before."""
         batch = self._last_batch
         while batch > self._acked_batch and not self.checkpoint.has_committed(batch):
             batch -= 1
@@ -116,12 +116,9 @@ class Lane:
             return None
         position = self.checkpoint.end_of(batch)
         self.checkpoint.sync(max(self._acked_batch, batch - 2), batch)  # Spark also reads the one before
+        send(position)
         self._acked_batch = batch
         return position
-
-    def acknowledge_again(self) -> None:
-        """What `committed` said has not arrived: it says so once more."""
-        self._acked_batch = -1
 
     def await_boundary(self, timeout_s: float) -> bool:
         """When it is stopping: wait until the last batch is committed; False if it does not end in time."""
@@ -211,7 +208,7 @@ class Lane:
             blocks = self.program.keyed_blocks(frame, column)
             batch = self.large.open(blocks, start, end, events=events, column=column, explain=explain)
             users = [one for one in members if self.program.line_column(one.chain) == column]
-            writes = [one.submit_large(self.name, end, batch) for one in users]
+            writes = [one.submit_large(self.name, batch) for one in users]
             for write in writes:
                 write.grace_s = LARGE_GRACE_S * max(1.0, events / GRACE_EVENTS)
                 write.add_done_callback(partial(_close_after, batch, writes))

@@ -107,23 +107,23 @@ class Member:
     def submit(self, lane: str, batch: Batch) -> WriteFuture:
         """Write a batch, after everything that was submitted before."""
 
-        def write(reached: Position) -> bool:
-            rest, dead = batch.after(reached), self.sink.dead_letters
+        def write() -> bool:
+            rest, dead = batch.after(self.reached), self.sink.dead_letters
             self.sink.write(rest)
             counters.add(EVENTS_DELIVERED, len(rest) - self.sink.dead_letters + dead, adapter=self.name)
             return True
 
-        return self._submit(lane, lambda: batch.end <= self.reached or write(self.reached))
+        return self._submit(lane, lambda: batch.end <= self.reached or write())
 
-    def submit_large(self, lane: str, end: Position, batch: LargeBatch) -> WriteFuture:
-        """Have executors write a large batch that ends at `end`, after everything that was submitted before."""
+    def submit_large(self, lane: str, batch: LargeBatch) -> WriteFuture:
+        """Have executors write a large batch, after everything that was submitted before."""
 
-        def write(reached: Position) -> bool:
-            is_written = batch.write(self.sink, reached)
+        def write() -> bool:
+            is_written = batch.write(self.sink, self.reached)
             counters.add(EVENTS_DELIVERED, batch.events if is_written else 0, adapter=self.name)
             return is_written
 
-        return self._submit(lane, lambda: end <= self.reached or write(self.reached))
+        return self._submit(lane, lambda: batch.end <= self.reached or write())
 
     def submit_other(self, do: Callable[[], object]) -> WriteFuture:
         """Do something else with the sink, between two batches. What that raises is no failure of the adapter."""

@@ -29,6 +29,8 @@ class QueryWatch:
         self.failures = 0
         self.retry_at = 0.0
         self.is_done = False
+        self.position: Position | None = None
+        """What was acknowledged last."""
         self.error: PgcdcError | None = None
         """What it failed with, until it is over that."""
         self._lanes = lanes
@@ -97,23 +99,18 @@ class QueryWatch:
             what = f"lane of adapter {members[0].name}" if members else "query"
             self._lanes.say(f"{error.message}; starting the {what} again in {delay_s:.1f} s")
 
-    def acknowledge(self) -> Position | None:
-        """What Spark has committed is durable at every member: the capture may confirm it. None: nothing is new."""
+    def acknowledge(self) -> None:
+        """What Spark has committed is durable at every member: the capture may confirm it."""
         if self._is_main:
             hit("driver.before_ack")
-        position = self.lane.committed()
+        link, name = self._lanes.link, self.lane.name
+        position = self.lane.committed(lambda end: link.call(lambda client: client.ack(name, end)))
         if position is None:
-            return None
-        self.failures = 0
+            return
+        self.position, self.failures = position, 0
         self._forget_error()
-        try:
-            self._lanes.link.call(lambda client: client.ack(self.lane.name, position))
-        except BaseException:
-            self.lane.acknowledge_again()
-            raise
         if self._is_main:
             hit("driver.after_ack")
-        return position
 
     def _begin(self) -> None:
         """Start a query that is not there (yet, or not since it failed)."""

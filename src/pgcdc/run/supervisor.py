@@ -66,8 +66,6 @@ class Lanes:
         """Held for each look, and by who asks for something between two of them."""
         self._is_closed = threading.Event()
         self._is_limit_due, self._is_consumers_due = Every(LIMIT_INTERVAL_S), Every(CONSUMERS_INTERVAL_S)
-        self.position: Position | None = None
-        """What main has acknowledged last."""
         self._move_error: PgcdcError | None = None
 
     # --- for who looks from outside
@@ -81,6 +79,11 @@ class Lanes:
     def place(self) -> Position:
         """Up to where every lane has delivered."""
         return min(lane.place for lane in list(self._moves.lanes.values()))
+
+    @property
+    def position(self) -> Position | None:
+        """What main has acknowledged last."""
+        return self.watch(self.main).position
 
     @property
     def last_error(self) -> dict[str, str] | None:
@@ -173,7 +176,7 @@ class Lanes:
     def _look(self) -> bool:
         for lane in list(self._moves.lanes.values()):
             try:
-                self._acknowledge(lane)
+                self.watch(lane).acknowledge()
             except Exception as error:  # it starts again from its checkpoint, and with it what is acknowledged
                 self.watch(lane).fail(error)
         for lane in list(self._moves.lanes.values()):
@@ -217,12 +220,7 @@ class Lanes:
     def acknowledge(self) -> None:
         """What Spark has committed is durable at every member of a lane: the capture may confirm it."""
         for lane in list(self._moves.lanes.values()):
-            self._acknowledge(lane)
-
-    def _acknowledge(self, lane: Lane) -> None:
-        position = self.watch(lane).acknowledge()
-        if lane is self.main and position is not None:
-            self.position = position
+            self.watch(lane).acknowledge()
 
     def _end(self, lane: Lane) -> None:
         """Of a lane that was left: end its query, and forget it."""

@@ -148,30 +148,27 @@ class Moves:
 
     def begin_batch(self, start: Position) -> None:
         """A batch of main begins: who has caught up becomes a member now. One that nearly has is waited for."""
-        for lane, member in self.side_lanes:
-            now = time.monotonic()
-            if not self._may_try(lane, member, now):
-                continue
-            is_near = lane.query is not None and now >= member.hold_at and member.reached >= self.main.last_start
-            if not self._bring_in(lane, member, start, now + HOLD_S if is_near else now) and is_near:
-                member.hold_at = time.monotonic() + HOLD_AGAIN_S
+        self._bring_all_in(start, may_hold=True)
 
     def rejoin_between(self) -> None:
         """Between two batches of main, which may be far apart: who has caught up becomes a member."""
         if not self.side_lanes or not self.main.boundary.acquire(blocking=False):
             return
         try:
-            for lane, member in self.side_lanes:
-                now = time.monotonic()
-                if self._may_try(lane, member, now):
-                    self._bring_in(lane, member, self.main.next_start, now)
+            self._bring_all_in(self.main.next_start, may_hold=False)
         finally:
             self.main.boundary.release()
 
-    def _may_try(self, lane: Lane, member: Member, now: float) -> bool:
-        program = self.main.program
-        is_known = program is not None and member.chain in program.chains
-        return is_known and member.is_open and not lane.is_abandoned and now >= member.rejoin_at
+    def _bring_all_in(self, start: Position, *, may_hold: bool) -> None:
+        chains = self.main.program.chains if self.main.program is not None else ()
+        for lane, member in self.side_lanes:
+            now = time.monotonic()
+            if member.chain not in chains or not member.is_open or lane.is_abandoned or now < member.rejoin_at:
+                continue
+            is_near = may_hold and lane.query is not None and member.reached >= self.main.last_start
+            is_held = is_near and now >= member.hold_at
+            if not self._bring_in(lane, member, start, now + HOLD_S if is_held else now) and is_held:
+                member.hold_at = time.monotonic() + HOLD_AGAIN_S
 
     def _bring_in(self, lane: Lane, member: Member, start: Position, deadline: float) -> bool:
         """Make an adapter a member of main, whose next batch begins at `start`. The caller holds main's boundary."""

@@ -17,7 +17,7 @@ import json
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -127,36 +127,25 @@ def plan_segments(
     return [*segments, Segment(begin, end, count)]
 
 
+@dataclass(eq=False)
 class LargeBatch:
     """One batch for several sinks: read and split once. `write` may be called from any thread, then `close`."""
 
-    def __init__(
-        self,
-        spark: SparkSession,
-        frame: DataFrame,
-        start: Position,
-        end: Position,
-        *,
-        cuts: Sequence[Position] = (),
-        events: int = 0,
-        column: str = "line",
-        explain: Explain | None = None,
-    ) -> None:
-        """`frame` has KEYED_BLOCKS, or a row per event with `position`, `key_hash`, `is_barrier` and lines in `column`.
-
-        `cuts` are places where the shape of a table changes, `explain` says what a failure of the frame itself means.
-        """
-        self._spark = spark
-        self._explain = explain
-        self._column = column
-        self._frame = frame
-        self._start, self._end = start, end
-        self._cuts = tuple(cuts)
-        self.events = events
-        """About how many."""
-        self._lock = threading.Lock()
-        self._pieces: DataFrame | None = None
-        self._segments: list[Segment] = []
+    spark: SparkSession
+    frame: DataFrame
+    """It has KEYED_BLOCKS, or a row per event with `position`, `key_hash`, `is_barrier` and lines in `column`."""
+    start: Position
+    end: Position
+    cuts: Sequence[Position] = ()
+    """Where the shape of a table changes."""
+    events: int = 0
+    """About how many."""
+    column: str = "line"
+    explain: Explain | None = None
+    """Says what a failure of the frame itself means."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _pieces: DataFrame | None = None
+    _segments: list[Segment] = field(default_factory=list)
 
     def close(self) -> None:
         """Let Spark forget what it keeps; after the last `write`."""
@@ -170,7 +159,7 @@ class LargeBatch:
         A sink that refuses events needs that, too: they are set aside, and the rest is written, by the driver.
         """
         reached = max(member.ack, reached or member.ack)
-        if reached >= self._end:
+        if reached >= self.end:
             return True
         pieces, segments = self._split()
         if len(segments) > MAX_SEGMENTS:
@@ -188,31 +177,31 @@ class LargeBatch:
         """The batch in pieces by key, each part in order, kept by Spark until the end; and its segments."""
         with self._lock:
             if self._pieces is None:
-                count = max(2, self._spark.sparkContext.defaultParallelism)
-                split = map_in_arrow(self._frame, _Split(count, tuple(map(str, self._cuts)), self._column), _PIECES)
+                count = max(2, self.spark.sparkContext.defaultParallelism)
+                split = map_in_arrow(self.frame, _Split(count, tuple(map(str, self.cuts)), self.column), _PIECES)
                 pieces = split.repartitionById(count, "part").sortWithinPartitions("first", "number").persist()
                 try:
-                    with explained(self._explain, "the batch cannot be split"):
+                    with explained(self.explain, "the batch cannot be split"):
                         known = pieces.where("number = 0").select("first", "last", "events", "is_serial").collect()
                 except BaseException:
                     with contextlib.suppress(Exception):
                         pieces.unpersist()
                     raise
-                self._segments = plan_segments((Piece(*row) for row in known), self._start, self._end, self._cuts)
+                self._segments = plan_segments((Piece(*row) for row in known), self.start, self.end, self.cuts)
                 self._pieces = pieces  # last: with it, the other sinks of the batch take the segments for known
             return self._pieces, self._segments
 
     def _deliver(self, member: Runner, frame: DataFrame, segment: Segment, reached: Position) -> None:
         sink, tag = cast(ParallelSink, member.sink), f"pgcdc-{uuid.uuid4().hex}"
-        context = self._spark.sparkContext
+        context = self.spark.sparkContext
 
         def write() -> None:
             begin = max(segment.start, member.ack, reached)
             sink.discard_parts()  # of an attempt that failed
             context.addJobTag(tag)
             try:
-                writing = _Write(sink.part_writer(), str(begin), self._column)
-                with explained(self._explain, f"adapter {member.name} cannot be written to"):
+                writing = _Write(sink.part_writer(), str(begin), self.column)
+                with explained(self.explain, f"adapter {member.name} cannot be written to"):
                     rows = map_in_arrow(frame, writing, _RECEIPTS).collect()
             finally:
                 context.removeJobTag(tag)

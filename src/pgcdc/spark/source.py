@@ -151,13 +151,13 @@ RECORD_BATCH_BYTES = 4 << 20
 class ChangePartition(InputPartition):
     """What one task reads: slices of segments, and what is needed to read them."""
 
-    slices: list[SegmentSlice]
-    relations: list[Relation]
     seed: IdSeed
     host: str
-    schema_changes: list[ShapeChange]
+    slices: list[SegmentSlice] = dataclasses.field(default_factory=list)
+    relations: list[Relation] = dataclasses.field(default_factory=list)
+    schema_changes: list[ShapeChange] = dataclasses.field(default_factory=list)
     """Those that become events."""
-    described: Described = dataclasses.field(default=Described(), kw_only=True)
+    described: Described = Described()  # noqa: RUF009 - frozen
 
 
 class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -233,14 +233,15 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._wait_for(feed, stop)
         assert self._spool is not None
         slices = self._spool.slices(begin, stop)
-        relations = list(self._spool.relations())
-        changes = self._schema_changes(begin, stop)
-        described = self._describe(feed, relations)
+        plan = self._plan(feed, self._spool, begin, stop)
         self._announce(begin, stop)
-        return [
-            ChangePartition(group, relations, feed.seed, socket.gethostname(), changes, described=described)
-            for group in group_slices(slices, PARTITION_BYTES)
-        ]
+        return [replace(plan, slices=group) for group in group_slices(slices, PARTITION_BYTES)]
+
+    def _plan(self, feed: Feed, spool: SpoolReader, begin: Position, stop: Position) -> ChangePartition:
+        """What all partitions of a batch have in common."""
+        relations = list(spool.relations())
+        changes, described = self._schema_changes(begin, stop), self._describe(feed, relations)
+        return ChangePartition(feed.seed, socket.gethostname(), [], relations, changes, described)
 
     def _announce(self, begin: Position, stop: Position) -> None:
         """Tell the run where the batch that Spark is about to run begins and ends."""

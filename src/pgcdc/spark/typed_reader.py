@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from pgcdc.spark.capture_client import Feed
 from pgcdc.spark.options import StreamOptions
 from pgcdc.spark.source import RECORD_BATCH_BYTES, ChangePartition, ChangeReader, group_slices
 from pgcdc.spark.tables import RENAMED_ADVICE, remember_table
-from pgcdc.spool.reader import SegmentSlice, read_slice
+from pgcdc.spool.reader import SegmentSlice, SpoolReader, read_slice
 
 CLOCK_POLL_S = 1.0
 
@@ -132,29 +133,24 @@ class TypedReader(ChangeReader):
     # --- tasks
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        plain = super().partitions(start, end)
-        assert self._spool is not None
-        versions = {n: shape for n, shape in enumerate(self._spool.relations()) if self._table.is_named(shape)}
-        found = []
-        snapshot_end = self._initial_end()
-        for one in plain:
-            assert isinstance(one, ChangePartition)
-            found.append(
-                TypedPartition(one.slices, [], one.seed, one.host, [], versions=versions, snapshot_end=snapshot_end)
-            )
+        found = list(super().partitions(start, end))
         if end.get("time", 0) > start.get("time", 0):
-            heartbeat = (Position.from_offset(end), int(end["time"]))
-            if not found:
-                found.append(TypedPartition([], [], self._open().seed, "", [], versions=versions))
-            found[-1].heartbeat = heartbeat
+            stop = Position.from_offset(end)
+            assert self._spool is not None
+            last = found.pop() if found else self._plan(self._open(), self._spool, stop, stop)
+            assert isinstance(last, TypedPartition)
+            found.append(replace(last, heartbeat=(stop, int(end["time"]))))
         return found
 
-    def _initial_end(self) -> Position:
-        """Up to where rows of snapshots are those of the initial one."""
-        feed = self._open()
+    def _plan(self, feed: Feed, spool: SpoolReader, begin: Position, stop: Position) -> ChangePartition:
         if self._snapshot_end is None:
             self._snapshot_end = feed.settled().initial_end
-        return self._snapshot_end or Position.behind(feed.created)
+        return TypedPartition(
+            feed.seed,
+            socket.gethostname(),
+            versions={n: shape for n, shape in enumerate(spool.relations()) if self._table.is_named(shape)},
+            snapshot_end=self._snapshot_end or Position.behind(feed.created),
+        )
 
     def _batches(self, partition: ChangePartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, TypedPartition)

@@ -11,7 +11,7 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +21,11 @@ from pgcdc.core.errors import SpoolError
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Relation
 from pgcdc.core.state import decode_lines
-from pgcdc.spool.schema import TRANSACTIONS
 from pgcdc.spool.segment import ADVICE, Written
 
 _FRAME = struct.Struct("!IIII")  # magic, header bytes, body bytes, CRC-32 of both
 _MAGIC = 0x70674344
-_OF_SEGMENT = ("file", "written", "rows", "relations")
+_STORED = ("file", "written", "rows", "relations", "since_us", "is_base")
 
 
 Place = tuple[int, int, int]
@@ -48,57 +47,48 @@ class IndexRecord:
     """One step of the stream: a segment, or (without a file) a position that moved while nothing was published."""
 
     end: Position
-    file: str | None = None
+    file: str = ""
     written: Written = (0, 0)
     rows: int = 0
-    transactions: pa.RecordBatch | None = None
     relations: int = 0
     """How many relations were known: the segment names none beyond."""
-    place: Place = (0, 0, 0)
-    """Where it stands, for a reader that loads the transactions only when it needs them."""
+    since_us: int = 0
+    """When the first transaction of the segment was committed, in microseconds since 1970."""
     is_base: bool = False
     """The first record of a chunk: everything up to `end` stood in earlier chunks."""
     token: bytes = b""
     """What the source needs to go on behind `end`, if a number is not enough for it."""
+    place: Place = (0, 0, 0)
+    """Where it stands: the transactions of the segment are loaded from there when they are needed."""
 
 
-def encode_record(record: IndexRecord) -> bytes:
-    """The framed bytes of one record."""
+def encode_record(record: IndexRecord, transactions: pa.RecordBatch | None = None) -> bytes:
+    """The framed bytes of one record, and of the transactions of its segment."""
     header: dict[str, Any] = {"end": str(record.end)}
-    if record.is_base:
-        header["base"] = True
+    header |= {name: value for name in _STORED if (value := getattr(record, name))}
     if record.token:
         header["token"] = record.token.hex()
-    body = b""
-    if record.file is not None and record.transactions is not None:
-        header |= {name: getattr(record, name) for name in _OF_SEGMENT}
-        body = record.transactions.serialize().to_pybytes()
+    body = transactions.serialize().to_pybytes() if transactions is not None else b""
     head = json.dumps(header, separators=(",", ":")).encode()
     crc = zlib.crc32(body, zlib.crc32(head))
     return _FRAME.pack(_MAGIC, len(head), len(body), crc) + head + body
 
 
-def parse_records(data: bytes, where: str) -> Iterator[tuple[IndexRecord, int]]:
-    """The complete records in `data`, each with the offset behind it. An incomplete tail is left alone; damage raises."""
-    for header, body, end in _frames(data, where):
-        record = _decode(header)
-        if record.file is not None:
-            record = replace(record, transactions=pa.ipc.read_record_batch(pa.py_buffer(body), TRANSACTIONS))
-        yield record, end
+def scan_records(data: bytes, where: str, chunk: int, begin: int = 0) -> Iterator[IndexRecord]:
+    """The complete records in `data`, which stands in chunk `chunk` from `begin` on, without their transactions.
 
-
-def scan_records(data: bytes, where: str, chunk: int, begin: int) -> Iterator[IndexRecord]:
-    """The same without their transactions; `data` stands in chunk `chunk` from `begin` on."""
+    An incomplete tail is left alone; damage raises.
+    """
     start = begin
     for header, _, end in _frames(data, where):
-        yield replace(_decode(header), place=(chunk, start, begin + end))
+        yield _decode(header, (chunk, start, begin + end))
         start = begin + end
 
 
 def load_transactions(data: bytes, record: IndexRecord, where: str) -> bytes:
     """The serialized transactions of a record, from the bytes at its place."""
     for header, body, _ in _frames(data, where):
-        if replace(_decode(header), place=record.place) == record:
+        if _decode(header, record.place) == record:
             return body
         break
     raise SpoolError(f"index {where} no longer holds segment {record.file}", ADVICE)
@@ -122,12 +112,10 @@ def _frames(data: bytes, where: str) -> Iterator[tuple[dict[str, Any], bytes, in
         offset = end
 
 
-def _decode(header: dict[str, Any]) -> IndexRecord:
-    position, token = Position.parse(header["end"]), bytes.fromhex(header.get("token", ""))
-    if "file" not in header:
-        return IndexRecord(position, is_base="base" in header, token=token)
-    size, crc = header["written"]
-    return IndexRecord(position, header["file"], (size, crc), header["rows"], None, header["relations"], token=token)
+def _decode(header: dict[str, Any], place: Place) -> IndexRecord:
+    size, crc = header.pop("written", (0, 0))
+    end, token = Position.parse(header.pop("end")), bytes.fromhex(header.pop("token", ""))
+    return IndexRecord(end, written=(size, crc), token=token, place=place, **header)
 
 
 def parse_relations(data: bytes) -> list[tuple[Relation, int]]:

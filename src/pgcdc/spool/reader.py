@@ -95,7 +95,7 @@ class SpoolReader:
             if record.end != self.end:  # the first chunk, or one behind a hole: nothing before it may be served
                 self.records.clear()
                 self.base = record.end
-        elif record.file is not None:
+        elif record.file:
             self.records.append(record)
         self.end = record.end
 
@@ -115,7 +115,6 @@ class SpoolReader:
         found = []
         tables = self._load([record for record, _ in wanted])
         for (record, previous), transactions in zip(wanted, tables, strict=True):
-            assert record.file is not None
             path = str((self._folder / record.file).resolve())
             found.append(SegmentSlice(path, record.written, transactions, start, end, not previous.is_end))
         return found

@@ -11,6 +11,8 @@ from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+
 from pgcdc.core.errors import SpoolError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
@@ -24,8 +26,8 @@ from pgcdc.spool.index import (
     chunk_path,
     encode_record,
     list_chunks,
-    parse_records,
     parse_relations,
+    scan_records,
 )  # fmt: skip
 from pgcdc.spool.segment import CaptureBatch, Part, checksum_file, count_rows, write_segment
 
@@ -40,8 +42,8 @@ class SpoolWriter:
         there, and segments up to there may be gone. `token` is the last one that is known of what stands before."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._held: deque[tuple[int, int, IndexRecord]] = deque()
-        """Segments that are not released: the chunk, when their first transaction was committed, and the record."""
+        self._held: deque[IndexRecord] = deque()
+        """Segments that are not released."""
         self._bases: dict[int, Position] = {}
         """Where each chunk of the index begins."""
         self._chunk = 0
@@ -90,19 +92,20 @@ class SpoolWriter:
             else:
                 assert batch.part.batch is not None
                 written = write_segment(path, batch.part.batch)
-            rows, known = batch.part.rows, len(self.relations)
-            record = IndexRecord(batch.end, name, written, rows, batch.transactions, known, token=token)
-            self._hold(self._chunk, record)
+            since_us = batch.transactions.column("commit_time")[0].as_py()
+            record = IndexRecord(
+                batch.end, name, written, batch.part.rows, len(self.relations), since_us, token=token,
+                place=(self._chunk, 0, 0),
+            )  # fmt: skip
+            self._hold(record)
         hit("spool.before_index")
-        self._append_record(record)
+        self._append_record(record, batch.transactions if record.file else None)
         hit("spool.after_index")
         self._move_end(batch.end, token)
 
-    def _hold(self, chunk: int, record: IndexRecord) -> None:
-        """Remember a segment until it is released; of its transactions, only when the first one was committed."""
-        assert record.transactions is not None
-        commit_us = record.transactions.column("commit_time")[0].as_py()
-        self._held.append((chunk, commit_us, replace(record, transactions=None)))
+    def _hold(self, record: IndexRecord) -> None:
+        """Remember a segment until it is released."""
+        self._held.append(record)
         self.bytes_held += record.written[0]
 
     def _move_end(self, end: Position, token: bytes = b"") -> None:
@@ -130,12 +133,11 @@ class SpoolWriter:
         """Delete the segments that everybody is past of."""
         while len(self._tokens) > 1 and self._tokens[1].commit <= base.commit:
             self._tokens.popleft()
-        while self._held and self._held[0][2].end <= base:
-            _, _, record = self._held.popleft()
-            assert record.file is not None
+        while self._held and self._held[0].end <= base:
+            record = self._held.popleft()
             (self._folder / record.file).unlink(missing_ok=True)
             self.bytes_held -= record.written[0]
-        oldest = self._held[0][0] if self._held else self._chunk
+        oldest = self._held[0].place[0] if self._held else self._chunk
         for path in list_chunks(self._folder):
             if chunk_number(path) >= oldest or self._bases[chunk_number(path) + 1] > base:  # else a start finds a hole
                 break
@@ -145,7 +147,7 @@ class SpoolWriter:
     @property
     def oldest_commit_us(self) -> int | None:
         """Commit time of the oldest change that is not released yet, in microseconds since 1970."""
-        return self._held[0][1] if self._held else None
+        return self._held[0].since_us if self._held else None
 
     def close(self) -> None:
         """Close the files; the folder stays as it is."""
@@ -159,8 +161,8 @@ class SpoolWriter:
             write_all(self._relations_file.fileno(), memoryview(b"".join(encode_line(one.to_json()) for one in fresh)))
             self._relations_written = len(self.relations)
 
-    def _append_record(self, record: IndexRecord) -> None:
-        self._chunk_size += write_all(self._index.fileno(), memoryview(encode_record(record)))
+    def _append_record(self, record: IndexRecord, transactions: pa.RecordBatch | None = None) -> None:
+        self._chunk_size += write_all(self._index.fileno(), memoryview(encode_record(record, transactions)))
 
     def _start_chunk(self, number: int) -> None:
         self._index.close()
@@ -188,7 +190,7 @@ class SpoolWriter:
             # Never a number again: a reader that lives through this looks for the next one.
             self._chunk = max(map(chunk_number, chunks), default=0)
             self._start_over(base)
-        kept = {record.file for _, _, record in self._held}
+        kept = {record.file for record in self._held}
         self._next_segment = 1
         for file in self._folder.glob("seg-*.arrow"):
             self._next_segment = max(self._next_segment, int(file.stem.removeprefix("seg-")) + 1)
@@ -200,12 +202,12 @@ class SpoolWriter:
         data = path.read_bytes()
         number, size = chunk_number(path), 0
         try:
-            for record, offset in parse_records(data, path.name):
+            for record in scan_records(data, path.name, number):
                 if record.is_base and record.end > self.end:  # an older chunk lost its tail, or is gone
                     return size, False
                 if record.is_base:
                     self._bases[number] = record.end
-                if record.file is not None and record.end > base:
+                if record.file and record.end > base:
                     segment = self._folder / record.file
                     if (
                         not segment.exists()
@@ -213,9 +215,9 @@ class SpoolWriter:
                         or record.relations > len(self.relations)
                     ):
                         return size, False
-                    self._hold(number, record)
+                    self._hold(record)
                 self._move_end(record.end, record.token)
-                size = offset
+                size = record.place[2]
         except SpoolError:
             return size, False
         return size, size == len(data)
