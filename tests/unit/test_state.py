@@ -239,15 +239,6 @@ def test_identity_round_trips(tmp_path: Path) -> None:
     assert StateDir(tmp_path).identity() == IDENTITY
 
 
-def test_identity_of_another_version_is_refused(tmp_path: Path) -> None:
-    state = StateDir(tmp_path)
-    state.save_identity(IDENTITY)
-    raw = json.loads(state.identity_file.read_text())
-    state.identity_file.write_text(json.dumps(raw | {"shard": 3}))
-    with pytest.raises(StateError, match="not readable by this version"):
-        state.identity()
-
-
 @pytest.mark.parametrize("other", [None, 1, FORMAT + 1])
 def test_a_directory_in_another_format_is_refused_with_the_way_out(tmp_path: Path, other: int | None) -> None:
     state = StateDir(tmp_path)

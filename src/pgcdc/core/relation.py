@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pgcdc.core.position import Position
-from pgcdc.core.state import append_lines, decode_lines, read_lines
+from pgcdc.core.state import GrowingLines, append_lines, read_lines
 
 
 class Op(IntEnum):
@@ -169,24 +169,14 @@ class ShapeHistory:
     """Follows the file as it grows."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
+        self._lines = GrowingLines(path)
         self.changes: list[ShapeChange] = []
         """In the order of their positions."""
 
     def refresh(self) -> list[ShapeChange]:
         """Take in what was appended since the last call, and return that."""
-        fresh: list[ShapeChange] = []
-        try:
-            with open(self._path, "rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return fresh
-        for record, size in decode_lines(data):
-            change = ShapeChange.from_json(record)
-            self._offset += size
-            fresh.append(change)
+        fresh = [ShapeChange.from_json(record) for record in self._lines.read()]
+        for change in fresh:
             # A spool that is read again may show what an older version of pgcdc did not write down.
             bisect.insort(self.changes, change, key=_position)
         return fresh

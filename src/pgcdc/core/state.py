@@ -13,7 +13,7 @@ shapes.jsonl      which shape every table had from which position on
 spool/            segments and index
 snapshot/         rows of snapshots that were released, and what is asked of incremental ones (requests.json)
 acks/             one file per sink
-checkpoints/      Spark's, one folder per lane, and in each where its batches ended (`ends`)
+checkpoints/      Spark's, one folder per lane, and in each where its batches ended (`ends/`)
 toast/            the cache of --toast cache
 dead_letters.jsonl  events that targets refused
 resync.json       a `pgcdc resync` that is not finished; resync/ has its keys
@@ -152,12 +152,7 @@ class StateDir:
                 f"the state directory {self.path} has format {found}, and this version of pgcdc reads format {FORMAT}",
                 "Use the version of pgcdc that wrote it, or begin with a new directory and a new slot: --state-dir, --slot",
             )
-        try:
-            return Identity(**raw)
-        except TypeError as error:
-            raise StateError(
-                f"{self.identity_file} is not readable by this version of pgcdc", "Use the version that wrote it"
-            ) from error
+        return Identity(**raw)
 
     def check_whole(self) -> None:
         """Raise StateError if a `pgcdc resync` was interrupted: half of what is here belongs to a slot that is gone."""
@@ -266,7 +261,7 @@ def is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 
@@ -385,3 +380,22 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     found = list(decode_lines(path.read_bytes()))
     os.truncate(path, sum(size for _, size in found))
     return [record for record, _ in found]
+
+
+class GrowingLines:
+    """Follows such a file as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """The records that were appended since the last call."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                found = list(decode_lines(file.read()))
+        except FileNotFoundError:
+            return []
+        self._offset += sum(size for _, size in found)
+        return [record for record, _ in found]

@@ -19,8 +19,6 @@ import pyarrow as pa
 
 from pgcdc.core.errors import SpoolError
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Relation
-from pgcdc.core.state import decode_lines
 from pgcdc.spool.segment import ADVICE, Written
 
 _FRAME = struct.Struct("!IIII")  # magic, header bytes, body bytes, CRC-32 of both
@@ -116,15 +114,6 @@ def _decode(header: dict[str, Any], place: Place) -> IndexRecord:
     size, crc = header.pop("written", (0, 0))
     end, token = Position.parse(header.pop("end")), bytes.fromhex(header.pop("token", ""))
     return IndexRecord(end, written=(size, crc), token=token, place=place, **header)
-
-
-def parse_relations(data: bytes) -> list[tuple[Relation, int]]:
-    """The sound lines at the beginning of `relations.jsonl`, each with the offset behind it."""
-    found, offset = [], 0
-    for record, size in decode_lines(data):
-        offset += size
-        found.append((Relation.from_json(record), offset))
-    return found
 
 
 def chunk_path(folder: Path, number: int) -> Path:

@@ -16,13 +16,13 @@ import pyarrow as pa
 from pgcdc.core.errors import GapError, SpoolError
 from pgcdc.core.position import LAST_SUB, SCHEMA_SUB, Position
 from pgcdc.core.relation import Op, Relation
+from pgcdc.core.state import GrowingLines
 from pgcdc.spool.index import (
     IndexRecord,
     chunk_number,
     chunk_path,
     list_chunks,
     load_transactions,
-    parse_relations,
     scan_records,
 )  # fmt: skip
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
@@ -59,7 +59,7 @@ class SpoolReader:
         self.end = Position.at(0, 0)
         self.records: list[IndexRecord] = []
         self._relations: list[Relation] = []
-        self._relations_offset = 0
+        self._relation_lines = GrowingLines(folder / "relations.jsonl")
 
     def refresh(self) -> None:
         """Take in what was appended since the last call."""
@@ -145,13 +145,7 @@ class SpoolReader:
 
     def relations(self) -> list[Relation]:
         """All relations, by version."""
-        path = self._folder / "relations.jsonl"
-        if path.exists() and path.stat().st_size > self._relations_offset:
-            with open(path, "rb") as file:
-                file.seek(self._relations_offset)
-                shapes = parse_relations(file.read())
-            self._relations += [shape for shape, _ in shapes]
-            self._relations_offset += shapes[-1][1] if shapes else 0
+        self._relations += map(Relation.from_json, self._relation_lines.read())
         return self._relations
 
 

@@ -16,8 +16,8 @@ import pyarrow as pa
 from pgcdc.core.errors import SpoolError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Relations
-from pgcdc.core.state import encode_line, write_all
+from pgcdc.core.relation import Relation, Relations
+from pgcdc.core.state import encode_line, read_lines, write_all
 from pgcdc.spool.index import (
     NO_TOKEN,
     IndexRecord,
@@ -26,7 +26,6 @@ from pgcdc.spool.index import (
     chunk_path,
     encode_record,
     list_chunks,
-    parse_relations,
     scan_records,
 )  # fmt: skip
 from pgcdc.spool.segment import CaptureBatch, Part, checksum_file, count_rows, write_segment
@@ -49,7 +48,7 @@ class SpoolWriter:
         self._chunk = 0
         self._chunk_size = 0
         self.bytes_held = 0
-        self.relations = _load_relations(folder)
+        self.relations = Relations([Relation.from_json(one) for one in read_lines(folder / "relations.jsonl")])
         self._relations_written = len(self.relations)
         self._relations_file = open(folder / "relations.jsonl", "ab", buffering=0)  # noqa: SIM115 - lives with the writer
         self.end = base
@@ -251,12 +250,3 @@ def _without(batch: CaptureBatch, end: Position) -> CaptureBatch:
     counts[0] -= skipped
     transactions = count_rows(batch.transactions, counts)
     return replace(batch, part=Part.of(rows.slice(skipped)), transactions=transactions, told={})
-
-
-def _load_relations(folder: Path) -> Relations:
-    path = folder / "relations.jsonl"
-    if not path.exists():
-        return Relations()
-    found = parse_relations(path.read_bytes())
-    os.truncate(path, found[-1][1] if found else 0)
-    return Relations([shape for shape, _ in found])
