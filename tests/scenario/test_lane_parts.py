@@ -20,7 +20,6 @@ from pgcdc.sink.contract import Receipt
 from pgcdc.sink.folder import FolderPartWriter, FolderSink
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import DeliveryOptions
-from pgcdc.spark.parallel import LargeBatches
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -30,7 +29,7 @@ LARGE = 100
 
 @pytest.fixture(autouse=True)
 def small_batches_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LargeBatches.__init__, "__defaults__", (LARGE,))
+    monkeypatch.setattr("pgcdc.run.lane.LARGE_EVENTS", LARGE)
 
 
 @pytest.fixture

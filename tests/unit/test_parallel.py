@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyspark.errors import PySparkException
+from pyspark.sql.types import StructType
 from spools import START_LSN, write_spool
 
 from pgcdc.core.errors import PgcdcError, SinkError, SinkRejected, SinkUnavailable, TransformError
@@ -30,8 +31,10 @@ from pgcdc.sink.folder import FolderSink
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import DeliveryOptions
 from pgcdc.spark import parallel
-from pgcdc.spark.parallel import LargeBatch, LargeBatches, Piece, Segment, _open, _Split, _Write, plan_segments
+from pgcdc.spark.options import parse_options
+from pgcdc.spark.parallel import LargeBatch, Piece, Segment, _open, _Split, _Write, plan_segments
 from pgcdc.spark.session import explained
+from pgcdc.spark.source import ChangeReader
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 
 START, END = Position.end(8), Position.end(160)
@@ -354,13 +357,15 @@ def test_rows_of_events_are_taken_like_blocks() -> None:
 # --- what a lane asks
 
 
-def test_a_start_that_the_index_has_let_go_of_is_no_large_batch(tmp_path: Path) -> None:
+def test_the_source_says_how_large_the_batch_is_that_it_plans(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     end = write_spool(state.spool, [[(ORDERS, Op.INSERT, [b"1", b"x"], None)]] * 20)
-    large = LargeBatches(None, state, 1)  # type: ignore[arg-type]
+    reader = ChangeReader(parse_options({"_spool": str(state.spool), "_run": "none", "consumer": "main"}), StructType())
+    reader._run = run = MagicMock()
     middle = Position.end(START_LSN + 80)
-    assert large.count(middle, end) == 10
-    assert large.count(Position.end(START_LSN), end) == 0
+    reader.partitions(middle.to_offset(), end.to_offset())
+    batch = {"do": "plan", "lane": "main", "start": str(middle), "end": str(end), "events": 10}
+    assert run.request.call_args.args == (batch,)
 
 
 def test_a_batch_that_cannot_be_split_is_written_to_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from pgcdc.core.state import fsync_folder as fsync
 from pgcdc.event.batch import Batch
 from pgcdc.run.member import Member, NotAMember, WriteFuture, may_pass
 from pgcdc.run.roster import Write, WriteState, judge
+from pgcdc.spark.parallel import LARGE_EVENTS, LargeBatch
 from pgcdc.spark.session import QueryFailed, headline, with_settings
 from pgcdc.transform.program import Program
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
-    from pgcdc.spark.parallel import LargeBatch, LargeBatches
 
 FATAL_WAIT_S = 1.0
 """How long the others may finish their writes when one failed for good."""
@@ -67,10 +67,10 @@ class Lane:
         """Gives a member a lane of its own, durably; None: nobody leaves this lane."""
         self.on_batch: Callable[[Batch], None] | None = None
         """Called with what the first chain has of each batch that was collected, after the members have it."""
-        self.large: LargeBatches | None = None
+        self.large: Callable[..., LargeBatch] | None = None
         """Set before the start: then executors write large batches to the sinks that can."""
-        self.planned: tuple[Position, Position] | None = None
-        """Where the next batch begins and ends: the source says so before Spark runs it."""
+        self.planned: tuple[Position, Position, int] | None = None
+        """Of the next batch: where it begins and ends, and about how many events it has. The source says so before Spark runs it."""
         self.is_stopping = False
         """The batch that runs is the last one."""
         self.is_abandoned = False
@@ -149,7 +149,7 @@ class Lane:
     def _write(self, blocks: DataFrame, batch_id: int) -> None:
         hit("lane.planned")
         assert self.program is not None
-        start, end = self._take_planned(batch_id)
+        start, end, events = self._take_planned(batch_id)
         self.on_begin(start)
         self.last_start = start
         members = self.members()
@@ -171,9 +171,8 @@ class Lane:
                     hit("lane.collected")
                 return member.submit(self.name, collected[wanted[member.name]])
 
-            in_parts = [member for member in waiting if member.takes_parts]
-            events = self.large.count(start, end) if self.large is not None and in_parts else 0
-            in_parts = in_parts if events else []
+            is_large = self.large is not None and events >= LARGE_EVENTS
+            in_parts = [member for member in waiting if is_large and member.takes_parts]
             futures = {member.name: submit(member) for member in waiting if member not in in_parts}
             futures |= self._submit_large(blocks, start, end, events, in_parts) if in_parts else {}
             self._follow(start, futures, members, submit)
@@ -185,7 +184,7 @@ class Lane:
         hit("lane.written")
         self._last_batch, self.next_start = batch_id, end
 
-    def _take_planned(self, batch_id: int) -> tuple[Position, Position]:
+    def _take_planned(self, batch_id: int) -> tuple[Position, Position, int]:
         """What the source said of this batch. It begins where the one before it ended."""
         planned, self.planned = self.planned, None
         expected = self.checkpoint.end_of(batch_id - 1)
@@ -206,7 +205,7 @@ class Lane:
         futures: dict[str, WriteFuture] = {}
         for column in dict.fromkeys(self.program.line_column(one.chain) for one in members):
             blocks = self.program.keyed_blocks(frame, column)
-            batch = self.large.open(blocks, start, end, events=events, column=column, explain=explain)
+            batch = self.large(blocks, start, end, events=events, column=column, explain=explain)
             users = [one for one in members if self.program.line_column(one.chain) == column]
             writes = [one.submit_large(self.name, batch) for one in users]
             for write in writes:

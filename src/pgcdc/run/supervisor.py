@@ -10,11 +10,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pgcdc.capture.control import CaptureLink
 from pgcdc.core.errors import ConfigError, PgcdcError
 from pgcdc.core.position import Position
+from pgcdc.core.relation import ShapeHistory
 from pgcdc.core.state import StateDir
 from pgcdc.event.batch import Batch
 from pgcdc.postgres.lsn import parse_lsn
@@ -25,7 +27,7 @@ from pgcdc.run.query_watch import QUERY_STOP_S, QueryWatch
 from pgcdc.run.settings import PipelineSettings
 from pgcdc.run.transfer import Moves
 from pgcdc.sink.runner import Runner
-from pgcdc.spark.parallel import LargeBatches
+from pgcdc.spark.parallel import open_large
 from pgcdc.spark.session import stop_within
 from pgcdc.spool.consumers import MAIN
 from pgcdc.transform.program import Program, TypedProgram, compile_chains
@@ -132,7 +134,8 @@ class Lanes:
     def program_of(self, lane: Lane) -> Program:
         """What a lane reads from now on. Main has the chains of all adapters: each may rejoin without a restart."""
         assert self.spark is not None
-        lane.large = LargeBatches(self.spark, self._state) if self._is_keyed else None
+        shapes = ShapeHistory(self._state.shapes_file)
+        lane.large = partial(open_large, self.spark, shapes) if self._is_keyed else None
         if "table" in self.options:
             return TypedProgram()
         members = self.members() if lane is self.main else lane.members()
@@ -160,10 +163,10 @@ class Lanes:
                 time.sleep(0.05)
 
     def plan(self, batch: dict[str, Any]) -> None:
-        """The source says where the next batch of a lane begins and ends; from any thread."""
+        """The source says where the next batch of a lane begins and ends, and how large it is; from any thread."""
         lane = self._moves.lanes.get(batch["lane"])
         if lane is not None:  # else it was left meanwhile, and runs no batch
-            lane.planned = Position.parse(batch["start"]), Position.parse(batch["end"])
+            lane.planned = Position.parse(batch["start"]), Position.parse(batch["end"]), batch["events"]
 
     # --- watch
 

@@ -77,7 +77,6 @@ class Moves:
         self.membership = Membership(Roster.from_json(read_json(state.lanes_file)), _Durable(state, link))
         self._removed: dict[str, Member] = {}
         """Those that were at a write when they were removed."""
-        self._spool: SpoolReader | None = None
         self._lock = threading.RLock()
 
     @property
@@ -210,17 +209,11 @@ class Moves:
     def skip_ahead(self, limit: int) -> None:
         """Fast mode: who is more than `limit` events behind in a lane of its own goes on with the newest commit."""
         found = [(lane, one) for lane, one in self.side_lanes if one.adapter.priority != "critical" and one.is_open]
-        if not found:
-            self._spool = None
-            return
-        first, spool = min(one.reached for _, one in found), self._spool
-        if spool is None or first < spool.base:  # who has left since may be further behind than it remembers
-            spool = self._spool = SpoolReader(self._state.spool)
-        spool.refresh()
-        spool.forget(first)
+        spool = SpoolReader(self._state.spool)
+        if found:
+            spool.refresh()
         for lane, member in found:
-            reached = member.reached
-            if sum(record.rows for record in spool.after(reached)) <= limit:
+            if sum(record.rows for record in spool.after(member.reached)) <= limit:
                 continue
             lane.is_stopping = True  # the batch that it is at is its last: then it is known what it has
             with _held(lane, 0) as is_held:

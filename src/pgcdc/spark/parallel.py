@@ -24,17 +24,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pgcdc.core.errors import PgcdcError, SinkRejected
+from pgcdc.core.errors import SinkRejected
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.relation import ShapeHistory
-from pgcdc.core.state import StateDir
 from pgcdc.event.events import KEYED_LINES, open_blocks, pack_block
 from pgcdc.sink.attempts import SinkTimeout
 from pgcdc.sink.contract import ParallelSink, PartWriter, Receipt
 from pgcdc.sink.runner import Runner
 from pgcdc.spark.session import Explain, explained
-from pgcdc.spool.reader import SpoolReader
 from pgcdc.transform.steps import map_in_arrow
 
 if TYPE_CHECKING:
@@ -64,31 +62,13 @@ _PIECES = pa.schema(
 _RECEIPTS = pa.schema([("receipt", pa.string())])
 
 
-class LargeBatches:
-    """What a lane asks at each of its batches: whether it is large, by the spool's index. Every lane has its own."""
-
-    def __init__(self, spark: SparkSession, state: StateDir, large: int = LARGE_EVENTS) -> None:
-        self._spark = spark
-        self._spool = SpoolReader(state.spool)
-        self._shapes = ShapeHistory(state.shapes_file)
-        self._large = large
-
-    def count(self, start: Position, end: Position) -> int:
-        """About how many events (start, end] has, if that is a large batch; else 0, also if the index does not say."""
-        try:
-            self._spool.refresh()
-            whole = itertools.takewhile(lambda record: record.end <= end, self._spool.after(start))
-        except PgcdcError:  # it is only asked for speed: what is wrong with the spool is found by who reads it
-            return 0
-        events = sum(record.rows for record in whole)
-        self._spool.forget(start)
-        return events if events >= self._large else 0
-
-    def open(self, frame: DataFrame, start: Position, end: Position, **more: Any) -> LargeBatch:
-        """The batch (start, end], cut where the shape of a table changes; `more` as for LargeBatch."""
-        self._shapes.refresh()
-        cuts = [change.position for change in self._shapes.between(start, end) if change.before is not None]
-        return LargeBatch(self._spark, frame, start, end, cuts=cuts, **more)
+def open_large(
+    spark: SparkSession, shapes: ShapeHistory, frame: DataFrame, start: Position, end: Position, **more: Any
+) -> LargeBatch:
+    """The batch (start, end], cut where the shape of a table changes; `more` as for LargeBatch."""
+    shapes.refresh()
+    cuts = [change.position for change in shapes.between(start, end) if change.before is not None]
+    return LargeBatch(spark, frame, start, end, cuts, **more)
 
 
 # --- the driver's side

@@ -244,12 +244,14 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ChangePartition(feed.seed, socket.gethostname(), [], relations, changes, described)
 
     def _announce(self, begin: Position, stop: Position) -> None:
-        """Tell the run where the batch that Spark is about to run begins and ends."""
+        """Tell the run where the batch that Spark is about to run begins and ends, and about how many events it has."""
         if not self._options.run:
             return
+        assert self._spool is not None
         if self._run is None:
             self._run = Channel(self._options.run)
-        batch = {"lane": self._options.consumer, "start": str(begin), "end": str(stop)}
+        events = sum(record.rows for record in self._spool.after(begin) if record.end <= stop)
+        batch = {"lane": self._options.consumer, "start": str(begin), "end": str(stop), "events": events}
         self._run.request({"do": "plan", **batch})
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:

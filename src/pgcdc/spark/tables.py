@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,12 +25,11 @@ from pyspark.sql.types import (
     TimestampType,
 )  # fmt: skip
 
-from pgcdc.capture.control import ControlClient
-from pgcdc.capture.server import CaptureGone
+from pgcdc.capture.control import ask
 from pgcdc.core.errors import ConfigError, ConversionError, SourceError
 from pgcdc.core.position import Position
 from pgcdc.core.relation import ShapeChange, ShapeHistory
-from pgcdc.core.state import Lock, StateDir, read_json, write_json
+from pgcdc.core.state import StateDir, read_json, write_json
 from pgcdc.event.typed import BEFORE, UNCHANGED, WEIGHT, TypedColumn, TypedTable, show_value
 from pgcdc.postgres.database import name_table, split_table
 from pgcdc.postgres.types.column import Rejected, TypeOptions, take_column
@@ -211,12 +209,9 @@ def _shape_here(options: StreamOptions, state: StateDir, namespace: str, name: s
 
 def _acknowledged(state: StateDir, consumer: str) -> Position | None:
     """How far the consumer has come; where the slot stands, if it is new; None if there is no slot yet."""
-    holder = Lock.holder(state.capture_lock)
-    if holder and "address" in holder:
-        with contextlib.suppress(CaptureGone), contextlib.closing(ControlClient(holder["address"])) as client:
-            known = client.status()["consumers"]
-            if consumer in known:
-                return Position.parse(known[consumer]["ack"])
+    known = ask(state.capture_lock, {"do": "status"}).get("consumers", {})
+    if consumer in known:
+        return Position.parse(known[consumer]["ack"])
     identity = state.identity()
     if identity is None or not identity.created:
         return None
