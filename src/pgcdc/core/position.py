@@ -121,17 +121,9 @@ class Position:
 
     def to_offset(self) -> dict[str, Any]:
         """The JSON object that Spark keeps in its offset log."""
-        offset: dict[str, Any] = {"commit": self.commit}
-        if self.kind != STREAM:
-            offset["kind"] = int(self.kind)
-        if self.ordinal != LAST_ORDINAL:
-            offset["ordinal"] = self.ordinal
-            if self.sub:
-                offset["sub"] = self.sub
-        return offset
+        return {"position": str(self)}
 
     @classmethod
     def from_offset(cls, offset: dict[str, Any]) -> Position:
         """The position behind `to_offset()`."""
-        ordinal, sub = int(offset.get("ordinal", LAST_ORDINAL)), int(offset.get("sub", 0))
-        return cls(int(offset["commit"]), Kind(offset.get("kind", STREAM)), ordinal, sub)
+        return cls.parse(offset["position"])

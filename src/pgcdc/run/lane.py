@@ -70,7 +70,7 @@ class Lane:
         self.large: Callable[..., LargeBatch] | None = None
         """Set before the start: then executors write large batches to the sinks that can."""
         self.planned: tuple[Position, Position, int] | None = None
-        """Of the next batch: where it begins and ends, and about how many events it has. The source says so before Spark runs it."""
+        """Of the next batch, as its source says: where it begins and ends, and about how many events it has."""
         self.is_stopping = False
         """The batch that runs is the last one."""
         self.is_abandoned = False
