@@ -61,7 +61,6 @@ class CaptureProcess:
         """When the connection ended; None before the first one, and while there is one."""
         self._phase = "starting"
         self._last_error: dict[str, str] | None = None
-        self._rows = 0
         self._last_commit_us = 0
 
     @property
@@ -160,24 +159,15 @@ class CaptureProcess:
     def _read_stream(self) -> bool:
         """Move what is here into the spool; True if there may be more at once. At the spool's limit nothing is read."""
         for _ in range(ROUNDS_PER_TURN):
-            is_full = self._is_full()
-            self._note_pause(is_full)
-            batch = self._stream.poll(may_read=not is_full, drain=self._server.has_waiters)
+            batch = self._stream.poll(may_read=not self._is_full(), drain=self._server.has_waiters)
             if batch is None:
                 return not self._stream.is_drained
             self._spool.append(batch)
-            self._rows += batch.rows
             counters.add(CHANGES_CAPTURED, batch.rows)
             if batch.rows:
                 self._last_commit_us = batch.transactions.column("commit_time")[-1].as_py()
             self._server.wake()
         return True
-
-    def _note_pause(self, is_full: bool) -> None:
-        if is_full and self._phase == "streaming":
-            self._phase = "paused: the spool is full"
-        elif not is_full and self._phase.startswith("paused"):
-            self._phase = self._stream.phase
 
     def _is_full(self) -> bool:
         """At the limit; but a batch that was planned before a restart is read to its end: nothing is released without it."""
@@ -267,10 +257,10 @@ class CaptureProcess:
             "lag_seconds": self._lag_seconds(),
             "pid": os.getpid(),
             "time": time.time(),
-            "phase": self._phase,
+            "phase": "paused: the spool is full" if self._phase == "streaming" and self._is_full() else self._phase,
             "source": self._spec.kind,
             "spool_bytes": self._spool.bytes_held,
-            "rows": self._rows,
+            "rows": counters.get(CHANGES_CAPTURED),
             "counters": counters.to_json(),
             "settled": (end := self._settled().end) and str(end),
             "last_commit_time": self._last_commit_us / 1e6,

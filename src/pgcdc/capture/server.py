@@ -13,6 +13,7 @@ import math
 import selectors
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -42,7 +43,8 @@ class ConsumerBusy(ConfigError):
 class _Client:
     socket: socket.socket
     buffer: bytes = b""
-    waits_until: float | None = None
+    waits_until: float = math.inf
+    """By the monotonic clock; infinite: it does not wait."""
     wants_confirmation: bool = False
     follows: bool = False
     seen: int = field(default=0)
@@ -79,26 +81,24 @@ class ControlServer:
     @property
     def has_waiters(self) -> bool:
         """Whether somebody waits for the spool to grow."""
-        return any(client.waits_until is not None for client in self._clients.values())
+        return self.due_s() < math.inf
 
     def wake(self) -> None:
         """The spool has grown: answer those who wait for it."""
         self._version += 1
-        for client in list(self._clients.values()):
-            if client.waits_until is not None:
-                self._end_wait(client)
+        self._end_waits(sys.float_info.max)
 
     def due_s(self) -> float:
         """How long until the first of those who wait has waited long enough; infinite if nobody waits."""
-        times = [client.waits_until for client in self._clients.values() if client.waits_until is not None]
-        return max(0.0, min(times) - time.monotonic()) if times else math.inf
+        return max(0.0, min((one.waits_until for one in self._clients.values()), default=math.inf) - time.monotonic())
 
     def expire(self) -> None:
         """Answer those who have waited long enough."""
-        now = time.monotonic()
-        for client in list(self._clients.values()):
-            if client.waits_until is not None and now >= client.waits_until:
-                self._end_wait(client)
+        self._end_waits(time.monotonic())
+
+    def _end_waits(self, until: float) -> None:
+        for client in [one for one in self._clients.values() if one.waits_until <= until]:
+            self._end_wait(client)
 
     def confirmed(self, lsn: int) -> None:
         """A status update with `lsn` is on its way: answer those who asked for it."""
@@ -187,7 +187,7 @@ class ControlServer:
         client.consumer = consumer
 
     def _end_wait(self, client: _Client) -> None:
-        client.waits_until = None
+        client.waits_until = math.inf
         moved = client.seen != self._version
         client.seen = self._version
         self._send(client, {"moved": moved})
