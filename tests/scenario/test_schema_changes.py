@@ -89,12 +89,11 @@ class Captured:
         schema = StructType().add("position", "string").add("json", "string")
         raw = {"_spool": str(self.state.spool), "schema_events": "true", **options}
         reader = ChangeReader(parse_options(raw), schema)
-        reader._open()
-        assert reader._spool is not None
+        spool = reader._open().spool
         target = Position.end(self._client.target())
-        while reader._spool.end < target:
+        while spool.end < target:
             self._client.wait(0.1, target)
-            reader._spool.refresh()
+            spool.refresh()
         found: list[dict[str, Any]] = []
         for partition in reader.partitions(self._start.to_offset(), target.to_offset()):
             for batch in reader.read(partition):

@@ -425,7 +425,7 @@ def test_no_password_is_in_what_spark_sends_to_the_executors(database: Database,
         query.load()
         reader = query.reader
         reader.stop()
-        reader._feed = reader._spool = None
+        reader._feed = None
         assert b"s3cret" not in pickle.dumps(reader)
 
 

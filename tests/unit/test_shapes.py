@@ -314,10 +314,9 @@ class Delivered:
         schema = StructType().add("position", "string").add("json", "string")
         raw = {"_spool": str(folder / "spool"), "schema_events": "true", **options}
         self._reader = ChangeReader(parse_options(raw), schema)
-        self._reader._open()
-        assert self._reader._spool is not None
-        self._reader._spool.refresh()
-        self.end = self._reader._spool.end
+        spool = self._reader._open().spool
+        spool.refresh()
+        self.end = spool.end
 
     def between(self, start: Position, end: Position) -> list[str]:
         found: list[str] = []

@@ -11,7 +11,6 @@ from pgcdc.core.relation import Relations
 from pgcdc.spark.capture_client import StaticFeed
 from pgcdc.spark.options import parse_options
 from pgcdc.spark.source import ChangeReader
-from pgcdc.spool.reader import SpoolReader
 from pgcdc.spool.segment import CaptureBatch
 from pgcdc.spool.writer import SpoolWriter
 
@@ -34,6 +33,6 @@ def test_the_end_of_a_planned_batch_is_asked_for_until_it_is_there(tmp_path: Pat
     begin, end = Position.end(100), Position.end(125)
     feed = SlowFeed(tmp_path, SpoolWriter(tmp_path, begin))
     reader = ChangeReader(parse_options({"_spool": str(tmp_path)}), StructType())
-    reader._feed, reader._spool = feed, SpoolReader(tmp_path)
+    reader._feed = feed
     assert reader.partitions(begin.to_offset(), end.to_offset()) == []
     assert feed.asked == [end, end, end]

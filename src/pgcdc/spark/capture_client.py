@@ -11,6 +11,7 @@ import psutil
 from pgcdc.capture.control import CaptureLink, ControlClient, ask, make_spec
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.position import Position
+from pgcdc.core.relation import ShapeHistory
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.event.lines import IdSeed
 from pgcdc.source.protocol import Settled
@@ -22,8 +23,8 @@ JOIN_TIMEOUT_S = 5.0
 
 
 class Feed:
-    """What a reader needs besides the spool itself, of the capture: started if nobody has, joined if somebody has, started
-    again if it dies."""
+    """What a reader needs: the spool, the history of shapes, and the capture, which is started if nobody has, joined if
+    somebody has, and started again if it dies."""
 
     def __init__(self, options: StreamOptions) -> None:
         self._consumer = options.consumer
@@ -43,8 +44,8 @@ class Feed:
             source.check_captured(identity, options.table, zset=options.rows.zset)
         spec = make_spec(source.options, options, driver_pid())
         self._link = CaptureLink(spec, is_restart=began, on_restart=self._claim)
-        self.spool = state.spool
-        self.shapes = state.shapes_file
+        self.spool = SpoolReader(state.spool)
+        self.shapes = ShapeHistory(state.shapes_file)
         self.database = identity.database
         self.seed = IdSeed.of(identity.system, identity.stream)
         self.created = identity.created
@@ -93,25 +94,25 @@ class StaticFeed(Feed):
     """A spool that nobody writes: for warming up and for tests."""
 
     def __init__(self, spool: Path) -> None:
-        self.spool = spool
-        self.shapes = StateDir(spool.parent).shapes_file
+        self.spool = SpoolReader(spool)
+        self.shapes = ShapeHistory(StateDir(spool.parent).shapes_file)
         self.database = ""
         self.seed = IdSeed.of("static", "static")
         self.created = 0
-        self._reader = SpoolReader(spool)
-        self._reader.refresh()
+        self.spool.refresh()
+        self._end = self.spool.end
 
     def join(self) -> tuple[Position, Position]:
-        return self._reader.base, self._reader.base
+        return self.spool.base, self.spool.base
 
     def wait(self, timeout_s: float, until: Position | None = None) -> None:
         time.sleep(timeout_s)
 
     def target(self) -> int:
-        return self._reader.end.commit
+        return self._end.commit
 
     def settled(self) -> Settled:
-        return Settled(self._reader.end, Position.at(0, 0))
+        return Settled(self._end, Position.at(0, 0))
 
     def ack(self, position: Position) -> None: ...
 

@@ -22,7 +22,7 @@ from pyspark.sql.types import StructType
 from pgcdc.capture.server import Channel
 from pgcdc.core.errors import ConfigError, GapError, SpoolError
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Relation, ShapeChange, ShapeHistory
+from pgcdc.core.relation import Relation, ShapeChange
 from pgcdc.event.columns import EVENT_COLUMNS, EVENT_SCHEMA, KEY_COLUMNS, SHAPE_COLUMNS, TEXT_COLUMNS
 from pgcdc.event.edits import parse_chains
 from pgcdc.event.events import block_schema, drop_unwanted, event_batch, pack_block
@@ -32,7 +32,7 @@ from pgcdc.event.shape import Described
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.spark.capture_client import Feed, StaticFeed
 from pgcdc.spark.options import StreamOptions, check_kind, parse_options
-from pgcdc.spool.reader import SegmentSlice, SpoolReader, plan_end
+from pgcdc.spool.reader import SegmentSlice, plan_end
 
 if TYPE_CHECKING:
     from pgcdc.event.typed import TypedTable
@@ -166,8 +166,6 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def __init__(self, options: StreamOptions, schema: StructType) -> None:
         self._schema = schema
         self._options = options
-        self._spool: SpoolReader | None = None
-        self._shapes: ShapeHistory | None = None
         self._feed: Feed | None = None
         self._run: Channel | None = None
         self._target: Position | None = None
@@ -202,8 +200,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             if needed is not None and begin >= needed:
                 break
             end = self._look(feed, begin)
-            assert self._spool is not None
-            planned = plan_end(self._spool.after(begin), end, max_rows, MAX_BATCH_BYTES) if end > begin else None
+            planned = plan_end(feed.spool.after(begin), end, max_rows, MAX_BATCH_BYTES) if end > begin else None
             if planned is not None:
                 return self._limit(feed, begin, planned).to_offset()
             if end > begin:  # the capture is just publishing a large transaction
@@ -221,7 +218,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._needed
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
-        return self._spool.end.to_offset() if self._spool is not None else None
+        return self._feed.spool.end.to_offset() if self._feed is not None else None
 
     def prepareForTriggerAvailableNow(self) -> None:
         self._target = Position.end(self._open().target())
@@ -231,26 +228,24 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         feed = self._open()
         begin, stop = Position.from_offset(start), Position.from_offset(end)
         self._wait_for(feed, stop)
-        assert self._spool is not None
-        slices = self._spool.slices(begin, stop)
-        plan = self._plan(feed, self._spool, begin, stop)
-        self._announce(begin, stop)
+        slices = feed.spool.slices(begin, stop)
+        plan = self._plan(feed, begin, stop)
+        self._announce(feed, begin, stop)
         return [replace(plan, slices=group) for group in group_slices(slices, PARTITION_BYTES)]
 
-    def _plan(self, feed: Feed, spool: SpoolReader, begin: Position, stop: Position) -> ChangePartition:
+    def _plan(self, feed: Feed, begin: Position, stop: Position) -> ChangePartition:
         """What all partitions of a batch have in common."""
-        relations = list(spool.relations())
-        changes, described = self._schema_changes(begin, stop), self._describe(feed, relations)
+        relations = list(feed.spool.relations())
+        changes, described = self._schema_changes(feed, begin, stop), self._describe(feed, relations)
         return ChangePartition(feed.seed, socket.gethostname(), [], relations, changes, described)
 
-    def _announce(self, begin: Position, stop: Position) -> None:
+    def _announce(self, feed: Feed, begin: Position, stop: Position) -> None:
         """Tell the run where the batch that Spark is about to run begins and ends, and about how many events it has."""
         if not self._options.run:
             return
-        assert self._spool is not None
         if self._run is None:
             self._run = Channel(self._options.run)
-        events = sum(record.rows for record in self._spool.after(begin) if record.end <= stop)
+        events = sum(record.rows for record in feed.spool.after(begin) if record.end <= stop)
         batch = {"lane": self._options.consumer, "start": str(begin), "end": str(stop), "events": events}
         self._run.request({"do": "plan", **batch})
 
@@ -301,10 +296,10 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def commit(self, end: dict[str, Any]) -> None:
         position = Position.from_offset(end)
+        feed = self._open()
         if not self._options.run:
-            self._open().ack(position)
-        if self._spool is not None:
-            self._spool.forget(position)
+            feed.ack(position)
+        feed.spool.forget(position)
 
     def stop(self) -> None:
         if self._feed is not None:
@@ -317,28 +312,24 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._feed is None:
             options = self._options
             self._feed = StaticFeed(Path(options.spool)) if options.spool else Feed(options)
-            self._spool = SpoolReader(self._feed.spool)
-            self._shapes = ShapeHistory(self._feed.shapes)
             self._acked = self._feed.join()[1]
         return self._feed
 
-    def _schema_changes(self, begin: Position, stop: Position) -> list[ShapeChange]:
+    def _schema_changes(self, feed: Feed, begin: Position, stop: Position) -> list[ShapeChange]:
         """What becomes events. The history is ahead of the spool: what is visible there has its record here."""
         if not self._options.events.schema_events:
             return []
-        assert self._shapes is not None
-        self._shapes.refresh()
-        return [change for change in self._shapes.between(begin, stop) if change.before is not None]
+        feed.shapes.refresh()
+        return [change for change in feed.shapes.between(begin, stop) if change.before is not None]
 
     def _describe(self, feed: Feed, relations: list[Relation]) -> Described:
         """What is known of shapes besides, if the query asks for it: by the column `shape`, or by its chains."""
         needs_shapes = any(chain.needs_shapes for chain in parse_chains(self._options.chains))
         if "shape" not in self._schema.fieldNames() and not needs_shapes:
             return Described()
-        assert self._shapes is not None
-        self._shapes.refresh()
+        feed.shapes.refresh()
         wanted = set(relations)
-        return Described(feed.database, tuple(change for change in self._shapes.changes if change.after in wanted))
+        return Described(feed.database, tuple(change for change in feed.shapes.changes if change.after in wanted))
 
     def _look(self, feed: Feed, begin: Position) -> Position:
         """How far the spool goes; waits a little if there is nothing new.
@@ -346,23 +337,21 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         What Spark has committed is then acknowledged at once. It says so only with its next batch, and that one may have
         to wait for room in the spool.
         """
-        assert self._spool is not None
-        self._spool.refresh()
-        if self._spool.end <= begin:
+        feed.spool.refresh()
+        if feed.spool.end <= begin:
             if not self._options.run and begin > max(self._acked, self._told):
                 feed.ack(begin)
                 self._told = begin
             feed.wait(LONG_POLL_S)
-            self._spool.refresh()
-        return self._spool.end
+            feed.spool.refresh()
+        return feed.spool.end
 
     def _wait_for(self, feed: Feed, position: Position) -> None:
         """After a restart Spark plans its unfinished batch at once: wait for the capture, never return a prefix."""
-        assert self._spool is not None
-        self._spool.refresh()
-        while self._spool.end < position:
+        feed.spool.refresh()
+        while feed.spool.end < position:
             feed.wait(LONG_POLL_S, until=position)
-            self._spool.refresh()
+            feed.spool.refresh()
 
 
 def group_slices(slices: list[SegmentSlice], size: int) -> list[list[SegmentSlice]]:

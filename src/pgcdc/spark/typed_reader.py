@@ -27,7 +27,7 @@ from pgcdc.spark.capture_client import Feed
 from pgcdc.spark.options import StreamOptions
 from pgcdc.spark.source import RECORD_BATCH_BYTES, ChangePartition, ChangeReader, group_slices
 from pgcdc.spark.tables import RENAMED_ADVICE, remember_table
-from pgcdc.spool.reader import SegmentSlice, SpoolReader, read_slice
+from pgcdc.spool.reader import SegmentSlice, read_slice
 
 CLOCK_POLL_S = 1.0
 
@@ -72,13 +72,11 @@ class TypedReader(ChangeReader):
 
     def _limit(self, feed: Feed, begin: Position, end: Position) -> Position:
         """Where the table gets columns that the query does not have: a batch ends before, and none begins there."""
-        assert self._spool is not None
-        assert self._shapes is not None
-        self._shapes.refresh()
-        others = self._other_versions(begin)
+        feed.shapes.refresh()
+        others = self._other_versions(feed, begin)
         if not others:
             return end
-        for piece in self._spool.slices(begin, end):
+        for piece in feed.spool.slices(begin, end):
             found = _first_of(piece, others)
             if found is None:
                 continue
@@ -90,12 +88,11 @@ class TypedReader(ChangeReader):
             raise self._explain(shape, place)
         return end
 
-    def _other_versions(self, begin: Position) -> dict[int, Relation]:
+    def _other_versions(self, feed: Feed, begin: Position) -> dict[int, Relation]:
         """Shapes in which rows of the table come after `begin`, and that the query cannot read."""
-        assert self._spool is not None and self._shapes is not None
-        numbers = {shape: number for number, shape in enumerate(self._spool.relations())}
+        numbers = {shape: number for number, shape in enumerate(feed.spool.relations())}
         others = {}
-        for change in self._shapes.reachable(begin):
+        for change in feed.shapes.reachable(begin):
             number = numbers.get(change.after)
             if number is None or not change.concerns(self._table.namespace, self._table.name):
                 continue
@@ -136,19 +133,18 @@ class TypedReader(ChangeReader):
         found = list(super().partitions(start, end))
         if end.get("time", 0) > start.get("time", 0):
             stop = Position.from_offset(end)
-            assert self._spool is not None
-            last = found.pop() if found else self._plan(self._open(), self._spool, stop, stop)
+            last = found.pop() if found else self._plan(self._open(), stop, stop)
             assert isinstance(last, TypedPartition)
             found.append(replace(last, heartbeat=(stop, int(end["time"]))))
         return found
 
-    def _plan(self, feed: Feed, spool: SpoolReader, begin: Position, stop: Position) -> ChangePartition:
+    def _plan(self, feed: Feed, begin: Position, stop: Position) -> ChangePartition:
         if self._snapshot_end is None:
             self._snapshot_end = feed.settled().initial_end
         return TypedPartition(
             feed.seed,
             socket.gethostname(),
-            versions={n: shape for n, shape in enumerate(spool.relations()) if self._table.is_named(shape)},
+            versions={n: shape for n, shape in enumerate(feed.spool.relations()) if self._table.is_named(shape)},
             snapshot_end=self._snapshot_end or Position.behind(feed.created),
         )
 
