@@ -141,7 +141,7 @@ class Run(Pipeline):
         self._spark = self._shared
 
     def _close(self) -> None:
-        if self._lanes is not None and self._is_open:
+        if self._lanes is not None:
             for lane in list(self._lanes._moves.lanes.values()):
                 if lane.query is not None and not lane.boundary.locked():
                     lane.query.stop()

@@ -258,7 +258,7 @@ def test_an_adapter_that_comes_during_a_reload_has_the_new_transforms(
 ) -> None:
     source = sources.postgres("postgresql://h/x", tables=["a"], state_dir=tmp_path)
     pipeline = Pipeline(source, [adapters.noop(name="a"), adapters.noop(name="b")])
-    pipeline._lanes, pipeline._is_open, pipeline._spark = lanes, True, cast(Any, object())
+    pipeline._lanes, pipeline._spark = lanes, cast(Any, object())
     made, go_on = threading.Event(), threading.Event()
     make = pipeline._make_adapters
 
@@ -287,7 +287,7 @@ def test_an_adapter_that_comes_back_begins_with_what_its_last_write_has_done(
     source = sources.postgres("postgresql://h/x", tables=["a"], state_dir=tmp_path)
     target = adapters.file(str(tmp_path / "b.jsonl"), name="c")
     pipeline = Pipeline(source, [adapters.noop(name="a"), adapters.noop(name="b")])
-    pipeline._lanes, pipeline._is_open, pipeline._spark = lanes, True, cast(Any, object())
+    pipeline._lanes, pipeline._spark = lanes, cast(Any, object())
     acks = StateDir(tmp_path).acks
     old = run(make_sink(target), acks, "c")
     old.open(at(0))

@@ -61,7 +61,6 @@ class CaptureProcess:
         """When the connection ended; None before the first one, and while there is one."""
         self._phase = "starting"
         self._last_error: dict[str, str] | None = None
-        self._last_commit_us = 0
 
     @property
     def address(self) -> str:
@@ -164,8 +163,6 @@ class CaptureProcess:
                 return not self._stream.is_drained
             self._spool.append(batch)
             counters.add(CHANGES_CAPTURED, batch.rows)
-            if batch.rows:
-                self._last_commit_us = batch.transactions.column("commit_time")[-1].as_py()
             self._server.wake()
         return True
 
@@ -263,7 +260,6 @@ class CaptureProcess:
             "rows": counters.get(CHANGES_CAPTURED),
             "counters": counters.to_json(),
             "settled": (end := self._settled().end) and str(end),
-            "last_commit_time": self._last_commit_us / 1e6,
             "consumers": self._consumers.to_json()["consumers"],
             "last_error": self._last_error,
         }

@@ -96,7 +96,6 @@ class Driver:
         self._owns_spark = False
         self._adapters: list[Adapter] = []
         self._lanes: Lanes | None = None
-        self._is_locked = self._is_open = False
         self._phase = "starting"
         self._last_error: dict[str, str] | None = None
 
@@ -130,7 +129,7 @@ class Driver:
         if request["do"] == "reload":
             return self.reloads.answer(request["id"])
         if request["do"] == "replay":
-            return self._letters.answer(self._lanes if self._is_open else None, request)
+            return self._letters.answer(self._lanes, request)
         raise ValueError(request["do"])
 
     def capture_status(self) -> dict[str, Any]:
@@ -140,16 +139,14 @@ class Driver:
     def status(self) -> dict[str, Any]:
         """What the pipeline does and how far each adapter is: what `pgcdc status` shows."""
         lanes = self._lanes
-        main = lanes.main if lanes and self._is_open else None
         return {
             "pid": os.getpid(),
             "time": time.time(),
             "phase": self._phase,
             "adapters": self._chains.names,
-            "events": main.events if main else 0,
-            "batches": main.batches if main else 0,
-            "position": str(lanes.position) if lanes and main and lanes.position else None,
-            "lanes": lanes.status() if lanes and main else [],
+            "events": lanes.main.events if lanes else 0,
+            "position": str(lanes.position) if lanes and lanes.position else None,
+            "lanes": lanes.status() if lanes else [],
             **self.reloads.status(),
             **self._letters.status(),
             "last_error": self._last_error or (lanes.last_error if lanes else None),
@@ -157,7 +154,7 @@ class Driver:
 
     def _enter(self, phase: str) -> None:
         self._phase = phase
-        if self._is_locked and self.state.path.exists():  # not over the status of the run that has it
+        if self._server is not None and self.state.path.exists():  # not over the status of the run that has it
             write_json(self.state.run_status, self.status())
 
     # --- start
@@ -174,7 +171,6 @@ class Driver:
             remove_socket(lock.previous)
             self._server = RunServer(self.answer)
             lock.write({"pid": os.getpid(), "address": self._server.address})
-            self._is_locked = True
             self._chains.check(None)
             if self._chains.have_sql:  # only Spark can say whether that is right
                 self._start_spark()
@@ -229,10 +225,14 @@ class Driver:
         spec = make_spec(self.config.source, self.config, os.getpid())
         self._link = CaptureLink(spec, is_restart=False, say=self._say)
         options = {**self._spark_options(), "_run": self._server.address}
-        self._lanes = Lanes(self.config, self.state, self._link, self._say, options)
         note_targets(self.state, self._chains.by_spec())
-        self._lanes.open(self._adapters, self.on_batch)
-        self._is_open = True
+        lanes = Lanes(self.config, self.state, self._link, self._say, options)
+        try:
+            lanes.open(self._adapters, self.on_batch)
+        except BaseException:
+            lanes.close()
+            raise
+        self._lanes = lanes
 
     def _start_spark(self) -> None:
         self._enter("starting Spark")
@@ -297,7 +297,7 @@ class Driver:
         self._running_lanes().ask(change)
 
     def _running_lanes(self) -> Lanes:
-        if self._lanes is None or not self._is_open or self._spark is None or self._phase in ("failed", "stopped"):
+        if self._lanes is None or self._spark is None or self._phase in ("failed", "stopped"):
             raise PgcdcError("the pipeline does not run", "Start it first")
         return self._lanes
 

@@ -55,7 +55,6 @@ class Lane:
         self.program: Program | None = None
         self.error: BaseException | None = None
         """What a batch failed with, if one did."""
-        self.batches = 0
         self.events = 0
         self.boundary = threading.Lock()
         """Held while a batch runs: who holds it is between two batches, and may move members."""
@@ -176,7 +175,6 @@ class Lane:
             futures = {member.name: submit(member) for member in waiting if member not in in_parts}
             futures |= self._submit_large(blocks, start, end, events, in_parts) if in_parts else {}
             self._follow(start, futures, members, submit)
-            self.batches += 1
             self.events += len(collected[0]) if collected else events
             if collected and self.on_batch is not None:
                 self.on_batch(collected[0])

@@ -39,30 +39,6 @@ LONGEST_AWAY_S = 300.0
 Say = Callable[[str], None]
 
 
-class _Durable:
-    """`lanes.json` and the consumers of the capture."""
-
-    def __init__(self, state: StateDir, link: CaptureLink) -> None:
-        self._state = state
-        self._link = link
-
-    def save(self, roster: Roster) -> None:
-        hit("lanes.before_save")
-        write_json_durably(self._state.lanes_file, roster.to_json())
-        hit("lanes.saved")
-
-    def join(self, lane: str, at: Position) -> None:
-        hit("lanes.before_join")
-        self._link.call(lambda client: client.join(lane, start=at))
-        hit("lanes.joined")
-
-    def forget(self, lane: str) -> None:
-        hit("lanes.before_forget")
-        self._link.call(lambda client: client.forget(lane))
-        hit("lanes.forgotten")
-        shutil.rmtree(self._state.checkpoints / lane, ignore_errors=True)
-
-
 class Moves:
     """The lanes and their members. `leave` and `begin_batch` are called by main's batch, the rest by who watches."""
 
@@ -74,10 +50,33 @@ class Moves:
         self.lanes: dict[str, Lane] = {}
         self.left_over: list[Lane] = []
         """To be stopped and forgotten."""
-        self.membership = Membership(Roster.from_json(read_json(state.lanes_file)), _Durable(state, link))
+        self.membership = Membership(Roster.from_json(read_json(state.lanes_file)), self)
         self._removed: dict[str, Member] = {}
         """Those that were at a write when they were removed."""
         self._lock = threading.RLock()
+
+    # --- what is durable: `lanes.json` and the consumers of the capture
+
+    def save(self, roster: Roster) -> None:
+        """Replace `lanes.json`."""
+        hit("lanes.before_save")
+        write_json_durably(self._state.lanes_file, roster.to_json())
+        hit("lanes.saved")
+
+    def join(self, lane: str, at: Position) -> None:
+        """Have the capture keep everything behind `at` for this lane."""
+        hit("lanes.before_join")
+        self._link.call(lambda client: client.join(lane, start=at))
+        hit("lanes.joined")
+
+    def forget(self, lane: str) -> None:
+        """The capture keeps nothing more for this lane."""
+        hit("lanes.before_forget")
+        self._link.call(lambda client: client.forget(lane))
+        hit("lanes.forgotten")
+        shutil.rmtree(self._state.checkpoints / lane, ignore_errors=True)
+
+    # --- who is where
 
     @property
     def main(self) -> Lane:
