@@ -66,9 +66,14 @@ def literal_part(text: str) -> str:
     return _VARIABLE.sub(lambda found: found[2].partition(":-")[2] if not found[1] else found[0], text)
 
 
-def hide(text: str, secrets: Iterable[str]) -> str:
-    """A message without any of these values (very short ones are no secrets, and would be found everywhere)."""
-    for secret in sorted((one for one in secrets if len(one) > 3), key=len, reverse=True):
+def hide(text: str, secrets: Iterable[str] | None = None) -> str:
+    """A message without any of these values, or of all that this process knows as secret.
+
+    Very short ones are no secrets, and would be found everywhere.
+    """
+    for secret in sorted(
+        (one for one in (_known if secrets is None else secrets) if len(one) > 3), key=len, reverse=True
+    ):
         text = text.replace(secret, "***")
     return redact_text(text)
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from pgcdc.core.errors import ConfigError, PgcdcError, Policy, SinkUnavailable
-from pgcdc.core.secrets import hide, known_secrets
+from pgcdc.core.secrets import hide
 from pgcdc.core.state import open_log
 
 if TYPE_CHECKING:
@@ -320,7 +320,7 @@ def headline(error: BaseException) -> str:
     text = str(error) if isinstance(error, (PySparkException, Py4JError)) else f"{type(error).__name__}: {error}"
     lines = [line.strip(": ") for line in text.splitlines() if line.strip()]
     telling = [line for line in lines if not line.startswith("An error occurred while calling")]
-    return hide((telling or lines or [type(error).__name__])[0][:300], known_secrets())
+    return hide((telling or lines or [type(error).__name__])[0][:300])
 
 
 def _jvm_is_gone(error: BaseException, spark: SparkSession) -> bool:
