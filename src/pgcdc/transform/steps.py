@@ -133,6 +133,8 @@ def check_sql(spark: SparkSession, what: str, transform: Transform) -> None:
     from pyspark.sql import functions as F
     from pyspark.sql.types import ArrayType, BooleanType, MapType, NullType, StructType
 
+    if not transform.sql:
+        return
     events = spark.createDataFrame([], EVENT_SCHEMA)
     advice = f"Write Spark SQL on the columns of an event: {', '.join(events.columns)}; a value is row['name']"
     for text in transform.sql:
