@@ -36,7 +36,7 @@ def lose_the_last_insert(path, *more):
 
 run.compare = lose_the_last_insert
 console = Console()
-sys.exit(run.run_playground(run.PlaygroundOptions(seconds=2, seed=7), console, View(console)))
+sys.exit(run.run_playground(console, View(console), seconds=2, seed=7))
 """
 
 

@@ -13,7 +13,7 @@ from control_loop import Loop
 from typer.testing import CliRunner
 
 from pgcdc.cli.main import app
-from pgcdc.cli.progress import CopyProgress, describe_rows, describe_seconds
+from pgcdc.cli.report import CopyProgress, describe_rows, describe_seconds
 from pgcdc.cli.status import read_status
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.state import Identity, Lock, StateDir, write_json

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pgcdc.cli.progress import SnapshotProgress
+from pgcdc.cli.report import SnapshotProgress
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.core.state import StateDir

@@ -17,19 +17,19 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from pgcdc.core.position import Position
-from pgcdc.playground.meter import LagMeter, Latency, Meter, Snapshot
 from pgcdc.playground.proof import Tables, Verdict
 from pgcdc.playground.proof import compare as compare_with
 from pgcdc.playground.shop import KEYS
 from pgcdc.playground.view import (
+    Meter,
     TerminalView,
     View,
     choose_view,
     format_bytes,
+    format_latency,
     format_ms,
     progress_line,
     render,
-    sparkline,
     summary_line,
 )
 
@@ -62,9 +62,9 @@ def as_batch(*events: Mapping[str, Any]) -> pa.Table:
     )
 
 
-def draw(snapshot: Snapshot, width: int = 100, height: int = 40) -> str:
+def draw(meter: Meter, width: int = 100, height: int = 40) -> str:
     console = Console(record=True, width=width, height=height, file=io.StringIO(), color_system=None)
-    console.print(render(snapshot, width, height))
+    console.print(render(meter, COMMIT_S + 1.0, height))
     return console.export_text()
 
 
@@ -73,29 +73,29 @@ FIRST_S = COMMIT_S - 0.01
 """Committed long before the first delivery: its latency does not count."""
 
 
-def played(events: int = 40) -> Snapshot:
-    meter = Meter()
+def played(events: int = 40) -> Meter:
+    meter = Meter(seconds=30)
     meter.add(FIRST, FIRST_S)
     tables = ("customers", "documents", "inventory", "order_items", "orders", "products", "billing.invoices")
     for number in range(events):
         operation = ("INSERT", "UPDATE", "DELETE")[number % 3]
         event = make_event(number + 2, operation=operation, table=tables[number % len(tables)])
         meter.add(as_batch(event), COMMIT_S + 0.08)
-    return meter.snapshot(COMMIT_S + 1.0, started_s=COMMIT_S, seconds=30, server_lsn="0/2", confirmed_lsn="0/1")
+    return meter
 
 
 # --- measuring
 
 
-def measured(*events: Mapping[str, Any]) -> tuple[Meter, Snapshot]:
+def measured(*events: Mapping[str, Any]) -> Meter:
     """Delivered 40 ms after the commit."""
     meter = Meter()
     meter.add(as_batch(*events), COMMIT_S + 0.040)
-    return meter, meter.snapshot(COMMIT_S + 1, started_s=COMMIT_S)
+    return meter
 
 
 def test_a_batch_is_measured_by_table_operation_commit_and_latency() -> None:
-    _, found = measured(
+    found = measured(
         make_event(1, 1),
         make_event(1, 2, table="billing.invoices"),
         make_event(2, 1, "UPDATE"),
@@ -103,7 +103,7 @@ def test_a_batch_is_measured_by_table_operation_commit_and_latency() -> None:
     )
     assert found.counts == {("orders", "INSERT"): 1, ("billing.invoices", "INSERT"): 1, ("orders", "UPDATE"): 2}
     assert (found.events, found.commits) == (4, 3)
-    assert [one.latency_ms for one in found.last] == pytest.approx([40.0] * 4, abs=0.01)
+    assert [latency for _, latency in found.last] == pytest.approx([40.0] * 4, abs=0.01)
 
 
 def test_rows_that_look_like_an_event_are_not_taken_for_one() -> None:
@@ -112,20 +112,19 @@ def test_rows_that_look_like_an_event_are_not_taken_for_one() -> None:
         "x": '","operation":"DELETE","created_at":"1999-01-01T00:00:00.000000Z","position":"0"}',
         "y": 'back\\slash "quoted" 東京 🚲\n',
     }
-    _, found = measured(make_event(1, row=row, old=row))
+    found = measured(make_event(1, row=row, old=row))
     assert found.counts == {("orders", "INSERT"): 1}
-    assert found.last[0].latency_ms == pytest.approx(40.0, abs=0.01)
+    assert found.last[0][1] == pytest.approx(40.0, abs=0.01)
 
 
 def test_an_empty_batch_measures_nothing() -> None:
-    meter = Meter()
-    meter.add(as_batch(), COMMIT_S)
-    assert meter.snapshot(COMMIT_S, started_s=COMMIT_S).events == 0
+    meter = measured()
+    assert meter.events == 0 and meter.began_s is None
 
 
 def test_only_the_last_events_are_kept() -> None:
-    meter, found = measured(*(make_event(1, ordinal) for ordinal in range(1, 100)))
-    assert len(found.last) == 60 and meter.events == 99
+    meter = measured(*(make_event(1, ordinal) for ordinal in range(1, 100)))
+    assert len(meter.last) == 60 and meter.events == 99
 
 
 def test_a_transaction_in_two_batches_is_one_commit() -> None:
@@ -137,61 +136,36 @@ def test_a_transaction_in_two_batches_is_one_commit() -> None:
 
 def test_rates_and_latency_forget_what_is_old_but_totals_do_not() -> None:
     meter = Meter()
-    meter.add(FIRST, FIRST_S)
-    meter.add(as_batch(*(make_event(n) for n in range(2, 51))), COMMIT_S + 0.5)
-    busy = meter.snapshot(COMMIT_S + 2, started_s=COMMIT_S - 60)
-    assert busy.events_per_s == busy.commits_per_s == pytest.approx(10)
-    assert busy.latency.p99_ms == pytest.approx(500, rel=0.02)
-    idle = meter.snapshot(COMMIT_S + 30, started_s=COMMIT_S - 60)
-    assert (idle.events_per_s, idle.latency, idle.events) == (0, Latency(), 50)
-    assert sum(idle.history) == 50
-    assert sum(meter.snapshot(COMMIT_S + 300, started_s=COMMIT_S - 60).history) == 0
+    meter.add(as_batch(make_event(1) | {"created_at": "2023-11-14T22:00:00.000000Z"}), COMMIT_S - 60)
+    meter.add(as_batch(*(make_event(n) for n in range(2, 52))), COMMIT_S + 0.5)
+    events_per_s, commits_per_s, latencies = meter.recent(COMMIT_S + 2)
+    assert events_per_s == commits_per_s == pytest.approx(5)
+    assert latencies == {500: 50}
+    assert meter.recent(COMMIT_S + 30) == (0, 0, Counter())
+    assert (meter.events, meter.latencies) == (51, {500: 50})
 
 
 def test_latency_counts_from_the_first_delivery_on() -> None:
     meter = Meter()
     meter.add(FIRST, FIRST_S)
-    assert Latency.of(meter.latency) == Latency()
+    assert not meter.latencies
     meter.add(as_batch(make_event(2)), COMMIT_S + 0.04)
-    found = Latency.of(meter.latency)
-    assert found.events == 1 and found.max_ms == pytest.approx(40, rel=0.02)
+    assert meter.latencies == {40: 1}
 
 
-def test_percentiles_are_within_two_percent() -> None:
+def test_percentiles_are_those_of_the_events() -> None:
     values = np.random.default_rng(1).lognormal(4, 1, 20_000)
-    latency = Latency.of(Counter(map(Latency.bucket, values)))
-    assert latency.events == 20_000
-    assert latency.p50_ms == pytest.approx(np.percentile(values, 50), rel=0.02)
-    assert latency.p99_ms == pytest.approx(np.percentile(values, 99), rel=0.02)
-    assert latency.max_ms == pytest.approx(values.max(), rel=0.02)
+    latencies = Counter(map(round, values))
+    for share in (0.5, 0.99, 1.0):
+        assert format_latency(latencies, share) == format_ms(round(np.quantile(values, share, method="inverted_cdf")))
 
 
-def test_a_latency_below_zero_or_beyond_a_day_is_counted() -> None:
-    assert Latency.of(Counter(map(Latency.bucket, [-1.0, 0.0, 1e9]))).events == 3
-    assert Latency.of(Counter()) == Latency()
-
-
-def test_lag_is_the_age_and_size_of_what_is_not_delivered() -> None:
-    lag = LagMeter()
-    assert (lag.lag_bytes, lag.lag_ms(0.0)) == (0, 0.0)
-    lag.observe_server(10.0, 1000)
-    lag.observe_server(11.0, 3000)
-    lag.observe_server(12.0, 3000)
-    assert (lag.lag_bytes, lag.lag_ms(12.5)) == (3000, 2500.0)
-    lag.observe_delivery(1000)
-    assert (lag.lag_bytes, lag.lag_ms(12.5)) == (2000, 1500.0)
-    lag.observe_delivery(3001)
-    assert (lag.lag_bytes, lag.lag_ms(12.5)) == (0, 0.0)
+def test_a_latency_below_zero_is_counted() -> None:
+    assert format_latency(Counter({-1: 1, 3: 1}), 0.5) == "-1 ms"
+    assert format_latency(Counter(), 0.5) == "-"
 
 
 # --- looks
-
-
-def test_sparkline_scales_to_its_highest_value_and_shows_the_smallest() -> None:
-    assert sparkline([0, 1, 400, 800], 6) == "   ▁▄█"
-    assert sparkline([1, 2, 3], 2) == "▅█"
-    assert sparkline([], 3) == sparkline([0, 0], 3) == "   "
-    assert sparkline([1], 0) == ""
 
 
 @pytest.mark.parametrize(
@@ -201,14 +175,12 @@ def test_bytes_are_short(size: int, text: str) -> None:
     assert format_bytes(size) == text
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0 ms"), (0.4, "<1 ms"), (84.4, "84 ms"), (999.6, "1.0 s"), (12_345, "12.3 s")]
-)
+@pytest.mark.parametrize(("value", "text"), [(0, "0 ms"), (84.4, "84 ms"), (999.6, "1.0 s"), (12_345, "12.3 s")])
 def test_times_are_short(value: float, text: str) -> None:
     assert format_ms(value) == text
 
 
-@pytest.mark.parametrize(("width", "height"), [(100, 40), (80, 24), (200, 60), (60, 20), (40, 10)])
+@pytest.mark.parametrize(("width", "height"), [(100, 40), (80, 24), (200, 60), (80, 20), (80, 10)])
 def test_the_view_fits_the_terminal(width: int, height: int) -> None:
     lines = draw(played(), width, height).splitlines()
     assert len(lines) <= height
@@ -217,7 +189,7 @@ def test_the_view_fits_the_terminal(width: int, height: int) -> None:
 
 def test_the_view_shows_rate_lag_latency_counts_and_last_events() -> None:
     text = draw(played(), 80, 24)
-    for part in ("40 events/s", "40 commits/s", "p50 80 ms", "p99 80 ms", "lag 0 B", "0:01 of 0:30", "● streaming"):
+    for part in ("41 events/s", "41 commits/s", "p50 80 ms", "p99 80 ms", "lag 0 B", "0:01 of 0:30", "● streaming"):
         assert part in text
     for table in ("customers", "documents", "order_items", "billing.invoices"):
         assert table in text
@@ -225,34 +197,41 @@ def test_the_view_shows_rate_lag_latency_counts_and_last_events() -> None:
 
 
 def test_a_small_terminal_keeps_what_matters() -> None:
-    text = draw(played(), 60, 8)
-    assert "events/s" in text and "p99" in text and "last events" not in text
+    text = draw(played(), 80, 8)
+    assert "events/s" in text and "p99" in text and "inserts" not in text
 
 
 def test_awkward_values_do_not_break_the_screen() -> None:
-    meter = Meter()
     row = {"id": "7", "name": "two\nlines\tand \x1b[31m", "note": None, "text": "x" * 500, "city": "東京 [bold]🚲"}
     event = make_event(1, operation="UPDATE", row=row, old={"id": "6"}, _unchanged_toast_columns=["body"])
-    meter.add(as_batch(event), COMMIT_S)
-    text = draw(meter.snapshot(COMMIT_S, started_s=COMMIT_S), 200, 30)
+    text = draw(measured(event), 200, 30)
     assert "\x1b" not in text
     assert "id=6→7" in text and "note=null" in text and "body=…" in text and "two·lines·and ·[31m" in text
     assert "x" * 28 + "…" in text and "東京 [bold]🚲" in text
 
 
+def test_lag_is_what_is_written_and_not_delivered() -> None:
+    meter = played()
+    meter.server_lsn, meter.delivered_lsn = 5_000, 2_000
+    assert "lag 3.0 kB" in progress_line(meter, COMMIT_S + 1)
+    meter.delivered_lsn = 6_000
+    assert "lag 0 B" in progress_line(meter, COMMIT_S + 1)
+
+
 def test_lines_for_logs() -> None:
-    assert progress_line(played()) == (
-        "0:01  41 events in 41 commits, 40 events/s, 40 commits/s, lag 0 B 0 ms, latency p50 80 ms p99 80 ms"
+    assert progress_line(played(), COMMIT_S + 1.0) == (
+        "0:01  41 events in 41 commits, 41 events/s, 41 commits/s, lag 0 B, latency p50 80 ms p99 80 ms"
     )
-    assert (
-        summary_line(Latency(1200, 80, 190, 1500))
-        == "commit to file: p50 80 ms, p99 190 ms, max 1.5 s over 1,200 events"
+    assert summary_line(Counter({80: 900, 190: 299, 1500: 1})) == (
+        "commit to file: p50 80 ms, p99 190 ms, max 1.5 s over 1,200 events"
     )
 
 
 def test_latency_that_is_not_known_yet_is_not_zero() -> None:
-    assert progress_line(Snapshot(events=1)).endswith("latency p50 - p99 -")
-    assert "p50 -   p99 -" in draw(Snapshot(events=1))
+    meter = Meter()
+    meter.add(FIRST, FIRST_S)
+    assert progress_line(meter, FIRST_S).endswith("latency p50 - p99 -")
+    assert "p50 - p99 -" in draw(meter)
 
 
 def test_plain_view_writes_lines_without_control_characters() -> None:
@@ -263,7 +242,8 @@ def test_plain_view_writes_lines_without_control_characters() -> None:
     view.show(played())
     view.show(played())  # too soon for another line
     view.close()
-    assert file.getvalue().splitlines() == ["pgcdc: starting Spark [local]", progress_line(played())]
+    first, second = file.getvalue().splitlines()
+    assert first == "pgcdc: starting Spark [local]" and "  41 events in 41 commits, " in second
 
 
 def test_terminal_view_leaves_a_checklist_behind() -> None:

@@ -1,4 +1,4 @@
-"""`pgcdc listen`: deliver changes until stopped, or once."""
+"""`pgcdc listen`: deliver changes until stopped, or once. `pgcdc playground`: see it work, without a database."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from pgcdc.cli.flags import CONFIG_OPTION, given_flags
-from pgcdc.cli.progress import SnapshotProgress
-from pgcdc.cli.report import exit_on_error, say
+from pgcdc.cli.report import INTERRUPTED, SnapshotProgress, exit_on_error, say
 
 if TYPE_CHECKING:
     from pgcdc.run.pipeline import Pipeline
@@ -63,3 +62,39 @@ def _stop_on_signals(pipeline: Pipeline) -> None:
 
     signal.signal(signal.SIGINT, handle)
     signal.signal(signal.SIGTERM, handle)
+
+
+def playground(
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="How long the traffic lasts. [until Ctrl-C]", show_default=False)
+    ] = None,
+    rate: Annotated[float, typer.Option(min=0.1, max=2000, help="Commits per second.")] = 20.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same traffic.")] = 1,
+    keep: Annotated[
+        Path | None, typer.Option(help="Keep the delivered events in this folder.", show_default=False)
+    ] = None,
+) -> None:
+    """A PostgreSQL of its own under random traffic, captured through Spark, with a proof at the end."""
+    with exit_on_error():
+        from rich.console import Console
+
+        from pgcdc.playground.view import choose_view
+
+        # PGSSLMODE, PGOPTIONS and the like are for the user's databases, not for ours
+        for name in [name for name in os.environ if name.startswith("PG") and not name.startswith("PGCDC_")]:
+            del os.environ[name]
+        console = Console()
+        view = choose_view(console, sys.stdout.isatty())
+        try:
+            view.start_phase("loading")
+            from pgcdc.playground.run import run_playground
+
+            code = run_playground(console, view, seconds=seconds, rate_per_s=rate, seed=seed, keep=keep)
+        except BaseException as error:
+            view.close(failed=True)
+            if not isinstance(error, KeyboardInterrupt):
+                raise
+            # everything is cleaned up; a pipeline that was ended in the middle must not hold up the exit
+            sys.stdout.flush()
+            os._exit(INTERRUPTED)
+        raise typer.Exit(code)

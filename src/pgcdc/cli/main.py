@@ -26,8 +26,11 @@ COMMANDS = {
     "consumer": "Consumers of a slot: each holds back WAL until it has acknowledged.",
 }
 """Each with the line of its help. It is a function of that name or a group `<name>_app` in the module `pgcdc.cli.<name>`."""
-_MODULES = {"validate": "config", "slot": "source", "consumer": "source", "describe": "source", "version": "main"}
-"""Where the module has another name."""
+_MODULES = {
+    "config": ("validate",), "listen": ("playground",), "main": ("version",), "source": ("slot", "consumer", "describe"),
+    "status": ("reload",),
+}  # fmt: skip
+"""Modules with commands of other names."""
 WITH_SETTINGS = ("listen", "validate")
 """Commands that take every setting as a flag."""
 
@@ -41,7 +44,8 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"pgcdc.cli.{_MODULES.get(cmd_name, cmd_name)}")
+        name = next((module for module, commands in _MODULES.items() if cmd_name in commands), cmd_name)
+        module = importlib.import_module(f"pgcdc.cli.{name}")
         made = getattr(module, f"{cmd_name}_app", None)
         if made is None:
             made = typer.Typer(add_completion=False)

@@ -139,7 +139,7 @@ def _wanted(settings: Config, flags: dict[str, Any], names: list[str], where: st
 
 
 def _copy(settings: Config, wanted: Wanted, to: str, partitions: int | None, types: dict[str, str]) -> None:
-    from pgcdc.cli.progress import CopyProgress
+    from pgcdc.cli.report import CopyProgress
     from pgcdc.event.frame import EventOptions
     from pgcdc.run.copy import copy_to_adapters, copy_to_parquet
     from pgcdc.run.settings import choose_specs
@@ -232,7 +232,7 @@ def _add(names: list[str], where: str, chunk_size: int, chunk_delay: str, state:
 
 def print_snapshots(snapshots: list[dict[str, Any]]) -> None:
     """A table of what is read, for people; also for `pgcdc status`."""
-    from pgcdc.cli.progress import describe_seconds
+    from pgcdc.cli.report import describe_seconds
 
     header = ["id", "table", "kind", "status", "rows", "of about", "percent", "rows/s", "left", "error"]
     rows = [

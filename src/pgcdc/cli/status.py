@@ -1,25 +1,27 @@
-"""`pgcdc status`: how a pipeline is doing, from another terminal."""
+"""`pgcdc status` and `pgcdc reload`: how a pipeline is doing, and new transforms for it, from another terminal."""
 
 from __future__ import annotations
 
 import json
 import time
+import uuid
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from pgcdc.cli.progress import describe_snapshot
-from pgcdc.cli.report import exit_on_error, print_table
-from pgcdc.core.errors import PgcdcError, StateError
+from pgcdc.cli.report import describe_snapshot, exit_on_error, print_table
+from pgcdc.core.errors import ConfigError, PgcdcError, StateError
 from pgcdc.core.state import Lock, StateDir, read_json
 
+RELOAD_TIMEOUT_S = 60.0
+STATE_DIR = typer.Option(help="The state directory.", envvar="PGCDC_STATE_DIR")
 _OF_SNAPSHOT = ("held_seconds", "hold_limit_seconds", "wal_held_bytes", "warning")
 _OF_CAPTURE = ("schema_changes", "toast_cache_hits", "toast_cache_misses", "toast_cache_entries", "bad_signals")
 
 
 def status(
-    state_dir: Annotated[Path, typer.Option(help="The state directory.", envvar="PGCDC_STATE_DIR")] = Path(".pgcdc"),
+    state_dir: Annotated[Path, STATE_DIR] = Path(".pgcdc"),
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
     """Phase, positions, lag in bytes and seconds, and the last error of the pipeline that owns a state directory."""
@@ -130,3 +132,28 @@ def _snapshots_of(state: StateDir, capture: dict[str, Any], capturing: bool) -> 
     tables = [] if initial["status"] == "complete" else initial["tables"]
     others = capture.get("snapshots", []) if capturing else list_snapshots(state)
     return [*({"kind": "initial", **table} for table in tables), *others]
+
+
+def reload(
+    state_dir: Annotated[Path, STATE_DIR] = Path(".pgcdc"),
+) -> None:
+    """Have a running `pgcdc listen` read its transforms and routes again: they change at a batch boundary."""
+    with exit_on_error():
+        from pgcdc.capture.control import ask
+
+        state = StateDir(state_dir)
+        if Lock.holder(state.run_lock) is None:
+            raise StateError(f"nothing runs in {state.path}", "Start it with pgcdc listen, or give --state-dir")
+        phase = ask(state.run_lock, {"do": "status"}).get("phase", "starting")
+        if phase != "streaming":
+            raise StateError(f"the run is not ready yet: {phase}", "Try again in a moment")
+        request, deadline = {"do": "reload", "id": str(uuid.uuid4())}, time.monotonic() + RELOAD_TIMEOUT_S
+        while not (found := ask(state.run_lock, request)):
+            if Lock.holder(state.run_lock) is None:
+                raise StateError("the run has ended", "Look at its output")
+            if time.monotonic() > deadline:
+                raise StateError(f"the run did not answer within {RELOAD_TIMEOUT_S:.0f} s", "Look at pgcdc status")
+            time.sleep(0.05)
+        if found["refused"]:
+            raise ConfigError(f"not reloaded, the old one goes on: {found['refused']}")
+        print("reloaded: transforms and routes hold from the next batch on")

@@ -165,15 +165,14 @@ class EmbeddedPostgres:
 
     def _initialise(self) -> None:
         self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        blocked = self._account.unreachable(self.data_dir.parent)
-        if blocked is not None:
+        if not self._account.can_enter(self.data_dir.parent):
             raise ConfigError(
-                f"PostgreSQL cannot run as root, and the account `nobody` cannot enter {blocked}",
+                f"PostgreSQL cannot run as root, and the account `nobody` cannot enter {self.data_dir.parent}",
                 f"Choose a data directory below {tempfile.gettempdir()}, or start as an ordinary user",
             )
         self._account.own(self.data_dir)
         command: list[str | Path] = [self._bin_dir / "initdb", "-D", self.data_dir, "-U", "postgres"]
-        command += ["--encoding=UTF8", "--locale=C", "--no-sync", "--no-instructions"]
+        command += ["--encoding=UTF8", "--locale=C", "--no-sync", "--no-instructions", "--auth=trust"]
         secrets = make_scratch_dir(self._account)
         try:
             if self._password is not None:
@@ -181,9 +180,7 @@ class EmbeddedPostgres:
                 pwfile.touch(mode=0o600)
                 pwfile.write_text(self._password + "\n")
                 self._account.own(pwfile)
-                command += ["--auth=scram-sha-256", "--pwfile", pwfile]
-            else:
-                command.append("--auth=trust")
+                command[-1:] = ["--auth=scram-sha-256", "--pwfile", pwfile]
             how: dict[str, Any] = {"env": _environment(), "cwd": "/", **self._account.popen_options()}
             done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
         except OSError as error:
@@ -191,8 +188,7 @@ class EmbeddedPostgres:
         finally:
             shutil.rmtree(secrets, ignore_errors=True)
         if done.returncode != 0:
-            lines = [line for line in done.stderr.splitlines() if "error:" in line]
-            raise ConfigError(f"initdb failed in {self.data_dir}: {(lines or [done.stderr.strip()])[-1]}")
+            raise ConfigError(f"initdb failed in {self.data_dir}: {done.stderr.strip()}")
         with (self.data_dir / "postgresql.conf").open("a") as config:
             config.write("include_if_exists 'pgcdc.conf'\n")
 
@@ -315,10 +311,7 @@ class Account:
     def current(cls) -> Account:
         if os.geteuid() != 0:
             return cls()
-        try:
-            entry = pwd.getpwnam("nobody")
-        except KeyError:
-            return cls(65534, 65534)
+        entry = pwd.getpwnam("nobody")
         return cls(entry.pw_uid, entry.pw_gid)
 
     def popen_options(self) -> dict[str, Any]:
@@ -328,21 +321,21 @@ class Account:
         if self.uid is not None and self.gid is not None:
             os.chown(path, self.uid, self.gid, follow_symlinks=False)
 
-    def unreachable(self, path: Path) -> Path | None:
-        """The first directory on the way to `path` (which exists) that the account may not enter."""
-        resolved = path.resolve()
-        folders = (*reversed(resolved.parents), resolved) if self.uid is not None else ()
-        return next((folder for folder in folders if not self._may_enter(folder.stat())), None)
-
-    def _may_enter(self, info: os.stat_result) -> bool:
-        shift = 6 if info.st_uid == self.uid else 3 if info.st_gid == self.gid else 0
-        return bool(info.st_mode & (stat.S_IXOTH << shift))
+    def can_enter(self, folder: Path) -> bool:
+        """Whether the account gets into this folder."""
+        command = ["/bin/sh", "-c", 'cd "$1"', "sh", str(folder)]
+        return (
+            self.uid is None
+            or not subprocess.run(
+                command, cwd="/", stderr=subprocess.DEVNULL, check=False, **self.popen_options()
+            ).returncode
+        )
 
 
 def make_scratch_dir(account: Account) -> Path:
     """A new private directory in a temp dir which the account can reach."""
     for parent in dict.fromkeys((Path(tempfile.gettempdir()), Path("/tmp"), Path("/var/tmp"))):
-        if parent.is_dir() and os.access(parent, os.W_OK) and account.unreachable(parent) is None:
+        if parent.is_dir() and os.access(parent, os.W_OK) and account.can_enter(parent):
             scratch = Path(tempfile.mkdtemp(prefix="pgcdc-", dir=parent))
             scratch.chmod(0o711)
             return scratch
@@ -355,7 +348,7 @@ def reachable_binaries(bin_dir: Path, account: Account) -> Path:
     The copy is made under another name and renamed when complete; one found there is used only if it is ours, nobody
     else can write to it, and it has every file (temp cleaners remove single files).
     """
-    if account.unreachable(bin_dir) is None and (bin_dir / "postgres").stat().st_mode & stat.S_IROTH:
+    if account.can_enter(bin_dir) and (bin_dir / "postgres").stat().st_mode & stat.S_IROTH:
         return bin_dir
     root = bin_dir.parents[2]
     trees = [bin_dir, *(bin_dir.with_name(name) for name in ("lib", "share"))]
@@ -366,19 +359,13 @@ def reachable_binaries(bin_dir: Path, account: Account) -> Path:
     scratch = make_scratch_dir(account)
     target = scratch.parent / f"pgcdc-postgres-{os.geteuid()}-{key}"
     try:
-        if not (_is_ours(target) and _list_files(target, names) == wanted):
+        if not _is_ours(target) or _list_files(target, names) != wanted:
             for name in names:
                 shutil.copytree(root / name, scratch / name, symlinks=True)
-            for folder, _, files in os.walk(scratch):
-                os.chmod(folder, 0o755)
-                for path in (Path(folder, name) for name in files):
-                    if not path.is_symlink():
-                        path.chmod(0o755 if path.stat().st_mode & stat.S_IXUSR else 0o644)
+            subprocess.run(["chmod", "-R", "u=rwX,go=rX", scratch], check=True)
             if _is_ours(target):
                 shutil.rmtree(target, ignore_errors=True)
-            with contextlib.suppress(
-                OSError
-            ):  # made by another process meanwhile, or a name that somebody else has taken
+            with contextlib.suppress(OSError):  # another process was faster, or somebody else has taken the name
                 scratch.rename(target)
             if not _is_ours(target) or _list_files(target, names) != wanted:
                 raise ConfigError(f"cannot use {target}: it is not ours", f"Remove {target}")

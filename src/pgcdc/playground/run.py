@@ -15,30 +15,27 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Self
 
 import psutil
 import psycopg
 from rich.console import Console
 from rich.text import Text
 
-from pgcdc.capture.control import ControlClient
+from pgcdc.capture.control import ask
 from pgcdc.capture.server import remove_socket
 from pgcdc.config import Config
 from pgcdc.core.errors import ConfigError, PgcdcError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock
 from pgcdc.event.batch import Batch
-from pgcdc.playground.meter import Latency, Meter
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.playground.proof import Verdict, compare, read_tables
 from pgcdc.playground.shop import KEYS, Traffic, add_first_rows, create_tables
-from pgcdc.playground.view import View, summary_line
+from pgcdc.playground.view import Meter, View, summary_line
 from pgcdc.postgres.database import connect
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.pipeline import Pipeline
@@ -47,7 +44,6 @@ from pgcdc.spark.session import check_java
 NAME = "playground"
 EVENTS_FILE = "events.jsonl"
 TICK_S = 0.1
-NOTE_S = 10.0
 FIRST_EVENT_TIMEOUT_S = 120.0
 DRAIN_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 60.0
@@ -62,37 +58,34 @@ FROM pg_replication_slots WHERE slot_name = %s
 """
 
 
-@dataclass(frozen=True, slots=True)
-class PlaygroundOptions:
-    """What the user asks for."""
+def run_playground(
+    console: Console,
+    view: View,
+    *,
+    seconds: float | None = None,
+    rate_per_s: float = 20.0,
+    seed: int = 1,
+    keep: Path | None = None,
+) -> int:
+    """Play, compare, clean up; the exit code. `seconds` None: until Ctrl-C. `keep`: a folder for the delivered file.
 
-    seconds: float | None = None
-    """How long the traffic lasts; None: until Ctrl-C."""
-    rate_per_s: float = 20.0
-    seed: int = 1
-    keep: Path | None = None
-    """A folder for the delivered file; None: it is removed at the end."""
-
-
-def run_playground(options: PlaygroundOptions, console: Console, view: View) -> int:
-    """Play, compare, clean up; the exit code.
-
-    Raises KeyboardInterrupt, with everything cleaned up, if it was interrupted before or twice.
+    Raises KeyboardInterrupt, with everything cleaned up, if it was interrupted before events came, or twice.
     """
     check_java()
-    kept = _choose_file(options.keep)
-    with Interrupts() as interrupts:
-        playground = _Playground(options, console, view, interrupts)
-        try:
-            return playground.play(kept)
-        except (KeyboardInterrupt, Exception) as error:
-            if interrupts.count:  # what fails because we end things at once is no news
-                raise KeyboardInterrupt from None
-            if not isinstance(error, PgcdcError) or error.exit_code == 1:
-                playground.show_logs()
-            raise
-        finally:
-            playground.close()
+    kept = _choose_file(keep)
+    playground = _Playground(console, view, seconds)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, playground.handle_signal)
+    try:
+        return playground.play(kept, seed, rate_per_s)
+    except (KeyboardInterrupt, Exception) as error:
+        if playground.signals:  # what fails because we end things at once is no news
+            raise KeyboardInterrupt from None
+        if not isinstance(error, PgcdcError) or error.exit_code == 1:
+            playground.show_logs()
+        raise
+    finally:
+        playground.close()
 
 
 def _choose_file(folder: Path | None) -> Path | None:
@@ -113,61 +106,35 @@ def _choose_file(folder: Path | None) -> Path | None:
     return path
 
 
-class Interrupts:
-    """Signals. While nothing flows, the first raises KeyboardInterrupt; then it asks for the end, and the second raises.
-
-    The third kills.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.is_patient = False
-        """Whether events flow, so that the first signal asks for an end in order."""
-        self.asked = threading.Event()
-        self._previous: dict[signal.Signals, object] = {}
-
-    def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, previous in self._previous.items():
-            signal.signal(number, previous)  # type: ignore[arg-type]
-
-    def _handle(self, number: int, _: FrameType | None) -> None:
-        self.count += 1
-        self.asked.set()
-        if self.count > 2:
-            os._exit(128 + number)
-        if self.count == 2 or not self.is_patient:
-            raise KeyboardInterrupt
-
-
 class _Playground:
     """One run. `play` once, then `close`, whatever happened."""
 
-    def __init__(self, options: PlaygroundOptions, console: Console, view: View, interrupts: Interrupts) -> None:
-        self._options = options
+    def __init__(self, console: Console, view: View, seconds: float | None) -> None:
+        self.signals = 0
         self._console = console
-        self._interrupts = interrupts
-        self._began_s = time.time()
         self._view = view
+        self._began_s = time.time()
         self._scratch = Path(tempfile.mkdtemp(prefix=f"pgcdc-{NAME}-"))
-        self._meter = Meter()
+        self._meter = Meter(seconds)
         self._ending = contextlib.ExitStack()
         self._server: EmbeddedPostgres | None = None
         self._pipeline: Pipeline | None = None
         self._delivered: queue.SimpleQueue[tuple[float, Batch]] = queue.SimpleQueue()
         self._position = Position.at(0, 0)
-        self._first_event_s: float | None = None
-        self._lsns = (0, 0)
-        self._note, self._note_until_s = "", 0.0
+        self._is_flowing = False
         self._done = False
+
+    def handle_signal(self, number: int, _: FrameType | None) -> None:
+        """Before events flow, the first one interrupts. Then it ends in order, the second interrupts; the third kills."""
+        self.signals += 1
+        if self.signals > 2:
+            os._exit(128 + number)
+        if self.signals == 2 or not self._is_flowing:
+            raise KeyboardInterrupt
 
     # --- the run
 
-    def play(self, kept: Path | None) -> int:
+    def play(self, kept: Path | None, seed: int, rate_per_s: float) -> int:
         """Everything from the first process to the verdict."""
         path = kept or self._scratch / EVENTS_FILE
         self._view.start_phase("starting PostgreSQL 18")
@@ -176,12 +143,12 @@ class _Playground:
         self._sql = self._ending.enter_context(connect(url, application_name="pgcdc playground"))
         create_tables(self._sql)  # empty: the first rows come when we listen
         pipeline = self._start_pipeline(url, path)
-        self._interrupts.is_patient = True
+        self._is_flowing = True
         self._view.start_phase("opening the shop")
         add_first_rows(self._sql)
-        traffic = Traffic(url, self._options.seed, self._options.rate_per_s)
+        traffic = Traffic(url, seed, rate_per_s)
         traffic.start()
-        self._ending.callback(_stop_quietly, traffic)
+        self._ending.callback(_quietly, traffic.stop)
         self._watch(pipeline)
         self._view.start_phase("delivering what is in flight")
         traffic.stop()
@@ -212,7 +179,8 @@ class _Playground:
         config.check()
         pipeline = self._pipeline = Pipeline(config, say=self._say)
         pipeline.on_batch = lambda batch: self._delivered.put((time.time(), batch))
-        self._ending.callback(_end_pipeline, pipeline)
+        self._ending.callback(_quietly, pipeline.wait, END_TIMEOUT_S)
+        self._ending.callback(pipeline.stop)
         pipeline.start()
         return pipeline
 
@@ -220,31 +188,30 @@ class _Playground:
         """What the pipeline says: a line of the checklist while this thread waits for its start, then a note."""
         if text.startswith("ready"):
             return
-        if self._interrupts.is_patient:
-            self._note, self._note_until_s = text, time.monotonic() + NOTE_S
+        if self._is_flowing:
+            self._meter.note = text
         else:
             self._view.start_phase(text)
 
     def _watch(self, pipeline: Pipeline) -> None:
         """Show what arrives until the time is over or somebody asks for the end."""
         opened_s = time.time()
-        while not self._interrupts.asked.wait(TICK_S):
+        while not self.signals:
+            time.sleep(TICK_S)
             self._observe(pipeline)
-            if self._first_event_s is not None:  # until then the checklist is shown, and the time does not count
-                self._show(self._first_event_s)
-                if time.time() - self._first_event_s >= (self._options.seconds or float("inf")):
-                    return
-            elif time.time() - opened_s > FIRST_EVENT_TIMEOUT_S:
+            self._view.show(self._meter)
+            began_s, now_s = self._meter.began_s, time.time()  # until the first event, the time does not count
+            if began_s is None and now_s - opened_s > FIRST_EVENT_TIMEOUT_S:
                 raise PgcdcError(f"no event came within {FIRST_EVENT_TIMEOUT_S:.0f} s", AGAIN)
+            if began_s is not None and self._meter.seconds and now_s - began_s >= self._meter.seconds:
+                return
 
     def _drain(self, pipeline: Pipeline) -> None:
         """Wait until everything that was committed is in the file."""
-        holder = Lock.holder(pipeline.state.capture_lock) or {}
-        if "address" in holder:  # the capture does not wait for its idle interval to report it
-            with contextlib.closing(ControlClient(holder["address"])) as client:
-                target = Position.end(client.target())
-        else:
-            target = Position.end(self._query_progress()[0])
+        self._observe(pipeline)
+        # the capture that is asked does not wait for its idle interval to report it
+        asked = ask(pipeline.state.capture_lock, {"do": "target"})
+        target = Position.end(int(asked["lsn"]) if asked else self._meter.server_lsn)
         moved_s, position = time.monotonic(), self._position
         while self._position < target:
             time.sleep(TICK_S / 5)
@@ -269,35 +236,22 @@ class _Playground:
                 delivered_s, batch = self._delivered.get_nowait()
                 self._position = batch.end
                 self._meter.add(batch.events, delivered_s)
-                self._meter.lag.observe_delivery(batch.end.commit)
-                if self._first_event_s is None and len(batch):
-                    self._first_event_s = delivered_s
-        self._lsns = self._query_progress()
-        self._meter.lag.observe_server(time.time(), self._lsns[0])
-
-    def _query_progress(self) -> tuple[int, int]:
-        """Where the server's WAL is, and what we have confirmed."""
+                self._meter.delivered_lsn = batch.end.commit
         try:
             row = self._sql.execute(_PROGRESS, [NAME]).fetchone()
         except psycopg.Error as error:
             reason = " ".join(str(error).split())
             raise PgcdcError(f"the playground's PostgreSQL is gone: {reason}", AGAIN) from error
-        return (int(row[0]), int(row[1])) if row else (0, 0)
-
-    def _show(self, began_s: float) -> None:
-        server_lsn, confirmed_lsn = map(format_lsn, self._lsns)
-        note = self._note if time.monotonic() < self._note_until_s else ""
-        about = {"seconds": self._options.seconds, "server_lsn": server_lsn, "confirmed_lsn": confirmed_lsn}
-        self._view.show(self._meter.snapshot(time.time(), started_s=began_s, note=note, **about))
+        self._meter.server_lsn, self._meter.confirmed_lsn = map(int, row or (0, 0))
 
     def _report(self, verdict: Verdict, kept: Path | None) -> None:
         colour = "green" if verdict.is_equal else "red"
         lines = [("", ""), *((fault, colour) for fault in verdict.faults[:SHOWN_FAULTS])]
         if len(verdict.faults) > SHOWN_FAULTS:
             lines.append((f"... and {len(verdict.faults) - SHOWN_FAULTS:,} more", colour))
-        lines += [(str(verdict), f"bold {colour}"), (summary_line(Latency.of(self._meter.latency)), "")]
-        if self._first_event_s is not None:
-            lines.append((f"first event {self._first_event_s - self._began_s:.1f} s after the start", ""))
+        lines += [(str(verdict), f"bold {colour}"), (summary_line(self._meter.latencies), "")]
+        if self._meter.began_s is not None:
+            lines.append((f"first event {self._meter.began_s - self._began_s:.1f} s after the start", ""))
         if kept is not None:
             lines.append((f"the delivered events are in {kept}", ""))
         for line, style in lines:
@@ -320,7 +274,7 @@ class _Playground:
         self._view.close(failed=not self._done)
         try:
             # interrupted before anything was delivered: there is nothing to lose
-            if self._interrupts.count > 1 or (self._interrupts.count and not self._interrupts.is_patient):
+            if self.signals > 1 or (self.signals and not self._is_flowing):
                 raise KeyboardInterrupt
             self._ending.close()
         except KeyboardInterrupt:
@@ -345,12 +299,6 @@ class _Playground:
                 process.kill()
 
 
-def _stop_quietly(traffic: Traffic) -> None:
+def _quietly(end: Callable[..., object], *args: object) -> None:
     with contextlib.suppress(Exception):  # what ended the run is told, not this
-        traffic.stop()
-
-
-def _end_pipeline(pipeline: Pipeline) -> None:
-    pipeline.stop()
-    with contextlib.suppress(Exception):  # the same
-        pipeline.wait(END_TIMEOUT_S)
+        end(*args)

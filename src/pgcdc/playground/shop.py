@@ -12,8 +12,8 @@ import re
 import string
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any, LiteralString
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import psycopg
 from psycopg import errors
@@ -154,9 +154,8 @@ class _Shopper:
             self.step("place_order")
             self.changes = 0
             raise psycopg.Rollback
-        if (
-            name == "change_half_a_mind"
-        ):  # the inner changes vanish, those around them stay, those of a released one too
+        if name == "change_half_a_mind":
+            # the inner changes vanish, those around them stay, those of a released savepoint too
             self.step("add_customer")
             kept = self.changes
             with self._conn.transaction(force_rollback=True):
@@ -167,63 +166,46 @@ class _Shopper:
                 self.step("edit_customer")
             return
         _, script = STEPS[name]
-        values = {name: getattr(self, f"_{name}")() for name in re.findall(r"%\((\w+)\)s", script)}
+        values = {name: self._value(name) for name in re.findall(r"%\((\w+)\)s", script)}
         for statement in script.split(";"):
             self.changes += self._conn.execute(statement.encode(), values).rowcount
 
-    def _pick(self, table: LiteralString) -> int | None:
-        """A key that exists at random (by the index, however large the table)."""
-        query = f"SELECT id FROM {table} WHERE id >= (SELECT (%s * max(id))::bigint FROM {table}) ORDER BY id LIMIT 1"
-        row = self._conn.execute(query, (self._random.random(),)).fetchone()
+    def _value(self, name: str) -> object:
+        if name not in _PICKS:
+            return _VALUES[name](self._random)
+        row = self._conn.execute(_PICKS[name].encode(), (self._random.random(),)).fetchone()
         return row[0] if row else None
 
-    def _customer(self) -> int | None:
-        return self._pick("customers")
 
-    def _order(self) -> int | None:
-        return self._pick("orders")
-
-    def _document(self) -> object:
-        query = "SELECT id FROM documents WHERE id >= %s::uuid ORDER BY id LIMIT 1"
-        row = self._conn.execute(query, (f"{self._random.getrandbits(128):032x}",)).fetchone()
-        return row[0] if row else None
-
-    def _product(self) -> int:
-        return self._random.randint(1, 30)
-
-    def _lines(self) -> int:
-        return self._random.randint(1, 4)
-
-    def _text(self) -> str:
-        return f"{self._random.choice(_AWKWARD)}{self._random.choice(('', self._random.randrange(1000)))}"
-
-    def _text_or_null(self) -> str | None:
-        return self._random.choice((None, self._text()))
-
-    def _warehouse(self) -> str:
-        return f"{self._text()} {self._random.randrange(10**9)}"
-
-    def _price(self) -> float:
-        return self._random.randrange(100_000) / 100
-
-    def _weight(self) -> float | None:
-        return self._random.choice((None, self._random.random(), float("nan"), float("inf"), 1e-300))
-
-    def _status(self) -> str:
-        return self._random.choice(("paid", "packed", "shipped", "delivered"))
-
-    def _country(self) -> str:
-        return self._random.choice(("DEU", "FR", "JPN"))
-
-    def _digest(self) -> bytes:
-        return self._random.randbytes(self._random.randrange(40))
-
-    def _body(self) -> Jsonb | None:
-        """Mostly 3 to 20 kB of letters that do not compress (so they are TOASTed), sometimes small or null."""
-        text = "".join(self._random.choices(_LETTERS, k=self._random.choice((10, 3_000, 8_000, 20_000))))
-        return self._random.choice((Jsonb({"text": text, "note": self._text()}), Jsonb([text]), None))
+def _text(rng: random.Random) -> str:
+    return f"{rng.choice(_AWKWARD)}{rng.choice(('', rng.randrange(1000)))}"
 
 
+def _body(rng: random.Random) -> Jsonb | None:
+    """Mostly 3 to 20 kB of letters that do not compress (so they are TOASTed), sometimes small or null."""
+    text = "".join(rng.choices(_LETTERS, k=rng.choice((10, 3_000, 8_000, 20_000))))
+    return rng.choice((Jsonb({"text": text, "note": _text(rng)}), Jsonb([text]), None))
+
+
+_VALUES: Mapping[str, Callable[[random.Random], object]] = {
+    "product": lambda rng: rng.randint(1, 30),
+    "lines": lambda rng: rng.randint(1, 4),
+    "text": _text,
+    "text_or_null": lambda rng: rng.choice((None, _text(rng))),
+    "warehouse": lambda rng: f"{_text(rng)} {rng.randrange(10**9)}",
+    "price": lambda rng: rng.randrange(100_000) / 100,
+    "weight": lambda rng: rng.choice((None, rng.random(), float("nan"), float("inf"), 1e-300)),
+    "status": lambda rng: rng.choice(("paid", "packed", "shipped", "delivered")),
+    "country": lambda rng: rng.choice(("DEU", "FR", "JPN")),
+    "digest": lambda rng: rng.randbytes(rng.randrange(40)),
+    "body": _body,
+}
+_PICK = "SELECT id FROM {0} WHERE id >= (SELECT (%s * max(id))::bigint FROM {0}) ORDER BY id LIMIT 1"
+_PICK_UUID = """
+    SELECT id FROM documents WHERE id >= rpad(lpad(to_hex((%s * 4294967295)::bigint), 8, '0'), 32, '0')::uuid
+    ORDER BY id LIMIT 1"""
+_PICKS = {"customer": _PICK.format("customers"), "order": _PICK.format("orders"), "document": _PICK_UUID}
+"""A key that exists at random, by the index, however large the table."""
 STEPS = {
     "place_order": (20, """
         INSERT INTO orders (customer_id, status, total, note) VALUES (%(customer)s, 'new', %(price)s, %(text)s);
@@ -254,5 +236,5 @@ STEPS = {
     "change_mind": (3, ""),
     "change_half_a_mind": (3, ""),
 }  # fmt: skip
-"""What happens in the shop: how often, and the statements; `%(name)s` is the value of the method `_name`."""
+"""What happens in the shop: how often, and the statements; `%(name)s` is one of `_VALUES` or `_PICKS`."""
 _WEIGHTS = [weight for weight, _ in STEPS.values()]

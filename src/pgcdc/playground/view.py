@@ -1,46 +1,97 @@
-"""What the playground shows: a checklist while things start and end, a live view while events flow.
+"""What the playground measures and shows: a checklist while things start and end, a live view while events flow.
 
-`render` and `progress_line` are functions of a snapshot; the two classes say where it goes: a terminal, or lines of text.
+The live view goes to a terminal; logs, pipes and plain terminals get lines of text. Memory stays flat.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.cells import cell_len, set_cell_size
+import orjson
+from rich.cells import set_cell_size
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.panel import Panel
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:  # the view is there before numpy and Arrow are loaded
-    from pgcdc.playground.meter import Event, Latency, Snapshot
+from pgcdc.postgres.lsn import format_lsn
 
-OPERATIONS = ("INSERT", "UPDATE", "DELETE")
-_COLOURS = {"INSERT": "green", "UPDATE": "yellow", "DELETE": "red", "TRUNCATE": "magenta"}
-_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-_BARS = " ▁▂▃▄▅▆▇█"
-_WIDE = 92
-"""From this width on there is room for the time and latency of every event."""
+if TYPE_CHECKING:  # the view is there before numpy and Arrow are loaded
+    import pyarrow as pa
+
+RECENT_S = 10.0
+SHOWN_EVENTS = 60
+LINE_INTERVAL_S, SCREEN_INTERVAL_S = 5.0, 0.3
+_COLOURS = {"INSERT": "green", "UPDATE": "yellow", "DELETE": "red"}
 _MAX_VALUE_LETTERS = 28
-_MAX_TABLE_LETTERS = 18
-PLAIN_INTERVAL_S = 5.0
+_TABLE_LETTERS = 18
+
+
+class Meter:
+    """Adds up what was delivered. One thread uses it.
+
+    What was committed before the first delivery waited for the start, not for the pipeline: its latency is left out.
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.seconds = seconds
+        """How long the traffic lasts; None: until Ctrl-C."""
+        self.began_s: float | None = None
+        """When the first event was delivered, in seconds since 1970."""
+        self.events = self.commits = 0
+        self.latencies: Counter[int] = Counter()
+        """Events by the milliseconds from commit to delivery."""
+        self.counts: Counter[tuple[str, str]] = Counter()
+        """Events by table and operation."""
+        self.last: deque[tuple[dict[str, Any], float]] = deque(maxlen=SHOWN_EVENTS)
+        """Events and their latencies in milliseconds, the newest last."""
+        self.server_lsn = self.delivered_lsn = self.confirmed_lsn = 0
+        self.note = ""
+        self._recent: deque[tuple[float, int, int, Counter[int]]] = deque()
+        self._last_commit = ""
+
+    def add(self, batch: pa.Table, delivered_s: float) -> None:
+        """Count one batch (`position` and `line` columns) that was delivered at this time (seconds since 1970)."""
+        events = [orjson.loads(line) for line in batch.column("line").to_pylist()]
+        if not events:
+            return
+        commits = list(dict.fromkeys(position[:16] for position in batch.column("position").to_pylist()))
+        count = len(commits) - (commits[0] == self._last_commit)  # a huge transaction comes in several batches
+        self._last_commit = commits[-1]
+        self.began_s = self.began_s or delivered_s
+        times = [(delivered_s - datetime.fromisoformat(one["created_at"]).timestamp()) * 1e3 for one in events]
+        latencies = Counter(round(one) for one in times if one <= (delivered_s - self.began_s) * 1e3)
+        self.events += len(events)
+        self.commits += count
+        self.latencies.update(latencies)
+        self.counts.update((_table(one), one["operation"]) for one in events)
+        self.last.extend(zip(events, times, strict=True))
+        self._recent.append((delivered_s, len(events), count, latencies))
+
+    def recent(self, now_s: float) -> tuple[float, float, Counter[int]]:
+        """Events and commits per second, and latencies, of the last ten seconds."""
+        while self._recent and self._recent[0][0] < now_s - RECENT_S:
+            self._recent.popleft()
+        span_s = min(RECENT_S, max(1.0, now_s - (self.began_s or now_s)))
+        latencies: Counter[int] = Counter()
+        for _, _, _, part in self._recent:
+            latencies.update(part)
+        return sum(one[1] for one in self._recent) / span_s, sum(one[2] for one in self._recent) / span_s, latencies
+
+    def elapsed_s(self, now_s: float) -> float:
+        """Since the first event."""
+        return now_s - (self.began_s or now_s)
+
+
+def _table(event: dict[str, Any]) -> str:
+    return str(event["channel"].removeprefix("pgcdc:"))
 
 
 # --- text
-
-
-def sparkline(values: Sequence[int], width: int) -> str:
-    """The last `width` values as bars, the newest at the right end; anything but 0 is visible."""
-    shown = list(values[-width:]) if width > 0 else []
-    top = max(shown, default=0)
-    bars = [_BARS[max(1, round(value / top * 8)) if value else 0] for value in shown]
-    return "".join(bars).rjust(max(0, width))
 
 
 def format_bytes(size: float) -> str:
@@ -54,165 +105,93 @@ def format_bytes(size: float) -> str:
 
 def format_ms(value: float) -> str:
     """`84 ms`, `1.2 s`."""
-    if value >= 999.5:
-        return f"{value / 1e3:.1f} s"
-    return f"{value:.0f} ms" if value >= 1 or value <= 0 else "<1 ms"
+    return f"{value / 1e3:.1f} s" if value >= 999.5 else f"{value:.0f} ms"
 
 
-def format_latency(latency: Latency) -> tuple[str, str]:
-    """p50 and p99; `-` while there is nothing to tell."""
-    return (format_ms(latency.p50_ms), format_ms(latency.p99_ms)) if latency.events else ("-", "-")
+def format_latency(latencies: Counter[int], share: float) -> str:
+    """The latency that this share of the events does not exceed; `-` while there is nothing to tell."""
+    left = share * latencies.total()
+    for value in sorted(latencies):
+        left -= latencies[value]
+        if left <= 0:
+            return format_ms(value)
+    return "-"
 
 
 def format_clock(seconds: float) -> str:
     """`0:07`, `12:00`."""
-    whole = max(0, int(seconds))
-    return f"{whole // 60}:{whole % 60:02d}"
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def progress_line(snapshot: Snapshot) -> str:
+def progress_line(meter: Meter, now_s: float) -> str:
     """One line for a log."""
-    p50, p99 = format_latency(snapshot.latency)
+    events_per_s, commits_per_s, latencies = meter.recent(now_s)
     return (
-        f"{format_clock(snapshot.elapsed_s)}  {snapshot.events:,} events in {snapshot.commits:,} commits, "
-        f"{snapshot.events_per_s:.0f} events/s, {snapshot.commits_per_s:.0f} commits/s, "
-        f"lag {format_bytes(snapshot.lag_bytes)} {format_ms(snapshot.lag_ms)}, "
-        f"latency p50 {p50} p99 {p99}"
+        f"{format_clock(meter.elapsed_s(now_s))}  {meter.events:,} events in {meter.commits:,} commits, "
+        f"{events_per_s:,.0f} events/s, {commits_per_s:,.0f} commits/s, "
+        f"lag {format_bytes(max(0, meter.server_lsn - meter.delivered_lsn))}, "
+        f"latency p50 {format_latency(latencies, 0.5)} p99 {format_latency(latencies, 0.99)}"
     )
 
 
-def summary_line(latency: Latency) -> str:
+def summary_line(latencies: Counter[int]) -> str:
     """Latency of the whole run."""
-    p50, p99 = format_latency(latency)
-    return f"commit to file: p50 {p50}, p99 {p99}, max {format_ms(latency.max_ms)} over {latency.events:,} events"
+    p50, p99, top = (format_latency(latencies, share) for share in (0.5, 0.99, 1.0))
+    return f"commit to file: p50 {p50}, p99 {p99}, max {top} over {latencies.total():,} events"
 
 
-def describe_row(event: Event) -> Text:
-    """The row in short; a changed key as `id=1→2`, an unchanged large value as `body=…`."""
-    text = Text(no_wrap=True, overflow="ellipsis")
-    names = list(event.row) + [name for name in event.unchanged if name not in event.row]
-    for name in names:
-        text.append(f"{name}=", "dim")
-        if name in event.unchanged:
-            text.append("… ", "dim italic")
-            continue
-        value = event.row[name]
-        if name in event.old and event.old[name] != value:
-            text.append(f"{_shorten(event.old[name])}→", "cyan")
-        text.append(f"{_shorten(value)} ", "dim italic" if value is None else "")
+def describe_event(event: dict[str, Any], latency_ms: float) -> Text:
+    """One line; a changed key is `id=1→2`, an unchanged large value `body=…`."""
+    operation, payload = event["operation"], event["payload"]
+    row, old = payload.get("row") or {}, payload.get("old") or {}
+    text = Text(f"{event['created_at'][11:23]} {format_ms(latency_ms):>6} ", "dim", no_wrap=True, overflow="ellipsis")
+    text.append(f"{operation:<8} ", _COLOURS.get(operation, "magenta"))
+    text.append(f"{set_cell_size(_table(event), _TABLE_LETTERS)} ", "bold")
+    for name, value in row.items():
+        before = f"{_shorten(old[name])}→" if name in old and old[name] != value else ""
+        text.append(f"{name}={before}{_shorten(value)} ", "")
+    for name in payload.get("_unchanged_toast_columns") or ():
+        text.append(f"{name}=… ", "dim italic")
     return text
 
 
 def _shorten(value: str | None) -> str:
     if value is None:
         return "null"
-    short = value[: _MAX_VALUE_LETTERS + 1]
-    short = f"{short[:-1]}…" if len(short) > _MAX_VALUE_LETTERS else short
+    short = value if len(value) <= _MAX_VALUE_LETTERS else f"{value[:_MAX_VALUE_LETTERS]}…"
     return "".join(letter if letter.isprintable() else "·" for letter in short)
 
 
-# --- the live view
-
-
-def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
+def render(meter: Meter, now_s: float, height: int) -> RenderableType:
     """The whole screen. What does not fit is left out from the bottom: last events first, then tables."""
-    parts: list[RenderableType] = [_header(snapshot, width), _metrics(snapshot, width)]
-    left = height - 6
-    # the busiest first would jump about: by name, those of `public` before others
-    names = sorted({table for table, _ in snapshot.counts}, key=lambda table: ("." in table, table))
-    if left >= len(names) + 3:
-        parts.append(_counts(snapshot, names, width))
-        left -= len(names) + 3
-    if left >= 3:
-        parts.append(_last_events(snapshot.last, left - 2, width))
-    return Group(*parts)
-
-
-def _header(snapshot: Snapshot, width: int) -> RenderableType:
-    title = Text.assemble((" pgcdc playground  ", "bold"), ("● streaming", "bold green"))
-    if snapshot.note:
-        title.append(f"  {snapshot.note}", "yellow")
-    clock = format_clock(snapshot.elapsed_s)
-    if snapshot.seconds is not None:
-        clock += f" of {format_clock(snapshot.seconds)}"
-    ending = Text.assemble((clock, "bold"), ("  Ctrl-C ends and compares ", "dim") if width >= 60 else "")
-    grid = Table.grid(expand=True)
-    grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
-    grid.add_column(justify="right", no_wrap=True)
-    grid.add_row(title, ending)
-    return grid
-
-
-def _metrics(snapshot: Snapshot, width: int) -> RenderableType:
-    p50, p99 = format_latency(snapshot.latency)
-    half = width // 2 - 4
-    rate = Text.assemble(
-        (f"{snapshot.events_per_s:,.0f}", "bold cyan"), " events/s   ",
-        (f"{snapshot.commits_per_s:,.0f}", "bold cyan"), " commits/s\n",
-        (sparkline(snapshot.history, half), "cyan"), "\n",
-        (f"{snapshot.events:,} events in {snapshot.commits:,} commits", "dim"),
-        no_wrap=True, overflow="ellipsis",
-    )  # fmt: skip
-    times = Text.assemble(
-        "p50 ", (p50, "bold cyan"), "   p99 ", (p99, "bold cyan"),
-        ("   last 10 s", "dim"), "\n",
-        "lag ", (format_bytes(snapshot.lag_bytes), "bold"), "   ", (format_ms(snapshot.lag_ms), "bold"), "\n",
-        (f"WAL {snapshot.server_lsn}, confirmed {snapshot.confirmed_lsn}", "dim"),
-        no_wrap=True, overflow="ellipsis",
-    )  # fmt: skip
-    grid = Table.grid(expand=True)
-    grid.add_column(ratio=1)
-    grid.add_column(ratio=1)
-    grid.add_row(_panel(rate, "rate"), _panel(times, "commit to file"))
-    return grid
-
-
-def _counts(snapshot: Snapshot, names: list[str], width: int) -> RenderableType:
-    totals: Counter[str] = Counter()
-    for (table, _), count in snapshot.counts.items():
-        totals[table] += count
-    grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
-    grid.add_column(no_wrap=True, overflow="ellipsis")
-    for _ in range(len(OPERATIONS) + 1):
-        grid.add_column(justify="right", no_wrap=True)
-    grid.add_column(no_wrap=True, ratio=1)
-    grid.add_row("", *(Text(f"{name.lower()}s", _COLOURS[name]) for name in OPERATIONS), Text("events", "bold"), "")
-    top = max(totals.values(), default=1)
-    room = max(4, width - max((len(name) for name in names), default=0) - 50)
-    for table in names:
-        counts = [snapshot.counts.get((table, operation), 0) for operation in OPERATIONS]
-        cells = [Text(f"{count:,}" if count else "-", "" if count else "dim") for count in counts]
-        bar = Text("━" * max(1, round(totals[table] / top * room)), "blue")
-        grid.add_row(Text(table), *cells, Text(f"{totals[table]:,}", "bold"), bar)
-    return _panel(grid, "tables")
-
-
-def _last_events(events: Sequence[Event], rows: int, width: int) -> RenderableType:
-    """The newest at the bottom, as in a log. Laid out by hand: a table of this size costs a tenth of a core."""
-    shown = events[-rows:]
-    names = min(_MAX_TABLE_LETTERS, max((cell_len(event.table) for event in shown), default=0))
-    lines = []
-    for event in shown:
-        line = Text(no_wrap=True)
-        if width >= _WIDE:
-            line.append(f"{event.created_at[11:23]} {format_ms(event.latency_ms):>6} ", "dim")
-        line.append(f"{event.operation:<8} ", _COLOURS.get(event.operation, ""))
-        line.append(f"{set_cell_size(event.table, names)} ", "bold")
-        line.append_text(describe_row(event))
-        line.truncate(width - 4, overflow="ellipsis")
-        lines.append(line)
-    return _panel(Text("\n").join([*lines, *([Text()] * (rows - len(lines)))]), "last events")
-
-
-def _panel(content: RenderableType, title: str) -> Panel:
-    return Panel(content, title=title, title_align="left", border_style="bright_black", box=box.ROUNDED)
+    clock = format_clock(meter.elapsed_s(now_s)) + (f" of {format_clock(meter.seconds)}" if meter.seconds else "")
+    title = Text.assemble(("pgcdc playground  ", "bold"), ("● streaming  ", "bold green"), (clock, "bold"))
+    title.append("  Ctrl-C ends and compares  ", "dim").append(meter.note, "yellow")
+    lsns = f"WAL {format_lsn(meter.server_lsn)}, confirmed {format_lsn(meter.confirmed_lsn)}"
+    numbers = Text(progress_line(meter, now_s).partition("  ")[2].replace(", lag", "\nlag"), "cyan")
+    parts: list[RenderableType] = [title, numbers, Text(lsns, "dim"), ""]
+    tables = sorted({table for table, _ in meter.counts}, key=lambda table: ("." in table, table))
+    left = height - 5
+    if left > len(tables):
+        grid = Table(box=None, padding=(0, 2, 0, 0))
+        grid.add_column("")
+        for one, colour in _COLOURS.items():
+            grid.add_column(Text(f"{one.lower()}s", colour), justify="right")
+        for table in tables:
+            grid.add_row(Text(table), *(f"{meter.counts[table, one]:,}" for one in _COLOURS))
+        parts += [grid, ""]
+        left -= len(tables) + 2
+    shown = list(meter.last)[-left:] if left > 0 else []
+    return Group(*parts, *(describe_event(*one) for one in shown))
 
 
 # --- where it is shown
 
 
 class View:
-    """Where the playground reports: lines of text, for logs, pipes and terminals that can do no more. One thread calls."""
+    """Lines of text. One thread calls."""
+
+    interval_s = LINE_INTERVAL_S
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -223,15 +202,17 @@ class View:
         self._print(f"pgcdc: {text}")
         self._due_s = 0.0
 
-    def show(self, snapshot: Snapshot) -> None:
-        """Events flow: this is how it looks now."""
-        now = time.monotonic()
-        if now >= self._due_s and snapshot.events:
-            self._due_s = now + PLAIN_INTERVAL_S
-            self._print(progress_line(snapshot))
+    def show(self, meter: Meter) -> None:
+        """Events flow: this is how it looks now. Called often, it shows something now and then."""
+        if meter.events and time.monotonic() >= self._due_s:
+            self._due_s = time.monotonic() + self.interval_s
+            self._draw(meter)
 
     def close(self, failed: bool = False) -> None:
         """The last phase is over."""
+
+    def _draw(self, meter: Meter) -> None:
+        self._print(progress_line(meter, time.time()))
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -241,49 +222,38 @@ class View:
 class TerminalView(View):
     """A checklist with a spinner, which stays on the terminal, and the live view on the alternate screen between."""
 
+    interval_s = SCREEN_INTERVAL_S
+
     def __init__(self, console: Console) -> None:
         super().__init__(console)
-        self._live: Live | None = None
+        self._live: Live | Status | None = None
         self._phase, self._began_s = "", 0.0
-        self._snapshot: Snapshot | None = None
 
     def start_phase(self, text: str) -> None:
         self.close()
         self._phase, self._began_s = text, time.monotonic()
-        self._start(self._draw_phase, refresh_per_second=10, transient=True)
+        self._live = self._console.status(text)
+        self._live.start()
 
-    def show(self, snapshot: Snapshot) -> None:
-        is_first = self._snapshot is None
-        if is_first:
+    def _draw(self, meter: Meter) -> None:
+        if not isinstance(self._live, Live):
             self.close()
-        self._snapshot = snapshot
-        if is_first:
-            self._start(self._draw_screen, refresh_per_second=3, screen=True)
+            self._live = Live(console=self._console, screen=True, auto_refresh=False)
+            self._live.start()
+        self._live.update(render(meter, time.time(), self._console.height), refresh=True)
 
     def close(self, failed: bool = False) -> None:
         if self._live is not None:
             self._live.stop()
-            self._live = self._snapshot = None
+            self._live = None
         if self._phase:
-            self._console.print(self._draw_phase((" ✗ ", "red") if failed else (" ✔ ", "green")))
+            sign = ("✗ ", "red") if failed else ("✔ ", "green")
+            took = f"  {time.monotonic() - self._began_s:.1f} s"
+            self._console.print(Text.assemble(sign, self._phase, (took, "dim")))
             self._phase = ""
-
-    def _start(self, draw: Callable[[], RenderableType], **options: Any) -> None:
-        self._live = Live(get_renderable=draw, console=self._console, **options)
-        self._live.start()
-
-    def _draw_phase(self, sign: tuple[str, str] | None = None) -> Text:
-        now = time.monotonic()
-        sign = sign or (f" {_SPINNER[int(now * 10) % len(_SPINNER)]} ", "cyan")
-        took = f"  {now - self._began_s:.1f} s"
-        return Text.assemble(sign, self._phase, (took, "dim"), no_wrap=True, overflow="ellipsis")
-
-    def _draw_screen(self) -> RenderableType:
-        return render(self._snapshot, self._console.width, self._console.height) if self._snapshot else ""
 
 
 def choose_view(console: Console, is_terminal: bool) -> View:
     """The live view on a terminal that can show it, lines of text elsewhere."""
-    if is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf"):
-        return TerminalView(console)
-    return View(console)
+    is_able = is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
+    return TerminalView(console) if is_able else View(console)
