@@ -75,19 +75,14 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Capture": "pgcdc.source.postgres.wire.stream",
-    "CaptureBatch": "pgcdc.spool.segment",
-    "Pipeline": "pgcdc.run.pipeline",
-    "Sink": "pgcdc.sink.contract",
-    "SinkContext": "pgcdc.sink.contract",
-    "SinkOptions": "pgcdc.sink.spec",
-    "describe": "pgcdc.spark.tables",
-    "open_capture": "pgcdc.source.postgres.wire.stream",
-    "read_snapshot": "pgcdc.spark.tables",
-    "read_table": "pgcdc.spark.tables",
-    "read_tables": "pgcdc.spark.tables",
-    "register": "pgcdc.spark.session",
-    "session": "pgcdc.spark.session",
+    "pgcdc": ("adapters", "functions", "sources", "transform"),
+    "pgcdc.run.pipeline": ("Pipeline",),
+    "pgcdc.sink.contract": ("Sink", "SinkContext"),
+    "pgcdc.sink.spec": ("SinkOptions",),
+    "pgcdc.source.postgres.wire.stream": ("Capture", "open_capture"),
+    "pgcdc.spark.session": ("register", "session"),
+    "pgcdc.spark.tables": ("describe", "read_snapshot", "read_table", "read_tables"),
+    "pgcdc.spool.segment": ("CaptureBatch",),
 }
 
 
@@ -95,8 +90,7 @@ def __getattr__(name: str) -> Any:
     """Import what needs Spark or a driver only when it is asked for."""
     from importlib import import_module
 
-    if name in ("adapters", "functions", "sources", "transform"):
-        return import_module(f"pgcdc.{name}")
-    if name not in _LAZY:
+    module = next((module for module, names in _LAZY.items() if name in names), "")
+    if not module:
         raise AttributeError(f"module 'pgcdc' has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    return import_module(f"pgcdc.{name}") if module == "pgcdc" else getattr(import_module(module), name)

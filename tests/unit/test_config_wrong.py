@@ -513,7 +513,7 @@ def test_options_that_do_not_go_together_are_named_as_they_are_written(flags: di
 def test_a_flag_stands_once_in_a_message() -> None:
     with pytest.raises(ConfigError) as caught:
         load({"db": "postgresql://h/d", "tables": "t", "adapters": ["stdout"], "file_path": "x"}, {}, None).check()
-    assert caught.value.message == "--file-path is given without --adapter file"
+    assert caught.value.message == "--file-path is for --adapter file"
 
 
 # --- all at once, other names, and names of the manual

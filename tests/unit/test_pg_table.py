@@ -137,7 +137,7 @@ def test_flags_and_rules_for_tables() -> None:
         ({"pg_table_triggers": "on"}, "--pg-table-triggers is for --pg-table-mode apply"),
         ({"pg_table_mode": "apply", "pg_table_table": "x"}, "is for --pg-table-mode append"),
         ({"pg_table_table": "a.b.c"}, "not a table name"),
-        ({"adapters": ["stdout"], "pg_table_mode": "apply"}, "without --adapter pg_table"),
+        ({"adapters": ["stdout"], "pg_table_mode": "apply"}, "--pg-table-mode is for --adapter pg_table"),
     ],
     ids=str,
 )

@@ -190,12 +190,12 @@ def test_rows_for_people(rows: int, estimated: int, seconds: float, text: str) -
 
 
 def test_lines_come_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = CopyProgress(live=False, interval_s=3600)
+    progress = CopyProgress(interval_s=3600)
     progress("t", 0, 100, False)
     progress("t", 5, 100, False)
     progress("t", 100, 100, True)
     assert capsys.readouterr().err == "pgcdc: table t: 100 rows, complete in less than 1 s\n"
-    progress = CopyProgress(live=False, interval_s=0)
+    progress = CopyProgress(interval_s=0)
     progress("t", 0, 100, False)
     progress("t", 50, 100, False)
     assert capsys.readouterr().err.startswith("pgcdc: table t: 50 of about 100 rows (50 %), ")

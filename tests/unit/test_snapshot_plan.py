@@ -128,7 +128,7 @@ def test_the_default_is_initial_where_it_can_be(given: str | None, how: dict[str
 
 
 def test_progress_is_said_in_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = SnapshotProgress(live=False)
+    progress = SnapshotProgress()
     reading = {
         "table": "orders", "status": "reading", "rows": 1500, "estimated_rows": 6000, "percent": 25.0, "rows_per_s": 500,
         "seconds_left": 9,

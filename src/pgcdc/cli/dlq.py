@@ -308,8 +308,8 @@ def _check_whose(settings: Config, ids: list[str] | None) -> None:
 
 def _one_adapter(settings: Config, store: ReadableDeadLetters, names: list[str] | None) -> str | None:
     """A misspelt name, or the last of several, must not look as if there were no letters."""
-    from pgcdc.config.model import suggest
     from pgcdc.core.errors import ConfigError
+    from pgcdc.core.settings import suggest
     from pgcdc.core.state import StateDir
     from pgcdc.sink.letters.record import Query
 

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 from typer.core import TyperCommand
-
-if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
 
 CONFIG_OPTION = typer.Option(help="Configuration file. (default: pgcdc.yaml, if it exists)")
 EPILOG = (
@@ -74,7 +71,7 @@ def given_flags(ctx: typer.Context) -> dict[str, Any]:
 
 @cache
 def _make_params() -> list[Any]:
-    from pgcdc.config.adapters import FLAT_KEYS
+    from pgcdc.config.adapters import ENTRIES, FLAT_KEYS, shown_default
     from pgcdc.config.model import GROUPS, Config
     from pgcdc.core.settings import is_switch, setting_of
 
@@ -83,23 +80,22 @@ def _make_params() -> list[Any]:
     for name, field, setting in sorted(fields, key=lambda one: (GROUPS.index(one[2].group), one[0] in FLAT_KEYS)):
         if setting.flag is None:
             continue
-        adapter = FLAT_KEYS[name][0] if name in FLAT_KEYS else ""
-        switch = is_switch(field.annotation)
+        adapter, option = FLAT_KEYS.get(name, ("", ""))
+        own = ENTRIES[adapter].model_fields[option] if adapter else field
+        switch, text = is_switch(field.annotation), field.description or ""
         kind: Any = bool | None if switch else list[str] | None if setting.is_repeated else str | None
-        both = f"--{setting.flag}"
-        if field.default is True or name in TWO_WAY or _is_on(FLAT_KEYS.get(name)):
-            both += f"/--no-{setting.flag}"
-        option = typer.Option(
-            both if switch else f"--{setting.flag}",
+        can_deny = switch and (own.default is True or name in TWO_WAY)
+        flag = typer.Option(
+            f"--{setting.flag}/--no-{setting.flag}" if can_deny else f"--{setting.flag}",
             *(f"--{adapter}-{alias}".replace("_", "-") for alias in setting.aliases),
-            help=_describe(field),
+            help=text if "(default" in text else text + shown_default(field),
             metavar=None if switch else setting.metavar or _choices(field.annotation),
             rich_help_panel=setting.group,
             hidden=setting.is_hidden,
             show_default=False,
         )
         parameters.append(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, flag])
         )
 
     def settings(**given: Any) -> None:
@@ -112,27 +108,8 @@ def _make_params() -> list[Any]:
     return list(typer.main.get_command(app).params)
 
 
-def _is_on(option: tuple[str, str] | None) -> bool:
-    """Whether it is an adapter's switch that is on unless somebody says otherwise."""
-    from pgcdc.sink.registry import ADAPTERS
-    from pgcdc.sink.spec import DeliveryOptions
-
-    if option is None:
-        return False
-    kind, name = option
-    return {**ADAPTERS[kind].model_fields, **DeliveryOptions.model_fields}[name].default is True
-
-
-def _describe(field: FieldInfo) -> str:
-    """The help with the default, if the text does not tell it."""
-    from pgcdc.config.adapters import shown_default
-
-    text = field.description or ""
-    return text if "(default" in text else text + shown_default(field)
-
-
 def _choices(annotation: Any) -> str:
     """What stands for the value in the help: the choices, if there are some."""
-    literals = [one for part in (annotation, *get_args(annotation)) for one in get_args(part) if isinstance(one, str)]
-    plain = [one for one in get_args(annotation) if isinstance(one, str)]
-    return "|".join(plain or literals) or "TEXT"
+    parts = (annotation, *get_args(annotation))
+    found = [one for part in parts for one in get_args(part) if isinstance(one, str)]
+    return "|".join(dict.fromkeys(found)) or "TEXT"

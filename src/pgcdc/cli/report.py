@@ -7,14 +7,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from pgcdc.core.errors import ConfigErrors, PgcdcError
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
 
 INTERRUPTED = 130
 LINE_INTERVAL_S = 10.0
@@ -85,43 +82,13 @@ def show(value: object) -> str:
     return str(value)
 
 
-# --- how far the reading of tables is: bars on a terminal, a line now and then elsewhere. Always on stderr
-
-
-class _Bars:
-    """A bar for each table, on a terminal."""
-
-    def __init__(self, *, transient: bool = False) -> None:
-        self._transient = transient
-        self._progress: Progress | None = None
-        self._bars: dict[str, TaskID] = {}
-
-    def draw(self, table: str, percent: float | None, what: str) -> None:
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        if self._progress is None:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"))
-            self._progress = Progress(*columns, console=Console(stderr=True), transient=self._transient)
-            self._progress.start()
-        if table not in self._bars:
-            self._bars[table] = self._progress.add_task(escape(table), what="")
-        total = None if percent is None else 100.0
-        self._progress.update(self._bars[table], completed=percent or 0.0, total=total, what=what)
-
-    def close(self) -> None:
-        """Leave the bars as they are; what comes next is printed below them."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+# --- how far the reading of tables is: a line now and then, on stderr
 
 
 class CopyProgress:
-    """Shows how far a copy is: called when a table's turn has come, now and then, and when it is complete."""
+    """Says how far a copy is: called when a table's turn has come, now and then, and when it is complete."""
 
-    def __init__(self, *, live: bool | None = None, interval_s: float = LINE_INTERVAL_S) -> None:
-        self._bars = _Bars() if (sys.stderr.isatty() if live is None else live) else None
+    def __init__(self, interval_s: float = LINE_INTERVAL_S) -> None:
         self._interval_s = interval_s
         self._table = ""
         self._began = self._due = 0.0
@@ -131,40 +98,23 @@ class CopyProgress:
         if table != self._table:
             self._table, self._began, self._due = table, now, now + self._interval_s
         seconds = now - self._began
-        text = describe_rows(rows, 0 if is_complete else estimated_rows, seconds)
-        if self._bars is not None:
-            percent = 100.0 if is_complete else min(100.0, 100 * rows / estimated_rows) if estimated_rows else None
-            self._bars.draw(table, percent, text)
-        elif is_complete:
+        if is_complete:
             took = describe_seconds(seconds) if seconds >= 1 else "less than 1 s"
             say(f"table {table}: {rows:,} row{'s' if rows != 1 else ''}, complete in {took}")
         elif rows and now >= self._due:
             self._due = now + self._interval_s
-            say(f"table {table}: {text}")
-
-    def close(self) -> None:
-        """Nothing more will come, be it complete or not."""
-        if self._bars is not None:
-            self._bars.close()
+            say(f"table {table}: {describe_rows(rows, estimated_rows, seconds)}")
 
 
 class SnapshotProgress:
-    """Shows the status of the initial snapshot whenever it is handed one."""
+    """Says how far the initial snapshot is: every ten seconds, and once at the end."""
 
-    def __init__(self, *, live: bool) -> None:
-        self._bars = _Bars(transient=True) if live else None
+    def __init__(self) -> None:
         self._due = 0.0
 
     def show(self, status: dict[str, Any]) -> None:
-        """Show it: all the time on a terminal, every ten seconds as lines, and once at the end."""
-        if status["status"] == "complete":
-            if self._bars is not None:
-                self._bars.close()
-            say(describe_snapshot(status))
-        elif self._bars is not None:
-            for one in status["tables"]:
-                self._bars.draw(one["table"], one["percent"], _describe_table(one).partition(": ")[2])
-        elif time.monotonic() >= self._due:
+        """Take the status of now."""
+        if status["status"] == "complete" or time.monotonic() >= self._due:
             self._due = time.monotonic() + LINE_INTERVAL_S
             say(describe_snapshot(status))
 

@@ -151,17 +151,16 @@ def _copy(settings: Config, wanted: Wanted, to: str, partitions: int | None, typ
                 raise ConfigError(f"{_flag(flag)} is for --to parquet:DIR", "Leave it out, or add --to")
     specs, transforms = choose_specs(settings, None), settings.global_transforms
     keep_secrets([settings.db, settings.dlq_db], specs, transforms)
-    progress = CopyProgress()
     signal.signal(signal.SIGTERM, _end)
     try:
         if to:
             folder = _parquet_folder(settings, wanted, to, partitions)
             rows = copy_to_parquet(
-                wanted, folder, partitions=partitions or 0, types=types, progress=progress, say=say
+                wanted, folder, partitions=partitions or 0, types=types, progress=CopyProgress(), say=say
             )  # fmt: skip
         else:
             options = EventOptions(invalid_text=settings.invalid_utf8)
-            rows = copy_to_adapters(wanted, specs, transforms, options=options, progress=progress, say=say)
+            rows = copy_to_adapters(wanted, specs, transforms, options=options, progress=CopyProgress(), say=say)
     except SinkError as error:
         if not isinstance(error.__cause__, BrokenPipeError) or len(specs) > 1:
             raise
@@ -170,8 +169,6 @@ def _copy(settings: Config, wanted: Wanted, to: str, partitions: int | None, typ
     except KeyboardInterrupt:
         say("stopped: the copy is not complete")
         raise
-    finally:
-        progress.close()
     say(f"complete: {rows:,} row{'s' if rows != 1 else ''}")
 
 

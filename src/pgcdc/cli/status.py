@@ -30,16 +30,11 @@ def status(
         if as_json:
             print(json.dumps(report))
             return
-        from rich.console import Console
-        from rich.table import Table
-
         from pgcdc.cli.snapshot import print_snapshots
 
         snapshots, lanes = report.pop("snapshots"), report.pop("lanes")
-        table = Table(show_header=False, box=None, pad_edge=False)
         for name, value in report.items():
-            table.add_row(f"[bold]{name.replace('_', ' ')}[/]", "-" if value is None else str(value))
-        Console().print(table)
+            print(f"{name.replace('_', ' '):<28} {'-' if value is None else value}")
         if lanes:
             print()
             _print_lanes(lanes)

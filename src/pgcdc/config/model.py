@@ -5,12 +5,11 @@ Flags with their help, the file of `pgcdc config init` and the JSON schema are m
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
@@ -25,7 +24,7 @@ from pgcdc.config.adapters import (
     kind_of,
     option_path,
 )
-from pgcdc.core.errors import ConfigError, ConfigErrors
+from pgcdc.core.errors import ConfigErrors, PgcdcError
 from pgcdc.core.relation import Op
 from pgcdc.core.secrets import read_secret
 from pgcdc.core.settings import (
@@ -38,6 +37,7 @@ from pgcdc.core.settings import (
     setting,
     setting_of,
     split_names,
+    suggest,
     text_or_list,
 )
 from pgcdc.postgres.database import split_table
@@ -45,7 +45,8 @@ from pgcdc.run.settings import PipelineSettings
 from pgcdc.sink.registry import ADAPTERS as TYPES
 from pgcdc.sink.registry import check_options
 from pgcdc.sink.spec import AdapterSpec
-from pgcdc.source.rate.options import RATE
+from pgcdc.source.postgres.options import PostgresOptions
+from pgcdc.source.rate.options import RATE, RateOptions
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, DropColumnsSpec, FilterSpec, MaskSpec, TransformSpec
 
 DATABASE, TABLES, SNAPSHOTS = "Database", "Tables", "Rows that are there"
@@ -167,11 +168,34 @@ RESERVED = "main"
 """The lane that adapters share: an adapter's own lane has the adapter's name."""
 
 
-def suggest(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """`Did you mean ...?` if there is a name like it; else all of them, or `otherwise`."""
-    names = list(known)
-    close = difflib.get_close_matches(name.lower(), names, n=1) or [one for one in names if name and name in one][:1]
-    return f"Did you mean {close[0]}?" if close else otherwise or f"Known: {', '.join(names) or 'none'}"
+_T = TypeVar("_T")
+
+
+def at(path: KeyPath, check: Callable[[], _T]) -> _T:
+    """What a check of another module gives; what it refuses is about this key."""
+    try:
+        return check()
+    except PgcdcError as error:
+        raise Conflict(path, error.message, error.advice) from None
+
+
+def _needs(config: Config) -> Iterator[tuple[str, str, bool]]:
+    """Settings that mean something only with another one: the key, the other, and whether that is given."""
+    yield "bus_buffer", "--bus-mode fast", config.bus_mode == "fast"
+    yield "dlq_file", "--dlq file", config.dlq == "file"
+    for key in ("dlq_db", "dlq_db_file", "dlq_table"):
+        yield key, "--dlq pg_table", config.dlq == "pg_table"
+    for key, (kind, _) in FLAT_KEYS.items():
+        yield key, f"--adapter {kind}", kind in config.adapters
+    for key in RateOptions.model_fields:
+        yield key, "--detector rate", key in type(config.source).model_fields
+
+
+def _check_needs(config: Config) -> None:
+    for key, other, is_there in _needs(config):
+        if not is_there and config.is_given(key):
+            where = "; for an adapter with a name, put it into its mapping" if key in FLAT_KEYS else ", or leave it out"
+            raise Conflict((key,), f"--{key.replace('_', '-')} is for {other}", f"Add {other}{where}")
 
 
 def _check_trial(config: Config) -> None:
@@ -212,28 +236,13 @@ def _check_adapters(config: Config) -> None:
             )
         if name == RESERVED:
             raise Conflict(("adapters", number, "name"), f"the name {RESERVED} is taken", "Give it another name")
-    for key, (kind, _) in FLAT_KEYS.items():
-        if getattr(config, key) is not None and kind not in config.adapters:
-            flag = key.replace("_", "-")
-            raise Conflict(
-                (key,),
-                f"--{flag} is given without --adapter {kind}",
-                f"Add --adapter {kind}; for an adapter with a name, put it into its mapping",
-            )
-    if config.is_given("bus_buffer") and config.bus_mode != "fast":
-        raise Conflict(("bus_buffer",), "--bus-buffer is for --bus-mode fast", "Add --bus-mode fast, or leave it out")
     for number, spec in enumerate(config.adapter_specs):
         path = option_path(config, number, next(iter(type(spec.options).model_fields), "type"))
-        _place(path, partial(check_options, spec))
-        _place(("adapters", number), partial(spec.check_beside, config.adapter_specs[:number]))
+        at(path, partial(check_options, spec))
+        at(("adapters", number), partial(spec.check_beside, config.adapter_specs[:number]))
 
 
 def _check_dead_letters(config: Config) -> None:
-    needs = {"dlq_file": "file", "dlq_db": "pg_table", "dlq_db_file": "pg_table", "dlq_table": "pg_table"}
-    for key, store in needs.items():
-        if config.is_given(key) and config.dlq != store:
-            flag = key.replace("_", "-")
-            raise Conflict((key,), f"--{flag} is for --dlq {store}", f"Add --dlq {store}, or leave it out")
     if config.dlq_file is not None and not config.dlq_file.absolute().parent.is_dir():
         raise Conflict(("dlq_file",), f"the folder of the file {config.dlq_file} does not exist", "Create it first")
     if config.dlq == "pg_table" and split_table(config.dlq_table) in map(split_table, config.tables):
@@ -254,20 +263,19 @@ def _check_dead_letters(config: Config) -> None:
 
 def _check_names(config: Config) -> None:
     """What is said of an adapter by its name needs that adapter, and is said once."""
-    entries = {item.name: item for item in config.adapters if isinstance(item, Entry)}
-    own: Sequence[tuple[KeyPath, Iterable[str], str]] = (
-        (("routes",), config.routes, "routes"),
-        (("adapter_priority",), config.adapter_priority, "priority"),
-        (("transforms", "adapter"), config.transforms.adapter, "transforms"),
-    )
-    for path, names, field in own:
+    own: dict[KeyPath, Iterable[str]] = {
+        ("routes",): config.routes,
+        ("adapter_priority",): config.adapter_priority,
+        ("transforms", "adapter"): config.transforms.adapter,
+    }
+    for path, names in own.items():
         for name in names:
             if name not in config.adapter_names:
                 raise Conflict((*path, name), f"there is no adapter {name}", suggest(name, config.adapter_names))
-            if name in entries and field in entries[name].model_fields_set and field == "transforms":
-                raise Conflict(
-                    (*path, name), f"the transforms of adapter {name} are given twice", "Put them into one place"
-                )
+    for item in config.adapters:
+        if isinstance(item, Entry) and item.transforms and item.name in config.transforms.adapter:
+            where = ("transforms", "adapter", item.name)
+            raise Conflict(where, f"the transforms of adapter {item.name} are given twice", "Put them into one place")
 
 
 # --- transforms
@@ -304,7 +312,8 @@ def _check_chain(config: Config, name: str, chain: Sequence[Any]) -> None:
     for number, spec in enumerate(chain):
         if not isinstance(spec, (DebeziumSpec, CloudEventsSpec)):
             continue
-        behind = next((one for one in chain[number + 1 :] if not _is_plain_filter(one)), None)
+        plain = [one for one in chain if isinstance(one, FilterSpec) and one.where is None]
+        behind = next((one for one in chain[number + 1 :] if one not in plain), None)
         if behind is not None:
             is_global = spec in config.transforms.global_
             path: KeyPath = ("transforms", "global") if is_global else ("transforms", "adapter", name)
@@ -313,10 +322,6 @@ def _check_chain(config: Config, name: str, chain: Sequence[Any]) -> None:
                 f"for adapter {name}, {behind.type} comes behind {spec.type}, which ends the columns of an event",
                 f"Put {spec.type} last: behind all transforms, global ones and the adapter's own",
             )
-
-
-def _is_plain_filter(spec: Any) -> bool:
-    return isinstance(spec, FilterSpec) and spec.where is None
 
 
 def _check_transform(path: KeyPath, spec: Any) -> None:
@@ -328,27 +333,23 @@ def _check_transform(path: KeyPath, spec: Any) -> None:
     if spec.key_env and not os.environ.get(spec.key_env):
         raise Conflict((*path, "key_env"), f"the variable {spec.key_env} is not set", "It holds the key of the hash")
     if spec.key_file:
-        _place((*path, "key_file"), partial(read_secret, Path(spec.key_file), "the key of the hash"))
+        at((*path, "key_file"), partial(read_secret, Path(spec.key_file), "the key of the hash"))
 
 
 # --- the source
 
 
-def _check_other_source(config: Config) -> None:
-    """Settings of a source other than the one that runs: which tables, or which made-up changes."""
-    own = type(config.source).model_fields
-    for name, field in Config.model_fields.items():
-        said = setting_of(name, field)
-        if said.group not in (TABLES, RATE) or name in own or not config.is_given(name):
-            continue
-        if said.group == RATE:
-            raise Conflict((name,), f"--{said.flag} is for --detector rate", "Add --detector rate, or leave it out")
-        raise Conflict(
-            (name,),
-            f"--{said.flag} is for PostgreSQL: --detector {config.detector} has tables of its own",
-            "Leave it out. With --detector rate, --rate-tables N sets how many tables there are, and "
-            "--route ADAPTER=rate_1 delivers only some of them",
-        )
+def _check_tables(config: Config) -> None:
+    """Only PostgreSQL has tables to choose from."""
+    for name in PostgresOptions.model_fields:
+        said = setting_of(name, Config.model_fields[name])
+        if said.group == TABLES and config.is_given(name) and name not in type(config.source).model_fields:
+            raise Conflict(
+                (name,),
+                f"--{said.flag} is for PostgreSQL: --detector {config.detector} has tables of its own",
+                "Leave it out. With --detector rate, --rate-tables N sets how many tables there are, and "
+                "--route ADAPTER=rate_1 delivers only some of them",
+            )
 
 
 def _check_typed(config: Config) -> None:
@@ -364,20 +365,13 @@ def _check_typed(config: Config) -> None:
             )
 
 
-def _place(path: KeyPath, check: Callable[[], object]) -> None:
-    """What a check of another module refuses is about this key."""
-    try:
-        check()
-    except ConfigError as error:
-        raise Conflict(path, error.message, error.advice) from None
-
-
 _RULES = (
     _check_trial,
+    _check_needs,
     _check_adapters,
     _check_dead_letters,
     _check_names,
     _check_transforms,
     _check_typed,
-    _check_other_source,
+    _check_tables,
 )

@@ -17,9 +17,9 @@ from psycopg.conninfo import make_conninfo
 from pydantic import BaseModel
 
 from pgcdc.config.adapters import ENTRIES, kind_of
-from pgcdc.config.model import Config
+from pgcdc.config.model import Config, at
 from pgcdc.config.yaml_file import value_at
-from pgcdc.core.errors import ConfigError, PgcdcError
+from pgcdc.core.errors import PgcdcError
 from pgcdc.core.secrets import literal_part, read_secret
 from pgcdc.core.settings import Conflict, KeyPath, Setting, conflicts_of, setting_of
 from pgcdc.postgres.database import parse_url
@@ -120,16 +120,13 @@ def _take_url(loaded: Loaded, path: KeyPath) -> None:
         if "://" in str(file):  # it must not be shown as the name of a missing file
             advice = "Give the file that holds the URL; the URL itself is `db`"
             raise Conflict(where, "this is not the path of a file", advice)
-        values[key] = _read(where, file, "the database URL").strip()
+        values[key] = at(where, partial(read_secret, Path(file), "the database URL")).strip()
         loaded.secrets.add(values[key])
         loaded.origins[key,] = f"{key}_file"
     url = value_at(values, path)
     if not isinstance(url, str) or not url:
         return
-    try:
-        params = parse_url(url)
-    except PgcdcError as error:
-        raise Conflict(where, error.message, error.advice) from None
+    params = at(where, partial(parse_url, url))
     loaded.secrets.update(str(value) for name, value in params.items() if "password" in name and value)
     _check_no_literal(loaded, path)
     given = values.get("password_file") if key == "db" else None
@@ -137,16 +134,9 @@ def _take_url(loaded: Loaded, path: KeyPath) -> None:
         if params.get("password"):
             message = "the URL has a password, and password_file is given"
             raise Conflict(("password_file",), message, "Leave one of them out")
-        password = _read(("password_file",), given, "the password")
+        password = at(("password_file",), partial(read_secret, Path(given), "the password"))
         loaded.secrets.add(password)
         values["db"] = make_conninfo("", **{**params, "password": password})
-
-
-def _read(path: KeyPath, file: str | Path, what: str) -> str:
-    try:
-        return read_secret(Path(file), what)
-    except ConfigError as error:
-        raise Conflict(path, error.message, error.advice) from None
 
 
 def _check_no_literal(loaded: Loaded, path: KeyPath) -> None:

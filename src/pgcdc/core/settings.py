@@ -6,6 +6,7 @@ made from these models; a setting stands nowhere else.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,8 +22,6 @@ from pgcdc.core.errors import ConfigError, PgcdcError
 
 REFUSED = "pgcdc_refused"
 """The kind of an error that brings its advice along."""
-UNKNOWN = "pgcdc_unknown"
-"""The kind of an error about a name that is not one of those that are known."""
 
 _O = TypeVar("_O", bound=BaseModel)
 
@@ -166,11 +165,18 @@ def checked(check: Callable[[str], object], text: str) -> str:
     return text
 
 
+def suggest(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """`Did you mean ...?` if there is a name like it; else all of them, or `otherwise`."""
+    names = list(known)
+    close = difflib.get_close_matches(name.lower(), names, n=1) or [one for one in names if name and name in one][:1]
+    return f"Did you mean {close[0]}?" if close else otherwise or f"Known: {', '.join(names) or 'none'}"
+
+
 def check_known(names: Iterable[str], text: str) -> str:
     """The text, if it is one of these names: for validators."""
     known = list(names)
     if text not in known:
-        raise PydanticCustomError(UNKNOWN, "{name} is not known", {"name": repr(text), "known": known})
+        raise refuse(f"{text!r} is not known", suggest(text, known))
     return text
 
 

@@ -19,14 +19,11 @@ Key = tuple[str | None, ...]
 Row = dict[str, str | None]
 Tables = dict[str, dict[Key, Row]]
 
-# The stream's session settings: the same value must be the same text on both sides.
-_SESSION = {
-    "TimeZone": "UTC",
-    "DateStyle": "ISO",
-    "IntervalStyle": "iso_8601",
-    "extra_float_digits": "3",
-    "bytea_output": "hex",
-}
+# With the stream's settings: the same value must be the same text on both sides.
+_SESSION = """
+    SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY; SET LOCAL TimeZone = 'UTC'; SET LOCAL DateStyle = 'ISO';
+    SET LOCAL IntervalStyle = 'iso_8601'; SET LOCAL extra_float_digits = 3; SET LOCAL bytea_output = 'hex'
+"""
 _COLUMNS = """
     SELECT a.attname, coalesce(a.attnum = ANY (i.indkey), false)
     FROM pg_attribute a LEFT JOIN pg_index i ON i.indrelid = a.attrelid AND i.indisprimary
@@ -133,9 +130,7 @@ def read_tables(conn: psycopg.Connection[Any], tables: Iterable[str]) -> Tables:
     COPY writes the same text as the stream; a cast to text does not (`true` for `t`, char(n) without padding).
     """
     with conn.transaction():
-        conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        for name, value in _SESSION.items():
-            conn.execute("SELECT set_config(%s, %s, true)", (name, value))
+        conn.execute(_SESSION)
         return {table: _read_table(conn, table) for table in tables}
 
 
@@ -159,25 +154,23 @@ def differences(source: Tables, folded: Tables) -> list[str]:
     lines = []
     for table in sorted(source.keys() | folded.keys()):
         wanted, found = source.get(table, {}), folded.get(table, {})
-        for key in sorted(wanted.keys() | found.keys(), key=repr):
+        for key, side in _compare(wanted, found):
             place = f"{table} {shown(key)}"
-            if key not in found:
-                lines.append(f"{place}: missing in the output")
-            elif key not in wanted:
-                lines.append(f"{place}: only in the output")
-            elif wanted[key] != found[key]:
-                lines += [f"{place}: {line}" for line in _row_differences(wanted[key], found[key])]
+            if side:
+                lines.append(f"{place}: {side} the output")
+                continue
+            for column, absent in _compare(wanted[key], found[key]):
+                one, other = shown(wanted[key].get(column)), shown(found[key].get(column))
+                lines.append(f"{place}: column {column} {absent or f'is {one} in the source, {other} in'} the output")
     return lines
 
 
-def _row_differences(wanted: Row, found: Row) -> Iterator[str]:
-    for column in sorted(wanted.keys() | found.keys()):
-        if column not in found:
-            yield f"column {column} missing in the output"
-        elif column not in wanted:
-            yield f"column {column} only in the output"
-        elif wanted[column] != found[column]:
-            yield f"column {column} is {shown(wanted[column])} in the source, {shown(found[column])} in the output"
+def _compare(wanted: Mapping[Any, object], found: Mapping[Any, object]) -> Iterator[tuple[Any, str]]:
+    """Keys whose values differ; with `missing in` or `only in` if one of them has no value."""
+    for key in sorted(wanted.keys() | found.keys(), key=repr):
+        side = "missing in" if key not in found else "only in" if key not in wanted else ""
+        if side or wanted[key] != found[key]:
+            yield key, side
 
 
 def shown(value: object) -> str:
@@ -202,20 +195,20 @@ class Verdict:
         return not self.faults
 
     def __str__(self) -> str:
-        if self.is_equal:
-            return (
-                f"source and delivered content are equal: {self.rows:,} rows in {self.tables} tables, "
-                f"{self.events:,} events, nothing lost, nothing twice"
-            )
         count = len(self.faults)
-        return f"source and delivered content differ: {count:,} {'difference' if count == 1 else 'differences'}"
+        if count:
+            return f"source and delivered content differ: {count:,} {'difference' if count == 1 else 'differences'}"
+        return (
+            f"source and delivered content are equal: {self.rows:,} rows in {self.tables} tables, "
+            f"{self.events:,} events, nothing lost, nothing twice"
+        )
 
 
 def _read_events(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                event: dict[str, Any] = orjson.loads(line)
+                event = orjson.loads(line)
             except orjson.JSONDecodeError as error:
                 raise ValueError(f"line {number} is not JSON: {error}") from None
             if not line.endswith(b"\n"):

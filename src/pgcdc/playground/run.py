@@ -95,14 +95,12 @@ def _choose_file(folder: Path | None) -> Path | None:
     path = folder.absolute() / EVENTS_FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(exist_ok=False)
+        path.unlink()
+    except FileExistsError:
+        raise ConfigError(f"--keep {folder}: there is an {EVENTS_FILE} already", "Choose another folder") from None
     except OSError as error:
-        raise ConfigError(f"--keep {folder}: cannot create the folder: {error.strerror}", "Choose another") from None
-    if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--keep {folder}: the folder is not writable", "Choose another")
-    if path.exists():
-        raise ConfigError(
-            f"--keep {folder}: there is an {EVENTS_FILE} already", "Choose another folder, or move it away"
-        )
+        raise ConfigError(f"--keep {folder} cannot be written: {error.strerror}", "Choose another") from None
     return path
 
 
@@ -246,26 +244,27 @@ class _Playground:
 
     def _report(self, verdict: Verdict, kept: Path | None) -> None:
         colour = "green" if verdict.is_equal else "red"
-        lines = [("", ""), *((fault, colour) for fault in verdict.faults[:SHOWN_FAULTS])]
+        self._print("")
+        for fault in verdict.faults[:SHOWN_FAULTS]:
+            self._print(fault, colour)
         if len(verdict.faults) > SHOWN_FAULTS:
-            lines.append((f"... and {len(verdict.faults) - SHOWN_FAULTS:,} more", colour))
-        lines += [(str(verdict), f"bold {colour}"), (summary_line(self._meter.latencies), "")]
+            self._print(f"... and {len(verdict.faults) - SHOWN_FAULTS:,} more", colour)
+        self._print(str(verdict), f"bold {colour}")
+        self._print(summary_line(self._meter.latencies))
         if self._meter.began_s is not None:
-            lines.append((f"first event {self._meter.began_s - self._began_s:.1f} s after the start", ""))
+            self._print(f"first event {self._meter.began_s - self._began_s:.1f} s after the start")
         if kept is not None:
-            lines.append((f"the delivered events are in {kept}", ""))
-        for line, style in lines:
-            self._print(Text(line, style))
+            self._print(f"the delivered events are in {kept}")
 
     def show_logs(self) -> None:
         """After a failure: the end of what Spark and the capture wrote, because the files go with us."""
         self._view.close(failed=True)
         for log in sorted(self._scratch.glob("state/*.log")):
             for line in log.read_text(errors="replace").splitlines()[-SHOWN_LOG_LINES:]:
-                self._print(Text(f"{log.name}: {line}", "dim"))
+                self._print(f"{log.name}: {line}", "dim")
 
-    def _print(self, line: Text) -> None:
-        self._console.print(line, soft_wrap=not self._console.is_terminal)  # a line of a log is never cut
+    def _print(self, line: str, style: str = "") -> None:
+        self._console.print(Text(line, style), soft_wrap=not self._console.is_terminal)  # a line of a log is never cut
 
     # --- the end
 
