@@ -142,7 +142,7 @@ def test_python_transforms_are_loaded(folder: Path, monkeypatch: pytest.MonkeyPa
         )
         checks[name] = next(one for one in json.loads(result.stdout)["checks"] if one["name"] == "transform")
     assert [one["status"] for one in checks.values()] == ["ok", "failed", "failed"]
-    assert "no such function" in checks["mine_for_validate:chnge"]["detail"]
+    assert "has no function chnge" in checks["mine_for_validate:chnge"]["detail"]
 
 
 def test_as_a_program_it_starts_no_other(database: Database, folder: Path, postgres: EmbeddedPostgres) -> None:

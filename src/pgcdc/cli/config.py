@@ -6,13 +6,14 @@ import dataclasses
 import json
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pgcdc.cli.flags import CONFIG_OPTION, SettingsCommand, given_flags
-from pgcdc.cli.report import exit_on_error
+from pgcdc.cli.report import exit_on_error, say
 
 if TYPE_CHECKING:
     from pgcdc.source.protocol import Finding
@@ -31,7 +32,7 @@ def init_command(
     from pgcdc.config.documents import write_template
 
     write_template(config)
-    typer.echo(f"pgcdc: {config} is written: name the tables in it, set PGCDC_DB, then: pgcdc validate", err=True)
+    say(f"{config} is written: name the tables in it, set PGCDC_DB, then: pgcdc validate")
 
 
 @config_app.command("schema")
@@ -65,38 +66,32 @@ def show_command(
 def validate(ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] = None, as_json: Json = False) -> None:
     """Everything is looked at, nothing is started, nothing is left behind."""
     logging.disable(logging.ERROR)
-    checks = _run_checks(given_flags(ctx), config, show=not as_json)
+    checks = []
+    for check in _run_checks(given_flags(ctx), config):
+        checks.append(check)
+        if not as_json:
+            advice = f". {check.advice}" if check.advice else ""
+            typer.echo(f"{check.status:<8} {check.name:<15} {check.detail}{advice}".replace("\n", " "))
     failed = sum(one.status == "failed" for one in checks)
     if as_json:
         typer.echo(json.dumps({"ok": not failed, "checks": [dataclasses.asdict(one) for one in checks]}, indent=2))
     else:
-        said = f"{failed} of {len(checks)} checks failed" if failed else "ready to listen"
-        typer.echo(f"pgcdc: {said}", err=True)
+        say(f"{failed} of {len(checks)} checks failed" if failed else "ready to listen")
     if failed:
         raise typer.Exit(WRONG)
 
 
-def _run_checks(flags: dict[str, Any], path: Path | None, *, show: bool) -> list[Finding]:
+def _run_checks(flags: dict[str, Any], path: Path | None) -> Iterator[Finding]:
     from pgcdc.config.layers import load
     from pgcdc.core.errors import ConfigError
     from pgcdc.run.validation import run_checks
     from pgcdc.source.protocol import Finding
 
-    checks: list[Finding] = []
-
-    def add(check: Finding) -> None:
-        checks.append(check)
-        if show:
-            advice = f". {check.advice}" if check.advice else ""
-            typer.echo(" ".join(f"{check.status:<8} {check.name:<15} {check.detail}{advice}".split("\n")))
-
     try:
         loaded = load(flags, os.environ, path)
         loaded.check()
     except ConfigError as error:
-        add(Finding("configuration", "failed", error.message, error.advice))
-        return checks
-    add(Finding("configuration", "ok", f"{loaded.file.path}" if loaded.file else "flags and variables"))
-    for check in run_checks(loaded.config):
-        add(check)
-    return checks
+        yield Finding("configuration", "failed", error.message, error.advice)
+        return
+    yield Finding("configuration", "ok", f"{loaded.file.path}" if loaded.file else "flags and variables")
+    yield from run_checks(loaded.config)

@@ -52,11 +52,6 @@ SHOWN_FAULTS = 20
 SHOWN_LOG_LINES = 12
 AGAIN = "Start the playground again"
 
-_PROGRESS = """
-SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn, confirmed_flush_lsn - '0/0'::pg_lsn
-FROM pg_replication_slots WHERE slot_name = %s
-"""
-
 
 def run_playground(
     console: Console,
@@ -236,11 +231,11 @@ class _Playground:
                 self._meter.add(batch.events, delivered_s)
                 self._meter.delivered_lsn = batch.end.commit
         try:
-            row = self._sql.execute(_PROGRESS, [NAME]).fetchone()
+            row = self._sql.execute("SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn").fetchone()
         except psycopg.Error as error:
             reason = " ".join(str(error).split())
             raise PgcdcError(f"the playground's PostgreSQL is gone: {reason}", AGAIN) from error
-        self._meter.server_lsn, self._meter.confirmed_lsn = map(int, row or (0, 0))
+        self._meter.server_lsn = int(row[0]) if row else 0
 
     def _report(self, verdict: Verdict, kept: Path | None) -> None:
         colour = "green" if verdict.is_equal else "red"

@@ -1,6 +1,6 @@
-"""What the playground measures and shows: a checklist while things start and end, a live view while events flow.
+"""What the playground measures and shows: a checklist while things start and end, rates and latency while events flow.
 
-The live view goes to a terminal; logs, pipes and plain terminals get lines of text. Memory stays flat.
+A terminal gets a live line, with a sample of the events passing by; logs and pipes get plain lines. Memory stays flat.
 """
 
 from __future__ import annotations
@@ -12,20 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 from rich.cells import set_cell_size
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console
 from rich.status import Status
-from rich.table import Table
 from rich.text import Text
-
-from pgcdc.postgres.lsn import format_lsn
 
 if TYPE_CHECKING:  # the view is there before numpy and Arrow are loaded
     import pyarrow as pa
 
 RECENT_S = 10.0
-SHOWN_EVENTS = 60
-LINE_INTERVAL_S, SCREEN_INTERVAL_S = 5.0, 0.3
+LINE_INTERVAL_S, LIVE_INTERVAL_S = 5.0, 0.5
 _COLOURS = {"INSERT": "green", "UPDATE": "yellow", "DELETE": "red"}
 _MAX_VALUE_LETTERS = 28
 _TABLE_LETTERS = 18
@@ -45,11 +40,9 @@ class Meter:
         self.events = self.commits = 0
         self.latencies: Counter[int] = Counter()
         """Events by the milliseconds from commit to delivery."""
-        self.counts: Counter[tuple[str, str]] = Counter()
-        """Events by table and operation."""
-        self.last: deque[tuple[dict[str, Any], float]] = deque(maxlen=SHOWN_EVENTS)
-        """Events and their latencies in milliseconds, the newest last."""
-        self.server_lsn = self.delivered_lsn = self.confirmed_lsn = 0
+        self.last: tuple[dict[str, Any], float] = {}, 0.0
+        """The newest event, and its latency in milliseconds."""
+        self.server_lsn = self.delivered_lsn = 0
         self.note = ""
         self._recent: deque[tuple[float, int, int, Counter[int]]] = deque()
         self._last_commit = ""
@@ -68,8 +61,7 @@ class Meter:
         self.events += len(events)
         self.commits += count
         self.latencies.update(latencies)
-        self.counts.update((_table(one), one["operation"]) for one in events)
-        self.last.extend(zip(events, times, strict=True))
+        self.last = events[-1], times[-1]
         self._recent.append((delivered_s, len(events), count, latencies))
 
     def recent(self, now_s: float) -> tuple[float, float, Counter[int]]:
@@ -81,14 +73,6 @@ class Meter:
         for _, _, _, part in self._recent:
             latencies.update(part)
         return sum(one[1] for one in self._recent) / span_s, sum(one[2] for one in self._recent) / span_s, latencies
-
-    def elapsed_s(self, now_s: float) -> float:
-        """Since the first event."""
-        return now_s - (self.began_s or now_s)
-
-
-def _table(event: dict[str, Any]) -> str:
-    return str(event["channel"].removeprefix("pgcdc:"))
 
 
 # --- text
@@ -127,7 +111,7 @@ def progress_line(meter: Meter, now_s: float) -> str:
     """One line for a log."""
     events_per_s, commits_per_s, latencies = meter.recent(now_s)
     return (
-        f"{format_clock(meter.elapsed_s(now_s))}  {meter.events:,} events in {meter.commits:,} commits, "
+        f"{format_clock(now_s - (meter.began_s or now_s))}  {meter.events:,} events in {meter.commits:,} commits, "
         f"{events_per_s:,.0f} events/s, {commits_per_s:,.0f} commits/s, "
         f"lag {format_bytes(max(0, meter.server_lsn - meter.delivered_lsn))}, "
         f"latency p50 {format_latency(latencies, 0.5)} p99 {format_latency(latencies, 0.99)}"
@@ -144,9 +128,9 @@ def describe_event(event: dict[str, Any], latency_ms: float) -> Text:
     """One line; a changed key is `id=1→2`, an unchanged large value `body=…`."""
     operation, payload = event["operation"], event["payload"]
     row, old = payload.get("row") or {}, payload.get("old") or {}
-    text = Text(f"{event['created_at'][11:23]} {format_ms(latency_ms):>6} ", "dim", no_wrap=True, overflow="ellipsis")
+    text = Text(f"{event['created_at'][11:23]} {format_ms(latency_ms):>6} ", "dim")
     text.append(f"{operation:<8} ", _COLOURS.get(operation, "magenta"))
-    text.append(f"{set_cell_size(_table(event), _TABLE_LETTERS)} ", "bold")
+    text.append(f"{set_cell_size(event['channel'].removeprefix('pgcdc:'), _TABLE_LETTERS)} ", "bold")
     for name, value in row.items():
         before = f"{_shorten(old[name])}→" if name in old and old[name] != value else ""
         text.append(f"{name}={before}{_shorten(value)} ", "")
@@ -160,29 +144,6 @@ def _shorten(value: str | None) -> str:
         return "null"
     short = value if len(value) <= _MAX_VALUE_LETTERS else f"{value[:_MAX_VALUE_LETTERS]}…"
     return "".join(letter if letter.isprintable() else "·" for letter in short)
-
-
-def render(meter: Meter, now_s: float, height: int) -> RenderableType:
-    """The whole screen. What does not fit is left out from the bottom: last events first, then tables."""
-    clock = format_clock(meter.elapsed_s(now_s)) + (f" of {format_clock(meter.seconds)}" if meter.seconds else "")
-    title = Text.assemble(("pgcdc playground  ", "bold"), ("● streaming  ", "bold green"), (clock, "bold"))
-    title.append("  Ctrl-C ends and compares  ", "dim").append(meter.note, "yellow")
-    lsns = f"WAL {format_lsn(meter.server_lsn)}, confirmed {format_lsn(meter.confirmed_lsn)}"
-    numbers = Text(progress_line(meter, now_s).partition("  ")[2].replace(", lag", "\nlag"), "cyan")
-    parts: list[RenderableType] = [title, numbers, Text(lsns, "dim"), ""]
-    tables = sorted({table for table, _ in meter.counts}, key=lambda table: ("." in table, table))
-    left = height - 5
-    if left > len(tables):
-        grid = Table(box=None, padding=(0, 2, 0, 0))
-        grid.add_column("")
-        for one, colour in _COLOURS.items():
-            grid.add_column(Text(f"{one.lower()}s", colour), justify="right")
-        for table in tables:
-            grid.add_row(Text(table), *(f"{meter.counts[table, one]:,}" for one in _COLOURS))
-        parts += [grid, ""]
-        left -= len(tables) + 2
-    shown = list(meter.last)[-left:] if left > 0 else []
-    return Group(*parts, *(describe_event(*one) for one in shown))
 
 
 # --- where it is shown
@@ -220,32 +181,36 @@ class View:
 
 
 class TerminalView(View):
-    """A checklist with a spinner, which stays on the terminal, and the live view on the alternate screen between."""
+    """A checklist with a spinner; while events flow, rates and latency in one line, and a sample of the events above it."""
 
-    interval_s = SCREEN_INTERVAL_S
+    interval_s = LIVE_INTERVAL_S
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
-        self._live: Live | Status | None = None
+        self._status: Status | None = None
         self._phase, self._began_s = "", 0.0
 
     def start_phase(self, text: str) -> None:
         self.close()
         self._phase, self._began_s = text, time.monotonic()
-        self._live = self._console.status(text)
-        self._live.start()
+        self._status = self._console.status(text)
+        self._status.start()
 
     def _draw(self, meter: Meter) -> None:
-        if not isinstance(self._live, Live):
+        if self._phase:
             self.close()
-            self._live = Live(console=self._console, screen=True, auto_refresh=False)
-            self._live.start()
-        self._live.update(render(meter, time.time(), self._console.height), refresh=True)
+        if self._status is None:
+            self._status = self._console.status("")
+            self._status.start()
+        self._console.print(describe_event(*meter.last), no_wrap=True, overflow="ellipsis")
+        ending = f" of {format_clock(meter.seconds)}" if meter.seconds else ""
+        note = f"  {meter.note}" if meter.note else ""
+        self._status.update(Text(f"{progress_line(meter, time.time())}{ending}; Ctrl-C ends and compares{note}"))
 
     def close(self, failed: bool = False) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
         if self._phase:
             sign = ("✗ ", "red") if failed else ("✔ ", "green")
             took = f"  {time.monotonic() - self._began_s:.1f} s"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import tempfile
 import uuid
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from pgcdc.core.errors import ConfigError, PgcdcError, StateError
+from pgcdc.core.errors import PgcdcError, StateError
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.run.settings import PipelineSettings, view_source
 from pgcdc.sink.registry import make_sink
@@ -20,6 +19,7 @@ from pgcdc.source.protocol import Finding
 from pgcdc.source.registry import make_source
 from pgcdc.spool.consumers import MAIN
 from pgcdc.transform.specs import Chain, PythonSpec, missing_columns
+from pgcdc.transform.steps import load_function
 
 
 def run_checks(config: PipelineSettings) -> Iterator[Finding]:
@@ -33,8 +33,9 @@ def run_checks(config: PipelineSettings) -> Iterator[Finding]:
     for spec in config.adapter_specs:
         yield _try(f"adapter {spec.name}", partial(_look_at_adapter, config, spec))
     yield _try("dead letters", partial(_look_at_dead_letters, config))
-    for transform in dict.fromkeys(_python_transforms(config)):
-        yield _try("transform", partial(_load_function, transform))
+    chains = (config.global_transforms, *(adapter.transforms for adapter in config.adapter_specs))
+    for name in dict.fromkeys(one.function for chain in chains for one in chain if isinstance(one, PythonSpec)):
+        yield _try("transform", partial(_look_at_function, name))
 
 
 def _try(name: str, look: Callable[[], str]) -> Finding:
@@ -114,20 +115,6 @@ def _look_at_dead_letters(config: PipelineSettings) -> str:
     return "are lost (dlq: none)" if config.dlq == "none" else f"go to {getattr(store, 'path', 'standard error')}"
 
 
-def _python_transforms(config: PipelineSettings) -> Iterator[str]:
-    for spec in (*config.global_transforms, *(one for adapter in config.adapter_specs for one in adapter.transforms)):
-        if isinstance(spec, PythonSpec):
-            yield spec.function
-
-
-def _load_function(name: str) -> str:
-    module, _, function = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), function, None)
-    except Exception as error:  # whatever the user's module does
-        raise ConfigError(
-            f"{name}: the module cannot be imported: {type(error).__name__}", "Check PYTHONPATH and the module"
-        ) from None
-    if not callable(found):
-        raise ConfigError(f"{name}: there is no such function", f"Define {function} in {module}")
+def _look_at_function(name: str) -> str:
+    load_function(name)
     return f"{name} can be loaded"
