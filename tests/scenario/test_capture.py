@@ -429,7 +429,7 @@ def test_a_restart_and_a_fast_shutdown_of_the_server_are_not_blocked_and_lose_no
             database.execute("INSERT INTO t SELECT generate_series(1, 1000)")
             wait_rows(client, tmp_path, 1000)  # received and not confirmed: this is what blocks others
             begin = time.monotonic()
-            server.stop("fast", timeout_s=20)
+            server.stop(timeout_s=20)
             assert time.monotonic() - begin < 15
             server.restart()
             database.execute("INSERT INTO t SELECT generate_series(1001, 2000)")

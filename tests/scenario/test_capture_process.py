@@ -143,7 +143,7 @@ def test_without_a_connection_the_lag_grows_and_is_not_zero(tmp_path: Path) -> N
         client = ensure_capture(prepare(source).spec, is_restart=False)
         try:
             assert client.status()["lag_seconds"] == 0
-            server.stop("fast", timeout_s=20)
+            server.stop(timeout_s=20)
             wait_until(lambda: client.status()["phase"] == "reconnecting", 10, "the loss is noticed")
             first = client.status()["lag_seconds"]
             wait_until(lambda: client.status()["lag_seconds"] > first + 0.2, 5, "the lag grows")

@@ -101,12 +101,6 @@ def test_restart_after_somebody_else_killed_the_postmaster(server: EmbeddedPostg
     assert count_rows(server) == 1
 
 
-def test_another_start_on_the_data_of_a_killed_server(server: EmbeddedPostgres) -> None:
-    server.kill()
-    with EmbeddedPostgres.start(server.data_dir) as again:
-        assert count_rows(again) == 1
-
-
 def test_stop_leaves_no_process(server: EmbeddedPostgres) -> None:
     before = psutil.Process().children(recursive=True)
     family = family_of(server.pid)
@@ -145,12 +139,6 @@ def test_unknown_version_names_the_extra() -> None:
 def test_wrong_setting_is_reported_with_the_reason() -> None:
     with pytest.raises(ConfigError, match="no_such_setting"):
         EmbeddedPostgres.temporary(settings={"no_such_setting": "1"})
-
-
-def test_data_of_another_version_is_refused(server: EmbeddedPostgres) -> None:
-    server.stop()
-    with pytest.raises(ConfigError, match="is of PostgreSQL 18"):
-        EmbeddedPostgres.start(server.data_dir, version=16)
 
 
 def test_a_taken_port_is_reported(server: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,6 @@ _SETTINGS = {
     "max_wal_senders": "20",
     "max_replication_slots": "20",
 }
-_STOP_SIGNALS = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}
 _START_TIMEOUT_S = 60.0
 _RETRY_FOR_S = 5.0  # what a server that has just ended may still hold
 _SHORT_LIVED = ("Address already in use", "pre-existing shared memory block")
@@ -60,44 +59,37 @@ kill -QUIT "$1"
 
 
 class EmbeddedPostgres:
-    """A running server of our own. Leaving the context stops it, and removes its data if it was made by `temporary`."""
+    """A running server of our own. Leaving the context stops it, and removes its data."""
 
-    def __init__(
-        self, data_dir: Path, *, version: int = 18, settings: Mapping[str, str] = {}, password: str | None = None
-    ) -> None:
-        self.data_dir = data_dir
+    def __init__(self, version: int, settings: Mapping[str, str], password: str | None) -> None:
         self.version = version
         self.port = 0
         self._settings = {**_SETTINGS, **settings}
         self._password = password
         self._account = Account.current()
         self._bin_dir = reachable_binaries(find_binaries(version), self._account)
-        self._scratch: Path | None = None
+        self._scratch = make_scratch_dir(self._account)
+        self.data_dir = self._scratch / "data"
         self._server: subprocess.Popen[Any] | None = None
         self._watchdog: subprocess.Popen[Any] | None = None
 
     @classmethod
-    def start(cls, data_dir: Path, *, port: int | None = None, **options: Any) -> Self:
-        """Create the cluster in `data_dir` unless there is one, and start it. A superuser without `password` is trusted."""
-        server = cls(data_dir.absolute(), **options)
-        made_by = server.data_dir / "PG_VERSION"
-        if not made_by.exists():
-            server._initialise()
-        elif (found := made_by.read_text().strip()) != str(server.version):
-            raise ConfigError(f"{server.data_dir} is of PostgreSQL {found}, not {server.version}", "Use another folder")
-        server._launch(port)
-        return server
-
-    @classmethod
-    def temporary(cls, **options: Any) -> Self:
-        """Start in a new directory in the system's temp dir, which is removed when the context ends."""
-        scratch = make_scratch_dir(Account.current())
+    def temporary(
+        cls,
+        *,
+        version: int = 18,
+        settings: Mapping[str, str] = {},
+        password: str | None = None,
+        port: int | None = None,
+    ) -> Self:
+        """Start one in the system's temp dir; leaving the context removes it. A superuser without `password` is trusted."""
+        server = cls(version, settings, password)
         try:
-            server = cls.start(scratch / "data", **options)
+            server._initialise()
+            server._launch(port)
         except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
+            shutil.rmtree(server._scratch, ignore_errors=True)
             raise
-        server._scratch = scratch
         return server
 
     def __enter__(self) -> Self:
@@ -108,8 +100,7 @@ class EmbeddedPostgres:
             self.stop()
         except TimeoutError:
             self.kill()
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     @property
     def pid(self) -> int:
@@ -129,15 +120,15 @@ class EmbeddedPostgres:
         secret = f":{quote(self._password, safe='')}" if self._password is not None and user == "postgres" else ""
         return f"postgresql://{quote(user, safe='')}{secret}@127.0.0.1:{self.port}/{quote(dbname, safe='')}"
 
-    def stop(self, mode: str = "fast", timeout_s: float = 30.0) -> None:
-        """Shut down as `pg_ctl stop -m mode`; TimeoutError if it takes longer (the server is then still stopping)."""
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """A fast shutdown; TimeoutError if it takes longer (the server is then still stopping)."""
         if self._server is None:
             return
-        self._server.send_signal(_STOP_SIGNALS[mode])
+        self._server.send_signal(signal.SIGINT)
         try:
             self._server.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"PostgreSQL did not stop within {timeout_s:g} s ({mode})") from None
+            raise TimeoutError(f"PostgreSQL did not stop within {timeout_s:g} s") from None
         self._dismiss_watchdog()
 
     def kill(self) -> None:
@@ -158,35 +149,27 @@ class EmbeddedPostgres:
             (self.data_dir / "postmaster.pid").unlink(missing_ok=True)
         self._dismiss_watchdog()
 
-    def restart(self, mode: str = "fast", timeout_s: float = 30.0) -> None:
+    def restart(self) -> None:
         """Stop if it runs, then start on the same data and port: also after `kill` or a crash."""
-        self.stop(mode, timeout_s)
+        self.stop()
         self._launch(self.port)
 
     def _initialise(self) -> None:
-        self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not self._account.can_enter(self.data_dir.parent):
-            raise ConfigError(
-                f"PostgreSQL cannot run as root, and the account `nobody` cannot enter {self.data_dir.parent}",
-                f"Choose a data directory below {tempfile.gettempdir()}, or start as an ordinary user",
-            )
+        self.data_dir.mkdir(mode=0o700)
         self._account.own(self.data_dir)
-        command: list[str | Path] = [self._bin_dir / "initdb", "-D", self.data_dir, "-U", "postgres"]
-        command += ["--encoding=UTF8", "--locale=C", "--no-sync", "--no-instructions", "--auth=trust"]
-        secrets = make_scratch_dir(self._account)
+        command: list[str | Path] = [self._bin_dir / "initdb", "-D", self.data_dir, "-U", "postgres", "--no-sync"]
+        command += ["--encoding=UTF8", "--locale=C", "--no-instructions"]
+        secret = self._scratch / "password"
+        secret.touch(mode=0o600)
+        secret.write_text(f"{self._password or ''}\n")
+        self._account.own(secret)
+        command += ["--auth=trust"] if self._password is None else ["--auth=scram-sha-256", "--pwfile", secret]
+        how: dict[str, Any] = {"env": _environment(), "cwd": "/", **self._account.popen_options()}
         try:
-            if self._password is not None:
-                pwfile = secrets / "password"
-                pwfile.touch(mode=0o600)
-                pwfile.write_text(self._password + "\n")
-                self._account.own(pwfile)
-                command[-1:] = ["--auth=scram-sha-256", "--pwfile", pwfile]
-            how: dict[str, Any] = {"env": _environment(), "cwd": "/", **self._account.popen_options()}
             done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
         except OSError as error:
             raise ConfigError(f"cannot start initdb: {error}", "Start as an ordinary user") from None
-        finally:
-            shutil.rmtree(secrets, ignore_errors=True)
+        secret.unlink()
         if done.returncode != 0:
             raise ConfigError(f"initdb failed in {self.data_dir}: {done.stderr.strip()}")
         with (self.data_dir / "postgresql.conf").open("a") as config:
@@ -291,13 +274,11 @@ def find_binaries(version: int = 18) -> Path:
 
 
 @functools.cache
-def _major_version(bin_dir: Path) -> int | None:
-    try:
-        text = subprocess.run([bin_dir / "postgres", "--version"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    found = re.search(r"(\d+)", text)
-    return int(found[1]) if found else None
+def _major_version(bin_dir: Path) -> int:
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # postgres (PostgreSQL) 18.1
+        shown = subprocess.run([bin_dir / "postgres", "--version"], capture_output=True, text=True, check=True).stdout
+        return int(re.findall(r"\d+", shown)[0])
+    return 0
 
 
 @dataclass(frozen=True, slots=True)

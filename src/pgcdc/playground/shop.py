@@ -67,19 +67,12 @@ _LETTERS = string.ascii_letters + string.digits
 
 def create_tables(conn: psycopg.Connection[Any]) -> None:
     """Create the tables, empty."""
-    _execute(conn, _SCHEMA)
+    conn.execute(_SCHEMA)
 
 
 def add_first_rows(conn: psycopg.Connection[Any]) -> None:
-    """The rows that the traffic needs to begin with."""
-    _execute(conn, _FIRST_ROWS)
-
-
-def _execute(conn: psycopg.Connection[Any], script: str) -> None:
-    with conn.transaction():
-        for statement in script.split(";\n"):
-            if statement.strip():
-                conn.execute(statement.encode())
+    """The rows that the traffic needs to begin with, in one transaction."""
+    conn.execute(_FIRST_ROWS)
 
 
 class Traffic:
@@ -109,10 +102,9 @@ class Traffic:
     def stop(self, timeout_s: float = 30.0) -> None:
         """End after the transaction in progress. Raises what ended the traffic early, if anything did."""
         self._stopping.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                raise TimeoutError(f"traffic did not stop within {timeout_s:g} s")
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"traffic did not stop within {timeout_s:g} s")
         if self._failure is not None:
             raise self._failure
 
