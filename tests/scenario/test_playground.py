@@ -22,9 +22,7 @@ END_TIMEOUT_S = 60.0
 
 LOSE_ONE_EVENT = """
 import sys
-from rich.console import Console
 from pgcdc.playground import run
-from pgcdc.playground.view import View
 
 compare = run.compare
 
@@ -35,8 +33,7 @@ def lose_the_last_insert(path, *more):
     return compare(path, *more)
 
 run.compare = lose_the_last_insert
-console = Console()
-sys.exit(run.run_playground(console, View(console), seconds=2, seed=7))
+sys.exit(run.run_playground(seconds=2, seed=7))
 """
 
 

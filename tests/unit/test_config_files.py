@@ -106,7 +106,7 @@ def test_a_database_that_is_not_said_otherwise_is_the_source(monkeypatch: pytest
         db: str | None = setting(None, "the database", cascade="db")
 
     monkeypatch.setitem(ADAPTERS._loaded, "pg_table", Options)
-    entry = adapters._make_entries()["pg_table"]
+    entry = adapters._make_models()[0]["pg_table"]
     for given, expected in (({}, URL), ({"db": "postgresql://other/x"}, "postgresql://other/x")):
         item = entry.model_validate({"name": "t", "type": "pg_table", **given})
         config = load_config(MINIMAL, {}, None).model_copy(update={"adapters": (item,)})

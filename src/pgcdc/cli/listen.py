@@ -75,24 +75,15 @@ def playground(
 ) -> None:
     """A PostgreSQL of its own under random traffic, captured through Spark, with a proof at the end."""
     with exit_on_error():
-        from rich.console import Console
-
-        from pgcdc.playground.view import choose_view
-
         # PGSSLMODE, PGOPTIONS and the like are for the user's databases, not for ours
         for name in [name for name in os.environ if name.startswith("PG") and not name.startswith("PGCDC_")]:
             del os.environ[name]
-        console = Console()
-        view = choose_view(console, sys.stdout.isatty())
+        typer.echo("pgcdc: loading")
         try:
-            view.start_phase("loading")
             from pgcdc.playground.run import run_playground
 
-            code = run_playground(console, view, seconds=seconds, rate_per_s=rate, seed=seed, keep=keep)
-        except BaseException as error:
-            view.close(failed=True)
-            if not isinstance(error, KeyboardInterrupt):
-                raise
+            code = run_playground(seconds, rate, seed, keep)
+        except KeyboardInterrupt:
             # everything is cleaned up; a pipeline that was ended in the middle must not hold up the exit
             sys.stdout.flush()
             os._exit(INTERRUPTED)

@@ -128,41 +128,31 @@ def shown_default(field: FieldInfo) -> str:
     return f" (default: {text})"
 
 
-def _make_entries() -> dict[str, type[Entry]]:
+def _make_models() -> tuple[dict[str, type[Entry]], type[Options], dict[str, tuple[str, str]]]:
+    """Of every type: the model of its mapping; the model of all flat keys; and the type and option of each flat key."""
     entries: dict[str, type[Entry]] = {}
+    flat: dict[str, Any] = {}
+    keys: dict[str, tuple[str, str]] = {}
     for kind, options in ADAPTERS.usable().items():
         if clash := {*Entry.model_fields, *DeliveryOptions.model_fields}.intersection(options.model_fields):
             raise ConfigError(
                 f"adapter {kind} has options of all adapters: {', '.join(clash)}", "Give them other names"
             )
-        fields: dict[str, Any] = {"type": (Literal[kind], Field(description="the type of the adapter"))}
+        own: dict[str, Any] = {"type": (Literal[kind], Field(description="the type of the adapter"))}
         for name, field in {**options.model_fields, **DeliveryOptions.model_fields}.items():
-            default = ... if field.is_required() else field.default
-            more: Any = {
-                "description": field.description,
-                "json_schema_extra": field.json_schema_extra,
-                "repr": field.repr,
-            }
-            fields[name] = _type_of(field), Field(default, **more)
-        title = kind.title().replace("_", "")
-        entries[kind] = create_model(f"{title}Adapter", __base__=Entry, __doc__=options.__doc__, **fields)
-    return entries
-
-
-def _make_flat() -> tuple[type[Options], dict[str, tuple[str, str]]]:
-    fields: dict[str, Any] = {}
-    keys: dict[str, tuple[str, str]] = {}
-    for kind, options in ADAPTERS.usable().items():
-        for name, field in {**options.model_fields, **DeliveryOptions.model_fields}.items():
-            text = f"Adapter {kind}: {field.description or name}.{shown_default(field)}"
+            said, text = setting_of(name, field), field.description or name
+            more: Any = {"description": text, "json_schema_extra": {"setting": said}, "repr": field.repr}
+            own[name] = _type_of(field), Field(... if field.is_required() else field.default, **more)
             metavar = "N" if field.annotation is int else "NUMBER" if field.annotation is float else name.upper()
-            own = setting_of(name, field)
             is_shared = name in DeliveryOptions.model_fields
-            made = replace(own, group="Adapters", flag="", metavar=own.metavar or metavar, is_hidden=is_shared)
-            more: Any = {"description": text, "json_schema_extra": {"setting": made}, "repr": field.repr}
+            said = replace(said, group="Adapters", flag="", metavar=said.metavar or metavar, is_hidden=is_shared)
+            more = {"json_schema_extra": {"setting": said}, "repr": field.repr}
+            text = f"Adapter {kind}: {text}.{shown_default(field)}"
+            flat[f"{kind}_{name}"] = _type_of(field) | None, Field(None, description=text, **more)
             keys[f"{kind}_{name}"] = kind, name
-            fields[f"{kind}_{name}"] = _type_of(field) | None, Field(None, **more)
-    return create_model("AdapterKeys", __base__=Options, **fields), keys
+        title = kind.title().replace("_", "")
+        entries[kind] = create_model(f"{title}Adapter", __base__=Entry, __doc__=options.__doc__, **own)
+    return entries, create_model("AdapterKeys", __base__=Options, **flat), keys
 
 
 ENTRY_ALIASES = {
@@ -171,10 +161,7 @@ ENTRY_ALIASES = {
 """Other names of the keys of a mapping: those of the manual."""
 ALIASES = {f"{kind}_{alias}": f"{kind}_{name}" for kind in ADAPTERS for alias, name in ENTRY_ALIASES.items()}
 """The same for flat keys and variables; flags have them anyway."""
-ENTRIES = _make_entries()
-"""The model of a mapping in `adapters`, by type."""
-_FLAT, FLAT_KEYS = _make_flat()
-"""Flat keys: the adapter's type and its field."""
+ENTRIES, _FLAT, FLAT_KEYS = _make_models()
 
 
 def rename_key(path: KeyPath, name: str) -> str:

@@ -2,7 +2,7 @@
 
     start PostgreSQL → start the pipeline → shop and traffic → watch → drain → stop in order → compare
 
-The pipeline runs in a thread of its own; the main thread owns signals, measuring and the view. The callbacks of the
+The pipeline runs in a thread of its own; the main thread owns signals, measuring and output. The callbacks of the
 pipeline only put what they got into a queue: measuring never makes delivery slower.
 """
 
@@ -22,8 +22,7 @@ from types import FrameType
 
 import psutil
 import psycopg
-from rich.console import Console
-from rich.text import Text
+import typer
 
 from pgcdc.capture.control import ask
 from pgcdc.capture.server import remove_socket
@@ -32,10 +31,10 @@ from pgcdc.core.errors import ConfigError, PgcdcError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock
 from pgcdc.event.batch import Batch
+from pgcdc.playground.meter import Meter, describe_event, progress_line, summary_line
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.playground.proof import Verdict, compare, read_tables
 from pgcdc.playground.shop import KEYS, Traffic, add_first_rows, create_tables
-from pgcdc.playground.view import Meter, View, summary_line
 from pgcdc.postgres.database import connect
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.pipeline import Pipeline
@@ -44,6 +43,7 @@ from pgcdc.spark.session import check_java
 NAME = "playground"
 EVENTS_FILE = "events.jsonl"
 TICK_S = 0.1
+LINE_INTERVAL_S = 5.0
 FIRST_EVENT_TIMEOUT_S = 120.0
 DRAIN_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 60.0
@@ -54,13 +54,7 @@ AGAIN = "Start the playground again"
 
 
 def run_playground(
-    console: Console,
-    view: View,
-    *,
-    seconds: float | None = None,
-    rate_per_s: float = 20.0,
-    seed: int = 1,
-    keep: Path | None = None,
+    seconds: float | None = None, rate_per_s: float = 20.0, seed: int = 1, keep: Path | None = None
 ) -> int:
     """Play, compare, clean up; the exit code. `seconds` None: until Ctrl-C. `keep`: a folder for the delivered file.
 
@@ -68,7 +62,7 @@ def run_playground(
     """
     check_java()
     kept = _choose_file(keep)
-    playground = _Playground(console, view, seconds)
+    playground = _Playground(seconds)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, playground.handle_signal)
     try:
@@ -102,20 +96,19 @@ def _choose_file(folder: Path | None) -> Path | None:
 class _Playground:
     """One run. `play` once, then `close`, whatever happened."""
 
-    def __init__(self, console: Console, view: View, seconds: float | None) -> None:
+    def __init__(self, seconds: float | None) -> None:
         self.signals = 0
-        self._console = console
-        self._view = view
+        self._seconds = seconds
         self._began_s = time.time()
+        self._shown_s = 0.0
         self._scratch = Path(tempfile.mkdtemp(prefix=f"pgcdc-{NAME}-"))
-        self._meter = Meter(seconds)
+        self._meter = Meter()
         self._ending = contextlib.ExitStack()
         self._server: EmbeddedPostgres | None = None
         self._pipeline: Pipeline | None = None
         self._delivered: queue.SimpleQueue[tuple[float, Batch]] = queue.SimpleQueue()
         self._position = Position.at(0, 0)
         self._is_flowing = False
-        self._done = False
 
     def handle_signal(self, number: int, _: FrameType | None) -> None:
         """Before events flow, the first one interrupts. Then it ends in order, the second interrupts; the third kills."""
@@ -130,31 +123,29 @@ class _Playground:
     def play(self, kept: Path | None, seed: int, rate_per_s: float) -> int:
         """Everything from the first process to the verdict."""
         path = kept or self._scratch / EVENTS_FILE
-        self._view.start_phase("starting PostgreSQL 18")
+        say("starting PostgreSQL 18")
         self._server = self._ending.enter_context(EmbeddedPostgres.temporary())
         url = self._server.url()
         self._sql = self._ending.enter_context(connect(url, application_name="pgcdc playground"))
         create_tables(self._sql)  # empty: the first rows come when we listen
         pipeline = self._start_pipeline(url, path)
         self._is_flowing = True
-        self._view.start_phase("opening the shop")
+        say("opening the shop")
         add_first_rows(self._sql)
         traffic = Traffic(url, seed, rate_per_s)
         traffic.start()
         self._ending.callback(_quietly, traffic.stop)
         self._watch(pipeline)
-        self._view.start_phase("delivering what is in flight")
+        say("delivering what is in flight")
         traffic.stop()
         self._drain(pipeline)
         source = read_tables(self._sql, KEYS)
-        self._view.start_phase("stopping Spark in order")
+        say("stopping Spark in order")
         pipeline.stop()
         if not pipeline.wait(END_TIMEOUT_S):
             raise PgcdcError(f"the pipeline did not stop within {END_TIMEOUT_S:.0f} s", AGAIN)
-        self._view.start_phase("comparing source and delivered content")
+        say("comparing source and delivered content")
         verdict = compare(path, source, KEYS)
-        self._done = verdict.is_equal
-        self._view.close(failed=not verdict.is_equal)
         self._report(verdict, kept)
         return 0 if verdict.is_equal else 1
 
@@ -170,21 +161,12 @@ class _Playground:
         }
         config = Config.model_validate(given)
         config.check()
-        pipeline = self._pipeline = Pipeline(config, say=self._say)
+        pipeline = self._pipeline = Pipeline(config, say=say)
         pipeline.on_batch = lambda batch: self._delivered.put((time.time(), batch))
         self._ending.callback(_quietly, pipeline.wait, END_TIMEOUT_S)
         self._ending.callback(pipeline.stop)
         pipeline.start()
         return pipeline
-
-    def _say(self, text: str) -> None:
-        """What the pipeline says: a line of the checklist while this thread waits for its start, then a note."""
-        if text.startswith("ready"):
-            return
-        if self._is_flowing:
-            self._meter.note = text
-        else:
-            self._view.start_phase(text)
 
     def _watch(self, pipeline: Pipeline) -> None:
         """Show what arrives until the time is over or somebody asks for the end."""
@@ -192,11 +174,13 @@ class _Playground:
         while not self.signals:
             time.sleep(TICK_S)
             self._observe(pipeline)
-            self._view.show(self._meter)
             began_s, now_s = self._meter.began_s, time.time()  # until the first event, the time does not count
             if began_s is None and now_s - opened_s > FIRST_EVENT_TIMEOUT_S:
                 raise PgcdcError(f"no event came within {FIRST_EVENT_TIMEOUT_S:.0f} s", AGAIN)
-            if began_s is not None and self._meter.seconds and now_s - began_s >= self._meter.seconds:
+            if began_s is not None and now_s >= self._shown_s + (1 if sys.stdout.isatty() else LINE_INTERVAL_S):
+                self._shown_s = now_s
+                typer.echo(f"{progress_line(self._meter, now_s)}\n      {describe_event(self._meter.last)}")
+            if began_s is not None and self._seconds and now_s - began_s >= self._seconds:
                 return
 
     def _drain(self, pipeline: Pipeline) -> None:
@@ -238,34 +222,27 @@ class _Playground:
         self._meter.server_lsn = int(row[0]) if row else 0
 
     def _report(self, verdict: Verdict, kept: Path | None) -> None:
-        colour = "green" if verdict.is_equal else "red"
-        self._print("")
         for fault in verdict.faults[:SHOWN_FAULTS]:
-            self._print(fault, colour)
+            typer.echo(fault)
         if len(verdict.faults) > SHOWN_FAULTS:
-            self._print(f"... and {len(verdict.faults) - SHOWN_FAULTS:,} more", colour)
-        self._print(str(verdict), f"bold {colour}")
-        self._print(summary_line(self._meter.latencies))
+            typer.echo(f"... and {len(verdict.faults) - SHOWN_FAULTS:,} more")
+        typer.secho(str(verdict), fg="green" if verdict.is_equal else "red", bold=True)
+        typer.echo(summary_line(self._meter.latencies))
         if self._meter.began_s is not None:
-            self._print(f"first event {self._meter.began_s - self._began_s:.1f} s after the start")
+            typer.echo(f"first event {self._meter.began_s - self._began_s:.1f} s after the start")
         if kept is not None:
-            self._print(f"the delivered events are in {kept}")
+            typer.echo(f"the delivered events are in {kept}")
 
     def show_logs(self) -> None:
         """After a failure: the end of what Spark and the capture wrote, because the files go with us."""
-        self._view.close(failed=True)
         for log in sorted(self._scratch.glob("state/*.log")):
             for line in log.read_text(errors="replace").splitlines()[-SHOWN_LOG_LINES:]:
-                self._print(f"{log.name}: {line}", "dim")
-
-    def _print(self, line: str, style: str = "") -> None:
-        self._console.print(Text(line, style), soft_wrap=not self._console.is_terminal)  # a line of a log is never cut
+                typer.echo(f"{log.name}: {line}")
 
     # --- the end
 
     def close(self) -> None:
         """Leave nothing behind: in order if there is time, at once if somebody is in a hurry."""
-        self._view.close(failed=not self._done)
         try:
             # interrupted before anything was delivered: there is nothing to lose
             if self.signals > 1 or (self.signals and not self._is_flowing):
@@ -291,6 +268,11 @@ class _Playground:
         for process in psutil.wait_procs(processes, GRACE_S)[1]:
             with contextlib.suppress(psutil.Error):
                 process.kill()
+
+
+def say(text: str) -> None:
+    """Something that takes time begins."""
+    typer.echo(f"pgcdc: {text}")
 
 
 def _quietly(end: Callable[..., object], *args: object) -> None:

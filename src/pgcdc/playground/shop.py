@@ -124,48 +124,34 @@ class Traffic:
         due = time.monotonic()
         while not self._stopping.wait(max(0.0, due - time.monotonic())):
             due = max(due + self._interval_s, time.monotonic() - 1.0)  # catch up a little, never in a burst
-            shopper = _Shopper(conn, self._random)
+            changes = 0
             with contextlib.suppress(errors.IntegrityError, errors.DeadlockDetected):  # another Traffic was faster
                 with conn.transaction():
-                    shopper.step(self._random.choices(list(STEPS), _WEIGHTS)[0])
-                self.commits += shopper.changes > 0
-                self.changes += shopper.changes
+                    changes = self._step(conn, self._random.choices(list(STEPS), _WEIGHTS)[0])
+                self.commits += changes > 0
+                self.changes += changes
 
-
-class _Shopper:
-    """One transaction; `changes` counts its row changes."""
-
-    def __init__(self, conn: psycopg.Connection[Any], rng: random.Random) -> None:
-        self.changes = 0
-        self._conn = conn
-        self._random = rng
-
-    def step(self, name: str) -> None:
-        """Do what the name says, with values at random."""
+    def _step(self, conn: psycopg.Connection[Any], name: str) -> int:
+        """Do what the name says, with values at random; how many rows are changed."""
         if name == "change_mind":  # the whole transaction is rolled back
-            self.step("place_order")
-            self.changes = 0
+            self._step(conn, "place_order")
             raise psycopg.Rollback
         if name == "change_half_a_mind":
             # the inner changes vanish, those around them stay, those of a released savepoint too
-            self.step("add_customer")
-            kept = self.changes
-            with self._conn.transaction(force_rollback=True):
-                self.step("place_order")
-                self.step("add_document")
-            self.changes = kept
-            with self._conn.transaction():
-                self.step("edit_customer")
-            return
+            changes = self._step(conn, "add_customer")
+            with conn.transaction(force_rollback=True):
+                self._step(conn, "place_order")
+                self._step(conn, "add_document")
+            with conn.transaction():
+                return changes + self._step(conn, "edit_customer")
         _, script = STEPS[name]
-        values = {name: self._value(name) for name in re.findall(r"%\((\w+)\)s", script)}
-        for statement in script.split(";"):
-            self.changes += self._conn.execute(statement.encode(), values).rowcount
+        values = {name: self._value(conn, name) for name in re.findall(r"%\((\w+)\)s", script)}
+        return sum(conn.execute(statement.encode(), values).rowcount for statement in script.split(";"))
 
-    def _value(self, name: str) -> object:
+    def _value(self, conn: psycopg.Connection[Any], name: str) -> object:
         if name not in _PICKS:
             return _VALUES[name](self._random)
-        row = self._conn.execute(_PICKS[name].encode(), (self._random.random(),)).fetchone()
+        row = conn.execute(_PICKS[name].encode(), (self._random.random(),)).fetchone()
         return row[0] if row else None
 
 
