@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,26 +51,14 @@ def drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def print_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], headings: Mapping[str, str] | None = None
-) -> None:
-    """A drawn table on a terminal (`headings` for what is too long there), tabs where a program reads on."""
-    if not sys.stdout.isatty():
-        for row in [header, *rows]:
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns side by side on a terminal, tabs where a program reads on."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        if sys.stdout.isatty():
+            typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        else:
             typer.echo("\t".join(row))
-        return
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in header:
-        heading = (headings or {}).get(name, name)
-        table.add_column(heading, overflow="fold", justify="right" if "bytes" in name else "left")
-    for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
-    Console().print(table)
 
 
 def show(value: object) -> str:

@@ -26,10 +26,6 @@ Name = Annotated[str, typer.Option("--slot-name", help="Name of the slot.")]
 State = Annotated[Path, typer.Option(help="The state directory.", envvar="PGCDC_STATE_DIR")]
 
 _COLUMNS = ("name", "plugin", "database", "active", "wal_status", "confirmed_flush_lsn", "lag_bytes", "retained_bytes")
-_HEADINGS = {
-    "wal_status": "wal", "confirmed_flush_lsn": "confirmed", "lag_bytes": "lag B", "retained_bytes": "kept B",
-    "pg_type": "PostgreSQL", "spark_type": "Spark",
-}  # fmt: skip
 
 
 @slot_app.command("list")
@@ -50,7 +46,7 @@ def status_command(
     as_json: Json = False,
 ) -> None:
     """One slot: who reads it, how far, and how much WAL the server keeps for it."""
-    wanted = _require(name or slot_name)
+    wanted = _require(name or slot_name, "slot", "--slot-name")
     with _connect(db) as conn:
         slot = get_slot(conn, wanted)
     if slot is None:
@@ -70,7 +66,7 @@ def drop_command(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Drop a slot: what it holds and was not delivered is lost."""
-    name = _require(slot_name)
+    name = _require(slot_name, "slot", "--slot-name")
     if not yes:
         if not sys.stdin.isatty():
             raise ConfigError(f"dropping slot {name} needs a confirmation", "Add --yes")
@@ -92,9 +88,9 @@ def _describe_slot(slot: SlotInfo) -> dict[str, Any]:
     return raw
 
 
-def _require(name: str) -> str:
+def _require(name: str, what: str, flag: str) -> str:
     if not name:
-        raise ConfigError("no slot is named", "Use --slot-name NAME")
+        raise ConfigError(f"no {what} is named", f"Use {flag} NAME")
     return name
 
 
@@ -102,7 +98,7 @@ def _print(columns: tuple[str, ...], rows: list[dict[str, Any]], as_json: bool) 
     if as_json:
         typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
     else:
-        print_table(columns, [[show(row[column]) for column in columns] for row in rows], _HEADINGS)
+        print_table(columns, [[show(row[column]) for column in columns] for row in rows])
 
 
 @consumer_app.command("list")
@@ -151,8 +147,7 @@ def describe(
     from pgcdc.source.protocol import ColumnDescription
     from pgcdc.spark.tables import describe as describe_table
 
-    if not table:
-        raise ConfigError("no table is named", "Use --table NAME")
+    _require(table, "table", "--table")
     if output not in ("table", "json"):
         raise ConfigError(f"--format {output} is not a format", "Use table or json")
     chosen = {"numeric": numeric, "out_of_range": out_of_range, "arrays": arrays, "composites": composites}

