@@ -10,12 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from pgcdc.cli.report import describe_snapshot, exit_on_error, print_table
+from pgcdc.cli.report import describe_snapshot, exit_on_error, print_table, show
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
 from pgcdc.core.state import Lock, StateDir, read_json
 
 RELOAD_TIMEOUT_S = 60.0
 STATE_DIR = typer.Option(help="The state directory.", envvar="PGCDC_STATE_DIR")
+_LANE = ("adapter", "lane", "ack", "lag_bytes", "dropped", "dead_letters", "last_error")
 _OF_SNAPSHOT = ("held_seconds", "hold_limit_seconds", "wal_held_bytes", "warning")
 _OF_CAPTURE = ("schema_changes", "toast_cache_hits", "toast_cache_misses", "toast_cache_entries", "bad_signals")
 
@@ -34,30 +35,15 @@ def status(
 
         snapshots, lanes = report.pop("snapshots"), report.pop("lanes")
         for name, value in report.items():
-            print(f"{name.replace('_', ' '):<28} {'-' if value is None else value}")
+            print(f"{name.replace('_', ' '):<28} {show(value)}")
         if lanes:
             print()
-            _print_lanes(lanes)
+            print_table(
+                [name.replace("_", " ") for name in _LANE], [[show(one.get(name)) for name in _LANE] for one in lanes]
+            )
         if snapshots:
             print()
             print_snapshots(snapshots)
-
-
-def _print_lanes(lanes: list[dict[str, Any]]) -> None:
-    """One line for each adapter: its lane, how far it is, and what it last failed with."""
-    rows = [
-        [
-            one["adapter"],
-            one["lane"],
-            one["ack"] or "-",
-            "-" if one["lag_bytes"] is None else f"{one['lag_bytes']:,}",
-            f"{one['dropped']:,}",
-            f"{one.get('dead_letters', 0):,}",
-            one["last_error"] or "-",
-        ]
-        for one in lanes
-    ]
-    print_table(["adapter", "lane", "ack", "lag bytes", "dropped", "dead letters", "last error"], rows)
 
 
 def read_status(state_dir: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from pgcdc.config.layers import Loaded
 from pgcdc.config.model import GROUPS, Config
-from pgcdc.config.secrets import hide_options
+from pgcdc.config.secrets import hide_secrets
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.secrets import redact_text
 from pgcdc.core.settings import setting_of, unit_of
@@ -48,15 +48,7 @@ def _value(loaded: Loaded, name: str) -> tuple[Any, str]:
     if "${" not in str(raw):  # what a variable holds may be a secret
         as_json: TypeAdapter[Any] = TypeAdapter(Any)
         value = as_json.dump_python(getattr(config, name), mode="json", by_alias=True, exclude_unset=True)
-    return _hide(hide_options(name, value)), origin
-
-
-def _hide(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _hide(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_hide(one) for one in value]
-    return redact_text(value) if isinstance(value, str) else value
+    return hide_secrets(name, value), origin
 
 
 def show_yaml(loaded: Loaded) -> str:

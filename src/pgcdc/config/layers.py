@@ -54,11 +54,8 @@ class Loaded:
 
     def origin(self, key: str) -> str:
         """Who said it, for people."""
-        if (key,) not in self.origins:
-            return "default"
-        said = [self.origins[key,], *(text for path, text in self.origins.items() if path[0] == key and len(path) > 1)]
-        places = [text or self._line((key,)) for text in dict.fromkeys(said)]
-        return ", ".join(places)
+        said = dict.fromkeys(text for path, text in self.origins.items() if path[0] == key)
+        return ", ".join(text or self.place((key,)).rpartition(":")[0] for text in said) or "default"
 
     def _said(self, path: KeyPath) -> str | None:
         return self.origins.get(path[:2], self.origins.get(path[:1]))
@@ -90,9 +87,6 @@ class Loaded:
     def safe(self, error: PgcdcError) -> ConfigError:
         """The same without any secret in it."""
         return ConfigError(hide(error.message, self.secrets), hide(error.advice, self.secrets))
-
-    def _line(self, path: KeyPath) -> str:
-        return self.file.place(path).rpartition(":")[0] if self.file is not None else ""
 
 
 def load_config(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None) -> Config:

@@ -20,7 +20,7 @@ from pgcdc.config.adapters import ENTRIES, kind_of
 from pgcdc.config.model import Config, at
 from pgcdc.config.yaml_file import value_at
 from pgcdc.core.errors import PgcdcError
-from pgcdc.core.secrets import literal_part, read_secret
+from pgcdc.core.secrets import literal_part, read_secret, redact_text
 from pgcdc.core.settings import Conflict, KeyPath, Setting, conflicts_of, setting_of
 from pgcdc.postgres.database import parse_url
 from pgcdc.sink.http import is_secret_header, parse_headers
@@ -89,15 +89,23 @@ def _has_literal(text: str, *, is_header: bool) -> bool:
     return bool(literal_part(text).strip(" ;,\"'"))
 
 
-def hide_options(name: str, value: Any) -> Any:
-    """A value of the configuration as it may be shown: `name` is its key."""
+def hide_secrets(name: str, value: Any) -> Any:
+    """A value of the configuration, as JSON has it, as it may be shown: `name` is its key."""
     if name == "adapters" and isinstance(value, list):
         return [_hide(ENTRIES[str(kind_of(item))], item) if isinstance(item, dict) else item for item in value]
     return _hide(Config, {name: value})[name]
 
 
 def _hide(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    return {field: hide_value(value) if _secret(model, field) else value for field, value in values.items()}
+    return {key: hide_value(one) if _secret(model, key) else _redact(one) for key, one in values.items()}
+
+
+def _redact(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _redact(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_redact(one) for one in value]
+    return redact_text(value) if isinstance(value, str) else value
 
 
 # --- database URLs
