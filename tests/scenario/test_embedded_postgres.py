@@ -29,11 +29,18 @@ def family_of(pid: int) -> list[psutil.Process]:
     return [postmaster, *postmaster.children(recursive=True)]
 
 
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # between the two questions
+        return False
+
+
 def wait_for_end(processes: list[psutil.Process], timeout_s: float = 20.0) -> list[psutil.Process]:
     deadline = time.monotonic() + timeout_s
     alive = processes
     while alive and time.monotonic() < deadline:
-        alive = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        alive = list(filter(is_alive, alive))
         time.sleep(0.05)
     return alive
 
