@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 
 MINIMUM_JAVA = 17
 END_TIMEOUT_S = 3.0
+_LATE_C2 = (
+    "-XX:+IgnoreUnrecognizedVMOptions -XX:Tier4InvocationThreshold=250000 -XX:Tier4MinInvocationThreshold=30000 "
+    "-XX:Tier4CompileThreshold=750000 -XX:Tier4BackEdgeThreshold=2000000"
+)
+"""C2 took a third of all CPU on code that Spark runs a few thousand times; only what is hot is worth it (decision 0020)."""
 
 
 def settings() -> dict[str, str]:
@@ -45,7 +50,7 @@ def settings() -> dict[str, str]:
         "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
         "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
         "spark.driver.extraJavaOptions": "-Djdk.lang.Process.launchMechanism=VFORK "
-        f"-Dlog4j2.configurationFile={log4j} -XX:+UseSerialGC "
+        f"-Dlog4j2.configurationFile={log4j} -XX:+UseSerialGC {_LATE_C2} "
         # A query that is stopped inside of foreachBatch has its Java stack trace matched by a recursive pattern of Spark's
         "-Xss16m",
         "spark.sql.streaming.pollingDelay": "1ms",
