@@ -76,7 +76,7 @@ def _run(request: dict[str, Any], report: int) -> None:
     from sink_targets import START
 
     from pgcdc.core.settings import make_options
-    from pgcdc.sink.letters.file_store import FileDeadLetters
+    from pgcdc.sink.letters.stores import FileDeadLetters
     from pgcdc.sink.registry import ADAPTERS, make_sink
     from pgcdc.sink.runner import Runner
     from pgcdc.sink.spec import AdapterSpec, DeliveryOptions

@@ -19,7 +19,7 @@ from pgcdc.core.position import Position
 from pgcdc.event.batch import Batch
 from pgcdc.sink.file import FileOptions, FileSink
 from pgcdc.sink.folder import FolderSink
-from pgcdc.sink.state import KeyStore, content_kind
+from pgcdc.sink.line_files import KeyStore, content_kind
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def test_crash_between_a_file_at_the_path_of_a_folder_and_its_ack(folder: Folder
 # --- dead letters that come again
 
 
-def _broken(sink: FolderSink) -> None:
+def _broken(*args: object) -> None:
     raise OSError(5, "Input/output error")
 
 
@@ -367,7 +367,7 @@ def test_crash_in_a_redelivery_leaves_all_of_it_or_nothing(
     with opened(folder) as sink:
         assert WHOLE[10] not in folder.lines()
         assert hidden(folder) == []
-        monkeypatch.setattr(FolderSink, "_show", _broken)
+        monkeypatch.setattr("pgcdc.sink.folder._show_parts", _broken)
         assert isinstance(sink.sink, FolderSink)
         with pytest.raises(SinkUnavailable):
             sink.redeliver(past(10))

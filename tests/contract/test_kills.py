@@ -25,8 +25,8 @@ from sink_targets import (
 )
 
 from pgcdc.core.position import Position
-from pgcdc.sink.letters.file_store import FileDeadLetters
 from pgcdc.sink.letters.record import Query
+from pgcdc.sink.letters.stores import FileDeadLetters
 
 
 @pytest.fixture(scope="module")

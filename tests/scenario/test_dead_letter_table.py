@@ -17,8 +17,9 @@ from pgcdc import Pipeline, adapters, sources
 from pgcdc.config import Config
 from pgcdc.core.errors import ConfigError, PgcdcError, SourceError
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.sink.letters.pg_store import PgDeadLetters
-from pgcdc.sink.letters.record import Query, check_not_captured
+from pgcdc.run.letter_service import check_not_captured
+from pgcdc.sink.letters.record import Query
+from pgcdc.sink.letters.stores import PgDeadLetters
 
 
 @pytest.fixture

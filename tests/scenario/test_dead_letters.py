@@ -20,8 +20,8 @@ from listening import wait_until
 
 from pgcdc.capture.control import ask
 from pgcdc.core.state import Lock, StateDir, read_json
-from pgcdc.sink.letters.file_store import FileDeadLetters
 from pgcdc.sink.letters.record import Query
+from pgcdc.sink.letters.stores import FileDeadLetters
 
 
 class Child:

@@ -33,8 +33,7 @@ from pgcdc.core.relation import ShapeChange, append_shapes
 from pgcdc.event.batch import Batch
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import DeliveryOptions
-from pgcdc.sink.webhook.options import WebhookOptions
-from pgcdc.sink.webhook.sink import WebhookSink
+from pgcdc.sink.webhook import WebhookOptions, WebhookSink
 
 SECRET = "s3cr3t-in-query"
 COUNT = len(STREAM)
@@ -220,7 +219,7 @@ def test_reset_connection_and_nobody_there(hook: Receiver, tmp_path: Path) -> No
 def test_status_counts_whatever_comes_behind_it(
     hook: Receiver, tmp_path: Path, how: How, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pgcdc.sink.webhook.client.BODY_S", 0.2)
+    monkeypatch.setattr("pgcdc.sink.http.BODY_S", 0.2)
     hook.always(how)
     url = hook.url.replace("127.0.0.1", "localhost")  # cookies are for names
     with sink_to(url, tmp_path, concurrency=2) as sink:
@@ -231,7 +230,7 @@ def test_status_counts_whatever_comes_behind_it(
 
 
 def test_endless_body_is_not_read(hook: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pgcdc.sink.webhook.client.BODY_S", 30.0)
+    monkeypatch.setattr("pgcdc.sink.http.BODY_S", 30.0)
     sent = 0
 
     def how(handler: BaseHTTPRequestHandler, request: Request) -> None:
@@ -265,7 +264,7 @@ def test_connection_that_is_closed_after_each_answer_is_only_a_retry(hook: Recei
 def test_slow_body_of_an_answer_is_not_waited_for(
     hook: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pgcdc.sink.webhook.client.BODY_S", 0.05)
+    monkeypatch.setattr("pgcdc.sink.http.BODY_S", 0.05)
     hook.always(raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", *[b"x"] * 9, pause_s=0.3))
     began = time.monotonic()
     with sink_to(hook.url, tmp_path, concurrency=1) as sink:
@@ -564,8 +563,8 @@ CHILD = """
     import sys
     from pathlib import Path
     from pgcdc.core.position import Position
-    from pgcdc.sink.webhook.options import WebhookOptions
-    from pgcdc.sink.webhook.sink import WebhookSink
+    from pgcdc.sink.webhook import WebhookOptions
+    from pgcdc.sink.webhook import WebhookSink
     from running import run
     from targets.events import START, batch_of
 

@@ -47,7 +47,7 @@ class RotatingFile(BaseTarget):
 
     type, before_ack, can_break, large = "file", "sink.before_ack", True, 60
     kill_points = (
-        "file.half_written", "sink.before_ack", "sink.after_ack", "file.before_rotation", "file.rotation_noted",
+        "file.half_written", "sink.before_ack", "sink.after_ack", "file.before_rotation",
         "file.renamed", "file.rotated",
     )  # fmt: skip
     max_size: int | str = 1500

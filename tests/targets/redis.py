@@ -135,7 +135,8 @@ class RedisTarget(BaseTarget):
             ({"url": "http://127.0.0.1:6379", "mode": "sync"}, "no URL of redis"),
             ({"url": "redis://127.0.0.1:port", "mode": "sync"}, "no URL of redis"),
             ({"url": f"{url}?ssl_ca_cert=/ca.pem", "mode": "sync"}, "redis_url: .*'ssl_ca_cert'"),
-            ({"url": f"{url}?db=shop", "mode": "sync"}, "redis_url: Invalid value for 'db'"),
+            ({"url": f"{url}?db=shop", "mode": "sync"}, "redis_url: its database is no number"),
+            ({"url": "redis://127.0.0.1/shop", "mode": "sync"}, "redis_url: its database is no number"),
             ({"url": url.replace(self.secret, "wrong"), "mode": "sync"}, "WRONGPASS|password"),
             ({"url": "redis://127.0.0.1:1/0", "mode": "sync"}, "refused"),
         ]

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pgcdc.core import errors
+from pgcdc.core.counters import TARGET_RECOVERIES, counters
 from pgcdc.core.errors import (
     PgcdcError,
     Policy,
@@ -569,3 +570,37 @@ def test_stop_really_wakes_a_thread_that_waits() -> None:
     delivery.stop()
     thread.join(REAL_TIMEOUT_S)
     assert isinstance(raised[0], DeliveryStopped)
+
+
+# --- the end of an outage
+
+
+def test_end_of_an_outage_is_said_once_and_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    setup = Setup(down(), down(), down(), max_retries=1, cb_max_failures=0, backoff_base=4.0)
+    before = counters.get(TARGET_RECOVERIES, adapter="scripted")
+    with pytest.raises(SinkUnavailable):
+        setup.delivery.write(batch())
+    setup.clock.time += 60
+    setup.delivery.write(batch())  # the first try fails again
+    setup.delivery.write(batch(3, END, Position.end(120)))
+    (line,) = [one for one in capfd.readouterr().err.splitlines() if "recovered" in one]
+    assert line == "pgcdc: adapter scripted: recovered after 68 s, 4 attempts"
+    assert counters.get(TARGET_RECOVERIES, adapter="scripted") == before + 1
+
+
+def test_a_try_that_failed_and_was_repeated_at_once_is_counted_and_not_said(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    before = counters.get(TARGET_RECOVERIES, adapter="scripted")
+    Setup(down(), backoff_base=0.1).delivery.write(batch())
+    assert "recovered" not in capfd.readouterr().err
+    assert counters.get(TARGET_RECOVERIES, adapter="scripted") == before + 1
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [("it is full", "it is full. Wait"), ("it is full.", "it is full. Wait"), ("why?", "why? Wait"), ("", "Wait")],
+)
+def test_what_a_client_said_gets_one_full_stop(message: str, text: str) -> None:
+    assert str(SinkError(message, "Wait")) == text
+    assert str(SinkError(message)) == message

@@ -13,10 +13,10 @@ from pgcdc.core.errors import SinkError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Identity, StateDir
 from pgcdc.run.resync_plan import Plan, ResyncOptions
-from pgcdc.sink import state
+from pgcdc.sink import line_files
 from pgcdc.sink.contract import Progress
 from pgcdc.sink.file import FileSink
-from pgcdc.sink.state import KeyStore, TableName
+from pgcdc.sink.line_files import KeyStore, TableName
 
 T = ("public", "t")
 TABLES = {T: ("id",), ("sales", "pair"): ("b", "a"), ("public", "x.y"): ("id",), ("x", "y"): ("id",)}
@@ -43,7 +43,7 @@ def keys(folder: Path, events: list[dict[str, Any]], table: TableName = T) -> li
 
 @pytest.mark.parametrize("buffered", [1, 3, 100_000])
 def test_puts_deletes_and_moved_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffered: int) -> None:
-    monkeypatch.setattr(state, "BUFFERED_KEYS", buffered)
+    monkeypatch.setattr(line_files, "BUFFERED_KEYS", buffered)
     events = [
         event("INSERT", {"id": "1"}),
         event("SNAPSHOT", {"id": "2"}),
@@ -126,7 +126,7 @@ def test_a_file_that_is_gone_or_shorter_is_refused(tmp_path: Path) -> None:
 def test_memory_is_that_of_the_buffer_whatever_the_number_of_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "BUFFERED_KEYS", 10_000)
+    monkeypatch.setattr(line_files, "BUFFERED_KEYS", 10_000)
     with KeyStore(tmp_path / "k", TABLES) as store:
         tracemalloc.start()
         try:

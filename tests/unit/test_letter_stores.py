@@ -16,9 +16,8 @@ import pytest
 
 from pgcdc.core.errors import Reject, SinkError, StateError
 from pgcdc.core.position import Position
-from pgcdc.sink.letters.file_store import FileDeadLetters
-from pgcdc.sink.letters.pg_store import _from_json, _to_json
 from pgcdc.sink.letters.record import DeadLetter, Query, StderrDeadLetters, make_letter
+from pgcdc.sink.letters.stores import FileDeadLetters, _from_json, _to_json
 
 
 def at(*numbers: int) -> list[str]:
@@ -113,7 +112,7 @@ def test_disk_that_is_full_in_the_middle_leaves_the_file_as_it_was(
         os.write(descriptor, data[:20])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pgcdc.sink.letters.file_store.write_all", write_half)
+    monkeypatch.setattr("pgcdc.sink.letters.stores.write_all", write_half)
     with pytest.raises(StateError, match="No space left") as caught:
         file.record([letter(2)])
     assert caught.value.advice

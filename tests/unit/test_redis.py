@@ -15,11 +15,15 @@ from targets.letters import Letters
 from targets.redis import RedisServer, RedisTarget
 
 from pgcdc import adapters
-from pgcdc.core.errors import ConfigError, SinkError, SinkUnavailable
+from pgcdc.core.errors import ConfigError, SinkError, SinkUnavailable, SourceError
 from pgcdc.core.position import Position
+from pgcdc.core.relation import Column, Relation
+from pgcdc.core.state import StateDir
+from pgcdc.run.settings import PipelineSettings, view_source
 from pgcdc.sink.registry import check_adapters
 from pgcdc.sink.runner import Runner
-from pgcdc.sink.spec import DeliveryOptions
+from pgcdc.sink.spec import DeliveryOptions, SourceView
+from pgcdc.transform.specs import Chain
 
 ONE_MORE = DeliveryOptions(max_retries=1, backoff_base=0.001, backoff_cap=0.002, cb_max_failures=0, timeout=2.0)
 
@@ -403,3 +407,59 @@ def test_two_adapters_never_share_keys(url: str, options: dict[str, Any], is_ref
 def test_two_adapters_share_a_server_by_their_routes() -> None:
     made = [adapters.redis("redis://host/0", mode="sync", name=name, routes=[name]) for name in ("one", "two")]
     check_adapters(made)
+
+
+# --- found before anything is read
+
+
+def look(*relations: Relation, **options: Any) -> None:
+    spec = adapters.redis("redis://h", mode="sync", **options)
+    spec.options.check_source("cache", SourceView("", tuple, lambda: relations))
+
+
+def table(name: str, identity: str, **columns: bool) -> Relation:
+    """A table with these columns, which are part of its key or not."""
+    return Relation(1, "public", name, identity, tuple(Column(one, 25, -1, key) for one, key in columns.items()))
+
+
+def test_a_wrong_id_column_is_refused_before_the_rows_are_read() -> None:
+    orders, lines = table("orders", "d", id=True, n=False), table("lines", "f", id=True, at=True)
+    look(orders, lines)
+    look(orders, lines, id_column="id")
+    with pytest.raises(ConfigError, match="adapter cache: table orders has no column idd") as caught:
+        look(orders, lines, id_column="idd")
+    assert "id_column" in caught.value.advice
+    with pytest.raises(ConfigError, match="its replica identity does not have n"):
+        look(orders, id_column="n")
+    with pytest.raises(ConfigError, match="rows of table heap come without a key"):
+        look(table("heap", "n", n=False))
+
+
+def test_a_source_that_cannot_be_asked_is_no_matter_of_the_adapter() -> None:
+    def fail() -> list[Relation]:
+        raise SourceError("it is down")
+
+    adapters.redis("redis://h", mode="sync").options.check_source("cache", SourceView("", tuple, fail))
+
+
+def test_an_adapter_sees_its_tables_as_routes_and_transforms_leave_them(tmp_path: Path) -> None:
+    settings, state = PipelineSettings(detector="rate"), StateDir(tmp_path)
+
+    def seen(*transforms: Any, routes: tuple[str, ...] = ()) -> dict[str, list[str]]:
+        found = view_source(settings, state, Chain(transforms, routes)).relations()
+        return {one.name: [column.name for column in one.columns] for one in found}
+
+    name, columns = next(iter(seen().items()))
+    last = columns[-1]
+    assert seen(routes=("none",)) == {} and list(seen(routes=(name,))) == [name]
+    assert seen({"type": "rename_fields", "fields": {last: "other"}})[name] == [*columns[:-1], "other"]
+    assert seen({"type": "sql", "set": {"x": "1"}}) == {}  # only Spark knows
+
+
+@pytest.mark.parametrize("url", ["redis://h/abc", "redis://h/1x", "redis://h/0/1", "redis://h?db=abc"])
+def test_a_database_that_is_no_number_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="its database is no number"):
+        check_adapters([adapters.redis(url, mode="sync")])
+    check_adapters(
+        [adapters.redis("redis://h/3", mode="sync"), adapters.redis("unix:///a/b?db=2", mode="sync", name="b")]
+    )

@@ -25,13 +25,13 @@ from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.event.batch import Batch
 from pgcdc.run.control import RunServer
-from pgcdc.run.letter_service import LetterOffice, _Telling, ask_run
+from pgcdc.run.letter_service import LetterService, _Telling, ask_run
 from pgcdc.run.member import Adapter, Member
 from pgcdc.run.roster import Membership, Place, Roster
 from pgcdc.sink.groups import read_records
 from pgcdc.sink.letters.delivery import MAX_CHARS, MAX_LETTERS, Tally, as_batch, deliver_again, find_batches
-from pgcdc.sink.letters.file_store import FileDeadLetters
 from pgcdc.sink.letters.record import Query
+from pgcdc.sink.letters.stores import FileDeadLetters
 from pgcdc.sink.noop import NoopSink
 from pgcdc.transform.specs import Chain, column_chain
 
@@ -192,7 +192,7 @@ class Running:
         raw = {"db": "postgresql://h/x", "tables": ["t"], "state_dir": folder / "state", **more}
         self.state = StateDir(folder / "state")
         self.state.create()
-        self.office = LetterOffice(Config.model_validate(raw), self.state, lambda text: None, None)
+        self.office = LetterService(Config.model_validate(raw), self.state, lambda text: None, None)
         self.office.store.pipeline = PIPELINE
         self.sink = PickyFile(folder / "file.jsonl")
         self.delivery = self.office.run(adapters.file(folder / "file.jsonl"), self.state.acks)

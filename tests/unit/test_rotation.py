@@ -22,13 +22,12 @@ from pgcdc.core.errors import ConfigError, SinkError, SinkUnavailable, StateErro
 from pgcdc.core.failpoint import FailpointError
 from pgcdc.core.position import Position
 from pgcdc.event.batch import Batch
-from pgcdc.sink import contract, rotation
+from pgcdc.sink import contract, line_files
 from pgcdc.sink.contract import Progress
 from pgcdc.sink.file import FileSink
+from pgcdc.sink.line_files import KeyStore, Rotated, tidy
 from pgcdc.sink.registry import check_adapters
-from pgcdc.sink.rotation import Housekeeper, Numbers, tidy
 from pgcdc.sink.runner import Runner
-from pgcdc.sink.state import KeyStore
 
 KINDS = [RotatingFile, RotatingGzip, RotatingZstd]
 ENDINGS = {"none": "", "gzip": ".gz", "zstd": ".zst"}
@@ -138,7 +137,7 @@ def test_events_of_the_past_are_appended_and_survive(target: RotatingFile) -> No
 
 # --- crashes at every step
 
-STEPS = ["file.before_rotation", "file.rotation_noted", "file.renamed", "file.rotated", "file.half_written"]
+STEPS = ["file.before_rotation", "file.renamed", "file.rotated", "file.half_written"]
 
 
 @pytest.mark.parametrize("at", [1, 2])
@@ -159,7 +158,7 @@ def test_crash_in_a_rotation_is_finished_at_the_next_start(
     assert count == len(up_to(before.ack))
     again = make(target)
     assert target.lines() == up_to(again.ack)
-    assert "moving" not in detail(target)
+    assert detail(target)["last"] == len(target.rotated())
     again.write(batch(START, END))
     again.close()
     assert target.lines() == WHOLE
@@ -191,7 +190,7 @@ def test_crash_in_a_compression_leaves_nothing_and_loses_nothing(
     last = len(target.rotated())
     crash_at(f"{point}=raise@2")
     with pytest.raises(FailpointError):
-        tidy(target.path, Numbers(1, 1, last), target.compress, lambda: False)  # type: ignore[arg-type]
+        tidy(target.path, Rotated(1, 1, last), target.compress, lambda: False)  # type: ignore[arg-type]
     assert target.lines() == WHOLE
     make(target).close()
     assert target.lines() == WHOLE
@@ -206,9 +205,9 @@ def test_crash_while_files_are_removed_is_finished(target: RotatingFile, crash_a
     assert last >= 3
     crash_at("file.removed")
     with pytest.raises(FailpointError):
-        tidy(target.path, Numbers(1, last, last), "none", lambda: False)
+        tidy(target.path, Rotated(1, last, last), "none", lambda: False)
     assert len(target.rotated()) == last - 1
-    tidy(target.path, Numbers(1, last, last), "none", lambda: False)
+    tidy(target.path, Rotated(1, last, last), "none", lambda: False)
     assert len(target.rotated()) == 1
 
 
@@ -254,7 +253,7 @@ def test_full_disk_in_a_compression_is_said_and_the_file_stays_until_there_is_ro
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(rotation, "_write_compressed", fail)
+        patched.setattr(line_files, "_write_compressed", fail)
         sink = make(target)
         sink.write(batch(START, END))
         sink.close()
@@ -271,9 +270,7 @@ def test_compression_that_takes_too_long_is_left_for_the_next_start(tmp_path: Pa
     sink = make(target, compression="none")
     sink.write(batch(START, END))
     sink.close()
-    keeper = Housekeeper(target.path, "zstd", print)
-    keeper._is_stopped = True
-    tidy(target.path, Numbers(1, 1, len(target.rotated())), "zstd", lambda: keeper._is_stopped)
+    tidy(target.path, Rotated(1, 1, len(target.rotated())), "zstd", lambda: True)
     assert names(target) == ["events.jsonl", *(path.name for path in target.rotated())]
     assert target.lines() == WHOLE
 
@@ -295,7 +292,7 @@ def test_only_the_newest_files_are_kept_if_that_is_told(tmp_path: Path, kind: ty
     sink = make(target, max_files=2)
     sink.write(batch(START, END))
     sink.close()
-    last = detail(target)["number"]
+    last = detail(target)["last"]
     assert [path.name for path in target.rotated()] == [f"events.jsonl.{number:06d}" for number in (last - 1, last)]
     assert target.lines() == WHOLE[len(WHOLE) - len(target.lines()) :]
 
@@ -315,7 +312,7 @@ def test_files_of_others_are_never_touched(target: RotatingFile) -> None:
     sink.write(batch(START, END))
     sink.close()
     assert {name: (target.path.parent / name).read_bytes() for name in foreign} == foreign
-    last = detail(target)["number"]
+    last = detail(target)["last"]
     assert sorted(set(names(target)) - set(foreign)) == ["events.jsonl", f"events.jsonl.{last:06d}.gz"]
     assert detail(target)["first"] == 5
 
@@ -324,7 +321,7 @@ def test_files_of_others_are_never_touched(target: RotatingFile) -> None:
 def test_name_that_somebody_took_meanwhile_is_refused_and_left_alone(target: RotatingFile, ending: str) -> None:
     sink = make(target)
     sink.write(batch(START, Position.end(120)))
-    foreign = target.path.with_name(f"events.jsonl.{detail(target)['number'] + 1:06d}{ending}")
+    foreign = target.path.with_name(f"events.jsonl.{detail(target)['last'] + 1:06d}{ending}")
     foreign.write_text("precious")
     with pytest.raises(SinkError, match=f"{foreign.name} exists and was not written") as caught:
         sink.write(batch(Position.end(120), END))

@@ -14,14 +14,13 @@ import pytest
 from pgcdc import adapters
 from pgcdc.config.documents import show_yaml
 from pgcdc.config.layers import load, load_config
-from pgcdc.core.errors import ConfigError
+from pgcdc.core.errors import ConfigError, SinkError, SinkRejected, SinkUnavailable
 from pgcdc.core.settings import make_options
 from pgcdc.sink.groups import Record
-from pgcdc.sink.http import redact_url, secrets_of
+from pgcdc.sink.http import is_public, judge, parse_retry_after, secrets_of
 from pgcdc.sink.registry import check_adapters
-from pgcdc.sink.webhook.client import Means, is_public, judge, parse_retry_after
-from pgcdc.sink.webhook.options import WebhookOptions
-from pgcdc.sink.webhook.sink import Requests
+from pgcdc.sink.spec import redact_url
+from pgcdc.sink.webhook import Requests, WebhookOptions
 
 URL = "https://example.com/hook"
 NOW = datetime(2026, 11, 16, 12, 0, 0, tzinfo=UTC)
@@ -57,17 +56,17 @@ def test_addresses_inside_of_a_network_are_not_public(text: str) -> None:
 @pytest.mark.parametrize(
     ("status", "means"),
     [
-        *((status, Means.DELIVERED) for status in (200, 201, 202, 204, 299)),
-        *((status, Means.STOP) for status in (300, 301, 302, 303, 304, 307, 308, 401, 405, 407, 410)),
-        *((status, Means.REFUSED) for status in (400, 402, 403, 404, 406, 409, 411, 413, 414, 415, 418, 422, 451, 499)),
-        *((status, Means.LATER) for status in (408, 425, 429, 500, 501, 502, 503, 504, 599)),
+        *((status, None) for status in (200, 201, 202, 204, 299)),
+        *((status, SinkError) for status in (300, 301, 302, 303, 304, 307, 308, 401, 405, 407, 410)),
+        *((status, SinkRejected) for status in (400, 402, 403, 404, 406, 409, 411, 413, 414, 415, 418, 422, 451, 499)),
+        *((status, SinkUnavailable) for status in (408, 425, 429, 500, 501, 502, 503, 504, 599)),
     ],
 )
-def test_status_says_what_becomes_of_events(status: int, means: Means) -> None:
+def test_status_says_what_becomes_of_events(status: int, means: type[SinkError] | None) -> None:
     verdict = judge(status, {}, b"why", str)
-    assert verdict.means is means
-    assert verdict.kind == ("ok" if means is Means.DELIVERED else f"http_{status}")
-    assert bool(verdict.advice) == (means is Means.STOP)
+    assert verdict.error is means
+    assert verdict.kind == ("ok" if means is None else f"http_{status}")
+    assert bool(verdict.advice) == (means is SinkError)
 
 
 def test_what_a_receiver_says_is_one_short_line_without_secrets() -> None:

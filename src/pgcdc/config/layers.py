@@ -24,7 +24,7 @@ from pgcdc.config.yaml_file import YamlFile, name_key, value_at
 from pgcdc.core.errors import ConfigError, ConfigErrors, PgcdcError
 from pgcdc.core.secrets import hide
 from pgcdc.core.settings import KeyPath, conflicts_of, make_options, setting_of
-from pgcdc.run.offline_letters import Destination
+from pgcdc.run.letter_service import Destination
 from pgcdc.sink.registry import ADAPTERS, check_options, keep_secrets
 from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
 

@@ -21,6 +21,8 @@ EXEC_RESTARTS = "pgcdc_exec_restarts_total"
 """By adapter: commands that were started again, because one failed or was ended."""
 LANE_MOVES = "pgcdc_lane_moves_total"
 """By adapter and move: leave, rejoin, skip."""
+TARGET_RECOVERIES = "pgcdc_target_recoveries_total"
+"""By adapter: outages of its target that are over."""
 WEBHOOK_REQUESTS = "pgcdc_webhook_requests_total"
 """By adapter and answer: ok, http_500, timeout, ..."""
 

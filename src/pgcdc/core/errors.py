@@ -48,6 +48,7 @@ __all__ = [
     "full_jitter_s",
     "policy_of",
     "reconnect_delay_s",
+    "sentences",
 ]
 
 
@@ -69,6 +70,12 @@ def policy_of(error: BaseException) -> Policy:
     return Policy.RETRY if isinstance(error, (ConnectionError, TimeoutError)) else Policy.STOP
 
 
+def sentences(*texts: str) -> str:
+    """Texts one behind the other. What a client said may have its full stop already."""
+    *before, last = [one for one in texts if one] or [""]
+    return " ".join([*(one if one.endswith((".", "!", "?")) else f"{one}." for one in before), last])
+
+
 class PgcdcError(Exception):
     """Base of the tree: `message` says what happened, `advice` what the operator can do."""
 
@@ -81,7 +88,7 @@ class PgcdcError(Exception):
         self.advice = advice
 
     def __str__(self) -> str:
-        return f"{self.message}. {self.advice}" if self.advice else self.message
+        return sentences(self.message, self.advice)
 
     def to_json(self) -> dict[str, str]:
         """The form that crosses process boundaries (status files, control socket), under a kind of the tree above."""

@@ -208,7 +208,7 @@ class Lock:
         file = open(self._path, "a+")  # noqa: SIM115 - open as long as the lock is held
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(self._path, file.fileno()):  # else it was removed with a directory that failed to begin
+            if is_at(self._path, file.fileno()):  # else it was removed with a directory that failed to begin
                 return file
         except BlockingIOError:
             pass
@@ -247,7 +247,8 @@ class Lock:
         return None
 
 
-def _is_at(path: Path, descriptor: int) -> bool:
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file is still the one at this path."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:

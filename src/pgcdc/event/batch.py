@@ -2,8 +2,8 @@
 
 The source makes the columns behind a form for each chain that asks for it (`event.forms`); here they are read. Masks, drops,
 renames and routes have been applied, whatever the form. A sink that needs values takes `records` or `tables`. Text that we
-rendered is read only where it is all there is, or all that is wanted: dead letters (`event.changes`), the lines of
-`pg_table` in the mode append, `stdout` for people, and the ids for `exec` with an answer for each line.
+rendered is read only where it is all there is, or all that is wanted: dead letters (`event.changes`), and the lines of
+`pg_table` in the mode append.
 """
 
 from __future__ import annotations

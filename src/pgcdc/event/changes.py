@@ -3,7 +3,7 @@ which keep only the rendered event."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ def keyed_changes(batch: Batch, id_column: str = "") -> Iterator[KeyedChange]:
         if run.op[0] == Op.TRUNCATE:
             yield KeyedChange(positions[0], run.relation, Op.TRUNCATE, (), (), {}, ())
             continue
-        key = [names.index(name) for name in _key_columns(run, id_column)]
+        key = [names.index(name) for name in key_columns(run.relation, run.details, id_column)]
         values, unknown = settle(run)
         partial = [(names[at], marks) for at, marks in enumerate(unknown) if marks is not None]
         rows = zip(*(column.to_pylist() for column in values), strict=True)
@@ -89,8 +89,9 @@ def parts_of(batch: Batch, max_events: int, max_bytes: int) -> Iterator[Batch]:
             return
 
 
-def _key_columns(run: TableChanges, id_column: str) -> Sequence[str]:
-    relation, details = run.relation, run.details or {}
+def key_columns(relation: Relation, details: Mapping[str, Any] | None, id_column: str) -> Sequence[str]:
+    """The columns that make the key of a table's rows. SinkError: rows cannot be told apart."""
+    details = details or {}
     columns = {column.name: column for column in relation.columns}
     title = f"table {relation.channel.partition(':')[2]}"
     if id_column:

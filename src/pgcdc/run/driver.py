@@ -24,7 +24,7 @@ from pgcdc.event.batch import Batch
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.chains import Chains, Own, Reloads, as_many, change_specs, note_targets
 from pgcdc.run.control import RunServer
-from pgcdc.run.letter_service import LetterOffice
+from pgcdc.run.letter_service import LetterService
 from pgcdc.run.member import Adapter
 from pgcdc.run.progress import SnapshotWatch, TableWatch, describe_stop
 from pgcdc.run.settings import PipelineSettings, view_source
@@ -86,7 +86,7 @@ class Driver:
         self._chains = chains
         self._say = say
         self._stop = threading.Event()
-        self._letters = LetterOffice(config, self.state, say, dead_letters)
+        self._letters = LetterService(config, self.state, say, dead_letters)
         self._source = make_source(config.source)
         self._tables = TableWatch(self._source, self.state, say)
         self._link: CaptureLink | None = None
@@ -178,7 +178,8 @@ class Driver:
             self._letters.check()
             self._adapters = self._make_adapters(self._chains.specs)
             for spec in self._chains.specs:
-                spec.options.check_source(spec.name, view_source(self.config, self.state))
+                view = view_source(self.config, self.state, self._chains.of(spec))
+                spec.options.check_source(spec.name, view)
             if self.config.table:
                 from pgcdc.spark.tables import load_table  # with all that typed rows need
 

@@ -1,4 +1,4 @@
-"""The dead letters of a run: its store, who is told of them, and replays that a command asks for while the run goes on.
+"""The dead letters of a pipeline: its store, who is told of them, and replays, by the run that goes on or without one.
 
 A command asks for a replay at the run's socket, by an id of its own, until it hears of the end: an answer that got lost is
 asked for again. Letters are delivered by the adapter's own thread, batch by batch, between those of the stream.
@@ -6,34 +6,41 @@ asked for again. Letters are delivered by the adapter's own thread, batch by bat
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pgcdc.capture.control import ask
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
+from pgcdc.core.position import Position
 from pgcdc.core.state import Identity, Lock, StateDir
+from pgcdc.postgres.database import connect, explain_errors, name_table, parse_url, split_table
+from pgcdc.run.chains import check_target
 from pgcdc.run.settings import PipelineSettings
 from pgcdc.sink.attempts import DeliveryHooks
-from pgcdc.sink.letters.delivery import Tally, deliver_again, find_batches
+from pgcdc.sink.letters.delivery import Tally, deliver_again, deliver_all
 from pgcdc.sink.letters.record import (
+    QUERY,
     DeadLetter,
     DeadLetters,
+    Dropped,
     Query,
     ReadableDeadLetters,
-    check_not_captured,
-    describe_store,
-    make_store,
-    name_pipeline,
+    StderrDeadLetters,
 )
+from pgcdc.sink.letters.stores import FileDeadLetters, PgDeadLetters
 from pgcdc.sink.registry import make_sink
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import AdapterSpec
+from pgcdc.transform.specs import Chain, column_chain
 
 if TYPE_CHECKING:
     from pgcdc.run.supervisor import Lanes
@@ -44,7 +51,53 @@ KEPT_REPLAYS = 100
 """Of so many replays that have ended, the run knows how: a command may not have heard it yet."""
 
 
-class LetterOffice:
+# --- the store
+
+
+def make_store(config: PipelineSettings, say: Callable[[str], None] = lambda text: None) -> DeadLetters:
+    """The store that a configuration means; nothing is touched yet."""
+    if config.dlq == "none":
+        return Dropped(say)
+    if config.dlq == "pg_table":
+        return PgDeadLetters(config.dlq_db or config.db, config.dlq_table)
+    if config.dlq == "stderr" or (config.temporary_slot and config.dlq_file is None):
+        return StderrDeadLetters()  # the state directory of a temporary slot ends with it
+    if config.dlq_file is not None:
+        return FileDeadLetters(config.dlq_file)
+    return FileDeadLetters(StateDir(config.state_dir).letters_file, makes_folder=True)
+
+
+def name_pipeline(identity: Identity) -> str:
+    """Under which name the letters of a pipeline stand in a store that others may use, too."""
+    return f"{identity.system}/{identity.stream}"
+
+
+def check_not_captured(config: PipelineSettings) -> None:
+    """Raise ConfigError if a publication of the user has the table of dead letters: each one would be an event, too."""
+    if config.dlq != "pg_table" or not config.uses_existing:
+        return
+    ours, source = parse_url(config.dlq_db or config.db), parse_url(config.db)
+    if any(ours.get(key) != source.get(key) for key in ("host", "hostaddr", "port", "dbname")):
+        return
+    schema, table = split_table(config.dlq_table)
+    with (
+        explain_errors(f"read publication {config.publication}"),
+        connect(config.db, application_name="pgcdc dead letters", may_retry=False) as conn,
+    ):
+        found = conn.execute(
+            """SELECT 1 FROM pg_publication p WHERE pubname = %s AND (puballtables OR EXISTS (
+                   SELECT FROM pg_publication_tables t
+                   WHERE t.pubname = p.pubname AND t.schemaname = %s AND t.tablename = %s))""",
+            [config.publication, schema, table],
+        ).fetchone()
+    if found is not None:
+        raise ConfigError(
+            f"publication {config.publication} has table {name_table(schema, table)}: each dead letter would be an event",
+            "Use --dlq file, another database (--dlq-db), or a publication that names its tables",
+        )
+
+
+class LetterService:
     """What a pipeline has to do with dead letters, apart from delivery itself."""
 
     def __init__(
@@ -84,8 +137,13 @@ class LetterOffice:
         return Runner(make_sink(spec), acks, spec.name, spec.delivery, _Telling(self._say), self.store)
 
     def status(self) -> dict[str, Any]:
-        """For `pgcdc dlq`, which has to find the letters."""
-        return {} if self._is_given else describe_store(self._config)
+        """For `pgcdc dlq`, which has to find the letters. Without secrets."""
+        if self._is_given:
+            return {}
+        config = self._config
+        file = str(Path(config.dlq_file).absolute()) if config.dlq_file is not None else None
+        elsewhere = bool(config.dlq_db) and config.dlq_db != config.db
+        return {"dlq": config.dlq, "dlq_file": file, "dlq_table": config.dlq_table, "dlq_elsewhere": elsewhere}
 
     def close(self) -> None:
         """Nobody waits from now on."""
@@ -96,32 +154,24 @@ class LetterOffice:
 
     def replay(self, lanes: Lanes, query: Query) -> Tally:
         """Deliver letters again, by the threads of their adapters. From any thread but these."""
-        if not isinstance(self.store, ReadableDeadLetters):
+        store = self.store
+        if not isinstance(store, ReadableDeadLetters):
             raise ConfigError("these dead letters cannot be read again", "Use --dlq file or --dlq pg_table from now on")
-        tally, failed = Tally(), set[str]()
-        with self._replaying:  # one after the other: the next one must not find what this one delivers
-            for letters in find_batches(self.store, query):
-                adapter = letters[0].adapter
-                if adapter in failed:
-                    continue
-                part = self._deliver(lanes, self.store, adapter, letters)
-                tally.add(part)
-                if part.error:
-                    failed.add(adapter)
-        return tally
 
-    def _deliver(self, lanes: Lanes, store: ReadableDeadLetters, adapter: str, letters: list[DeadLetter]) -> Tally:
-        member = next((one for one in lanes.members() if one.name == adapter), None)
-        if member is None or not member.is_open:
-            return Tally(error=f"adapter {adapter} is not in this run, or not ready yet")
-        sink, done = member.sink, list[Tally]()
-        future = member.submit_other(lambda: done.append(deliver_again(store, letters, sink.redeliver)))
-        while not future.done():
-            if self._is_closed.wait(POLL_S):
-                return Tally(error="the run has stopped")
-        if error := future.exception():
-            return Tally(error=str(error))
-        return done[0]
+        def deliver(adapter: str, letters: list[DeadLetter]) -> Tally:
+            member = next((one for one in lanes.members() if one.name == adapter), None)
+            if member is None or not member.is_open:
+                return Tally(error=f"adapter {adapter} is not in this run, or not ready yet")
+            sink, done = member.sink, list[Tally]()
+            future = member.submit_other(lambda: done.append(deliver_again(store, letters, sink.redeliver)))
+            while not future.done():
+                if self._is_closed.wait(POLL_S):
+                    return Tally(error="the run has stopped")
+            error = future.exception()
+            return Tally(error=str(error)) if error else done[0]
+
+        with self._replaying:  # one after the other: the next one must not find what this one delivers
+            return deliver_all(store, query, deliver)
 
     def answer(self, lanes: Lanes | None, request: dict[str, Any]) -> dict[str, Any]:
         """How the replay `id` has ended; as long as it cannot be said, nothing. One that is not known yet begins."""
@@ -130,40 +180,17 @@ class LetterOffice:
             for old in [one for one, end in self._replays.items() if end][:-KEPT_REPLAYS]:
                 del self._replays[old]
             self._replays[name] = {}
-            query = _read_query(request["query"])
+            query = QUERY.validate_python(request["query"])
             threading.Thread(target=self._replay, args=[name, lanes, query], name="replay", daemon=True).start()
         return self._replays.get(name, {})
 
     def _replay(self, name: str, lanes: Lanes, query: Query) -> None:
         try:
             self._replays[name] = {"tally": asdict(self.replay(lanes, query))}
-        except PgcdcError as error:
-            self._replays[name] = {"refused": error.to_json()}
         except Exception as error:
-            refused = StateError(f"the replay failed: {type(error).__name__}: {error}")
-            self._replays[name] = {"refused": refused.to_json()}
-
-
-def ask_run(state: StateDir, query: Query) -> Tally:
-    """Have the run that owns a state directory deliver letters again, and wait for it. StateError: it has ended."""
-    request = {"do": "replay", "id": str(uuid.uuid4()), "query": _query_json(query)}
-    while Lock.holder(state.run_lock) is not None:
-        found = ask(state.run_lock, request)
-        if "refused" in found:
-            raise PgcdcError.from_json(found["refused"])
-        if "tally" in found:
-            return Tally(**found["tally"])
-        time.sleep(POLL_S)
-    raise StateError("the run has ended meanwhile", "What was delivered is marked; the rest waits: pgcdc dlq replay")
-
-
-def _query_json(query: Query) -> dict[str, Any]:
-    return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in asdict(query).items()}
-
-
-def _read_query(raw: dict[str, Any]) -> Query:
-    times = {name: datetime.fromisoformat(raw[name]) if raw[name] else None for name in ("since", "before")}
-    return Query(**{**raw, **times, "ids": tuple(raw["ids"])})
+            if not isinstance(error, PgcdcError):
+                error = StateError(f"the replay failed: {type(error).__name__}: {error}")
+            self._replays[name] = {"refused": error.to_json()}
 
 
 class _Telling(DeliveryHooks):
@@ -180,9 +207,79 @@ class _Telling(DeliveryHooks):
             return
         self._due = time.monotonic() + TELL_S
         last = letters[-1]
-        events = "an event" if self._untold == 1 else f"{self._untold:,} events"
+        events = "an event, which is" if self._untold == 1 else f"{self._untold:,} events, which are"
         self._say(
-            f"adapter {last.adapter} refused {events}, which {'is' if self._untold == 1 else 'are'} in the dead letters "
-            f"now; the last, {last.id}: {last.error_kind}: {last.error[:200]}"
+            f"adapter {last.adapter} refused {events} in the dead letters now; the last, {last.id}: {last.error_kind}: "
+            f"{last.error[:200]}"
         )
         self._untold = 0
+
+
+def ask_run(state: StateDir, query: Query) -> Tally:
+    """Have the run that owns a state directory deliver letters again, and wait for it. StateError: it has ended."""
+    request = {"do": "replay", "id": str(uuid.uuid4()), "query": QUERY.dump_python(query, mode="json")}
+    while Lock.holder(state.run_lock) is not None:
+        found = ask(state.run_lock, request)
+        if "refused" in found:
+            raise PgcdcError.from_json(found["refused"])
+        if "tally" in found:
+            return Tally(**found["tally"])
+        time.sleep(POLL_S)
+    raise StateError("the run has ended meanwhile", "What was delivered is marked; the rest waits: pgcdc dlq replay")
+
+
+# --- replays without a run, or to another target than the configuration's
+
+
+class Destination:
+    """Where the letters of an adapter go. `is_other`: somewhere else than what the adapter has delivered to.
+
+    `transforms` are those that the adapter's events went through.
+    """
+
+    def __init__(self, spec: AdapterSpec, transforms: Sequence[Any] = (), *, is_other: bool) -> None:
+        self.spec = spec
+        self.chain = Chain(tuple(transforms))
+        self.is_other = is_other
+
+
+@contextlib.contextmanager
+def open_destination(state: StateDir, destination: Destination) -> Iterator[Runner]:
+    """The adapter, open. Its own target belongs to a run: the lock of the state directory is held meanwhile."""
+    with contextlib.ExitStack() as stack:
+        spec = destination.spec
+        if destination.is_other:
+            acks = stack.enter_context(_copy_of_state(state))
+        else:
+            lock = Lock(state.run_lock)
+            if lock.acquire(1.0) is None:
+                raise StateError(f"a run has begun in {state.path} meanwhile", "Ask again: the run delivers them then")
+            stack.callback(lock.release)
+            lock.write({"pid": os.getpid()})
+            state.check_whole()
+            acks = state.acks
+            if not (acks / f"{spec.name}.json").exists():
+                raise StateError(
+                    f"adapter {spec.name} has not delivered anything from {state.path}",
+                    "Check --state-dir, or name another target by the flags of the adapter",
+                )
+            check_target(state, spec)
+        delivery = Runner(make_sink(spec), acks, spec.name, spec.delivery)
+        delivery.chain = lambda: column_chain(destination.chain)
+        delivery.check()
+        identity = state.identity()
+        delivery.open(Position.end(identity.created if identity else 0))
+        stack.callback(delivery.close)
+        yield delivery
+
+
+@contextlib.contextmanager
+def _copy_of_state(state: StateDir) -> Iterator[Path]:
+    """The folder of acks in a state directory that has what sinks want to know, and that nobody needs afterwards."""
+    with tempfile.TemporaryDirectory(prefix="pgcdc-replay-") as folder:
+        copy = StateDir(Path(folder))
+        copy.acks.mkdir()
+        for file in (state.identity_file, state.shapes_file):
+            if file.exists():
+                shutil.copy(file, copy.path / file.name)
+        yield copy.acks

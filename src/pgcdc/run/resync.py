@@ -25,7 +25,7 @@ from pgcdc.core.state import Lock, StateDir, fsync_folder, write_json_durably
 from pgcdc.postgres.database import name_table
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.resync_plan import Plan, ResyncOptions, WrittenFile
-from pgcdc.sink.state import KeyStore
+from pgcdc.sink.line_files import KeyStore
 from pgcdc.source.postgres.setup.prepare import prepare
 from pgcdc.source.postgres.setup.slots import OpenTransaction, SlotInfo, drop_slot, get_slot
 from pgcdc.source.postgres.setup.tables import PublishedTable

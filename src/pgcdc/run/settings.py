@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from pgcdc.capture.control import CaptureOptions
+from pgcdc.core.relation import Relation
 from pgcdc.core.settings import setting
 from pgcdc.core.state import StateDir
+from pgcdc.event.edits import full_pattern
 from pgcdc.event.options import EventSettings, TypedSettings
 from pgcdc.sink.letters.record import LetterSettings
 from pgcdc.sink.spec import AdapterSpec, SourceView, with_source_db
@@ -15,6 +18,7 @@ from pgcdc.source.protocol import SourceOptions
 from pgcdc.source.rate.options import RateOptions
 from pgcdc.source.registry import find_source, make_source
 from pgcdc.spark.options import ReaderSettings
+from pgcdc.transform.specs import Chain, column_chain, from_spec
 
 ADAPTERS, RUNNING = "Adapters", "Running"
 
@@ -65,11 +69,18 @@ def choose_specs(settings: PipelineSettings, given: Any) -> tuple[Any, ...]:
     return tuple(with_source_db(one, settings.db) for one in specs)
 
 
-def view_source(settings: PipelineSettings, state: StateDir) -> SourceView:
-    """What adapters may know of a source before anything is made for it. Tables are read when somebody asks for them."""
+def view_source(settings: PipelineSettings, state: StateDir, chain: Chain) -> SourceView:
+    """What an adapter may know of a source before anything is made for it. Tables are read when it asks for them."""
 
     def tables() -> set[tuple[str, str]]:
         return {(one.namespace, one.name) for one in make_source(source).tables(state)}
 
+    def relations() -> list[Relation]:
+        if any(from_spec(one).type in ("sql", "python") for one in chain.transforms):
+            return []  # nobody knows which columns they make
+        edits, routes = column_chain(chain), [full_pattern(one) for one in chain.routes or ("*:*",)]
+        found = (one for one in make_source(source).tables(state) if any(fnmatchcase(one.channel, r) for r in routes))
+        return [edits.describe(one, None)[0] for one in found]
+
     source = settings.source
-    return SourceView(source.db if isinstance(source, PostgresOptions) else "", tables)
+    return SourceView(source.db if isinstance(source, PostgresOptions) else "", tables, relations)

@@ -98,13 +98,14 @@ def _look_at_state(config: PipelineSettings) -> str:
 def _look_at_adapter(config: PipelineSettings, spec: AdapterSpec) -> str:
     acks = StateDir(config.state_dir).acks
     Runner(make_sink(spec), acks, spec.name).check()
-    spec.options.check_source(spec.name, view_source(config, StateDir(config.state_dir)))
+    chain = Chain((*config.global_transforms, *spec.transforms), spec.routes)
+    spec.options.check_source(spec.name, view_source(config, StateDir(config.state_dir), chain))
     routes = f", only {', '.join(spec.routes)}" if spec.routes else ""
     return f"type {spec.type}{describe_options(spec.options)}{routes}"
 
 
 def _look_at_dead_letters(config: PipelineSettings) -> str:
-    from pgcdc.sink.letters.record import check_not_captured, make_store
+    from pgcdc.run.letter_service import check_not_captured, make_store
 
     check_not_captured(config)
     store = make_store(config)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
+from pgcdc.core.counters import TARGET_RECOVERIES, counters
 from pgcdc.core.errors import (
     PgcdcError,
     Policy,
@@ -27,6 +28,8 @@ from pgcdc.core.errors import (
 from pgcdc.sink.letters.record import DeadLetter
 from pgcdc.sink.spec import DeliveryOptions
 
+TELL_S = 5.0
+"""An outage that was as long is worth a line when it is over, also if no delivery was given up."""
 EXHAUSTED = "exhausted"
 """The kind of a dead letter whose tries were used up."""
 
@@ -156,6 +159,7 @@ class Attempts:
         hooks: DeliveryHooks | None = None,
         clock: Clock | None = None,
         uniform: Callable[[float, float], float] = random.uniform,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.name = name
         self.options = options
@@ -180,6 +184,11 @@ class Attempts:
         """What the last try failed with, while there is another one to come."""
         self._cause = ""
         """What the sink failed with when it last counted as failed."""
+        self._say = say
+        self._outage: tuple[float, int] | None = None
+        """When the target began to fail, and how many tries have failed since."""
+        self._is_told = False
+        """A delivery was given up: people know of the outage."""
 
     @property
     def breaker(self) -> BreakerState:
@@ -245,18 +254,19 @@ class Attempts:
             error = self.run(write, timeout_s)
             policy = policy_of(error) if error is not None else None
             if error is None or (policy is Policy.RETRY and is_done()):
-                self._move_breaker(self._breaker.succeed)
+                self._succeed()
                 self.hooks.on_write(events, self.clock.now() - began)
                 return None
             if isinstance(error, SinkRejected):
                 is_unnamed = may_halve and not error.rejects and events > 0
                 if is_unnamed or (may_refuse and policy is Policy.DEAD_LETTER):
-                    self._move_breaker(self._breaker.succeed)  # it has answered
+                    self._succeed()  # it has answered
                     return Refusal(error.rejects, attempt + 1, error)
             if policy is not Policy.RETRY:
                 if self._breaker.state is BreakerState.HALF_OPEN:
                     self._fail(error)
                 raise error
+            self.note_failure(began)
             rest_s = error.retry_in_s if isinstance(error, SinkUnavailable) else 0.0
             self._rest_until = self.clock.now() + rest_s
             if attempt == last or isinstance(error, SinkTimeout):
@@ -341,7 +351,24 @@ class Attempts:
                 retry_in_s=left,
             )
 
+    def _succeed(self) -> None:
+        self._move_breaker(self._breaker.succeed)
+        if self._outage is not None:
+            (began, tries), is_told = self._outage, self._is_told
+            self._outage, self._is_told = None, False
+            seconds = self.clock.now() - began
+            counters.add(TARGET_RECOVERIES, adapter=self.name)
+            if is_told or seconds >= TELL_S:
+                self._say(f"recovered after {seconds:.0f} s, {tries + 1} attempts")
+
+    def note_failure(self, began: float, *, is_told: bool = False) -> None:
+        """A try that began then has failed, and may succeed later."""
+        since, tries = self._outage or (began, 0)
+        self._outage = since, tries + 1
+        self._is_told |= is_told
+
     def _fail(self, error: BaseException) -> None:
+        self._is_told = True
         text = error.message if isinstance(error, PgcdcError) else str(error) or type(error).__name__
         self._cause = text.removeprefix(f"adapter {self.name}: ")
         self._move_breaker(lambda: self._breaker.fail(self.clock.now()))

@@ -3,8 +3,11 @@
 The ack holds the position and the file's size at that position. After a crash the file is cut back to that size, so that a
 half-written batch is written again from its beginning.
 
-With a largest size the file rotates (`sink/rotation.py`): the ack first says that it does, then the file gets its number,
-then the ack says that the next one has begun. A crash between is finished at the next start.
+With a largest size the file rotates: `events.jsonl` becomes `events.jsonl.000001`, the next one `.000002`; a file keeps its
+number for ever. Which numbers are ours stands in the ack. No file of another number is touched, and none is made where there
+is one. The file gets its number first, then the ack says so: between them the file at the path is gone or new, and the one
+with the next number is as long as the ack says, so that a start after a crash goes on from there. A rotated file is
+compressed beside itself, and goes when the other one is durable: all of that can be done again.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import threading
 from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -27,12 +32,23 @@ from pgcdc.core.settings import Bytes, PathText, setting
 from pgcdc.core.state import fsync_folder, write_all
 from pgcdc.event.batch import Batch
 from pgcdc.sink.contract import Progress, Sink, SinkContext
-from pgcdc.sink.rotation import Compression, Housekeeper, Numbers, find_rotated, highest_number, rotated_name
+from pgcdc.sink.line_files import (
+    Compression,
+    KeyStore,
+    Rotated,
+    content_kind,
+    find_rotated,
+    highest_number,
+    read_lines,
+    rotated_name,
+    tidy,
+)
 from pgcdc.sink.spec import SinkOptions
-from pgcdc.sink.state import KeyStore, content_kind, read_lines
 
 if TYPE_CHECKING:
     from pgcdc.sink.folder import FolderSink
+
+CLOSE_TIMEOUT_S = 30.0
 
 
 class FileOptions(SinkOptions):
@@ -83,12 +99,8 @@ class DiskSink(Sink):
     """What a file and a folder have in common."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path.absolute()
-
-    @property
-    def path(self) -> Path:
+        self.path = path.absolute()
         """The file or folder."""
-        return self._path
 
     @property
     def name(self) -> str:
@@ -114,7 +126,7 @@ class DiskSink(Sink):
         try:
             yield
         except OSError as error:
-            raise kind(f"{self._path} cannot be {done}: {error.strerror or error}", advice) from error
+            raise kind(f"{self.path} cannot be {done}: {error.strerror or error}", advice) from error
 
 
 class FileSink(DiskSink):
@@ -131,33 +143,34 @@ class FileSink(DiskSink):
         """A file rotates before it gets larger than `max_bytes` (0: never); `max_files` rotated ones are kept (0: all)."""
         super().__init__(path)
         self._descriptor = -1
-        self._max_bytes = max_bytes
-        self._max_files = max_files
-        self._compression = compression
-        self._housekeeper: Housekeeper | None = None
+        self._max_bytes, self._max_files, self._compression = max_bytes, max_files, compression
+        self._pool: ThreadPoolExecutor | None = None
+        """Tidies rotated files: nobody waits for a compression."""
+        self._is_stopped = False
 
     def check(self, context: SinkContext) -> None:
         self.bind(context.progress)
         with self._explain():
             self._look()
-            if self._path.exists():
-                os.close(os.open(self._path, os.O_WRONLY | os.O_NONBLOCK))  # a pipe without a reader must not block
+            if self.path.exists():
+                os.close(os.open(self.path, os.O_WRONLY | os.O_NONBLOCK))  # a pipe without a reader must not block
             else:
-                tempfile.TemporaryFile(dir=self._path.parent).close()
+                tempfile.TemporaryFile(dir=self.path.parent).close()
 
     def open(self, context: SinkContext) -> None:
         self.bind(context.progress)
-        self._housekeeper = self._housekeeper or Housekeeper(self._path, self._compression, context.say)
+        self._say, self._is_stopped = context.say, False
         with self._explain():
-            known = self._look()
-            if not known:
+            if not self._look():
                 from pgcdc.sink.folder import leave_folder  # which imports this
 
-                leave_folder(self._progress.detail)
-                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+                leave_folder(self._progress)
+                self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
                 os.fsync(self._descriptor)
-                fsync_folder(self._path.parent)
-                self._progress.save(context.start, {"size": 0, "path": str(self._path)})
+                fsync_folder(self.path.parent)
+                last = highest_number(self.path)  # of others
+                rotated = {"first": last + 1, "oldest": last + 1, "last": last, "bytes": 0}
+                self._progress.save(context.start, {"path": str(self.path), "size": 0, **rotated})
             self._restore()
 
     def write(self, batch: Batch) -> None:
@@ -184,8 +197,12 @@ class FileSink(DiskSink):
 
     def close(self) -> None:
         self._release()
-        if self._housekeeper is not None:
-            self._housekeeper.close()
+        if self._pool is not None:  # what is not done in time is done after the next start
+            timer = threading.Timer(CLOSE_TIMEOUT_S, self._stop)
+            timer.start()
+            self._pool.shutdown()
+            timer.cancel()
+            self._pool = None
 
     # --- what stands in it
 
@@ -202,8 +219,7 @@ class FileSink(DiskSink):
     @property
     def is_complete(self) -> bool:
         """Whether everything that was written is kept: not if files were removed, as `max_files` says."""
-        numbers = self._numbers
-        return numbers is None or numbers.oldest == numbers.first
+        return bool(self._rotated.oldest == self._rotated.first)
 
     def read_back(self, store: KeyStore) -> None:
         """Hand every event that the ack covers to `store`, in order."""
@@ -212,84 +228,84 @@ class FileSink(DiskSink):
                 return
             if not self.is_complete:
                 raise SinkError(
-                    f"older files of {self._path} were removed, as max_files says", "It cannot be read back any more"
+                    f"older files of {self.path} were removed, as max_files says", "It cannot be read back any more"
                 )
-            sizes = [read_lines(path, size, store) for path, size in self._contents()]
-            expected = self._progress.detail.get("bytes", 0) + self._progress.detail["size"]
-            if sum(sizes) != expected:
+            size = sum(read_lines(path, size, store) for path, size in self._contents())
+            expected = self._rotated.size + self._size
+            if size != expected:
                 raise SinkError(
-                    f"{self._path} and its rotated files have {sum(sizes)} bytes, but {expected} were written to them",
+                    f"{self.path} and its rotated files have {size} bytes, but {expected} were written to them",
                     "Move back what was moved away",
                 )
 
     def _contents(self) -> list[tuple[Path, int | None]]:
         """The files that are there, in order, and how much of each counts; None: all."""
-        found: list[tuple[Path, int | None]] = []
-        detail, numbers = self._progress.detail, self._numbers
-        if numbers is not None:
-            for number in range(numbers.oldest, numbers.last + 1):
-                if (rotated := find_rotated(self._path, number)) is not None:
-                    found.append((rotated, None))
-                elif number == numbers.last and "moving" in detail:
-                    return [*found, (self._path, detail["moving"])]
-        if self._path.exists():
-            found.append((self._path, detail.get("size", 0)))
-        return found
+        numbers = self._rotated
+        found = filter(None, (find_rotated(self.path, one) for one in range(numbers.oldest, numbers.last + 1)))
+        current = self._moved if self._is_moved else self.path
+        return [*((path, None) for path in found), *([(current, self._size)] if current.exists() else [])]
 
     # --- the file
 
     @property
     def _size(self) -> int:
-        return int(self._progress.detail["size"])
+        return int(self._progress.detail.get("size", 0))
 
     @property
-    def _numbers(self) -> Numbers | None:
+    def _rotated(self) -> Rotated:
         """Which rotated files are ours."""
-        detail = self._progress.detail
-        return Numbers(detail["first"], detail["oldest"], detail["number"]) if "number" in detail else None
+        detail: dict[str, Any] = self._progress.detail
+        return Rotated(*(int(detail.get(name, 0)) for name in ("first", "oldest", "last", "bytes")))
+
+    @property
+    def _moved(self) -> Path:
+        """What the file is called when it has rotated."""
+        return rotated_name(self.path, self._rotated.last + 1)
+
+    @property
+    def _is_moved(self) -> bool:
+        """Whether a crash has cut off a rotation: the file has its number, and the ack does not say so."""
+        return self._size > 0 and _length(self.path) <= 0 and _length(self._moved) == self._size
 
     def _look(self) -> bool:
         """Whether the file is the one that was written before. Raises SinkError if it is not as it was left."""
-        detail = self._progress.detail
+        detail, size = self._progress.detail, _length(self.path)
         # The same path may have been a folder before.
-        known = self._progress.position is not None and "size" in detail and detail["path"] == str(self._path)
-        exists = self._path.exists()
-        size = self._path.stat().st_size if exists else 0
-        if not known:
-            if size:
+        if self._progress.position is None or "size" not in detail or detail["path"] != str(self.path):
+            if size > 0:
                 raise SinkError(
-                    f"{self._path} exists and was not written by this pipeline",
+                    f"{self.path} exists and was not written by this pipeline",
                     "Move it away, or give the adapter another path",
                 )
             return False
-        is_moved = "moving" in detail and find_rotated(self._path, detail["number"]) is not None
-        expected = detail["size"] if is_moved else detail.get("moving", detail["size"])
-        if not exists and not is_moved:
+        if self._is_moved:
+            return True
+        if size < 0:
             raise SinkError(
-                f"{self._path} is gone, but events up to {self._at} were written to it",
+                f"{self.path} is gone, but events up to {self._at} were written to it",
                 "Move it back, or give the adapter another path: the next events go there",
             )
-        if size < expected:
+        if size < self._size:
             raise SinkError(
-                f"{self._path} has {size} bytes, but {expected} were written to it",
+                f"{self.path} has {size} bytes, but {self._size} were written to it",
                 "Restore it, or give the adapter another path: the next events go there",
             )
         return True
 
     def _restore(self) -> None:
         """Have the file open and as the ack says: what a failed attempt, or a crash, has left behind that is cut off."""
-        if "moving" in self._progress.detail:
-            self._move()
-        is_new = self._descriptor < 0
-        if is_new:
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+        if self._descriptor < 0:
+            if self._is_moved:
+                self._note_rotation()
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
+            os.ftruncate(self._descriptor, self._size)
+            os.fsync(self._descriptor)
+            fsync_folder(self.path.parent)
+            if self._rotated.last >= self._rotated.first:
+                self._pool = self._pool or ThreadPoolExecutor(1, "rotated-files")
+                self._pool.submit(self._tidy, self._rotated)
         os.ftruncate(self._descriptor, self._size)
         os.lseek(self._descriptor, self._size, os.SEEK_SET)
-        if is_new:
-            os.fsync(self._descriptor)
-            fsync_folder(self._path.parent)
-            if self._housekeeper is not None and (numbers := self._numbers):
-                self._housekeeper.ask(numbers)
 
     def _append(self, lines: Iterable[memoryview]) -> None:
         size = self._size
@@ -314,38 +330,45 @@ class FileSink(DiskSink):
     # --- rotation
 
     def _rotate(self) -> None:
-        """Begin with the next file. The steps are written down first, so that they can be ended after a crash."""
-        known = self._numbers
-        number = known.last + 1 if known else highest_number(self._path) + 1
-        if (foreign := find_rotated(self._path, number)) is not None:
+        """Begin with the next file."""
+        if (foreign := find_rotated(self.path, self._rotated.last + 1)) is not None:
             raise SinkError(f"{foreign} exists and was not written by this pipeline", "Move it away")
-        first, oldest = (known.first, known.oldest) if known else (number, number)
-        if self._max_files:
-            oldest = max(oldest, number - self._max_files + 1)
-        detail = self._progress.detail
-        rotated = {"number": number, "first": first, "oldest": oldest, "bytes": detail.get("bytes", 0) + self._size}
+        os.fsync(self._descriptor)  # what was cut off must not come back with the other name
+        self._release()
         hit("file.before_rotation")
-        self._progress.save(self._at, {**detail, **rotated, "size": 0, "moving": self._size})
-        hit("file.rotation_noted")
+        os.rename(self.path, self._moved)
+        hit("file.renamed")
         self._restore()
 
-    def _move(self) -> None:
-        """End a rotation that the ack has noted."""
-        self._release()
-        detail = dict(self._progress.detail)
-        if find_rotated(self._path, detail["number"]) is None:
-            os.truncate(self._path, detail["moving"])
-            os.rename(self._path, rotated_name(self._path, detail["number"]))
-        hit("file.renamed")
-        os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644))  # before the ack says that it is there
-        fsync_folder(self._path.parent)
-        del detail["moving"]
-        self._progress.save(self._at, detail)
+    def _note_rotation(self) -> None:
+        """The file has its number: the ack says so, when the next one is there."""
+        first, oldest, last, total = self._rotated
+        os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644))
+        fsync_folder(self.path.parent)
+        if self._max_files:
+            oldest = max(oldest, last + 2 - self._max_files)
+        rotated = {"first": first, "oldest": oldest, "last": last + 1, "bytes": total + self._size}
+        self._progress.save(self._at, {**self._progress.detail, **rotated, "size": 0})
         hit("file.rotated")
 
-    # --- all of it
+    def _tidy(self, rotated: Rotated) -> None:
+        try:
+            tidy(self.path, rotated, self._compression, lambda: self._is_stopped)
+        except OSError as error:  # events are not at stake: the files are there, only larger or more than they could be
+            self._say(f"rotated files of {self.path} could not be compressed or removed: {error.strerror}")
+
+    def _stop(self) -> None:
+        self._is_stopped = True
 
     def _release(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _length(path: Path) -> int:
+    """The size of a file; -1 if there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return -1

@@ -17,7 +17,7 @@ import os
 import re
 import tempfile
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,11 @@ import pyarrow as pa
 from pgcdc.core.errors import SinkError, SinkUnavailable
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
-from pgcdc.core.state import fsync_folder, write_all
+from pgcdc.core.state import fsync_folder, write_all, write_durably
 from pgcdc.event.batch import Batch, line_buffers
 from pgcdc.sink.contract import ParallelSink, Progress, Receipt, SinkContext
 from pgcdc.sink.file import DiskSink
-from pgcdc.sink.state import KeyStore, content_kind, read_lines
+from pgcdc.sink.line_files import KeyStore, content_kind, read_lines
 
 HIDDEN = "_pgcdc"
 """Spark's readers, and many others, leave out what begins with an underscore."""
@@ -40,18 +40,18 @@ OWNER = "owner"
 _PART = re.compile(r"[0-9A-F]{16}-[0-9A-F]{13}(?:\.[0-9A-F]{8})?-R?[0-9]{5}\.jsonl")
 
 
-def leave_folder(detail: Mapping[str, Any]) -> None:
+def leave_folder(progress: Progress) -> None:
     """End what the ack of a folder has begun, before the adapter goes on with another target.
 
     Parts that the ack names are acknowledged: nobody writes them again. A folder that is gone was thrown away by the user.
     """
-    if "parts" not in detail:
+    if "parts" not in progress.detail:
         return
-    folder = Path(detail["path"])
+    folder = Path(progress.detail["path"])
     try:
-        _show_parts(folder, detail.get("shown", []), set())
-        if _read_owner(folder) == detail.get("owner"):
-            (folder / HIDDEN / OWNER).unlink(missing_ok=True)
+        _show_parts(folder, progress.detail.get("shown", []))
+        if _read_owner(folder) == progress.owner:
+            (folder / HIDDEN / OWNER).unlink()
     except OSError as error:
         raise SinkError(
             f"{folder} has parts that are acknowledged and not shown yet, and they cannot be: {error.strerror}",
@@ -59,14 +59,17 @@ def leave_folder(detail: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _show_parts(folder: Path, shown: Sequence[Sequence[str]], written: set[str]) -> None:
-    """Give parts their names, and take those that were there out of `written`."""
+def _show_parts(folder: Path, shown: Sequence[Sequence[str]]) -> list[str]:
+    """Give parts their names. Those that were not there: shown before a crash, or moved away since."""
+    missing = []
     for file, name in shown:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # shown before a crash, or moved away since
+        try:
             os.rename(folder / HIDDEN / file, folder / name)
-            written.discard(file)
+        except (FileNotFoundError, NotADirectoryError):
+            missing.append(name)
     if shown and folder.is_dir():
         fsync_folder(folder)
+    return missing
 
 
 def _read_owner(folder: Path) -> str | None:
@@ -112,92 +115,73 @@ class FolderSink(DiskSink, ParallelSink):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._hidden = self._path / HIDDEN
-        self._owner = ""
-        self._written: set[str] = set()
-        """Parts that this process has acknowledged, and not seen under their names yet."""
+        self._hidden = self.path / HIDDEN
+        self._is_owed = False
+        """The ack names parts that are not shown yet."""
         self._again: list[str] = []
-        """The positions of a redelivery that is in the ack, and maybe not shown yet."""
+        """The positions of a redelivery that is in the ack, and could not be shown."""
 
     @property
     def is_there(self) -> bool:
         """Whether there is anything to read."""
-        return self._path.exists()
+        return self.path.exists()
 
     @property
     def kind(self) -> str:
         """What stands in it, as `content_kind` says."""
-        return content_kind(self._path) if self._path.exists() else ""
+        return content_kind(self.path) if self.path.exists() else ""
 
     @property
     def is_complete(self) -> bool:
         """Whether everything that was written is to be there: nothing is ever removed."""
         return True
 
-    def bind(self, progress: Progress) -> None:
-        super().bind(progress)
-        self._owner = progress.detail.get("owner", "") if self._is_known else ""
-
     def check(self, context: SinkContext) -> None:
         self.bind(context.progress)
         with self._explain():
             self._look()
-            tempfile.TemporaryFile(dir=self._path if self._path.exists() else self._path.parent).close()
+            tempfile.TemporaryFile(dir=self.path if self.path.exists() else self.path.parent).close()
 
     def open(self, context: SinkContext) -> None:
         self.bind(context.progress)
         with self._explain():
-            known = self._look()
-            self._path.mkdir(exist_ok=True)
+            is_known = self._look()
+            self.path.mkdir(exist_ok=True)
             self._hidden.mkdir(exist_ok=True)
-            fsync_folder(self._path.parent)
-            if not known:
-                leave_folder(self._progress.detail)
-                self._owner = ""
-            if not self._owner:  # first into the ack: a crash between must not leave a folder that is nobody's
-                self._owner = uuid.uuid4().hex
-                kept = self._progress.detail if known else {"parts": 0, "bytes": 0}
-                self._save(context.start, kept)
+            fsync_folder(self.path.parent)
+            if not is_known:
+                leave_folder(self._progress)
+                self._progress.detail = {}  # of another target
+                self._save(context.start, parts=0, size=0)
             self._claim()
-            self._show()
+            _show_parts(self.path, self._shown)
+            self._is_owed = False
             self.discard_parts()
 
     def write(self, batch: Batch) -> None:
         self._catch_up()
-        if batch.end <= self._at:
-            return
-        self.discard_parts()  # of a failed attempt
-        receipt = self.part_writer().write_part(0, batch.events.to_batches())
-        self.commit_parts(batch.start, batch.end, [receipt] if receipt else [])
+        if batch.end > self._at:
+            self.discard_parts()  # of a failed attempt
+            receipt = self.part_writer().write_part(0, batch.events.to_batches())
+            self.commit_parts(batch.start, batch.end, [receipt] if receipt else [])
 
     def redeliver(self, batch: Batch) -> Collection[str]:
         """One more part, which the ack names; its position stays."""
         self._catch_up()
         positions = batch.positions().to_pylist()
         before, self._again = self._again, []
-        if positions and positions == before:  # the last try got as far as the ack
+        if positions and positions == before:
             return ()
         self.discard_parts()
         receipt = self.part_writer().write_part(0, batch.events.to_batches())
-        if receipt is None:
-            return ()
-        detail, number = self._progress.detail, self._progress.detail.get("redelivered", 0) + 1
-        stem = str(self._at).replace("/", "-")
-        self._written = {receipt["file"]}
-        hit("folder.before_redelivered")
-        self._save(
-            self._at,
-            {
-                "parts": detail["parts"] + 1,
-                "bytes": detail["bytes"] + int(receipt["size"]),
-                "redelivered": number,
-                "shown": [[receipt["file"], f"{stem}-R{number:05d}.jsonl"]],
-            },
-        )
-        self._again = positions
-        hit("folder.before_shown")
-        self._catch_up()
-        self._again = []
+        if receipt is not None:
+            hit("folder.before_redelivered")
+            number = self._progress.detail.get("redelivered", 0) + 1
+            shown = [[receipt["file"], self._name(self._at, f"R{number:05d}")]]
+            self._save(self._at, parts=1, size=int(receipt["size"]), redelivered=number, shown=shown)
+            self._again = positions
+            self._publish()
+            self._again = []
         return ()
 
     def part_writer(self) -> FolderPartWriter:
@@ -211,44 +195,30 @@ class FolderSink(DiskSink, ParallelSink):
             return
         if start < self._at:
             raise SinkUnavailable(
-                f"these parts begin at {start}, but {self._path} has everything up to {self._at}",
+                f"these parts begin at {start}, but {self.path} has everything up to {self._at}",
                 "It is tried again with parts that begin there",
             )
         for receipt in receipts:
             self._check_part(receipt)
-        stem = str(end).replace("/", "-")
-        shown = [
-            [receipt["file"], f"{stem}-{receipt['part']:05d}.jsonl"]
-            for receipt in sorted(receipts, key=lambda receipt: int(receipt["part"]))
-        ]
-        detail = self._progress.detail
-        self._written = {receipt["file"] for receipt in receipts}
+        parts = sorted(receipts, key=lambda receipt: int(receipt["part"]))
+        shown = [[one["file"], self._name(end, f"{one['part']:05d}")] for one in parts]
         hit("folder.before_ack")
-        self._save(
-            end,
-            {
-                "parts": detail["parts"] + len(shown),
-                "bytes": detail["bytes"] + sum(int(receipt["size"]) for receipt in receipts),
-                **({"redelivered": detail["redelivered"]} if "redelivered" in detail else {}),
-                **({"shown": shown} if shown else {}),
-            },
-        )
-        hit("folder.before_shown")
-        self._catch_up()
+        self._save(end, parts=len(parts), size=sum(int(one["size"]) for one in parts), shown=shown)
+        self._publish()
         hit("folder.after_shown")
 
     def discard_parts(self) -> None:
         """Delete parts that no ack has named: of a crash, a lost task, or an attempt that came second."""
-        named = {file for file, _ in self._progress.detail.get("shown", [])}
+        named = {OWNER, *(file for file, _ in self._shown)}
         with self._explain(kind=SinkUnavailable):
             for path in self._hidden.iterdir():
-                if path.name not in named and path.name != OWNER:
+                if path.name not in named:
                     path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        if self._owner and self._progress.detail.get("parts") == 0:  # nothing is in it: whoever wants it may have it
+        if self._progress.detail.get("parts") == 0:  # nothing is in it: whoever wants it may have it
             with contextlib.suppress(OSError):
-                if _read_owner(self._path) == self._owner:
+                if _read_owner(self.path) == self._progress.owner:
                     (self._hidden / OWNER).unlink()
 
     def read_back(self, store: KeyStore) -> None:
@@ -256,93 +226,93 @@ class FolderSink(DiskSink, ParallelSink):
         with self._explain("read"):
             if not self._look():
                 return
-            self._show()
-            parts = self._parts()
-            sizes = [path.stat().st_size for path in parts]
-            known = self._progress.detail
-            if (len(parts), sum(sizes)) != (known["parts"], known["bytes"]):
+            _show_parts(self.path, self._shown)
+            parts = sorted(path for path in self.path.iterdir() if _PART.fullmatch(path.name))
+            found, known = (len(parts), sum(path.stat().st_size for path in parts)), self._progress.detail
+            if found != (known["parts"], known["bytes"]):
                 raise SinkError(
-                    f"{self._path} has {len(parts)} parts with {sum(sizes)} bytes, but {known['parts']} with "
+                    f"{self.path} has {found[0]} parts with {found[1]} bytes, but {known['parts']} with "
                     f"{known['bytes']} were written to it",
                     "Move back what was moved away",
                 )
-            for path, size in zip(parts, sizes, strict=True):
-                read_lines(path, size, store)
+            for path in parts:
+                read_lines(path, None, store)
 
     # --- the folder
 
-    def _parts(self) -> list[Path]:
-        return sorted(path for path in self._path.iterdir() if _PART.fullmatch(path.name))
-
     @property
-    def _is_known(self) -> bool:
-        """Whether the ack is of this folder; the same path may have been a file before."""
-        detail = self._progress.detail
-        return self._progress.position is not None and "parts" in detail and detail["path"] == str(self._path)
+    def _shown(self) -> list[list[str]]:
+        """The parts that the ack names: their files in the hidden folder, and the names that they get."""
+        found: list[list[str]] = self._progress.detail.get("shown", [])
+        return found
+
+    @staticmethod
+    def _name(end: Position, number: str) -> str:
+        return f"{str(end).replace('/', '-')}-{number}.jsonl"
 
     def _look(self) -> bool:
         """Whether the folder is the one that was written before. Raises SinkError if it is not as it was left."""
-        known = self._is_known
-        if known and not self._path.is_dir():
+        detail = self._progress.detail
+        # The same path may have been a file before.
+        is_known = self._progress.position is not None and "parts" in detail and detail["path"] == str(self.path)
+        if is_known and not self.path.is_dir():
             raise SinkError(
-                f"{self._path} is gone, but events up to {self._progress.position} were written to it",
+                f"{self.path} is gone, but events up to {self._progress.position} were written to it",
                 "Move it back, or give the adapter another path: the next events go there",
             )
-        if not known and self._path.exists():
-            foreign = next((path.name for path in self._path.iterdir() if path.name != HIDDEN), None)
+        if not is_known and self.path.exists():
+            foreign = next((path.name for path in self.path.iterdir() if path.name != HIDDEN), None)
             if foreign is not None:
                 raise SinkError(
-                    f"{self._path} has a file {foreign} that was not written by this pipeline",
+                    f"{self.path} has a file {foreign} that was not written by this pipeline",
                     "Empty the folder, or give the adapter another path",
                 )
-        self._check_owner(known)
-        return known
+        self._check_owner()
+        return is_known
 
-    def _check_owner(self, known: bool) -> None:
-        owner = _read_owner(self._path)
-        if owner is not None and owner != (self._owner if known else None):
+    def _check_owner(self) -> None:
+        owner = _read_owner(self.path)
+        if owner is not None and not (self._progress.has_owner and owner == self._progress.owner):
             raise SinkError(
-                f"{self._path} is the folder of another pipeline, or of another adapter",
+                f"{self.path} is the folder of another pipeline, or of another adapter",
                 f"Give the adapter another path; if nothing writes to it any more, delete {self._hidden / OWNER}",
             )
 
     def _claim(self) -> None:
         """Write whose folder it is, unless somebody else was faster."""
         owner = self._hidden / OWNER
-        with contextlib.suppress(FileExistsError):
-            self._write_owner(owner)
-        if _read_owner(self._path) is None:  # a crash left it empty
-            whole = self._hidden / f"{OWNER}-{uuid.uuid4().hex}"
-            self._write_owner(whole)
-            os.replace(whole, owner)
-        fsync_folder(self._hidden)
-        self._check_owner(known=True)
-
-    def _write_owner(self, path: Path) -> None:
-        with open(path, "x") as file:
-            file.write(self._owner)
+        with contextlib.suppress(FileExistsError), open(owner, "x") as file:
+            file.write(self._progress.owner)
             file.flush()
             os.fsync(file.fileno())
+        if _read_owner(self.path) is None:  # a crash left it empty
+            write_durably(owner, self._progress.owner.encode())
+        fsync_folder(self._hidden)
+        self._check_owner()
 
-    def _show(self) -> None:
-        """Give the parts that the ack names their names. Harmless if they have them."""
-        shown = self._progress.detail.get("shown", [])
-        _show_parts(self._path, shown, self._written)
-        for file, name in shown:
-            if file in self._written and not (self._path / name).exists():
-                raise SinkError(
-                    f"part {name} of {self._path} was deleted under {self._hidden} before it got its name: its events, "
-                    f"up to {self._progress.position}, are lost there",
-                    "Leave that folder to pgcdc alone, and deliver everything once more: pgcdc resync --new-slot",
-                )
-        self._written.clear()
+    def _publish(self) -> None:
+        """Show what was saved just now."""
+        hit("folder.before_shown")
+        with self._explain(kind=SinkUnavailable):
+            missing = _show_parts(self.path, self._shown)
+        if missing:
+            raise SinkError(
+                f"part {missing[0]} of {self.path} was deleted under {self._hidden} before it got its name: its events, "
+                f"up to {self._progress.position}, are lost there",
+                "Leave that folder to pgcdc alone, and deliver everything once more: pgcdc resync --new-slot",
+            )
+        self._settle()
+
+    def _settle(self) -> None:
+        self._is_owed = False
+        self._progress.settle()
 
     def _catch_up(self) -> None:
         """Show what the ack on disk covers: a commit counts from there on, whatever happens."""
-        if self._written or self._progress.acked != self._progress.position:
+        if self._is_owed:
             with self._explain(kind=SinkUnavailable):
-                self._show()
-            self._progress.settle()
+                _show_parts(self.path, self._shown)
+            self._settle()
 
     def _check_part(self, receipt: Receipt) -> None:
         """Nothing is acknowledged that cannot be seen from here: executors may be on other hosts."""
@@ -355,7 +325,15 @@ class FolderSink(DiskSink, ParallelSink):
                 "Is the folder on storage that every host of the cluster has?",
             )
 
-    def _save(self, position: Position, detail: dict[str, Any]) -> None:
+    def _save(self, position: Position, *, parts: int, size: int, **more: Any) -> None:
         """Parts that it names are not shown yet: the ack follows when they are."""
-        detail = {**detail, "path": str(self._path), "owner": self._owner}
+        before = self._progress.detail if "parts" in self._progress.detail else {}
+        detail = {
+            **({"redelivered": before["redelivered"]} if "redelivered" in before else {}),
+            **more,
+            "path": str(self.path),
+            "parts": before.get("parts", 0) + parts,
+            "bytes": before.get("bytes", 0) + size,
+        }
         self._progress.save(position, detail, is_settled=False)
+        self._is_owed = True

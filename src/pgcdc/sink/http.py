@@ -1,24 +1,69 @@
-"""What adapters that speak HTTP share: URLs and headers as options, and how they are shown without secrets."""
+"""What adapters that speak HTTP share: URLs and headers as options, and a client. Decision 0018 says why aiohttp.
+
+No redirects, no cookies, no proxy and no .netrc that nobody asked for; certificates are checked; of an answer no more is
+read than an error message needs. Addresses are looked at when a connection is made, not when the name was resolved: a name
+server that gives another answer the next time gains nothing.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import ipaddress
 import json
+import os
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any
+import socket
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.request import getproxies_environment, proxy_bypass_environment  # type: ignore[attr-defined]
 
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
+from pgcdc.core.errors import SinkError, SinkRejected, SinkUnavailable
+from pgcdc.core.settings import Options, PathText, Seconds, setting
+from pgcdc.sink.spec import LONG_SEGMENT
+
+if TYPE_CHECKING:
+    import aiohttp
+
+BODY_BYTES = 4096
+BODY_S = 1.0
+"""How long the rest of an answer is waited for: what counts is its status."""
+CLOSED = "closed"
+"""The kind of an answer that never came, because the connection ended."""
+KEEP_ALIVE_S = 4.0
+"""Less than the 5 s after which many servers close a connection: a POST must not meet that."""
+MAX_RETRY_S = 3600.0
+TEXT_CHARS = 200
 _IPV4 = re.compile(r"(?:(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])(?:\.(?!$)|$)){4}")
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(r"[\t\x20-\x7e]*")
 _OURS = re.compile(
     r"(?i)x-pgcdc-.*|content-(length|encoding)|transfer-encoding|connection|host|expect|te|trailer|upgrade"
 )
-LONG_SEGMENT = re.compile(r"[^/]{16,}")
-"""Of a path: a word that nobody can guess. Many services have the secret of a webhook there, and nowhere else."""
 _SECRET_HEADER = re.compile(r"(?i)auth|cookie|token|secret|key|password|signature|credential")
+_LATER = {408, 425, 429}
+_BUSY = {429, 503}
+"""Statuses that say nothing of the event: the receiver takes none now."""
+_STOP = {
+    401: ("it does not accept our credentials", "Check the headers (Authorization) and the signing key"),
+    405: ("it takes no POST", "Check the URL"),
+    407: ("the proxy wants credentials", "Check the proxy, or leave proxy_from_env out"),
+    410: (
+        "it is gone for good",
+        "Give the URL of the receiver that took its place, or remove the adapter",
+    ),
+}
+"""Statuses that concern every event."""
+
+Scrub = Callable[[str], str]
+"""Takes secrets out of a text."""
 
 
 def check_url(url: str) -> str:
@@ -37,18 +82,6 @@ def check_url(url: str) -> str:
     if parts.fragment:
         raise ValueError("a URL of a webhook has no #; leave it out, or write %23")
     return url
-
-
-def redact_url(url: str) -> str:
-    """A URL as it may be shown: neither user nor query nor long words of the path, which may be secret."""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname or "", f":{parts.port}" if parts.port else ""
-    except ValueError:
-        return "***"
-    host = f"[{host}]" if ":" in host else host
-    path = LONG_SEGMENT.sub("***", parts.path)
-    return f"{parts.scheme}://{host}{port}{path}" + ("?***" if parts.query else "")
 
 
 def secrets_of(url: str, headers: Mapping[str, str], signing_key: str) -> set[str]:
@@ -103,3 +136,248 @@ Headers = Annotated[
     AfterValidator(check_headers),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object", "additionalProperties": {"type": "string"}}]}),
 ]
+
+
+class ClientOptions(Options):
+    """How requests are made."""
+
+    concurrency: int = setting(8, "requests at the same time; events of one key stay in order", ge=1, le=1024)
+    request_timeout: Seconds = setting(10.0, "time for one request and its answer", gt=0)
+    allow_private: bool = setting(False, "also private, loopback and link-local addresses, and those of cloud metadata")
+    proxy_from_env: bool = setting(False, "use the proxy of HTTPS_PROXY, HTTP_PROXY and NO_PROXY")
+    ca_file: PathText | None = setting(None, "certificates that are trusted, instead of the system's")
+    cert_file: PathText | None = setting(None, "our own certificate, for servers that ask for one")
+    key_file: PathText | None = setting(None, "the key of cert_file, if it is not in it")
+
+    def make_tls(self, url: str) -> ssl.SSLContext | None:
+        """How the server of a URL is verified. SinkError: a file of it cannot be used."""
+        if not url.startswith("https:"):
+            return None
+        file = self.ca_file
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file)
+            if self.cert_file:
+                file = self.cert_file
+                context.load_cert_chain(self.cert_file, self.key_file, password=_refuse_password)
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            reason = error.strerror if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) else ""
+            raise SinkError(
+                f"{file} cannot be used for TLS{f': {reason}' if reason else ''}",
+                "It must contain certificates (or a key without a password) in PEM form",
+            ) from None
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        return context
+
+    def proxy(self, url: str) -> str | None:
+        """The proxy that the environment has for a URL, if it counts."""
+        parts = urlsplit(url)
+        if not self.proxy_from_env or proxy_bypass_environment(parts.netloc):
+            return None
+        proxies = getproxies_environment()
+        return proxies.get(parts.scheme) or proxies.get("all")
+
+
+def _refuse_password() -> str:
+    raise ValueError("the key has a password")  # else OpenSSL would ask at the terminal
+
+
+# --- answers
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of the events of a request, and why."""
+
+    error: type[SinkError] | None = None
+    """None: they are delivered. SinkError: all others would get the same answer."""
+    kind: str = "ok"
+    text: str = ""
+    advice: str = ""
+    retry_in_s: float = 0.0
+    is_general: bool = False
+    """Of SinkUnavailable: any other event would have got it, too."""
+
+
+def judge(status: int, headers: Mapping[str, str], body: bytes, scrub: Scrub, now: datetime | None = None) -> Verdict:
+    """The verdict on an answer."""
+    if 200 <= status < 300:
+        return Verdict()
+    said = shorten(body.decode(errors="replace"), scrub)
+    text, kind = f"answer {status}" + (f": {said}" if said else ""), f"http_{status}"
+    if status < 200 or status in _LATER or status >= 500:
+        wait_s = parse_retry_after(headers.get("Retry-After", ""), now)
+        return Verdict(SinkUnavailable, kind, text, retry_in_s=wait_s, is_general=status in _BUSY)
+    if status < 400:
+        where = shorten(headers.get("Location", "").partition("?")[0], scrub)
+        advice = "Redirects are not followed, since they may lead anywhere. Give the URL of the receiver itself"
+        return Verdict(SinkError, kind, f"answer {status}, a redirect" + (f" to {where}" if where else ""), advice)
+    if status in _STOP:
+        reason, advice = _STOP[status]
+        return Verdict(SinkError, kind, f"{text} ({reason})", advice)
+    return Verdict(SinkRejected, kind, text)
+
+
+def shorten(text: str, scrub: Scrub) -> str:
+    """What a stranger said, in one line without secrets."""
+    plain = re.sub(r"[\s\x00-\x1f\x7f-\x9f]+", " ", scrub(text)).strip()
+    return plain if len(plain) <= TEXT_CHARS else f"{plain[:TEXT_CHARS]}..."
+
+
+def parse_retry_after(text: str, now: datetime | None = None) -> float:
+    """Seconds that Retry-After asks for, by a number or a date; 0 if it says nothing that can be understood."""
+    text = text.strip()
+    if re.fullmatch(r"[0-9]{1,9}", text):
+        return min(float(text), MAX_RETRY_S)
+    try:
+        moment = parsedate_to_datetime(text)
+    except (ValueError, TypeError, IndexError):
+        return 0.0
+    moment = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    return min(max(0.0, (moment - (now or datetime.now(UTC))).total_seconds()), MAX_RETRY_S)
+
+
+class Client:
+    """Posts to one URL, on the loop of its caller."""
+
+    def __init__(self, options: ClientOptions, url: str, scrub: Scrub) -> None:
+        self._options, self._url, self._scrub = options, url, scrub
+        self._tls, self._proxy = options.make_tls(url), options.proxy(url)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Close connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        is_guarded = not (self._options.allow_private or self._proxy)  # behind a proxy, it is the proxy that connects
+        connector = aiohttp.TCPConnector(
+            limit=self._options.concurrency,
+            ssl=self._tls or True,
+            keepalive_timeout=KEEP_ALIVE_S,
+            socket_factory=_guarded_socket if is_guarded else None,
+        )
+        return aiohttp.ClientSession(
+            connector=connector,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=self._options.request_timeout),
+            auto_decompress=False,
+            trust_env=False,
+        )
+
+    async def post(self, body: bytes, headers: Mapping[str, str]) -> Verdict:
+        """What became of one request. The server may close a kept connection just when we use it: that is tried again."""
+        verdict = await self._post(body, headers)
+        return await self._post(body, headers) if verdict.kind == CLOSED else verdict
+
+    async def _post(self, body: bytes, headers: Mapping[str, str]) -> Verdict:
+        import aiohttp
+
+        if self._session is None:
+            self._session = self._open_session()
+        try:
+            async with self._session.post(
+                self._url, data=body, headers=headers, allow_redirects=False, proxy=self._proxy
+            ) as response:
+                return judge(response.status, response.headers, await _read_some(response), self._scrub)
+        except TimeoutError:
+            return Verdict(SinkUnavailable, "timeout", f"no answer within {self._options.request_timeout:g} s")
+        except (aiohttp.ClientError, OSError) as error:
+            return self._judge_error(error)
+
+    def _judge_error(self, error: Exception) -> Verdict:
+        import aiohttp
+
+        def later(kind: str, text: str, *, is_general: bool = False) -> Verdict:
+            return Verdict(SinkUnavailable, kind, text, is_general=is_general)
+
+        reason: Any = getattr(error, "os_error", None)
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            said = getattr(error.certificate_error, "verify_message", "it cannot be verified")
+            text = f"the certificate is not valid: {shorten(said, self._scrub)}"
+            return Verdict(SinkError, "certificate", text, "Renew it, or name the certificates to trust with ca_file")
+        if isinstance(reason, AddressRefused):
+            advice = "Check where the name leads to. If the receiver is inside of your network: allow_private"
+            return Verdict(SinkError, "private_address", "it leads to a private address", advice)
+        if isinstance(error, aiohttp.InvalidURL):
+            return Verdict(SinkError, "url", "this is no URL that can be used", "Correct it")
+        if isinstance(error, aiohttp.ClientConnectorDNSError):
+            return later("dns", "the name of the host cannot be resolved", is_general=True)
+        if isinstance(error, aiohttp.ClientHttpProxyError):
+            return later("proxy", f"the proxy answers {error.status}", is_general=True)
+        if isinstance(error, aiohttp.ClientResponseError):
+            return later("no_http", f"the answer is not HTTP: {shorten(error.message, self._scrub)}")
+        if isinstance(error, aiohttp.ClientConnectorError):
+            said = shorten(os.strerror(reason.errno) if reason.errno else str(reason), self._scrub)
+            return later("network", f"no connection: {said}", is_general=True)
+        if isinstance(error, (aiohttp.ServerDisconnectedError, OSError)):
+            return later(CLOSED, "the connection was closed before there was an answer")
+        return later("network", type(error).__name__)
+
+
+async def _read_some(response: aiohttp.ClientResponse) -> bytes:
+    """The beginning of the body. The connection is used again only if that was all."""
+    import aiohttp
+
+    data, is_whole = b"", False
+    with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
+        async with asyncio.timeout(BODY_S):
+            while len(data) <= BODY_BYTES and not is_whole:
+                piece = await response.content.readany()
+                data, is_whole = data + piece, not piece
+    if not is_whole:
+        response.close()
+    return data[:BODY_BYTES]
+
+
+# --- addresses inside of a network, where requests of a stranger have no business
+
+_NEVER = [
+    ipaddress.ip_network(text)
+    for text in (
+        "168.63.129.16/32",  # Azure's own services: a public address, and yet inside
+        "192.0.0.0/24",  # of protocols, and metadata of a cloud; older versions of Python know a part of it
+        "192.88.99.0/24",  # relays of 6to4
+        "::/96",  # IPv4 in its oldest disguise
+        "64:ff9b:1::/48",  # translation inside of a network
+        "fec0::/10",  # site-local, before it was abandoned
+    )
+]
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+class AddressRefused(OSError):
+    """Raised instead of a connection. Its text is always the same: so it is told as one if a name has several of them."""
+
+    def __init__(self) -> None:
+        super().__init__("the address is private")
+
+
+def is_public(text: str) -> bool:
+    """Whether an address is one of the internet at large."""
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    if any(address in network for network in _NEVER):
+        return False
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour
+        if address in _NAT64:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if address.teredo is not None:
+            return False
+        if inner is not None:
+            return is_public(str(inner))
+    return address.is_global and not address.is_multicast and not address.is_reserved
+
+
+def _guarded_socket(info: tuple[Any, ...]) -> socket.socket:
+    """A socket for this address (as `getaddrinfo` has it). AddressRefused: it is not public."""
+    family, kind, protocol, _, address = info
+    if not is_public(str(address[0])):
+        raise AddressRefused
+    return socket.socket(family, kind, protocol)

@@ -17,16 +17,16 @@ from urllib.parse import parse_qsl, urlsplit
 
 import orjson
 
-from pgcdc.core.errors import ConfigError, Reject, SinkError, SinkRejected, SinkUnavailable
+from pgcdc.core.errors import ConfigError, PgcdcError, Reject, SinkError, SinkRejected, SinkUnavailable
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Op
 from pgcdc.core.settings import setting
 from pgcdc.event.batch import Batch
-from pgcdc.event.changes import keyed_changes, parts_of
+from pgcdc.event.changes import key_columns, keyed_changes, parts_of
 from pgcdc.event.forms import Form
 from pgcdc.sink.contract import Sink, SinkContext, explained
-from pgcdc.sink.spec import UrlOptions
+from pgcdc.sink.spec import SourceView, UrlOptions
 
 PART_EVENTS, PART_BYTES = 1000, 4 << 20
 _Change = tuple[str, str, str, tuple[str, ...], bytes]
@@ -77,13 +77,34 @@ class RedisOptions(UrlOptions):
 
     def target(self) -> str:
         parts = urlsplit(self.read_url())
-        database = dict(parse_qsl(parts.query)).get("db") or parts.path.strip("/") or "0"
-        return f"keys {self.key_prefix}* in database {database} of {parts.netloc.rpartition('@')[2]}"
+        return f"keys {self.key_prefix}* in database {self._database} of {parts.netloc.rpartition('@')[2]}"
+
+    @property
+    def _database(self) -> str:
+        parts = urlsplit(self.read_url())
+        in_path = parts.path.strip("/") if parts.scheme != "unix" else ""
+        return dict(parse_qsl(parts.query)).get("db") or in_path or "0"
+
+    def check_source(self, adapter: str, source: SourceView) -> None:
+        """A table whose rows have no key here is found before its rows are read."""
+        try:
+            relations = source.relations()
+        except PgcdcError:  # who needs the source says so
+            return
+        for one in relations:
+            if not self.id_column and one.replica_identity == "f":
+                continue  # the catalog says the key later
+            try:
+                key_columns(one, None, self.id_column)
+            except SinkError as error:
+                raise ConfigError(f"adapter {adapter}: {error.message}", error.advice) from None
 
     def check(self) -> None:
         super().check()
         from redis import ConnectionPool
 
+        if not re.fullmatch("[0-9]+", self._database):  # the client would take another one
+            raise ConfigError("redis_url: its database is no number", "Write redis://host:6379/0")
         try:
             ConnectionPool.from_url(self.read_url()).make_connection()  # which does not connect
         except (TypeError, ValueError) as error:

@@ -17,9 +17,10 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
-from pgcdc.core.errors import PgcdcError, Policy, Reject, SinkError, SinkRejected, policy_of
+from pgcdc.core.errors import PgcdcError, Policy, Reject, SinkError, SinkRejected, policy_of, sentences
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.relation import ShapeHistory
@@ -31,7 +32,6 @@ from pgcdc.sink.attempts import Attempts, Clock, DeliveryHooks, Refusal
 from pgcdc.sink.contract import Progress, Sink, SinkContext
 from pgcdc.sink.letters.delivery import SetAside
 from pgcdc.sink.letters.record import DeadLetters
-from pgcdc.sink.partly import Memory, halve, is_single
 from pgcdc.sink.spec import DeliveryOptions
 
 PART_OF_TIMEOUT = 0.25
@@ -70,12 +70,13 @@ class Runner:
         self._state = StateDir(acks.parent)
         self._shapes = ShapeHistory(self._state.shapes_file)
         self._say = say or partial(tell, name)
-        self.attempts = Attempts(name, options, hooks, clock, uniform)
+        self.attempts = Attempts(name, options, hooks, clock, uniform, self._say)
         self._aside = SetAside(dead_letters, name, options.dead_letter_limit) if dead_letters is not None else None
         self._start: Position | None = None
         self._is_open = False
         """The sink stands where the ack does."""
-        self._delivered, self._redelivered = Memory(), Memory()
+        self._delivered, self._redelivered = set[str](), set[str]()
+        """Positions that the target has behind the ack; and of a redelivery that goes on."""
         self._now: Batch | None = None
         """What is being written; None: dead letters."""
         self._is_untouched = False
@@ -106,12 +107,13 @@ class Runner:
         A target that cannot be reached now is opened at the first write, if there is an ack to begin from.
         """
         with self.attempts.taken():
-            self._start = start
+            self._start, began = start, self.attempts.clock.now()
             error = self.attempts.run(self._open, self.options.timeout, "was not opened")
             if error is not None:
                 if self.progress.position is None or policy_of(error) is not Policy.RETRY:
                     raise error
-                self._say(f"{error}. It continues when the target does")
+                self.attempts.note_failure(began, is_told=True)
+                self._say(sentences(str(error), "It continues when the target does"))
             if self._aside is not None:
                 self._aside.begin(self.ack)
 
@@ -154,7 +156,7 @@ class Runner:
         def write(part: Batch) -> None:
             self._reopen()
             self._now = None
-            part = self._redelivered.rest(part)  # what an earlier try delivered
+            part = part.without(self._redelivered)  # what an earlier try delivered
             if len(part) and self._is_untouched:
                 raise SinkError(
                     f"adapter {self.name} has written nothing to this target: which of these events are superseded is known "
@@ -166,7 +168,7 @@ class Runner:
 
         with self.attempts.taken():
             self.attempts.pass_breaker()
-            parts = [self._redelivered.rest(batch)]
+            parts = [batch.without(self._redelivered)]
             try:
                 while parts:
                     part = parts.pop(0)
@@ -177,7 +179,7 @@ class Runner:
                         may_halve=self.sink.finds_by_halves,
                     )
                     if refusal is None:
-                        self._redelivered.add(part.positions().to_pylist())
+                        self._redelivered.update(part.positions().to_pylist())
                     elif is_single(part):
                         raise _named(refusal, part)
                     else:
@@ -207,36 +209,27 @@ class Runner:
     def _context(self, start: Position) -> SinkContext:
         identity = self._state.identity()
         stream, source = (identity.key, identity.title) if identity else ("", "")
-        return SinkContext(
-            self.name,
-            start,
-            self.progress,
-            self._shapes,
-            self._say,
-            self.options.timeout,
-            stream,
-            source,
-            identity,
-            self._note,
-        )
+        known = (self.name, start, self.progress, self._shapes, self._say, self.options.timeout)
+        return SinkContext(*known, stream, source, identity, self._note)
 
     def _note(self, positions: Iterable[str]) -> None:
         """The sink says that these are delivered, in the middle of a write."""
         if self._now is None:
-            self._redelivered.add(positions)
+            self._redelivered.update(positions)
             return
-        self._delivered.add(positions)
+        self._delivered.update(positions)
         if self.attempts.clock.now() >= self._saved_at + SAVE_INTERVAL_S:
             self._save_prefix(self._now)
 
     def _save_prefix(self, part: Batch) -> None:
         """Move the ack as far as everything is delivered: after a crash that much less comes again."""
         self._saved_at = self.attempts.clock.now()  # first: a save that fails is not repeated at once
-        done = self._delivered.prefix(part.after(self._reached))
-        if done is not None:
+        positions = part.after(self._reached).positions().to_pylist() if self._delivered else ()
+        done = list(takewhile(self._delivered.__contains__, positions))
+        if done:
             hit("sink.before_ack")
-            self.progress.save(done)
-            self._delivered.forget(done)
+            self.progress.save(Position.parse(done[-1]))
+            self._forget(done[-1])
 
     def _open(self) -> None:
         progress = self.progress
@@ -269,14 +262,18 @@ class Runner:
             self.progress.save(end, written=written)
         self.progress.settle()
         hit("sink.after_ack")
-        self._delivered.forget(end)
+        self._forget(str(end))
+
+    def _forget(self, up_to: str) -> None:
+        """The ack is there."""
+        self._delivered = {one for one in self._delivered if one > up_to}
 
     def _write_part(self, part: Batch, is_empty: bool) -> None:
         """In the thread that writes."""
         self._reopen()
         if self.sink.keeps_position and (is_empty or self._reached >= part.end):
             return self._acknowledge(part.end)
-        rest = self._delivered.rest(part.after(self._reached))
+        rest = part.after(self._reached).without(self._delivered)
         began = self.attempts.clock.now()
         self._now = part
         try:
@@ -369,3 +366,20 @@ def _named(refusal: Refusal, part: Batch) -> SinkRejected:
     return SinkRejected(
         f"{error.message} (the event at {position})", error.advice, [Reject(position, error.kind, error.text)]
     )
+
+
+def is_single(batch: Batch) -> bool:
+    """Whether all events of a batch share one position, which is never cut."""
+    positions = batch.positions()
+    return len(positions) > 0 and positions[0] == positions[len(positions) - 1]
+
+
+def halve(batch: Batch) -> Batch:
+    """About the first half of a batch; all of it if it has one position only."""
+    positions = batch.positions().to_pylist()
+    if is_single(batch) or not positions:
+        return batch
+    half = batch.first(max(1, len(positions) // 2))
+    if len(half) == len(positions):  # the second half shares one position
+        half = batch.first(positions.index(positions[-1]))
+    return half

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 import shlex
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
@@ -16,12 +17,14 @@ from pydantic import BaseModel, model_validator
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.secrets import literal_part, read_secret, redact_text
 from pgcdc.core.settings import Options, PathText, Seconds, setting, setting_of
-from pgcdc.sink.http import LONG_SEGMENT, redact_url
 
 if TYPE_CHECKING:
+    from pgcdc.core.relation import Relation
     from pgcdc.event.forms import Form
     from pgcdc.sink.contract import Sink
 
+LONG_SEGMENT = re.compile(r"[^/]{16,}")
+"""Of a path: a word that nobody can guess. Many services have the secret of a webhook there, and nowhere else."""
 Priority = Literal["critical", "normal", "best-effort"]
 
 
@@ -54,6 +57,8 @@ class SourceView:
     """Of its database; empty if it has none. It may hold a secret."""
     tables: Callable[[], Collection[tuple[str, str]]]
     """Schema and name of each table that a start would capture. PgcdcError: that cannot be told."""
+    relations: Callable[[], Collection[Relation]] = tuple
+    """Those whose changes this adapter would get, as its transforms leave them."""
 
 
 class SinkOptions(Options):
@@ -181,6 +186,18 @@ def with_source_db(spec: Any, db: str) -> Any:
 
 
 # --- shown without secrets
+
+
+def redact_url(url: str) -> str:
+    """A URL as it may be shown: neither user nor query nor long words of the path, which may be secret."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", f":{parts.port}" if parts.port else ""
+    except ValueError:
+        return "***"
+    host = f"[{host}]" if ":" in host else host
+    path = LONG_SEGMENT.sub("***", parts.path)
+    return f"{parts.scheme}://{host}{port}{path}" + ("?***" if parts.query else "")
 
 
 def describe_options(options: BaseModel) -> str:

@@ -1,4 +1,4 @@
-"""Events on standard output: JSON lines, or a form for people, with colours if the terminal has them.
+"""Events on standard output: JSON lines, or changes of tables in a form for people, in colour if the terminal has them.
 
 A value may hold anything, also what a terminal would take for a command: control characters are written as escapes.
 
@@ -13,8 +13,9 @@ import io
 import os
 import re
 import select
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator
+from typing import Literal
 
 import numpy as np
 import orjson
@@ -22,8 +23,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pgcdc.core.errors import SinkError, SinkUnavailable
+from pgcdc.core.position import Position
+from pgcdc.core.relation import OldKind, Op
 from pgcdc.core.settings import setting
-from pgcdc.event.batch import Batch, line_buffers
+from pgcdc.event.batch import Batch, TableChanges, line_buffers
+from pgcdc.event.changes import settle
+from pgcdc.event.forms import Form
 from pgcdc.sink.contract import Sink, SinkContext
 from pgcdc.sink.spec import SinkOptions
 
@@ -57,6 +62,9 @@ class StdoutOptions(SinkOptions):
     def make(self) -> Sink:
         return StdoutSink(format=self.format)
 
+    def form(self) -> Form:
+        return "tables" if StdoutSink(format=self.format).is_pretty else "lines"
+
     def target(self) -> str:
         return "standard output"
 
@@ -66,16 +74,15 @@ class StdoutSink(Sink):
 
     def __init__(self, descriptor: int = 1, format: Format = "json") -> None:
         self._descriptor = descriptor
-        self._format = format
-        self._pretty: Pretty | None = None
-        self._out = ""
+        self._is_terminal = os.isatty(descriptor)
+        self.is_pretty = format == "pretty" or (format == "auto" and self._is_terminal)
+        """Changes of tables come for people. What comes as lines stays as it is: typed rows, and dead letters."""
+        self._out: Position | None = None
         """All events up to this position are out, acknowledged or not."""
-        self._sent = 0
-        """How many bytes the last attempt has written, if it failed."""
-        self._begun = ("", 0)
-        """The position that is out in part, and how many bytes of it."""
         self._owed = memoryview(b"")
-        """The rest of a line of the past that is out in part: it comes before anything else."""
+        """The rest of a position that is out in part: that comes before anything else."""
+        self._begun = set[str]()
+        """Positions that are out, when that is: they are not written again."""
 
     def check(self, context: SinkContext) -> None:
         try:
@@ -86,59 +93,32 @@ class StdoutSink(Sink):
             ) from error
 
     def open(self, context: SinkContext) -> None:
-        is_terminal = os.isatty(self._descriptor)
-        if self._format == "pretty" or (self._format == "auto" and is_terminal):
-            self._pretty = Pretty(is_terminal=is_terminal)
+        self._delivered, self._pretty = context.delivered, Pretty(is_terminal=self._is_terminal)
 
     def write(self, batch: Batch) -> None:
-        events = batch.events
-        if self._out:
-            events = events.filter(pc.greater(events.column("position"), self._out))
-        positions, texts = events.column("position"), self._texts(events)
-        begun, out = self._begun
-        skipped = out if events.num_rows and positions[0].as_py() == begun else 0
-        self._send(positions, texts, skipped)
-        self._out = max(self._out, str(batch.end))  # a failed attempt may have got further
-        if self._begun[0] <= self._out:
-            self._begun = ("", 0)
+        self._send(batch.after(self._out) if self._out else batch)
+        self._out = max(self._out or batch.end, batch.end)
 
     def redeliver(self, batch: Batch) -> Collection[str]:
         """Write events of the past once more."""
-        before = self._out, self._begun
-        if before[1][1]:
-            raise SinkUnavailable("an event is out in part, and ends first", "Try again when the stream goes on")
-        texts = self._texts(batch.events)
-        try:
-            self._send(batch.events.column("position"), texts, 0)
-        except SinkError:
-            self._owe(texts)
-            raise
-        finally:
-            self._out, self._begun = before
+        self._send(batch)
         return ()
 
-    def _texts(self, events: pa.Table) -> pa.ChunkedArray:
-        lines = events.column("line")
-        if self._pretty is None:
-            return lines
-        return pa.chunked_array([[self._pretty.write(line) for line in lines.to_pylist()]], pa.large_string())
-
-    def _send(self, positions: pa.ChunkedArray, texts: pa.ChunkedArray, skipped: int) -> None:
-        """Write texts, without the first `skipped` bytes. After an error it is known what is out."""
-        sent = 0
+    def _send(self, batch: Batch) -> None:
+        """Write events. After an error it is known what is out, to the byte."""
+        given, batch = batch, batch.without(self._begun)
+        texts, sent = self._texts(batch), 0
         try:
             while self._owed:
                 self._owed = self._owed[self._write_some(self._owed) :]
             for piece in line_buffers(texts.chunks):
-                rest = piece[max(0, skipped - sent) :]
-                sent += len(piece) - len(rest)
+                rest = piece
                 while rest:
                     count = self._write_some(rest)
-                    sent += count
-                    rest = rest[count:]
+                    sent, rest = sent + count, rest[count:]
         except OSError as error:
-            self._remember(positions, texts, sent)
-            self._sent = sent
+            if sent:
+                self._remember(batch.positions().to_pylist(), texts, sent)
             if error.errno in _MAY_PASS:
                 raise SinkUnavailable(
                     f"standard output cannot be written: {error.strerror}",
@@ -147,6 +127,14 @@ class StdoutSink(Sink):
             raise SinkError(
                 f"standard output is closed: {error.strerror}", "Nothing is lost: start again with a reader at the pipe"
             ) from error
+        if self._begun:
+            self._begun.difference_update(given.positions().to_pylist())
+
+    def _texts(self, batch: Batch) -> pa.ChunkedArray:
+        if not self.is_pretty:
+            return batch.events.column("line")
+        texts = self._pretty.write(batch) if batch.form == "tables" else [f"{_escape(one)}\n" for one in batch.texts()]
+        return pa.chunked_array([pa.array(texts, pa.large_string())])
 
     def _write_some(self, data: memoryview) -> int:
         while True:
@@ -155,68 +143,68 @@ class StdoutSink(Sink):
             except BlockingIOError:  # whoever shares the pipe or terminal may have switched it to that
                 select.select([], [self._descriptor], [])
 
-    def _owe(self, texts: pa.ChunkedArray) -> None:
-        """What is missing of the line in which the last attempt ended."""
-        for text in texts.to_pylist():
-            line = text.encode()
-            if self._sent < len(line):
-                self._owed = memoryview(line[self._sent :]) if self._sent else self._owed
-                return
-            self._sent -= len(line)
-
-    def _remember(self, positions: pa.ChunkedArray, texts: pa.ChunkedArray, sent: int) -> None:
+    def _remember(self, names: list[str], texts: pa.ChunkedArray, sent: int) -> None:
+        """Of so many bytes: which events are out, and what is owed of the position in which they end."""
         ends = np.cumsum(pc.binary_length(texts).to_numpy().astype(np.int64))
         count = int(np.searchsorted(ends, sent, side="right"))  # whole events
-        names = positions.to_pylist()
-        current = names[count] if count < len(names) else ""
-        first = count
-        while first and names[first - 1] == current:  # several events can have one position
-            first -= 1
-        if first:
-            self._out = names[first - 1]
-        self._begun = (current, sent - (int(ends[first - 1]) if first else 0))
+        first, last = (
+            bisect_left(names, names[count]),
+            bisect_right(names, names[count]),
+        )  # several can have one position
+        self._delivered(names[:first])
+        begun = sent - int(ends[first - 1]) if first else sent
+        if begun:
+            whole = b"".join(line_buffers(texts.slice(first, last - first).chunks))
+            self._owed = memoryview(whole)[begun:]
+            self._begun.add(names[count])
 
 
 # --- for people
 
 
 class Pretty:
-    """Writes events as text. Colours are used on a terminal that has them, unless NO_COLOR is set."""
+    """Writes changes of tables as text. Colours are used on a terminal that has them, unless NO_COLOR is set."""
 
     def __init__(self, *, is_terminal: bool) -> None:
         self._codes = _find_codes(is_terminal)
 
-    def write(self, line: str) -> str:
-        """The text of one line of JSON, which ends with a newline."""
-        try:
-            event = orjson.loads(line)
-            return f"{' '.join(self._parts(event))}\n"
-        except (ValueError, KeyError, TypeError, AttributeError):  # of another form: an envelope, or a typed row
-            return _escape(line.rstrip("\n")) + "\n"
+    def write(self, batch: Batch) -> list[str]:
+        """A line for each event."""
+        lines = [""] * len(batch)
+        times = batch.events.column("commit_time").cast(pa.timestamp("us")).to_pylist()
+        for run in batch.tables():
+            table = self._paint("name", _escape(run.relation.channel.removeprefix("pgcdc:")))
+            for at, (row, columns) in enumerate(zip(run.rows.tolist(), self._columns(run), strict=True)):
+                operation = Op(run.op[at]).name
+                time = self._paint("quiet", times[row].isoformat(" ", "milliseconds"))
+                said = self._paint(operation if operation in _STYLES else "other", f"{operation:<8}")
+                lines[row] = f"{' '.join([time, said, table, *columns])}\n"
+        return lines
 
-    def _parts(self, event: Mapping[str, Any]) -> Iterator[str]:
-        operation, payload = event["operation"], event["payload"]
-        channel = event["channel"].removeprefix("pgcdc:")
-        time = event["created_at"].replace("T", " ")[:23]
-        yield self._paint("quiet", _escape(time))
-        yield self._paint(operation if operation in _STYLES else "other", f"{_escape(operation):<8}")
-        yield self._paint("name", _escape(channel))
-        row, old = payload["row"] or {}, payload["old"] or {}
-        for name, value in row.items():
-            shown = f"{_escape(name)}={self._value(value)}"
-            if operation == "UPDATE" and name in old:
-                if old[name] == value:
-                    shown = self._paint("quiet", f"{_escape(name)}={_value(value)}")
+    def _columns(self, run: TableChanges) -> Iterator[list[str]]:
+        """For each change, its columns with their values."""
+        values, unknown = settle(run)
+        found = [
+            (column.is_key, _escape(column.name), new.to_pylist(), old.to_pylist(), marks)
+            for column, new, old, marks in zip(run.relation.columns, values, run.old, unknown, strict=True)
+        ]
+        for at, (op, kind) in enumerate(zip(run.op.tolist(), run.old_kind.tolist(), strict=True)):
+            shown: list[str] = []
+            for is_key, name, new, old, marks in found if op != Op.TRUNCATE else ():
+                has_old = kind == OldKind.FULL or (kind == OldKind.KEY and is_key)
+                if op == Op.DELETE and not has_old:
+                    continue
+                if marks is not None and marks[at]:
+                    shown.append(self._paint("quiet", f"{name} as before"))
+                elif op != Op.UPDATE or not has_old:
+                    shown.append(f"{name}={self._value(new[at])}")
+                elif old[at] == new[at]:
+                    shown.append(self._paint("quiet", f"{name}={_value(new[at])}"))
                 else:
-                    shown = f"{self._paint('name', _escape(name))}: {self._value(old[name])} → {self._value(value)}"
+                    shown.append(f"{self._paint('name', name)}: {self._value(old[at])} → {self._value(new[at])}")
             yield shown
-        for name in payload.get("_unchanged_toast_columns", ()):
-            yield self._paint("quiet", f"{_escape(name)} as before")
-        for name, value in payload.items():
-            if name not in ("op", "table", "row", "old", "_unchanged_toast_columns") and value is not None:
-                yield f"{_escape(name)}={self._value(value)}"
 
-    def _value(self, value: Any) -> str:
+    def _value(self, value: str | None) -> str:
         return self._paint("quiet", "NULL") if value is None else _value(value)
 
     def _paint(self, style: str, text: str) -> str:
@@ -226,16 +214,13 @@ class Pretty:
         return f"{before}{text}{after}"
 
 
-def _value(value: Any) -> str:
+def _value(value: str | None) -> str:
     """A value in one piece: quoted where its end could not be seen otherwise."""
     if value is None:
         return "NULL"
-    text = value if isinstance(value, str) else orjson.dumps(value).decode()
-    if len(text) > MAX_VALUE:
-        return f"{_value(text[:MAX_VALUE])}… ({len(text)} characters)"
-    if isinstance(value, str) and not _PLAIN.fullmatch(text):
-        text = orjson.dumps(text).decode()
-    return _escape(text)
+    if len(value) > MAX_VALUE:
+        return f"{_value(value[:MAX_VALUE])}… ({len(value)} characters)"
+    return _escape(value if _PLAIN.fullmatch(value) else orjson.dumps(value).decode())
 
 
 def _escape(text: str) -> str:

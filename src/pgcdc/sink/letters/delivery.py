@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pgcdc.core.counters import DEAD_LETTERS, counters
-from pgcdc.core.errors import PgcdcError, Policy, Reject, SinkError, SinkRejected, policy_of
+from pgcdc.core.errors import PgcdcError, Policy, Reject, SinkError, SinkRejected, policy_of, sentences
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.event.batch import Batch
@@ -28,15 +28,14 @@ from pgcdc.sink.letters.record import (
     Query,
     ReadableDeadLetters,
     make_letter,
-    read_row,
+    read_event,
     safe_error,
 )
 
 MAX_LETTERS = 500
 MAX_CHARS = 8 << 20
 
-Redeliver = Callable[[Batch], Collection[str]]
-_KNOWN = ("id", "channel", "operation")
+_KNOWN = {"id", "channel", "operation"}
 """What a batch says of its events, unless it has only lines."""
 
 
@@ -69,35 +68,27 @@ class SetAside:
         """
         by_position = {one.position: one for one in rejects}
         found = whole.only(by_position)
-        names = [name for name in _KNOWN if name in found.events.column_names]
-        lines: dict[str, list[str]] = {}
-        known: dict[str, dict[str, str]] = {}
-        columns = [
-            found.positions().to_pylist(),
-            found.texts(),
-            *(found.events.column(one).to_pylist() for one in names),
-        ]
-        for position, text, *words in zip(*columns, strict=True):
-            lines.setdefault(position, []).append(text)
-            known.setdefault(position, dict(zip(names, words, strict=True)))
-        unknown = sorted(by_position.keys() - lines.keys()) or sorted(out & by_position.keys())
+        positions = found.positions().to_pylist()
+        unknown = sorted(by_position.keys() - set(positions)) or sorted(out & by_position.keys())
         if unknown:
             raise SinkError(
                 f"adapter {self._adapter} refuses an event at {unknown[0]}, which it was not given",
                 "This is a defect of the adapter. The pipeline stopped; no events were lost",
             )
-        self._check_row(whole, out | by_position.keys(), rejects[0])
-        letters = [
-            make_letter(
-                self._store.pipeline,
-                self._adapter,
-                lines[position],
-                by_position[position],
-                attempts,
-                known[position] if len(names) == len(_KNOWN) else None,
+        longest = int(self._rows(whole, out | by_position.keys()).max())
+        if 0 < self._limit < longest:
+            raise SinkError(
+                f"adapter {self._adapter} refuses {longest:,} events in a row; the last: {rejects[0].kind}: "
+                f"{rejects[0].text}",
+                "A target that refuses everything is not what dead letters are for: correct it, or raise "
+                f"{self._adapter}_dead_letter_limit (0: no limit). Nothing is lost",
             )
-            for position in sorted(lines)
-        ]
+        known = found.events.to_pylist() if _KNOWN.issubset(found.events.column_names) else [None] * len(positions)
+        letters = []
+        for position, rows in groupby(zip(positions, found.texts(), known, strict=True), lambda row: row[0]):
+            _, lines, events = zip(*rows, strict=True)
+            reject = by_position[position]
+            letters.append(make_letter(self._store.pipeline, self._adapter, lines, reject, attempts, events[0]))
         new = self._record(letters, ack)
         out.update(by_position)
         return new
@@ -105,7 +96,7 @@ class SetAside:
     def settle(self, whole: Batch, out: set[str]) -> None:
         """All of `whole` but `out` is delivered."""
         if self._recorded:
-            self._settle_letters(whole, out)
+            self._settle_letters(self._recorded, whole, out)
         if len(whole) and (out or self._row):
             self._row = int(self._rows(whole, out)[-1])
 
@@ -123,7 +114,7 @@ class SetAside:
             raise SinkError(
                 f"the dead letter of the event at {first.position}, which adapter {self._adapter} refused "
                 f"({first.error_kind}: {first.error}), could not be written: {said}",
-                f"{advice + '. ' if advice else ''}Nothing is lost: it comes again at the next start",
+                sentences(advice, "Nothing is lost: it comes again at the next start"),
             ) from error
         self._recorded |= {letter.position: letter.id for letter in new}
         self.count += len(new)
@@ -137,36 +128,21 @@ class SetAside:
         query = Query(pipeline=self._store.pipeline, adapter=self._adapter, after=str(ack))
         return {letter.position: letter.id for letter in self._store.find(query)}
 
-    def _settle_letters(self, whole: Batch, out: set[str]) -> None:
+    def _settle_letters(self, recorded: dict[str, str], whole: Batch, out: set[str]) -> None:
         """Events that were refused before and taken now, since somebody has repaired the target, no longer wait."""
-        assert self._recorded is not None
-        taken = set(whole.events.column("position").to_pylist()) - out
-        done = [self._recorded[position] for position in taken & self._recorded.keys()]
+        taken = set(whole.positions().to_pylist()) - out
+        done = [recorded[position] for position in taken & recorded.keys()]
         if done and isinstance(self._store, ReadableDeadLetters):
             with contextlib.suppress(PgcdcError):  # then it is delivered once more by a replay, with the same id
                 self._store.mark(done, DELIVERED, datetime.now(UTC))
-        end = str(whole.end)
-        self._recorded = {position: one for position, one in self._recorded.items() if position > end}
-
-    def _check_row(self, whole: Batch, out: set[str], reject: Reject) -> None:
-        longest = int(self._rows(whole, out).max())
-        if 0 < self._limit < longest:
-            raise SinkError(
-                f"adapter {self._adapter} refuses {longest:,} events in a row; the last: {reject.kind}: {reject.text}",
-                "A target that refuses everything is not what dead letters are for: correct it, or raise "
-                f"{self._adapter}_dead_letter_limit (0: no limit). Nothing is lost",
-            )
+        self._recorded = {position: one for position, one in recorded.items() if position > str(whole.end)}
 
     def _rows(self, whole: Batch, out: set[str]) -> np.ndarray:
         """How many events are refused before the first one that is not, between these, and behind the last."""
-        taken = np.flatnonzero(~_is_in(whole, out).to_numpy(zero_copy_only=False))
-        bounds = np.concatenate([[-1 - self._row], taken, [len(whole)]])
-        return np.diff(bounds) - 1
-
-
-def _is_in(batch: Batch, positions: set[str] | dict[str, Reject]) -> pa.ChunkedArray:
-    column = batch.positions()
-    return pc.is_in(column, pa.array(sorted(positions), column.type))
+        positions = whole.positions()
+        is_out = pc.is_in(positions, pa.array(sorted(out), positions.type))
+        taken = np.flatnonzero(~is_out.to_numpy(zero_copy_only=False))
+        return np.diff(np.concatenate([[-1 - self._row], taken, [len(whole)]])) - 1
 
 
 # --- delivered again
@@ -190,47 +166,64 @@ class Tally:
         self.error = self.error or other.error
 
 
+def deliver_all(store: ReadableDeadLetters, query: Query, deliver: Callable[[str, list[DeadLetter]], Tally]) -> Tally:
+    """Deliver letters again, batch by batch. An adapter that cannot be delivered to is not tried once more."""
+    tally, failed = Tally(), set[str]()
+    for letters in find_batches(store, query):
+        adapter = letters[0].adapter
+        if adapter not in failed:
+            part = deliver(adapter, letters)
+            tally.add(part)
+            failed |= {adapter} if part.error else set()
+    return tally
+
+
 def find_batches(store: ReadableDeadLetters, query: Query) -> Iterator[list[DeadLetter]]:
     """The letters in lists of one adapter, each to be delivered at once; an adapter's in the order of the stream."""
-    found = sorted(store.find(query), key=lambda one: (one.adapter, one.position))
-    for _, letters in groupby(found, key=lambda one: one.adapter):
-        part: list[DeadLetter] = []
-        chars = 0
-        for letter in letters:
-            if part and (len(part) >= MAX_LETTERS or chars + len(letter.event) > MAX_CHARS):
-                yield part
-                part, chars = [], 0
-            part.append(letter)
-            chars += len(letter.event)
+    part: list[DeadLetter] = []
+    chars = 0
+    for letter in sorted(store.find(query), key=lambda one: (one.adapter, one.position)):
+        is_full = len(part) >= MAX_LETTERS or chars + len(letter.event) > MAX_CHARS
+        if part and (is_full or part[0].adapter != letter.adapter):
+            yield part
+            part, chars = [], 0
+        part.append(letter)
+        chars += len(letter.event)
+    if part:
         yield part
 
 
 def as_batch(letters: Iterable[DeadLetter]) -> Batch:
     """Letters as a sink takes them: as lines, or as records, each of which waits for those before it."""
-    rows = [(letter, line) for letter in letters for line in letter.lines()]
-    empty = {"key_hash": 0, "relation": 0, "is_barrier": True}
     made = [
         {
-            **empty, "position": letter.position, "id": letter.event_id or letter.position, "channel": letter.channel,
-            "operation": letter.operation, "value": line.removesuffix("\n"), "line": line,
+            "position": letter.position, "id": letter.event_id or letter.position, "channel": letter.channel,
+            "operation": letter.operation, "value": line.removesuffix("\n"), "line": line, "key_hash": 0, "relation": 0,
+            "is_barrier": True, **_read_traces(line),
         }
-        for letter, line in rows
+        for letter in letters for line in letter.lines()
     ]  # fmt: skip
     schema = pa.schema([("position", pa.string()), ("line", pa.string()), *RECORD])
-    rendered = [read_row(line) for _, line in rows]
-    found = {name: pa.array([_text_of(row, name) for row in rendered], pa.string()) for name in TRACES}
     table = pa.Table.from_pylist(made, schema)
+    found = {name: table.column(name).combine_chunks() for name in TRACES}
     for name, values in check_traces(found).items():
         table = table.set_column(schema.get_field_index(name), name, values)
-    return Batch(Position.at(0, 0), Position.parse(rows[-1][0].position), table)
+    return Batch(Position.at(0, 0), Position.parse(str(made[-1]["position"])), table)
 
 
-def _text_of(row: Mapping[str, Any], name: str) -> str | None:
-    value = row.get(name)
-    return value if isinstance(value, str) else None
+def _read_traces(line: str) -> dict[str, str]:
+    """The trace that a rendered event carries in its row, in any of our envelopes."""
+    event = read_event(line)
+    payload = next((one for one in map(event.get, ("payload", "data")) if isinstance(one, dict)), event)
+    row: Mapping[str, Any] = next(
+        (one for one in map(payload.get, ("row", "after", "before")) if isinstance(one, dict)), {}
+    )
+    return {name: row[name] for name in TRACES if isinstance(row.get(name), str)}
 
 
-def deliver_again(store: ReadableDeadLetters, letters: Iterable[DeadLetter], redeliver: Redeliver) -> Tally:
+def deliver_again(
+    store: ReadableDeadLetters, letters: Iterable[DeadLetter], redeliver: Callable[[Batch], Collection[str]]
+) -> Tally:
     """Deliver one batch of letters of one adapter. What is refused once more stays, and so does what cannot be tried.
 
     A crash between delivery and mark delivers them once more, with the same ids.
@@ -239,8 +232,9 @@ def deliver_again(store: ReadableDeadLetters, letters: Iterable[DeadLetter], red
     while waiting:
         try:
             left_out = set(redeliver(as_batch(waiting.values())))
-        except SinkRejected as error:
-            refused = [one for one in error.rejects if one.position in waiting]
+        except (PgcdcError, ConnectionError, TimeoutError) as error:
+            rejects = error.rejects if isinstance(error, SinkRejected) else ()
+            refused = [one for one in rejects if one.position in waiting]
             if policy_of(error) is not Policy.DEAD_LETTER or not refused:
                 tally.error = str(error)
                 return tally
@@ -250,9 +244,6 @@ def deliver_again(store: ReadableDeadLetters, letters: Iterable[DeadLetter], red
                 store.mark([letter.id], FAILED, None, safe_error(text))
             tally.failed += len(refused)
             continue
-        except (PgcdcError, ConnectionError, TimeoutError) as error:
-            tally.error = str(error)
-            return tally
         hit("dlq.redelivered")
         now = datetime.now(UTC)
         old = [letter.id for position, letter in waiting.items() if position in left_out]
@@ -260,6 +251,6 @@ def deliver_again(store: ReadableDeadLetters, letters: Iterable[DeadLetter], red
         for ids, outcome in ((new, DELIVERED), (old, SUPERSEDED)):
             if ids:
                 store.mark(ids, outcome, now)
-        tally.delivered, tally.superseded = tally.delivered + len(new), tally.superseded + len(old)
+        tally.delivered, tally.superseded = len(new), len(old)
         break
     return tally

@@ -1,4 +1,4 @@
-"""Dead letters: an event as it was to be delivered, who refused it, and why; their stores, and which one is meant."""
+"""Dead letters: an event as it was to be delivered, who refused it, and why; and what a store of them is."""
 
 from __future__ import annotations
 
@@ -6,43 +6,43 @@ import json
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO, runtime_checkable
 
-from pgcdc.core.errors import ConfigError, Reject, SinkError
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from pgcdc.core.errors import Reject, SinkError
 from pgcdc.core.secrets import redact_text
 from pgcdc.core.settings import Options, setting
-from pgcdc.core.state import Identity, StateDir
-from pgcdc.postgres.database import connect, explain_errors, name_table, parse_url, split_table
 from pgcdc.postgres.fields import DatabaseUrl, TableName
-
-__all__ = [
-    "DELIVERED",
-    "FAILED",
-    "SUPERSEDED",
-    "DeadLetter",
-    "DeadLetters",
-    "Dropped",
-    "LetterSettings",
-    "Query",
-    "ReadableDeadLetters",
-    "StderrDeadLetters",
-    "check_not_captured",
-    "describe_store",
-    "make_letter",
-    "make_store",
-    "name_pipeline",
-    "read_row",
-    "safe_error",
-]
 
 _NAMESPACE = uuid.UUID("3f0c5e0e-6d0b-5b52-9d5f-0d1b8f5f6c11")
 MAX_ERROR = 2000
+DEAD = "Dead letters"
 
 DELIVERED, SUPERSEDED, FAILED = "delivered", "superseded", "failed"
 """What became of a letter: it is at its target; the target has something newer; or it was refused once more."""
+
+
+class LetterSettings(Options):
+    """What becomes of events that a target refuses."""
+
+    dlq: Literal["file", "pg_table", "stderr", "none"] = setting(
+        "file", "Where refused events go: file, pg_table, stderr, or none (they are lost).", DEAD, metavar="STORE"
+    )
+    dlq_file: Path | None = setting(
+        None, "With --dlq file: this one. (default: dead_letters.jsonl in the state directory)", DEAD, metavar="PATH",
+        example="dead_letters.jsonl",
+    )  # fmt: skip
+    dlq_db: DatabaseUrl = setting(
+        "", "With --dlq pg_table: the database. Better in PGCDC_DLQ_DB. (default: the source)", DEAD, metavar="URL",
+        example="postgresql://app@localhost:5432/ops", secret=True,
+    )  # fmt: skip
+    dlq_table: TableName = setting(
+        "pgcdc_dead_letters", "With --dlq pg_table: the table; created if it is missing.", DEAD, metavar="NAME"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +78,13 @@ class DeadLetter:
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in files."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: _text(value) if isinstance(value, datetime) else value for name, value in found.items()}
+        found: dict[str, Any] = _LETTER.dump_python(self, mode="json")
+        return found
 
     @staticmethod
-    def from_json(raw: Mapping[str, Any]) -> DeadLetter:
-        """The letter behind `to_json()`. Raises ValueError, KeyError or TypeError if it is none."""
-        values = {field.name: raw[field.name] for field in fields(DeadLetter)}
-        created, replayed = values["created_at"], values["replayed_at"]
-        return DeadLetter(
-            **{
-                **values,
-                "created_at": datetime.fromisoformat(created),
-                "replayed_at": datetime.fromisoformat(replayed) if replayed else None,
-            }
-        )
+    def from_json(raw: Any) -> DeadLetter:
+        """The letter behind `to_json()`. Raises ValueError if it is none."""
+        return _LETTER.validate_python(raw)
 
 
 def make_letter(
@@ -104,15 +96,18 @@ def make_letter(
     known: Mapping[str, Any] | None = None,
 ) -> DeadLetter:
     """The letter of the lines at one position. `known` has the id, channel and operation, if they need not be read."""
-    known = _read(lines[0]) if known is None else known
+    known = read_event(lines[0]) if known is None else known
+    event_id, channel, operation = (
+        _plain(value) if isinstance(value, str) else "" for value in map(known.get, ("id", "channel", "operation"))
+    )
     return DeadLetter(
         id=str(uuid.uuid5(_NAMESPACE, json.dumps([pipeline, adapter, reject.position]))),
         pipeline=pipeline,
         adapter=adapter,
         position=reject.position,
-        event_id=_word(known, "id"),
-        channel=_word(known, "channel"),
-        operation=_word(known, "operation"),
+        event_id=event_id,
+        channel=channel,
+        operation=operation,
         error_kind=_plain(reject.kind)[:100],
         error=safe_error(reject.text),
         attempts=attempts,
@@ -126,8 +121,8 @@ def safe_error(text: str) -> str:
     return _plain(redact_text(text))[:MAX_ERROR]
 
 
-def _read(line: str) -> dict[str, Any]:
-    """What is known of an event; a transform may have given it any other form."""
+def read_event(line: str) -> dict[str, Any]:
+    """What is known of a rendered event; empty if a transform has given it another form."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -135,25 +130,9 @@ def _read(line: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def read_row(line: str) -> dict[str, Any]:
-    """The row of a rendered event, in any of our envelopes; empty if there is none."""
-    event = _read(line)
-    payload = next((one for one in map(event.get, ("payload", "data")) if isinstance(one, dict)), event)
-    return next((one for one in map(payload.get, ("row", "after", "before")) if isinstance(one, dict)), {})
-
-
-def _word(event: Mapping[str, Any], name: str) -> str:
-    value = event.get(name)
-    return _plain(value) if isinstance(value, str) else ""
-
-
 def _plain(text: str) -> str:
     """Without what no database takes in a text."""
     return text.replace("\0", "").encode(errors="replace").decode()
-
-
-def _text(time: datetime) -> str:
-    return time.isoformat(timespec="microseconds")
 
 
 # --- stores
@@ -210,6 +189,11 @@ class Query:
         )
 
 
+QUERY = TypeAdapter(Query)
+"""How a query crosses a socket."""
+_LETTER = TypeAdapter(DeadLetter)
+
+
 @runtime_checkable
 class ReadableDeadLetters(DeadLetters, Protocol):
     """A store that is read again: by people, and to deliver what is in it."""
@@ -254,109 +238,3 @@ class Dropped(DeadLetters):
                 f"event {letter.event_id or '-'} at {letter.position} is dropped (--dlq none): adapter {letter.adapter} "
                 f"refused it: {letter.error_kind}: {letter.error}"
             )
-
-
-# --- which store a configuration means
-
-
-DEAD = "Dead letters"
-
-
-class LetterSettings(Options):
-    """What becomes of events that a target refuses."""
-
-    dlq: Literal["file", "pg_table", "stderr", "none"] = setting(
-        "file", "Where refused events go: file, pg_table, stderr, or none (they are lost).", DEAD, metavar="STORE"
-    )
-    dlq_file: Path | None = setting(
-        None, "With --dlq file: this one. (default: dead_letters.jsonl in the state directory)", DEAD, metavar="PATH",
-        example="dead_letters.jsonl",
-    )  # fmt: skip
-    dlq_db: DatabaseUrl = setting(
-        "", "With --dlq pg_table: the database. Better in PGCDC_DLQ_DB. (default: the source)", DEAD, metavar="URL",
-        example="postgresql://app@localhost:5432/ops", secret=True,
-    )  # fmt: skip
-    dlq_table: TableName = setting(
-        "pgcdc_dead_letters", "With --dlq pg_table: the table; created if it is missing.", DEAD, metavar="NAME"
-    )
-
-
-class Letters(Protocol):
-    """The settings of dead letters, and what of the source matters for them: `run.settings.PipelineSettings`."""
-
-    @property
-    def dlq(self) -> str: ...
-    @property
-    def dlq_file(self) -> Path | None: ...
-    @property
-    def dlq_db(self) -> str: ...
-    @property
-    def dlq_table(self) -> str: ...
-    @property
-    def db(self) -> str: ...
-    @property
-    def state_dir(self) -> Path: ...
-    @property
-    def temporary_slot(self) -> bool: ...
-    @property
-    def publication(self) -> str | None: ...
-    @property
-    def uses_existing(self) -> bool: ...
-
-
-def make_store(config: Letters, say: Callable[[str], None] = lambda text: None) -> DeadLetters:
-    """The store; nothing is touched yet."""
-    if config.dlq == "none":
-        return Dropped(say)
-    if config.dlq == "pg_table":
-        from pgcdc.sink.letters.pg_store import PgDeadLetters
-
-        return PgDeadLetters(config.dlq_db or config.db, config.dlq_table)
-    if config.dlq == "stderr" or (config.temporary_slot and config.dlq_file is None):
-        return StderrDeadLetters()  # the state directory of a temporary slot ends with it
-    from pgcdc.sink.letters.file_store import FileDeadLetters
-
-    if config.dlq_file is not None:
-        return FileDeadLetters(config.dlq_file)
-    return FileDeadLetters(StateDir(config.state_dir).letters_file, makes_folder=True)
-
-
-def name_pipeline(identity: Identity) -> str:
-    """Under which name the letters of a pipeline stand in a store that others may use, too."""
-    return f"{identity.system}/{identity.stream}"
-
-
-def describe_store(config: Letters) -> dict[str, Any]:
-    """What `pgcdc dlq` has to know of the store of a run, without secrets."""
-    file = str(Path(config.dlq_file).absolute()) if config.dlq_file is not None else None
-    elsewhere = bool(config.dlq_db) and config.dlq_db != config.db
-    return {"dlq": config.dlq, "dlq_file": file, "dlq_table": config.dlq_table, "dlq_elsewhere": elsewhere}
-
-
-def check_not_captured(config: Letters) -> None:
-    """Raise ConfigError if a publication of the user has the table of dead letters: each one would be an event, too."""
-    if config.dlq != "pg_table" or not config.uses_existing or not _is_source(config):
-        return
-    schema, table = split_table(config.dlq_table)
-    with (
-        explain_errors(f"read publication {config.publication}"),
-        connect(config.db, application_name="pgcdc dead letters", may_retry=False) as conn,
-    ):
-        found = conn.execute(
-            """SELECT 1 FROM pg_publication p WHERE pubname = %s AND (puballtables OR EXISTS (
-                   SELECT FROM pg_publication_tables t
-                   WHERE t.pubname = p.pubname AND t.schemaname = %s AND t.tablename = %s))""",
-            [config.publication, schema, table],
-        ).fetchone()
-    if found is not None:
-        raise ConfigError(
-            f"publication {config.publication} has table {name_table(schema, table)}: each dead letter would be an event",
-            "Use --dlq file, another database (--dlq-db), or a publication that names its tables",
-        )
-
-
-def _is_source(config: Letters) -> bool:
-    if not config.dlq_db:
-        return True
-    ours, source = parse_url(config.dlq_db), parse_url(config.db)
-    return all(ours.get(key) == source.get(key) for key in ("host", "hostaddr", "port", "dbname"))

@@ -1,27 +1,33 @@
-"""What a sink has: its events folded to the keys of the rows that they leave, in flat memory.
+"""Files of JSON lines: the keys of the rows that their events leave, and what becomes of files that have rotated.
 
-For `pgcdc resync`: a key that the sink has and the source has not is a row that vanished while nobody looked. A key too many
-does no harm here, since deleting a row that the source does not have is always right; a key too few does.
+Keys are for `pgcdc resync`: a key that the sink has and the source has not is a row that vanished while nobody looked. A key
+too many does no harm here, since deleting a row that the source does not have is always right; a key too few does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import re
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 import orjson
+import pyarrow as pa
 
 from pgcdc.core.errors import SinkError, StateError
+from pgcdc.core.failpoint import hit
 from pgcdc.core.state import fsync_folder
-from pgcdc.sink.rotation import open_lines
 
 TableName = tuple[str, str]
 """Schema and table."""
 
+Compression = Literal["none", "gzip", "zstd"]
+ENDINGS: dict[str, str] = {"gzip": ".gz", "zstd": ".zst"}
+_PARTIAL = ".partial"
 BUFFERED_KEYS = 100_000
 CACHE_KB = 64 << 10
 _FFFD = "\ufffd"
@@ -138,6 +144,21 @@ class KeyStore:
             ) from error
 
 
+# --- their content
+
+
+@contextlib.contextmanager
+def open_lines(path: Path) -> Iterator[BinaryIO]:
+    """A file of lines to read, whichever form it has."""
+    kind = next((kind for kind, ending in ENDINGS.items() if path.name.endswith(ending)), None)
+    if kind is None:
+        with open(path, "rb") as file:
+            yield file
+        return
+    with pa.OSFile(str(path), "rb") as raw, pa.CompressedInputStream(raw, kind) as stream:
+        yield cast(BinaryIO, io.BufferedReader(stream))
+
+
 def read_lines(path: Path, size: int | None, store: KeyStore) -> int:
     """Hand the events in the first `size` bytes of a file of JSON lines to `store`, or all; how many bytes that were."""
     done, number = 0, 0
@@ -178,3 +199,88 @@ def content_kind(path: Path) -> str:
     if not isinstance(first, dict) or "_op" not in first:
         return "events"
     return "zset" if "_weight" in first else "rows"
+
+
+# --- files that have rotated
+
+
+class Rotated(NamedTuple):
+    """Which rotated files are ours: `first` to `last`, of which those before `oldest` have to go. `size` is that of all."""
+
+    first: int
+    oldest: int
+    last: int
+    size: int = 0
+
+
+def rotated_name(path: Path, number: int, ending: str = "") -> Path:
+    """The name of a rotated file; `ending` of one that is compressed."""
+    return path.with_name(f"{path.name}.{number:06d}{ending}")
+
+
+def find_rotated(path: Path, number: int) -> Path | None:
+    """The rotated file with this number, the compressed one if there are two for a moment; None if it is not there."""
+    forms = (rotated_name(path, number, ending) for ending in (*ENDINGS.values(), ""))
+    return next((form for form in forms if form.exists()), None)
+
+
+def highest_number(path: Path) -> int:
+    """The highest number at this name, of whomever; 0 if there is none."""
+    return max(_numbers(path), default=0)
+
+
+def _numbers(path: Path) -> set[int]:
+    """The numbers of rotated files at this name, of whomever."""
+    pattern = re.compile(re.escape(path.name) + r"\.(\d{6,})(?:\.gz|\.zst)?(?:\.partial)?")
+    return {int(one[1]) for one in map(pattern.fullmatch, os.listdir(path.parent)) if one}
+
+
+def tidy(path: Path, rotated: Rotated, compression: Compression, should_stop: Callable[[], bool]) -> None:
+    """Remove what has to go and compress the rest. Harmless if it was done, or half done."""
+    for number in sorted(_numbers(path) & set(range(rotated.first, rotated.last + 1))):
+        for ending in ENDINGS.values():  # of a compression that did not end
+            rotated_name(path, number, ending + _PARTIAL).unlink(missing_ok=True)
+        if number < rotated.oldest:
+            for ending in (*ENDINGS.values(), ""):
+                rotated_name(path, number, ending).unlink(missing_ok=True)
+            hit("file.removed")
+        elif compression != "none" and rotated_name(path, number).exists():
+            _compress(path, number, compression, should_stop)
+        if should_stop():
+            return
+
+
+def _compress(path: Path, number: int, compression: Compression, should_stop: Callable[[], bool]) -> None:
+    plain, final = rotated_name(path, number), rotated_name(path, number, ENDINGS[compression])
+    partial = final.with_name(final.name + _PARTIAL)
+    if find_rotated(path, number) == plain:
+        try:
+            if not _write_compressed(plain, partial, compression, should_stop):
+                partial.unlink()
+                return
+        except OSError:
+            partial.unlink(missing_ok=True)  # a full disk needs the room
+            raise
+        hit("file.before_compressed")
+        os.rename(partial, final)
+        fsync_folder(plain.parent)
+    hit("file.compressed")
+    plain.unlink()
+    fsync_folder(plain.parent)
+
+
+def _write_compressed(plain: Path, partial: Path, compression: str, should_stop: Callable[[], bool]) -> bool:
+    """Whether it is written, durably: not if it is to stop."""
+    with (
+        open(plain, "rb") as source,
+        open(partial, "wb") as target,
+        pa.CompressedOutputStream(pa.PythonFile(target), compression) as out,
+    ):
+        while chunk := source.read(1 << 20):
+            out.write(chunk)
+            hit("file.half_compressed")
+            if should_stop():
+                return False
+    with open(partial, "rb") as written:  # the stream closes what it writes to
+        os.fsync(written.fileno())
+    return True

@@ -1,0 +1,363 @@
+"""Where dead letters can be read again: a file of JSON lines, or a table of PostgreSQL.
+
+Lines of the file are only added: a letter, or what became of letters. A crash may leave half a line at the end; nobody was
+told that it is there, so the next writer cuts it off. `purge` writes the rest to a new file and puts it in the old one's
+place. Whoever writes holds a lock on the file: a pipeline and a command may have it at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, fields, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg import sql
+
+from pgcdc.core.errors import ConnectionLost, PgcdcError, StateError
+from pgcdc.core.failpoint import hit
+from pgcdc.core.state import fsync_folder, is_at, write_all, write_durably
+from pgcdc.postgres.database import Connection, connect, explain_errors, lock_creation, name_table, split_table
+from pgcdc.sink.letters.record import DeadLetter, Query, ReadableDeadLetters
+
+_T = TypeVar("_T")
+
+
+class FileDeadLetters(ReadableDeadLetters):
+    """One file. It is opened for each call, so that a purge by another process is noticed."""
+
+    def __init__(self, path: Path, *, makes_folder: bool = False) -> None:
+        """`makes_folder`: somebody will make the folder, if it can be made."""
+        self.path = path.absolute()
+        self._makes_folder = makes_folder
+
+    def check(self) -> None:
+        with self._explain():
+            if self.path.exists():
+                os.close(os.open(self.path, os.O_RDWR | os.O_APPEND))
+                return
+            folder = self.path.parent
+            while self._makes_folder and not folder.exists():
+                folder = folder.parent
+            tempfile.TemporaryFile(dir=folder).close()
+
+    def open(self) -> None:
+        with self._explain(), self._locked() as descriptor:
+            _cut_half_line(descriptor)
+            os.fsync(descriptor)  # what a run wrote that was killed before its own: it is not written again
+
+    def record(self, letters: Sequence[DeadLetter]) -> None:
+        self._append([letter.to_json() for letter in letters])
+
+    def mark(self, ids: Sequence[str], outcome: str, at: datetime | None, error: str = "") -> None:
+        """One more line: what became of these."""
+        self._append([{"mark": list(ids), "outcome": outcome, "replayed_at": at and at.isoformat(), "error": error}])
+
+    def find(self, query: Query) -> Iterator[DeadLetter]:
+        """The letters, in the order of their positions; the file is read to its end first."""
+        found = sorted(filter(query.matches, self._read(query).values()), key=lambda one: (one.position, one.adapter))
+        return iter(found[: query.limit or None])
+
+    def purge(self, query: Query) -> int:
+        """Write the others to a new file, which takes the place of this one."""
+        if not self.path.exists():
+            return 0
+        with self._explain(), self._locked() as descriptor:
+            letters = self._read()
+            chosen = {one.id for one in list(filter(query.matches, letters.values()))[: query.limit or None]}
+            if chosen:
+                kept = b"".join(_line(one.to_json()) for one in letters.values() if one.id not in chosen)
+                write_durably(self.path, kept, os.fstat(descriptor))
+        return len(chosen)
+
+    # --- the file
+
+    def _append(self, records: Sequence[dict[str, Any]]) -> None:
+        with self._explain(), self._locked() as descriptor:
+            size = _cut_half_line(descriptor)
+            try:
+                for record in records:
+                    write_all(descriptor, memoryview(_line(record)))
+                    hit("dlq.file_written")
+                os.fsync(descriptor)
+            except OSError:
+                with contextlib.suppress(OSError):  # what is half written is cut off by the next one otherwise
+                    os.ftruncate(descriptor, size)
+                raise
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[int]:
+        """The file, for us alone; made if it is not there."""
+        while True:
+            is_new = not self.path.exists()
+            descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                if not is_at(self.path, descriptor):  # a purge has put another one in its place
+                    continue
+                if is_new:
+                    fsync_folder(self.path.parent)
+                yield descriptor
+                return
+            finally:
+                os.close(descriptor)
+
+    def _read(self, query: Query = Query()) -> dict[str, DeadLetter]:  # noqa: B008 - frozen
+        """What the file has of what is meant; whether a letter waits may be said by a later line."""
+        letters: dict[str, DeadLetter] = {}
+        number, query = 0, replace(query, is_waiting=None)
+        try:
+            with self._explain("read"), open(self.path, "rb") as file:
+                for line in file:
+                    number += 1
+                    if not line.endswith(b"\n"):
+                        break  # half written, or just being written
+                    _fold(letters, json.loads(line), query)
+        except FileNotFoundError:
+            return {}
+        except (ValueError, KeyError, TypeError) as error:
+            raise StateError(
+                f"line {number} of {self.path} is no dead letter", "Repair that line; the others are sound"
+            ) from error
+        return letters
+
+    @contextlib.contextmanager
+    def _explain(self, done: str = "written") -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            is_missing = isinstance(error, FileNotFoundError)
+            if is_missing and done == "read":
+                raise
+            raise StateError(
+                f"the file of dead letters {self.path} cannot be {done}: "
+                + ("its folder does not exist" if is_missing else str(error.strerror)),
+                "Check the folder, its permissions, and that the disk is not full; or choose another one with --dlq-file",
+            ) from error
+
+
+def _fold(letters: dict[str, DeadLetter], raw: dict[str, Any], query: Query) -> None:
+    if "mark" not in raw:
+        letter = DeadLetter.from_json(raw)
+        if query.matches(letter):
+            letters.setdefault(letter.id, letter)
+        return
+    for one in filter(None, map(letters.get, raw["mark"])):
+        at, error = raw["replayed_at"], raw["error"] or one.error
+        letters[one.id] = replace(
+            one, outcome=raw["outcome"], replayed_at=at, error=error, attempts=one.attempts + (not at)
+        )
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n"
+
+
+def _cut_half_line(descriptor: int) -> int:
+    """The size of the file without half a line at its end, which a crash has left."""
+    size = end = os.fstat(descriptor).st_size
+    while end and os.pread(descriptor, 1, end - 1) != b"\n":
+        begin = max(0, end - (64 << 10))
+        end = begin + os.pread(descriptor, end - begin, begin).rfind(b"\n") + 1
+    if end != size:
+        os.ftruncate(descriptor, end)
+    return end
+
+
+# --- a table
+
+_COLUMNS = tuple("payload" if field.name == "event" else field.name for field in fields(DeadLetter))
+_DDL = """CREATE TABLE {table} (
+    id uuid PRIMARY KEY,
+    event_id text NOT NULL,
+    adapter text NOT NULL,
+    error text NOT NULL,
+    payload json NOT NULL,
+    created_at timestamptz NOT NULL DEFAULT now(),
+    replayed_at timestamptz,
+    pipeline text NOT NULL,
+    position text COLLATE "C" NOT NULL,
+    channel text NOT NULL,
+    operation text NOT NULL,
+    error_kind text NOT NULL,
+    attempts int NOT NULL,
+    outcome text
+)"""
+_SESSION = """
+SET statement_timeout = '30s';
+SET lock_timeout = '30s';
+SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'
+"""
+"""Durable when it returns, whatever the database thinks of that."""
+
+
+class PgDeadLetters(ReadableDeadLetters):
+    """One table, made when it is missing. A connection is kept, and made again once if it has ended meanwhile."""
+
+    def __init__(self, url: str, table: str = "pgcdc_dead_letters") -> None:
+        self.table = split_table(table)
+        self._url = url
+        self._name = sql.Identifier(*self.table)
+        self._lock = threading.RLock()
+        self._conn: Connection | None = None
+
+    def __repr__(self) -> str:
+        return f"PgDeadLetters({name_table(*self.table)})"
+
+    def check(self) -> None:
+        undone = contextlib.suppress(psycopg.Rollback)
+        with self._explain("use"), self._connect() as conn, undone, conn.transaction():
+            self._create(conn)
+            conn.execute(sql.SQL("INSERT INTO {} SELECT * FROM {} WHERE false").format(self._name, self._name))
+            conn.execute(sql.SQL("UPDATE {} SET outcome = NULL WHERE false").format(self._name))
+            raise psycopg.Rollback
+
+    def open(self) -> None:
+        self._call("create", self._create)
+
+    def record(self, letters: Sequence[DeadLetter]) -> None:
+        rows = [list({**asdict(one), "event": _to_json(one.event)}.values()) for one in letters]
+        insert = sql.SQL("INSERT INTO {} ({}) VALUES ({}) ON CONFLICT (id) DO NOTHING").format(
+            self._name,
+            sql.SQL(", ").join(map(sql.Identifier, _COLUMNS)),
+            sql.SQL(", ").join(sql.Placeholder() for _ in _COLUMNS),
+        )
+
+        def write(conn: Connection) -> None:
+            with conn.transaction(), conn.cursor() as cursor:
+                cursor.executemany(insert, rows)
+
+        self._call("write to", write)
+
+    def find(self, query: Query) -> Iterator[DeadLetter]:
+        """The letters, in the order of their positions; read in pieces, over a connection of its own."""
+        texts = {one: sql.SQL("{}::text").format(sql.Identifier(one)) for one in ("id", "payload")}
+        columns = sql.SQL(", ").join(texts.get(one) or sql.Identifier(one) for one in _COLUMNS)
+        select, values = self._select(columns, query)
+        with self._explain("read"), self._connect() as conn:
+            if not self._exists(conn):
+                return
+            with conn.transaction(), conn.cursor("letters") as cursor:
+                cursor.itersize = 500
+                for row in cursor.execute(select, values):
+                    letter = DeadLetter(*row)
+                    yield replace(letter, event=_from_json(letter.event))
+
+    def mark(self, ids: Sequence[str], outcome: str, at: datetime | None, error: str = "") -> None:
+        """Change these rows."""
+        update = sql.SQL(
+            "UPDATE {} SET outcome = %s, replayed_at = %s, error = coalesce(nullif(%s, ''), error), "
+            "attempts = attempts + %s WHERE id = ANY (%s)"
+        ).format(self._name)
+        values = [outcome, at, error.replace("\0", ""), int(at is None), list(ids)]
+        self._call("write to", lambda conn: conn.execute(update, values))
+
+    def purge(self, query: Query) -> int:
+        """Delete these rows."""
+        chosen, values = self._select(sql.Identifier("id"), query)
+        delete = sql.SQL("DELETE FROM {} WHERE id IN ({})").format(self._name, chosen)
+
+        def purge(conn: Connection) -> int:
+            return conn.execute(delete, values).rowcount if self._exists(conn) else 0
+
+        return self._call("delete from", purge)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._conn is not None:
+                self._conn.close()
+                self._conn = None
+
+    # --- the connection
+
+    def _call(self, action: str, do: Callable[[Connection], _T]) -> _T:
+        """`do` may run twice: if the connection had ended, or ends with it."""
+        with self._lock:
+            for is_last in (False, True):
+                try:
+                    with self._explain(action):
+                        return do(self._session())
+                except ConnectionLost:
+                    self.close()
+                    if is_last:
+                        raise
+        raise AssertionError
+
+    def _session(self) -> Connection:
+        if self._conn is None or self._conn.closed:
+            self._conn = self._connect()
+        return self._conn
+
+    def _connect(self) -> Connection:
+        conn = connect(self._url, application_name="pgcdc dead letters")
+        try:
+            conn.execute(_SESSION)
+        except BaseException:
+            conn.close()
+            raise
+        return conn
+
+    def _exists(self, conn: Connection) -> bool:
+        return conn.execute("SELECT to_regclass(%s)", [self._name.as_string(conn)]).fetchone() != (None,)
+
+    def _create(self, conn: Connection) -> None:
+        if not self._exists(conn):
+            with conn.transaction():
+                lock_creation(conn)
+                if not self._exists(conn):  # another pipeline was not faster
+                    conn.execute(sql.SQL(_DDL).format(table=self._name))
+                    conn.execute(sql.SQL("CREATE INDEX ON {} (adapter, position)").format(self._name))
+
+    def _select(self, columns: sql.Composable, query: Query) -> tuple[sql.Composed, list[Any]]:
+        parts: list[tuple[str, Any]] = [
+            ("pipeline = %s", query.pipeline),
+            ("adapter = %s", query.adapter),
+            ("id::text = ANY (%s)", list(query.ids) or None),
+            ("created_at >= %s", query.since),
+            ("created_at < %s", query.before),
+            ("(replayed_at IS NULL) = %s", query.is_waiting),
+            ("position > %s", query.after),
+        ]
+        used = [(sql.SQL(text), value) for text, value in parts if value is not None]
+        where = sql.SQL(" AND ").join([sql.SQL("true"), *(text for text, _ in used)])
+        limit = sql.SQL(f" LIMIT {query.limit:d}" if query.limit else "")
+        order = sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY position, adapter, id{}")
+        return order.format(columns, self._name, where, limit), [value for _, value in used]
+
+    @contextlib.contextmanager
+    def _explain(self, action: str) -> Iterator[None]:
+        title = name_table(*self.table)
+        try:
+            with explain_errors(f"{action} table {title} of dead letters"):
+                yield
+        except PgcdcError as error:
+            if not error.advice:
+                error.advice = f"Check --dlq-db, and that this role may create and write table {title}"
+            raise
+
+
+def _to_json(event: str) -> str:
+    """The event itself, which `json` keeps as it is; several lines, a list, or what is no JSON, as a list of texts."""
+    try:
+        if "\n" in event or event.startswith("["):
+            raise ValueError
+        json.loads(event, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(event.split("\n"))
+    return event
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(name)
+
+
+def _from_json(payload: str) -> str:
+    return "\n".join(json.loads(payload)) if payload.startswith("[") else payload
