@@ -35,6 +35,7 @@ from mirrors import measure_append, measure_apply, measure_three
 from peers import peer_contenders
 from reloads import measure_reloads
 from report import Figure, at_least, at_most, skipped
+from size import measure_size
 from snapshot import measure_reading
 from tls import describe_tls, tls_enabled, with_tls
 from toast import drop_toast, prepare_toast, run_toast
@@ -523,6 +524,7 @@ def cpu_us(one: Contender) -> float:
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "size": measure_size,
     "backlog": measure_backlog,
     "typed": measure_typed,
     "transforms": measure_transforms,

@@ -1,0 +1,62 @@
+"""How large `src/pgcdc` is, and what the shortest command costs: small is a feature, so it has bars, too."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from report import at_most
+
+if TYPE_CHECKING:
+    from sections import Bench
+
+__all__ = ["measure_size"]
+
+PACKAGE = Path(__file__).parent.parent / "src" / "pgcdc"
+_BLANK = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER", "ENCODING")}
+
+
+def measure_size(bench: Bench) -> None:
+    """Lines and modules of the package, and CPU of `pgcdc --help`."""
+    texts = {
+        path: path.read_text() for path in sorted(PACKAGE.rglob("*.py*")) if path.suffix in (".py", ".pyx", ".pxd")
+    }
+    modules = {path: text for path, text in texts.items() if text}
+    lines = sum(text.count("\n") for text in modules.values())
+    code = sum(code_lines(path) for path in modules)
+    core = sum(text.count("\n") for path, text in modules.items() if path.is_relative_to(PACKAGE / "core"))
+    bench.figures += [
+        at_most("code lines (no comments, docstrings, blanks)", code, 29_500, "lines", digits=0),
+        at_most("all lines", lines, 40_000, "lines", digits=0),
+        at_most("modules, without empty `__init__`", len(modules), 180, "files", digits=0),
+        at_most("lines of `core`", core, 3_000, "lines", digits=0),
+        at_most("`pgcdc --help`", _cpu_of_help(), 0.4, "s CPU", digits=2),
+    ]
+
+
+def code_lines(path: Path) -> int:
+    """Lines that hold more than comments and docstrings; of Cython lines that are neither blank nor a comment."""
+    if path.suffix != ".py":
+        return sum(1 for line in path.read_text().splitlines() if line.strip() and not line.lstrip().startswith("#"))
+    found: set[int] = set()
+    with path.open("rb") as file:
+        tokens = list(tokenize.tokenize(file.readline))
+    begins = True
+    for token, following in zip(tokens, [*tokens[1:], tokens[-1]], strict=True):
+        if token.type in _BLANK:
+            begins |= token.type == tokenize.NEWLINE
+        elif not (token.type == tokenize.STRING and begins and following.type == tokenize.NEWLINE):
+            begins = False
+            found.update(range(token.start[0], token.end[0] + 1))
+    return len(found)
+
+
+def _cpu_of_help() -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "pgcdc", "--help"], check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
