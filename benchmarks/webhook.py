@@ -22,8 +22,8 @@ from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation, ShapeChange, append_shapes
 from pgcdc.event.batch import Batch
 from pgcdc.event.forms import RECORD
-from pgcdc.sink.registry import make_sink
 from pgcdc.sink.runner import Runner
+from pgcdc.sink.spec import make_sink
 
 __all__ = ["BATCH_SIZE", "WORKERS", "Posted", "measure_webhook", "receiver", "what_arrived"]
 

@@ -77,9 +77,8 @@ def _run(request: dict[str, Any], report: int) -> None:
 
     from pgcdc.core.settings import make_options
     from pgcdc.sink.letters.stores import FileDeadLetters
-    from pgcdc.sink.registry import ADAPTERS, make_sink
     from pgcdc.sink.runner import Runner
-    from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
+    from pgcdc.sink.spec import ADAPTERS, AdapterSpec, DeliveryOptions, make_sink
 
     if request["stdout"]:
         os.dup2(os.open(request["stdout"], os.O_WRONLY | os.O_APPEND), 1)

@@ -18,8 +18,7 @@ from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from pgcdc.core.settings import is_switch, unit_of
-from pgcdc.sink.registry import own_adapters
-from pgcdc.sink.spec import DeliveryOptions, SinkOptions
+from pgcdc.sink.spec import DeliveryOptions, SinkOptions, own_adapters
 
 ROOT = Path(__file__).parents[1]
 PAGES, STUB = ROOT / "docs" / "adapters", ROOT / "src" / "pgcdc" / "adapters.pyi"

@@ -20,8 +20,7 @@ from typing import Any, get_args
 from pgcdc.config.adapters import ADAPTER_NAME
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.settings import make_options
-from pgcdc.sink.registry import ADAPTERS
-from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, Priority, SinkOptions
+from pgcdc.sink.spec import ADAPTERS, AdapterSpec, DeliveryOptions, Priority, SinkOptions
 
 __all__ = sorted(ADAPTERS)  # noqa: PLE0605 - also those of other packages
 

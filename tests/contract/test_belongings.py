@@ -17,9 +17,8 @@ from pgcdc.core.errors import ConfigError, PgcdcError, SinkError
 from pgcdc.core.settings import make_options
 from pgcdc.core.state import Identity, StateDir
 from pgcdc.sink.folder import FolderSink
-from pgcdc.sink.registry import ADAPTERS, make_sink
 from pgcdc.sink.runner import Runner
-from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
+from pgcdc.sink.spec import ADAPTERS, AdapterSpec, DeliveryOptions, make_sink
 
 ROOT = Path(__file__).parents[2]
 QUICK = DeliveryOptions(max_retries=1, backoff_base=0.001, backoff_cap=0.002, cb_max_failures=0, timeout=20.0)

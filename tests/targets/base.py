@@ -12,9 +12,8 @@ from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.sink.attempts import DeliveryHooks
 from pgcdc.sink.contract import Sink
 from pgcdc.sink.letters.record import DeadLetters
-from pgcdc.sink.registry import ADAPTERS, make_sink
 from pgcdc.sink.runner import Runner
-from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
+from pgcdc.sink.spec import ADAPTERS, AdapterSpec, DeliveryOptions, make_sink
 
 ONE_TRY = DeliveryOptions(max_retries=0, cb_max_failures=0)
 

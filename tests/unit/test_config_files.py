@@ -21,8 +21,7 @@ from pgcdc.core.errors import ConfigError
 from pgcdc.core.settings import setting, setting_of
 from pgcdc.postgres.database import parse_url
 from pgcdc.sink.file import FileOptions
-from pgcdc.sink.registry import ADAPTERS, make_sink
-from pgcdc.sink.spec import SinkOptions
+from pgcdc.sink.spec import ADAPTERS, SinkOptions, make_sink
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, DropColumnsSpec, FilterSpec
 
 URL = "postgresql://localhost/shop"

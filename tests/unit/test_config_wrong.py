@@ -24,7 +24,7 @@ from pgcdc.core.errors import ConfigError, ConfigErrors
 from pgcdc.core.secrets import read_secret
 from pgcdc.core.settings import is_switch, setting_of
 from pgcdc.event.masks import read_key
-from pgcdc.sink.registry import ADAPTERS
+from pgcdc.sink.spec import ADAPTERS
 from pgcdc.transform.specs import TransformSpec
 
 TRANSFORM_MODELS: list[type[BaseModel]] = list(get_args(get_args(TransformSpec)[0]))

@@ -20,8 +20,7 @@ from pgcdc.config.adapters import FLAT_KEYS
 from pgcdc.core import errors
 from pgcdc.core.settings import setting_of, unit_of
 from pgcdc.event.columns import EVENT_SCHEMA
-from pgcdc.sink.registry import own_adapters
-from pgcdc.sink.spec import DeliveryOptions
+from pgcdc.sink.spec import DeliveryOptions, own_adapters
 from pgcdc.spark import options as stream_options
 
 ROOT = Path(__file__).parents[2]

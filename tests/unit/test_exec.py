@@ -29,9 +29,8 @@ from pgcdc.event.batch import Batch
 from pgcdc.sink.command import MARK, Command, end_all
 from pgcdc.sink.contract import Progress
 from pgcdc.sink.exec import ExecSink
-from pgcdc.sink.registry import make_sink
 from pgcdc.sink.runner import Runner
-from pgcdc.sink.spec import DeliveryOptions
+from pgcdc.sink.spec import DeliveryOptions, make_sink
 
 Make = Callable[..., Runner]
 FIRST, MIDDLE = Position.end(110), Position.end(130)

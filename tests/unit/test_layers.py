@@ -28,7 +28,7 @@ REGISTRIES = {
     "pgcdc",
     "pgcdc.cli.main",
     "pgcdc.core.compiled",
-    "pgcdc.sink.registry",
+    "pgcdc.sink.spec",
     "pgcdc.source.registry",
     "pgcdc.transform",
 }

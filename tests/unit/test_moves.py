@@ -27,7 +27,7 @@ from pgcdc.run.member import Adapter, NotAMember
 from pgcdc.run.query_watch import RECOVERED_S
 from pgcdc.run.supervisor import Lanes
 from pgcdc.sink.contract import Progress
-from pgcdc.sink.registry import make_sink
+from pgcdc.sink.spec import make_sink
 from pgcdc.spool.consumers import MAIN
 from pgcdc.transform.specs import Chain
 

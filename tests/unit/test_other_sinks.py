@@ -12,7 +12,7 @@ from textwrap import dedent
 import pytest
 
 from pgcdc.core.errors import ConfigError
-from pgcdc.sink.registry import ADAPTERS, own_adapters
+from pgcdc.sink.spec import ADAPTERS, own_adapters
 
 MODULE = """
     from pathlib import Path
@@ -64,7 +64,7 @@ MAIN = """
     from pgcdc.config import Config
     from pgcdc.core import secrets
     from pgcdc.event.batch import Batch
-    from pgcdc.sink.registry import make_sink
+    from pgcdc.sink.spec import make_sink
     from pgcdc.sink.runner import Runner
 
     folder = Path(sys.argv[1])
@@ -115,16 +115,19 @@ def test_package_of_somebody_else_adds_an_adapter_and_broken_ones_are_refused_by
         "the adapter half of the package shouting 1.5 (shouting:Half) does not keep the contract"
         in found["said"]["half"]
     )
-    assert "its options lack make" in found["said"]["half"]
+    assert "its options do not derive from SinkOptions" in found["said"]["half"]
     assert "the adapter broken of the package shouting 1.5" in found["said"]["broken"]
     assert "No module named 'missing'" in found["said"]["broken"]
-    assert "there is no form 'smoke'" in found["said"]["formless"]
+    assert "has a form that does not exist" in found["said"]["formless"]
 
 
 def test_unknown_adapter_is_told_which_there_are_and_which_is_nearest() -> None:
     with pytest.raises(ConfigError, match="there is no adapter 'fil'") as caught:
         ADAPTERS.find("fil")
-    assert caught.value.advice.startswith(f"Did you mean file? Known: {', '.join(sorted(own_adapters()))}")
+    assert caught.value.advice == "Did you mean file?"
+    with pytest.raises(ConfigError) as caught:
+        ADAPTERS.find("zzz")
+    assert caught.value.advice.startswith(f"Known: {', '.join(sorted(own_adapters()))}")
 
 
 def test_help_imports_no_sink() -> None:

@@ -20,9 +20,8 @@ from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.core.state import StateDir
 from pgcdc.run.settings import PipelineSettings, view_source
-from pgcdc.sink.registry import check_adapters
 from pgcdc.sink.runner import Runner
-from pgcdc.sink.spec import DeliveryOptions, SourceView
+from pgcdc.sink.spec import DeliveryOptions, SourceView, check_adapters
 from pgcdc.transform.specs import Chain
 
 ONE_MORE = DeliveryOptions(max_retries=1, backoff_base=0.001, backoff_cap=0.002, cb_max_failures=0, timeout=2.0)

@@ -26,8 +26,8 @@ from pgcdc.sink import contract, line_files
 from pgcdc.sink.contract import Progress
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.line_files import KeyStore, Rotated, tidy
-from pgcdc.sink.registry import check_adapters
 from pgcdc.sink.runner import Runner
+from pgcdc.sink.spec import check_adapters
 
 KINDS = [RotatingFile, RotatingGzip, RotatingZstd]
 ENDINGS = {"none": "", "gzip": ".gz", "zstd": ".zst"}

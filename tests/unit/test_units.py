@@ -12,8 +12,7 @@ from pydantic import BaseModel
 from pgcdc.config import Config
 from pgcdc.config.adapters import FLAT_KEYS
 from pgcdc.core.settings import format_bytes, format_seconds, parse_bytes, parse_seconds, unit_of
-from pgcdc.sink.registry import ADAPTERS
-from pgcdc.sink.spec import DeliveryOptions
+from pgcdc.sink.spec import ADAPTERS, DeliveryOptions
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ from pgcdc.core.errors import ConfigError, SinkError, SinkRejected, SinkUnavaila
 from pgcdc.core.settings import make_options
 from pgcdc.sink.groups import Record
 from pgcdc.sink.http import is_public, judge, parse_retry_after, secrets_of
-from pgcdc.sink.registry import check_adapters
-from pgcdc.sink.spec import redact_url
+from pgcdc.sink.spec import check_adapters, redact_url
 from pgcdc.sink.webhook import Requests, WebhookOptions
 
 URL = "https://example.com/hook"

@@ -143,7 +143,7 @@ def _copy(settings: Config, wanted: Wanted, to: str, partitions: int | None, typ
     from pgcdc.event.frame import EventOptions
     from pgcdc.run.copy import copy_to_adapters, copy_to_parquet
     from pgcdc.run.settings import choose_specs
-    from pgcdc.sink.registry import keep_secrets
+    from pgcdc.sink.spec import keep_secrets
 
     if not to:
         for flag, one in (("partitions", partitions), *types.items()):

@@ -38,8 +38,7 @@ from pgcdc.core.settings import (
     text_or_list,
     unit_of,
 )
-from pgcdc.sink.registry import ADAPTERS
-from pgcdc.sink.spec import AdapterSpec, DeliveryOptions, Priority, SinkOptions, with_source_db
+from pgcdc.sink.spec import ADAPTERS, AdapterSpec, DeliveryOptions, Priority, SinkOptions, with_source_db
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, TransformSpec
 
 if TYPE_CHECKING:

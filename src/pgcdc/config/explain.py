@@ -13,7 +13,7 @@ from pgcdc.config.model import Config, Transforms
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.secrets import describe_value
 from pgcdc.core.settings import REFUSED, KeyPath, suggest
-from pgcdc.sink.registry import ADAPTERS
+from pgcdc.sink.spec import ADAPTERS
 from pgcdc.transform.specs import TransformSpec
 
 _TRANSFORMS: dict[str, type[BaseModel]] = {

@@ -25,8 +25,7 @@ from pgcdc.core.errors import ConfigError, ConfigErrors, PgcdcError
 from pgcdc.core.secrets import hide
 from pgcdc.core.settings import KeyPath, conflicts_of, make_options, setting_of
 from pgcdc.run.letter_service import Destination
-from pgcdc.sink.registry import ADAPTERS, check_options, keep_secrets
-from pgcdc.sink.spec import AdapterSpec, DeliveryOptions
+from pgcdc.sink.spec import ADAPTERS, AdapterSpec, DeliveryOptions, check_options, keep_secrets
 
 DEFAULT_FILE = "pgcdc.yaml"
 PREFIX = "PGCDC_"

@@ -42,9 +42,8 @@ from pgcdc.core.settings import (
 )
 from pgcdc.postgres.database import split_table
 from pgcdc.run.settings import PipelineSettings
-from pgcdc.sink.registry import ADAPTERS as TYPES
-from pgcdc.sink.registry import check_options
-from pgcdc.sink.spec import AdapterSpec
+from pgcdc.sink.spec import ADAPTERS as TYPES
+from pgcdc.sink.spec import AdapterSpec, check_options
 from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.rate.options import RATE, RateOptions
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, DropColumnsSpec, FilterSpec, MaskSpec, TransformSpec

@@ -37,9 +37,8 @@ from pgcdc.event.lines import IdSeed
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.copy_source import CopiedTable, Copy, Progress, Say, Wanted, explain_reading, open_copy
 from pgcdc.sink.file import FileOptions
-from pgcdc.sink.registry import check_adapters, make_sink
 from pgcdc.sink.runner import Runner
-from pgcdc.sink.spec import AdapterSpec
+from pgcdc.sink.spec import AdapterSpec, check_adapters, make_sink
 from pgcdc.source.postgres.setup.guard import ShapeObserver
 from pgcdc.source.postgres.snapshot.chunks import lock_chunks
 from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement

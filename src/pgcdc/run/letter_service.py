@@ -37,9 +37,8 @@ from pgcdc.sink.letters.record import (
     StderrDeadLetters,
 )
 from pgcdc.sink.letters.stores import FileDeadLetters, PgDeadLetters
-from pgcdc.sink.registry import make_sink
 from pgcdc.sink.runner import Runner
-from pgcdc.sink.spec import AdapterSpec
+from pgcdc.sink.spec import AdapterSpec, make_sink
 from pgcdc.transform.specs import Chain, column_chain
 
 if TYPE_CHECKING:

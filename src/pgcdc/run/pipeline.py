@@ -14,8 +14,7 @@ from pgcdc.run.driver import Driver, Say, StopNow
 from pgcdc.run.settings import PipelineSettings, choose_specs
 from pgcdc.sink.letters.delivery import Tally
 from pgcdc.sink.letters.record import DeadLetters, Query
-from pgcdc.sink.registry import check_adapters, keep_secrets
-from pgcdc.sink.spec import AdapterSpec, with_source_db
+from pgcdc.sink.spec import AdapterSpec, check_adapters, keep_secrets, with_source_db
 
 __all__ = ["Pipeline", "StopNow"]
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from pgcdc.core.errors import PgcdcError, StateError
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.run.settings import PipelineSettings, view_source
-from pgcdc.sink.registry import make_sink
 from pgcdc.sink.runner import Runner
-from pgcdc.sink.spec import AdapterSpec, describe_options
+from pgcdc.sink.spec import AdapterSpec, describe_options, make_sink
 from pgcdc.source.protocol import Finding
 from pgcdc.source.registry import make_source
 from pgcdc.spool.consumers import MAIN

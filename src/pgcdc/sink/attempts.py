@@ -67,11 +67,12 @@ class BreakerState(Enum):
 
 
 class CircuitBreaker:
-    """Opens after `max_failures` in a row (0: never), and lets one try through after `reset_s`."""
+    """Opens after `max_failures` in a row (0: never), and lets one try through after `reset_s`. `tell` hears its state."""
 
-    def __init__(self, max_failures: int, reset_s: float) -> None:
-        self._max_failures = max_failures
-        self._reset_s = reset_s
+    def __init__(
+        self, max_failures: int, reset_s: float, tell: Callable[[BreakerState], None] = lambda state: None
+    ) -> None:
+        self._max_failures, self._reset_s, self._tell = max_failures, reset_s, tell
         self._opened = 0.0
         self.failures = 0
         """In a row."""
@@ -83,19 +84,25 @@ class CircuitBreaker:
             left = self._opened + self._reset_s - now
             if left > 0:
                 return left
-            self.state = BreakerState.HALF_OPEN
+            self._move(BreakerState.HALF_OPEN)
         return 0.0
 
     def succeed(self) -> None:
         """What was let through went well."""
         self.failures = 0
-        self.state = BreakerState.CLOSED
+        self._move(BreakerState.CLOSED)
 
     def fail(self, now: float) -> None:
         """What was let through failed."""
         self.failures += 1
         if self.state is BreakerState.HALF_OPEN or 0 < self._max_failures <= self.failures:
-            self.state, self._opened = BreakerState.OPEN, now
+            self._opened = now
+            self._move(BreakerState.OPEN)
+
+    def _move(self, state: BreakerState) -> None:
+        before, self.state = self.state, state
+        if state is not before:
+            self._tell(state)
 
 
 class TokenBucket:
@@ -115,10 +122,6 @@ class TokenBucket:
         self._tokens = min(float(self.burst), self._tokens + (now - self._at) * self._rate) - events
         self._at = now
         return max(0.0, -self._tokens / self._rate)
-
-    def give_back(self, events: int) -> None:
-        """These were not sent after all."""
-        self._tokens += events
 
 
 class DeliveryHooks:
@@ -166,7 +169,7 @@ class Attempts:
         self.hooks = hooks or DeliveryHooks()
         self.clock = clock or Clock()
         self._uniform = uniform
-        self._breaker = CircuitBreaker(options.cb_max_failures, options.cb_reset)
+        self._breaker = CircuitBreaker(options.cb_max_failures, options.cb_reset, self.hooks.on_breaker)
         self.bucket = (
             TokenBucket(options.rate_limit, options.rate_limit_burst, self.clock.now()) if options.rate_limit else None
         )
@@ -249,7 +252,8 @@ class Attempts:
         for attempt in range(last + 1):
             if (rest_s := self._rest_until - self.clock.now()) > 0:
                 self._pause(rest_s)
-            self._wait_for_tokens(events)
+            if self.bucket is not None:
+                self._pause(self.bucket.take(events, self.clock.now()))
             began = self.clock.now()
             error = self.run(write, timeout_s)
             policy = policy_of(error) if error is not None else None
@@ -293,7 +297,7 @@ class Attempts:
         assert isinstance(error, SinkUnavailable)
         return tuple(Reject(position, EXHAUSTED, error.message) for position in error.positions)
 
-    def run(self, do: Callable[[], None], timeout_s: float, what: str = "") -> BaseException | None:
+    def run(self, do: Callable[[], None], timeout_s: float, what: str = "a write of") -> BaseException | None:
         """Call the sink in a thread of its own, for so long at most; what it failed with."""
 
         def run() -> None:
@@ -316,9 +320,7 @@ class Attempts:
                 outcome, self._outcome = self._outcome, None
                 return outcome
         return SinkTimeout(
-            f"adapter {self.name} {what} within {timeout_s:g} s"
-            if what
-            else f"a write of adapter {self.name} has not ended within {timeout_s:g} s",
+            f"{what} adapter {self.name} has not ended within {timeout_s:g} s",
             f"Check the target, or raise {self.name}_timeout. Nothing is lost: it is tried again when this one has ended",
         )
 
@@ -335,13 +337,7 @@ class Attempts:
                 ) from error
 
     def pass_breaker(self) -> None:
-        left = 0.0
-
-        def ask() -> None:
-            nonlocal left
-            left = self._breaker.wait_s(self.clock.now())
-
-        self._move_breaker(ask)
+        left = self._breaker.wait_s(self.clock.now())
         if left:
             cause = f"; the last failure: {self._cause}" if self._cause else ""
             raise CircuitOpen(
@@ -352,7 +348,7 @@ class Attempts:
             )
 
     def _succeed(self) -> None:
-        self._move_breaker(self._breaker.succeed)
+        self._breaker.succeed()
         if self._outage is not None:
             (began, tries), is_told = self._outage, self._is_told
             self._outage, self._is_told = None, False
@@ -371,21 +367,4 @@ class Attempts:
         self._is_told = True
         text = error.message if isinstance(error, PgcdcError) else str(error) or type(error).__name__
         self._cause = text.removeprefix(f"adapter {self.name}: ")
-        self._move_breaker(lambda: self._breaker.fail(self.clock.now()))
-
-    def _move_breaker(self, move: Callable[[], None]) -> None:
-        before = self._breaker.state
-        move()
-        if self._breaker.state is not before:
-            self.hooks.on_breaker(self._breaker.state)
-
-    def _wait_for_tokens(self, events: int) -> None:
-        if self.bucket is None:
-            return
-        wait_s = self.bucket.take(events, self.clock.now())
-        if wait_s > 0:
-            try:
-                self._pause(wait_s)
-            except DeliveryStopped:
-                self.bucket.give_back(events)
-                raise
+        self._breaker.fail(self.clock.now())

@@ -4,7 +4,7 @@ A sink makes batches durable, and nothing else: the runner keeps the ack, retrie
 remembers what was delivered in part. After a crash a batch comes again, maybe cut in other places; the runner leaves out
 what is acknowledged, by position alone: neither query nor batch numbers are stable.
 
-What a sink needs and can do stands on its class. A class need not inherit from `Sink`, but then it has to say all of it.
+What a sink needs and can do stands on its class, which derives from `Sink`.
 """
 
 from __future__ import annotations

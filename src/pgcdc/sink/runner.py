@@ -108,7 +108,7 @@ class Runner:
         """
         with self.attempts.taken():
             self._start, began = start, self.attempts.clock.now()
-            error = self.attempts.run(self._open, self.options.timeout, "was not opened")
+            error = self.attempts.run(self._open, self.options.timeout, "the opening of")
             if error is not None:
                 if self.progress.position is None or policy_of(error) is not Policy.RETRY:
                     raise error
