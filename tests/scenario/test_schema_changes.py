@@ -29,8 +29,7 @@ from pgcdc.core.state import Lock, StateDir
 from pgcdc.event.shape import diff_shapes
 from pgcdc.playground.postgres import EmbeddedPostgres, find_binaries
 from pgcdc.postgres.database import connect
-from pgcdc.postgres.types.built_in import BUILT_IN, type_name
-from pgcdc.postgres.types.catalog import TypeCatalog
+from pgcdc.postgres.types.catalog import BUILT_IN, TypeCatalog, type_name
 from pgcdc.source.postgres.setup import guard as capture_shapes
 from pgcdc.source.postgres.setup.guard import describe_shapes
 from pgcdc.spark.options import parse_options

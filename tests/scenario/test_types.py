@@ -22,8 +22,7 @@ from type_cases import CASES, Case
 
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.postgres.database import Connection, connect
-from pgcdc.postgres.types.built_in import BUILT_IN
-from pgcdc.postgres.types.catalog import TypeCatalog
+from pgcdc.postgres.types.catalog import BUILT_IN, TypeCatalog
 from pgcdc.postgres.types.column import ColumnType, Rejected, TypeOptions
 from pgcdc.postgres.types.mapping import map_type
 from pgcdc.source.postgres.table_columns import TableColumn, describe, read_table_columns
@@ -115,7 +114,7 @@ def sent(postgres: EmbeddedPostgres) -> Iterator[Sent]:
         with connect(stream.url) as conn:
             catalog = TypeCatalog.load(conn)
             columns = dict(zip(_TYPES, read_table_columns(conn, "every"), strict=True))
-        refused = {one.type_oid for one in unsupported(catalog, [column.type_oid for column in columns.values()])}
+        refused = unsupported(catalog, [column.type_oid for column in columns.values()])
         without = [one for one in _TYPES if columns[one].type_oid in refused]
         text, binary = send(stream, [one for one in _TYPES if one not in without], binary=True)
         (more,) = send(text_only, without, binary=False)

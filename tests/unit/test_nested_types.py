@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from nested_text import write_array, write_hstore, write_interval, write_multirange, write_range, write_row
 from pyspark.sql.pandas.types import to_arrow_type
 
-from pgcdc.postgres.types.built_in import BUILT_IN
-from pgcdc.postgres.types.catalog import TypeCatalog, TypeInfo
+from pgcdc.postgres.types.catalog import BUILT_IN, TypeCatalog, TypeInfo
 from pgcdc.postgres.types.column import ColumnType, Exactness, Rejected, TypeOptions
 from pgcdc.postgres.types.geometry import split_numbers
 from pgcdc.postgres.types.mapping import map_type
@@ -159,9 +158,9 @@ _float = st.floats(width=32).map(lambda one: repr(one).replace("inf", "Infinity"
 def test_numbers_are_taken_out_of_their_brackets(values: list[list[bytes] | None]) -> None:
     texts = [None if one is None else b"[%b]" % b",".join(one) for one in values]
     given = pa.array([b"[7]", None, *texts, b"[8,9]"], pa.binary()).slice(2, len(texts))
-    (offsets,), leaves = split_numbers(given, "vector", r"\[.*\]")
-    leaves.validate(full=True)
-    found = leaves.to_pylist()
+    offsets, numbers = split_numbers(given, type_of("text"), "vector", r"\[.*\]")
+    numbers.validate(full=True)
+    found = [one.encode() for one in numbers.to_pylist()]
     assert [found[a:b] for a, b in pairwise(offsets)] == [one or [] for one in values]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pgcdc.core.position import SCHEMA_SUB, Position
 from pgcdc.core.relation import Column, Relation, ShapeChange
 from pgcdc.event.shape import describe_change, diff_shapes, event_values
-from pgcdc.postgres.types.built_in import type_name
+from pgcdc.postgres.types.catalog import type_name
 
 INT, BIG, TEXT, NUMERIC = 23, 20, 25, 1700
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from pgcdc.postgres.types.built_in import BUILT_IN
-from pgcdc.postgres.types.catalog import TypeCatalog, TypeInfo
+from pgcdc.postgres.types.catalog import BUILT_IN, TypeCatalog, TypeInfo
 
 PAIR = TypeInfo(
     90_001, "public.pair", "record_out", "record_send", 0, "composite",

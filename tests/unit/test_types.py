@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from pyspark.sql.types import VariantVal
 
 from pgcdc.core.errors import ConfigError
-from pgcdc.postgres.types.built_in import BUILT_IN
-from pgcdc.postgres.types.catalog import TypeCatalog, TypeInfo
+from pgcdc.postgres.types.catalog import BUILT_IN, TypeCatalog, TypeInfo
 from pgcdc.postgres.types.column import ColumnType, Exactness, Rejected, TypeOptions, split_columns
 from pgcdc.postgres.types.mapping import check_options, map_type
 from pgcdc.spark.tables import spark_type

@@ -44,7 +44,7 @@ CASES: dict[str, tuple[bytes, Parser, Any]] = {
     "begin_prepare": (
         encode_begin_prepare(7, "g ü", 105, 110, NOON),
         und.parse_begin_prepare,
-        und.BeginPrepare(105, 110, NOON, 7, "g ü"),
+        und.Prepare(105, 110, NOON, 7, "g ü"),
     ),
     "prepare": (encode_prepare(7, "g", 105, 110, NOON), und.parse_prepare, und.Prepare(105, 110, NOON, 7, "g")),
     "stream_prepare": (

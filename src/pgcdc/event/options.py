@@ -9,7 +9,7 @@ from typing import Literal
 from pgcdc.core.position import Position
 from pgcdc.core.settings import Conflict, Options, setting
 from pgcdc.event.frame import EventOptions
-from pgcdc.postgres.fields import TableName
+from pgcdc.postgres.selection import TableName
 
 EVENTS, TYPED = "Events", "Typed rows"
 

@@ -13,8 +13,7 @@ from enum import IntEnum
 from typing import Any
 
 from pgcdc.core.relation import Column, Relation, ShapeChange
-from pgcdc.postgres.types.built_in import BUILT_IN, type_name
-from pgcdc.postgres.types.catalog import TypeCatalog, TypeInfo
+from pgcdc.postgres.types.catalog import BUILT_IN, TypeCatalog, TypeInfo, type_name
 
 
 @dataclass(frozen=True, slots=True)

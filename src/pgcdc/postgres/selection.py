@@ -1,15 +1,30 @@
-"""What the user wants of the database: which tables, and of these which rows and columns. Only words, no server."""
+"""What the user wants of the database: which tables, and of these which rows and columns. Only words, no server.
+
+Also the types of settings that name things of a database.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator
 
 from pgcdc.core.errors import ConfigError
-from pgcdc.core.settings import split_outside_quotes
-from pgcdc.postgres.database import parse_identifier, quote_identifier, split_table
+from pgcdc.core.settings import checked, split_names, split_outside_quotes, text_or_list
+from pgcdc.postgres.database import parse_identifier, parse_url, quote_identifier, split_table
+
+DatabaseUrl = Annotated[str, AfterValidator(lambda url: checked(parse_url, url) if url else url)]
+TableName = Annotated[str, AfterValidator(partial(checked, split_table))]
+TableNames = Annotated[tuple[TableName, ...], BeforeValidator(split_names), text_or_list()]
+Identifiers = Annotated[
+    tuple[Annotated[str, AfterValidator(partial(checked, parse_identifier))], ...],
+    BeforeValidator(split_names),
+    text_or_list(),
+]
 
 
 @dataclass(frozen=True, slots=True)

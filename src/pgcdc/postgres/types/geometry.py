@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from pgcdc.postgres.types.column import (
     ColumnType,
     Nested,
+    Offsets,
     list_array,
     list_of,
     nest,
@@ -18,7 +19,7 @@ from pgcdc.postgres.types.column import (
     struct_array,
     struct_of,
 )
-from pgcdc.postgres.types.split import Lists, Text, offsets_of, require
+from pgcdc.postgres.types.split import Text, offsets_of, require
 
 Fields = tuple[tuple[str, int], ...]
 
@@ -30,12 +31,16 @@ _POLYGON = rf"\({_POINTS}\)"
 _PATH = rf"{_POLYGON}|\[{_POINTS}\]"
 
 
-def split_numbers(values: pa.Array, name: str, pattern: str, instead: bytes = b"") -> Lists:
+def split_numbers(
+    values: pa.Array, number: ColumnType, name: str, pattern: str, instead: bytes = b""
+) -> tuple[Offsets, pa.Array]:
     """The numbers of every value, and of `instead` for NULL; `pattern` says where brackets and commas stand."""
     require(values, pattern, f"it is no {name}")
     text = Text(values, instead)
     found = text.cut(b"([{<,", b")]}>,")
-    return Lists([offsets_of(text.begins, found.begins)], found.leaves)
+    offsets = offsets_of(text.begins, found.begins)
+    with rejected_as(f"a number of the {name}", offsets):
+        return offsets, number.convert(found.leaves)
 
 
 class Shape(NamedTuple):
@@ -82,17 +87,13 @@ def vector_type(number: ColumnType) -> Nested:
 
 def _read_shapes(values: pa.Array, number: ColumnType, shape: Shape) -> pa.Array:
     """point, line, lseg, box, circle: a STRUCT of numbers and points."""
-    leaves = split_numbers(values, shape.name, shape.pattern, shape.example).leaves
-    with rejected_as(f"a number of the {shape.name}", each=_width(shape.fields)):
-        numbers = number.convert(leaves)
+    _, numbers = split_numbers(values, number, shape.name, shape.pattern, shape.example)
     return _structs(shape.fields, numbers, values)
 
 
 def _read_points(values: pa.Array, number: ColumnType, name: str, pattern: str) -> pa.Array:
     """polygon: an ARRAY of points."""
-    (offsets,), leaves = split_numbers(values, name, pattern)
-    with rejected_as(f"a number of the {name}", offsets):
-        numbers = number.convert(leaves)
+    offsets, numbers = split_numbers(values, number, name, pattern)
     return list_array(offsets // 2, _structs(_COORDINATES, numbers), values)
 
 
@@ -103,9 +104,7 @@ def _read_paths(values: pa.Array, number: ColumnType) -> pa.Array:
 
 
 def _read_vectors(values: pa.Array, number: ColumnType) -> pa.Array:
-    (offsets,), leaves = split_numbers(values, "vector", _VECTOR)
-    with rejected_as("a number of the vector", offsets):
-        numbers = number.convert(leaves)
+    offsets, numbers = split_numbers(values, number, "vector", _VECTOR)
     return list_array(offsets, numbers, values)
 
 

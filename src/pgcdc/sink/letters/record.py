@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from pgcdc.core.errors import Reject, SinkError
 from pgcdc.core.secrets import redact_text
 from pgcdc.core.settings import Options, setting
-from pgcdc.postgres.fields import DatabaseUrl, TableName
+from pgcdc.postgres.selection import DatabaseUrl, TableName
 
 _NAMESPACE = uuid.UUID("3f0c5e0e-6d0b-5b52-9d5f-0d1b8f5f6c11")
 MAX_ERROR = 2000

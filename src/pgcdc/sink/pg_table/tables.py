@@ -15,8 +15,7 @@ from pgcdc.core.errors import SinkError
 from pgcdc.core.relation import Relation, ShapeChange
 from pgcdc.event.shape import diff_shapes
 from pgcdc.postgres.database import Connection, name_table, quote_identifier, quote_qualified
-from pgcdc.postgres.types.built_in import type_name
-from pgcdc.postgres.types.catalog import TypeCatalog
+from pgcdc.postgres.types.catalog import TypeCatalog, type_name
 from pgcdc.sink.pg_table.options import PgTableOptions, TableName, TargetNames
 
 Details = Mapping[str, Any]

@@ -13,8 +13,7 @@ from pydantic import AfterValidator
 from pgcdc.core.errors import ConfigError, SourceError
 from pgcdc.core.settings import Conflict, Options, Rules, Seconds, checked, conflicts_of, setting
 from pgcdc.postgres.database import parse_url, split_table
-from pgcdc.postgres.fields import DatabaseUrl, Identifiers, TableName, TableNames
-from pgcdc.postgres.selection import Selection
+from pgcdc.postgres.selection import DatabaseUrl, Identifiers, Selection, TableName, TableNames
 from pgcdc.source.protocol import SourceOptions
 
 DATABASE, TABLES, SNAPSHOTS, EVENTS = "Database", "Tables", "Rows that are there", "Events"

@@ -19,7 +19,7 @@ from pgcdc.core.relation import Column, Relation, Relations, ShapeChange, ShapeH
 from pgcdc.core.state import Identity, StateDir, read_json, write_json_durably
 from pgcdc.event.typed import TypedColumn
 from pgcdc.postgres.database import name_table, split_table
-from pgcdc.postgres.types.built_in import BUILT_IN
+from pgcdc.postgres.types.catalog import BUILT_IN
 from pgcdc.postgres.types.column import TypeOptions
 from pgcdc.postgres.types.mapping import map_type
 from pgcdc.source.protocol import ColumnDescription, Finding, Prepared, Settled, SourceOptions, TableRows

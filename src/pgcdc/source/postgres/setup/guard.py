@@ -18,8 +18,7 @@ from pgcdc.core.position import SCHEMA_SUB, Kind, Position
 from pgcdc.core.relation import Relation, ShapeChange, ShapeHistory, append_shapes, cut_tail
 from pgcdc.core.state import Identity, Lock, StateDir
 from pgcdc.postgres.database import Connection
-from pgcdc.postgres.types.built_in import BUILT_IN
-from pgcdc.postgres.types.catalog import TypeCatalog
+from pgcdc.postgres.types.catalog import BUILT_IN, TypeCatalog
 from pgcdc.source.postgres.setup.fingerprint import SlotDetails, check_identity, check_unchanged
 from pgcdc.source.postgres.setup.preflight import identify
 from pgcdc.source.postgres.setup.slots import check_not_ahead, check_usable, get_slot

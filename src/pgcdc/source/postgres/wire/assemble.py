@@ -19,11 +19,17 @@ from pgcdc.core.relation import Column, Relations
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.source.postgres.wire import messages as wire
 from pgcdc.source.postgres.wire import undecided
-from pgcdc.source.postgres.wire.confirmable import Confirmable
 from pgcdc.source.postgres.wire.outgoing import Outbox, Outgoing, TransactionRow, add_told
-from pgcdc.source.postgres.wire.pending import PendingPart, PendingStore, Table, Transaction
 from pgcdc.source.postgres.wire.rows import RowBuffer, new_row_buffer
-from pgcdc.source.postgres.wire.waiting import PreparedTransactions, StreamedTransactions, out_of_order
+from pgcdc.source.postgres.wire.waiting import (
+    PendingPart,
+    PendingStore,
+    PreparedTransactions,
+    StreamedTransactions,
+    Table,
+    Transaction,
+    out_of_order,
+)
 from pgcdc.spool.segment import CaptureBatch, Part
 
 if TYPE_CHECKING:
@@ -55,7 +61,6 @@ class Assembler:
         self._seal_rows = seal_rows
         self._seal_bytes = seal_bytes
         self._store = PendingStore(spill_dir, spill_bytes)
-        self._confirmable = Confirmable()
         self._outbox = Outbox(relations, start_lsn)
         self._committed: list[TransactionRow] = []
         self._committed_rows = 0
@@ -65,13 +70,13 @@ class Assembler:
         self._open: Transaction | None = None  # whose rows come now
         self._in_stream = False
         self._streams = StreamedTransactions(self._store, spill_bytes)
-        self._prepared = PreparedTransactions(self._store, self._confirmable)
+        self._prepared = PreparedTransactions(self._store)
         self._tables: dict[int, Table] = {}
         self._told: dict[int, int] = {}  # what the next batch says
         self._relation_count = 0
         self._resume_lsn = 0
         self._parallel = False
-        self._rewrite_row: Callable[[bytes, Sequence[Column], int], bytes] | None = None
+        self._rewrite_row: Callable[[bytes, Sequence[Column], int, int], bytes] | None = None
         self._parsers: dict[int, Callable[[_Bytes, int], object]] = {
             wire.BEGIN: self._take_begin,
             wire.COMMIT: self._take_commit,
@@ -100,7 +105,7 @@ class Assembler:
         what was read already: that comes again, and is left out."""
         self._parallel = parallel
         self._resume_lsn = self.last_lsn if two_phase else 0
-        self._confirmable.begin(two_phase=two_phase)
+        self._prepared.begin(two_phase=two_phase)
         self._rewrite_row = decoder.rewrite_row if decoder is not None else None
 
     def limit(self, rows: int) -> None:
@@ -134,11 +139,11 @@ class Assembler:
 
     def see(self, lsn: int) -> None:
         """The server says that it has told everything before `lsn`."""
-        self._confirmable.see(lsn)
+        self._prepared.see(lsn)
 
     def confirmable(self, durable_lsn: int) -> int:
         """What may be confirmed when everything handed out up to `durable_lsn` is durable."""
-        return self._confirmable.below(durable_lsn)
+        return self._prepared.confirmable(durable_lsn)
 
     def pop(self, *, drain: bool = True) -> CaptureBatch | None:
         """The next batch; with `drain`, also what is committed but would still fit more."""
@@ -259,10 +264,10 @@ class Assembler:
 
     def _take_stream_stop(self, message: _Bytes, lsn: int) -> None:
         undecided.parse_stream_stop(message, lsn)
-        transaction = self._require_open("Stream Stop", lsn, in_stream=True)
+        self._require_open("Stream Stop", lsn, in_stream=True)
         self._open, self._in_stream = None, False
         self._rows = self._shared
-        self._streams.end_block(transaction)
+        self._streams.end_block()
 
     def _take_stream_commit(self, message: _Bytes, lsn: int) -> None:
         commit = undecided.parse_stream_commit(message, lsn)
@@ -357,8 +362,7 @@ class Assembler:
         table = self._tables_now.get(int.from_bytes(data[head : head + 4], "big"))
         if table is None:
             return data
-        plain = self._rewrite_row(data[:1] + data[head:], self.relations[table.version].columns, lsn)
-        return plain[:1] + data[1:head] + plain[1:]
+        return self._rewrite_row(data, self.relations[table.version].columns, lsn, head)
 
     def _is_old(self, end_lsn: int, lsn: int) -> bool:
         """Whether a transaction was read before: only a connection that began before its place sends one again."""
@@ -370,12 +374,12 @@ class Assembler:
             raise out_of_order(
                 f"a transaction ends at {format_lsn(end_lsn)}, not behind {format_lsn(self.last_lsn)},", lsn
             )
-        self._confirmable.see(end_lsn)
+        self._prepared.see(end_lsn)
         return True
 
     def _move(self, end_lsn: int) -> None:
         self.last_lsn = end_lsn
-        self._confirmable.see(end_lsn)
+        self._prepared.see(end_lsn)
 
     def _decide(self, transaction: Transaction, end_lsn: int, commit_time: int, is_old: bool) -> None:
         """A transaction that was set aside has committed."""

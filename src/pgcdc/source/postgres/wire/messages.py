@@ -177,6 +177,13 @@ class Fields:
             raise self.error(field, f"is negative: {value}")
         return value
 
+    def xid(self, field: str) -> int:
+        """The number of a transaction."""
+        xid = self.number(U32, field)
+        if not xid:
+            raise self.error(field, "is 0")
+        return xid
+
     def flag(self, field: str) -> bool:
         """A byte that is true or false."""
         return bool(self.number(U8, field))

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from pgcdc.core.position import STREAM, Position
 from pgcdc.core.relation import Op, Relations
-from pgcdc.source.postgres.wire.pending import PendingPart
+from pgcdc.source.postgres.wire.waiting import PendingPart
 from pgcdc.spool.schema import TRANSACTIONS
 from pgcdc.spool.segment import CaptureBatch, Part
 

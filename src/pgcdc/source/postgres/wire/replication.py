@@ -1,6 +1,10 @@
 """One replication connection in COPY_BOTH: the only module that reads and writes the stream's socket.
 
 `read_available` never blocks; whoever owns the connection waits on `fileno()`. Nothing here knows what the messages mean.
+
+The version of pgoutput's protocol follows from the server: 14 and later stream transactions while they run (protocol 2), 15
+can decode two-phase commits (3), 16 tells more about what it rolled back (4). What a server does not have is refused by
+`WireOptions.check_server`, before anything is started.
 """
 
 from __future__ import annotations
@@ -11,15 +15,48 @@ from collections.abc import Callable, Iterator, Sequence
 import psycopg
 from psycopg import pq
 
-from pgcdc.core.errors import ConnectionLost, GapError, SourceError
-from pgcdc.postgres.database import quote_identifier
+from pgcdc.core.errors import ConnectionLost, GapError, PgcdcError, SourceError
+from pgcdc.postgres.database import quote_identifier, quote_literal
 from pgcdc.postgres.lsn import format_lsn
+from pgcdc.source.postgres.options import WireOptions
 from pgcdc.source.postgres.wire.messages import POSTGRES_EPOCH_US, encode_status_update
 
 _LOST_PUBLICATION = "skipped loading publication"
 _UNMAPPED = "could not map filenumber"
 _REFUSED_OPTION = {"0A000", "22023", "42601", "XX000"}
 """How the plugin says that it does not know an option (an internal error, to it), its value, or the protocol version."""
+
+
+def protocol_version(server_version: int, options: WireOptions) -> int:
+    """The highest version that the server has, but 1 where nothing of the others is asked for."""
+    if not options.streams and not options.two_phase:
+        return 1
+    return {14: 2, 15: 3}.get(server_version // 10000, 4 if server_version >= 160000 else 1)
+
+
+def streaming_mode(server_version: int, options: WireOptions) -> str:
+    """`off`, `on`, or `parallel`: then an abort says where and when it was."""
+    if not options.streams or server_version < 140000:
+        return "off"
+    return "parallel" if server_version >= 160000 else "on"
+
+
+def plugin_options(server_version: int, publications: Sequence[str], options: WireOptions) -> list[str]:
+    """The options of START_REPLICATION, for a server that passed the check."""
+    names = quote_literal(",".join(quote_identifier(name) for name in publications))
+    given = [f"proto_version '{protocol_version(server_version, options)}'", f"publication_names {names}"]
+    mode = streaming_mode(server_version, options)
+    if mode != "off":
+        given.append(f"streaming '{mode}'")
+    if options.messages:
+        given.append("messages 'true'")
+    if options.two_phase:
+        given.append("two_phase 'on'")
+    if options.origin != "any":
+        given.append(f"origin {quote_literal(options.origin)}")
+    if options.binary:
+        given.append("binary 'true'")
+    return given
 
 
 class ReplicationStream:
@@ -85,7 +122,7 @@ class ReplicationStream:
         self._connection.close()
 
     def _take_notice(self, result: pq.abc.PGresult) -> None:
-        text = (result.error_field(pq.DiagnosticField.MESSAGE_PRIMARY) or b"").decode(errors="replace")
+        _, text = _read_error(result)
         if _LOST_PUBLICATION in text:
             self._fatal_notice = text
         if self._on_notice:
@@ -107,8 +144,7 @@ class ReplicationStream:
             return self._lost(str(error))
         if result is None or result.status == pq.ExecStatus.COMMAND_OK:
             return self._lost("the server ended the stream")
-        state = (result.error_field(pq.DiagnosticField.SQLSTATE) or b"").decode()
-        text = (result.error_field(pq.DiagnosticField.MESSAGE_PRIMARY) or b"").decode(errors="replace")
+        state, text = _read_error(result)
         if state in {"42704", "42P01"} and "publication" in text:
             return GapError(
                 f"the server cannot decode the stream: {text}",
@@ -130,25 +166,32 @@ class ReplicationStream:
         return ConnectionLost(f"the replication connection ended: {' '.join(text.split())}")
 
 
+class SlotBusy(SourceError):
+    """The slot is active for another process: maybe our own, that just died."""
+
+
+_START_ERRORS: dict[str, tuple[type[PgcdcError], str, str]] = {
+    "55006": (SlotBusy, "is in use", "Another consumer reads this slot. Stop it, or use another --slot-name"),
+    "42704": (
+        GapError,
+        "does not exist any more",
+        "Changes since our last position are gone. Bring the sinks back to the source: pgcdc resync",
+    ),
+    "55000": (
+        GapError,
+        "cannot be read any more",
+        "The server discarded WAL that was not delivered yet (see max_slot_wal_keep_size). "
+        "Bring the sinks back to the source: pgcdc resync",
+    ),
+}
+"""By SQLSTATE: the error, what is wrong with the slot, and the advice."""
+
+
 def _start_error(slot: str, result: pq.abc.PGresult) -> Exception:
-    state = (result.error_field(pq.DiagnosticField.SQLSTATE) or b"").decode()
-    text = (result.error_field(pq.DiagnosticField.MESSAGE_PRIMARY) or b"").decode(errors="replace")
-    if state == "55006":
-        return SlotBusy(
-            f"slot {slot!r} is in use: {text}",
-            "Another consumer reads this slot. Stop it, or use another --slot-name",
-        )
-    if state == "42704":
-        return GapError(
-            f"slot {slot!r} does not exist any more: {text}",
-            "Changes since our last position are gone. Bring the sinks back to the source: pgcdc resync",
-        )
-    if state == "55000":
-        return GapError(
-            f"slot {slot!r} cannot be read any more: {text}",
-            "The server discarded WAL that was not delivered yet (see max_slot_wal_keep_size). "
-            "Bring the sinks back to the source: pgcdc resync",
-        )
+    state, text = _read_error(result)
+    if state in _START_ERRORS:
+        kind, problem, advice = _START_ERRORS[state]
+        return kind(f"slot {slot!r} {problem}: {text}", advice)
     if state in _REFUSED_OPTION:
         return SourceError(
             f"the server refuses an option of the stream: {text} (SQLSTATE {state})",
@@ -157,5 +200,8 @@ def _start_error(slot: str, result: pq.abc.PGresult) -> Exception:
     return SourceError(f"START_REPLICATION was refused: {text} (SQLSTATE {state})", "See the server's log")
 
 
-class SlotBusy(SourceError):
-    """The slot is active for another process: maybe our own, that just died."""
+def _read_error(result: pq.abc.PGresult) -> tuple[str, str]:
+    """SQLSTATE and message."""
+    fields = pq.DiagnosticField.SQLSTATE, pq.DiagnosticField.MESSAGE_PRIMARY
+    state, text = ((result.error_field(one) or b"").decode(errors="replace") for one in fields)
+    return state, text

@@ -31,8 +31,7 @@ from pgcdc.source.postgres.options import WireOptions
 from pgcdc.source.postgres.setup.slots import create_slot, is_two_phase
 from pgcdc.source.postgres.wire import messages as wire
 from pgcdc.source.postgres.wire.assemble import Assembler
-from pgcdc.source.postgres.wire.protocol import plugin_options, streaming_mode
-from pgcdc.source.postgres.wire.replication import ReplicationStream
+from pgcdc.source.postgres.wire.replication import ReplicationStream, plugin_options, streaming_mode
 from pgcdc.spool.segment import CaptureBatch
 
 if TYPE_CHECKING:

@@ -52,19 +52,8 @@ class StreamAbort:
 
 
 @dataclass(frozen=True, slots=True)
-class BeginPrepare:
-    """Opens a transaction that ends with Prepare."""
-
-    prepare_lsn: int
-    end_lsn: int
-    prepare_time: int
-    xid: int
-    gid: str
-
-
-@dataclass(frozen=True, slots=True)
 class Prepare:
-    """PREPARE TRANSACTION: what comes next about it is Commit Prepared or Rollback Prepared."""
+    """PREPARE TRANSACTION, told at its begin, at its end or both; then comes Commit Prepared or Rollback Prepared."""
 
     prepare_lsn: int
     """Where its record starts: a slot that has confirmed more does not send the transaction again."""
@@ -107,38 +96,35 @@ def split_xid(data: bytes | memoryview, lsn: int = 0) -> tuple[int, bytes]:
     return xid, bytes(data[:1]) + bytes(data[5:])
 
 
-def parse_stream_stop(data: bytes | memoryview, lsn: int = 0) -> None:
-    """A Stream Stop message: it has nothing but its tag."""
-    Fields(data, STREAM_STOP, "Stream Stop", lsn).finish()
-
-
-def _xid(fields: Fields, field: str) -> int:
-    xid = fields.number(U32, field)
-    if not xid:
-        raise fields.error(field, "is 0")
-    return xid
-
-
 def _skipped(fields: Fields, field: str) -> None:
     fields.number(U8, field)
 
 
-_PREPARE: Readers = {"prepare LSN": U64, "end LSN": U64, "prepare time": Fields.time, "xid": _xid, "gid": Fields.text}
+_PREPARE: Readers = {
+    "prepare LSN": U64,
+    "end LSN": U64,
+    "prepare time": Fields.time,
+    "xid": Fields.xid,
+    "gid": Fields.text,
+}
 _COMMIT: Readers = {"commit LSN": U64, "end LSN": U64, "commit time": Fields.time}
-_ABORT: Readers = {"xid": _xid, "subtransaction xid": U32}
+_ABORT: Readers = {"xid": Fields.xid, "subtransaction xid": U32}
 _FLAGS: Readers = {"flags": _skipped}
 
-parse_stream_start = Layout(STREAM_START, "Stream Start", StreamStart, {"xid": _xid, "first segment": Fields.flag})
-parse_stream_commit = Layout(STREAM_COMMIT, "Stream Commit", StreamCommit, {"xid": _xid, **_FLAGS, **_COMMIT})
+parse_stream_start = Layout(
+    STREAM_START, "Stream Start", StreamStart, {"xid": Fields.xid, "first segment": Fields.flag}
+)
+parse_stream_stop = Layout(STREAM_STOP, "Stream Stop", lambda: None, {})
+parse_stream_commit = Layout(STREAM_COMMIT, "Stream Commit", StreamCommit, {"xid": Fields.xid, **_FLAGS, **_COMMIT})
 parse_stream_abort = Layout(STREAM_ABORT, "Stream Abort", StreamAbort, _ABORT)
 parse_parallel_abort = Layout(
     STREAM_ABORT, "Stream Abort", StreamAbort, {**_ABORT, "abort LSN": U64, "abort time": Fields.time}
 )
-parse_begin_prepare = Layout(BEGIN_PREPARE, "Begin Prepare", BeginPrepare, _PREPARE)
+parse_begin_prepare = Layout(BEGIN_PREPARE, "Begin Prepare", Prepare, _PREPARE)
 parse_prepare = Layout(PREPARE, "Prepare", Prepare, {**_FLAGS, **_PREPARE})
 parse_stream_prepare = Layout(STREAM_PREPARE, "Stream Prepare", Prepare, {**_FLAGS, **_PREPARE})
 parse_commit_prepared = Layout(
-    COMMIT_PREPARED, "Commit Prepared", CommitPrepared, {**_FLAGS, **_COMMIT, "xid": _xid, "gid": Fields.text}
+    COMMIT_PREPARED, "Commit Prepared", CommitPrepared, {**_FLAGS, **_COMMIT, "xid": Fields.xid, "gid": Fields.text}
 )
 parse_rollback_prepared = Layout(
     ROLLBACK_PREPARED,
@@ -150,7 +136,7 @@ parse_rollback_prepared = Layout(
         "end LSN": U64,
         "prepare time": Fields.time,
         "rollback time": Fields.time,
-        "xid": _xid,
+        "xid": Fields.xid,
         "gid": Fields.text,
     },
 )

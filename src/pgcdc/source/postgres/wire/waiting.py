@@ -1,15 +1,131 @@
-"""Transactions that wait for their outcome: those that the server streams in blocks while they run, and prepared ones."""
+"""Transactions that wait for their outcome: those that the server streams in blocks while they run, and prepared ones.
+
+Their changes are in memory up to a bound over all of them, on disk beyond. Beside a part stands which of its changes are of
+which subtransaction: one that is rolled back takes only its own with it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from pgcdc.core.errors import DecodeError, GapError
+import numpy as np
+import pyarrow as pa
+
+from pgcdc.core.errors import DecodeError, GapError, SpoolError
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.source.postgres.wire import undecided
-from pgcdc.source.postgres.wire.confirmable import Confirmable
-from pgcdc.source.postgres.wire.pending import PendingStore, Table, Transaction
-from pgcdc.source.postgres.wire.rows import RowBuffer
+from pgcdc.source.postgres.wire.rows import RowBuffer, Runs
+from pgcdc.spool.segment import Part, write_segment
+
+Name = tuple[int, str]
+"""xid and gid of a prepared transaction."""
+_FEW_RUNS = 64
+"""More runs than that stand on disk beside their part: a transaction of many subtransactions has one for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The shape in which the rows of a table come."""
+
+    version: int
+    columns: int
+    number: int
+    """Counts Relation messages: the greater one is the newer one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPart:
+    """A part, and which of its changes are of which subtransaction."""
+
+    part: Part
+    runs: Runs | None = None
+    runs_path: Path | None = None
+
+    def load_runs(self) -> Runs:
+        """Two columns: the first change of a run, and its xid."""
+        if self.runs is not None:
+            return self.runs
+        if self.runs_path is None:
+            return np.empty((0, 2), np.uint32)
+        return np.fromfile(self.runs_path, np.uint32).reshape(-1, 2)
+
+    def drop(self) -> None:
+        """Remove what is on disk."""
+        for path in (self.part.path, self.runs_path):
+            if path is not None:
+                path.unlink(missing_ok=True)
+
+
+@dataclass(slots=True)
+class Transaction:
+    """One whose outcome has not come yet."""
+
+    xid: int
+    ordinal: int = 0
+    sub: int = 0
+    origin: str | None = None
+    gid: str | None = None
+    """Its name, if it began with Begin Prepare."""
+    parts: list[PendingPart] = field(default_factory=list)
+    # What only a streamed one has: its rows arrive between others, and its relations are its own until it commits.
+    rows: RowBuffer | None = None
+    tables: dict[int, Table] = field(default_factory=dict)
+    aborted: array[int] = field(default_factory=lambda: array("I"))
+    told: dict[int, int] = field(default_factory=dict)
+    """As in CaptureBatch."""
+
+    @property
+    def buffered(self) -> int:
+        """How many bytes are neither in a part nor gone."""
+        return self.rows.nbytes if self.rows is not None else 0
+
+    @property
+    def last(self) -> tuple[int, int]:
+        """Ordinal and sub-ordinal of the last change so far."""
+        return self.ordinal, self.sub
+
+
+class PendingStore:
+    """Keeps parts: in memory while all of them together are small, on disk when not."""
+
+    def __init__(self, folder: Path | None, limit_bytes: int) -> None:
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._held = 0
+        self._written = 0
+
+    def keep(self, rows: pa.RecordBatch, last: tuple[int, int], runs: Runs) -> PendingPart:
+        """A part of these rows, whose last has this number."""
+        if self._folder is None or self._held + rows.nbytes <= self._limit_bytes:
+            self._held += rows.nbytes
+            return PendingPart(Part(rows.num_rows, rows.nbytes, last, rows), runs if len(runs) else None)
+        self._written += 1
+        path = self._folder / f"pending-{self._written:08d}.arrow"
+        runs_path = path.with_suffix(".xids") if len(runs) > _FEW_RUNS else None
+        try:
+            write_segment(path, rows)
+            if runs_path is not None:
+                runs.tofile(runs_path)
+        except OSError as error:
+            raise SpoolError(
+                f"the changes of an open transaction cannot be written to {self._folder}: {error.strerror}",
+                "Make room on its disk and start again: nothing is lost",
+            ) from error
+        kept = runs.copy() if runs_path is None and len(runs) else None
+        return PendingPart(Part(rows.num_rows, rows.nbytes, last, None, path), kept, runs_path)
+
+    def release(self, parts: Iterable[PendingPart]) -> None:
+        """These parts are on their way out: they do not count any more."""
+        self._held -= sum(one.part.nbytes for one in parts if one.part.path is None)
+
+    def drop(self, parts: list[PendingPart]) -> None:
+        """Nobody wants these parts."""
+        self.release(parts)
+        for one in parts:
+            one.drop()
 
 
 def out_of_order(what: str, lsn: int) -> DecodeError:
@@ -27,7 +143,6 @@ class StreamedTransactions:
         self._store = store
         self._spill_bytes = spill_bytes
         self._open: dict[int, Transaction] = {}
-        self._buffered = 0
 
     def __contains__(self, xid: int) -> bool:
         return xid in self._open
@@ -44,18 +159,15 @@ class StreamedTransactions:
         transaction.rows = transaction.rows or new_rows(transaction.tables)
         return transaction, transaction.rows
 
-    def end_block(self, transaction: Transaction) -> None:
+    def end_block(self) -> None:
         """The block is over; what is too much for memory goes to disk."""
-        self._count(transaction)
-        while self._buffered > self._spill_bytes:
+        while sum(one.buffered for one in self._open.values()) > self._spill_bytes:
             self._set_aside(max(self._open.values(), key=lambda one: one.buffered))
 
     def abort(self, abort: undecided.StreamAbort, lsn: int) -> None:
         """A transaction is rolled back, or a part of it."""
         transaction = self.require(abort.xid, "Stream Abort", lsn)
         if abort.subxid == abort.xid:
-            transaction.rows = None
-            self._count(transaction)
             self._store.drop(transaction.parts)
             del self._open[abort.xid]
             return
@@ -90,28 +202,46 @@ class StreamedTransactions:
         for transaction in self._open.values():
             self._store.drop(transaction.parts)
         self._open.clear()
-        self._buffered = 0
 
     def _set_aside(self, transaction: Transaction) -> None:
         """Everything into parts, and its buffer away: many may wait between their blocks."""
         if transaction.rows is not None:
             self.keep(transaction.rows, transaction)
             transaction.rows = None
-        self._count(transaction)
-
-    def _count(self, transaction: Transaction) -> None:
-        held = transaction.rows.nbytes if transaction.rows is not None else 0
-        self._buffered += held - transaction.buffered
-        transaction.buffered = held
 
 
 class PreparedTransactions:
-    """Those with a PREPARE whose outcome has not come. Nothing behind the PREPARE is confirmed until it has."""
+    """Those with a PREPARE whose outcome has not come (two-phase commit), and what may be confirmed meanwhile.
 
-    def __init__(self, store: PendingStore, confirmable: Confirmable) -> None:
+    A slot that has confirmed more than the LSN of a PREPARE never sends that transaction's rows again: after a restart only
+    its COMMIT PREPARED would come. So confirmation waits before the first PREPARE whose outcome is not durable yet. Without
+    two-phase decoding nothing holds it back.
+    """
+
+    def __init__(self, store: PendingStore) -> None:
         self._store = store
-        self._confirmable = confirmable
-        self._open: dict[tuple[int, str], Transaction] = {}
+        self._open: dict[Name, Transaction] = {}
+        # What holds confirmation back outlives a connection.
+        self._is_on = False
+        self._undecided: dict[Name, int] = {}
+        self._decided: list[tuple[int, int]] = []
+        self._seen = 0
+
+    def begin(self, *, two_phase: bool) -> None:
+        """A new connection, which begins where the slot stands: what it has not told yet may be a PREPARE."""
+        self._is_on = two_phase or bool(self._undecided or self._decided)
+        self._seen = 0
+
+    def see(self, lsn: int) -> None:
+        """Everything before `lsn` has been told on this connection."""
+        self._seen = max(self._seen, lsn)
+
+    def confirmable(self, durable_lsn: int) -> int:
+        """What may be confirmed when everything up to `durable_lsn` is durable."""
+        if not self._is_on:
+            return durable_lsn
+        self._decided = [one for one in self._decided if one[1] > durable_lsn]
+        return min([durable_lsn, self._seen, *self._undecided.values(), *(lsn for lsn, _ in self._decided)])
 
     def require_new(self, prepare: undecided.Prepare, lsn: int) -> None:
         """Raise DecodeError if it is prepared already."""
@@ -119,14 +249,18 @@ class PreparedTransactions:
             raise out_of_order(f"{prepare.gid!r} is prepared a second time", lsn)
 
     def keep(self, transaction: Transaction, prepare: undecided.Prepare) -> None:
-        """It waits from now on."""
+        """It waits from now on. Told again after a reconnect, it is still one."""
         name = (prepare.xid, prepare.gid)
+        self._is_on = True
         self._open[name] = transaction
-        self._confirmable.prepare(name, prepare.prepare_lsn)
-        self._confirmable.see(prepare.end_lsn)
+        self._undecided[name] = prepare.prepare_lsn
+        self.see(prepare.end_lsn)
 
     def commit(self, commit: undecided.CommitPrepared, *, is_old: bool) -> Transaction | None:
-        """The transaction that is committed; None: it was read before. GapError: its changes never came."""
+        """The transaction that is committed; None: it was read before. GapError: its changes never came.
+
+        It goes on to hold confirmation back until its END lsn is durable.
+        """
         name = (commit.xid, commit.gid)
         transaction = self._open.pop(name, None)
         if transaction is None:
@@ -137,7 +271,7 @@ class PreparedTransactions:
                 "never sent to us: the slot was moved past its PREPARE",
                 "Its changes are gone. Begin with a new slot and bring the sinks back: pgcdc resync --new-slot",
             )
-        self._confirmable.commit(name, commit.end_lsn)
+        self._decided.append((self._undecided.pop(name), commit.end_lsn))
         return transaction
 
     def roll_back(self, rollback: undecided.RollbackPrepared) -> Transaction | None:
@@ -146,12 +280,12 @@ class PreparedTransactions:
         transaction = self._open.pop(name, None)
         if transaction is not None:
             self._store.drop(transaction.parts)
-        self._confirmable.roll_back(name)
-        self._confirmable.see(rollback.end_lsn)
+        self._undecided.pop(name, None)
+        self.see(rollback.end_lsn)
         return transaction
 
     def drop(self) -> None:
-        """Forget all: the connection is gone."""
+        """Forget their changes: the connection is gone."""
         for transaction in self._open.values():
             self._store.drop(transaction.parts)
         self._open.clear()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import struct
-from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from pgcdc.source.postgres.wire.binary.reader import Damaged, Reader
+from pgcdc.source.postgres.wire.binary.numbers import Damaged, Reader
 
 Convert = Callable[[int, bytes], bytes]
 """The text of a value inside of another, by its type."""
@@ -154,9 +153,10 @@ _VALUE, _OPERATOR = 1, 2
 _NOT, _AND, _OR, _PHRASE = 1, 2, 3, 4
 _PRIORITY = {0: 5, _NOT: 4, _AND: 2, _OR: 1, _PHRASE: 3}
 """How tightly an operator binds; 0 is a lexeme."""
+_OPERANDS = {0: 0, _NOT: 1, _AND: 2, _OR: 2, _PHRASE: 2}
 
-_Part = tuple[deque[bytes], int]
-"""A piece of a query: its text, and the operator at its top."""
+_Rope = bytes | tuple["_Rope", ...]
+"""Text in pieces, so that a query of many operands takes no quadratic time."""
 
 
 def tsvector_text(data: bytes) -> bytes:
@@ -182,24 +182,30 @@ def tsquery_text(data: bytes) -> bytes:
     if not items:
         return b""
     # From the end, so that operands come before their operator. No recursion: a query may be deep.
-    stack: list[_Part] = []
+    stack: list[tuple[_Rope, int]] = []
     for oper, text in reversed(items):
-        if oper == 0:
-            stack.append((deque([text]), 0))
-            continue
-        if len(stack) < (1 if oper == _NOT else 2):
+        if len(stack) < _OPERANDS[oper]:
             raise Damaged("has an operator without operands")
-        right = stack.pop()
-        if oper == _NOT:
-            parts = _enclose(right, oper)
-            parts.appendleft(b"!")
+        operands = [stack.pop() for _ in range(_OPERANDS[oper])]
+        if oper:
+            right = _enclose(*operands[0], oper, is_right=True)
+            left = (_enclose(*operands[1], oper),) if oper != _NOT else ()
+            stack.append(((*left, text, right), oper))
         else:
-            left = stack.pop()
-            parts = _join(_enclose(left, oper), text, _enclose(right, oper, is_right=True))
-        stack.append((parts, oper))
+            stack.append((text, oper))
     if len(stack) != 1:
         raise Damaged("has operands without an operator")
-    return b"".join(stack[0][0])
+    return b"".join(_flatten(stack[0][0]))
+
+
+def _flatten(rope: _Rope) -> Iterator[bytes]:
+    rest = [rope]
+    while rest:
+        piece = rest.pop()
+        if isinstance(piece, bytes):
+            yield piece
+        else:
+            rest.extend(reversed(piece))
 
 
 def _read_item(reader: Reader) -> tuple[int, bytes]:
@@ -224,25 +230,16 @@ def _read_item(reader: Reader) -> tuple[int, bytes]:
     return oper, {_NOT: b"!", _AND: b" & ", _OR: b" | "}[oper]
 
 
-def _enclose(part: _Part, parent: int, *, is_right: bool = False) -> deque[bytes]:
-    parts, oper = part
+def _enclose(part: _Rope, oper: int, parent: int, *, is_right: bool = False) -> _Rope:
     # a <-> (b <-> c) is not (a <-> b) <-> c
     if _PRIORITY[oper] < _PRIORITY[parent] or (is_right and oper == parent == _PHRASE):
-        parts.appendleft(b"( ")
-        parts.append(b" )")
-    return parts
-
-
-def _join(left: deque[bytes], oper: bytes, right: deque[bytes]) -> deque[bytes]:
-    """The shorter into the longer, so that a query of many operands takes no quadratic time."""
-    if len(left) >= len(right):
-        left.append(oper)
-        left.extend(right)
-        return left
-    right.appendleft(oper)
-    right.extendleft(reversed(left))
-    return right
+        return b"( ", part, b" )"
+    return part
 
 
 def _quote_lexeme(lexeme: bytes) -> bytes:
     return b"'%b'" % lexeme.replace(b"\\", b"\\\\").replace(b"'", b"''")
+
+
+SEARCHES = {"tsvector": tsvector_text, "tsquery": tsquery_text}
+"""By what the names of their functions have in common."""

@@ -1,4 +1,4 @@
-"""Numbers as PostgreSQL writes them.
+"""Takes the binary form of one value apart, and numbers as PostgreSQL writes them.
 
 Floats are the shortest decimals that read back as the same float, as Ryu finds them with one change of PostgreSQL's:
 never one that lies exactly between two floats, because some readers round that the wrong way. Python's repr has no such
@@ -9,33 +9,127 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 
-from pgcdc.source.postgres.wire.binary.reader import Damaged, Reader, unpack
+Converter = Callable[[bytes], bytes]
 
-_I16, _I32, _I64 = struct.Struct("!h"), struct.Struct("!i"), struct.Struct("!q")
-_U32, _U64 = struct.Struct("!I"), struct.Struct("!Q")
+_I32 = struct.Struct("!i")
+
+
+class Damaged(ValueError):
+    """Bytes that are not of the type. The message goes on after "value of type ..."."""
+
+
+def sized(data: bytes, size: int) -> bytes:
+    if len(data) != size:
+        raise Damaged(f"has {len(data)} bytes, not {size}")
+    return data
+
+
+def unpack(form: struct.Struct, data: bytes) -> tuple[int, ...]:
+    return form.unpack(sized(data, form.size))
+
+
+class Reader:
+    """Walks one value from its first byte to its last."""
+
+    __slots__ = ("_at", "_data")
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    @property
+    def left(self) -> int:
+        """How many bytes were not read yet."""
+        return len(self._data) - self._at
+
+    def raw(self, size: int) -> bytes:
+        """The next `size` bytes."""
+        at = self._advance(size)
+        return self._data[at : at + size]
+
+    def fields(self, form: struct.Struct) -> tuple[int, ...]:
+        """The next fields, by their form."""
+        return form.unpack_from(self._data, self._advance(form.size))
+
+    def int32(self) -> int:
+        """The next signed number of four bytes."""
+        number: int = _I32.unpack_from(self._data, self._advance(4))[0]
+        return number
+
+    def count(self, size: int) -> int:
+        """How many items follow, of at least `size` bytes each."""
+        count = self.int32()
+        if not 0 <= count * size <= self.left:
+            raise Damaged(f"claims {count} items in {self.left} bytes")
+        return count
+
+    def text(self) -> bytes:
+        """Everything up to the next NUL, which is skipped."""
+        end = self._data.find(0, self._at)
+        if end < 0:
+            raise Damaged("has a text without its NUL")
+        text = self._data[self._at : end]
+        self._at = end + 1
+        return text
+
+    def item(self) -> bytes | None:
+        """The next value inside of this one: its length and its bytes, or NULL."""
+        length = self.int32()
+        if length == -1:
+            return None
+        if length < 0:
+            raise Damaged(f"has a part of {length} bytes")
+        return self.raw(length)
+
+    def finish(self) -> None:
+        """There is nothing more."""
+        if self.left:
+            raise Damaged(f"is followed by {self.left} bytes")
+
+    def _advance(self, size: int) -> int:
+        at = self._at
+        if size > len(self._data) - at:
+            raise Damaged(f"is truncated: needs {size} bytes at {at}, {len(self._data) - at} are left")
+        self._at = at + size
+        return at
+
+
+def fixed(form: str, text: bytes) -> Converter:
+    """Integers of fixed size, and how they are written."""
+    fields = struct.Struct(f"!{form}")
+    return lambda data: text % unpack(fields, data)
+
+
+def doubles(text: bytes) -> Converter:
+    """As many doubles as the text has places for."""
+    count = text.count(b"%b")
+    return lambda data: text % tuple(_format_doubles(data, count))
+
+
+def _format_doubles(data: bytes, count: int) -> list[bytes]:
+    return [_format_float8(number) for number in struct.unpack(f"!{count}d", sized(data, 8 * count))]
+
+
+# --- numbers
+
 _NUMERIC = struct.Struct("!HhHH")
 _VECTOR = struct.Struct("!HH")
 _SPARSEVEC = struct.Struct("!iii")
-_FLOAT4, _FLOAT8 = struct.Struct("!f"), struct.Struct("!d")
-
 _EXACT_INTEGERS = 2.0**53
 _FLOAT4_FIXED, _FLOAT8_FIXED = 6, 15
 """From this power of ten on a float has an exponent."""
 
 
 def bool_text(data: bytes) -> bytes:
-    """t or f."""
-    if len(data) != 1:
-        raise Damaged(f"has {len(data)} bytes, not 1")
-    return b"t" if data[0] else b"f"
+    return b"t" if sized(data, 1)[0] else b"f"
 
 
 def char_text(data: bytes) -> bytes:
     """The type "char": one byte, nothing for zero, octal if it is not ASCII."""
-    if len(data) != 1:
-        raise Damaged(f"has {len(data)} bytes, not 1")
-    return data if 0 < data[0] < 0x80 else b"\\%03o" % data[0] if data[0] else b""
+    byte = sized(data, 1)[0]
+    return data if 0 < byte < 0x80 else b"\\%03o" % byte if byte else b""
 
 
 def older_char_text(data: bytes) -> bytes:
@@ -43,42 +137,11 @@ def older_char_text(data: bytes) -> bytes:
     return data if char_text(data) else b""
 
 
-def int2_text(data: bytes) -> bytes:
-    """A smallint."""
-    return b"%d" % unpack(_I16, data)[0]
-
-
-def int4_text(data: bytes) -> bytes:
-    """An integer."""
-    return b"%d" % unpack(_I32, data)[0]
-
-
-def int8_text(data: bytes) -> bytes:
-    """A bigint."""
-    return b"%d" % unpack(_I64, data)[0]
-
-
-def uint32_text(data: bytes) -> bytes:
-    """oid, xid, cid."""
-    return b"%d" % unpack(_U32, data)[0]
-
-
-def uint64_text(data: bytes) -> bytes:
-    """xid8."""
-    return b"%d" % unpack(_U64, data)[0]
-
-
 def float4_text(data: bytes) -> bytes:
-    """A real."""
-    return format_float4(unpack(_FLOAT4, data)[0])
+    return _format_float4(struct.unpack("!f", sized(data, 4))[0])
 
 
-def float8_text(data: bytes) -> bytes:
-    """A double precision."""
-    return format_float8(unpack(_FLOAT8, data)[0])
-
-
-def format_float8(value: float) -> bytes:
+def _format_float8(value: float) -> bytes:
     """A double as float8out writes it."""
     if not math.isfinite(value):
         return _name_special(value)
@@ -92,7 +155,7 @@ def format_float8(value: float) -> bytes:
     return _layout(value, digits, exponent, _FLOAT8_FIXED)
 
 
-def format_float4(value: float) -> bytes:
+def _format_float4(value: float) -> bytes:
     """A double that is a float as float4out writes it."""
     if not math.isfinite(value):
         return _name_special(value)
@@ -181,16 +244,6 @@ def numeric_text(data: bytes) -> bytes:
     return text.encode()
 
 
-def vector_text(data: bytes) -> bytes:
-    """pgvector's vector."""
-    return _format_vector(data, 4, "f")
-
-
-def halfvec_text(data: bytes) -> bytes:
-    """pgvector's halfvec: its elements are written as floats of four bytes."""
-    return _format_vector(data, 2, "e")
-
-
 def sparsevec_text(data: bytes) -> bytes:
     """pgvector's sparsevec."""
     reader = Reader(data)
@@ -199,46 +252,26 @@ def sparsevec_text(data: bytes) -> bytes:
         raise Damaged(f"claims {count} items in {reader.left} bytes")
     indices = struct.unpack(f"!{count}i", reader.raw(4 * count))
     values = struct.unpack(f"!{count}f", reader.raw(4 * count))
-    pairs = [b"%d:%b" % (index + 1, format_float4(value)) for index, value in zip(indices, values, strict=True)]
+    pairs = [b"%d:%b" % (index + 1, _format_float4(value)) for index, value in zip(indices, values, strict=True)]
     return b"{%b}/%d" % (b",".join(pairs), size)
 
 
-def _format_vector(data: bytes, size: int, form: str) -> bytes:
-    reader = Reader(data)
-    count, _ = reader.fields(_VECTOR)
-    raw = reader.raw(size * count)
-    reader.finish()
-    return b"[%b]" % b",".join([format_float4(value) for value in struct.unpack(f"!{count}{form}", raw)])
+def vector(form: str) -> Converter:
+    """pgvector's vector and halfvec: the elements of both are written as floats of four bytes."""
+
+    def convert(data: bytes) -> bytes:
+        reader = Reader(data)
+        count, _ = reader.fields(_VECTOR)
+        numbers = reader.fields(struct.Struct(f"!{count}{form}"))
+        reader.finish()
+        return b"[%b]" % b",".join(map(_format_float4, numbers))
+
+    return convert
 
 
-# --- geometric types: floats with the brackets of their kind
+# --- paths and polygons
 
 _POINT_BYTES = 16
-
-
-def point_text(data: bytes) -> bytes:
-    """(x,y)"""
-    return b"(%b,%b)" % tuple(_format_floats(data, 2))
-
-
-def line_text(data: bytes) -> bytes:
-    """{A,B,C}"""
-    return b"{%b,%b,%b}" % tuple(_format_floats(data, 3))
-
-
-def lseg_text(data: bytes) -> bytes:
-    """[(x,y),(x,y)]"""
-    return b"[(%b,%b),(%b,%b)]" % tuple(_format_floats(data, 4))
-
-
-def box_text(data: bytes) -> bytes:
-    """(x,y),(x,y)"""
-    return b"(%b,%b),(%b,%b)" % tuple(_format_floats(data, 4))
-
-
-def circle_text(data: bytes) -> bytes:
-    """<(x,y),r>"""
-    return b"<(%b,%b),%b>" % tuple(_format_floats(data, 3))
 
 
 def path_text(data: bytes) -> bytes:
@@ -259,11 +292,5 @@ def _format_points(data: bytes) -> bytes:
     count = reader.count(_POINT_BYTES)
     raw = reader.raw(count * _POINT_BYTES)
     reader.finish()
-    numbers = iter(_format_floats(raw, 2 * count))
+    numbers = iter(_format_doubles(raw, 2 * count))
     return b",".join([b"(%b,%b)" % point for point in zip(numbers, numbers, strict=True)])
-
-
-def _format_floats(data: bytes, count: int) -> list[bytes]:
-    if len(data) != 8 * count:
-        raise Damaged(f"has {len(data)} bytes, not {8 * count}")
-    return [format_float8(number) for number in struct.unpack(f"!{count}d", data)]

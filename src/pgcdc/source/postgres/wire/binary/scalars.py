@@ -1,37 +1,52 @@
-"""Texts, bytes, bits, dates and times, network addresses and the server's own identifiers."""
+"""Values that hold no others: bytes, bits, dates and times, network addresses; and which type is converted how."""
 
 from __future__ import annotations
 
 import struct
+from ipaddress import IPv6Address
+from typing import Final
+from uuid import UUID
 
-from pgcdc.source.postgres.wire.binary.reader import Damaged, Reader, unpack
+from pgcdc.source.postgres.wire.binary.numbers import (
+    Converter,
+    Damaged,
+    Reader,
+    bool_text,
+    char_text,
+    doubles,
+    fixed,
+    float4_text,
+    numeric_text,
+    older_char_text,
+    path_text,
+    polygon_text,
+    sized,
+    sparsevec_text,
+    unpack,
+    vector,
+)
 
+_I32 = struct.Struct("!i")
 _INET = struct.Struct("!BBBB")
-_TID = struct.Struct("!IH")
-_LSN = struct.Struct("!II")
 _SNAPSHOT = struct.Struct("!qq")
 _FAMILIES = {2: 4, 3: 16}
 """How many bytes an address has: IPv4, IPv6."""
+_MAPPED = bytes(10) + b"\xff\xff"
 
 
-def plain_text(data: bytes) -> bytes:
-    """Types that are sent as they are written."""
-    return data
-
-
-def versioned_text(data: bytes) -> bytes:
+def _versioned_text(data: bytes) -> bytes:
     """jsonb, jsonpath, ltree: a version, and what is written."""
     if data[:1] != b"\x01":
         raise Damaged(f"is not of version 1 but {data[0] if data else 'empty'}")
     return data[1:]
 
 
-def bytea_text(data: bytes) -> bytes:
+def _bytea_text(data: bytes) -> bytes:
     """Hexadecimal, as bytea_output says."""
     return b"\\x" + data.hex().encode()
 
 
-def bits_text(data: bytes) -> bytes:
+def _bits_text(data: bytes) -> bytes:
     """bit and varbit: how many bits, and the bits from the left."""
     reader = Reader(data)
     count = reader.int32()
@@ -45,87 +60,32 @@ def bits_text(data: bytes) -> bytes:
 _BYTES_AS_BITS = [f"{byte:08b}".encode() for byte in range(256)]
 
 
-def uuid_text(data: bytes) -> bytes:
-    """A UUID."""
-    if len(data) != 16:
-        raise Damaged(f"has {len(data)} bytes, not 16")
-    text = data.hex()
-    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:])).encode()
+def _network(*, always_bits: bool) -> Converter:
+    """inet and cidr: an address, and the bits of its network; a host that stands alone has none."""
+
+    def convert(data: bytes) -> bytes:
+        reader = Reader(data)
+        family, bits, _, size = reader.fields(_INET)
+        if _FAMILIES.get(family) != size or bits > 8 * size:
+            raise Damaged(f"has an unknown address: family {family}, {size} bytes, {bits} bits")
+        address = reader.raw(size)
+        reader.finish()
+        return (_format_address(address) + (f"/{bits}" if always_bits or bits != 8 * size else "")).encode()
+
+    return convert
 
 
-def macaddr_text(data: bytes) -> bytes:
-    """A MAC address of 6 bytes."""
-    return _format_mac(data, 6)
+def _format_address(address: bytes) -> str:
+    """An IPv4 address inside of an IPv6 address is written as such."""
+    ipv4 = ".".join(map(str, address[-4:]))
+    if address[:-4] == b"":
+        return ipv4
+    if address[:12] == _MAPPED:
+        return f"::ffff:{ipv4}"
+    return f"::{ipv4}" if not any(address[:12]) and any(address[12:14]) else str(IPv6Address(address))
 
 
-def macaddr8_text(data: bytes) -> bytes:
-    """A MAC address of 8 bytes."""
-    return _format_mac(data, 8)
-
-
-def _format_mac(data: bytes, size: int) -> bytes:
-    if len(data) != size:
-        raise Damaged(f"has {len(data)} bytes, not {size}")
-    return data.hex(":").encode()
-
-
-def inet_text(data: bytes) -> bytes:
-    """A host, with the bits of its network unless it stands alone."""
-    return _format_network(data, always_bits=False)
-
-
-def cidr_text(data: bytes) -> bytes:
-    """A network."""
-    return _format_network(data, always_bits=True)
-
-
-def _format_network(data: bytes, *, always_bits: bool) -> bytes:
-    reader = Reader(data)
-    family, bits, _, size = reader.fields(_INET)
-    if _FAMILIES.get(family) != size or bits > 8 * size:
-        raise Damaged(f"has an unknown address: family {family}, {size} bytes, {bits} bits")
-    address = reader.raw(size)
-    reader.finish()
-    text = _format_ipv4(address) if size == 4 else _format_ipv6(address)
-    if always_bits or bits != 8 * size:
-        text += f"/{bits}"
-    return text.encode()
-
-
-def _format_ipv4(address: bytes) -> str:
-    return ".".join(map(str, address))
-
-
-def _format_ipv6(address: bytes) -> str:
-    """With :: for the first longest run of zeros; an IPv4 address at the end of one is written as such."""
-    words = struct.unpack("!8H", address)
-    start, length = max(((at, _count_zeros(words, at)) for at in range(8)), key=lambda run: run[1])
-    if length < 2:
-        return ":".join(f"{word:x}" for word in words)
-    if start == 0 and (length == 6 or (length == 5 and words[5] == 0xFFFF)):
-        return f"::{'ffff:' if length == 5 else ''}{_format_ipv4(address[12:])}"
-    head, tail = words[:start], words[start + length :]
-    return f"{':'.join(f'{word:x}' for word in head)}::{':'.join(f'{word:x}' for word in tail)}"
-
-
-def _count_zeros(words: tuple[int, ...], start: int) -> int:
-    end = start
-    while end < len(words) and words[end] == 0:
-        end += 1
-    return end - start
-
-
-def tid_text(data: bytes) -> bytes:
-    """The place of a row: block and item."""
-    return b"(%d,%d)" % unpack(_TID, data)
-
-
-def lsn_text(data: bytes) -> bytes:
-    """A position in the WAL."""
-    return b"%X/%X" % unpack(_LSN, data)
-
-
-def snapshot_text(data: bytes) -> bytes:
+def _snapshot_text(data: bytes) -> bytes:
     """pg_snapshot and txid_snapshot: xmin, xmax and the transactions in progress."""
     reader = Reader(data)
     count = reader.int32()
@@ -136,7 +96,7 @@ def snapshot_text(data: bytes) -> bytes:
     return b"%d:%d:%b" % (xmin, xmax, b",".join([b"%d" % xid for xid in running]))
 
 
-def hstore_text(data: bytes) -> bytes:
+def _hstore_text(data: bytes) -> bytes:
     """hstore: pairs of texts, of which the value may be NULL."""
     reader = Reader(data)
     pairs = []
@@ -155,7 +115,7 @@ def _quote_hstore(text: bytes) -> bytes:
 
 # --- dates, times and intervals (ISO, UTC, iso_8601); Python's datetime ends at the years 1 and 9999
 
-_I32, _I64 = struct.Struct("!i"), struct.Struct("!q")
+_I64 = struct.Struct("!q")
 _TIMETZ = struct.Struct("!qi")
 _INTERVAL = struct.Struct("!qii")
 
@@ -167,30 +127,29 @@ _DAYS_TO_2000 = 730_425
 """From 1 March of the year 0 to 1 January 2000."""
 _DAYS_OF_400_YEARS = 146_097
 
-_FOREVER_32, _FOREVER_64 = 2**31 - 1, 2**63 - 1
+_INFINITE_DAYS = {2**31 - 1: b"infinity", -(2**31): b"-infinity"}
+_INFINITE_TIMES = {2**63 - 1: b"infinity", -(2**63): b"-infinity"}
 _INFINITE_INTERVALS: dict[tuple[int, ...], bytes] = {
-    (_FOREVER_64, _FOREVER_32, _FOREVER_32): b"infinity",
-    (-_FOREVER_64 - 1, -_FOREVER_32 - 1, -_FOREVER_32 - 1): b"-infinity",
+    (2**63 - 1, 2**31 - 1, 2**31 - 1): b"infinity",
+    (-(2**63), -(2**31), -(2**31)): b"-infinity",
 }
 
 
-def date_text(data: bytes) -> bytes:
+def _date_text(data: bytes) -> bytes:
     """Days since 2000-01-01."""
     (days,) = unpack(_I32, data)
-    if days == _FOREVER_32:
-        return b"infinity"
-    if days == -_FOREVER_32 - 1:
-        return b"-infinity"
+    if days in _INFINITE_DAYS:
+        return _INFINITE_DAYS[days]
     date, era = _format_date(days)
     return f"{date}{era}".encode()
 
 
-def time_text(data: bytes) -> bytes:
+def _time_text(data: bytes) -> bytes:
     """Microseconds since midnight."""
     return _format_time(unpack(_I64, data)[0]).encode()
 
 
-def timetz_text(data: bytes) -> bytes:
+def _timetz_text(data: bytes) -> bytes:
     """Microseconds since midnight, and seconds west of UTC."""
     time, west = unpack(_TIMETZ, data)
     minutes, seconds = divmod(abs(west), 60)
@@ -203,22 +162,12 @@ def timetz_text(data: bytes) -> bytes:
     return f"{_format_time(time)}{zone}".encode()
 
 
-def timestamp_text(data: bytes) -> bytes:
-    """Microseconds since 2000-01-01."""
-    return _format_timestamp(unpack(_I64, data)[0], "")
-
-
-def timestamptz_text(data: bytes) -> bytes:
-    """Microseconds since 2000-01-01 UTC."""
-    return _format_timestamp(unpack(_I64, data)[0], "+00")
-
-
-def interval_text(data: bytes) -> bytes:
+def _interval_text(data: bytes) -> bytes:
     """Microseconds, days and months: each has its own sign. Their extremes together are infinity."""
-    return _INFINITE_INTERVALS.get(unpack(_INTERVAL, data)) or finite_interval_text(data)
+    return _INFINITE_INTERVALS.get(unpack(_INTERVAL, data)) or _finite_interval_text(data)
 
 
-def finite_interval_text(data: bytes) -> bytes:
+def _finite_interval_text(data: bytes) -> bytes:
     """An interval before PostgreSQL 17, which had no infinite ones."""
     time, days, months = unpack(_INTERVAL, data)
     years, months = _divide(months, 12)
@@ -243,14 +192,18 @@ def _format_parts(*parts: tuple[int, str]) -> str:
     return "".join([f"{number}{unit}" for number, unit in parts if number])
 
 
-def _format_timestamp(time: int, zone: str) -> bytes:
-    if time == _FOREVER_64:
-        return b"infinity"
-    if time == -_FOREVER_64 - 1:
-        return b"-infinity"
-    days, time = divmod(time, _DAY)
-    date, era = _format_date(days)
-    return f"{date} {_format_time(time)}{zone}{era}".encode()
+def _timestamp(zone: str) -> Converter:
+    """Microseconds since 2000-01-01, in UTC if there is a zone."""
+
+    def convert(data: bytes) -> bytes:
+        (time,) = unpack(_I64, data)
+        if time in _INFINITE_TIMES:
+            return _INFINITE_TIMES[time]
+        days, time = divmod(time, _DAY)
+        date, era = _format_date(days)
+        return f"{date} {_format_time(time)}{zone}{era}".encode()
+
+    return convert
 
 
 def _format_date(days: int) -> tuple[str, str]:
@@ -278,3 +231,55 @@ def _format_time(time: int) -> str:
 
 def _format_fraction(microseconds: int) -> str:
     return f".{microseconds:06d}".rstrip("0") if microseconds else ""
+
+
+SCALARS: Final[dict[str, Converter]] = {
+    **dict.fromkeys(("name", "text", "bpchar", "varchar", "json_", "xml_", "enum_"), bytes),
+    **dict.fromkeys(("jsonb_", "jsonpath_", "ltree:ltree_", "ltree:lquery_", "ltree:ltxtq_"), _versioned_text),
+    **dict.fromkeys(("oid", "xid", "cid"), fixed("I", b"%d")),
+    "bool": bool_text,
+    "char": char_text,
+    "int2": fixed("h", b"%d"),
+    "int4": fixed("i", b"%d"),
+    "int8": fixed("q", b"%d"),
+    "xid8": fixed("Q", b"%d"),
+    "float4": float4_text,
+    "float8": doubles(b"%b"),
+    "numeric_": numeric_text,
+    "vector:vector_": vector("f"),
+    "vector:halfvec_": vector("e"),
+    "vector:sparsevec_": sparsevec_text,
+    "bytea": _bytea_text,
+    "bit_": _bits_text,
+    "varbit_": _bits_text,
+    "uuid_": lambda data: str(UUID(bytes=sized(data, 16))).encode(),
+    "inet_": _network(always_bits=False),
+    "cidr_": _network(always_bits=True),
+    "macaddr_": lambda data: sized(data, 6).hex(":").encode(),
+    "macaddr8_": lambda data: sized(data, 8).hex(":").encode(),
+    "tid": fixed("IH", b"(%d,%d)"),
+    "pg_lsn_": fixed("II", b"%X/%X"),
+    "pg_snapshot_": _snapshot_text,
+    "txid_snapshot_": _snapshot_text,  # until PostgreSQL 12
+    "hstore:hstore_": _hstore_text,
+    "date_": _date_text,
+    "time_": _time_text,
+    "timetz_": _timetz_text,
+    "timestamp_": _timestamp(""),
+    "timestamptz_": _timestamp("+00"),
+    "interval_": _interval_text,
+    "point_": doubles(b"(%b,%b)"),
+    "line_": doubles(b"{%b,%b,%b}"),
+    "lseg_": doubles(b"[(%b,%b),(%b,%b)]"),
+    "box_": doubles(b"(%b,%b),(%b,%b)"),
+    "circle_": doubles(b"<(%b,%b),%b>"),
+    "path_": path_text,
+    "poly_": polygon_text,
+}
+"""By what the names of the two functions of a type have in common: int4out and int4send."""
+
+OLDER: Final[dict[str, tuple[int, Converter]]] = {
+    "char": (150000, older_char_text),
+    "interval_": (170000, _finite_interval_text),
+}
+"""What was written otherwise until a version."""
