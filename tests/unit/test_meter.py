@@ -86,7 +86,8 @@ def test_a_batch_is_measured_by_event_commit_and_latency() -> None:
     newest = make_event(3, 1, "UPDATE")
     found = measured(make_event(1, 1), make_event(1, 2, table="billing.invoices"), make_event(2, 1, "UPDATE"), newest)
     assert (found.events, found.commits) == (4, 3)
-    assert found.last == newest
+    assert found.last[-1] == newest
+    assert found.counts == {("orders", "INSERT"): 1, ("billing.invoices", "INSERT"): 1, ("orders", "UPDATE"): 2}
 
 
 def test_rows_that_look_like_an_event_are_not_taken_for_one() -> None:
@@ -96,7 +97,7 @@ def test_rows_that_look_like_an_event_are_not_taken_for_one() -> None:
         "y": 'back\\slash "quoted" 東京 🚲\n',
     }
     found = measured(make_event(1, row=row, old=row))
-    assert found.last["operation"] == "INSERT"
+    assert found.last[-1]["operation"] == "INSERT"
     assert found.began_s == COMMIT_S + 0.040
 
 

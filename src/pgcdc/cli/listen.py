@@ -30,7 +30,8 @@ def listen(ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] = N
         settings = load_config(flags, os.environ, config)
         pipeline = Pipeline(settings, say=say, read_again=lambda: load_config(flags, os.environ, config))
         pipeline.on_stuck = lambda: _end_at_once(0)
-        pipeline.snapshot.show = SnapshotProgress().show
+        shares_terminal = any(one.type in ("stdout", "exec") for one in settings.adapter_specs) and sys.stdout.isatty()
+        pipeline.snapshot.show = SnapshotProgress(live=sys.stderr.isatty() and not shares_terminal).show
         _stop_on_signals(pipeline)
         signal.signal(signal.SIGHUP, lambda number, frame: pipeline.request_reload())
         pipeline.run()

@@ -52,13 +52,22 @@ def drop_output() -> None:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns side by side on a terminal, tabs where a program reads on."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        if sys.stdout.isatty():
-            typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        else:
+    """A drawn table on a terminal, tabs where a program reads on."""
+    if not sys.stdout.isatty():
+        for row in (header, *rows):
             typer.echo("\t".join(row))
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in header:
+        table.add_column(name, overflow="fold", justify="right" if "bytes" in name else "left")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)
 
 
 def show(value: object) -> str:
@@ -70,14 +79,38 @@ def show(value: object) -> str:
     return str(value)
 
 
-# --- how far the reading of tables is: a line now and then, on stderr
+# --- how far the reading of tables is: bars on a terminal, a line now and then elsewhere; always on stderr
+
+
+class Bars:
+    """A bar for each table."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[what]}"))
+        self._progress = Progress(*columns, console=Console(stderr=True))
+        self._tasks: dict[str, TaskID] = {}
+
+    def draw(self, table: str, rows: int, estimated_rows: int, what: str) -> None:
+        self._progress.start()
+        if table not in self._tasks:
+            self._tasks[table] = self._progress.add_task(table, what="")
+        total = max(rows, estimated_rows) or None
+        self._progress.update(self._tasks[table], completed=rows, total=total, what=what)
+
+    def close(self) -> None:
+        """Leave them as they are; what comes next is printed below."""
+        self._progress.stop()
 
 
 class CopyProgress:
-    """Says how far a copy is: called when a table's turn has come, now and then, and when it is complete."""
+    """Shows how far a copy is: called when a table's turn has come, now and then, and when it is complete."""
 
-    def __init__(self, interval_s: float = LINE_INTERVAL_S) -> None:
+    def __init__(self, interval_s: float = LINE_INTERVAL_S, *, live: bool | None = None) -> None:
         self._interval_s = interval_s
+        self._bars = Bars() if (sys.stderr.isatty() if live is None else live) else None
         self._table = ""
         self._began = self._due = 0.0
 
@@ -86,24 +119,40 @@ class CopyProgress:
         if table != self._table:
             self._table, self._began, self._due = table, now, now + self._interval_s
         seconds = now - self._began
-        if is_complete:
+        text = describe_rows(rows, 0 if is_complete else estimated_rows, seconds)
+        if self._bars is not None:
+            self._bars.draw(table, rows, 0 if is_complete else estimated_rows, text)
+        elif is_complete:
             took = describe_seconds(seconds) if seconds >= 1 else "less than 1 s"
             say(f"table {table}: {rows:,} row{'s' if rows != 1 else ''}, complete in {took}")
         elif rows and now >= self._due:
             self._due = now + self._interval_s
-            say(f"table {table}: {describe_rows(rows, estimated_rows, seconds)}")
+            say(f"table {table}: {text}")
+
+    def close(self) -> None:
+        """Nothing more will come, be it complete or not."""
+        if self._bars is not None:
+            self._bars.close()
 
 
 class SnapshotProgress:
-    """Says how far the initial snapshot is: every ten seconds, and once at the end."""
+    """Shows how far the initial snapshot is: bars on a terminal, else a line every ten seconds, and one at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, live: bool = False) -> None:
+        self._bars = Bars() if live else None
         self._due = 0.0
 
     def show(self, status: dict[str, Any]) -> None:
         """Take the status of now."""
-        if status["status"] == "complete" or time.monotonic() >= self._due:
+        if self._bars is not None and status["status"] != "complete":
+            for one in status.get("tables", ()):
+                self._bars.draw(
+                    one["table"], one["rows"], one["estimated_rows"], _describe_table(one).partition(": ")[2]
+                )
+        elif status["status"] == "complete" or time.monotonic() >= self._due:
             self._due = time.monotonic() + LINE_INTERVAL_S
+            if self._bars is not None:
+                self._bars.close()
             say(describe_snapshot(status))
 
 

@@ -152,15 +152,16 @@ def _copy(settings: Config, wanted: Wanted, to: str, partitions: int | None, typ
     specs, transforms = choose_specs(settings, None), settings.global_transforms
     keep_secrets([settings.db, settings.dlq_db], specs, transforms)
     signal.signal(signal.SIGTERM, _end)
+    progress = CopyProgress()
     try:
         if to:
             folder = _parquet_folder(settings, wanted, to, partitions)
             rows = copy_to_parquet(
-                wanted, folder, partitions=partitions or 0, types=types, progress=CopyProgress(), say=say
+                wanted, folder, partitions=partitions or 0, types=types, progress=progress, say=say
             )  # fmt: skip
         else:
             options = EventOptions(invalid_text=settings.invalid_utf8)
-            rows = copy_to_adapters(wanted, specs, transforms, options=options, progress=CopyProgress(), say=say)
+            rows = copy_to_adapters(wanted, specs, transforms, options=options, progress=progress, say=say)
     except SinkError as error:
         if not isinstance(error.__cause__, BrokenPipeError) or len(specs) > 1:
             raise
@@ -169,6 +170,8 @@ def _copy(settings: Config, wanted: Wanted, to: str, partitions: int | None, typ
     except KeyboardInterrupt:
         say("stopped: the copy is not complete")
         raise
+    finally:
+        progress.close()
     say(f"complete: {rows:,} row{'s' if rows != 1 else ''}")
 
 

@@ -10,6 +10,8 @@ import orjson
 import pyarrow as pa
 
 RECENT_S = 10.0
+HISTORY_S = 120
+SHOWN_EVENTS = 60
 _MAX_VALUE_LETTERS = 28
 
 
@@ -25,8 +27,10 @@ class Meter:
         self.events = self.commits = 0
         self.latencies: Counter[int] = Counter()
         """Events by the milliseconds from commit to delivery."""
-        self.last: dict[str, Any] = {}
-        """The newest event."""
+        self.counts: Counter[tuple[str, str]] = Counter()
+        """Events by table and operation."""
+        self.last: deque[dict[str, Any]] = deque(maxlen=SHOWN_EVENTS)
+        """The newest events."""
         self.server_lsn = self.delivered_lsn = 0
         self._recent: deque[tuple[float, int, int, Counter[int]]] = deque()
         self._last_commit = ""
@@ -45,18 +49,34 @@ class Meter:
         self.events += len(events)
         self.commits += count
         self.latencies.update(latencies)
-        self.last = events[-1]
+        self.counts.update((table_of(one), one["operation"]) for one in events)
+        self.last.extend(events)
         self._recent.append((delivered_s, len(events), count, latencies))
 
     def recent(self, now_s: float) -> tuple[float, float, Counter[int]]:
         """Events and commits per second, and latencies, of the last ten seconds."""
-        while self._recent and self._recent[0][0] < now_s - RECENT_S:
+        while self._recent and self._recent[0][0] < now_s - HISTORY_S:
             self._recent.popleft()
         span_s = min(RECENT_S, max(1.0, now_s - (self.began_s or now_s)))
+        parts = [part for part in self._recent if part[0] > now_s - RECENT_S]
         latencies: Counter[int] = Counter()
-        for _, _, _, part in self._recent:
+        for _, _, _, part in parts:
             latencies.update(part)
-        return sum(one[1] for one in self._recent) / span_s, sum(one[2] for one in self._recent) / span_s, latencies
+        return sum(one[1] for one in parts) / span_s, sum(one[2] for one in parts) / span_s, latencies
+
+    def history(self, now_s: float) -> list[int]:
+        """Events in each whole second since the start, two minutes at most; the one that runs would look like a drop."""
+        found = [0] * min(HISTORY_S, int(now_s) - int(self.began_s or now_s))
+        for at_s, events, *_ in self._recent:
+            age = int(now_s) - int(at_s)
+            if 1 <= age <= len(found):
+                found[-age] += events
+        return found
+
+    @property
+    def lag_bytes(self) -> int:
+        """How much WAL the server has written that is not delivered."""
+        return max(0, self.server_lsn - self.delivered_lsn)
 
 
 # --- text
@@ -97,7 +117,7 @@ def progress_line(meter: Meter, now_s: float) -> str:
     return (
         f"{format_clock(now_s - (meter.began_s or now_s))}  {meter.events:,} events in {meter.commits:,} commits, "
         f"{events_per_s:,.0f} events/s, {commits_per_s:,.0f} commits/s, "
-        f"lag {format_bytes(max(0, meter.server_lsn - meter.delivered_lsn))}, "
+        f"lag {format_bytes(meter.lag_bytes)}, "
         f"latency p50 {format_latency(latencies, 0.5)} p99 {format_latency(latencies, 0.99)}"
     )
 
@@ -117,7 +137,12 @@ def describe_event(event: dict[str, Any]) -> str:
         before = f"{_shorten(old[name])}→" if name in old and old[name] != value else ""
         shown.append(f"{name}={before}{_shorten(value)}")
     shown += [f"{name}=…" for name in payload.get("_unchanged_toast_columns") or ()]
-    return f"{event['operation']} {event['channel'].removeprefix('pgcdc:')}: {' '.join(shown)}"
+    return f"{event['operation']} {table_of(event)}: {' '.join(shown)}"
+
+
+def table_of(event: dict[str, Any]) -> str:
+    """The name that its channel has."""
+    return str(event["channel"]).removeprefix("pgcdc:")
 
 
 def _shorten(value: str | None) -> str:

@@ -31,10 +31,11 @@ from pgcdc.core.errors import ConfigError, PgcdcError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock
 from pgcdc.event.batch import Batch
-from pgcdc.playground.meter import Meter, describe_event, progress_line, summary_line
+from pgcdc.playground.meter import Meter, summary_line
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.playground.proof import Verdict, compare, read_tables
 from pgcdc.playground.shop import KEYS, Traffic, add_first_rows, create_tables
+from pgcdc.playground.view import open_view
 from pgcdc.postgres.database import connect
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.pipeline import Pipeline
@@ -43,7 +44,6 @@ from pgcdc.spark.session import check_java
 NAME = "playground"
 EVENTS_FILE = "events.jsonl"
 TICK_S = 0.1
-LINE_INTERVAL_S = 5.0
 FIRST_EVENT_TIMEOUT_S = 120.0
 DRAIN_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 60.0
@@ -100,7 +100,6 @@ class _Playground:
         self.signals = 0
         self._seconds = seconds
         self._began_s = time.time()
-        self._shown_s = 0.0
         self._scratch = Path(tempfile.mkdtemp(prefix=f"pgcdc-{NAME}-"))
         self._meter = Meter()
         self._ending = contextlib.ExitStack()
@@ -171,17 +170,17 @@ class _Playground:
     def _watch(self, pipeline: Pipeline) -> None:
         """Show what arrives until the time is over or somebody asks for the end."""
         opened_s = time.time()
-        while not self.signals:
-            time.sleep(TICK_S)
-            self._observe(pipeline)
-            began_s, now_s = self._meter.began_s, time.time()  # until the first event, the time does not count
-            if began_s is None and now_s - opened_s > FIRST_EVENT_TIMEOUT_S:
-                raise PgcdcError(f"no event came within {FIRST_EVENT_TIMEOUT_S:.0f} s", AGAIN)
-            if began_s is not None and now_s >= self._shown_s + (1 if sys.stdout.isatty() else LINE_INTERVAL_S):
-                self._shown_s = now_s
-                typer.echo(f"{progress_line(self._meter, now_s)}\n      {describe_event(self._meter.last)}")
-            if began_s is not None and self._seconds and now_s - began_s >= self._seconds:
-                return
+        with open_view(self._meter, self._seconds) as show:
+            while not self.signals:
+                time.sleep(TICK_S)
+                self._observe(pipeline)
+                began_s, now_s = self._meter.began_s, time.time()  # until the first event, the time does not count
+                if began_s is not None:
+                    show(now_s)
+                elif now_s - opened_s > FIRST_EVENT_TIMEOUT_S:
+                    raise PgcdcError(f"no event came within {FIRST_EVENT_TIMEOUT_S:.0f} s", AGAIN)
+                if began_s is not None and self._seconds and now_s - began_s >= self._seconds:
+                    return
 
     def _drain(self, pipeline: Pipeline) -> None:
         """Wait until everything that was committed is in the file."""
