@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from pgcdc.sink.contract import Sink, SinkContext
     from pgcdc.sink.spec import SinkOptions
     from pgcdc.source.postgres.wire.stream import Capture, open_capture
+    from pgcdc.sources import describe
     from pgcdc.spark.session import register, session
-    from pgcdc.spark.tables import describe, read_snapshot, read_table, read_tables
+    from pgcdc.spark.tables import read_snapshot, read_table, read_tables
     from pgcdc.spool.segment import CaptureBatch
 
 __all__ = [
@@ -80,8 +81,9 @@ _LAZY = {
     "pgcdc.sink.contract": ("Sink", "SinkContext"),
     "pgcdc.sink.spec": ("SinkOptions",),
     "pgcdc.source.postgres.wire.stream": ("Capture", "open_capture"),
+    "pgcdc.sources": ("describe",),
     "pgcdc.spark.session": ("register", "session"),
-    "pgcdc.spark.tables": ("describe", "read_snapshot", "read_table", "read_tables"),
+    "pgcdc.spark.tables": ("read_snapshot", "read_table", "read_tables"),
     "pgcdc.spool.segment": ("CaptureBatch",),
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -16,8 +16,12 @@ from pgcdc.config import Config
 from pgcdc.config.explain import explain
 from pgcdc.config.yaml_file import name_key, value_at
 from pgcdc.core.errors import ConfigError, ConfigErrors
+from pgcdc.postgres.types.column import TypeOptions
 
-__all__ = ["postgres"]
+if TYPE_CHECKING:
+    from pgcdc.source.postgres.single_table import ColumnDescription
+
+__all__ = ["describe", "postgres"]
 
 _ELSEWHERE = ("adapters", "transforms", "routes", "adapter_priority")
 
@@ -38,3 +42,22 @@ def postgres(url: str = "", **settings: Any) -> Config:
         raise ConfigErrors.of(list(explain(error, name_key, partial(value_at, values)))) from None
     config.check()
     return config
+
+
+def describe(
+    url: str,
+    table: str,
+    *,
+    json: str = "string",
+    numeric: str = "decimal",
+    out_of_range: str = "error",
+    arrays: str = "array",
+    composites: str = "struct",
+) -> list[ColumnDescription]:
+    """The columns of a table, and what they become in Spark with these options (docs/types.md)."""
+    from pgcdc.postgres.types.mapping import check_options
+    from pgcdc.source.postgres.single_table import describe_table
+    from pgcdc.spark.tables import spark_name
+
+    types = check_options(TypeOptions(json, numeric, out_of_range, arrays, composites))
+    return describe_table(url, table, types, spark_name)

@@ -13,8 +13,8 @@ from databases import Database
 from pyspark.sql.types import StructType
 
 from pgcdc.core.errors import ConfigError, ConversionError, PgcdcError, SourceError
+from pgcdc.source.postgres.single_table import choose_count
 from pgcdc.source.postgres.snapshot.held import hold_snapshot
-from pgcdc.source.postgres.table_rows import choose_count
 from pgcdc.spark.source import ChangeSource
 from pgcdc.spark.tables import BatchReader, RowsPartition
 
@@ -179,7 +179,7 @@ def test_a_table_that_is_truncated_while_it_is_planned_is_noticed(
         database.execute("TRUNCATE orders")
         return held
 
-    monkeypatch.setattr("pgcdc.source.postgres.table_rows.hold_snapshot", truncate_and_hold)
+    monkeypatch.setattr("pgcdc.source.postgres.single_table.hold_snapshot", truncate_and_hold)
     with pytest.raises(SourceError, match="was truncated or altered while its reading was planned"):
         open_reader(database, "orders", partitions="2").partitions()
 

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 import pgcdc
 from pgcdc.cli.main import app
 from pgcdc.postgres.database import connect
-from pgcdc.source.postgres.table_columns import TableColumn, read_table_columns
+from pgcdc.source.postgres.setup.tables import TableColumn
+from pgcdc.source.postgres.single_table import read_table_columns
 
 _TABLES = """
 CREATE SCHEMA sales;
@@ -78,7 +79,7 @@ def test_live_columns_and_which_of_them_identify_a_row(database: Database) -> No
         "deferred": [("a", False, True)],
         "nothing_identified": [("a", False, True)],
     }
-    assert columns["line"] == TableColumn("line", 23, -1, 0, 2, "integer", True, True, True, "")
+    assert columns["line"] == TableColumn("line", 23, -1, 0, 2, "integer", True, True, 1, False, "", True)
     assert (columns["tags"].ndims, columns["total"].number, columns["doubled"].generated) == (2, 4, "s")
     assert (columns["at"].is_key, columns["at"].is_primary_key) == (False, False)
 

@@ -47,7 +47,7 @@ class At:
 
 
 def want(url: str, *tables: str, where: str = "", **more: Any) -> Wanted:
-    return Wanted(url, Selection(tables, **more), where=where)
+    return Wanted(url, Selection(tables=tables, **more), where=where)
 
 
 def copy(database: Database, path: Path, *tables: str, progress: Progress | None = None, **more: Any) -> list[Event]:

@@ -15,7 +15,7 @@ from pgcdc.postgres.database import connect
 from pgcdc.postgres.types.catalog import TypeCatalog
 from pgcdc.postgres.types.column import Exactness, TypeOptions
 from pgcdc.postgres.types.mapping import map_type
-from pgcdc.source.postgres.table_columns import read_table_columns
+from pgcdc.source.postgres.single_table import read_table_columns
 from pgcdc.spark.tables import spark_type
 
 VALUES = {

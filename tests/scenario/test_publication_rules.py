@@ -15,7 +15,7 @@ from preparing import Wanted, follow_tables, prepare
 from pgcdc.capture.control import ensure_capture
 from pgcdc.core.errors import GapError, SourceError
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.source.postgres.setup.tables import check_version
+from pgcdc.source.postgres.setup.publications import check_version
 from pgcdc.spool.reader import SpoolReader, read_slice
 
 

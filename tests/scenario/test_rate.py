@@ -21,10 +21,9 @@ from pgcdc.core.errors import ConfigError, GapError
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Op, Relations
 from pgcdc.core.state import Lock, StateDir, read_json
-from pgcdc.source.rate.changes import FIRST_COMMIT, MadeUp
+from pgcdc.source.protocol import find_source, source_names
 from pgcdc.source.rate.options import RateOptions
-from pgcdc.source.rate.source import SERVER_FILE, RateSource
-from pgcdc.source.registry import find_source, source_names
+from pgcdc.source.rate.source import FIRST_COMMIT, SERVER_FILE, MadeUp, RateSource
 from pgcdc.spark.options import parse_options
 from pgcdc.spark.source import ChangeReader
 from pgcdc.spool.reader import SpoolReader, read_slice

@@ -21,7 +21,7 @@ from pgcdc.core.errors import ConfigError, GapError, SinkError, SourceError, Sta
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir, read_json, write_json
 from pgcdc.run.chains import note_targets, why_unreadable
-from pgcdc.run.resync import Resync, ResyncOptions
+from pgcdc.run.resync import Resync
 from pgcdc.sink.file import FileSink
 from pgcdc.source.postgres.snapshot.releases import Releases
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, RequestState, SnapshotRequest
@@ -62,14 +62,10 @@ def lose_slot(database: Database) -> None:
     database.execute("DELETE FROM pair WHERE a = 2")
 
 
-def options(one: Delivery, **more: Any) -> ResyncOptions:
-    return ResyncOptions(one.database.url, one.state.path, **more)
-
-
 def resync(one: Delivery, **more: Any) -> list[str]:
     """What it said it would do; it was done."""
     said: list[str] = []
-    with Resync(options(one, **more), said.append) as work:
+    with Resync(one.database.url, one.state.path, say=said.append, **more) as work:
         said += work.plan()
         work.run()
     return said
@@ -236,12 +232,14 @@ def test_a_slot_that_was_moved_is_lost_one_that_works_is_not_and_another_server_
     with pytest.raises(ConfigError, match="nothing is lost"):
         resync(delivery)
     refused = run_command(delivery, "--new-slot")
-    assert refused.returncode == 2 and "needs a confirmation" in refused.stderr
+    assert refused.returncode == 2 and "nothing was changed: a resync needs a confirmation" in refused.stderr
+    assert "will be dropped: what it still holds is lost then" in refused.stderr and "is dropped" not in refused.stderr
+    assert database.query("SELECT 1 FROM pg_replication_slots WHERE slot_name = %s", [f"s_{database.name}"])
     old = delivery.state.identity()
     database.execute("INSERT INTO t VALUES (8, 'never delivered')")
     database.execute("SELECT pg_replication_slot_advance(%s, pg_current_wal_insert_lsn())", [f"s_{database.name}"])
     said = "\n".join(resync(delivery))
-    assert "it was recreated, or advanced by somebody else" in said and "is dropped: what it holds is lost" in said
+    assert "it was recreated, or advanced by somebody else" in said and "will be dropped" in said
     new = delivery.state.identity()
     assert old is not None and new is not None and new.created > old.created
     assert "is given up, as you ask" in "\n".join(resync(delivery, new_slot=True))
@@ -304,7 +302,7 @@ def test_what_is_wrong_is_refused_before_anything_is_thrown_away(delivery: Deliv
     assert left >= before and {path.name for path in left - before} <= {"run.lock", "resync"}
     with (
         pytest.raises(StateError, match="not a state directory"),
-        Resync(ResyncOptions("", delivery.output.parent / "x")),
+        Resync("", delivery.output.parent / "x"),
     ):
         pass
 
@@ -359,7 +357,7 @@ def test_lines_whose_keys_transforms_have_changed_are_not_read_back(delivery: De
         state.targets_file.unlink(missing_ok=True)
         note_targets(state, [(spec, Chain((one,)))])
         note_targets(state, [(spec, Chain())])  # what was written so stays so
-        with Resync(options(delivery, read_again=("t",))) as work:
+        with Resync(database.url, delivery.state.path, read_again=("t",)) as work:
             said = "\n".join(work.plan())
         assert reason in said and "cannot be read back: deletes of rows that vanished are not sent" in said
     lose_slot(database)

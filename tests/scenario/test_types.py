@@ -25,7 +25,8 @@ from pgcdc.postgres.database import Connection, connect
 from pgcdc.postgres.types.catalog import BUILT_IN, TypeCatalog
 from pgcdc.postgres.types.column import ColumnType, Rejected, TypeOptions
 from pgcdc.postgres.types.mapping import map_type
-from pgcdc.source.postgres.table_columns import TableColumn, describe, read_table_columns
+from pgcdc.source.postgres.setup.tables import TableColumn
+from pgcdc.source.postgres.single_table import describe, read_table_columns
 from pgcdc.source.postgres.wire.binary.decoder import unsupported
 from pgcdc.spark.tables import spark_name, spark_type
 

@@ -23,7 +23,7 @@ from pgcdc.postgres.database import (
     redact,
     split_table,
 )
-from pgcdc.source.postgres.setup.preflight import check_wal
+from pgcdc.source.postgres.setup.slots import check_wal
 
 names = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)
 

@@ -6,11 +6,12 @@ import inspect
 import json
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 
 from pgcdc.core import errors
-from pgcdc.core.errors import PgcdcError, Policy
+from pgcdc.core.errors import GapError, PgcdcError, Policy
 
 KINDS = [
     kind
@@ -99,3 +100,12 @@ def test_public_names_are_sorted_and_complete() -> None:
         and not name.startswith("_")
     }
     assert errors.__all__ == sorted(defined)
+
+
+def test_advice_to_resync_names_the_state_directory_that_was_given() -> None:
+    advice = "Begin again: pgcdc resync --new-slot"
+    for given, expected in ((".pgcdc", advice), ("/a b", "Begin again: pgcdc resync --state-dir '/a b' --new-slot")):
+        error = GapError("the slot is gone", advice)
+        for _ in range(2):
+            error.name_state_dir(Path(given))
+            assert error.advice == expected

@@ -12,7 +12,7 @@ import pytest
 from pgcdc.core.errors import SinkError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Identity, StateDir
-from pgcdc.run.resync_plan import Plan, ResyncOptions
+from pgcdc.run.resync import Resync
 from pgcdc.sink import line_files
 from pgcdc.sink.contract import Progress
 from pgcdc.sink.file import FileSink
@@ -148,5 +148,5 @@ def test_a_resync_names_every_target_that_it_cannot_read_back(tmp_path: Path) ->
     }  # fmt: skip
     for name, detail in details.items():
         Progress(state_dir.acks, name).save(Position.end(100), detail)
-    plan = Plan(ResyncOptions("postgresql://nobody@localhost/x", tmp_path), state_dir)
-    assert plan._blind() == ["exec", "hook", "redis", "stdout", "warehouse"]
+    one = Resync("postgresql://nobody@localhost/x", tmp_path)
+    assert one._blind() == ["exec", "hook", "redis", "stdout", "warehouse"]

@@ -29,7 +29,7 @@ REGISTRIES = {
     "pgcdc.cli.main",
     "pgcdc.core.compiled",
     "pgcdc.sink.spec",
-    "pgcdc.source.registry",
+    "pgcdc.source.protocol",
     "pgcdc.transform",
 }
 """Modules that import others of ours by name."""

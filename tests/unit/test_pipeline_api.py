@@ -11,7 +11,7 @@ from pyspark.core.context import SparkContext
 
 from pgcdc import Pipeline, adapters, sources, transform
 from pgcdc.config import Config
-from pgcdc.core.errors import ConfigError, PgcdcError
+from pgcdc.core.errors import ConfigError, GapError, PgcdcError
 from pgcdc.core.state import read_json
 from pgcdc.run.chains import Reloads, change_specs
 from pgcdc.spark.session import check_running
@@ -276,3 +276,16 @@ def test_what_transforms_change_is_remembered_before_anything_is_written(
     pipeline.add_adapter(adapters.noop(name="late", transforms=[transform.drop_columns("id")]))
     pipeline.reload([], {"noop": ([transform.mask("phone")], [])})
     assert changed() == {"file": ["email"], "late": ["id"], "noop": ["phone"]}
+
+
+def test_a_run_that_ends_with_a_gap_says_which_state_directory_to_resync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = Pipeline(sources.postgres(DB, tables=["a"], state_dir=tmp_path / "s"), [adapters.noop()])
+
+    def refuse(*_: Any) -> None:
+        raise GapError("the slot is gone", "Bring the sinks back to the source: pgcdc resync")
+
+    monkeypatch.setattr(pipeline, "_prepare", refuse)
+    with pytest.raises(GapError, match=f"pgcdc resync --state-dir {tmp_path / 's'}$"):
+        pipeline.run()

@@ -80,10 +80,10 @@ def test_rules_come_from_flags_variables_yaml_and_options_of_spark(tmp_path: Pat
     by_options = parse_options({
         "url": URL, "tables": "orders,items", "row_filters": "; ".join(filters), "columns": "; ".join(columns),
     })  # fmt: skip
-    found = [one.source_options().selection for one in (by_variables, by_flags, by_file)] + [
-        cast(PostgresOptions, by_options.source).selection
+    found = [one.source_options().part(Selection) for one in (by_variables, by_flags, by_file)] + [
+        cast(PostgresOptions, by_options.source).part(Selection)
     ]
-    assert found == [Selection(("orders", "items"), row_filters=filters, columns=columns)] * 4
+    assert found == [Selection(tables=("orders", "items"), row_filters=filters, columns=columns)] * 4
 
 
 def test_schemas_and_generated_columns_come_the_same_ways() -> None:
@@ -92,7 +92,8 @@ def test_schemas_and_generated_columns_come_the_same_ways() -> None:
         {}, {"PGCDC_DB": URL, "PGCDC_SCHEMAS": "sales, shop", "PGCDC_GENERATED_COLUMNS": "true"}, None
     )
     by_options = parse_options({"url": URL, "schemas": "sales,shop", "generated_columns": "true"})
-    assert by_variables.source_options().selection == cast(PostgresOptions, by_options.source).selection == wanted
+    found = [one.part(Selection) for one in (by_variables.source_options(), cast(PostgresOptions, by_options.source))]
+    assert found == [wanted, wanted]
     assert wanted.is_open and wanted.schema_names == ("sales", "shop")
 
 

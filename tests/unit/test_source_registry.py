@@ -13,8 +13,8 @@ from pgcdc.config import load_config
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.run.pipeline import Pipeline
+from pgcdc.source.protocol import find_source, source_names
 from pgcdc.source.rate.options import RateOptions
-from pgcdc.source.registry import find_source, source_names
 from pgcdc.spark.options import parse_options, write_options
 
 OTHER = """

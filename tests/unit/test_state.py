@@ -30,7 +30,7 @@ from pgcdc.source.postgres.source import PostgresSource
 from pgcdc.source.rate.options import RateOptions
 from pgcdc.source.rate.source import RateSource
 
-DETAILS = {"timeline": 1, "publications": [{"name": "orders", "tables": ["x"]}]}
+DETAILS = {"timeline": 1, "publications": [{"name": "orders", "tables": ["x"]}], "asked": {}}
 IDENTITY = Identity("postgres", "7300000000000000001", "shop", "orders", "a1b2", 42, DETAILS)
 
 _HOLDER = """

@@ -17,11 +17,10 @@ from pgcdc.core.state import Identity, StateDir
 from pgcdc.run import progress
 from pgcdc.run.progress import TableWatch
 from pgcdc.source.postgres.options import PostgresOptions
-from pgcdc.source.protocol import Prepared, Source
-from pgcdc.source.registry import make_source
+from pgcdc.source.protocol import Prepared, Source, make_source
 from pgcdc.transform.specs import Chain
 
-DETAILS = {"timeline": 1, "publications": [{"name": "p", "tables": []}]}
+DETAILS = {"timeline": 1, "publications": [{"name": "p", "tables": []}], "asked": {}}
 IDENTITY = Identity("postgres", "7", "shop", "s1", "i", 800, DETAILS)
 
 
@@ -40,16 +39,16 @@ def test_columns_that_no_table_has_are_told_if_the_server_answers(
     watch = TableWatch(make_source(PostgresOptions(db="postgresql://h/x", tables=("a",))), state, said.append)
     table = SimpleNamespace(relation=Relation(1, "public", "a", "d", (Column("email", 25, -1, False),)))
     monkeypatch.setattr(
-        "pgcdc.postgres.database.connect", lambda *_, **__: cast(Any, memoryview(b""))
+        "pgcdc.source.postgres.source.connect", lambda *_, **__: cast(Any, memoryview(b""))
     )  # opens and closes
 
     def gone(*_: Any) -> Any:
         raise psycopg.OperationalError("server closed the connection unexpectedly")
 
-    monkeypatch.setattr("pgcdc.source.postgres.setup.tables.read_published", gone)
+    monkeypatch.setattr("pgcdc.source.postgres.source.read_published", gone)
     watch.tell_missing([Chain((transform.mask("Email"),))])
     assert said == []
-    monkeypatch.setattr("pgcdc.source.postgres.setup.tables.read_published", lambda *_: [table])
+    monkeypatch.setattr("pgcdc.source.postgres.source.read_published", lambda *_: [table])
     watch.tell_missing([Chain((transform.mask("Email"),))])
     assert said == ["warning: mask: no captured table has a column Email; did you mean email?"]
 

@@ -10,6 +10,7 @@ import tempfile
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -242,6 +243,29 @@ def test_what_is_confirmed_is_fsynced_before(folder: Path, monkeypatch: pytest.M
     cache.advance(20)
     cache.make_durable()
     assert synced, "the position alone is something new: a cache that does not reach it would start empty"
+    cache.close()
+
+
+def test_the_log_is_fsynced_before_the_table_commits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table must not be ahead of the log by which it is taken back."""
+    cache, calls = filled(folder), list[object]()
+    fsync, txn = os.fsync, cache._txn
+
+    def traced(descriptor: int) -> None:
+        fsync(descriptor)
+        calls.append((os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size))
+
+    class Traced:
+        def __getattr__(self, name: str) -> Any:
+            if name == "commit":
+                calls.append("commit")
+            return getattr(txn, name)
+
+    (log,) = [path.stat() for path in folder.glob("log-*") if path.stat().st_size]
+    monkeypatch.setattr(os, "fsync", traced)
+    monkeypatch.setattr(cache, "_txn", Traced())
+    cache._commit()
+    assert calls[:2] == [(log.st_ino, log.st_size), "commit"]
     cache.close()
 
 

@@ -46,7 +46,7 @@ class CaptureSpec(CaptureOptions):
     """Everything a capture process needs to know, on its standard input."""
 
     kind: str
-    """Of the source: its name in `source.registry`."""
+    """Of the source: its name (`source.protocol.find_source`)."""
     source: dict[str, Any] = Field(repr=False)
     """The options of the source, whole: only the source reads them."""
     watch_pid: int

@@ -24,9 +24,9 @@ from pgcdc.core.counters import CHANGES_CAPTURED, CONNECTIONS_LOST, counters
 from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, StateError, reconnect_delay_s
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir, is_alive, write_json
-from pgcdc.source.protocol import ChangeStream, Settled
-from pgcdc.source.registry import make_source
+from pgcdc.source.protocol import ChangeStream, Settled, make_source
 from pgcdc.spool.consumers import Consumers
+from pgcdc.spool.index import Token
 from pgcdc.spool.writer import SpoolWriter
 
 logger = logging.getLogger("pgcdc.capture")
@@ -185,7 +185,7 @@ class CaptureProcess:
         # An ack may be ahead of a spool that is read again from the source: the rest follows when it has come.
         commit = min(self._consumers.confirmable(self._spool.token_at), self._stream.reached)
         # A source that needs a token to go on gives nothing up that lies behind the last one that is durable.
-        self._stream.confirm(self._consumers.token.commit if self._spool.has_tokens else commit)
+        self._stream.confirm(self._consumers.token if self._spool.has_tokens else Token(commit, b""))
         base = min(self._consumers.base, Position.behind(commit))
         if base > self._released:
             self._spool.release(base)

@@ -27,8 +27,8 @@ COMMANDS = {
 }
 """Each with the line of its help. It is a function of that name or a group `<name>_app` in the module `pgcdc.cli.<name>`."""
 _MODULES = {
-    "config": ("validate",), "listen": ("playground",), "main": ("version",), "source": ("slot", "consumer", "describe"),
-    "status": ("reload",),
+    "config": ("validate",), "listen": ("playground",), "main": ("version",), "status": ("reload",),
+    "source": ("slot", "consumer", "describe", "resync"),
 }  # fmt: skip
 """Modules with commands of other names."""
 WITH_SETTINGS = ("listen", "validate")

@@ -127,11 +127,12 @@ def _wanted(settings: Config, flags: dict[str, Any], names: list[str], where: st
     from pgcdc.run.copy_source import Wanted
 
     source = settings.source_options()
-    chosen, publication = source.selection, settings.publication if source.uses_existing else ""
+    chosen, publication = source.part(Selection), settings.publication if source.uses_existing else ""
     if names or flags.keys() & {"tables", "schemas", "all_tables", "publication"}:
         schemas = settings.schemas if "schemas" in flags else ()
         is_all = settings.all_tables and "all_tables" in flags
-        chosen = Selection(tuple(names), schemas, is_all, settings.row_filters, settings.columns)
+        chosen = Selection(tables=tuple(names), schemas=schemas, all_tables=is_all)
+        chosen = chosen.but(row_filters=settings.row_filters, columns=settings.columns)
         publication = settings.publication if "publication" in flags else ""
     wanted = Wanted(settings.db, chosen, publication or "", where)
     wanted.check()

@@ -1,4 +1,4 @@
-"""`pgcdc slot`, `pgcdc consumer` and `pgcdc describe`: what a server and a state directory hold."""
+"""`pgcdc slot`, `pgcdc consumer`, `pgcdc describe`: what a server and a state directory hold; and `pgcdc resync`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pgcdc.cli.report import exit_on_error, print_table, show
+from pgcdc.cli.report import exit_on_error, print_table, say, show
 from pgcdc.core.errors import ConfigError, SourceError, StateError
 from pgcdc.core.state import StateDir
 from pgcdc.postgres.database import Connection, connect
@@ -144,8 +144,8 @@ def describe(
     composites: Annotated[str, typer.Option(help="Composite types: struct or string.")] = "struct",
 ) -> None:
     """`pgcdc describe`: a table as Spark will see it."""
-    from pgcdc.source.protocol import ColumnDescription
-    from pgcdc.spark.tables import describe as describe_table
+    from pgcdc.source.postgres.single_table import ColumnDescription
+    from pgcdc.sources import describe as describe_table
 
     _require(table, "table", "--table")
     if output not in ("table", "json"):
@@ -153,3 +153,44 @@ def describe(
     chosen = {"numeric": numeric, "out_of_range": out_of_range, "arrays": arrays, "composites": composites}
     found = [dataclasses.asdict(column) for column in describe_table(db, table, json=json_as, **chosen)]
     _print(tuple(field.name for field in dataclasses.fields(ColumnDescription)), found, output == "json")
+
+
+@exit_on_error()
+def resync(
+    db: Db = "",
+    state_dir: State = Path(".pgcdc"),
+    table: Annotated[
+        list[str] | None,
+        typer.Option(help="The slot works: read only this table again. Repeatable."),
+    ] = None,
+    new_slot: Annotated[
+        bool, typer.Option("--new-slot", help="Give up a slot that still works, or follow another server.")
+    ] = False,
+    tables: Annotated[
+        str, typer.Option(help="Capture these tables from now on: a,b,schema.c. (default: those of before)")
+    ] = "",
+    truncate: Annotated[
+        bool,
+        typer.Option("--truncate", help="Send a TRUNCATE of every table before its rows, instead of comparing keys."),
+    ] = False,
+    two_phase: Annotated[
+        bool, typer.Option("--two-phase", help="Make the new slot for pgcdc listen --two-phase.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """After a lost slot: a new one, every table again, and deletes of the rows that vanished meanwhile."""
+    from pgcdc.core.settings import split_outside_quotes
+    from pgcdc.run.resync import Resync
+
+    if not db:
+        raise ConfigError("no database is given", "Use --db or the variable PGCDC_DB")
+    chosen = tuple(name for name in split_outside_quotes(tables, ",") if name)
+    with Resync(db, state_dir, tuple(table or ()), new_slot, chosen, truncate, two_phase, say) as one:
+        for line in one.plan():
+            say(line)
+        if not yes and not one.note:
+            if not sys.stdin.isatty():
+                raise ConfigError("nothing was changed: a resync needs a confirmation", "Add --yes")
+            typer.confirm("Go on?", abort=True)
+        one.run()
+    say("done. Start pgcdc listen as before: it brings the sinks back to the source")

@@ -22,9 +22,12 @@ An error carries one line that says what happened and one that says what to do.
 from __future__ import annotations
 
 import random
+import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import ClassVar
 
 __all__ = [
@@ -89,6 +92,12 @@ class PgcdcError(Exception):
 
     def __str__(self) -> str:
         return sentences(self.message, self.advice)
+
+    def name_state_dir(self, path: Path) -> None:
+        """Say in the advice which state directory it is about, unless that is the default."""
+        if path.absolute() != Path(".pgcdc").absolute():
+            command = f"pgcdc resync --state-dir {shlex.quote(str(path))}"
+            self.advice = re.sub(r"pgcdc resync(?! (--state-dir|without))", lambda _: command, self.advice)
 
     def to_json(self) -> dict[str, str]:
         """The form that crosses process boundaries (status files, control socket), under a kind of the tree above."""

@@ -38,6 +38,8 @@ from pgcdc.core.errors import StateError
 LOG_BYTES = 10 << 20
 FORMAT = 4
 """Of the state directory. It grows whenever one version of pgcdc could misread what another has written."""
+_OF_THE_SLOT = ("spool", "checkpoints", "consumers.json", "shapes.jsonl", "toast", "typed", "snapshot", "capture.json",
+                "run.json", "lanes.json")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Identity:
     """What a state directory belongs to. Going on with another one would cross a gap."""
 
     kind: str
-    """Of the source: its name in `source.registry`."""
+    """Of the source: its name (`source.protocol.find_source`)."""
     system: str
     """Which server or cluster it is, by what does not change with its address."""
     database: str
@@ -153,6 +155,15 @@ class StateDir:
                 "Use the version of pgcdc that wrote it, or begin with a new directory and a new slot: --state-dir, --slot",
             )
         return Identity(**raw)
+
+    def forget_slot(self) -> None:
+        """Remove what begins again with a new slot. Locks, logs and acks stay."""
+        for name in _OF_THE_SLOT:
+            path = self.path / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     def check_whole(self) -> None:
         """Raise StateError if a `pgcdc resync` was interrupted: half of what is here belongs to a slot that is gone."""

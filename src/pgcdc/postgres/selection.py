@@ -6,7 +6,7 @@ Also the types of settings that name things of a database.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -14,8 +14,20 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator
 
 from pgcdc.core.errors import ConfigError
-from pgcdc.core.settings import checked, split_names, split_outside_quotes, text_or_list
+from pgcdc.core.settings import (
+    Conflict,
+    Options,
+    Rules,
+    checked,
+    conflicts_of,
+    setting,
+    split_names,
+    split_outside_quotes,
+    text_or_list,
+)
 from pgcdc.postgres.database import parse_identifier, parse_url, quote_identifier, split_table
+
+TABLES, SNAPSHOTS = "Tables", "Rows that are there"
 
 DatabaseUrl = Annotated[str, AfterValidator(lambda url: checked(parse_url, url) if url else url)]
 TableName = Annotated[str, AfterValidator(partial(checked, split_table))]
@@ -42,18 +54,40 @@ class Rule:
         return columns + (f" WHERE ({self.row_filter})" if self.row_filter else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(Options):
     """The tables by name, those of some schemas, or all; with rules as `table=expression` and `table=a,b`."""
 
-    tables: tuple[str, ...] = ()
-    schemas: tuple[str, ...] = ()
-    all_tables: bool = False
-    row_filters: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
-    generated_columns: bool = False
-    also: tuple[str, ...] = ()
-    """Tables of ours that are captured with the others: the one for signals."""
+    tables: TableNames = setting(
+        (), "Capture these tables: a,b,schema.c. Creates our publication.", TABLES, metavar="A,B", example="[orders]"
+    )
+    all_tables: bool = setting(False, "Capture all tables. Creates our publication.", TABLES)
+    schemas: Identifiers = setting(
+        (), "Capture all tables of these schemas: a,b. Creates our publication.", TABLES, metavar="A,B",
+        example="[sales]",
+    )  # fmt: skip
+    row_filters: Rules = setting(
+        (), "Only these rows: 'orders=total > 100'. Repeatable. PostgreSQL 15.", TABLES, flag="row-filter",
+        metavar="TABLE=EXPR", is_repeated=True, example="{orders: total > 100}",
+    )  # fmt: skip
+    columns: Rules = setting(
+        (), "Only these columns: orders=id,total. Repeatable. PostgreSQL 15.", TABLES, metavar="TABLE=A,B",
+        is_repeated=True, example="{orders: [id, total]}",
+    )  # fmt: skip
+    generated_columns: bool = setting(False, "Also stored generated columns. PostgreSQL 18.", TABLES)
+    incremental_snapshot: bool = setting(False, "Capture the table of signals; created if it is missing.", SNAPSHOTS)
+    signal_table: TableName = setting(
+        "pgcdc_signals", "Rows inserted there ask for snapshots.", SNAPSHOTS, metavar="NAME"
+    )
+
+    @property
+    def also(self) -> tuple[str, ...]:
+        """Tables of ours that are captured with the others: the one for signals."""
+        return (self.signal_table,) if self.incremental_snapshot else ()
+
+    @property
+    def names_tables(self) -> bool:
+        """Whether it says which tables at all."""
+        return bool(self.tables or self.schemas or self.all_tables)
 
     @property
     def is_open(self) -> bool:
@@ -61,15 +95,8 @@ class Selection:
         return self.all_tables or bool(self.schemas)
 
     def to_json(self) -> dict[str, Any]:
-        """As it is read back from JSON."""
-        found = {name: getattr(self, name) for name in self.__slots__ if name != "also" or self.also}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> Selection:
-        """The selection behind `to_json()`."""
-        values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in raw.items()}
-        return cls(**values)
+        """What it says, for `Selection.model_validate`; nothing if it selects nothing."""
+        return self.part(Selection).model_dump(mode="json", exclude_defaults=True)
 
     def covers(self, other: Selection) -> bool:
         """Whether everything that the other one selects is selected here, in the same way."""
@@ -83,10 +110,10 @@ class Selection:
             return False
         return self.rules() == other.rules() and (self.generated_columns or not other.generated_columns)
 
-    def check(self) -> None:
-        """Raise ConfigError for what cannot be read."""
-        self.rules()
-        tuple(self.schema_names)
+    def conflicts(self) -> Iterator[Conflict]:
+        """Rules that cannot be read."""
+        yield from conflicts_of(("row_filters",), self.but(columns=()).rules)
+        yield from conflicts_of(("columns",), self.but(row_filters=()).rules)
 
     @property
     def schema_names(self) -> tuple[str, ...]:

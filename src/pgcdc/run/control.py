@@ -17,7 +17,7 @@ from pgcdc.capture.server import Channel, ControlServer
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
 from pgcdc.core.state import Identity, Lock, StateDir
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, SnapshotRequest, change_queue, describe
-from pgcdc.source.registry import find_source
+from pgcdc.source.protocol import find_source
 
 
 class RunServer:

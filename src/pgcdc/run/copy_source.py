@@ -18,10 +18,10 @@ from pgcdc.postgres.database import Connection, connect, explain_errors, quote_i
 from pgcdc.postgres.lsn import parse_lsn
 from pgcdc.postgres.selection import Rule, Selection
 from pgcdc.source.postgres.setup.tables import Table, choose_tables, find_table, read_published, read_tables
+from pgcdc.source.postgres.single_table import read_table_columns
 from pgcdc.source.postgres.snapshot.chunks import Chunk, files_text, plan_chunks
 from pgcdc.source.postgres.snapshot.copy import check_condition, select_statement
 from pgcdc.source.postgres.snapshot.held import HeldSnapshot
-from pgcdc.source.postgres.table_columns import read_table_columns
 
 ATTEMPTS = 3
 

@@ -31,10 +31,9 @@ from pgcdc.run.settings import PipelineSettings, view_source
 from pgcdc.run.supervisor import STOP_TIMEOUT_S, Lanes
 from pgcdc.sink.letters.record import DeadLetters
 from pgcdc.sink.spec import AdapterSpec
-from pgcdc.source.protocol import Prepared
-from pgcdc.source.rate.changes import FIRST_COMMIT, MadeUp
+from pgcdc.source.protocol import Prepared, make_source
 from pgcdc.source.rate.options import RateOptions
-from pgcdc.source.registry import make_source
+from pgcdc.source.rate.source import FIRST_COMMIT, MadeUp
 from pgcdc.spark.options import parse_options, write_options
 from pgcdc.spark.session import check_java, check_running, start_session, stop_within, with_settings
 from pgcdc.spool.consumers import MAIN
@@ -107,6 +106,7 @@ class Driver:
             self._prepare(lock)
             self._run()
         except PgcdcError as error:
+            error.name_state_dir(self.state.path)
             self._last_error = error.to_json()
             self._enter("failed")
             raise
@@ -185,11 +185,14 @@ class Driver:
 
                 # Refuses a table that cannot be read in this form, before anything is made for it.
                 load_table(parse_options(self._spark_options()).but(source=self.config.source))
-            self._prepared = self._source.prepare(
-                self.state, consumer=MAIN, say=self._say, is_stopped=self._stop.is_set
-            )
+            self._prepared = self._source.prepare(self.state, consumer=MAIN, say=self._say_unless_stopped)
             self._letters.open(self._prepared.identity)
         self._tables.begin(self._prepared, self._chains.all)
+
+    def _say_unless_stopped(self, text: str) -> None:
+        self._say(text)
+        if self._stop.is_set():
+            raise KeyboardInterrupt
 
     def _make_adapters(self, specs: Sequence[AdapterSpec]) -> list[Adapter]:
         """Adapters, after a look at their targets: a wrong one must not be found when slot and publication exist."""

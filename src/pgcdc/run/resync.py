@@ -12,46 +12,69 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pgcdc.capture.server import remove_socket
-from pgcdc.core.errors import StateError
+from pgcdc.core.errors import ConfigError, GapError, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
-from pgcdc.core.state import Lock, StateDir, fsync_folder, write_json_durably
-from pgcdc.postgres.database import name_table
+from pgcdc.core.state import Identity, Lock, StateDir, fsync_folder, read_json, write_json_durably
+from pgcdc.postgres.database import Connection, connect, name_table, quote_qualified, split_table
 from pgcdc.postgres.lsn import format_lsn
-from pgcdc.run.resync_plan import Plan, ResyncOptions, WrittenFile
+from pgcdc.run.chains import why_unreadable
+from pgcdc.sink.contract import Progress
+from pgcdc.sink.file import FileOptions, FileSink
+from pgcdc.sink.folder import FolderSink
 from pgcdc.sink.line_files import KeyStore
+from pgcdc.sink.runner import Runner
+from pgcdc.source.postgres.options import PostgresOptions
+from pgcdc.source.postgres.setup.fingerprint import SlotDetails, check_identity
 from pgcdc.source.postgres.setup.prepare import prepare
-from pgcdc.source.postgres.setup.slots import OpenTransaction, SlotInfo, drop_slot, get_slot
-from pgcdc.source.postgres.setup.tables import PublishedTable
+from pgcdc.source.postgres.setup.slots import (
+    SlotInfo,
+    check,
+    check_not_ahead,
+    drop_slot,
+    end_reader,
+    get_slot,
+    identify,
+)
+from pgcdc.source.postgres.setup.tables import PublishedTable, read_published
 from pgcdc.source.postgres.snapshot.releases import Releases, truncated_rows
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, SnapshotRequest, new_id
-from pgcdc.spool.consumers import MAIN
+from pgcdc.spool.consumers import MAIN, Consumers, is_side_lane
 
-__all__ = ["Resync", "ResyncOptions"]
+WrittenFile = FileSink | FolderSink
 
-RELEASE_TIMEOUT_S = 10.0
-_OF_THE_SLOT = ("spool", "checkpoints", "consumers.json", "shapes.jsonl", "toast", "typed", "snapshot", "capture.json",
-                "run.json", "lanes.json")  # fmt: skip
-"""What begins again with the slot. Locks, logs and acks stay."""
-
-Say = Callable[[str], None]
+_UNREADABLE = {"rows": "typed rows", "zset": "typed rows", "other": "lines of another form"}
+_NOT_DELETED = "deletes of rows that vanished are not sent"
+_TRUNCATE = " (with --truncate, a TRUNCATE comes before the rows)"
 
 
+@dataclass
 class Resync:
-    """One resync. While it is open (a context manager) nobody else can use the state directory."""
+    """One resync, as the user asks for it. While it is open (a context manager) nobody else can use the state directory."""
 
-    def __init__(self, options: ResyncOptions, say: Say = lambda text: None) -> None:
-        self.options = options
-        self.state = StateDir(options.state_dir)
-        self._say = say
+    url: str
+    state_dir: Path
+    read_again: tuple[str, ...] = ()
+    """Only these tables, through the slot that works."""
+    new_slot: bool = False
+    tables: tuple[str, ...] = ()
+    """Capture these from now on; () for what was captured before."""
+    truncate: bool = False
+    two_phase: bool = False
+    say: Callable[[str], None] = lambda text: None
+    note: dict[str, Any] = field(default_factory=dict, init=False)
+    """Of a resync that has thrown things away: there is nothing left to decide."""
+
+    def __post_init__(self) -> None:
+        self.state = StateDir(self.state_dir)
+        self._slot: SlotInfo | None = None
         self._locks = contextlib.ExitStack()
-        self._plan: Plan
 
     def __enter__(self) -> Resync:
         if not self.state.path.is_dir():
@@ -76,34 +99,33 @@ class Resync:
 
     def plan(self) -> list[str]:
         """What is going to happen and what is lost, one line each. Refuses what must not be; changes nothing."""
-        self._plan = Plan(self.options, self.state)
-        return self._plan.decide()
+        self.note = read_json(self.state.resync_note) or {}
+        if not self.note:
+            return list(self._decide())
+        if self.read_again:
+            raise StateError(f"a resync of {self.state.path} is not finished", "Run it again, without --table")
+        return [f"goes on with the resync of slot {self._identity.stream} that was begun and not finished"]
 
-    @property
-    def is_begun(self) -> bool:
-        """Whether an earlier one was interrupted when it had thrown things away: there is nothing left to decide."""
-        return bool(self._plan.note)
-
-    def run(self, on_wait: Callable[[list[OpenTransaction]], None] | None = None) -> None:
+    def run(self) -> None:
         """Do what `plan` said. May be killed anywhere and run again."""
-        plan = self._plan
-        if self.options.read_again:
+        if self.read_again:
             self._read_again()
             return
-        if not plan.note:
-            keys = self._collect(plan.published())
+        if not self.note:
+            keys = self._collect(self._published())
             hit("resync.keys")
             self._save(
-                phase="reset", identity=asdict(plan.identity), keys=keys, truncate=self.options.truncate,
-                two_phase=plan.two_phase, tables=list(self.options.tables),
+                phase="reset", identity=asdict(self._identity), keys=keys, truncate=self.truncate,
+                two_phase=self.two_phase or bool(self._slot and self._slot.two_phase),
+                tables=list(self.tables),
             )  # fmt: skip
         hit("resync.noted")
-        if plan.note["phase"] == "reset":
+        if self.note["phase"] == "reset":
             self._reset()
-            prepared = prepare(plan.source_options(), self.state, consumer=MAIN, on_wait=on_wait, is_resync=True)
+            made = prepare(self._source_options(), self.state, consumer=MAIN, say=self.say, is_resync=True).identity
             hit("resync.prepared")
-            self._save(**{**plan.note, "phase": "begin", "lsn": prepared.identity.created})
-            self._say(f"slot {plan.identity.stream} begins at {format_lsn(prepared.identity.created)}")
+            self._save(**{**self.note, "phase": "begin", "lsn": made.created})
+            self.say(f"slot {made.stream} begins at {format_lsn(made.created)}")
         self._begin()
         self.state.resync_note.unlink()
         fsync_folder(self.state.path)
@@ -111,15 +133,186 @@ class Resync:
 
     def _save(self, **note: Any) -> None:
         write_json_durably(self.state.resync_note, note)
-        self._plan.note = note
+        self.note = note
+
+    # --- what it works with
+
+    def _connect(self, *, replication: bool = False) -> Connection:
+        return connect(self.url, replication=replication, application_name="pgcdc resync", may_retry=False)
+
+    @property
+    def _identity(self) -> Identity:
+        """Of the slot that is lost, or given up."""
+        known = Identity(**self.note["identity"]) if self.note else self.state.identity()
+        if known is None or (not self.note and known.created == 0):
+            raise StateError(f"{self.state.path} has no slot yet", "Give --state-dir, or start: pgcdc listen")
+        return known
+
+    @property
+    def _truncates(self) -> bool:
+        """Whether tables are emptied at the sinks instead of compared."""
+        return bool(self.note.get("truncate", self.truncate))
+
+    def _source_options(self) -> PostgresOptions:
+        """What was captured before, through a slot of the same name."""
+        details, two_phase = SlotDetails.of(self._identity), self.two_phase or self.note.get("two_phase", False)
+        options = PostgresOptions(db=self.url, slot_name=self._identity.stream, two_phase=two_phase)
+        tables = self.tables or tuple(self.note.get("tables", ()))
+        options = options.but(tables=tables) if tables else details.as_before(options)
+        return options.but(publication=details.names[0], snapshot_mode="initial")
+
+    def _published(self) -> list[PublishedTable]:
+        """The captured tables, as they are now."""
+        with self._connect() as sql:
+            return read_published(sql, SlotDetails.of(self._identity).names)
+
+    def _chosen(self) -> list[PublishedTable]:
+        """The tables of --table."""
+        published = {(one.relation.namespace, one.relation.name): one for one in self._published()}
+        names = list(dict.fromkeys(map(split_table, self.read_again)))
+        for name in names:
+            if name not in published:
+                known = ", ".join(one.title for one in published.values()) or "none"
+                raise ConfigError(
+                    f"table {name_table(*name)} is not captured through slot {self._identity.stream}", f"Known: {known}"
+                )
+            if not published[name].key:
+                raise ConfigError(
+                    f"table {published[name].title} has no key: its rows cannot be read while it changes",
+                    "Give it a primary key; or begin again with all tables: pgcdc resync --new-slot",
+                )
+        return [published[name] for name in names]
+
+    def _acks(self) -> list[Progress]:
+        return [Progress(self.state.acks, path.stem) for path in sorted(self.state.acks.glob("*.json"))]
+
+    def _files(self) -> list[tuple[WrittenFile, str]]:
+        """What adapters have written to files, and why that cannot be read back; "" if it can."""
+        found: list[tuple[WrittenFile, str]] = []
+        for ack in self._acks():
+            if "path" in ack.detail:
+                sink = FileOptions(path=ack.detail["path"] + "/" * ("parts" in ack.detail)).make()
+                sink.bind(ack)
+                reason = "" if sink.is_complete else "files that were removed (max_files)"
+                keys = [column for one in self._published() for column in one.key]
+                unreadable = _UNREADABLE.get(sink.kind) or why_unreadable(self.state, sink.name, keys)
+                found.append((sink, reason or unreadable))
+        return found
+
+    def _readable(self) -> list[WrittenFile]:
+        return [sink for sink, reason in self._files() if sink.is_there and not reason]
+
+    def _blind(self) -> list[str]:
+        """The adapters whose targets nobody reads back: all but files."""
+        return [one.name for one in self._acks() if "path" not in one.detail]
+
+    # --- the decision
+
+    def _decide(self) -> Iterator[str]:
+        other, lost = self._look()
+        confirmed, name = Consumers(self.state.consumers_file), self._identity.stream
+        if self.read_again:
+            yield from self._decide_tables(lost or other)
+            return
+        if other and not self.new_slot:
+            raise GapError(other, "Check --db. If the sinks are to follow this database from now on, give --new-slot")
+        if not lost and not self.new_slot:
+            raise ConfigError(
+                f"slot {name} is as it was left: nothing is lost",
+                "Start pgcdc listen. To read a table again give --table; to give the slot up nevertheless, --new-slot",
+            )
+        self._check_selection()
+        yield other or lost or f"slot {name} is given up, as you ask"
+        if self._slot is not None:
+            yield f"slot {name} will be dropped: what it still holds is lost then"
+        yield (
+            f"changes after {format_lsn(confirmed.confirmed_lsn)} and before the new slot are not delivered one by one: "
+            "every table is delivered as it is now, each row as a SNAPSHOT, and the changes after that"
+        )
+        if other:
+            yield "positions of events are those of this server: they can be smaller than those before"
+        yield from self._decide_sinks()
+        for consumer in confirmed.names():
+            if consumer != MAIN and not is_side_lane(consumer):
+                yield f"the query of consumer {consumer} cannot go on: begin it again, with a new checkpoint and target"
+
+    def _look(self) -> tuple[str, str]:
+        """Why this is another server than the one we know, and why the slot cannot be read on; "" if it is not so."""
+        known, lost, other = self._identity, "", ""
+        with self._connect() as sql:
+            slot = self._slot = get_slot(sql, known.stream)
+        try:
+            server = check(self.url, known.stream)
+            found = (server.system_identifier, server.timeline, server.database)
+            if slot is not None:
+                check_not_ahead(slot, Consumers(self.state.consumers_file).confirmed_lsn)
+        except GapError as error:
+            lost = error.message
+            with self._connect(replication=True) as replication:
+                found = (*identify(replication), replication.info.dbname)
+        if slot is None:
+            lost = lost or f"slot {known.stream} no longer exists"
+        try:
+            check_identity(known, *found, known.stream)
+        except GapError as error:
+            other = error.message
+        return other, lost
+
+    def _check_selection(self) -> None:
+        """What cannot be captured is refused before anything is thrown away."""
+        options = self._source_options()
+        if options.tables and not SlotDetails.of(self._identity).selection.names_tables:
+            raise ConfigError(f"publication {options.publication} is yours", "Alter it instead of giving --tables")
+        with self._connect() as sql:
+            for table in options.tables:
+                name = quote_qualified(*split_table(table))
+                if sql.execute("SELECT to_regclass(%s)", [name]).fetchone() == (None,):
+                    raise ConfigError(
+                        f"table {table} no longer exists", "Name what to capture from now on: --tables a,b"
+                    )
+
+    def _decide_sinks(self) -> Iterator[str]:
+        for sink, reason in self._files():
+            Runner(sink, self.state.acks, sink.name).check()
+            where = f"adapter {sink.name} goes on in {sink.path}"
+            if self._truncates:
+                yield f"{where}: a TRUNCATE of every table comes before its rows"
+            elif sink.kind == "zset":
+                raise ConfigError(
+                    f"{sink.path} has the rows of a Z-set, in which a row must not come again",
+                    "Add --truncate (and --truncate mark to pgcdc listen), or begin with a new slot, --state-dir and file",
+                )
+            elif reason:
+                yield f"{where}, but {reason} cannot be read back: {_NOT_DELETED}{_TRUNCATE}"
+            else:
+                yield f"{where}; rows that the source no longer has are deleted by events"
+        if not self._truncates:
+            yield from (f"adapter {one} cannot be read back: {_NOT_DELETED}{_TRUNCATE}" for one in self._blind())
+            for table in self._published():
+                if not table.key:
+                    yield f"table {table.title} has no key: a TRUNCATE of it comes before its rows"
+
+    def _decide_tables(self, lost: str) -> Iterator[str]:
+        if self.new_slot or self.truncate or self.tables:
+            raise ConfigError("--table cannot be combined with --new-slot, --tables or --truncate", "Give it alone")
+        if lost:
+            raise GapError(lost, "All tables need it: pgcdc resync without --table")
+        for table in self._chosen():
+            yield f"table {table.title} is read again while pgcdc listen runs, each row as a SNAPSHOT"
+        for sink, reason in self._files():
+            if reason:
+                yield f"{reason} in {sink.path} cannot be read back: {_NOT_DELETED}"
+        yield from (f"adapter {one} cannot be read back: {_NOT_DELETED} for it" for one in self._blind())
+
+    # --- what is done
 
     def _collect(self, tables: Sequence[PublishedTable]) -> list[dict[str, Any]]:
         """Which keys each sink has, as durable files; what they are."""
-        self._say("reading what the sinks have")
+        self.say("reading what the sinks have")
         shutil.rmtree(self.state.resync, ignore_errors=True)
         self.state.resync.mkdir()
         named = {(table.relation.namespace, table.relation.name): table for table in tables}
-        wanted = {name: table.key for name, table in named.items() if table.key and not self._plan.truncates}
+        wanted = {name: table.key for name, table in named.items() if table.key and not self._truncates}
         found: list[dict[str, Any]] = []
         for sink in self._readable() if wanted else []:
             with KeyStore(self.state.resync / "keys.sqlite", wanted) as store:
@@ -132,71 +325,51 @@ class Resync:
         fsync_folder(self.state.path)
         return found
 
-    def _readable(self) -> list[WrittenFile]:
-        return [sink for sink, reason in self._plan.files() if sink.is_there and not reason]
-
     def _tell_unread(self, sink: WrittenFile, store: KeyStore, captured: set[str]) -> None:
         for table, count in store.unread.items():
-            self._say(
+            self.say(
                 f"{count} rows of table {name_table(*table)} in {sink.path} have no key to look for in the source "
                 "(the table had another key, or it is not UTF-8): if they vanished, they stay there"
             )
         others = sorted(store.others - captured)
-        if others and not self.options.read_again:
+        if others and not self.read_again:
             names = ", ".join(others[:20])
-            self._say(f"what {sink.path} has of {names} stays as it is: these tables are no longer captured")
+            self.say(f"what {sink.path} has of {names} stays as it is: these tables are no longer captured")
 
     def _reset(self) -> None:
         """Throw away the slot and what belongs to it."""
-        name = self._plan.identity.stream
-        with self.options.connect() as sql:
+        name = self._identity.stream
+        with self._connect() as sql:
             slot = get_slot(sql, name)
             if slot is not None:
-                if slot.active:
-                    self._end_own_reader(slot)
+                # A walsender of an earlier run that died: the server may notice only after wal_sender_timeout.
+                end_reader(sql, slot, f"pgcdc {(self.state.identity() or self._identity).instance}")
                 drop_slot(sql, name)
         hit("resync.dropped")
-        for item in _OF_THE_SLOT:
-            path = self.state.path / item
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        self.state.forget_slot()
         hit("resync.emptied")
         self.state.identity_file.unlink(missing_ok=True)
         fsync_folder(self.state.path)
 
-    def _end_own_reader(self, slot: SlotInfo) -> None:
-        """A walsender of an earlier run that died: the server may notice only after wal_sender_timeout."""
-        instance = (self.state.identity() or self._plan.identity).instance
-        deadline = time.monotonic() + RELEASE_TIMEOUT_S
-        with self.options.connect() as sql:
-            sql.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s AND application_name = %s",
-                [slot.active_pid, f"pgcdc {instance}"],
-            )
-            while time.monotonic() < deadline and (now := get_slot(sql, slot.name)) is not None and now.active:
-                time.sleep(0.05)
-
     def _begin(self) -> None:
         """The slot is new and nobody has read it yet: what its first reader finds."""
-        plan, lsn = self._plan, int(self._plan.note["lsn"])
-        start, tables, keys = Position.end(lsn), plan.published(), plan.note["keys"]
+        lsn, tables, keys = int(self.note["lsn"]), self._published(), self.note["keys"]
+        start = Position.end(lsn)
         now = {(one.relation.namespace, one.relation.name): list(one.key) for one in tables if one.key}
         known = {tuple(one["table"]): one["key"] for one in keys}
-        if not plan.truncates and self._readable() and now != known:
+        if not self._truncates and self._readable() and now != known:
             keys = self._collect(tables)  # publications were changed or dropped before: what they have now counts
-            self._save(**{**plan.note, "keys": keys})
-        self._release_truncates(start, [table for table in tables if plan.truncates or not table.key])
+            self._save(**{**self.note, "keys": keys})
+        self._release_truncates(start, [table for table in tables if self._truncates or not table.key])
         hit("resync.truncated")
         queue = RequestQueue(self.state.requests_file)
         queued = {one.id for one in queue.entries()}
-        names = [f"resync-{lsn:X}-{number}" for number in range(len(keys))]
-        self._request(queue, [(name, one) for name, one in zip(names, keys, strict=True) if name not in queued])
+        named = {f"resync-{lsn:X}-{number}": one for number, one in enumerate(keys)}
+        self._request(queue, {name: one for name, one in named.items() if name not in queued})
         hit("resync.queued")
-        for ack in plan.acks():
+        for ack in self._acks():
             if ack.position is not None and ack.position > start:
-                self._say(f"adapter {ack.name} stood at {ack.position}: positions go back from there")
+                self.say(f"adapter {ack.name} stood at {ack.position}: positions go back from there")
             ack.rewind(start)
         hit("resync.acked")
 
@@ -211,15 +384,14 @@ class Resync:
                 end = releases.add(end, releases.stage([truncated_rows()]), table.relation).end
 
     def _request(
-        self, queue: RequestQueue, keys: Sequence[tuple[str, dict[str, Any]]], *, prefix: str = "",
-        before: Sequence[SnapshotRequest] = (),
-    ) -> None:  # fmt: skip
+        self, queue: RequestQueue, keys: dict[str, dict[str, Any]], before: Sequence[SnapshotRequest] = ()
+    ) -> None:
         """Ask for the rows that vanished, by ids and the keys that sinks have; their files stand where the requests are."""
         requests, folder = list(before), self.state.snapshot_keys
-        for name, one in keys:
+        for name, one in keys.items():
             if one["count"]:
                 folder.mkdir(parents=True, exist_ok=True)
-                target = folder / f"{prefix}{one['file']}"
+                target = folder / f"{name}.jsonl"
                 with contextlib.suppress(FileNotFoundError):  # it was moved before a crash
                     os.replace(self.state.resync / one["file"], target)
                 fsync_folder(folder)
@@ -231,7 +403,7 @@ class Resync:
 
     def _read_again(self) -> None:
         """Requests for some tables of a slot that works: their rows, and those that vanished."""
-        chosen = self._plan.chosen()
+        chosen = self._chosen()
         keys = self._collect(chosen)
         hit("resync.keys")
         queue = RequestQueue(self.state.requests_file)
@@ -239,6 +411,5 @@ class Resync:
         for path in self.state.snapshot_keys.glob("*"):
             if str(path) not in needed:
                 path.unlink()
-        rows = [SnapshotRequest(new_id(), table.title) for table in chosen]
-        self._request(queue, [(new_id(), one) for one in keys], prefix=f"{new_id()}-", before=rows)
+        self._request(queue, {new_id(): one for one in keys}, [SnapshotRequest(new_id(), one.title) for one in chosen])
         shutil.rmtree(self.state.resync, ignore_errors=True)

@@ -14,9 +14,8 @@ from pgcdc.event.options import EventSettings, TypedSettings
 from pgcdc.sink.letters.record import LetterSettings
 from pgcdc.sink.spec import AdapterSpec, SourceView, with_source_db
 from pgcdc.source.postgres.options import PostgresOptions
-from pgcdc.source.protocol import SourceOptions
+from pgcdc.source.protocol import SourceOptions, find_options, make_source
 from pgcdc.source.rate.options import RateOptions
-from pgcdc.source.registry import find_source, make_source
 from pgcdc.spark.options import ReaderSettings
 from pgcdc.transform.specs import Chain, column_chain, from_spec
 
@@ -59,7 +58,7 @@ class PipelineSettings(
     @property
     def source(self) -> SourceOptions:
         """The settings of the source that the detector names."""
-        model = find_source(self.detector).options_type
+        model = find_options(self.detector)
         return self.source_options() if model is PostgresOptions else self.part(model)
 
 

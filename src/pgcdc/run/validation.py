@@ -14,8 +14,7 @@ from pgcdc.core.state import Lock, StateDir
 from pgcdc.run.settings import PipelineSettings, view_source
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import AdapterSpec, describe_options, make_sink
-from pgcdc.source.protocol import Finding
-from pgcdc.source.registry import make_source
+from pgcdc.source.protocol import Finding, make_source
 from pgcdc.spool.consumers import MAIN
 from pgcdc.transform.specs import Chain, PythonSpec, missing_columns
 from pgcdc.transform.steps import load_function

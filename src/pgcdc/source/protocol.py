@@ -7,12 +7,16 @@ Queries of single tables ask the source for their columns, and `snapshot` for th
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 from pydantic import ConfigDict, Field
 
+from pgcdc.core.errors import ConfigError
 from pgcdc.core.settings import Options, Seconds
 
 if TYPE_CHECKING:  # whoever reads settings needs none of these
@@ -33,7 +37,7 @@ class SourceOptions(Options):
     """Every setting of one kind of source."""
 
     kind: ClassVar[str]
-    """Its name in `source.registry`."""
+    """The name of its source."""
     spark_names: ClassVar[Mapping[str, str]] = {}
     """Options of Spark that have another name than their setting."""
     spark_hidden: ClassVar[Mapping[str, Mapping[str, str]]] = {}
@@ -74,21 +78,15 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class ColumnDescription:
-    """A column of a table as it is now: what `pgcdc describe` says about it."""
+class ColumnsQuery:
+    """Which columns a query asks for: those since `change`, else as they were `noted`, else as they are now."""
 
-    column: str
-    pg_type: str
-    """As the database writes it: `numeric(12,2)`."""
-    spark_type: str
-    """As Spark writes it: `decimal(12,2)`."""
-    nullable: bool
-    key: str
-    """`primary`, `identity` (part of the replica identity, but of no primary key) or nothing."""
-    exactness: str
-    """`exact`, `converted` (by `rule`) or `text` (PostgreSQL's own)."""
-    rule: str
-    """How it is converted, or why it is text; and of a generated column, whether the stream has it."""
+    table: tuple[str, str]
+    types: TypeOptions
+    change: ShapeChange | None = None
+    noted: list[tuple[str, int, int]] | None = None
+    """Name, type and modifier of each."""
+    zset: bool = False
 
 
 class RowsOptions(Options):
@@ -185,10 +183,10 @@ class ChangeStream(Protocol):
     def clock(self) -> tuple[int, int]:
         """A commit, and a moment (microseconds since 1970) before which nothing is committed behind it; (0, 0): none."""
 
-    def confirm(self, commit: int) -> None:
-        """Everything up to `commit` is durable at every consumer and never needed again.
+    def confirm(self, token: Token) -> None:
+        """Everything up to this transaction is durable at every consumer and never needed again.
 
-        Of a source with tokens, it is a transaction that has one: with it the stream can be opened again.
+        If batches of this source have tokens, it is a saved one: with it the stream can be opened again.
         """
 
     def release(self, base: Position) -> None:
@@ -228,18 +226,11 @@ class Source(Protocol):
     def captured(self, identity: Identity) -> list[Relation]:
         """The tables that are captured, as they are now."""
 
-    def prepare(
-        self,
-        state: StateDir,
-        *,
-        consumer: str,
-        say: Callable[[str], object] = lambda text: None,
-        is_stopped: Callable[[], bool] = lambda: False,
-    ) -> Prepared:
+    def prepare(self, state: StateDir, *, consumer: str, say: Callable[[str], object] = lambda text: None) -> Prepared:
         """Make what a capture needs, in the database and in the state directory, unless it is there.
 
         Raises with advice for whatever cannot be, and then nothing new is left behind. `consumer` is who asks. What has to
-        wait for others says so with `say`, again and again, and asks whether to raise KeyboardInterrupt instead.
+        wait for others says so with `say`, again and again; `say` may raise to end that.
         """
 
     def follow_tables(self, state: StateDir) -> frozenset[str]:
@@ -263,22 +254,8 @@ class Source(Protocol):
     def of_table(self, table: str, identity: Identity | None) -> Source:
         """The same for a query that names nothing but its table: it captures that, or what is captured already."""
 
-    def describe(
-        self, table: str, types: TypeOptions, spark_name: Callable[[pa.DataType], str]
-    ) -> list[ColumnDescription]:
-        """The columns of a table as it is now, and what becomes of them. Spark's types have the names of `spark_name`."""
-
-    def typed_columns(
-        self,
-        state: StateDir,
-        table: tuple[str, str],
-        types: TypeOptions,
-        *,
-        change: ShapeChange | None,
-        noted: list[tuple[str, int, int]] | None,
-        zset: bool,
-    ) -> tuple[TypedColumn, ...]:
-        """The columns in which changes of a table come: since `change`, else as they were `noted`, else as they are.
+    def typed_columns(self, state: StateDir, wanted: ColumnsQuery) -> tuple[TypedColumn, ...]:
+        """The columns in which changes of a table come.
 
         Raises with advice if there is no such table, or if its changes cannot be had in that form.
         """
@@ -288,3 +265,62 @@ class Source(Protocol):
 
     def snapshot(self, table: str, types: TypeOptions) -> TableRows:
         """The rows that a table has."""
+
+
+# --- the sources that there are, by their names; each is imported when it is asked for
+#
+# A package of somebody else adds one with an entry point of the group `pgcdc.sources`.
+
+_OURS = {
+    "postgres": ("pgcdc.source.postgres.source:PostgresSource", "pgcdc.source.postgres.options:PostgresOptions"),
+    "rate": ("pgcdc.source.rate.source:RateSource", "pgcdc.source.rate.options:RateOptions"),
+}
+"""The class, and its options: whoever reads settings loads no more than these."""
+_DETECTORS = {"wal": "postgres", "rate": "rate"}
+"""What the manual calls them; those of other packages have their own names."""
+
+
+def _others() -> dict[str, EntryPoint]:
+    return {one.name: one for one in entry_points(group="pgcdc.sources") if one.name not in _OURS}
+
+
+def source_names() -> list[str]:
+    """All that are known."""
+    return sorted({*_OURS, *_others()})
+
+
+def find_source(name: str) -> type[Source]:
+    """The source of that name. ConfigError names what is nearest if there is none."""
+    name = _DETECTORS.get(name, name)
+    found = _OURS.get(name)
+    if found is None and name not in (others := _others()):
+        raise _unknown("source", name, source_names())
+    source: type[Source] = resolve_name(found[0]) if found else others[name].load()
+    return source
+
+
+def find_options(name: str) -> type[SourceOptions]:
+    """The settings of the source of that name."""
+    found = _OURS.get(_DETECTORS.get(name, name))
+    options: type[SourceOptions] = resolve_name(found[1]) if found else find_source(name).options_type
+    return options
+
+
+def check_detector(name: str) -> None:
+    """Raise ConfigError, with what is nearest, if the setting `detector` names no source."""
+    if name not in _DETECTORS and name not in _others():
+        raise _unknown("detector", name, [*_DETECTORS, *sorted(_others())])
+
+
+def _unknown(what: str, name: str, names: list[str]) -> ConfigError:
+    near = difflib.get_close_matches(name.lower(), names, 1)
+    known = f"Known {what}s: {', '.join(names)}"
+    return ConfigError(f"there is no {what} {name!r}", f"Did you mean {near[0]}? {known}" if near else known)
+
+
+def make_source(options: SourceOptions | dict[str, Any], kind: str = "") -> Source:
+    """The source of these settings; if they are JSON, of that kind."""
+    if isinstance(options, dict):
+        found = find_source(kind)
+        return found(found.options_type.model_validate(options))
+    return find_source(options.kind)(options)

@@ -14,8 +14,7 @@ from pgcdc.core.position import Position
 from pgcdc.core.relation import ShapeHistory
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.event.lines import IdSeed
-from pgcdc.source.protocol import Settled
-from pgcdc.source.registry import make_source
+from pgcdc.source.protocol import Settled, make_source
 from pgcdc.spark.options import StreamOptions
 from pgcdc.spool.reader import SpoolReader
 

@@ -16,7 +16,7 @@ import pyspark.worker
 from pyspark.daemon import manager
 
 import pgcdc.spark.source
-from pgcdc.source.registry import find_source
+from pgcdc.source.protocol import find_source
 
 __all__ = ["manager"]
 

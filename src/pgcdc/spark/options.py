@@ -18,8 +18,7 @@ from pgcdc.core.settings import REFUSED, Options, Seconds, checked, is_switch, s
 from pgcdc.core.state import StateDir
 from pgcdc.event.options import EventSettings, RowOptions, TypedSettings
 from pgcdc.postgres.types.column import CHOICES, TypeOptions
-from pgcdc.source.protocol import RowsOptions, SourceOptions
-from pgcdc.source.registry import check_detector, find_source
+from pgcdc.source.protocol import RowsOptions, SourceOptions, check_detector, find_options
 
 __all__ = [
     "ReaderSettings",
@@ -98,7 +97,7 @@ def _fields(model: type[SourceOptions]) -> dict[str, FieldInfo]:
 
 def option_names(detector: str) -> list[str]:
     """The options of a query, by the names that users know; those that begin with `_` are ours."""
-    model = find_source(detector).options_type
+    model = find_options(detector)
     shown = {name: option for option, name in model.spark_names.items()}
     return sorted(shown.get(name, name) for name in _fields(model))
 
@@ -109,7 +108,7 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
     detector = given.get("detector", "").lower() or "wal"
     check_detector(detector)
     given |= {"detector": detector} if "detector" in given else {}
-    model = find_source(detector).options_type
+    model = find_options(detector)
     fields, shown = _fields(model), {name: option for option, name in model.spark_names.items()}
     options = {model.spark_names.get(key, key): value for key, value in given.items()}
     if unknown := sorted(set(options) - set(fields)):
@@ -135,7 +134,7 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
 
 def write_options(settings: ReaderSettings) -> dict[str, str]:
     """What the source of a pipeline's query is told of these settings: never a secret, because Spark shows it."""
-    model = find_source(settings.detector).options_type
+    model = find_options(settings.detector)
     options, known = {}, _fields(model)
     for name, meaning in model.spark_hidden.items():
         settings = settings.but(**meaning) if getattr(settings, name) else settings

@@ -32,10 +32,8 @@ from pgcdc.core.relation import ShapeChange, ShapeHistory
 from pgcdc.core.state import StateDir, read_json, write_json
 from pgcdc.event.typed import BEFORE, UNCHANGED, WEIGHT, TypedColumn, TypedTable, show_value
 from pgcdc.postgres.database import name_table, split_table
-from pgcdc.postgres.types.column import Rejected, TypeOptions, take_column
-from pgcdc.postgres.types.mapping import check_options
-from pgcdc.source.protocol import ColumnDescription, RowsOptions, TableRows
-from pgcdc.source.registry import make_source
+from pgcdc.postgres.types.column import Rejected, take_column
+from pgcdc.source.protocol import ColumnsQuery, RowsOptions, TableRows, make_source
 from pgcdc.spark.capture_client import driver_pid
 from pgcdc.spark.options import StreamOptions
 from pgcdc.spark.session import register
@@ -43,6 +41,7 @@ from pgcdc.spool.consumers import Consumers
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
 
 RENAMED_ADVICE = (
     "Read it under its new name: the same consumer goes on there. For another table that has the old name now, use a new "
@@ -144,21 +143,6 @@ def read_tables(spark: SparkSession, tables: Iterable[str], **options: str) -> d
     }
 
 
-def describe(
-    url: str,
-    table: str,
-    *,
-    json: str = "string",
-    numeric: str = "decimal",
-    out_of_range: str = "error",
-    arrays: str = "array",
-    composites: str = "struct",
-) -> list[ColumnDescription]:
-    """The columns of a table, and what they become in Spark with these options (docs/types.md)."""
-    types = check_options(TypeOptions(json, numeric, out_of_range, arrays, composites))
-    return make_source({"db": url}, "postgres").describe(table, types, spark_name)
-
-
 # --- the place of the query
 
 
@@ -174,9 +158,8 @@ def load_table(options: StreamOptions) -> TypedTable:
     change = _shape_here(options, state, namespace, name)
     notes = (read_json(_notes(state, options.consumer)) or {}).get(name_table(namespace, name))
     noted = [(column, oid, typmod) for column, oid, typmod in notes] if notes is not None else None
-    columns = make_source(options.source).typed_columns(
-        state, (namespace, name), options.types, change=change, noted=noted, zset=options.rows.zset
-    )
+    wanted = ColumnsQuery((namespace, name), options.types, change, noted, options.rows.zset)
+    columns = make_source(options.source).typed_columns(state, wanted)
     return TypedTable(namespace, name, columns, before=tuple(column.name for column in columns))
 
 

@@ -11,12 +11,12 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator
 
 from pgcdc.core.errors import ConfigError, SourceError
-from pgcdc.core.settings import Conflict, Options, Rules, Seconds, checked, conflicts_of, setting
+from pgcdc.core.settings import Conflict, Options, Seconds, checked, setting
 from pgcdc.postgres.database import parse_url, split_table
-from pgcdc.postgres.selection import DatabaseUrl, Identifiers, Selection, TableName, TableNames
+from pgcdc.postgres.selection import SNAPSHOTS, TABLES, DatabaseUrl, Selection, TableName
 from pgcdc.source.protocol import SourceOptions
 
-DATABASE, TABLES, SNAPSHOTS, EVENTS = "Database", "Tables", "Rows that are there", "Events"
+DATABASE, EVENTS = "Database", "Events"
 
 MIN_SERVER = 12
 _SINCE = {"messages": 14, "binary": 14, "two_phase": 15, "origin": 16}
@@ -26,6 +26,17 @@ def check_slot_name(name: str) -> None:
     """Raise ConfigError unless PostgreSQL takes this name."""
     if not re.fullmatch(r"[a-z0-9_]{1,63}", name):
         raise ConfigError(f"{name!r} is not a slot name", "Use up to 63 lower-case letters, digits and underscores")
+
+
+def check_age(server_version: int) -> None:
+    """Raise SourceError for a server (its `server_version_num`) that is too old."""
+    if server_version // 10000 < MIN_SERVER:
+        raise SourceError(f"PostgreSQL {server_version // 10000} is too old", f"Use PostgreSQL {MIN_SERVER} or later")
+
+
+def pair_of(base_name: str) -> tuple[str, str]:
+    """The names of our two publications (`setup/publications.py`)."""
+    return base_name, f"{base_name}_inserts"
 
 
 SlotName = Annotated[str, AfterValidator(partial(checked, check_slot_name))]
@@ -59,9 +70,8 @@ class WireOptions(Options):
 
     def check_server(self, server_version: int) -> None:
         """Raise unless a server of this version (as `server_version_num`) can do that."""
+        check_age(server_version)
         major = server_version // 10000
-        if major < MIN_SERVER:
-            raise SourceError(f"PostgreSQL {major} is too old", f"Use PostgreSQL {MIN_SERVER} or later")
         for name, since in _SINCE.items():
             if getattr(self, name) not in (False, "any") and major < since:
                 raise SourceError(
@@ -93,7 +103,7 @@ class ToastOptions(Options):
         return "cache" if self.toast_cache else self.toast
 
 
-class PostgresOptions(SourceOptions, WireOptions, ToastOptions):
+class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
     """A PostgreSQL database: how to reach it, our place in it, and what of it is captured."""
 
     kind: ClassVar[str] = "postgres"
@@ -120,26 +130,9 @@ class PostgresOptions(SourceOptions, WireOptions, ToastOptions):
 
     # --- what is captured
 
-    tables: TableNames = setting(
-        (), "Capture these tables: a,b,schema.c. Creates our publication.", TABLES, metavar="A,B", example="[orders]"
-    )
-    all_tables: bool = setting(False, "Capture all tables. Creates our publication.", TABLES)
-    schemas: Identifiers = setting(
-        (), "Capture all tables of these schemas: a,b. Creates our publication.", TABLES, metavar="A,B",
-        example="[sales]",
-    )  # fmt: skip
     publication: str | None = setting(
         None, "Use this existing publication.", TABLES, metavar="NAME", example="shop", min_length=1, max_length=63
     )
-    row_filters: Rules = setting(
-        (), "Only these rows: 'orders=total > 100'. Repeatable. PostgreSQL 15.", TABLES, flag="row-filter",
-        metavar="TABLE=EXPR", is_repeated=True, example="{orders: total > 100}",
-    )  # fmt: skip
-    columns: Rules = setting(
-        (), "Only these columns: orders=id,total. Repeatable. PostgreSQL 15.", TABLES, metavar="TABLE=A,B",
-        is_repeated=True, example="{orders: [id, total]}",
-    )  # fmt: skip
-    generated_columns: bool = setting(False, "Also stored generated columns. PostgreSQL 18.", TABLES)
     accept_publication: bool = setting(False, "Go on with a publication that was narrowed on purpose.", TABLES)
 
     # --- the rows that are there
@@ -156,10 +149,6 @@ class PostgresOptions(SourceOptions, WireOptions, ToastOptions):
     snapshot_hold_limit: Seconds = setting(
         6 * 3600.0, "Give the initial snapshot up after this time: 30m, 6h.", SNAPSHOTS, ge=1
     )
-    incremental_snapshot: bool = setting(False, "Capture the table of signals; created if it is missing.", SNAPSHOTS)
-    signal_table: TableName = setting(
-        "pgcdc_signals", "Rows inserted there ask for snapshots.", SNAPSHOTS, metavar="NAME"
-    )
     snapshot_chunk_size: int = setting(
         0, "Rows that incremental snapshots read at a time; 0: by time and size.", SNAPSHOTS, metavar="N", ge=0
     )
@@ -171,7 +160,10 @@ class PostgresOptions(SourceOptions, WireOptions, ToastOptions):
     def require_db(self) -> str:
         """The database of a query, which has to be given by now."""
         if not self.db:
-            raise ConfigError("no database is given", "Use option('url', ...) or the variable PGCDC_DB")
+            raise ConfigError(
+                "no database is given on this host",
+                "Use option('url', ...) or the variable PGCDC_DB, which executors need as well",
+            )
         return self.db
 
     def check_visible(self) -> None:
@@ -191,20 +183,19 @@ class PostgresOptions(SourceOptions, WireOptions, ToastOptions):
     @property
     def uses_existing(self) -> bool:
         """The publication is the user's: it is only read."""
-        return bool(self.publication) and not self.tables and not self.all_tables and not self.schemas
+        return bool(self.publication) and not self.names_tables
+
+    @property
+    def publications(self) -> tuple[str, ...]:
+        """The names of those that a new slot reads."""
+        if self.publication and self.uses_existing:
+            return (self.publication,)
+        return pair_of(self.publication or self.slot_name)
 
     @property
     def has_selection(self) -> bool:
         """Whether it says what to capture at all."""
-        return bool(self.publication or self.tables or self.schemas or self.all_tables)
-
-    @property
-    def selection(self) -> Selection:
-        """What is to be captured, if the publication is ours."""
-        return Selection(
-            self.tables, self.schemas, self.all_tables, self.row_filters, self.columns, self.generated_columns,
-            (self.signal_table,) if self.incremental_snapshot else (),
-        )  # fmt: skip
+        return bool(self.publication) or self.names_tables
 
     @property
     def effective_snapshot_mode(self) -> str:
@@ -213,22 +204,17 @@ class PostgresOptions(SourceOptions, WireOptions, ToastOptions):
         return given or ("never" if self.temporary_slot or self.start_from else "initial")
 
     @property
-    def reads_added_tables(self) -> bool:
-        """Whether existing rows of tables that are new in the publications are read."""
-        return self.effective_snapshot_mode in ("initial", "always")
-
-    @property
     def is_snapshot_only(self) -> bool:
         """The stream is never read: only the rows of the initial snapshot are wanted."""
         return self.effective_snapshot_mode == "initial_only"
 
     def conflicts(self) -> Iterator[Conflict]:
         """What cannot go together."""
+        yield from self._alias_conflicts()
         yield from self._slot_conflicts()
         yield from self._snapshot_conflicts()
         yield from self._toast_conflicts()
-        for key in ("row_filters", "columns"):
-            yield from conflicts_of((key,), Selection(**{key: getattr(self, key)}).check)
+        yield from Selection.conflicts(self)
         ways = [key for key in ("tables", "schemas", "all_tables") if getattr(self, key)]
         if len(ways) > 1:
             yield Conflict(
@@ -252,6 +238,17 @@ class PostgresOptions(SourceOptions, WireOptions, ToastOptions):
                 "Put them into the publication, or use --tables, --schemas or --all-tables with --publication as our name",
             )
 
+    def _alias_conflicts(self) -> Iterator[Conflict]:
+        """A flag that says a setting in other words, and the setting itself."""
+        for alias, meaning in self.spark_hidden.items():
+            for name, value in meaning.items():
+                said, given, flag = getattr(self, alias), getattr(self, name), f"--{name.replace('_', '-')}"
+                if said and name in self.model_fields_set and given not in (None, value):
+                    text = f"--{alias.replace('_', '-')} does not go with {flag} {given}"
+                    yield Conflict((alias,), text, "Leave one of them out")
+                if said is False and given == value:
+                    yield Conflict((alias,), f"{alias} is off and {flag} is {value}", "Leave one of them out")
+
     def _slot_conflicts(self) -> Iterator[Conflict]:
         """The manual's flags for what we always do may be given, but not denied."""
         if self.persistent_slot is False and not self.temporary_slot:
@@ -266,16 +263,6 @@ class PostgresOptions(SourceOptions, WireOptions, ToastOptions):
             )
 
     def _snapshot_conflicts(self) -> Iterator[Conflict]:
-        if self.snapshot_first and self.snapshot_mode not in (None, "initial"):
-            yield Conflict(
-                ("snapshot_first",),
-                f"--snapshot-first does not go with --snapshot-mode {self.snapshot_mode}",
-                "Leave one of them out",
-            )
-        if self.snapshot_first is False and self.snapshot_mode == "initial":
-            yield Conflict(
-                ("snapshot_first",), "snapshot_first is off and --snapshot-mode is initial", "Leave one of them out"
-            )
         if self.snapshot_table is not None and not self.snapshot_first:
             yield Conflict(
                 ("snapshot_table",),
@@ -303,11 +290,6 @@ class PostgresOptions(SourceOptions, WireOptions, ToastOptions):
             )
 
     def _toast_conflicts(self) -> Iterator[Conflict]:
-        key = ("toast_cache",)
-        if self.toast_cache and "toast" in self.model_fields_set and self.toast != "cache":
-            yield Conflict(key, f"--toast-cache does not go with --toast {self.toast}", "Leave one of them out")
-        if self.toast_cache is False and self.toast == "cache":
-            yield Conflict(key, "toast_cache is off and --toast is cache", "Leave one of them out")
         if self.is_given("toast_cache_max_entries") and self.effective_toast != "cache":
             yield Conflict(
                 ("toast_cache_max_entries",), "--toast-cache-max-entries is for --toast cache", "Add --toast cache"

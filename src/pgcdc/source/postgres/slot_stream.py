@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from psycopg import Connection, Error
+from psycopg import Connection
 
 from pgcdc.core.errors import ConnectionLost, GapError
 from pgcdc.core.failpoint import hit
@@ -25,7 +25,7 @@ from pgcdc.postgres.database import connect
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.source.postgres.options import PostgresOptions, WireOptions
 from pgcdc.source.postgres.setup.fingerprint import SlotDetails
-from pgcdc.source.postgres.setup.guard import Clock, Guard, ShapeObserver, connection_ended
+from pgcdc.source.postgres.setup.guard import Clock, Guard, ShapeObserver, lost_on_error
 from pgcdc.source.postgres.snapshot.asking import Signals, note_tables
 from pgcdc.source.postgres.snapshot.incremental import IncrementalSnapshots
 from pgcdc.source.postgres.snapshot.initial import InitialSnapshot
@@ -36,6 +36,7 @@ from pgcdc.source.postgres.wire.replication import SlotBusy
 from pgcdc.source.postgres.wire.stream import STATUS_INTERVAL_S, Capture
 from pgcdc.source.protocol import Settled
 from pgcdc.spool.consumers import Consumers
+from pgcdc.spool.index import Token
 from pgcdc.spool.segment import CaptureBatch, split_batch
 from pgcdc.spool.writer import SpoolWriter
 
@@ -162,10 +163,8 @@ class PostgresStream:
     def _watch_sql(self) -> None:
         """The ordinary connection spoke without being asked: the server is shutting down, or it is gone."""
         assert self._sql is not None
-        try:
+        with lost_on_error():
             self._sql.pgconn.consume_input()
-        except Error as error:
-            raise connection_ended(error) from error
 
     def _listen(self, may_read: bool) -> None:
         """Hear what was said; the stream's socket only while it is read."""
@@ -298,7 +297,8 @@ class PostgresStream:
         """Stop if slot or publication are not as we left them."""
         assert self._sql is not None
         self._guard.check(self._sql)
-        note_tables(self._snapshots.queue, self._sql, self._publications, is_wanted=self._options.reads_added_tables)
+        reads_added = self._options.effective_snapshot_mode in ("initial", "always")
+        note_tables(self._snapshots.queue, self._sql, self._publications, is_wanted=reads_added)
         self._capture.status_interval_s = min(STATUS_INTERVAL_S, self._guard.wal_sender_timeout_s / 4)
 
     @property
@@ -313,10 +313,8 @@ class PostgresStream:
         """The WAL flush position of now."""
         if self._sql is None:
             raise ConnectionLost("the server is not connected")
-        try:
+        with lost_on_error():
             row = self._sql.execute("SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn").fetchone()
-        except Error as error:
-            raise connection_ended(error) from error
         assert row is not None
         self._aim_at(int(row[0]))
         return self._target_lsn
@@ -325,10 +323,8 @@ class PostgresStream:
         """The last reading that is reached; the next one is on its way."""
         self._clock.see(self._capture.handed_out_lsn)
         if self._sql is not None:
-            try:
+            with lost_on_error():
                 asked = self._clock.ask(self._sql)
-            except Error as error:
-                raise connection_ended(error) from error
             if asked is not None:
                 self._aim_at(asked)
         return self._clock.reached or (0, 0)
@@ -341,13 +337,13 @@ class PostgresStream:
         acked, told = self._consumers.confirmed_lsn, self._capture.confirmed_lsn
         return min(acked, told) if self._capture.is_connected and told else acked
 
-    def confirm(self, commit: int) -> None:
+    def confirm(self, token: Token) -> None:
         self._toast.make_durable()
-        if commit > self._capture.confirmed_lsn:
+        if token.commit > self._capture.confirmed_lsn:
             hit("capture.before_confirm")
-            self._capture.send_feedback(commit)
+            self._capture.send_feedback(token.commit)
             hit("capture.after_confirm")
-            self._toast.release(commit)
+            self._toast.release(token.commit)
 
     def release(self, base: Position) -> None:
         self._releases.forget(base)

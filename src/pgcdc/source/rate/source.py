@@ -10,31 +10,49 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from pgcdc.core.errors import ConfigError, GapError, PgcdcError
 from pgcdc.core.failpoint import hit
-from pgcdc.core.position import SCHEMA_SUB, SNAPSHOT, Position
-from pgcdc.core.relation import Column, Relation, Relations, ShapeChange, ShapeHistory, append_shapes, cut_tail
+from pgcdc.core.position import SCHEMA_SUB, SNAPSHOT, STREAM, Position
+from pgcdc.core.relation import (
+    Column,
+    OldKind,
+    Op,
+    Relation,
+    Relations,
+    ShapeChange,
+    ShapeHistory,
+    append_shapes,
+    cut_tail,
+)
 from pgcdc.core.state import Identity, StateDir, read_json, write_json_durably
 from pgcdc.event.typed import TypedColumn
 from pgcdc.postgres.database import name_table, split_table
 from pgcdc.postgres.types.catalog import BUILT_IN
 from pgcdc.postgres.types.column import TypeOptions
 from pgcdc.postgres.types.mapping import map_type
-from pgcdc.source.protocol import ColumnDescription, Finding, Prepared, Settled, SourceOptions, TableRows
-from pgcdc.source.rate.changes import FIRST_COMMIT, INT8, TEXT, MadeUp
+from pgcdc.source.protocol import ColumnsQuery, Finding, Prepared, Settled, SourceOptions, TableRows
 from pgcdc.source.rate.options import RateOptions
 from pgcdc.spool.consumers import Consumers
 from pgcdc.spool.index import Token
-from pgcdc.spool.segment import CaptureBatch
+from pgcdc.spool.schema import CHANGES, TRANSACTIONS
+from pgcdc.spool.segment import CaptureBatch, Part
 from pgcdc.spool.writer import SpoolWriter
 
-if TYPE_CHECKING:
-    import pyarrow as pa
+I64 = npt.NDArray[np.int64]
 
+FIRST_COMMIT = 1
+"""Where the log begins: rows that exist stand behind it, the first transaction is the next."""
+INT8, TEXT = 20, 25  # the numbers that PostgreSQL has for these types
 BATCH_ROWS = 16_384
 SERVER_FILE = "rate.json"
+_LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz0123456", np.uint8)
 _NO_REQUESTS = ("made-up tables have no snapshots beside the stream", "Use --rate-existing-rows")
 
 
@@ -67,20 +85,13 @@ class RateSource:
         except PgcdcError as error:
             yield Finding("source", "failed", error.message, error.advice)
 
-    def tables(self, state: StateDir) -> list[Relation]:
+    def tables(self, state: StateDir | None = None) -> list[Relation]:
         return MadeUp(self.options, Relations()).tables
 
     def captured(self, identity: Identity) -> list[Relation]:
-        return MadeUp(self.options, Relations()).tables
+        return self.tables()
 
-    def prepare(
-        self,
-        state: StateDir,
-        *,
-        consumer: str,
-        say: Callable[[str], object] = lambda text: None,
-        is_stopped: Callable[[], bool] = lambda: False,
-    ) -> Prepared:
+    def prepare(self, state: StateDir, *, consumer: str, say: Callable[[str], object] = lambda text: None) -> Prepared:
         self.options.check()
         state.create()
         identity = state.identity()
@@ -111,37 +122,10 @@ class RateSource:
     def of_table(self, table: str, identity: Identity | None) -> RateSource:
         return self
 
-    def describe(
-        self, table: str, types: TypeOptions, spark_name: Callable[[pa.DataType], str]
-    ) -> list[ColumnDescription]:
-        kinds = {INT8: "bigint", TEXT: "text"}
-        return [
-            ColumnDescription(
-                one.name,
-                kinds[one.type_oid],
-                spark_name(kind.arrow),
-                not one.is_key,
-                "primary" if one.is_key else "",
-                kind.exactness.value,
-                kind.rule,
-            )
-            for one in self._find(split_table(table)).columns
-            for kind in [_typed(one, types).type]
-        ]
-
-    def typed_columns(
-        self,
-        state: StateDir,
-        table: tuple[str, str],
-        types: TypeOptions,
-        *,
-        change: ShapeChange | None,
-        noted: list[tuple[str, int, int]] | None,
-        zset: bool,
-    ) -> tuple[TypedColumn, ...]:
-        if zset:
+    def typed_columns(self, state: StateDir, wanted: ColumnsQuery) -> tuple[TypedColumn, ...]:
+        if wanted.zset:
             raise ConfigError("made-up changes have no old rows, which a Z-set needs", "Leave option changelog out")
-        return tuple(_typed(column, types) for column in self._find(table).columns)
+        return tuple(_typed(column, wanted.types) for column in self._find(wanted.table).columns)
 
     def check_captured(self, identity: Identity, table: str, *, zset: bool) -> None:
         self._find(split_table(table))
@@ -150,21 +134,18 @@ class RateSource:
         raise ConfigError("made-up tables are a stream and nothing else", "Use spark.readStream")
 
     def _find(self, name: tuple[str, str]) -> Relation:
-        tables = MadeUp(self.options, Relations()).tables
-        for one in tables:
+        for one in self.tables():
             if (one.namespace, one.name) == name:
                 return one
         raise ConfigError(
-            f"there is no made-up table {name_table(*name)}", f"They are rate_1 to {tables[-1].name}: see rate_tables"
+            f"there is no made-up table {name_table(*name)}",
+            f"They are rate_1 to rate_{self.options.rate_tables}: see rate_tables",
         )
 
 
 def _typed(column: Column, types: TypeOptions) -> TypedColumn:
     made = map_type(BUILT_IN, column.type_oid, column.typmod, 0, types)
     return TypedColumn(column.name, column.type_oid, column.typmod, made)
-
-
-SOURCE = RateSource
 
 
 class RateStream:
@@ -191,23 +172,17 @@ class RateStream:
             for table in range(options.rate_tables if options.rate_existing_rows else 0)
             if spool.end < Position.chunk_end(FIRST_COMMIT, table)
         ]
-        self._note_shapes(state)
+        cut_tail(state.shapes_file)
+        history = ShapeHistory(state.shapes_file)
+        history.refresh()
+        place = Position(FIRST_COMMIT, SNAPSHOT, 0, SCHEMA_SUB)  # they have their shape from the beginning on
+        missing = self._made_up.tables[len(history.changes) :]
+        append_shapes(state.shapes_file, [ShapeChange(place, table) for table in missing])
         self._wake, self._waker = os.pipe()
         self.phase = "starting"
         self.is_connected = False
         self.can_reconnect = True
         self.is_drained = True
-
-    def _note_shapes(self, state: StateDir) -> None:
-        """Which shape the tables have, from the beginning on."""
-        cut_tail(state.shapes_file)
-        history = ShapeHistory(state.shapes_file)
-        history.refresh()
-        place = Position(FIRST_COMMIT, SNAPSHOT, 0, SCHEMA_SUB)
-        known = {change.after for change in history.changes}
-        append_shapes(
-            state.shapes_file, [ShapeChange(place, table) for table in self._made_up.tables if table not in known]
-        )
 
     def fileno(self) -> int:
         """Never readable: the clock alone brings changes."""
@@ -254,11 +229,11 @@ class RateStream:
         now_us = time.time_ns() // 1000
         return (self.reached, now_us) if self.reached >= self._now() else (0, 0)
 
-    def confirm(self, commit: int) -> None:
-        if commit > self.confirmed:
+    def confirm(self, token: Token) -> None:
+        if token.commit > self.confirmed:
             hit("capture.before_confirm")
-            write_json_durably(self._server, {"began_us": self._began_us, "confirmed": commit})
-            self.confirmed = commit
+            write_json_durably(self._server, {"began_us": self._began_us, "confirmed": token.commit})
+            self.confirmed = token.commit
             hit("capture.after_confirm")
 
     def release(self, base: Position) -> None:
@@ -290,3 +265,141 @@ class RateStream:
     def close(self) -> None:
         os.close(self._wake)
         os.close(self._waker)
+
+
+# --- the changes
+#
+# Every one is a function of the settings and its number, so that a replay is the same. Changes are numbered over all tables,
+# and dealt to them in turn. The changes of a table come in cycles: first its INSERTs, then UPDATEs of rows that are there,
+# then DELETEs of rows of the cycle before. So nothing has to be remembered.
+
+
+class MadeUp:
+    """The changes that these settings give. `relations` gets the tables."""
+
+    def __init__(self, options: RateOptions, relations: Relations) -> None:
+        self._options = options
+        self._relations = relations
+        columns = (Column("id", INT8, -1, True), Column("number", INT8, -1, False), Column("note", TEXT, -1, False))
+        self.tables = [
+            Relation(number, "public", f"rate_{number}", "d", columns, "rate")
+            for number in range(1, options.rate_tables + 1)
+        ]
+        self._versions = np.array([relations.intern(table) for table in self.tables], np.int32)
+        ops = (
+            [Op.INSERT] * options.rate_inserts + [Op.UPDATE] * options.rate_updates + [Op.DELETE] * options.rate_deletes
+        )
+        self._cycle = np.array(ops, np.uint8)
+
+    def transactions(self, first: int, count: int, began_us: int) -> CaptureBatch:
+        """`count` transactions, from the commit `first` on."""
+        each, rows = self._options.rate_transaction_rows, self._options.rate_transaction_rows * count
+        numbers: I64 = (first - FIRST_COMMIT - 1) * each + np.arange(rows)
+        ordinals = np.tile(np.arange(1, each + 1), count)
+        commits = np.arange(first, first + count)
+        owners = _owners(commits, STREAM, self.commit_time(commits, began_us), np.full(count, each))
+        table, key, op = self._choose(numbers)
+        data = self._changes(ordinals, op, table, key, numbers)
+        last = first + count - 1
+        return CaptureBatch(Part.of(data), owners, self._relations, Position.end(last), last, token=b"%d" % last)
+
+    def existing(self, table: int, began_us: int) -> CaptureBatch:
+        """The rows that a table (from 0) has before the first transaction."""
+        count = self._options.rate_existing_rows
+        ordinals = Position.of_chunk(FIRST_COMMIT, table, 1).ordinal + np.arange(count)
+        key: I64 = np.arange(1, count + 1)
+        data = self._changes(ordinals, np.full(count, Op.SNAPSHOT, np.uint8), np.full(count, table), key, -key)
+        owners = _owners(np.array([FIRST_COMMIT]), SNAPSHOT, np.array([began_us]), np.array([count]))
+        end = Position.chunk_end(FIRST_COMMIT, table)
+        return CaptureBatch(Part.of(data), owners, self._relations, end, FIRST_COMMIT)
+
+    def commit_time(self, commits: I64, began_us: int) -> I64:
+        """When a transaction is committed, in microseconds since 1970."""
+        a_transaction_s = self._options.rate_transaction_rows / self._options.rate_rows_per_second
+        times: I64 = (began_us + (commits - FIRST_COMMIT) * a_transaction_s * 1e6).astype(np.int64)
+        return times
+
+    def last_commit(self, now_us: int, began_us: int) -> int:
+        """The last transaction that is committed by now."""
+        options = self._options
+        count = int(max(0, now_us - began_us) / 1e6 * options.rate_rows_per_second / options.rate_transaction_rows)
+        return FIRST_COMMIT + (min(count, options.rate_transactions) if options.rate_transactions else count)
+
+    def _choose(self, numbers: I64) -> tuple[I64, I64, npt.NDArray[np.uint8]]:
+        """Table, key and operation of each change."""
+        options = self._options
+        table, of_table = numbers % options.rate_tables, numbers // options.rate_tables
+        cycle, place = of_table // len(self._cycle), of_table % len(self._cycle)
+        op = self._cycle[place]
+        kept = options.rate_inserts - options.rate_deletes  # rows of a cycle that are never deleted: the last of it
+        pick = _mix(numbers, options.rate_seed) % (np.maximum(cycle, 1) * kept)
+        updated = pick // kept * options.rate_inserts + options.rate_deletes + pick % kept
+        deleted = (cycle - 1) * options.rate_inserts + place - options.rate_inserts - options.rate_updates
+        slot = np.where(
+            op == Op.INSERT, cycle * options.rate_inserts + place, np.where(op == Op.UPDATE, updated, deleted)
+        )
+        # The first cycle has none before it: instead of deleting, it writes its first row once more.
+        is_early = (op == Op.DELETE) & (cycle == 0)
+        op = np.where(is_early, np.uint8(Op.UPDATE), op).astype(np.uint8)
+        slot = np.where(is_early, options.rate_deletes, slot)
+        return table, options.rate_existing_rows + 1 + slot, op
+
+    def _changes(self, ordinals: I64, op: npt.NDArray[np.uint8], table: I64, key: I64, numbers: I64) -> pa.RecordBatch:
+        count = len(op)
+        is_delete = op == Op.DELETE
+        ids = pa.array(key).cast(pa.string()).cast(pa.binary())
+        values = [ids, pa.array(numbers).cast(pa.string()).cast(pa.binary()), self._notes(numbers)]
+        order = (np.arange(3)[None, :] * count + np.flatnonzero(~is_delete)[:, None]).ravel()
+        flat = pa.concat_arrays([*values, pa.nulls(1, pa.binary())])
+        deleted = np.flatnonzero(is_delete)
+        keys = np.stack([deleted, np.full(len(deleted), 3 * count), np.full(len(deleted), 3 * count)], 1).ravel()
+        columns = {
+            "ordinal": pa.array(ordinals, pa.int64()),
+            "sub": pa.array(np.zeros(count), pa.int32()),
+            "op": pa.array(op),
+            "relation": pa.array(self._versions[table]),
+            "new": _lists(flat.take(pa.array(order)), ~is_delete),
+            "old": _lists(flat.take(pa.array(keys)), is_delete),
+            "old_kind": pa.array(np.where(is_delete, OldKind.KEY, OldKind.NONE), pa.uint8()),
+            "unchanged": pa.nulls(count, CHANGES.field("unchanged").type),
+            "prefix": pa.nulls(count, pa.string()),
+        }
+        return pa.RecordBatch.from_arrays([columns[field.name] for field in CHANGES], schema=CHANGES)
+
+    def _notes(self, numbers: I64) -> pa.Array:
+        """Letters by the number and the seed."""
+        width = self._options.rate_row_width
+        step = _mix(numbers, self._options.rate_seed + 1)[:, None] >> (np.arange(width)[None, :] % 50)
+        letters = np.ascontiguousarray(_LETTERS[step % len(_LETTERS)])
+        offsets = pa.py_buffer(np.arange(0, (len(numbers) + 1) * width, width or 1, dtype=np.int32)[: len(numbers) + 1])
+        if not width:
+            offsets = pa.py_buffer(np.zeros(len(numbers) + 1, np.int32))
+        return pa.BinaryArray.from_buffers(pa.binary(), len(numbers), [None, offsets, pa.py_buffer(letters)])
+
+
+def _mix(numbers: I64, seed: int) -> I64:
+    """A number that looks like chance, not negative, for each number."""
+    x = numbers.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    return ((x ^ (x >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
+
+
+def _lists(flat: pa.Array, is_there: npt.NDArray[np.bool_]) -> pa.Array:
+    offsets = np.append(0, np.cumsum(is_there * 3)).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), flat, mask=pc.invert(pa.array(is_there)))
+
+
+def _owners(commits: I64, kind: int, times: I64, rows: I64) -> pa.RecordBatch:
+    count = len(commits)
+    columns = {
+        "commit": pa.array(commits),
+        "kind": pa.array(np.full(count, kind), pa.uint8()),
+        "commit_time": pa.array(times),
+        "xid": pa.array(commits if kind == STREAM else np.zeros(count, np.int64)),
+        "rows": pa.array(rows),
+        "complete": pa.array(np.ones(count, np.bool_)),
+        "origin": pa.nulls(count, pa.string()),
+    }
+    return pa.RecordBatch.from_arrays(
+        [columns[field.name].cast(field.type) for field in TRANSACTIONS], schema=TRANSACTIONS
+    )

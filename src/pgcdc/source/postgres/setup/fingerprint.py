@@ -10,7 +10,7 @@ means that one. So the names of the members are kept too, those of dropped table
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,6 +23,8 @@ from pgcdc.source.postgres.options import PostgresOptions
 Fingerprint = list[dict[str, Any]]
 """One entry for each publication, as JSON."""
 
+OWNED = "managed by pgcdc for slot "
+"""What our publications have as their comment, before the name of the slot: its pipeline alone may alter them."""
 OPERATIONS = ("insert", "update", "delete", "truncate")
 SCHEMAS_SINCE = 150000
 
@@ -34,10 +36,10 @@ class SlotDetails:
     timeline: int
     publications: Fingerprint
     """As they were when we looked last, to notice when they are dropped or narrowed."""
+    asked: dict[str, Any]
+    """Which tables were asked for at the last start: a selection, which names none if the publication is the user's."""
     planned: Fingerprint | None = None
     """What we are just making: after a crash, the publications are as in `publications` or as here."""
-    asked: dict[str, Any] | None = None
-    """Which tables were asked for at the last start."""
 
     @classmethod
     def of(cls, identity: Identity) -> SlotDetails:
@@ -60,27 +62,16 @@ class SlotDetails:
 
     def as_before(self, options: PostgresOptions) -> PostgresOptions:
         """The options with what the slot captures already: for whoever only joins it."""
-        asked = Selection.from_json(self.asked or {})
-        if not (asked.tables or asked.schemas or asked.all_tables):
-            return options.but(publication=self.names[0])
-        return options.but(
-            tables=asked.tables,
-            schemas=asked.schemas,
-            all_tables=asked.all_tables,
-            row_filters=asked.row_filters,
-            columns=asked.columns,
-            generated_columns=asked.generated_columns,
-            incremental_snapshot=bool(asked.also),
-            signal_table=asked.also[0] if asked.also else options.signal_table,
-        )
+        asked = self.selection
+        return options.but(**(dict(asked) if asked.names_tables else {"publication": self.names[0]}))
 
     @property
-    def is_open(self) -> bool:
-        """Whether tables that are created later are added by us: one in the place of another is nothing special then."""
-        return self.asked is None or bool(self.asked["all_tables"] or self.asked["schemas"])
+    def selection(self) -> Selection:
+        """The same: what was asked for. If it is open, one table in the place of another is nothing special."""
+        return Selection.model_validate(self.asked)
 
 
-def check_identity(known: Identity, *, system: str, timeline: int, database: str, slot: str) -> None:
+def check_identity(known: Identity, system: str, timeline: int, database: str, slot: str) -> None:
     """Raise GapError if this state directory belongs to something else than what we are connected to."""
     if known.stream != slot:
         raise GapError(
@@ -116,7 +107,7 @@ _ADVICE = (
 )
 
 _READ = """
-SELECT p.pubname::text, p.oid::int8, to_jsonb(p),
+SELECT p.pubname::text, p.oid::int8, to_jsonb(p), COALESCE(obj_description(p.oid, 'pg_publication'), ''),
        ARRAY(SELECT ARRAY[r.prrelid::int8, r.oid::int8] FROM pg_publication_rel r WHERE r.prpubid = p.oid ORDER BY r.oid),
        (SELECT COALESCE(jsonb_object_agg(c.oid::int8::text, jsonb_build_array(n.nspname, c.relname)), '{{}}')
         FROM pg_publication_rel r JOIN pg_class c ON c.oid = r.prrelid JOIN pg_namespace n ON n.oid = c.relnamespace
@@ -128,12 +119,11 @@ _SCHEMAS = (
     "ARRAY(SELECT ARRAY[n.pnnspid::int8, n.oid::int8] FROM pg_publication_namespace n WHERE n.pnpubid = p.oid "
     "ORDER BY n.oid)"
 )
-_EXISTING = {
-    "tables": "SELECT c.oid::int8, n.nspname::text, c.relname::text FROM pg_class c "
-    "JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid::int8 = ANY (%s)",
-    "schemas": "SELECT oid::int8, nspname::text FROM pg_namespace WHERE oid::int8 = ANY (%s)",
-}
-
+_EXISTING = """
+SELECT 'tables', c.oid::int8, n.nspname::text, c.relname::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE c.oid::int8 = ANY (%(tables)s)
+UNION ALL SELECT 'schemas', oid::int8, nspname::text, NULL FROM pg_namespace WHERE oid::int8 = ANY (%(schemas)s)
+"""
 _NAMED = """
 SELECT n.nspname::text, c.relname::text, n.oid::int8, c.oid::int8 ||
        ARRAY(SELECT a.relid::oid::int8 FROM pg_partition_ancestors(c.oid) a)
@@ -142,8 +132,8 @@ JOIN pg_namespace n ON n.nspname = w.schema
 JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = w.name AND c.relkind IN ('r', 'p')
 """
 
-Existing = Mapping[str, Mapping[int, str]]
-"""Of those whose membership has ended, the tables and schemas that still exist, by name."""
+Existing = Mapping[tuple[str, int], str]
+"""Of those whose membership has ended, the names of the tables and schemas that still exist, by kind and oid."""
 
 
 @explain_errors("read the publications")
@@ -154,6 +144,7 @@ def read_fingerprint(conn: Connection, names: Sequence[str]) -> Fingerprint:
         name: {
             "name": name,
             "oid": oid,
+            "owner": comment.removeprefix(OWNED) if comment.startswith(OWNED) else None,
             "publish": [operation for operation in OPERATIONS if raw[f"pub{operation}"]],
             "via_root": raw.get("pubviaroot") or False,
             "all_tables": raw["puballtables"],
@@ -162,7 +153,7 @@ def read_fingerprint(conn: Connection, names: Sequence[str]) -> Fingerprint:
             "names": names_of,
             "schemas": schemas,
         }
-        for name, oid, raw, tables, names_of, schemas in conn.execute(query.encode(), [list(names)]).fetchall()
+        for name, oid, raw, comment, tables, names_of, schemas in conn.execute(query.encode(), [list(names)]).fetchall()
     }
     return [found[name] for name in names if name in found]
 
@@ -190,23 +181,22 @@ def check_unchanged(
 
 @explain_errors("read the tables")
 def _existing(conn: Connection, old: Fingerprint, now: Fingerprint) -> Existing:
-    found: dict[str, dict[int, str]] = {}
-    for kind, query in _EXISTING.items():
+    lost: dict[str, list[int]] = {}
+    for kind in ("tables", "schemas"):
         rows = {row for item in now for _, row in item[kind]}
-        lost = [member for item in old for member, row in item.get(kind, []) if row not in rows]
-        names = conn.execute(query.encode(), [lost]).fetchall() if lost else []
-        found[kind] = {oid: name_table(*name) if kind == "tables" else name[0] for oid, *name in names}
-    return found
+        lost[kind] = [member for item in old for member, row in item[kind] if row not in rows]
+    found = conn.execute(_EXISTING, lost).fetchall() if any(lost.values()) else []
+    return {(kind, oid): name_table(schema, table) if table else schema for kind, oid, schema, table in found}
 
 
 @explain_errors("read the tables")
 def _follow_names(conn: Connection, old: Fingerprint, now: Fingerprint) -> Narrowed | None:
     """The gap if a table that is not published has the name of a member. Else keeps the names of dropped tables in `now`."""
     current = {item["name"]: item for item in now}
-    moved = {  # identities of older versions have no names
+    moved = {
         (schema, table): (item["name"], oid)
         for item in old
-        for oid, (schema, table) in item.get("names", {}).items()
+        for oid, (schema, table) in item["names"].items()
         if current[item["name"]]["names"].get(oid) != [schema, table]
     }
     if not moved:
@@ -251,42 +241,35 @@ def compare(old: Fingerprint, now: Fingerprint, existing: Existing) -> GapError 
         if after["oid"] != before["oid"]:
             message = f"publication {name} was dropped and created again: changes in between were not sent"
             return GapError(message, "Start with a new state directory and slot, and reload the targets")
-        gap = _compare_options(before, after) or _compare_members(before, after, existing)
-        if gap is not None:
-            return gap
+        for message, undo in _narrowed(before, after, existing):
+            command = f"To undo it, run ALTER PUBLICATION {quote_identifier(name)} SET ({undo}). " if undo else ""
+            return Narrowed(message, command + _ADVICE)
     return None
 
 
-def _compare_options(before: dict[str, Any], after: dict[str, Any]) -> Narrowed | None:
-    name, sql = before["name"], quote_identifier(before["name"])
-    lost = [operation for operation in before["publish"] if operation not in after["publish"]]
-    if lost:
-        command = f"ALTER PUBLICATION {sql} SET (publish = '{', '.join(before['publish'])}')"
+def _narrowed(before: dict[str, Any], after: dict[str, Any], existing: Existing) -> Iterator[tuple[str, str]]:
+    """What a publication no longer sends as before, and the setting that undoes it."""
+    name = before["name"]
+    if lost := [operation for operation in before["publish"] if operation not in after["publish"]]:
         message = f"publication {name} no longer publishes {', '.join(lost)}: such changes were not sent since then"
-        return Narrowed(message, f"To undo it, run {command}. {_ADVICE}")
+        yield message, f"publish = '{', '.join(before['publish'])}'"
     if after["via_root"] != before["via_root"]:
-        command = f"ALTER PUBLICATION {sql} SET (publish_via_partition_root = {str(before['via_root']).lower()})"
         message = f"publication {name} sends partitions under other table names than before"
-        return Narrowed(message, f"To undo it, run {command}. {_ADVICE}")
-    if before.get("generated", "n") != "n" and after["generated"] == "n":
-        return Narrowed(f"publication {name} no longer publishes generated columns", _ADVICE)
-    return None
-
-
-def _compare_members(before: dict[str, Any], after: dict[str, Any], existing: Existing) -> Narrowed | None:
-    for kind, word in (("tables", "table"), ("schemas", "schema")):
+        yield message, f"publish_via_partition_root = {str(before['via_root']).lower()}"
+    if before["generated"] != "n" and after["generated"] == "n":
+        yield f"publication {name} no longer publishes generated columns", ""
+    for kind in ("tables", "schemas"):
         members, rows = ({pair[place] for pair in after[kind]} for place in (0, 1))
-        for member, row in before.get(kind, []):
-            name = existing[kind].get(member)
-            if row in rows or name is None:
+        for member, row in before[kind]:
+            if row in rows or (kind, member) not in existing:
                 continue
+            title = f"{kind[:-1]} {existing[kind, member]}"
             if member in members:
-                message = (
-                    f"publication {before['name']} has another row filter or column list for {word} {name}, or was "
+                yield (
+                    (
+                        f"publication {name} has another row filter or column list for {title}, or was without it for a "
+                        "while: not everything was sent since then"
+                    ),
+                    "",
                 )
-                return Narrowed(message + "without it for a while: not everything was sent since then", _ADVICE)
-            message = (
-                f"{word} {name} was taken out of publication {before['name']}: its changes were not sent since then"
-            )
-            return Narrowed(message, _ADVICE)
-    return None
+            yield f"{title} was taken out of publication {name}: its changes were not sent since then", ""

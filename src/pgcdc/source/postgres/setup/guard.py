@@ -3,7 +3,8 @@ seconds), the shapes of tables (written down before their rows become visible), 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import Error
 
-from pgcdc.core.errors import ConnectionLost, GapError, StateError
+from pgcdc.core.errors import ConnectionLost, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import SCHEMA_SUB, Kind, Position
 from pgcdc.core.relation import Relation, ShapeChange, ShapeHistory, append_shapes, cut_tail
@@ -20,15 +21,19 @@ from pgcdc.core.state import Identity, Lock, StateDir
 from pgcdc.postgres.database import Connection
 from pgcdc.postgres.types.catalog import BUILT_IN, TypeCatalog
 from pgcdc.source.postgres.setup.fingerprint import SlotDetails, check_identity, check_unchanged
-from pgcdc.source.postgres.setup.preflight import identify
-from pgcdc.source.postgres.setup.slots import check_not_ahead, check_usable, get_slot
+from pgcdc.source.postgres.setup.slots import check_not_ahead, check_usable, get_slot, identify, slot_gone
+from pgcdc.source.postgres.setup.tables import TableColumn, read_columns
 from pgcdc.spool.consumers import Consumers
 from pgcdc.spool.segment import CaptureBatch
 
 
-def connection_ended(error: Error) -> ConnectionLost:
-    """What psycopg raised on a connection that worked before."""
-    return ConnectionLost(f"the server ended the connection: {' '.join(str(error).split())}")
+@contextmanager
+def lost_on_error() -> Iterator[None]:
+    """Also a decorator: if psycopg raises on a connection that worked before, that is lost."""
+    try:
+        yield
+    except Error as error:
+        raise ConnectionLost(f"the server ended the connection: {' '.join(str(error).split())}") from error
 
 
 class Guard:
@@ -45,23 +50,12 @@ class Guard:
 
     def check_server(self, replication: Connection) -> None:
         """Whether a walsender belongs to the server that we know."""
-        system, timeline = identify(replication)
-        check_identity(
-            self._identity,
-            system=system,
-            timeline=timeline,
-            database=replication.info.dbname,
-            slot=self._identity.stream,
-        )
+        known = self._identity
+        check_identity(known, *identify(replication), replication.info.dbname, known.stream)
 
+    @lost_on_error()
     def check(self, sql: Connection) -> None:
         """Whether slot and publications are as we left them. A few light queries."""
-        try:
-            self._check(sql)
-        except Error as error:
-            raise connection_ended(error) from error
-
-    def _check(self, sql: Connection) -> None:
         row = sql.execute(
             "SELECT pg_current_wal_lsn() - '0/0'::pg_lsn, setting::int FROM pg_settings "
             "WHERE name = 'wal_sender_timeout'"
@@ -74,10 +68,7 @@ class Guard:
             return
         slot = get_slot(sql, self._identity.stream)
         if slot is None:
-            raise GapError(
-                f"slot {self._identity.stream!r} does not exist any more: somebody dropped it",
-                "Changes since then are gone. Bring the sinks back to the source: pgcdc resync",
-            )
+            raise slot_gone(self._identity.stream)
         check_usable(slot, self._identity.database)
         check_not_ahead(slot, self._consumers.confirmed_lsn)
 
@@ -90,7 +81,7 @@ class Guard:
             known = self._state.identity()
             assert known is not None
             details = SlotDetails.of(known)
-            now = check_unchanged(sql, details.publications, details.planned, is_open=details.is_open)
+            now = check_unchanged(sql, details.publications, details.planned, is_open=details.selection.is_open)
             if now != details.publications:
                 self._state.save_identity(details.put_into(known, publications=now, planned=None))
         finally:
@@ -98,15 +89,8 @@ class Guard:
 
     def is_held_by_us(self, sql: Connection) -> bool:
         """Whether the slot's present reader is our own walsender, of before a crash (or has just gone)."""
-        try:
-            row = sql.execute(
-                "SELECT a.application_name FROM pg_replication_slots s JOIN pg_stat_activity a ON a.pid = s.active_pid "
-                "WHERE s.slot_name = %s",
-                [self._identity.stream],
-            ).fetchone()
-        except Error as error:
-            raise connection_ended(error) from error
-        return row is None or row[0] == f"pgcdc {self._identity.instance}"
+        slot = get_slot(sql, self._identity.stream)
+        return slot is None or slot.reader in (None, f"pgcdc {self._identity.instance}")
 
 
 # --- how far time has come
@@ -252,9 +236,6 @@ def _place(batch: CaptureBatch, rows: pa.Table, row: int) -> Position:
     return Position(commit, Kind(kind), rows.column("ordinal")[row].as_py() - 1, SCHEMA_SUB)
 
 
-# --- the catalog
-
-
 def describe_shapes(sql: Connection, shapes: Iterable[Relation]) -> dict[Relation, dict[str, Any]]:
     """What the catalog says about these shapes, as far as their tables still have them.
 
@@ -265,15 +246,12 @@ def describe_shapes(sql: Connection, shapes: Iterable[Relation]) -> dict[Relatio
     wanted = list(shapes)
     if not wanted:
         return {}
-    try:
-        with sql.transaction():
-            sql.execute("SET LOCAL search_path = ''")
-            live = sql.execute(_SHAPE_COLUMNS, [[shape.oid for shape in wanted]]).fetchall()
-    except Error as error:
-        raise connection_ended(error) from error
+    with lost_on_error(), sql.transaction():
+        sql.execute("SET LOCAL search_path = ''")
+        live = read_columns(sql, [shape.oid for shape in wanted])
     found = {}
     for shape in wanted:
-        columns = {row[1]: row for row in live if row[0] == shape.oid}
+        columns = live.get(shape.oid, [])
         if _is_live(shape, columns):
             found[shape] = _details(shape, columns)
     own = {shape: {one.type_oid for one in shape.columns if one.type_oid not in BUILT_IN.types} for shape in found}
@@ -284,36 +262,24 @@ def describe_shapes(sql: Connection, shapes: Iterable[Relation]) -> dict[Relatio
     return found
 
 
-def _is_live(shape: Relation, columns: dict[str, Any]) -> bool:
+def _is_live(shape: Relation, columns: list[TableColumn]) -> bool:
     """Whether the catalog still has this shape. It may have more columns: not all of them need be published."""
-    names = [column.name for column in shape.columns]
-    if names != [name for name in columns if name in set(names)]:  # both in the order of their numbers
+    names = {column.name for column in shape.columns}
+    there = [column for column in columns if column.name in names]  # both in the order of their numbers
+    if [(one.name, one.type_oid, one.typmod) for one in shape.columns] != [
+        (one.name, one.type_oid, one.typmod) for one in there
+    ]:
         return False
-    if any((column.type_oid, column.typmod) != columns[column.name][3:5] for column in shape.columns):
-        return False
-    identity = {name for name, row in columns.items() if row[8] is not None and row[9]}
-    return shape.replica_identity != "d" or {one.name for one in shape.columns if one.is_key} == identity & set(names)
+    identity = {one.name for one in there if one.is_primary_key and not one.is_deferrable}
+    return shape.replica_identity != "d" or {one.name for one in shape.columns if one.is_key} == identity
 
 
-def _details(shape: Relation, columns: dict[str, Any]) -> dict[str, Any]:
-    described = []
-    for column in shape.columns:
-        _, name, attnum, _, _, ndims, not_null, text, _, _ = columns[column.name]
-        described.append({"name": name, "attnum": attnum, "type": text, "ndims": ndims, "not_null": not_null})
-    in_key = sorted((row[8], name) for name, row in columns.items() if row[8] is not None)
-    found = {"columns": described, "primary_key": [name for _, name in in_key], "types": None}
-    is_deferrable = any(row[8] is not None and not row[9] for row in columns.values())
-    return {**found, "is_key_deferrable": True} if is_deferrable else found
-
-
-# Two primary keys cannot be. One that is deferrable is no replica identity.
-_SHAPE_COLUMNS = """
-SELECT a.attrelid::int8, a.attname::text, a.attnum::int4, a.atttypid::int8, a.atttypmod, a.attndims::int4, a.attnotnull,
-       format_type(a.atttypid, a.atttypmod),
-       (SELECT k.place FROM unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, place)
-        WHERE k.attnum = a.attnum AND k.place <= i.indnkeyatts),
-       coalesce(i.indimmediate, false)
-FROM pg_attribute a LEFT JOIN pg_index i ON i.indrelid = a.attrelid AND i.indisprimary
-WHERE a.attrelid = ANY (%s::int8[]::oid[]) AND a.attnum > 0 AND NOT a.attisdropped
-ORDER BY a.attrelid, a.attnum
-"""
+def _details(shape: Relation, columns: list[TableColumn]) -> dict[str, Any]:
+    named = {column.name: column for column in columns}
+    described = [
+        {"name": one.name, "attnum": one.number, "type": one.pg_type, "ndims": one.ndims, "not_null": one.not_null}
+        for one in (named[column.name] for column in shape.columns)
+    ]
+    key = [name for _, name in sorted((one.key_place, one.name) for one in columns if one.key_place is not None)]
+    found = {"columns": described, "primary_key": key, "types": None}
+    return {**found, "is_key_deferrable": True} if any(one.is_deferrable for one in columns) else found

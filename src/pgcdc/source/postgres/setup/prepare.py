@@ -11,32 +11,34 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 
-from pgcdc.core.errors import GapError, SourceError, StateError
+from pgcdc.core.errors import ConfigError, GapError, SourceError, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.state import Identity, Lock, StateDir
 from pgcdc.postgres.database import Connection, connect, explain_errors
-from pgcdc.source.postgres.options import PostgresOptions
+from pgcdc.postgres.lsn import format_lsn
+from pgcdc.source.postgres.options import PostgresOptions, pair_of
 from pgcdc.source.postgres.setup.fingerprint import (
     Fingerprint,
     Narrowed,
     SlotDetails,
+    check_identity,
     check_unchanged,
     forget_dropped,
     read_fingerprint,
 )
-from pgcdc.source.postgres.setup.preflight import (
+from pgcdc.source.postgres.setup.publications import PublicationInfo, drop_ours, ensure, use_existing
+from pgcdc.source.postgres.setup.slots import (
     ServerInfo,
     check,
-    check_begin,
-    check_known,
-    check_others,
-    check_rejoin,
+    check_not_ahead,
+    create_slot,
+    drop_slot,
+    get_slot,
+    slot_gone,
 )
-from pgcdc.source.postgres.setup.publications import PublicationInfo, drop_ours, ensure, pair_of, use_existing
-from pgcdc.source.postgres.setup.slots import OpenTransaction, create_slot, drop_slot, get_slot
 from pgcdc.source.postgres.setup.tables import PublishedTable, read_published
 from pgcdc.source.postgres.snapshot.asking import check_readable, drop_signal_table, ensure_signal_table, request_all
 from pgcdc.source.postgres.snapshot.held import Hold, hold_for_long, let_all_go
@@ -44,7 +46,9 @@ from pgcdc.source.postgres.snapshot.plan import PLAN_FILE, begin_plan
 from pgcdc.source.postgres.toast.identity_rules import check_cacheable, check_full
 from pgcdc.source.postgres.wire.binary.decoder import check_columns
 from pgcdc.source.protocol import Prepared
-from pgcdc.spool.consumers import Consumers
+from pgcdc.spool.consumers import Consumers, is_side_lane
+
+Say = Callable[[str], object]
 
 LOCK_TIMEOUT_S = 120.0
 """How long we wait for another process that prepares the same state directory."""
@@ -55,7 +59,7 @@ def prepare(
     state: StateDir,
     *,
     consumer: str = "",
-    on_wait: Callable[[list[OpenTransaction]], None] | None = None,
+    say: Say = lambda text: None,
     is_resync: bool = False,
 ) -> Prepared:
     """Check server and state directory, create what is missing. Raises with advice, and then nothing new is left behind.
@@ -72,43 +76,37 @@ def prepare(
             if not is_resync:
                 state.check_whole()
             check_others(options, state, consumer)
-            return _prepare(options, state, on_wait)
+            server = check(options.db, options.slot_name)
+            options.check_server(server.version_num)
+            return _prepare(options, state, server, check_slot(options, state, server), say)
     finally:
         lock.release()
 
 
 def _prepare(
-    options: PostgresOptions,
-    state: StateDir,
-    on_wait: Callable[[list[OpenTransaction]], None] | None,
+    options: PostgresOptions, state: StateDir, server: ServerInfo, known: Identity | None, say: Say
 ) -> Prepared:
-    server = check(options.db, options.slot_name)
-    options.check_server(server.version_num)
-    known = check_known(options, state, server)
     # Every refusal comes before the first change: a refused start must not touch what a running pipeline uses.
-    began = known is not None and known.created > 0
     with contextlib.ExitStack() as undo, connect(options.db, may_retry=False) as sql:
-        names = _publication_names(options, known if began else None)
+        names = _publication_names(options, known)
         existing = [item["name"] for item in read_fingerprint(sql, names)]
         before = {table for name in existing for table in use_existing(sql, name, slot=options.slot_name).tables}
-        if known is not None and began:
-            check_rejoin(options, state, known, server)
+        if known is not None:
             known = _check_publications(sql, options, known, names)
-            _prepare_signals(sql, options, names, undo)
+        if _ensure_signals(sql, options, names):
+            undo.callback(drop_signal_table, options.db, options.signal_table)
+        if known is not None:
             publications, identity = _bring_up_to_date(sql, options, state, known)
+            if options.effective_snapshot_mode == "always":
+                request_all(sql, state, names)
         else:
-            check_begin(options, state, server)
-            _prepare_signals(sql, options, names, undo)
             publications = _make_publications(sql, options, names)
         created = tuple(info.name for info in publications if info.name not in existing)
-        if not began and created:
+        if known is None:
             undo.callback(drop_publications, options, created)
-        if not began:
             if options.effective_snapshot_mode != "never":
                 check_readable(sql, names)
-            identity = _begin(options, state, server, read_fingerprint(sql, names), undo, on_wait)
-        elif options.effective_snapshot_mode == "always":
-            request_all(sql, state, names)
+            identity = _begin(options, state, server, read_fingerprint(sql, names), undo, say)
         undo.pop_all()
     tables = frozenset(table for one in publications for table in one.tables)
     notes = (
@@ -123,25 +121,76 @@ def _prepare(
     return Prepared(identity, tables, notes, partial(drop_publications, options, created))
 
 
-def _prepare_signals(
-    sql: Connection, options: PostgresOptions, names: tuple[str, ...], undo: contextlib.ExitStack
-) -> None:
-    if options.incremental_snapshot and ensure_signal_table(
-        sql, options.signal_table, names[0] if options.uses_existing else ""
-    ):
-        undo.callback(drop_signal_table, options.db, options.signal_table)
+# --- slot and state directory
+
+
+def check_others(options: PostgresOptions, state: StateDir, consumer: str) -> None:
+    """Tables that other consumers were promised stay captured until these are forgotten."""
+    known = state.identity()
+    if known is None:
+        return
+    details = SlotDetails.of(known)
+    names = Consumers(state.consumers_file).names()
+    others = [name for name in names if name != consumer and not is_side_lane(name)]
+    if others and not options.uses_existing and not options.covers(details.selection):
+        said = ", ".join(f"{name}={value}" for name, value in details.asked.items())
+        raise ConfigError(
+            f"slot {known.stream!r} captures {said} for {', '.join(others)} as well: they would lose what is left out",
+            "Name all of it; or use another slot and state directory; or forget them first: "
+            f"pgcdc consumer forget NAME --state-dir {state.path}",
+        )
+
+
+def check_slot(options: PostgresOptions, state: StateDir, server: ServerInfo) -> Identity | None:
+    """Whether slot, server and state directory belong together. What the directory knows, if the pipeline ran before."""
+    known, slot, name = state.identity(), server.slot, options.slot_name
+    if slot is not None and not options.temporary_slot:
+        options.check_slot(name, slot.two_phase)
+    if slot is not None and slot.active:
+        if options.temporary_slot:
+            raise SourceError(f"slot {name!r} is in use", "Choose another --slot-name for the temporary slot")
+        # Our own capture, or its dying walsender, is no reason.
+        if slot.reader is not None and (known is None or slot.reader != f"pgcdc {known.instance}"):
+            raise SourceError(
+                f"slot {name!r} is in use by process {slot.active_pid} of the server ({slot.reader})",
+                "Another consumer reads this slot. Stop it, or use another --slot-name",
+            )
+    if known is not None:
+        check_identity(known, server.system_identifier, server.timeline, server.database, name)
+    if known is not None and known.created > 0:
+        if options.temporary_slot:
+            raise ConfigError(
+                f"the state directory {state.path} belongs to the persistent slot {known.stream!r}",
+                "Use another --state-dir with --temporary-slot",
+            )
+        if slot is None:
+            raise slot_gone(name)
+        check_not_ahead(slot, Consumers(state.consumers_file).confirmed_lsn)
+        return known
+    if slot is not None and known is None and options.start_from != "slot":
+        raise GapError(
+            f"slot {name!r} exists (it stands at {format_lsn(slot.confirmed_flush_lsn or 0)}), but the "
+            f"state directory {state.path} is new: what was delivered is not known",
+            "If the state directory was lost, restore it. To deliver everything that the slot still has, give "
+            "--start-from slot. Otherwise use another --slot-name, or drop the slot: pgcdc slot drop",
+        )
+    return None
+
+
+# --- publications
+
+
+def _ensure_signals(sql: Connection, options: PostgresOptions, names: tuple[str, ...]) -> bool:
+    """Make the table of signals, if it is wanted; whether it was made."""
+    publication = names[0] if options.uses_existing else ""
+    return options.incremental_snapshot and ensure_signal_table(sql, options.signal_table, publication)
 
 
 def _publication_names(options: PostgresOptions, known: Identity | None) -> tuple[str, ...]:
     """The publications to use: a pipeline that ran before stays with its own."""
-    used = SlotDetails.of(known).names if known else ()
-    if options.uses_existing:
-        assert options.publication is not None
-        names: tuple[str, ...] = (options.publication,)
-    elif options.publication is None and used and used == pair_of(used[0]):
+    used, names = SlotDetails.of(known).names if known else (), options.publications
+    if options.publication is None and used and used == pair_of(used[0]):
         return used
-    else:
-        names = pair_of(options.publication or options.slot_name)
     if used and names != used:
         raise GapError(
             f"this state directory belongs to publication {used[0]}, not to {names[0]}",
@@ -167,19 +216,12 @@ def _make_publications(
         if options.effective_toast == "cache" and review:
             check_cacheable(sql, names)
 
+    slot = options.slot_name
     if options.uses_existing:
-        info = use_existing(sql, names[0], slot=options.slot_name)
+        info = use_existing(sql, names[0], slot=slot)
         check()
         return (info,)
-    return ensure(
-        sql,
-        names[0],
-        options.selection,
-        slot=options.slot_name,
-        review=review,
-        check=check,
-        before_commit=before_commit,
-    )
+    return ensure(sql, names[0], options, slot=slot, review=review, check=check, before_commit=before_commit)
 
 
 def _check_publications(sql: Connection, options: PostgresOptions, known: Identity, names: tuple[str, ...]) -> Identity:
@@ -189,7 +231,7 @@ def _check_publications(sql: Connection, options: PostgresOptions, known: Identi
     """
     details = SlotDetails.of(known)
     try:
-        check_unchanged(sql, details.publications, details.planned, is_open=details.is_open)
+        check_unchanged(sql, details.publications, details.planned, is_open=details.selection.is_open)
     except Narrowed:
         if not options.accept_publication:
             raise
@@ -206,7 +248,7 @@ def _bring_up_to_date(
     neither like a change by somebody else, nor hides one.
     """
     details = SlotDetails.of(known)
-    expected = check_unchanged(sql, details.publications, details.planned, is_open=details.is_open)
+    expected = check_unchanged(sql, details.publications, details.planned, is_open=details.selection.is_open)
     if not options.uses_existing:
         expected = forget_dropped(expected)
 
@@ -217,8 +259,8 @@ def _bring_up_to_date(
 
     infos = _make_publications(sql, options, details.names, plan, review)
     hit("prepare.altered")
-    now = check_unchanged(sql, expected, is_open=options.selection.is_open)
-    updated = details.put_into(known, publications=now, planned=None, asked=options.selection.to_json())
+    now = check_unchanged(sql, expected, is_open=options.is_open)
+    updated = details.put_into(known, publications=now, planned=None, asked=options.to_json())
     if updated != state.identity():
         state.save_identity(updated)
     return infos, updated
@@ -247,17 +289,16 @@ def drop_publications(options: PostgresOptions, names: Sequence[str]) -> None:
         drop_ours(sql, names, slot=options.slot_name)
 
 
+# --- the slot
+
+
 def _begin(
-    options: PostgresOptions,
-    state: StateDir,
-    server: ServerInfo,
-    publications: Fingerprint,
-    undo: contextlib.ExitStack,
-    on_wait: Callable[[list[OpenTransaction]], None] | None,
-) -> Identity:
+    options: PostgresOptions, state: StateDir, server: ServerInfo, publications: Fingerprint, undo: contextlib.ExitStack,
+    say: Say,
+) -> Identity:  # fmt: skip
     """The first start. The identity is written before the slot is made: after a crash between, the slot is known as ours."""
     started = state.identity()
-    details = SlotDetails(server.timeline, publications, asked=options.selection.to_json())
+    details = SlotDetails(server.timeline, publications, options.to_json())
     identity = Identity(
         kind=options.kind,
         system=server.system_identifier,
@@ -278,7 +319,7 @@ def _begin(
     elif server.slot is not None:
         lsn = server.slot.confirmed_flush_lsn or 0
     else:
-        lsn, hold = _create_slot(options, state, undo, on_wait)
+        lsn, hold = _create_slot(options, state, undo, say)
     hit("prepare.created")
     if options.effective_snapshot_mode != "never":
         begin_plan(state.snapshot, lsn, hold)
@@ -290,34 +331,20 @@ def _begin(
 
 
 def _create_slot(
-    options: PostgresOptions,
-    state: StateDir,
-    undo: contextlib.ExitStack,
-    on_wait: Callable[[list[OpenTransaction]], None] | None,
+    options: PostgresOptions, state: StateDir, undo: contextlib.ExitStack, say: Say
 ) -> tuple[int, Hold | None]:
+    url, name, two_phase = options.db, options.slot_name, options.two_phase
     exported: list[str] | None = [] if options.effective_snapshot_mode != "never" else None
-    with (
-        connect(options.db, replication=True, may_retry=False) as replication,
-        connect(options.db, may_retry=False) as sql,
-    ):
+    with connect(url, replication=True, may_retry=False) as replication, connect(url, may_retry=False) as sql:
         # Cleans up after itself if it fails.
-        create_slot(
-            replication,
-            options.slot_name,
-            two_phase=options.two_phase,
-            monitor=sql,
-            on_wait=on_wait,
-            exported=exported,
-        )
-        undo.callback(_remove_slot, options.db, options.slot_name)
-        hold = None
-        if exported:  # while the connection of the slot is open
-            limit_s = options.snapshot_hold_limit
-            undo.callback(let_all_go, state.snapshot)
-            hold = hold_for_long(options.db, state, 1, limit_s=limit_s, exported=exported[0])
-        slot = get_slot(sql, options.slot_name)
-        assert slot is not None
-        return slot.confirmed_flush_lsn or 0, hold
+        lsn = create_slot(replication, name, two_phase=two_phase, monitor=sql, say=say, exported=exported)
+        undo.callback(_remove_slot, url, name)
+        if not exported:
+            return lsn, None
+        undo.callback(let_all_go, state.snapshot)
+        # while the connection of the slot is open
+        hold = hold_for_long(url, state, 1, limit_s=options.snapshot_hold_limit, exported=exported[0])
+        return lsn, hold
 
 
 def _remove_slot(url: str, name: str) -> None:
@@ -329,37 +356,27 @@ def _remove_slot(url: str, name: str) -> None:
 # --- tried out: the same checks, and the publications made in a transaction that is rolled back
 
 
-@dataclass(frozen=True, slots=True)
-class Rehearsal:
-    """What there would be."""
-
-    publications: tuple[PublicationInfo, ...]
-    is_new: bool
-    unreadable: SourceError | None
-    """Why the rows that are there could not be read, if they are wanted."""
-    published: tuple[PublishedTable, ...] = ()
-    """The tables with the columns that would be captured."""
-
-
 @explain_errors("try the publications")
-def rehearse(options: PostgresOptions, state: StateDir, *, reads_rows: bool = True) -> Rehearsal:
-    """Make the publications (and the table of signals) as a start would, see what they hold, and take all of it back."""
-    known = state.identity()
-    began = known is not None and known.created > 0
+def try_publications(
+    options: PostgresOptions, state: StateDir, *, reads_rows: bool = False
+) -> tuple[tuple[PublicationInfo, ...], list[PublishedTable], SourceError | None]:
+    """Make the publications (and the table of signals) as a start would, and take all of it back.
+
+    What they are, the tables with the columns that would be captured, and with `reads_rows` why rows cannot be read.
+    """
+    known, unreadable = state.identity(), None
+    if known is not None and known.created == 0:
+        known = None
     with connect(options.db, may_retry=False) as sql, sql.transaction(force_rollback=True):
         sql.execute("SET LOCAL lock_timeout = '5s'")  # who alters a captured table at this moment is not waited for
-        names = _publication_names(options, known if began else None)
-        if began:
-            assert known is not None
+        names = _publication_names(options, known)
+        if known is not None:
             _check_publications(sql, options, known, names)
-        if options.incremental_snapshot:
-            ensure_signal_table(sql, options.signal_table, names[0] if options.uses_existing else "")
+        _ensure_signals(sql, options, names)
         publications = _make_publications(sql, options, names)
-        unreadable = None
-        if not began and reads_rows and options.effective_snapshot_mode != "never":
+        if reads_rows:
             try:
                 check_readable(sql, names)
             except SourceError as error:
                 unreadable = error
-        published = tuple(read_published(sql, names))
-    return Rehearsal(publications, not began, unreadable, published)
+        return publications, read_published(sql, names), unreadable

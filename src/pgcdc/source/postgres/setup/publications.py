@@ -12,70 +12,67 @@ repaired: that would hide that changes were missed (see `fingerprint`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import psycopg
 
 from pgcdc.core.errors import SourceError
 from pgcdc.postgres.database import Connection, execute_one, explain_errors, name_table, quote_identifier, quote_literal
 from pgcdc.postgres.selection import Rule, Selection
-from pgcdc.source.postgres.setup.fingerprint import OPERATIONS, Fingerprint, read_fingerprint
+from pgcdc.source.postgres.options import pair_of
+from pgcdc.source.postgres.setup.fingerprint import OPERATIONS, OWNED, Fingerprint, read_fingerprint
 from pgcdc.source.postgres.setup.tables import (
     GENERATED_SINCE,
-    Meaning,
+    RULES_SINCE,
     Table,
-    check_version,
     choose_tables,
-    read_meanings,
     read_tables,
-    resolve,
     split_by_identity,
 )  # fmt: skip
 
-COMMENT = "managed by pgcdc"
-_OWNED = f"{COMMENT} for slot "
 INSERTS_ONLY = ("insert", "truncate")
+_GENERATED = {"n": "none", "s": "stored"}
+
+Rules = Mapping[tuple[str, str], Rule]
 
 
 @dataclass(frozen=True, slots=True)
 class PublicationInfo:
     """One publication and what it covers."""
 
-    name: str
-    oid: int
-    operations: tuple[str, ...]
-    """Those of insert, update, delete, truncate that it publishes."""
-    via_root: bool
-    """Changes of partitions come under the name of the partitioned table."""
-    all_tables: bool
-    owner: str | None
-    """The slot whose pipeline made it and may alter it; empty for one of an older version, None if it is not ours."""
+    found: dict[str, Any]
+    """Its fingerprint."""
     tables: tuple[str, ...]
     """The tables as they will appear in the stream (partitions rather than their root, unless `via_root`)."""
     inserts_only: tuple[str, ...] = ()
     """Tables whose updates and deletes we do not get, as the user names them: to be said."""
     changed: tuple[str, ...] = ()
     """What we have just changed in it besides its tables: to be said."""
-    generated: str = "none"
-    """Which generated columns it publishes: none or stored."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return str(self.found["name"])
 
 
 @explain_errors("read the publication")
 def use_existing(conn: Connection, name: str, *, slot: str) -> PublicationInfo:
     """The publication that the user made. It is only read."""
-    info = _read(conn, [name]).get(name)
-    if info is None:
+    found = read_fingerprint(conn, [name])
+    if not found:
         advice = f"Run CREATE PUBLICATION {quote_identifier(name)} FOR TABLE ...; or use --tables or --all-tables"
         raise SourceError(f"publication {name} does not exist in this database", advice)
-    _check_owner(info, slot)
-    complete = {"update", "delete"} <= set(info.operations)
-    return replace(info, inserts_only=() if complete else info.tables)
+    _check_owner(found[0], slot)
+    tables = _sent(conn, name)
+    return PublicationInfo(found[0], tables, () if {"update", "delete"} <= set(found[0]["publish"]) else tables)
 
 
-def pair_of(base_name: str) -> tuple[str, str]:
-    """The names of our two publications."""
-    return base_name, f"{base_name}_inserts"
+def _sent(conn: Connection, name: str) -> tuple[str, ...]:
+    query = "SELECT schemaname::text, tablename::text FROM pg_publication_tables WHERE pubname = %s ORDER BY 1, 2"
+    return tuple(name_table(*row) for row in conn.execute(query, [name]).fetchall())
 
 
 @explain_errors("create or change the publication")
@@ -103,6 +100,7 @@ def ensure(
     rules, version = selection.rules(), conn.info.server_version
     check_version(version, has_rules=bool(rules), generated_columns=selection.generated_columns)
     changed: list[str] = []
+    statements: list[str] = []
     with conn.transaction():
         # two of us at the same time would both create them
         conn.execute("SELECT pg_advisory_xact_lock(hashtext('pgcdc'), hashtext(%s))", [base_name])
@@ -112,107 +110,73 @@ def ensure(
         full, inserts, incomplete = split_by_identity(chosen, everything)
         if review:
             _check_rules(rules, [*full, *inserts])
-        existing = _read(conn, names)
-        if not review and names[1] in existing:
-            full, inserts = _keep_ruled(full, inserts, _members(conn, existing[names[1]].oid), rules)
-        statements: list[str] = []
+        members = {name: read_meanings(conn, name) for name in names}
+        if not review:
+            # A table with a rule that has got a key stays: whether the rule fits to the key is for the next start.
+            stay = [one for one in full if one.oid in members[names[1]] and (one.schema, one.table) in rules]
+            full, inserts = [one for one in full if one not in stay], inserts + stay
+        existing = {item["name"]: item for item in read_fingerprint(conn, names)}
         for name, operations, wanted in zip(names, (OPERATIONS, INSERTS_ONLY), (full, inserts), strict=True):
-            info = existing.get(name)
-            generated = ("stored" if selection.generated_columns else "none") if version >= GENERATED_SINCE else None
-            if info is None:
-                for table in wanted:
-                    _meaning(conn, table, rules, operations)
-                statements += _creation(name, operations, wanted, rules, slot, version, generated)
-                continue
-            _check_ours(info, operations, slot)
-            if not info.owner:
-                statements.append(_comment(name, slot))
-            if review and generated and info.generated != generated:
-                statements.append(_set_generated(name, generated))
-                changed.append(f"publication {name} sends generated columns: {generated}")
-            members = _members(conn, info.oid)
-            replaced = _review(conn, name, operations, wanted, members, rules) if review else []
+            sql, found, now = quote_identifier(name), existing.get(name), members[name]
+            generated = ("s" if selection.generated_columns else "n") if version >= GENERATED_SINCE else None
+            if found is None:
+                statements += _creation(sql, operations, slot, version, generated)
+            else:
+                _check_ours(found, operations, slot)
+                if review and generated and found["generated"] != generated:
+                    statements.append(
+                        f"ALTER PUBLICATION {sql} SET (publish_generated_columns = {_GENERATED[generated]})"
+                    )
+                    changed.append(f"publication {name} sends generated columns: {_GENERATED[generated]}")
+            meant = {
+                one.oid: _meaning(conn, one, rules, operations) if review or one.oid not in now else now[one.oid]
+                for one in wanted
+            }
+            replaced = [one for one in wanted if one.oid in now and now[one.oid] != meant[one.oid]]
             changed += [f"the row filter or columns of table {table.name} were changed" for table in replaced]
-            for table in wanted:
-                if table.oid not in members:
-                    _meaning(conn, table, rules, operations)
-            statements += _changes(
-                name, wanted, members - {table.oid for table in replaced}, rules, everything, replaced
-            )
+            dropped = [one for one in everything if one.oid in now and one.oid not in meant]
+            added = [one for one in wanted if one.oid not in now or one in replaced]
+            if dropped or replaced:
+                statements.append(f"ALTER PUBLICATION {sql} DROP TABLE {_list([*dropped, *replaced], {})}")
+            if added:
+                statements.append(f"ALTER PUBLICATION {sql} ADD TABLE {_list(added, rules)}")
         if statements:
             _execute(conn, statements, [*full, *inserts])
         check()
+        made = read_fingerprint(conn, names)
         if statements:
-            before_commit(read_fingerprint(conn, names))
-        result = _read(conn, names)
+            before_commit(made)
+        sent = [_sent(conn, name) for name in names]
     told = tuple(table.name for table in incomplete)
-    return replace(result[names[0]], changed=tuple(changed)), replace(result[names[1]], inserts_only=told)
+    return PublicationInfo(made[0], sent[0], (), tuple(changed)), PublicationInfo(made[1], sent[1], told)
 
 
 @explain_errors("drop the publication")
 def drop_ours(conn: Connection, names: Sequence[str], *, slot: str) -> None:
     """Drop those of these publications that belong to the pipeline of this slot."""
-    for name, info in _read(conn, names).items():
-        if info.owner == slot:
-            conn.execute(f"DROP PUBLICATION IF EXISTS {quote_identifier(name)}".encode())
+    for found in read_fingerprint(conn, names):
+        if found["owner"] == slot:
+            conn.execute(f"DROP PUBLICATION IF EXISTS {quote_identifier(found['name'])}".encode())
 
 
-_READ = """
-SELECT p.pubname::text, p.oid::int8, to_jsonb(p), COALESCE(obj_description(p.oid, 'pg_publication'), ''),
-       ARRAY(SELECT ARRAY[t.schemaname::text, t.tablename::text] FROM pg_publication_tables t
-             WHERE t.pubname = p.pubname ORDER BY t.schemaname, t.tablename)
-FROM pg_publication p WHERE p.pubname = ANY (%s::text[])
-"""
-
-
-def _read(conn: Connection, names: Sequence[str]) -> dict[str, PublicationInfo]:
-    return {
-        name: PublicationInfo(
-            name=name,
-            oid=oid,
-            operations=tuple(operation for operation in OPERATIONS if raw[f"pub{operation}"]),
-            via_root=raw.get("pubviaroot") or False,
-            all_tables=raw["puballtables"],
-            owner=_owner(comment),
-            tables=tuple(name_table(*table) for table in tables),
-            generated="stored" if raw.get("pubgencols") == "s" else "none",
-        )
-        for name, oid, raw, comment, tables in conn.execute(_READ, [list(names)]).fetchall()
-    }
-
-
-def _owner(comment: str) -> str | None:
-    if comment.startswith(_OWNED):
-        return comment.removeprefix(_OWNED)
-    return "" if comment == COMMENT else None
-
-
-def _comment(name: str, slot: str) -> str:
-    return f"COMMENT ON PUBLICATION {quote_identifier(name)} IS {quote_literal(_OWNED + slot)}"
-
-
-def _check_owner(info: PublicationInfo, slot: str) -> None:
-    if info.owner and info.owner != slot:
+def _check_owner(found: dict[str, Any], slot: str) -> None:
+    name, owner = found["name"], found["owner"]
+    if owner is not None and owner != slot:
         raise SourceError(
-            f"publication {info.name} belongs to the pipeline of slot {info.owner}, which changes it as it needs",
-            f"Use another name with --publication. If that pipeline is gone: DROP PUBLICATION {quote_identifier(info.name)}",
+            f"publication {name} belongs to the pipeline of slot {owner}, which changes it as it needs",
+            f"Use another name with --publication. If that pipeline is gone: DROP PUBLICATION {quote_identifier(name)}",
         )
 
 
-def _members(conn: Connection, oid: int) -> set[int]:
-    rows = conn.execute("SELECT prrelid::int8 FROM pg_publication_rel WHERE prpubid = %s", [oid]).fetchall()
-    return {row[0] for row in rows}
-
-
-def _check_ours(info: PublicationInfo, operations: tuple[str, ...], slot: str) -> None:
-    sql = quote_identifier(info.name)
-    _check_owner(info, slot)
-    if info.owner is None or info.all_tables:
-        advice = f"Use it as it is with --publication {info.name}, or drop it: DROP PUBLICATION {sql}"
-        raise SourceError(f"publication {info.name} exists and is not managed by pgcdc", advice)
-    if info.operations != operations or info.via_root:
+def _check_ours(found: dict[str, Any], operations: tuple[str, ...], slot: str) -> None:
+    name, sql = found["name"], quote_identifier(found["name"])
+    _check_owner(found, slot)
+    if found["owner"] is None or found["all_tables"]:
+        advice = f"Use it as it is with --publication {name}, or drop it: DROP PUBLICATION {sql}"
+        raise SourceError(f"publication {name} exists and is not managed by pgcdc", advice)
+    if found["publish"] != list(operations) or found["via_root"]:
         advice = f"If the changes missed do not matter: DROP PUBLICATION {sql}, and start with a new slot"
-        raise SourceError(f"publication {info.name} was changed: it publishes {', '.join(info.operations)}", advice)
+        raise SourceError(f"publication {name} was changed: it publishes {', '.join(found['publish'])}", advice)
 
 
 def _check_schemas(conn: Connection, selection: Selection) -> None:
@@ -225,9 +189,6 @@ def _check_schemas(conn: Connection, selection: Selection) -> None:
             raise SourceError(f"schema {name} does not exist", f"Check --schemas. There are: {', '.join(known)}")
 
 
-Rules = Mapping[tuple[str, str], Rule]
-
-
 def _check_rules(rules: Rules, tables: Sequence[Table]) -> None:
     names = {(table.schema, table.table) for table in tables}
     for schema, table in rules:
@@ -238,73 +199,19 @@ def _check_rules(rules: Rules, tables: Sequence[Table]) -> None:
             )
 
 
-def _keep_ruled(
-    full: list[Table], inserts: list[Table], members: set[int], rules: Rules
-) -> tuple[list[Table], list[Table]]:
-    """A table with a rule that has got a key stays where it is: whether the rule fits to the key is for the next start."""
-    stay = [table for table in full if table.oid in members and (table.schema, table.table) in rules]
-    return [table for table in full if table not in stay], inserts + stay
-
-
 def _meaning(conn: Connection, table: Table, rules: Rules, operations: tuple[str, ...]) -> Meaning:
     rule = rules.get((table.schema, table.table))
     return resolve(conn, table, rule, with_updates=operations == OPERATIONS) if rule else Meaning()
 
 
-def _review(
-    conn: Connection,
-    name: str,
-    operations: tuple[str, ...],
-    wanted: Sequence[Table],
-    members: set[int],
-    rules: Rules,
-) -> list[Table]:
-    """Those tables that the publication has otherwise than is wanted now."""
-    now = read_meanings(conn, name)
-    both = [table for table in wanted if table.oid in members]
-    return [table for table in both if now.get(table.oid, Meaning()) != _meaning(conn, table, rules, operations)]
-
-
-def _set_generated(name: str, generated: str) -> str:
-    return f"ALTER PUBLICATION {quote_identifier(name)} SET (publish_generated_columns = {generated})"
-
-
-def _creation(
-    name: str,
-    operations: tuple[str, ...],
-    tables: Sequence[Table],
-    rules: Rules,
-    slot: str,
-    version: int,
-    generated: str | None,
-) -> list[str]:
-    sql = quote_identifier(name)
+def _creation(sql: str, operations: tuple[str, ...], slot: str, version: int, generated: str | None) -> Iterator[str]:
     options = f"publish = '{', '.join(operations)}'"
     if version >= 130000:
         options += ", publish_via_partition_root = false"
-    if generated == "stored":
+    if generated == "s":
         options += ", publish_generated_columns = stored"
-    target = f" FOR TABLE {_list(tables, rules)}" if tables else ""
-    return [
-        f"CREATE PUBLICATION {sql}{target} WITH ({options})",
-        _comment(name, slot),
-    ]
-
-
-def _changes(
-    name: str,
-    wanted: Sequence[Table],
-    members: set[int],
-    rules: Rules,
-    everything: Sequence[Table],
-    replaced: Sequence[Table],
-) -> list[str]:
-    oids = {table.oid for table in wanted}
-    added = [table for table in wanted if table.oid not in members]
-    dropped = [table for table in everything if table.oid in members and table.oid not in oids]
-    alter = f"ALTER PUBLICATION {quote_identifier(name)}"
-    statements = [f"{alter} DROP TABLE {_list([*dropped, *replaced], {})}"] if dropped or replaced else []
-    return statements + ([f"{alter} ADD TABLE {_list(added, rules)}"] if added else [])
+    yield f"CREATE PUBLICATION {sql} WITH ({options})"
+    yield f"COMMENT ON PUBLICATION {sql} IS {quote_literal(OWNED + slot)}"
 
 
 def _list(tables: Sequence[Table], rules: Rules) -> str:
@@ -321,13 +228,10 @@ def _execute(conn: Connection, statements: Sequence[str], tables: Sequence[Table
     except psycopg.errors.InsufficientPrivilege as exc:
         raise _explain_rights(conn, str(exc.diag.message_primary), statements, tables) from None
     except psycopg.errors.ReadOnlySqlTransaction:
-        if conn.execute("SELECT pg_is_in_recovery()").fetchone() == (False,):
-            raise SourceError(
-                "this database is read-only: publications cannot be created or changed here",
-                "Set default_transaction_read_only to off for this role, or create the publication and use --publication",
-            ) from None
-        advice = "Create the publication on the primary and use --publication"
-        raise SourceError("this server is a standby: publications cannot be created or changed here", advice) from None
+        raise SourceError(
+            "this database is read-only: publications cannot be created or changed here",
+            "Set default_transaction_read_only to off for this role, or create the publication and use --publication",
+        ) from None
 
 
 def _explain_rights(conn: Connection, text: str, statements: Sequence[str], tables: Sequence[Table]) -> SourceError:
@@ -340,3 +244,123 @@ def _explain_rights(conn: Connection, text: str, statements: Sequence[str], tabl
         f"Run as a superuser: {script}; and use --publication" if foreign else f"Run as the database's owner: {grant}"
     )
     return SourceError(f"no right to publish the tables: {reason}", advice)
+
+
+# --- row filters and column lists, as the server understands them
+#
+# What a rule means is asked of the server itself: a publication with nothing but this table is created and taken back at
+# once. So a wrong rule is found before anything is altered, and two texts that mean the same are known to be the same.
+#
+# A filter that uses a column which is not in the table's replica identity, or a list that leaves one out, makes the
+# *application's* UPDATE and DELETE fail. PostgreSQL does not refuse such a publication; we do.
+
+_PROBE = f"pgcdc_probe_{secrets.token_hex(4)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a membership publishes of its table, in the server's own words."""
+
+    row_filter: str | None = None
+    columns: str | None = None
+
+
+_MEANINGS = """
+SELECT r.prrelid::int8, {} FROM pg_publication_rel r
+JOIN pg_publication p ON p.oid = r.prpubid WHERE p.pubname = %s
+"""
+
+# The columns that the replica identity needs (none: all of them), those that the list has, and those that the filter uses.
+_FIT = """
+SELECT c.relreplident = 'f',
+       ARRAY(SELECT a.attname::text FROM pg_index i, unnest(i.indkey) k JOIN pg_attribute a ON a.attrelid = %(oid)s
+             AND a.attnum = k WHERE i.indrelid = %(oid)s AND CASE c.relreplident WHEN 'd' THEN i.indisprimary
+             WHEN 'i' THEN i.indisreplident ELSE false END),
+       ARRAY(SELECT a.attname::text FROM pg_depend d JOIN pg_attribute a ON a.attrelid = %(oid)s AND a.attnum = d.refobjsubid
+             WHERE d.classid = 'pg_publication_rel'::regclass AND d.refobjid = %(oid)s AND d.refobjsubid > 0
+             AND d.objid = (SELECT r.oid FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
+                            WHERE p.pubname = %(probe)s AND r.prrelid = %(oid)s)),
+       ARRAY(SELECT a.attname::text FROM pg_attribute a WHERE a.attrelid = %(oid)s AND a.attnum > 0
+             AND NOT a.attisdropped AND a.attgenerated = '' ORDER BY a.attnum)
+FROM pg_class c WHERE c.oid = %(oid)s
+"""
+
+
+def check_version(version: int, *, has_rules: bool, generated_columns: bool) -> None:
+    """Raise SourceError for what this server does not have."""
+    major = version // 10000
+    if has_rules and version < RULES_SINCE:
+        raise SourceError(
+            f"row filters and column lists need PostgreSQL 15, and this is {major}",
+            "Leave --row-filter and --columns out, and filter where the events are used",
+        )
+    if generated_columns and version < GENERATED_SINCE:
+        raise SourceError(
+            f"generated columns are published since PostgreSQL 18, and this is {major}",
+            "Leave --generated-columns out, and compute them where the events are used",
+        )
+
+
+def read_meanings(conn: Connection, publication: str) -> dict[int, Meaning]:
+    """What a publication has of each table, by the table's oid."""
+    meaning = "pg_get_expr(r.prqual, r.prrelid), r.prattrs::text"
+    query = _MEANINGS.format(meaning if conn.info.server_version >= RULES_SINCE else "NULL, NULL")
+    rows = conn.execute(query.encode(), [publication]).fetchall()
+    return {oid: Meaning(row_filter, columns) for oid, row_filter, columns in rows}
+
+
+def resolve(conn: Connection, table: Table, rule: Rule, *, with_updates: bool) -> Meaning:
+    """What the rule means. Raises SourceError if the server refuses it, or would refuse the application's updates."""
+    with conn.transaction(force_rollback=True):
+        _probe(conn, table, rule)
+        meaning = read_meanings(conn, _PROBE)
+    if set(meaning) != {table.oid}:
+        raise SourceError(f"the row filter of table {table.name} is more than one expression", _FILTER_ADVICE)
+    if with_updates:
+        with conn.transaction(force_rollback=True):
+            _probe(conn, table, Rule(rule.row_filter))
+            row = conn.execute(_FIT, {"oid": table.oid, "probe": _PROBE}).fetchone()
+        assert row is not None
+        _check_fit(table, rule, *row)
+    return meaning[table.oid]
+
+
+_FILTER_ADVICE = "Write an expression over the columns of the table: --row-filter 'orders=total > 100'"
+
+
+def _probe(conn: Connection, table: Table, rule: Rule) -> None:
+    statement = f"CREATE PUBLICATION {_PROBE} FOR TABLE ONLY {table.sql}{rule.to_sql()}"
+    try:
+        execute_one(conn, statement)
+    except psycopg.errors.InsufficientPrivilege as error:
+        text = " ".join(str(error.diag.message_primary).split())
+        grant = f"GRANT CREATE ON DATABASE {quote_identifier(conn.info.dbname)} TO {quote_identifier(conn.info.user)}"
+        message = f"no right to publish table {table.name} with a row filter or columns: {text}"
+        raise SourceError(message, f"Run as the owner of table and database: {grant}; or use --publication") from None
+    except (psycopg.ProgrammingError, psycopg.NotSupportedError, psycopg.DataError) as error:
+        text = " ".join(str(error.diag.message_primary or error).split())
+        detail = " ".join(str(error.diag.message_detail or "").split())
+        reason = f"{text} ({detail.rstrip('.')})" if detail else text
+        raise SourceError(f"what is wanted of table {table.name} is refused: {reason}", _advise(table, rule)) from None
+
+
+def _advise(table: Table, rule: Rule) -> str:
+    if table.kind == "p":
+        return "Name its partitions in --tables, and give each of them its own --row-filter and --columns"
+    return "Check --columns" if rule.columns and not rule.row_filter else _FILTER_ADVICE
+
+
+def _check_fit(table: Table, rule: Rule, is_full: bool, keys: list[str], used: list[str], every: list[str]) -> None:
+    if rule.row_filter and not is_full and (outside := [name for name in used if name not in keys]):
+        raise SourceError(
+            f"the row filter of table {table.name} uses {', '.join(outside)}, which the replica identity does not have: "
+            "PostgreSQL would refuse the application's UPDATE and DELETE",
+            f"Use only {', '.join(keys)}, or run ALTER TABLE {table.sql} REPLICA IDENTITY FULL",
+        )
+    needed = every if is_full else keys
+    if rule.columns and (missing := [name for name in needed if name not in rule.columns]):
+        raise SourceError(
+            f"the columns of table {table.name} leave out {', '.join(missing)}, which the replica identity has: "
+            "PostgreSQL would refuse the application's UPDATE and DELETE",
+            f"Add {', '.join(missing)} to --columns",
+        )

@@ -1,29 +1,33 @@
-"""Replication slots: looking at them, creating and dropping them.
+"""The server and its replication slots: whether it can be captured; looking at slots, creating and dropping them.
 
-Creating one waits until every transaction that was open when it began has ended, in any database of the server. So the
-command runs asynchronously, and a second connection tells every two seconds for whom it waits. Whatever interrupts the
+Each check raises SourceError with the numbers found and the command that helps. The last one opens a real walsender, so
+that a server whose pg_hba.conf or pooler does not let replication through is found out before anything is created.
+
+Creating a slot waits until every transaction that was open when it began has ended, in any database of the server. So the
+command runs in a thread, and a second connection tells every two seconds for whom it waits. Whatever interrupts the
 wait, no slot stays behind.
 """
 
 from __future__ import annotations
 
-import re
-import select
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import psycopg
-from psycopg import pq
+from psycopg import errors
 
 from pgcdc.core.errors import ConnectionLost, GapError, PgcdcError, SourceError
-from pgcdc.postgres.database import Connection, explain_errors, quote_identifier, quote_literal
+from pgcdc.postgres.database import Connection, connect, explain_errors, quote_identifier, quote_literal
 from pgcdc.postgres.lsn import format_lsn, parse_lsn
-from pgcdc.source.postgres.options import check_slot_name
+from pgcdc.source.postgres.options import check_age, check_slot_name
 
 PLUGIN = "pgoutput"
 NEW_SYNTAX_SINCE = 150000
 _REPORT_EVERY_S = 2.0
+_RELEASE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,8 @@ class SlotInfo:
     two_phase: bool
     active: bool
     active_pid: int | None
+    reader: str | None
+    """The application name of who reads it now."""
     restart_lsn: int | None
     confirmed_flush_lsn: int | None
     wal_status: str | None
@@ -51,21 +57,15 @@ class SlotInfo:
     """WAL written since what was confirmed."""
 
 
-@dataclass(frozen=True, slots=True)
-class OpenTransaction:
-    """A transaction that the creation of a slot may be waiting for. `pid` is 0 for a prepared one."""
-
-    pid: int
-    age_s: float
-    query: str
-    """Its last statement, shortened; empty if we may not see it."""
-
-
-# to_jsonb, because the columns differ between versions; text, because jsonb numbers would be floats
+# to_jsonb, because these columns differ between versions
 _SLOTS = """
-SELECT to_jsonb(s), (s.restart_lsn - '0/0'::pg_lsn)::text, (s.confirmed_flush_lsn - '0/0'::pg_lsn)::text,
-       (wal.lsn - '0/0'::pg_lsn)::text
-FROM pg_replication_slots s,
+SELECT s.slot_name::text, s.plugin::text, s.slot_type, s.database::text, s.temporary,
+       coalesce((raw ->> 'two_phase')::bool, false), s.active, s.active_pid,
+       (SELECT a.application_name FROM pg_stat_activity a WHERE a.pid = s.active_pid),
+       (s.restart_lsn - '0/0'::pg_lsn)::int8, (s.confirmed_flush_lsn - '0/0'::pg_lsn)::int8, raw ->> 'wal_status',
+       coalesce(raw ->> 'invalidation_reason', CASE WHEN (raw ->> 'conflicting')::bool THEN 'conflict' END),
+       greatest(wal.lsn - s.restart_lsn, 0)::int8, greatest(wal.lsn - s.confirmed_flush_lsn, 0)::int8
+FROM pg_replication_slots s CROSS JOIN LATERAL (SELECT to_jsonb(s) AS raw) j,
      (SELECT CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_lsn() END AS lsn) wal
 """
 
@@ -73,46 +73,20 @@ FROM pg_replication_slots s,
 @explain_errors("list the replication slots")
 def list_slots(conn: Connection) -> list[SlotInfo]:
     """Every slot of the server, of all databases, by name."""
-    return [_read_slot(row) for row in conn.execute(_SLOTS + "ORDER BY s.slot_name").fetchall()]
+    return [SlotInfo(*row) for row in conn.execute(_SLOTS + "ORDER BY s.slot_name").fetchall()]
 
 
 @explain_errors("look at the replication slot")
 def get_slot(conn: Connection, name: str) -> SlotInfo | None:
     """The slot of this name, if there is one."""
     row = conn.execute(_SLOTS + "WHERE s.slot_name = %s", [name]).fetchone()
-    return _read_slot(row) if row else None
+    return SlotInfo(*row) if row else None
 
 
-def _read_slot(row: tuple[Any, ...]) -> SlotInfo:
-    raw, *numbers = row
-    restart, confirmed, wal = (int(number) if number is not None else None for number in numbers)
-    reason = raw.get("invalidation_reason") or ("conflict" if raw.get("conflicting") else None)
-    return SlotInfo(
-        name=raw["slot_name"],
-        plugin=raw["plugin"],
-        slot_type=raw["slot_type"],
-        database=raw["database"],
-        temporary=raw["temporary"],
-        two_phase=raw.get("two_phase") or False,
-        active=raw["active"],
-        active_pid=raw["active_pid"],
-        restart_lsn=restart,
-        confirmed_flush_lsn=confirmed,
-        wal_status=raw.get("wal_status"),
-        invalidation_reason=reason,
-        retained_bytes=_distance(restart, wal),
-        lag_bytes=_distance(confirmed, wal),
-    )
-
-
-def _distance(start: int | None, end: int | None) -> int | None:
-    return max(end - start, 0) if start is not None and end is not None else None
-
-
-def describe_wait(transactions: Sequence[OpenTransaction]) -> str:
-    """Whom the creation of a slot waits for."""
-    pids = ", ".join(str(one.pid) for one in transactions) or "unknown"
-    return f"creating the slot waits for open transactions of server processes {pids}"
+def slot_gone(name: str) -> GapError:
+    """Our slot is not there."""
+    advice = "Changes since then are gone. Bring the sinks back to the source: pgcdc resync"
+    return GapError(f"slot {name!r} does not exist any more: somebody dropped it", advice)
 
 
 def check_not_ahead(slot: SlotInfo, confirmed_lsn: int) -> None:
@@ -174,6 +148,16 @@ def drop_slot(conn: Connection, name: str) -> None:
     )
 
 
+def end_reader(conn: Connection, slot: SlotInfo, reader: str) -> None:
+    """End the walsender of a slot if it is that of `reader`, and wait a while until nobody reads the slot."""
+    now, deadline = slot, time.monotonic() + _RELEASE_TIMEOUT_S
+    if slot.reader == reader:
+        conn.execute("SELECT pg_terminate_backend(%s)", [slot.active_pid])
+    while now.active and time.monotonic() < deadline:
+        time.sleep(0.05)
+        now = get_slot(conn, slot.name) or now
+
+
 @explain_errors("create the slot")
 def create_slot(
     replication: Connection,
@@ -182,115 +166,178 @@ def create_slot(
     temporary: bool = False,
     two_phase: bool = False,
     monitor: Connection | None = None,
-    on_wait: Callable[[list[OpenTransaction]], None] | None = None,
+    say: Callable[[str], object] = lambda text: None,
     exported: list[str] | None = None,
 ) -> int:
     """Create our slot and return its consistent point: every transaction that commits after this LSN will be sent.
 
     `exported`, if given, gets the name of a snapshot of that very moment. It is there until `replication` is used again.
     `replication` is a walsender (it owns the slot if `temporary`), `monitor` an ordinary connection: through it,
-    `on_wait` hears every two seconds for which transactions the server waits. If `on_wait` raises, the creation is
+    `say` hears every two seconds for which transactions the server waits. If `say` raises, the creation is
     given up and `replication` closed.
     """
     check_slot_name(name)
     is_new = replication.info.server_version >= NEW_SYNTAX_SINCE
-    if two_phase and not is_new:
-        raise SourceError(
-            f"two-phase decoding needs PostgreSQL 15, and this server is {replication.info.server_version // 10000}",
-            "Leave two_phase out, or upgrade the server",
-        )
     options = "NOEXPORT_SNAPSHOT" if exported is None else "EXPORT_SNAPSHOT"
     if is_new:
         snapshot = "nothing" if exported is None else "export"
         options = f"(SNAPSHOT '{snapshot}'{', TWO_PHASE' if two_phase else ''})"
     kind = "TEMPORARY LOGICAL" if temporary else "LOGICAL"
-    replication.pgconn.send_query(
-        f"CREATE_REPLICATION_SLOT {quote_identifier(name)} {kind} {PLUGIN} {options}".encode()
-    )
-    try:
-        while not _is_done(replication.pgconn, _REPORT_EVERY_S):
-            if monitor is not None and on_wait is not None:
-                on_wait(_open_transactions(monitor, replication.info.backend_pid))
-    except BaseException:
-        _give_up(replication, name)
-        raise
-    result = _last_result(replication.pgconn)
-    if result is None or result.status != pq.ExecStatus.TUPLES_OK:
-        raise _explain_creation(replication, result, name)
+    command = f"CREATE_REPLICATION_SLOT {quote_identifier(name)} {kind} {PLUGIN} {options}"
+    with ThreadPoolExecutor(1) as pool:
+        creation = pool.submit(lambda: replication.execute(command.encode()).fetchone())
+        try:
+            row = None
+            while row is None:
+                try:
+                    row = creation.result(_REPORT_EVERY_S)
+                except TimeoutError:
+                    if monitor is not None:
+                        pids = [str(pid) for (pid,) in monitor.execute(_OPEN, {"pid": replication.info.backend_pid})]
+                        waits = "creating the slot waits for open transactions of server processes"
+                        say(f"{waits} {', '.join(pids) or 'unknown'}")
+        except psycopg.Error as error:
+            raise _explain_creation(error, name) from None
+        except BaseException:
+            _give_up(replication, creation, name)
+            raise
     if exported is not None:
-        exported.append((result.get_value(0, 2) or b"").decode())
-    return parse_lsn((result.get_value(0, 1) or b"").decode())
+        exported.append(row[2])
+    return parse_lsn(row[1])
 
 
-def _is_done(pgconn: pq.abc.PGconn, timeout_s: float) -> bool:
-    """Wait for the answer to our command; also True when the connection has ended."""
-    waiting_to_send = pgconn.flush() == 1
-    select.select([pgconn.socket], [pgconn.socket] if waiting_to_send else [], [], timeout_s)
-    try:
-        pgconn.consume_input()
-    except psycopg.OperationalError:
-        return True
-    return not pgconn.is_busy()
-
-
-def _last_result(pgconn: pq.abc.PGconn) -> pq.abc.PGresult | None:
-    last = None
-    while (result := pgconn.get_result()) is not None:
-        last = result
-    return last
-
-
-def _give_up(replication: Connection, name: str) -> None:
+def _give_up(replication: Connection, creation: Future[Any], name: str) -> None:
     """End the wait on the server: it does not notice that a client has gone while it waits for a transaction."""
     try:
         replication.cancel_safe(timeout=5.0)
-        while not _is_done(replication.pgconn, 5.0):
-            pass
-        result = _last_result(replication.pgconn)
-        if result is not None and result.status == pq.ExecStatus.TUPLES_OK:  # created before the cancel arrived
-            replication.pgconn.exec_(f"DROP_REPLICATION_SLOT {quote_identifier(name)}".encode())
+        creation.result()
+        replication.execute(f"DROP_REPLICATION_SLOT {quote_identifier(name)}".encode())  # created before the cancel
     except psycopg.Error:
-        pass  # the connection is gone, and the unfinished slot with it
+        pass  # cancelled; or the connection is gone, and the unfinished slot with it
     replication.close()
 
 
-def _explain_creation(replication: Connection, result: pq.abc.PGresult | None, name: str) -> PgcdcError:
-    message = replication.pgconn.get_error_message() if result is None else result.get_error_message()
-    text = " ".join(message.replace("ERROR:  ", "").replace("FATAL:  ", "").split())
-    sqlstate = (result.error_field(pq.DiagnosticField.SQLSTATE) or b"").decode() if result is not None else ""
-    if sqlstate == "42710":
-        return SourceError(
-            f"slot {name} exists already", "Another pipeline has just created it: choose another --slot-name"
-        )
-    if sqlstate == "53400":
+def _explain_creation(error: psycopg.Error, name: str) -> PgcdcError:
+    text = " ".join((error.diag.message_primary or str(error)).split())
+    if isinstance(error, errors.DuplicateObject):
+        advice = "Another pipeline has just created it: choose another --slot-name"
+        return SourceError(f"slot {name} exists already", advice)
+    if isinstance(error, errors.ConfigurationLimitExceeded):
         advice = "Drop one that is not used (pgcdc slot list), or ALTER SYSTEM SET max_replication_slots and restart"
         return SourceError(f"cannot create slot {name}: all replication slots of the server are in use", advice)
-    if sqlstate == "42501":
+    if isinstance(error, errors.InsufficientPrivilege):
         return SourceError(f"cannot create slot {name}: {text}", "Run as superuser: ALTER ROLE ... REPLICATION")
-    if not sqlstate or sqlstate.startswith(("57", "08")) or replication.pgconn.status == pq.ConnStatus.BAD:
+    if not error.sqlstate or error.sqlstate.startswith(("57", "08")):
         return ConnectionLost(f"the connection ended while slot {name} was created: {text}", "Start again")
     return SourceError(f"cannot create slot {name}: {text}")
 
 
-# Without the rights of pg_read_all_stats we see only the pids of those who block us, and when we asked.
+# Longest first; 0 is a prepared transaction. Without the rights of pg_read_all_stats we see only who blocks us.
 _OPEN = """
-SELECT a.pid, extract(epoch FROM clock_timestamp() - a.xact_start)::float8, a.query
-FROM pg_stat_activity a, (SELECT pg_blocking_pids(%(pid)s) AS pids OFFSET 0) b
-WHERE a.pid <> %(pid)s AND a.pid <> pg_backend_pid() AND (a.backend_xid IS NOT NULL OR a.pid = ANY (b.pids))
-UNION ALL
-SELECT 0, extract(epoch FROM clock_timestamp() - p.prepared)::float8, 'PREPARE TRANSACTION ' || quote_literal(p.gid)
-FROM pg_prepared_xacts p
-ORDER BY 2 DESC NULLS LAST
+SELECT pid FROM (
+    SELECT a.pid, a.xact_start AS since FROM pg_stat_activity a, (SELECT pg_blocking_pids(%(pid)s) AS pids OFFSET 0) b
+    WHERE a.pid <> %(pid)s AND a.pid <> pg_backend_pid() AND (a.backend_xid IS NOT NULL OR a.pid = ANY (b.pids))
+    UNION ALL SELECT 0, prepared FROM pg_prepared_xacts) open
+ORDER BY since NULLS LAST
 """
 
 
-def _open_transactions(monitor: Connection, pid: int) -> list[OpenTransaction]:
-    rows = monitor.execute(_OPEN, {"pid": pid}).fetchall()
-    return [OpenTransaction(pid, age_s or 0.0, _shorten(query or "")) for pid, age_s, query in rows]
+# --- the server
 
 
-def _shorten(query: str) -> str:
-    if query == "<insufficient privilege>" or re.search("password", query, re.IGNORECASE):
-        return ""
-    text = " ".join(query.split())
-    return text if len(text) <= 80 else text[:79] + "…"
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """Which server and database this is, and what it allows."""
+
+    version_num: int
+    system_identifier: str
+    """Given at initdb; shared with standbys and physical copies."""
+    timeline: int
+    """Grows with every promotion."""
+    database: str
+    user: str
+    slot: SlotInfo | None
+    """Our slot, if it exists."""
+
+
+_FACTS = """
+SELECT current_setting('server_version_num')::int, current_database(), current_user::text,
+       current_setting('wal_level'), pg_is_in_recovery(),
+       current_setting('max_replication_slots')::int, (SELECT count(*) FROM pg_replication_slots)::int,
+       current_setting('max_wal_senders')::int, (SELECT count(*) FROM pg_stat_replication)::int,
+       r.rolsuper OR r.rolreplication OR EXISTS (
+           SELECT FROM pg_roles g WHERE g.rolname = 'rds_replication' AND pg_has_role(r.oid, g.oid, 'MEMBER'))
+FROM pg_roles r WHERE r.rolname = current_user
+"""
+
+
+@explain_errors("check the server")
+def check(url: str, slot_name: str) -> ServerInfo:
+    """Check that the changes of this database can be captured through this slot, which may exist or not.
+
+    Raises SourceError (also for a server that does not answer: nothing was started yet), GapError if the slot is lost,
+    ConnectionLost if only its present reader, who may be our own of before a crash, holds the last walsender.
+    """
+    check_slot_name(slot_name)
+    with connect(url, application_name="pgcdc preflight", may_retry=False) as conn:
+        check_age(conn.info.server_version)
+        facts = conn.execute(_FACTS).fetchone()
+        assert facts is not None
+        slot = get_slot(conn, slot_name)
+        version, database, user, wal_level, in_recovery, slots, used_slots, senders, used_senders, may_replicate = facts
+        if not may_replicate:
+            role = quote_identifier(user)
+            raise SourceError(
+                f"role {user} has no REPLICATION right",
+                f"Run as superuser: ALTER ROLE {role} REPLICATION; (on Amazon RDS: GRANT rds_replication TO {role};)",
+            )
+        check_wal(wal_level, in_recovery)
+        if slot is not None:
+            check_usable(slot, database)
+        elif used_slots >= slots:
+            raise SourceError(
+                f"all {slots} replication slots of the server are in use (max_replication_slots)",
+                "Drop one that is not used (pgcdc slot list), or run ALTER SYSTEM SET max_replication_slots = "
+                f"{slots + 10} and restart PostgreSQL",
+            )
+        if used_senders >= senders and not (slot and slot.active):  # if ours is active, its walsender will be free
+            raise SourceError(
+                f"all {senders} walsenders of the server are in use (max_wal_senders)",
+                f"End one (SELECT * FROM pg_stat_replication), or ALTER SYSTEM SET max_wal_senders = {senders + 10} "
+                "and restart PostgreSQL",
+            )
+        # a reader that has just crashed may still hold the last walsender: that heals
+        identity = _identify_apart(url, conn, may_retry=slot is not None and slot.active)
+    return ServerInfo(version, *identity, database, user, slot)
+
+
+@explain_errors("identify the server")
+def identify(replication: Connection) -> tuple[str, int]:
+    """System identifier and timeline, as the walsender itself tells them."""
+    row = replication.execute("IDENTIFY_SYSTEM").fetchone()
+    assert row is not None
+    return str(row[0]), int(row[1])
+
+
+def check_wal(wal_level: str, in_recovery: bool) -> None:
+    """Raise SourceError unless this server's WAL can be decoded."""
+    if in_recovery:
+        raise SourceError("this server is a standby, and changes are captured on the primary", "Connect to its primary")
+    if wal_level != "logical":
+        raise SourceError(
+            f"wal_level is {wal_level}, not logical",
+            "Run ALTER SYSTEM SET wal_level = logical and restart PostgreSQL (managed services: set "
+            "rds.logical_replication = 1 or cloudsql.logical_decoding = on)",
+        )
+
+
+def _identify_apart(url: str, conn: Connection, *, may_retry: bool) -> tuple[str, int]:
+    """Open a walsender and wait until it has gone: it may have been the last free one, which the capture needs next."""
+    with connect(url, replication=True, application_name="pgcdc preflight", may_retry=may_retry) as replication:
+        identity = identify(replication)
+        pid = replication.info.backend_pid
+    deadline = time.monotonic() + 2.0
+    gone = "SELECT NOT EXISTS (SELECT FROM pg_stat_activity WHERE pid = %s)"
+    while time.monotonic() < deadline and not (conn.execute(gone, [pid]).fetchone() or (True,))[0]:
+        time.sleep(0.01)
+    return identity

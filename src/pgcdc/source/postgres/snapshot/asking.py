@@ -32,7 +32,7 @@ from pgcdc.postgres.database import (
     quote_qualified,
     split_table,
 )  # fmt: skip
-from pgcdc.source.postgres.setup.guard import connection_ended
+from pgcdc.source.postgres.setup.guard import lost_on_error
 from pgcdc.source.postgres.setup.tables import PublishedTable, find_published, read_published
 from pgcdc.source.postgres.snapshot.copy import select_statement
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, SnapshotRequest, new_id
@@ -110,14 +110,13 @@ def note_tables(queue: RequestQueue, sql: Connection, publications: Sequence[str
     What was noted is durable together with the requests, so that no crash forgets a table. At the first time nothing is
     asked for: these tables are those of the slot's beginning.
     """
-    try:
-        with sql.transaction():  # the view opens every table: the stream must not wait behind a VACUUM FULL
-            sql.execute("SET LOCAL lock_timeout = '100ms'")
-            found = {oid: name_table(schema, name) for oid, schema, name in sql.execute(_TABLES, [list(publications)])}
-    except psycopg.errors.LockNotAvailable:
-        return []  # we look again in a few seconds
-    except psycopg.Error as error:
-        raise connection_ended(error) from error
+    with lost_on_error():
+        try:
+            with sql.transaction():  # the view opens every table: the stream must not wait behind a VACUUM FULL
+                sql.execute("SET LOCAL lock_timeout = '100ms'")
+                found = {oid: name_table(*name) for oid, *name in sql.execute(_TABLES, [list(publications)])}
+        except psycopg.errors.LockNotAvailable:
+            return []  # we look again in a few seconds
     known = queue.tables
     if known == found.keys():
         return []

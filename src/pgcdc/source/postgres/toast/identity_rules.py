@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from psycopg import Error
 
 from pgcdc.core.errors import SourceError
 from pgcdc.core.relation import Relation
 from pgcdc.postgres.database import Connection, name_table, quote_qualified
+from pgcdc.source.postgres.setup.guard import lost_on_error
 
 POINTER_BYTES = 24
 """A value that is not longer than its pointer stays where it is."""
@@ -37,7 +37,7 @@ family AS (
 _COLUMNS = (
     _FAMILY
     + """
-SELECT f.root::bigint, a.attname::text, max(a.attlen), bool_or(a.attstorage <> 'p'), bool_or(a.attstorage IN ('e', 'x')),
+SELECT f.root::bigint, a.attname::text, max(a.attlen), bool_or(a.attstorage <> 'p'),
        bool_and(b.typcategory = 'S' OR b.typname IN ('bytea', 'json', 'xml')),
        min((SELECT o.option_value::int FROM pg_options_to_table(c.reloptions) o WHERE o.option_name = 'toast_tuple_target'))
 FROM family f
@@ -128,13 +128,13 @@ class TableFacts:
     """What the catalog says about one table (with its partitions) now."""
 
     stamp: str
-    columns: Mapping[str, tuple[int, bool, bool, bool]] = field(default_factory=dict)
-    """attlen, whether it is TOASTable, whether before MAIN columns are, whether the text is as long as the binary form."""
+    columns: Mapping[str, tuple[int, bool, bool]] = field(default_factory=dict)
+    """attlen, whether it is TOASTable, whether the text is as long as the binary form."""
     tuple_target: int | None = None
 
 
 class ToastCatalog:
-    """Reads the facts; an answer that does not come is no fact."""
+    """Reads the facts. ConnectionLost: nothing has happened, and they may be asked for again."""
 
     def __init__(self, publications: Sequence[str]) -> None:
         self._publications = list(publications)
@@ -143,33 +143,26 @@ class ToastCatalog:
 
     def read_all(self, sql: Connection) -> tuple[dict[int, TableFacts], int]:
         """The facts about every published table, and an LSN of when they had been read."""
-        try:
+        with lost_on_error():
             oids = [row[0] for row in sql.execute(_PUBLISHED, [self._publications]).fetchall()]
             row = sql.execute(_SERVER).fetchone()
-            assert row is not None
-            self.block_bytes, self.is_utf8 = row
-        except Error:
-            return {}, 0
+        assert row is not None
+        self.block_bytes, self.is_utf8 = row
         return self.read(sql, oids)
 
-    def read(self, sql: Connection | None, oids: Sequence[int]) -> tuple[dict[int, TableFacts], int]:
-        """The same about some tables. Empty if the connection is gone: the stream will notice that, too."""
-        try:
-            return self._read(sql, oids) if sql is not None else ({}, 0)
-        except Error:
-            return {}, 0
-
-    def _read(self, sql: Connection, oids: Sequence[int]) -> tuple[dict[int, TableFacts], int]:
+    @lost_on_error()
+    def read(self, sql: Connection, oids: Sequence[int]) -> tuple[dict[int, TableFacts], int]:
+        """The same about some tables."""
         asked: dict[str, Any] = {"oids": list(oids)}
         publications = sql.execute(_PUBLICATIONS, [self._publications]).fetchone()
         if not oids or publications is None or not publications[1]:
             return {}, 0
         namespace = _NAMESPACE if sql.info.server_version >= 150000 else ""
         stamps = sql.execute(_STAMPS.replace("{namespace}", namespace).encode(), asked).fetchall()
-        columns: dict[int, dict[str, tuple[int, bool, bool, bool]]] = {}
+        columns: dict[int, dict[str, tuple[int, bool, bool]]] = {}
         targets: dict[int, int] = {}
-        for oid, name, length, toastable, first, as_text, target in sql.execute(_COLUMNS.encode(), asked).fetchall():
-            columns.setdefault(oid, {})[name] = (length, toastable, first, as_text)
+        for oid, name, length, toastable, as_text, target in sql.execute(_COLUMNS.encode(), asked).fetchall():
+            columns.setdefault(oid, {})[name] = (length, toastable, as_text)
             if target is not None:
                 targets[oid] = min(target, targets.get(oid, target))
         facts = {
@@ -190,18 +183,15 @@ class TableRules:
     factors: npt.NDArray[np.int64]
     constant: int
     toastable: npt.NDArray[np.bool_]
-    main: npt.NDArray[np.bool_]
-    """TOASTable only in a row that does not fit into a page."""
-    insert_bytes: int
-    update_bytes: int
-    page_bytes: int
+    row_bytes: int
+    """Values of rows that are not longer stay where they are."""
 
     @classmethod
     def make(cls, relation: Relation, facts: TableFacts, *, block_bytes: int, is_utf8: bool) -> TableRules:
         """The rules for a relation."""
-        unknown = (-1, True, True, False)
+        unknown = (-1, True, False)
         known = [facts.columns.get(column.name, unknown) for column in relation.columns]
-        lengths, toastable, first, as_text = np.array(known, np.int64).reshape(-1, 4).T
+        lengths, toastable, as_text = np.array(known, np.int64).reshape(-1, 3).T
         is_open = lengths == -1
         text = 1 if is_utf8 else 2  # some encodings need more bytes than UTF-8
         sizes = np.where(is_open, VARLENA_BYTES, np.maximum(lengths, 8) + 8)
@@ -212,25 +202,18 @@ class TableRules:
             np.where(is_open, np.where(as_text, text, LONGER_IN_BINARY), 0),
             24 + len(known) // 8 + 8 + int(sizes.sum()),
             is_open & (toastable != 0),
-            first == 0,
-            quarter,
             min(quarter, facts.tuple_target or quarter),
-            block_bytes - 64,
         )
 
-    def is_long(self, lengths: npt.NDArray[np.int64], is_insert: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    def is_long(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Of which rows values may be stored out of line, by the lengths of their texts."""
-        bound = lengths @ self.factors + self.constant
-        found: npt.NDArray[np.bool_] = bound > np.where(is_insert, self.insert_bytes, self.update_bytes)
+        found: npt.NDArray[np.bool_] = lengths @ self.factors + self.constant > self.row_bytes
         return found
 
     def worth_keeping(self, lengths: npt.NDArray[np.int64], is_long: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Which values of these rows may be stored out of line."""
-        may_be = self.toastable & (lengths * self.factors + 4 > POINTER_BYTES) & is_long[:, None]
-        if self.main.any():
-            fits = lengths @ self.factors + self.constant <= self.page_bytes
-            may_be &= ~(self.main & fits[:, None])
-        return may_be
+        found: npt.NDArray[np.bool_] = self.toastable & (lengths * self.factors + 4 > POINTER_BYTES) & is_long[:, None]
+        return found
 
 
 def shape_of(relation: Relation) -> str:

@@ -66,7 +66,7 @@ class ToastStep:
             with self._cache.explaining():
                 self._take_facts(*self._catalog.read_all(sql), self._cache)
 
-    def resolve(self, batch: CaptureBatch, sql: Connection | None) -> Iterator[CaptureBatch]:
+    def resolve(self, batch: CaptureBatch, sql: Connection) -> Iterator[CaptureBatch]:
         """The batch with what could be resolved; in pieces if it has grown much."""
         part, cache = batch.part, self._cache
         if part is None:
@@ -133,7 +133,7 @@ class ToastStep:
         if seen:
             cache.see_stamps(seen)
 
-    def _check_told(self, batch: CaptureBatch, sql: Connection | None, cache: ToastCache) -> set[int]:
+    def _check_told(self, batch: CaptureBatch, sql: Connection, cache: ToastCache) -> set[int]:
         """The server has described tables again. Are they what we knew? Returns those of which nothing is to be kept now.
 
         It does so after whatever was done to a table, and what was done the catalog tells. Count 1: for the first time on
@@ -172,7 +172,7 @@ class ToastStep:
     # --- the cache
 
     def _walk(
-        self, batch: CaptureBatch, rows: ToastRows, sql: Connection | None, cache: ToastCache, found: _Found
+        self, batch: CaptureBatch, rows: ToastRows, sql: Connection, cache: ToastCache, found: _Found
     ) -> Iterator[int]:
         """Go through the changes; `found` gets (mark, value). Yields the row where a piece is to end, at last the end.
 

@@ -167,11 +167,10 @@ class ToastRows:
     ) -> tuple[Ints, list[bytes | None], list[bytes | None], list[bytes]] | None:
         """Rows, keys, old keys that differ, and packed values."""
         op = self.op[mine]
-        is_whole = (op == Op.INSERT) | (op == Op.SNAPSHOT)
-        has_new = is_whole | (op == Op.UPDATE)
+        has_new = (op == Op.INSERT) | (op == Op.SNAPSHOT) | (op == Op.UPDATE)
         written = mine[has_new]
         lengths = self._lengths_of(written, len(rules.toastable))
-        is_long = rules.is_long(lengths, is_whole[has_new]) | has_marks[written]
+        is_long = rules.is_long(lengths) | has_marks[written]
         if not has_entries:
             if not is_long.any():
                 return None
