@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pgcdc.core.errors import TransformError
 from pgcdc.core.relation import Op
-from pgcdc.event.masks import LOOKS
+from pgcdc.event.edits import LOOKS
 from pgcdc.transform.specs import Chain
 
 KEY_VARIABLE = "PGCDC_MASK_KEY"

@@ -10,7 +10,6 @@ identity, or any NOT NULL columns with REPLICA IDENTITY FULL.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 
 from pyspark.sql import Column, DataFrame
@@ -19,6 +18,7 @@ from pyspark.sql.types import ArrayType, DataType, MapType, StructType, VariantT
 
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.position import Position
+from pgcdc.core.settings import suggest
 from pgcdc.postgres.lsn import parse_lsn
 from pgcdc.transform.program import typed_position
 
@@ -139,7 +139,10 @@ def latest_per_key(df: DataFrame, keys: str | Sequence[str], *, keep_deletes: bo
     _refuse_zset(schema, "latest_per_key", "Use current_state, or read the table without option('changelog', 'zset')")
     names = _check_keys(schema, keys, "latest_per_key")
     _check_can_be_grouped(schema, names, "latest_per_key")
-    _refuse_stream(df, "latest_per_key", "Call it in foreachBatch, on the DataFrame of each batch")
+    if df.isStreaming:
+        raise ConfigError(
+            "latest_per_key is not for streams", "Call it in foreachBatch, on the DataFrame of each batch"
+        )
     changes = split_key_updates(df.filter(F.col("_op") != "HEARTBEAT"), names)
     latest = changes.groupBy(*(_sent_key(name).alias(f"__pgcdc_key{i}") for i, name in enumerate(names))).agg(
         F.max_by(F.struct(*(_column(name) for name in schema.fieldNames())), sequence()).alias(_ROW)
@@ -193,7 +196,7 @@ def without_metadata(df: DataFrame, keep: Iterable[str] = ()) -> DataFrame:
     if unknown:
         raise ConfigError(
             f"without_metadata: {unknown[0]!r} is no metadata column",
-            _nearest(unknown[0], METADATA) or _listing(METADATA),
+            suggest(unknown[0], METADATA),
         )
     return df.drop(*(name for name in METADATA if name not in kept))
 
@@ -262,8 +265,11 @@ def _schema_with(df: DataFrame, function: str, *needed: str) -> StructType:
     if missing:
         raise ConfigError(
             f"{function} needs the column {missing[0]}, and the DataFrame has none",
-            _nearest(missing[0], schema.fieldNames())
-            or "Read the table with option('table', ...), and keep its metadata columns until after this function",
+            suggest(
+                missing[0],
+                schema.fieldNames(),
+                "Read the table with option('table', ...), and keep its metadata columns until after this function",
+            ),
         )
     return schema
 
@@ -272,12 +278,10 @@ def _check_keys(schema: StructType, keys: str | Sequence[str], function: str) ->
     names = [keys] if isinstance(keys, str) else list(keys)
     columns = [name for name in schema.fieldNames() if name not in METADATA]
     if not names:
-        raise ConfigError(f"{function} needs at least one key", _listing(columns))
+        raise ConfigError(f"{function} needs at least one key", suggest("", columns))
     for name in names:
         if name not in columns:
-            raise ConfigError(
-                f"{function}: the table has no column {name!r}", _nearest(name, columns) or _listing(columns)
-            )
+            raise ConfigError(f"{function}: the table has no column {name!r}", suggest(name, columns))
     return names
 
 
@@ -305,21 +309,6 @@ def _refuse_zset(schema: StructType, function: str, advice: str) -> None:
         raise ConfigError(f"{function} is not for Z-sets", advice)
 
 
-def _refuse_stream(df: DataFrame, function: str, advice: str) -> None:
-    if df.isStreaming:
-        raise ConfigError(f"{function} is not for streams", advice)
-
-
 def _column(name: str) -> Column:
     """The column of that name, whatever characters are in it."""
     return F.col("`" + name.replace("`", "``") + "`")
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    by_text = {one.lower(): one for one in names}
-    close = difflib.get_close_matches(name.lower(), by_text, n=1)
-    return f"Did you mean {by_text[close[0]]!r}?" if close else ""
-
-
-def _listing(names: Iterable[str]) -> str:
-    return f"There are: {', '.join(names)}"

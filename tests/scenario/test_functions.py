@@ -339,9 +339,9 @@ def test_errors_name_the_function_and_the_nearest_column(spark: SparkSession, tm
     zset = to_frame(spark, [], zset=True)
     stream = to_stream(spark, tmp_path, [HISTORY])
     cases: list[tuple[Callable[[], object], str]] = [
-        (lambda: C.latest_per_key(df, "nmae"), "latest_per_key: the table has no column 'nmae'. Did you mean 'name'?"),
-        (lambda: C.latest_per_key(df, "xyz"), "latest_per_key: the table has no column 'xyz'. There are: id, name"),
-        (lambda: C.latest_per_key(df, []), "latest_per_key needs at least one key. There are: id, name"),
+        (lambda: C.latest_per_key(df, "nmae"), "latest_per_key: the table has no column 'nmae'. Did you mean name?"),
+        (lambda: C.latest_per_key(df, "xyz"), "latest_per_key: the table has no column 'xyz'. Known: id, name"),
+        (lambda: C.latest_per_key(df, []), "latest_per_key needs at least one key. Known: id, name"),
         (lambda: C.latest_per_key(df, "_op"), "latest_per_key: the table has no column '_op'."),
         (lambda: C.latest_per_key(stream, "id"), "latest_per_key is not for streams. Call it in foreachBatch"),
         (lambda: C.latest_per_key(zset, "id"), "latest_per_key is not for Z-sets. Use current_state"),
@@ -352,12 +352,12 @@ def test_errors_name_the_function_and_the_nearest_column(spark: SparkSession, tm
             "split_key_updates: _before has no field 'key'",
         ),
         (lambda: C.current_state(df), "current_state needs the column _weight, and the DataFrame has none. Read the"),
-        (lambda: C.with_sequence(df.withColumnRenamed("_lsn", "_lsn2")), "Did you mean '_lsn2'?"),
+        (lambda: C.with_sequence(df.withColumnRenamed("_lsn", "_lsn2")), "Did you mean _lsn2?"),
         (lambda: C.only_inserts(spark.range(1)), "Read the table with option('table', ...)"),
         (lambda: C.with_watermark(df.drop("_ts"), "1 minute"), "with_watermark needs the column _ts"),
         (lambda: C.as_of(df, "yesterday"), "as_of: 'yesterday' is no position. Give a pgcdc.Position"),
         (lambda: C.as_of(df, 12), "as_of: 12 is no position."),  # type: ignore[arg-type]
-        (lambda: C.without_metadata(df, keep=["_opp"]), "'_opp' is no metadata column. Did you mean '_op'?"),
+        (lambda: C.without_metadata(df, keep=["_opp"]), "'_opp' is no metadata column. Did you mean _op?"),
     ]
     for call, expected in cases:
         with pytest.raises(ConfigError) as caught:

@@ -22,9 +22,17 @@ from pgcdc.core.position import SCHEMA_SUB, Kind, Position
 from pgcdc.core.relation import Column, OldKind, Op, Relation, ShapeChange, ShapeHistory
 from pgcdc.event.batch import Batch, Records, TableChanges, split_forms
 from pgcdc.event.changes import keyed_changes, read_changes, source_table
-from pgcdc.event.columns import ColumnReader, edit_columns
+from pgcdc.event.columns import ColumnReader
 from pgcdc.event.edits import SimpleChain
-from pgcdc.event.events import block_schema, drop_unwanted, event_batch, events_of, pack_block, unpack_blocks
+from pgcdc.event.events import (
+    block_schema,
+    drop_unwanted,
+    edit_columns,
+    event_batch,
+    events_of,
+    pack_block,
+    unpack_blocks,
+)
 from pgcdc.event.forms import FORMS, Form
 from pgcdc.event.frame import EventOptions
 from pgcdc.spool.reader import SpoolReader
@@ -177,14 +185,14 @@ def test_what_is_made_of_columns_behind_spark_is_the_same(transactions: list[Tra
     if base is None:
         return
     for first in (0, len(steps.steps) // 2, len(steps.steps)):
-        done = replace(steps, steps=steps.steps[:first], _fates={})
         try:
-            found, keep = edit_columns(base, done)
+            edited = edit_columns(base, steps.steps[:first])
         except TransformError:  # of an event that a later filter leaves out: the whole chain never looks at it
             assert any(step["type"] == "filter" for step in steps.steps[first:])
             continue
+        found = dict(zip(edited.type.names, edited.flatten(), strict=True))
         columns = [found.get(name, base.column(name)) for name in base.schema.names]
-        behind = pa.RecordBatch.from_arrays(columns, base.schema.names).filter(pa.array(keep))
+        behind = pa.RecordBatch.from_arrays(columns, base.schema.names).filter(edited.is_valid())
         rest = replace(steps, steps=steps.steps[first:], _fates={})
         frame, given = ColumnReader().read(behind)
         made = events_of(frame, None, block_schema([rest]), EventOptions(), [rest], given)

@@ -20,7 +20,7 @@ from wire import UNCHANGED, encode_message, encode_truncate
 
 from pgcdc.core.errors import ConfigError, TransformError
 from pgcdc.core.relation import Column, Relation
-from pgcdc.event import lines, masks
+from pgcdc.event import edits, lines
 from pgcdc.event.edits import SimpleChain, dump_chains, full_pattern, parse_chains
 from pgcdc.event.events import BLOCKS, block_schema, drop_unwanted, event_batch
 from pgcdc.event.forms import form_column
@@ -147,7 +147,7 @@ def test_masked_null_stays_null_and_masks_follow_each_other() -> None:
 def test_hmac_is_that_of_the_standard_library(values: list[str | None], key: bytes, skipped: int) -> None:
     column = pa.array(values, pa.string()).slice(skipped)
     expected = [None if one is None else hmac.digest(key, one.encode(), "sha256").hex() for one in column.to_pylist()]
-    assert masks.hmac_texts(column, key).to_pylist() == expected
+    assert edits.hmac_texts(column, key).to_pylist() == expected
 
 
 ZEROS = {
@@ -169,11 +169,11 @@ ZEROS = {
 
 def test_zero_is_of_the_look_of_the_value() -> None:
     for zero, values in ZEROS.items():
-        assert masks.zero(pa.array([*values, None])).to_pylist() == [zero] * len(values) + [None], values
+        assert edits.zero(pa.array([*values, None])).to_pylist() == [zero] * len(values) + [None], values
 
 
 def test_looks_have_only_what_all_regex_engines_read_alike() -> None:
-    for look, _ in masks.LOOKS:
+    for look, _ in edits.LOOKS:
         assert look.startswith(r"\A(?:") and look.endswith(r")\z")
         assert not re.search(r"\\[bBdDwWZ]|\(\?[^:]|\$|\^", look.replace(r"\A", "").replace(r"\z", ""))
 

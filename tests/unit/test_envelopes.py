@@ -21,7 +21,7 @@ from pgcdc.event.debezium_values import write_value
 from pgcdc.event.edits import parse_chains
 from pgcdc.event.events import block_schema, event_batch
 from pgcdc.event.frame import EventOptions
-from pgcdc.event.shape import ARRAY, NO_MODIFIER, ZERO, Described, Family
+from pgcdc.event.shape import Described, Family, ValueType
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.transform.program import BlockProgram, compile_chains
 from pgcdc.transform.specs import Chain
@@ -144,23 +144,27 @@ def test_edits_come_before_the_envelope() -> None:
     assert update["before"] == {**hidden, "label": None, "paid": None}
 
 
-VALUES: dict[int, dict[str, Any]] = {
-    Family.DOUBLE: {"1.5": 1.5, "-1e+30": -1e30, "NaN": "NaN", "-Infinity": "-Infinity", "nan": "nan", "": "", "No": "No"},
-    Family.SPARSEVEC: {
+VALUES: dict[ValueType, dict[str, Any]] = {
+    ValueType(Family.DOUBLE): {
+        "1.5": 1.5, "-1e+30": -1e30, "NaN": "NaN", "-Infinity": "-Infinity", "nan": "nan", "": "", "No": "No",
+    },
+    ValueType(Family.SPARSEVEC): {
         "{1:1.5,3:-2e-05}/5": {"dimensions": 5, "vector": [[1, 1.5], [3, -2e-05]]}, "{}/3": {"dimensions": 3, "vector": []},
         **{odd: odd for odd in ("", "{}", "{}/", "{1:2}/z", "{x}/y", "{1:x}/2")},
     },
-    Family.TIMESTAMP: {"1969-12-31 23:59:59.5": -500_000, "0001-01-01 00:00:00 BC": -62_167_219_200_000_000},
-    Family.INTEGER + ARRAY: {"{1,NULL}": [1, None], "[0:1]={1,2}": [1, 2], "{}": [], "{{1},{2}}": "{{1},{2}}"},
+    ValueType(Family.TIMESTAMP): {"1969-12-31 23:59:59.5": -500_000, "0001-01-01 00:00:00 BC": -62_167_219_200_000_000},
+    ValueType(Family.INTEGER, is_array=True): {
+        "{1,NULL}": [1, None], "[0:1]={1,2}": [1, 2], "{}": [], "{{1},{2}}": "{{1},{2}}",
+    },
 }  # fmt: skip
 
 
 def test_a_value_that_is_not_of_its_type_becomes_a_string() -> None:
     for code, values in VALUES.items():
         for text, expected in values.items():
-            assert json.loads(write_value(text, code, NO_MODIFIER)) == expected, text
+            assert json.loads(write_value(text, code)) == expected, text
     for family in Family:
         if family not in (Family.OTHER, Family.INTEGER, Family.BOOLEAN):
-            for code in (family, family + ARRAY):
-                assert json.loads(write_value('a "b"', code, NO_MODIFIER)) == 'a "b"', family
-    assert json.loads(write_value("1969-12-31 23:59:59.5", Family.TIMESTAMP, ZERO + 3)) == -500
+            for is_array in (False, True):
+                assert json.loads(write_value('a "b"', ValueType(family, is_array))) == 'a "b"', family
+    assert json.loads(write_value("1969-12-31 23:59:59.5", ValueType(Family.TIMESTAMP, digits=3))) == -500

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 import tempfile
@@ -49,7 +50,8 @@ from pgcdc.core.position import LAST_SUB, Kind, Position
 from pgcdc.core.relation import Column, Relation
 from pgcdc.event import lines
 from pgcdc.event.columns import EVENT_SCHEMA
-from pgcdc.event.events import PIECE_BYTES, event_batch, pack_block, unpack_blocks
+from pgcdc.event.edits import SimpleChain
+from pgcdc.event.events import PIECE_BYTES, block_schema, event_batch, pack_block, unpack_blocks
 from pgcdc.event.frame import EventOptions
 from pgcdc.event.lines import IdSeed, event_ids, position_texts
 from pgcdc.source.postgres.wire.assemble import Assembler
@@ -396,6 +398,18 @@ def test_messages_are_events_with_prefix_and_content(seal_rows: int) -> None:
     ]  # fmt: skip
     assert (messages[3]["created_at"], messages[3]["transaction"]) == (None, None)
     assert [one["position"] for one in found] == sorted(one["position"] for one in found)
+
+
+def test_messages_and_marks_are_whole_documents_of_debezium() -> None:
+    chain = SimpleChain((), ({"type": "debezium", "topic_prefix": "shop", "transaction": False},))
+    with with_messages() as reader:
+        slices, options = reader.slices(START, reader.end), EventOptions(markers=True, invalid_text="base64")
+        batch = event_batch(slices, reader.relations(), SEED, block_schema([chain]), options, chains=[chain])
+    assert batch is not None
+    found = [json.loads(line) for line in batch.column("line_0").to_pylist()]
+    contents = [base64.b64decode(one["message"]["content"]).decode() for one in found if one.get("op") == "m"]
+    assert contents == ["before", "café", "base64:/wA=", ""]
+    assert [one["status"] for one in found if "status" in one] == ["BEGIN", "END"]
 
 
 def test_messages_are_events_in_columns_too() -> None:

@@ -9,7 +9,7 @@ from pgcdc.core.relation import Column, Op, Relation
 from pgcdc.event.events import events_of
 from pgcdc.event.frame import EventOptions, make_frame
 from pgcdc.event.lines import IdSeed
-from pgcdc.event.shape import ARRAY, NO_MODIFIER, REQUIRED, ZERO, Family, TableShape, column_types
+from pgcdc.event.shape import Family, TableShape, ValueType, column_types
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 
 ORDERS = Relation(
@@ -28,14 +28,14 @@ DETAILS = {
 
 def test_types_are_codes_with_modifiers() -> None:
     assert column_types(ORDERS, DETAILS) == [
-        (Family.INTEGER, NO_MODIFIER), (Family.NUMERIC, ZERO + 2 + REQUIRED), (Family.TIMESTAMP, ZERO + 3),
-        (Family.TEXT + ARRAY, NO_MODIFIER), (Family.TEXT, NO_MODIFIER),
+        ValueType(Family.INTEGER), ValueType(Family.NUMERIC, is_required=True), ValueType(Family.TIMESTAMP, digits=3),
+        ValueType(Family.TEXT, is_array=True), ValueType(Family.TEXT),
     ]  # fmt: skip
     assert TableShape(ORDERS, DETAILS).key == ["id"]
 
 
 def test_without_the_catalog_types_of_the_database_are_not_known_nor_the_key_of_a_whole_row() -> None:
-    assert column_types(ORDERS, None)[-1][0] == Family.OTHER
+    assert column_types(ORDERS, None)[-1].family is Family.OTHER
     assert (TableShape(ORDERS).key, TableShape(ITEMS).key) == (["id"], [])
 
 

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from pgcdc.core.errors import TransformError
 from pgcdc.core.position import ORDINAL_BITS
 from pgcdc.core.relation import Column, OldKind, Op, Relation
-from pgcdc.event.edits import TEXT_OID, SimpleChain
+from pgcdc.event.edits import TEXT_OID
 from pgcdc.event.frame import I64, Bools, Frame, column_places, source_name
 from pgcdc.event.shape import TableShape
 
@@ -146,8 +146,8 @@ def _maps(frame: Frame, side: str, key_only: Bools, unchanged: tuple[I64, I64]) 
     if mine.any():
         keep = np.ones(total, np.bool_) if keep is None else keep
         keep[starts[rows[mine]] + (-1 - columns[mine] if side == "old" else columns[mine])] = False
-    if side in frame.lacking:
-        has = frame.lacking[side][name_of] == 0
+    if side == "new" and frame.lacking is not None:
+        has = frame.lacking[name_of] == 0
         keep = has if keep is None else keep & has
     if keep is not None:
         values = values.filter(pa.array(keep))
@@ -182,7 +182,7 @@ class _Variant:
     channel: str
     details: Mapping[str, Any] | None
     database: str
-    lacking: dict[str, tuple[bool, ...]]
+    lacking: tuple[bool, ...]
     places: dict[str, list[int]]
     """For each side where the columns stand in its map; -1: nowhere."""
     old_kind: OldKind
@@ -215,7 +215,7 @@ class ColumnReader:
         lists = {side: _lists(maps, of_row, [one.places[side] for one in variants]) for side, maps in sides.items()}
         marks = pa.array([one.marks or None for one in variants], pa.list_(pa.int16())).take(pa.array(of_row))
         shapes = [one.relation for one in self._made]
-        lacking = {side: [flag for one in self._made for flag in one.lacking[side]] for side in sides}
+        lacking = np.array([flag for one in self._made for flag in one.lacking], np.uint8)
         times = columns["created_at"]
         ordinal: I64 = pc.fill_null(columns["ordinal"], 0).to_numpy()
         frame = Frame(
@@ -236,7 +236,7 @@ class ColumnReader:
             [one.details for one in self._made],
             next((one.database for one in variants), ""),
             next((one.as_py() for one in columns["source"].drop_null()[:1]), source_name([])),
-            {side: np.array(flags, np.uint8) for side, flags in lacking.items() if any(flags)},
+            lacking if lacking.any() else None,
         )
         given = {name: events.column(name) for name in _GIVEN if name in events.schema.names}
         texts = pc.dictionary_encode(columns["shape"], null_encoding="encode")  # one for all variants of a table
@@ -266,7 +266,7 @@ class ColumnReader:
         place = _Place._make((*plain, *((None, new) if is_delete else (new, old)), tuple(unchanged or ())))
         if place not in self._variants:
             made = self._make(place)
-            known = (place[:4], made.relation, *made.lacking.values())
+            known = (place[:4], made.relation, made.lacking)
             if known not in self._numbers:
                 self._numbers[known] = len(self._made)
                 self._made.append(made)
@@ -292,13 +292,12 @@ class ColumnReader:
         if before is not None:
             sent = keys if is_key else set(names)
             marks += [-1 - index for index, name in enumerate(names) if name in sent and name not in has["old"]]
-        added = {"new": set(names) - has["new"], "old": set(names) - has["old"] - known.keys() if before else set()}
         return _Variant(
             Relation(oid, place.schema or "", place.table or "", identity, columns, base.source),
             place.channel,
             None if shape is None else shape.details,
             database,
-            {side: tuple(name in gone for name in names) for side, gone in added.items()},
+            tuple(name not in has["new"] for name in names),
             {side: [-1 if name not in its else its.index(name) for name in names]
              for side, its in (("new", place.new or ()), ("old", before or ()))},
             OldKind.NONE if before is None else OldKind.KEY if is_key else OldKind.FULL,
@@ -307,23 +306,6 @@ class ColumnReader:
 
 
 _GIVEN = ("id", "position", "source", "table_ordinal", "key_hash", "is_barrier")
-
-
-def edit_columns(events: pa.RecordBatch, chain: SimpleChain) -> tuple[dict[str, pa.Array], Bools]:
-    """What a chain makes of the changeable columns of events (and of `shape`); and which of them it has."""
-    frame, _ = ColumnReader().read(events)
-    edit = chain.edit(frame)
-    after = chain.apply(frame, edit)
-    row, old = row_and_old(after)
-    made = {
-        name: events.column(name) for name in events.schema.names if name in ("channel", "operation", "schema", "table")
-    }
-    made |= {"row": row, "old": old, "unchanged_toast_columns": unchanged_names(after)}
-    if "shape" in events.schema.names:
-        is_known = events.column("shape").is_valid().to_numpy(zero_copy_only=False)
-        made["shape"] = pa.array(shape_texts(after), pa.string()).take(pa.array(after.version, mask=~is_known))
-    keep = np.ones(len(frame), np.bool_) if edit.keep is None else edit.keep != 0
-    return {name: made[name] for name in made if name in events.schema.names}, keep
 
 
 def _whole(events: pa.RecordBatch, name: str) -> pa.Array:

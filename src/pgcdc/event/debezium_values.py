@@ -1,7 +1,7 @@
 """Values as Debezium's PostgreSQL connector writes them with its default settings.
 
-A value is PostgreSQL's text, its type is a code and a modifier (`event.shape`). Text that cannot be read as a value of
-its type becomes a JSON string.
+A value is PostgreSQL's text with its type (`event.shape`). Text that cannot be read as a value of its type becomes a JSON
+string.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pgcdc.event.lines import quote_json
-from pgcdc.event.shape import ARRAY, NO_MODIFIER, REQUIRED, ZERO, Family, TableShape, column_types
+from pgcdc.event.shape import Family, TableShape, ValueType, column_types
 
 UNAVAILABLE = "__debezium_unavailable_value"
 _STRING = f'"{UNAVAILABLE}"'
 _BASE64 = f'"{base64.b64encode(UNAVAILABLE.encode()).decode()}"'
 _BYTES = f"[{','.join(str(byte) for byte in UNAVAILABLE.encode())}]"
-_PLACEHOLDERS: dict[int, str] = {
-    Family.TEXT: _STRING,
-    Family.BYTES: _BASE64,
-    Family.TEXT + ARRAY: f"[{_STRING}]",
-    Family.BYTES + ARRAY: f"[{_BASE64}]",
-    Family.INTEGER + ARRAY: _BYTES,
-    Family.DATE + ARRAY: _BYTES,
-    Family.HSTORE: quote_json(f"{{{_STRING}:{_STRING}}}"),
+_PLACEHOLDERS = {
+    (Family.TEXT, False): _STRING,
+    (Family.BYTES, False): _BASE64,
+    (Family.TEXT, True): f"[{_STRING}]",
+    (Family.BYTES, True): f"[{_BASE64}]",
+    (Family.INTEGER, True): _BYTES,
+    (Family.DATE, True): _BYTES,
+    (Family.HSTORE, False): quote_json(f"{{{_STRING}:{_STRING}}}"),
 }
-_ZEROS: dict[int, str] = {
+_ZEROS = {
     **dict.fromkeys((Family.INTEGER, Family.DATE, Family.TIME, Family.TIMESTAMP, Family.INTERVAL), "0"),
     **dict.fromkeys((Family.DOUBLE, Family.FLOAT), "0.0"),
     **dict.fromkeys((Family.BOOLEAN, Family.BIT), "false"),
@@ -50,60 +50,55 @@ _ZEROS: dict[int, str] = {
 _MAX, _MIN = 2**63 - 1, -(2**63)
 
 
-def placeholder(code: int) -> str:
+def placeholder(kind: ValueType) -> str:
     """What stands for a value that was not sent because it did not change; empty where Debezium has nothing to say so."""
-    return _PLACEHOLDERS.get(code, "")
+    return _PLACEHOLDERS.get((kind.family, kind.is_array), "")
 
 
-def absent(code: int, modifier: int) -> str:
+def absent(kind: ValueType) -> str:
     """What a key-only old row has in its other columns: null, or a zero where the column is NOT NULL. Empty: left out."""
-    if code & (ARRAY - 1) == Family.OTHER:
+    if kind.family is Family.OTHER:
         return ""
-    if modifier < REQUIRED:
+    if not kind.is_required:
         return "null"
-    return "[]" if code >= ARRAY else _ZEROS.get(code, '""')
+    return "[]" if kind.is_array else _ZEROS.get(kind.family, '""')
 
 
-def json_texts(values: pa.Array, code: int, modifier: int) -> pa.Array:
+def json_texts(values: pa.Array, kind: ValueType) -> pa.Array:
     """The JSON of the values of one column; null stays null. Equal values, which are often neighbours, are written once."""
     encoded = pc.dictionary_encode(values)
-    written = [write_value(text, code, modifier) for text in encoded.dictionary.to_pylist()]
+    written = [write_value(text, kind) for text in encoded.dictionary.to_pylist()]
     return pa.array(written, pa.string()).take(encoded.indices)
 
 
-def write_value(text: str, code: int, modifier: int) -> str:
+def write_value(text: str, kind: ValueType) -> str:
     """The JSON of a value."""
-    scalar = partial(_write_scalar, family=Family(code & (ARRAY - 1)), modifier=modifier & NO_MODIFIER)
-    if code < ARRAY:
-        return scalar(text)
+    if not kind.is_array:
+        return _write_scalar(text, kind)
     if not _ONE_DIMENSION.match(text):  # more of them than one, or none at all after a transform
         return quote_json(text)
-    return f"[{','.join('null' if one is None else scalar(one) for one in _elements(text))}]"
+    return f"[{','.join('null' if one is None else _write_scalar(one, kind) for one in _elements(text))}]"
 
 
 def write_key(row: Mapping[str, str | None] | None, shape: TableShape) -> str | None:
     """What Debezium makes the key of a message about this row; None: its table has no key."""
     if row is None or not shape.key:
         return None
-    types = {
-        column.name: one
-        for column, one in zip(shape.relation.columns, column_types(shape.relation, shape.details), strict=True)
-    }
+    names = [column.name for column in shape.relation.columns]
+    types = dict(zip(names, column_types(shape.relation, shape.details), strict=True))
     fields = []
     for name in shape.key:
-        code, modifier = types[name]
+        kind, value = types[name], row.get(name)
         if name not in row:
-            fields.append(f"{quote_json(name)}:{absent(code, modifier)}")
-        elif code & (ARRAY - 1) != Family.OTHER:
-            value = row[name]
-            fields.append(f"{quote_json(name)}:{'null' if value is None else write_value(value, code, modifier)}")
+            fields.append(f"{quote_json(name)}:{absent(kind)}")
+        elif kind.family is not Family.OTHER:
+            fields.append(f"{quote_json(name)}:{'null' if value is None else write_value(value, kind)}")
     return f"{{{','.join(fields)}}}"
 
 
-def _write_scalar(text: str, family: Family, modifier: int) -> str:
-    digits = 6 if modifier == NO_MODIFIER else modifier - ZERO
+def _write_scalar(text: str, kind: ValueType) -> str:
     try:
-        return _WRITERS[family](text, digits)
+        return _WRITERS[kind.family](text, kind.digits)
     except (ValueError, KeyError, IndexError, OverflowError):
         return quote_json(text)
 

@@ -7,47 +7,26 @@ whole columns only. Column transforms are for rows of tables: what is not one (a
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pgcdc.core.errors import TransformError
+from pgcdc.core.errors import ConfigError, TransformError
 from pgcdc.core.relation import Column, Op, Relation
-from pgcdc.event import masks
-from pgcdc.event.frame import Frame, column_places
+from pgcdc.core.secrets import read_secret
+from pgcdc.event.frame import Bools, Edit, Frame, reshaped, rewritten
 
-Bools = npt.NDArray[np.bool_]
 Step = Mapping[str, Any]
 TEXT_OID = 25
 ENVELOPES = ("debezium", "cloudevents")
-
-
-@dataclass(frozen=True, slots=True)
-class Replaced:
-    """Other texts for some values of a column of tuples."""
-
-    where: npt.NDArray[np.int32]
-    """For each item of the lists the index of its text, or -1."""
-    texts: pa.Array
-
-
-@dataclass(frozen=True, slots=True)
-class Edit:
-    """What a chain makes of one frame. None: nothing is different."""
-
-    names: list[str] | None = None
-    """Of all columns of all shapes."""
-    dropped: npt.NDArray[np.uint8] | None = None
-    keep: npt.NDArray[np.uint8] | None = None
-    """Which events the chain has."""
-    new: Replaced | None = None
-    old: Replaced | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +37,8 @@ class _Fate:
     """None: left out."""
     masks: tuple[tuple[Step, ...], ...]
     is_routed: bool
+    is_same: bool
+    """Nothing becomes of any."""
     problem: str = ""
 
 
@@ -80,35 +61,29 @@ class SimpleChain:
         for version in present:
             if fates[version].problem:
                 raise TransformError(fates[version].problem, "Drop the other column first, or choose another name")
-        names = [name for shape in frame.shapes for name in (column.name for column in shape.columns)]
+        names = [column.name for shape in frame.shapes for column in shape.columns]
         after = [name for fate in fates for name in fate.names]
         dropped = np.array([name is None for name in after], np.uint8)
-        masked = {int(version): fates[version].masks for version in present if any(fates[version].masks)}
+        masked = [steps for fate in fates for steps in fate.masks]
+        is_masked = np.array([bool(steps) for steps in masked], np.bool_)
+
+        def hide(number: int, values: pa.Array) -> tuple[slice, pa.Array]:
+            return slice(None), self._hide(values, masked[number])
+
         return Edit(
             [before if name is None else name for before, name in zip(names, after, strict=True)],
             dropped if dropped.any() else None,
             None if keep is None else keep.astype(np.uint8),
-            self._replaced(frame, "new", keep, masked) if masked else None,
-            self._replaced(frame, "old", keep, masked) if masked else None,
+            *(rewritten(frame, side, keep, is_masked, hide) for side in ("new", "old")),
         )
 
     def apply(self, frame: Frame, edit: Edit) -> Frame:
         """The frame behind the edit, with all of its events."""
         described = [self.describe(*one) for one in zip(frame.shapes, frame.details, strict=True)]
-        shapes = [shape for shape, _ in described]
-        left = slice(None) if edit.dropped is None else edit.dropped == 0
-        changes = {side: edited_lists(frame, edit, side) for side in ("new", "old")}
-        first, names, is_key = column_places(shapes)
-        return replace(
-            frame,
-            changes=pa.RecordBatch.from_pydict({**changes, "unchanged": edited_marks(frame, edit)}),
-            shapes=shapes,
-            first=first,
-            names=names,
-            is_key=is_key,
-            details=[details for _, details in described],
-            lacking={side: flags[left] for side, flags in frame.lacking.items()},
-        )
+        details, lacking = [details for _, details in described], frame.lacking
+        if lacking is not None and edit.dropped is not None:
+            lacking = lacking[edit.dropped == 0]
+        return replace(reshaped(frame, edit, [shape for shape, _ in described]), details=details, lacking=lacking)
 
     @property
     def envelope(self) -> Step | None:
@@ -120,10 +95,6 @@ class SimpleChain:
         """Whether what the catalog says about tables is wanted."""
         return self.envelope is not None or not {"tables", "shapes"}.isdisjoint(self.forms)
 
-    def text_columns(self, shape: Relation) -> list[bool]:
-        """For each column whether a mask has put text into it, whatever its type."""
-        return [_is_text(steps) for steps in self._fate(shape).masks]
-
     def describe(self, shape: Relation, details: Mapping[str, Any] | None) -> tuple[Relation, Mapping[str, Any] | None]:
         """What a table looks like behind the chain, and what the catalog said about it.
 
@@ -131,6 +102,8 @@ class SimpleChain:
         no replica identity (`event.forms.has_key`).
         """
         fate = self._fate(shape)
+        if fate.is_same:
+            return shape, details
         fates = list(zip(shape.columns, fate.names, fate.masks, strict=True))
         has_key = not any(name is None and column.is_key for column, name, _ in fates)
         columns = tuple(
@@ -144,8 +117,8 @@ class SimpleChain:
             if name is not None
         )
         after = replace(shape, columns=columns, replica_identity=shape.replica_identity if has_key else "n")
-        if details is None or after == shape:
-            return after, details
+        if details is None:
+            return after, None
         names = {column.name: name for column, name, _ in fates}
         texts = {name for _, name, steps in fates if _is_text(steps)}
         key = [names.get(name) for name in details["primary_key"]]
@@ -184,7 +157,8 @@ class SimpleChain:
                     if name in step["columns"]:
                         hidden[index].append(step)
         gone = [() if name is None else tuple(one) for name, one in zip(names, hidden, strict=True)]
-        return _Fate(tuple(names), tuple(gone), is_routed, problem)
+        is_same = names == [column.name for column in shape.columns] and not any(gone)
+        return _Fate(tuple(names), tuple(gone), is_routed, is_same, problem)
 
     def _kept(self, frame: Frame, fates: list[_Fate]) -> Bools | None:
         """Which events pass routes and filters; None: all."""
@@ -198,47 +172,20 @@ class SimpleChain:
                 keep = passes[frame.op] if keep is None else keep & passes[frame.op]
         return keep
 
-    def _replaced(
-        self, frame: Frame, side: str, keep: Bools | None, masked: dict[int, tuple[tuple[Step, ...], ...]]
-    ) -> Replaced | None:
-        """The texts of hidden values. Only those are looked at."""
-        lists = frame.changes.column(side)
-        if lists.null_count == len(lists):
-            return None
-        begins: npt.NDArray[np.int32] = lists.offsets.to_numpy()[:-1]
-        wanted: Bools = lists.is_valid().to_numpy(zero_copy_only=False)
-        wanted = wanted if keep is None else wanted & keep
-        groups: dict[str, tuple[tuple[Step, ...], list[npt.NDArray[np.int32]]]] = {}
-        for version, columns in masked.items():
-            starts = begins[wanted & (frame.version == version)]
-            for index, steps in enumerate(columns):
-                if steps and len(starts):
-                    groups.setdefault(repr(steps), (steps, []))[1].append(starts + index)
-        if not groups:
-            return None
-        where = np.full(len(lists.values), -1, np.int32)
-        texts, done = [], 0
-        for steps, found in groups.values():
-            items = np.concatenate(found)
-            texts.append(self._hide(lists.values.take(pa.array(items)).view(pa.string()), steps))
-            where[items] = np.arange(done, done + len(items), dtype=np.int32)
-            done += len(items)
-        return Replaced(where, pa.concat_arrays(texts))
-
     def _hide(self, values: pa.Array, steps: tuple[Step, ...]) -> pa.Array:
         for step in steps:
             if step["mode"] == "hash":
                 key = step.get("key") or self._key(step.get("key_env"), step.get("key_file"))
-                values = masks.hmac_texts(values, key)
+                values = hmac_texts(values, key)
             else:
-                values = masks.zero(values) if step["mode"] == "zero" else masks.redact(values)
+                values = zero(values) if step["mode"] == "zero" else redact(values)
         return values
 
     def _key(self, key_env: str | None, key_file: str | None) -> bytes:
         """Read where it is needed, and once: what travels to the executors says where the key is, never the key."""
         found = self._keys.get((key_env, key_file))
         if found is None:
-            found = self._keys[key_env, key_file] = masks.read_key(key_env, key_file)
+            found = self._keys[key_env, key_file] = read_key(key_env, key_file)
         return found
 
 
@@ -263,81 +210,101 @@ def full_pattern(pattern: str) -> str:
     return pattern if ":" in pattern else f"pgcdc:{pattern}"
 
 
-# --- values as a chain shows them
+# --- masks: a whole column at once, from text to text. NULL stays NULL.
+
+REDACTED = "***REDACTED***"
+DEFAULT_KEY_VARIABLE = "PGCDC_MASK_KEY"
+MINIMUM_KEY_BYTES = 16
+_BLOCK = 64
+
+_DATE, _TIME = r"[0-9]{4,7}-[0-9]{2}-[0-9]{2}", r"[0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,6})?"
+_OFFSET, _BC, _HEX = r"[+-][0-9]{2}(?::[0-9]{2}){0,2}", r"(?: BC)?", "[0-9a-fA-F]"
+_COUNT = r"[+-]?[0-9]+(?:\.[0-9]+)?"
+LOOKS: tuple[tuple[str, str], ...] = tuple(
+    (rf"\A(?:{look})\z", zero_text)
+    for look, zero_text in (
+        (r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|NaN|-?Infinity", "0"),
+        ("[tf]", "f"),
+        (rf"{_DATE}{_BC}|-?infinity", "1970-01-01"),
+        (rf"{_DATE} {_TIME}{_BC}", "1970-01-01 00:00:00"),
+        (rf"{_DATE} {_TIME}{_OFFSET}{_BC}", "1970-01-01 00:00:00+00"),
+        (_TIME, "00:00:00"),
+        (rf"{_TIME}{_OFFSET}", "00:00:00+00"),
+        (f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}", "00000000-0000-0000-0000-000000000000"),
+        (rf"P(?:{_COUNT}[YMWD])*T(?:{_COUNT}[HMS])+|P(?:{_COUNT}[YMWD])+", "PT0S"),
+        (rf"\\x(?:{_HEX}{_HEX})*", r"\x"),
+        (r"\{[\s\S]*\}", "{}"),
+        (r"\[[\s\S]*\]", "[]"),
+    )
+)
+r"""What a value looks like (a regular expression for RE2) and the zero of that look.
+
+Events carry PostgreSQL's text and not its type, so that the look decides. What looks like none of these becomes empty.
+"""
 
 
-def dropped_columns(frame: Frame, edit: Edit, side: str) -> npt.NDArray[np.uint8] | None:
-    """Which columns of all shapes the rows of a side are shown without; None: none."""
-    lacking = frame.lacking.get(side)
-    if lacking is None or edit.dropped is None:
-        return edit.dropped if lacking is None else lacking
-    return lacking | edit.dropped
+def zero(values: pa.Array) -> pa.Array:
+    """For each text the zero of its look."""
+    look_of = np.zeros(len(values), np.int32)
+    left = np.flatnonzero(values.is_valid().to_numpy(zero_copy_only=False))
+    for number, (look, _) in enumerate(LOOKS, 1):
+        if not len(left):
+            break
+        found = pc.match_substring_regex(values.take(pa.array(left)), look).to_numpy(zero_copy_only=False)
+        look_of[left[found]] = number
+        left = left[~found]
+    return _pick(["", *(text for _, text in LOOKS)], look_of, values)
 
 
-def edited_lists(frame: Frame, edit: Edit, side: str) -> pa.Array:
-    """The rows as lists of texts."""
-    lists = frame.changes.column(side)
-    replaced: Replaced | None = getattr(edit, side)
-    if replaced is None and edit.dropped is None:
-        return _of_texts(lists.offsets, lists.values, lists)
-    offsets: npt.NDArray[np.int32] = lists.offsets.to_numpy()
-    first, last = int(offsets[0]), int(offsets[-1])
-    values = lists.values.slice(first, last - first).view(pa.string())
-    if replaced is not None:
-        where = replaced.where[first:last]
-        picked = np.where(where >= 0, len(values) + where, np.arange(len(values)))
-        values = pa.concat_arrays([values, replaced.texts]).take(pa.array(picked))
-    offsets = offsets - first
-    if edit.dropped is not None:
-        counts = np.diff(offsets)
-        row_of = np.repeat(np.arange(len(counts)), counts)
-        column = np.arange(len(values)) - offsets[:-1][row_of]
-        keep: Bools = edit.dropped[frame.first[frame.version[row_of]] + column] == 0
-        values = values.filter(pa.array(keep))
-        kept = np.bincount(row_of[keep], minlength=len(counts))
-        offsets = np.concatenate([[0], np.cumsum(kept)]).astype(np.int32)
-    return _of_texts(pa.array(offsets), values, lists)
+def redact(values: pa.Array) -> pa.Array:
+    """The same mark for all."""
+    return _pick([REDACTED], np.zeros(len(values), np.int32), values)
 
 
-def _of_texts(offsets: pa.Array, values: pa.Array, lists: pa.Array) -> pa.Array:
-    mask = lists.is_null() if lists.null_count else None
-    whole = pa.array(offsets.to_numpy())  # with a mask Arrow takes no slice
-    return pa.ListArray.from_arrays(whole, values.view(pa.string()), mask=mask)
+def _pick(texts: list[str], number_of: np.ndarray[tuple[int], np.dtype[np.int32]], values: pa.Array) -> pa.Array:
+    mask = values.is_null().to_numpy(zero_copy_only=False) if values.null_count else None
+    return pa.array(texts, pa.string()).take(pa.array(number_of, mask=mask))
 
 
-def edited_marks(frame: Frame, edit: Edit) -> pa.Array:
-    """Which values are unchanged TOAST, by the numbers that columns have behind the edit; -1-i: of the old row."""
-    marks = frame.changes.column("unchanged")
-    if edit.dropped is None or marks.null_count == len(marks):
-        return marks
-    rows = pc.list_parent_indices(marks).to_numpy()
-    columns = pc.list_flatten(marks).to_numpy().astype(np.int64)
-    gone = np.concatenate([[0], np.cumsum(edit.dropped)])
-    first = frame.first[frame.version[rows]]
-    number = np.where(columns < 0, -1 - columns, columns)
-    after = number - (gone[first + number] - gone[first])
-    keep: Bools = edit.dropped[first + number] == 0
-    after = np.where(columns < 0, -1 - after, after)[keep].astype(np.int16)
-    counts = np.bincount(rows[keep], minlength=len(marks))
-    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(after), mask=marks.is_null())
+def hmac_texts(values: pa.Array, key: bytes) -> pa.Array:
+    """HMAC-SHA256 of each text under `key`, in hexadecimal: the same value has the same one in every column.
+
+    The two halves of an HMAC begin with a block that the key makes: it is hashed once, and not for each value.
+    """
+    block = (hashlib.sha256(key).digest() if len(key) > _BLOCK else key).ljust(_BLOCK, b"\0")
+    inner, outer = (hashlib.sha256(bytes(byte ^ pad for byte in block)).copy for pad in (0x36, 0x5C))
+    digests: list[str | None] = []
+    for value in values.view(pa.binary()).to_pylist():
+        if value is None:
+            digests.append(None)
+            continue
+        message, digest = inner(), outer()
+        message.update(value)
+        digest.update(message.digest())
+        digests.append(digest.hexdigest())
+    return pa.array(digests, pa.string())
 
 
-def edited_column(
-    frame: Frame, edit: Edit, side: str, index: int, rows: npt.NDArray[np.int64] | None = None
-) -> pa.Array:
-    """The texts of one column, in some rows or all; null where a row has none, or fewer columns."""
-    lists = frame.changes.column(side)
-    rows = np.arange(len(frame)) if rows is None else rows
-    offsets: npt.NDArray[np.int32] = lists.offsets.to_numpy()
-    items = offsets[:-1][rows] + index
-    is_out: Bools = (items >= offsets[1:][rows]) | lists.is_null().to_numpy(zero_copy_only=False)[rows]
-    if is_out.all():
-        return pa.nulls(len(rows), pa.string())
-    found = lists.values.view(pa.string()).take(pa.array(items, mask=is_out))
-    replaced: Replaced | None = getattr(edit, side)
-    if replaced is None:
-        return found
-    where = replaced.where[np.where(is_out, 0, items)]
-    is_kept: Bools = (where < 0) | is_out
-    return pc.if_else(pa.array(is_kept), found, replaced.texts.take(pa.array(where, mask=is_kept)))
+def read_key(key_env: str | None, key_file: str | None) -> bytes:
+    """The key of a hash, of this host's environment or file. ConfigError if it is missing or too short to be one."""
+    if key_file:
+        key, where = (
+            read_secret(Path(os.path.expanduser(key_file)), "the key of the mask").strip().encode(),
+            f"the file {key_file}",
+        )
+    else:
+        name = key_env or DEFAULT_KEY_VARIABLE
+        key = os.environ.get(name, "").strip().encode()
+        where = f"the variable {name}"
+        if not key:
+            raise ConfigError(
+                f"mask with mode hash needs a key, and {where} is not set",
+                "Set it for pgcdc and for Spark's executors (for example to the output of: openssl rand -hex 32), or give "
+                "key_file",
+            )
+    if len(key) < MINIMUM_KEY_BYTES:
+        raise ConfigError(
+            f"the key of a mask in {where} has {len(key)} bytes, and can be guessed",
+            f"Give it {MINIMUM_KEY_BYTES} bytes or more, for example the output of: openssl rand -hex 32",
+        )
+    return key

@@ -22,8 +22,7 @@ import pyarrow.compute as pc
 from pgcdc.core.relation import Op
 from pgcdc.event.columns import read_shape
 from pgcdc.event.debezium_values import absent, json_texts, placeholder, write_key
-from pgcdc.event.edits import Edit, Replaced, SimpleChain
-from pgcdc.event.frame import Frame
+from pgcdc.event.frame import Edit, Frame, rewritten
 from pgcdc.event.lines import (
     BOOLEAN,
     DECIMAL,
@@ -40,31 +39,17 @@ from pgcdc.event.lines import (
     render,
     time_texts,
 )
-from pgcdc.event.shape import ARRAY, NO_MODIFIER, REQUIRED, Family, column_types
+from pgcdc.event.shape import Family, ValueType, column_types
 
 Step = Mapping[str, Any]
 _DEBEZIUM_OPS = {Op.INSERT: "c", Op.UPDATE: "u", Op.DELETE: "d", Op.TRUNCATE: "t", Op.SNAPSHOT: "r"}
-_KINDS: dict[int, int] = {Family.TEXT: TEXT, Family.UUID: TEXT, Family.INTEGER: INTEGER, Family.BOOLEAN: BOOLEAN}
-_FREQUENT: dict[int, int] = {Family.TIMESTAMPTZ: MOMENT, Family.NUMERIC: DECIMAL, Family.NUMBER: NUMBER}
+_KINDS = {Family.TEXT: TEXT, Family.UUID: TEXT, Family.INTEGER: INTEGER, Family.BOOLEAN: BOOLEAN}
+_FREQUENT = {Family.TIMESTAMPTZ: MOMENT, Family.NUMERIC: DECIMAL, Family.NUMBER: NUMBER}
 _LOOKS = {
     MOMENT: r"\A[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,6})?\+00\z",
     **dict.fromkeys((DECIMAL, NUMBER), r"\A-?[0-9]{1,9}(?:\.[0-9]{1,9})?\z"),
 }
 """What the compiled renderer can write of types that are frequent; the rest of them is written here."""
-
-
-def render_envelope(
-    frame: Frame, chain: SimpleChain, edit: Edit, columns: Mapping[str, pa.Array], end: str
-) -> pa.Array:
-    """The events of a frame in the envelope of a chain, each followed by `end`; null: the chain has none for it.
-
-    `columns` are `id`, `position` and `table_ordinal` of the events.
-    """
-    step = chain.envelope
-    assert step is not None
-    if step["type"] == "cloudevents":
-        return render(frame, _cloudevents(frame, step, columns, end), edit)
-    return _debezium(frame, chain, edit, step, columns, end)
 
 
 def _join(*pieces: pa.Array | str) -> pa.Array:
@@ -90,7 +75,8 @@ def _origins(frame: Frame, around: tuple[str, str], nothing: str) -> pa.Array:
 # --- CloudEvents
 
 
-def _cloudevents(frame: Frame, step: Step, columns: Mapping[str, pa.Array], end: str) -> Layout:
+def render_cloudevents(frame: Frame, edit: Edit, step: Step, columns: Mapping[str, pa.Array], end: str) -> pa.Array:
+    """The events of a frame, each followed by `end`; null: the chain has none for it. `columns`: `id` and `position`."""
     prefix = f"{step['type_prefix']}."
     kinds = _by_shape_and_op(
         frame,
@@ -115,7 +101,7 @@ def _cloudevents(frame: Frame, step: Step, columns: Mapping[str, pa.Array], end:
     heads = _join(kinds, times, ',"sequence":"', columns["position"], channels, xids, origins, payloads)
     tails = pa.array(["}}" + end]).take(pa.array(np.zeros(len(frame), np.int32)))
     begin = b'{"specversion":"1.0","id":"'
-    return Layout(begin, columns["id"], heads, np.arange(len(frame), dtype=np.int32), tails)
+    return render(frame, Layout(begin, columns["id"], heads, np.arange(len(frame), dtype=np.int32), tails), edit)
 
 
 def _by_shape_and_op(frame: Frame, write: Any) -> pa.Array:
@@ -131,95 +117,55 @@ def _by_shape_and_op(frame: Frame, write: Any) -> pa.Array:
 # --- Debezium
 
 
-def _debezium(
-    frame: Frame, chain: SimpleChain, edit: Edit, step: Step, columns: Mapping[str, pa.Array], end: str
+def render_debezium(
+    frame: Frame, keep: npt.NDArray[np.uint8] | None, step: Step, ordinals: pa.Array, end: str
 ) -> pa.Array:
+    """The events of a frame behind a chain, each followed by `end`; null: the chain (`keep`) or Debezium has none for it.
+
+    `ordinals`: the column `table_ordinal`.
+    """
     known = np.zeros(256, np.bool_)
     known[[*_DEBEZIUM_OPS, Op.MESSAGE, Op.BEGIN, Op.COMMIT]] = True
-    keep = known[frame.op] if edit.keep is None else known[frame.op] & (edit.keep != 0)
-    types = _types(frame, chain)
-    codes = np.array([code for code, _ in types], np.int64)
-    is_other = codes & (ARRAY - 1) == Family.OTHER
-    dropped = is_other if edit.dropped is None else is_other | (edit.dropped != 0)
-    kinds = np.array([_kind(*one) for one in types], np.uint8)
-    written = {side: _written(frame, edit, side, types, kinds, dropped, keep) for side in ("new", "old")}
-    after = Edit(
-        edit.names,
-        dropped.astype(np.uint8) if dropped.any() else None,
-        None if keep.all() else keep.astype(np.uint8),
-        written["new"],
-        written["old"],
+    is_kept = known[frame.op] if keep is None else known[frame.op] & (keep != 0)
+    types = [one for shape in zip(frame.shapes, frame.details, strict=True) for one in column_types(*shape)]
+    is_other = np.array([one.family is Family.OTHER for one in types], np.bool_)
+    kinds = np.array([_kind(one) for one in types], np.uint8)
+    is_wanted = (kinds >= RAW) & ~is_other
+
+    def write(number: int, values: pa.Array) -> tuple[npt.NDArray[np.bool_] | slice, pa.Array]:
+        """The values of which the renderer does not know how to write them, as JSON."""
+        if kinds[number] not in _LOOKS:
+            return slice(None), json_texts(values, types[number])
+        looks_right = pc.fill_null(pc.match_substring_regex(values, _LOOKS[kinds[number]]), True)
+        is_odd: npt.NDArray[np.bool_] = ~looks_right.to_numpy(zero_copy_only=False)
+        return is_odd, json_texts(values.filter(pa.array(is_odd)), types[number])
+
+    edit = Edit(
+        dropped=is_other.astype(np.uint8) if is_other.any() else None,
+        keep=None if is_kept.all() else is_kept.astype(np.uint8),
+        new=rewritten(frame, "new", is_kept, is_wanted, write),
+        old=rewritten(frame, "old", is_kept, is_wanted, write),
     )
-    tails, whole = _debezium_tails(frame, step, columns["table_ordinal"], end)
-    zeros = np.zeros(len(frame), np.int32)
+    tails, whole = _debezium_tails(frame, step, ordinals, end)
     layout = Layout(
         b"",
         None,
         pa.array(['{"before":']),
-        zeros,
+        np.zeros(len(frame), np.int32),
         tails,
         whole,
         kinds,
-        pa.array([absent(*one) for one in types], pa.string()),
-        pa.array([placeholder(code) for code, _ in types], pa.string()),
+        pa.array([absent(one) for one in types], pa.string()),
+        pa.array([placeholder(one) for one in types], pa.string()),
     )
-    return render(frame, layout, after)
+    return render(frame, layout, edit)
 
 
-def _kind(code: int, modifier: int) -> int:
-    frequent = _FREQUENT.get(code) if is_compiled() else None
-    if frequent is not None and (code != Family.TIMESTAMPTZ or modifier & NO_MODIFIER == NO_MODIFIER):
-        return frequent
-    return _KINDS.get(code, RAW)
-
-
-def _types(frame: Frame, chain: SimpleChain) -> list[tuple[int, int]]:
-    """Code and modifier of all columns of all shapes. What a mask has put text into is text."""
-    found: list[tuple[int, int]] = []
-    for shape, details in zip(frame.shapes, frame.details, strict=True):
-        for (code, modifier), is_text in zip(column_types(shape, details), chain.text_columns(shape), strict=True):
-            found.append((Family.TEXT, NO_MODIFIER | modifier & REQUIRED) if is_text else (code, modifier))
-    return found
-
-
-def _written(
-    frame: Frame,
-    edit: Edit,
-    side: str,
-    types: list[tuple[int, int]],
-    kinds: npt.NDArray[np.uint8],
-    dropped: npt.NDArray[np.bool_],
-    keep: npt.NDArray[np.bool_],
-) -> Replaced | None:
-    """The values of a side of which the renderer does not know how to write them, as JSON; beside what masks made."""
-    lists = frame.changes.column(side)
-    replaced: Replaced | None = getattr(edit, side)
-    is_wanted = (kinds >= RAW) & ~dropped
-    if lists.null_count == len(lists) or not is_wanted.any():
-        return replaced
-    begins: npt.NDArray[np.int32] = lists.offsets.to_numpy()[:-1]
-    valid = lists.is_valid().to_numpy(zero_copy_only=False) & keep
-    values = lists.values.view(pa.string())
-    where = np.full(len(values), -1, np.int32) if replaced is None else replaced.where.copy()
-    texts = [] if replaced is None else [replaced.texts]
-    done = 0 if replaced is None else len(replaced.texts)
-    for version in np.unique(frame.version[valid]).tolist():
-        starts = begins[valid & (frame.version == version)]
-        for number in range(int(frame.first[version]), int(frame.first[version + 1])):
-            if is_wanted[number]:
-                items = starts + (number - int(frame.first[version]))
-                column = values.take(pa.array(items))
-                if replaced is not None and (replaced.where[items] >= 0).any():  # a zero of its own type
-                    column = replaced.texts.take(pa.array(replaced.where[items]))
-                elif kinds[number] in _LOOKS:
-                    is_odd = ~pc.fill_null(pc.match_substring_regex(column, _LOOKS[kinds[number]]), True).to_numpy(
-                        zero_copy_only=False
-                    )
-                    items, column = items[is_odd], column.filter(pa.array(is_odd))
-                texts.append(json_texts(column, *types[number]))
-                where[items] = np.arange(done, done + len(items), dtype=np.int32)
-                done += len(items)
-    return Replaced(where, pa.concat_arrays(texts)) if texts else None
+def _kind(type_: ValueType) -> int:
+    if type_.is_array:
+        return RAW
+    frequent = _FREQUENT.get(type_.family) if is_compiled() and type_.digits == 6 else None
+    return _KINDS.get(type_.family, RAW) if frequent is None else frequent
 
 
 def _debezium_tails(
@@ -288,8 +234,8 @@ def _debezium_tails(
 
 def _message(frame: Frame, row: int, around: str, now: int) -> str:
     prefix, content = frame.changes.column("new")[row].as_py()
-    encoded = base64.b64encode(content).decode()
-    message = f'{{"prefix":{quote_json(prefix.decode())},"content":"{encoded}"}}'
+    encoded = base64.b64encode(content.encode()).decode()
+    message = f'{{"prefix":{quote_json(prefix)},"content":"{encoded}"}}'
     return f'{{"op":"m","ts_ms":{now // 1000},{around},"message":{message}}}'
 
 

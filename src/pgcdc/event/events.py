@@ -15,11 +15,12 @@ import pyarrow.compute as pc
 
 from pgcdc.core.relation import Relation, ShapeChange
 from pgcdc.event.columns import CHANGEABLE, ColumnReader, key_maps, row_and_old, shape_texts, unchanged_names
-from pgcdc.event.edits import Edit, SimpleChain
-from pgcdc.event.envelopes import render_envelope
+from pgcdc.event.edits import SimpleChain
+from pgcdc.event.envelopes import render_cloudevents, render_debezium
 from pgcdc.event.forms import (
     FORMS,
     Form,
+    event_column,
     find_barriers,
     form_column,
     form_of,
@@ -28,8 +29,18 @@ from pgcdc.event.forms import (
     make_table,
     shapes_of,
 )
-from pgcdc.event.frame import EventOptions, Frame, load_frame
-from pgcdc.event.lines import OPERATION_OF, OPERATIONS, IdSeed, LineMaker, event_ids, places, position_texts
+from pgcdc.event.frame import Edit, EventOptions, Frame, load_frame
+from pgcdc.event.lines import (
+    OPERATION_OF,
+    OPERATIONS,
+    IdSeed,
+    Layout,
+    event_ids,
+    event_layout,
+    places,
+    position_texts,
+    render,
+)
 from pgcdc.spool.reader import SegmentSlice
 
 COMPRESS_BYTES = 64 << 10
@@ -71,7 +82,7 @@ def events_of(
 ) -> pa.RecordBatch:
     """The events of a frame as one record batch with exactly `schema`. Columns that are `given` are not made; the ids need
     to be, or a seed."""
-    events = _Events(frame, seed, options, chains, given)
+    events = EventColumns(frame, seed, options, chains, given)
     arrays = [_as_type(events.column(field.name), field.type) for field in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema.with_metadata(events.shapes(schema.names) or None))
 
@@ -81,8 +92,15 @@ def render_columns(
 ) -> pa.Array:
     """The text of events that are given as columns: their JSON, or what an envelope makes of them; null: nothing."""
     frame, given = ColumnReader().read(events)
-    made = _Events(frame, None, EventOptions(transaction), [SimpleChain((), tuple(steps))], given)
+    made = EventColumns(frame, None, EventOptions(transaction), [SimpleChain((), tuple(steps))], given)
     return made.rendered(0, "")
+
+
+def edit_columns(events: pa.RecordBatch, steps: Sequence[Mapping[str, Any]]) -> pa.Array:
+    """What simple steps make of the changeable columns of events (and of `shape`), as structs; null: they leave it out."""
+    frame, given = ColumnReader().read(events)
+    chain = SimpleChain((), tuple(steps), ("shapes",) if "shape" in events.schema.names else ())
+    return EventColumns(frame, None, EventOptions(), [chain], given).column(event_column(0))
 
 
 def block_schema(chains: Sequence[SimpleChain], *, keyed: bool = False) -> pa.Schema:
@@ -149,7 +167,7 @@ def _as_type(array: pa.Array, kind: pa.DataType) -> pa.Array:
     return array if array.type == kind else array.cast(kind)
 
 
-class _Events:
+class EventColumns:
     """The columns of the events of a frame, each made when it is asked for, and once."""
 
     def __init__(
@@ -165,8 +183,9 @@ class _Events:
         self._options = options
         self._chains = chains
         self._made = dict(given or {})
-        self._makers: dict[str, LineMaker] = {}
+        self._layouts: dict[str, Layout] = {}
         self._edits: dict[int, Edit] = {}
+        self._frames: dict[int, Frame] = {}
 
     def column(self, name: str) -> pa.Array:
         if name not in self._made:
@@ -177,46 +196,49 @@ class _Events:
     def shapes(self, columns: Iterable[str]) -> dict[str, str]:
         """What the columns with changes of tables need beside them."""
         wanted = {name: found for name in columns if (found := form_of(name)) is not None and found[1] == "tables"}
-        return {name: shapes_of(self._frame, self._chains[one]) for name, (one, _) in wanted.items()}
+        return {name: shapes_of(self._behind(one)) for name, (one, _) in wanted.items()}
 
     def _form(self, number: int, form: Form | None) -> pa.Array:
-        frame, edit = self._frame, self._edit(number)
-        if form is None:
-            return self._event(self._chains[number], edit)
         if form == "lines":
             return self.rendered(number, "\n")
+        behind, keep = self._behind(number), self._edit(number).keep
         if form == "tables":
-            return make_table(frame, edit, self.column("id"))
-        names = ("id", "channel", "operation", "key_hash", "is_barrier", "relation")
-        known = {name: self.column(name) for name in names}
-        return make_record(frame, edit, self.rendered(number, ""), known)
-
-    def _event(self, chain: SimpleChain, edit: Edit) -> pa.Array:
-        """The columns that Spark may change, behind what the source does."""
-        behind = _Events(chain.apply(self._frame, edit), None, self._options)
-        names = [*CHANGEABLE, *(["shape"] if chain.needs_shapes else [])]
-        is_out = None if edit.keep is None else pa.array(edit.keep == 0)
-        return pa.StructArray.from_arrays([behind.column(name) for name in names], names, mask=is_out)
+            return make_table(behind, keep, self.column("id"))
+        if form == "records":
+            names = ("id", "channel", "operation", "key_hash", "is_barrier", "relation")
+            return make_record(behind, self.rendered(number, ""), {name: self.column(name) for name in names})
+        events = EventColumns(behind, None, self._options)  # the columns that Spark may change
+        shown = [*CHANGEABLE, *(["shape"] if self._chains[number].needs_shapes else [])]
+        is_out = None if keep is None else pa.array(keep == 0)
+        return pa.StructArray.from_arrays([events.column(name) for name in shown], shown, mask=is_out)
 
     def rendered(self, number: int, end: str) -> pa.Array:
         """The texts of a chain's events; null: it does not have them."""
         chain, edit = self._chains[number], self._edit(number)
         if chain.envelope is None:
-            return self._line_maker(end).lines(edit)
+            return render(self._frame, self._layout(end), edit)
         columns = {name: self.column(name) for name in ("id", "position", "table_ordinal")}
-        return render_envelope(self._frame, chain, edit, columns, end)
+        if chain.envelope["type"] == "cloudevents":
+            return render_cloudevents(self._frame, edit, chain.envelope, columns, end)
+        return render_debezium(self._behind(number), edit.keep, chain.envelope, columns["table_ordinal"], end)
 
     def _edit(self, number: int) -> Edit:
         if number not in self._edits:
             self._edits[number] = self._chains[number].edit(self._frame)
         return self._edits[number]
 
-    def _line_maker(self, end: str) -> LineMaker:
-        if end not in self._makers:
+    def _behind(self, number: int) -> Frame:
+        """The frame behind a chain."""
+        if number not in self._frames:
+            self._frames[number] = self._chains[number].apply(self._frame, self._edit(number))
+        return self._frames[number]
+
+    def _layout(self, end: str) -> Layout:
+        if end not in self._layouts:
             ids, positions = self.column("id"), self.column("position")
-            maker = LineMaker(self._frame, ids, positions, transaction=self._options.transaction, end=end)
-            self._makers[end] = maker
-        return self._makers[end]
+            made = event_layout(self._frame, ids, positions, transaction=self._options.transaction, end=end)
+            self._layouts[end] = made
+        return self._layouts[end]
 
     def _pick(self, texts: Sequence[str | None]) -> pa.Array:
         """For each event the text of its shape."""
@@ -264,7 +286,7 @@ class _Events:
             case "is_barrier":
                 return pa.array(find_barriers(frame))
             case "json" | "line":
-                return self._line_maker("\n" if name == "line" else "").lines()
+                return render(frame, self._layout("\n" if name == "line" else ""))
             case "shape":
                 return self._pick(shape_texts(frame))
             case "relation":

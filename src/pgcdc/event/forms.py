@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -21,39 +20,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pgcdc.core.relation import OldKind, Op, Relation
-from pgcdc.event.edits import Edit, SimpleChain, dropped_columns, edited_column, edited_lists, edited_marks
-from pgcdc.event.frame import I64, Bools, EventOptions, Frame, make_frame
-from pgcdc.event.lines import U64, LineMaker, mix, quote_json
+from pgcdc.event.frame import I64, Bools, EventOptions, Frame, column_texts, make_frame, without_lacking
+from pgcdc.event.lines import U64, event_layout, mix, quote_json, render
 from pgcdc.event.shape import TableShape
 
 Form = Literal["lines", "records", "tables"]
-_TEXTS = pa.list_(pa.string())
 RECORD = pa.struct(
     [
-        ("id", pa.string()),
-        ("channel", pa.string()),
-        ("operation", pa.string()),
-        ("key", pa.string()),
-        ("key_hash", pa.int64()),
-        ("is_barrier", pa.bool_()),
-        ("relation", pa.int32()),
-        ("value", pa.string()),
-        ("traceparent", pa.string()),
-        ("tracestate", pa.string()),
+        *((name, pa.string()) for name in ("id", "channel", "operation", "key", "value", "traceparent", "tracestate")),
+        *(("key_hash", pa.int64()), ("is_barrier", pa.bool_()), ("relation", pa.int32())),
     ]
 )
 TABLE = pa.struct(
     [
-        ("id", pa.string()),
-        ("op", pa.uint8()),
-        ("relation", pa.int32()),
-        ("new", _TEXTS),
-        ("old", _TEXTS),
-        ("old_kind", pa.uint8()),
+        *(("id", pa.string()), ("op", pa.uint8()), ("relation", pa.int32()), ("old_kind", pa.uint8())),
+        *((side, pa.list_(pa.string())) for side in ("new", "old")),
         ("unchanged", pa.list_(pa.int16())),
-        ("ordinal", pa.int64()),
-        ("commit_time", pa.int64()),
-        ("xid", pa.int64()),
+        *((name, pa.int64()) for name in ("ordinal", "commit_time", "xid")),
     ]
 )
 FORMS: dict[Form, pa.DataType] = {"lines": pa.string(), "records": RECORD, "tables": TABLE}
@@ -88,30 +71,33 @@ def form_of(column: str) -> tuple[int, Form | None] | None:
     return (int(number), _OF_PREFIX[prefix]) if prefix in _OF_PREFIX and number.isdigit() else None
 
 
-def make_record(frame: Frame, edit: Edit, values: pa.Array, columns: Mapping[str, pa.Array]) -> pa.Array:
-    """The records of a frame; `values` are the rendered events."""
+def make_record(frame: Frame, values: pa.Array, columns: Mapping[str, pa.Array]) -> pa.Array:
+    """The records of a frame behind a chain; `values` are the rendered events."""
     arrays = {
         **{name: columns[name] for name in ("id", "channel", "operation", "key_hash", "relation")},
-        "key": key_texts(frame, edit),
+        "key": key_texts(frame),
         "is_barrier": pc.or_(columns["is_barrier"], pa.array(~_ROW_CHANGES[frame.op])),
         "value": values,
-        **check_traces({name: _trace(frame, edit, name) for name in TRACES}),
+        **check_traces({name: _trace(frame, name) for name in TRACES}),
     }
     return _struct(RECORD, arrays, values.is_null() if values.null_count else None)
 
 
-def _trace(frame: Frame, edit: Edit, wanted: str) -> pa.Array:
+def _trace(frame: Frame, wanted: str) -> pa.Array:
     """The values of the column of this name, wherever there is one."""
     found = pa.nulls(len(frame), pa.string())
-    for number, name in enumerate(edit.names or ()):
-        if name == wanted and not (edit.dropped is not None and edit.dropped[number]):
-            version = int(np.searchsorted(frame.first, number, side="right")) - 1
-            rows: npt.NDArray[np.bool_] = frame.version == version
-            index = number - int(frame.first[version])
-            values = edited_column(frame, edit, "new", index)
-            values = pc.if_else(pa.array(frame.op == Op.DELETE), edited_column(frame, edit, "old", index), values)
-            found = pc.if_else(pa.array(rows), values, found)
+    for version, shape in enumerate(frame.shapes):
+        for index, column in enumerate(shape.columns):
+            if column.name == wanted:
+                values = _row_texts(frame, index, np.arange(len(frame)), frame.op == Op.DELETE)
+                found = pc.if_else(pa.array(frame.version == version), values, found)
     return found
+
+
+def _row_texts(frame: Frame, index: int, rows: I64, is_old: Bools) -> pa.Array:
+    """The texts of a column in some rows, in some of them those of the old row."""
+    values = column_texts(frame, "new", index, rows)
+    return pc.if_else(pa.array(is_old), column_texts(frame, "old", index, rows), values) if is_old.any() else values
 
 
 def check_traces(traces: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
@@ -128,39 +114,31 @@ def check_traces(traces: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
 # --- tables
 
 
-def make_table(frame: Frame, edit: Edit, ids: pa.Array) -> pa.Array:
-    """The changes of tables; null where an event is none, or the chain does not have it."""
-    edit = replace(edit, dropped=dropped_columns(frame, edit, "new"))  # a table has the columns of its new rows
+def make_table(frame: Frame, keep: npt.NDArray[np.uint8] | None, ids: pa.Array) -> pa.Array:
+    """The changes of tables behind a chain; null where an event is none, or the chain does not have it (`keep`)."""
+    frame = without_lacking(frame)
     is_table = np.array([shape.oid != 0 for shape in frame.shapes], np.bool_)[frame.version]
-    keep = is_table if edit.keep is None else is_table & (edit.keep != 0)
+    is_out = ~is_table if keep is None else ~is_table | (keep == 0)
     arrays = {
         "id": ids,
         "op": pa.array(frame.op),
         "relation": pa.array(frame.version),
-        "new": edited_lists(frame, edit, "new"),
-        "old": edited_lists(frame, edit, "old"),
+        **{name: frame.changes.column(name) for name in ("new", "old", "unchanged")},
         "old_kind": pa.array(frame.old_kind),
-        "unchanged": edited_marks(frame, edit),
         "ordinal": pa.array(frame.ordinal),
         "commit_time": pa.array(frame.commit_time),
         "xid": frame.owners.column("xid"),
     }
-    return _struct(TABLE, arrays, None if keep.all() else pa.array(~keep))
+    return _struct(TABLE, arrays, pa.array(is_out) if is_out.any() else None)
 
 
-def shapes_of(frame: Frame, chain: SimpleChain) -> str:
+def shapes_of(frame: Frame) -> str:
     """The shapes of the tables in a frame behind a chain, by their numbers, as JSON."""
-    lacking = frame.lacking.get("new")
-    found = {}
-    for number in np.unique(frame.version).tolist():
-        shape = frame.shapes[number]
-        if shape.oid:
-            if lacking is not None:
-                gone = lacking[frame.first[number] : frame.first[number + 1]]
-                columns = (one for one, is_gone in zip(shape.columns, gone, strict=True) if not is_gone)
-                shape = replace(shape, columns=tuple(columns))
-            found[number] = TableShape(*chain.describe(shape, frame.details[number])).to_json()
-    return json.dumps(found)
+    frame = without_lacking(frame)
+    shapes = {
+        number: TableShape(frame.shapes[number], frame.details[number]) for number in np.unique(frame.version).tolist()
+    }
+    return json.dumps({number: shape.to_json() for number, shape in shapes.items() if shape.relation.oid})
 
 
 def read_shapes(texts: Iterable[str]) -> dict[int, TableShape]:
@@ -189,7 +167,7 @@ def render_changes(changes: pa.RecordBatch, shapes: Mapping[int, TableShape], *,
     )
     frame = make_frame(rows, owners, [shapes[number].relation for number in numbers], EventOptions())
     ids, positions = changes.column("id"), changes.column("position")
-    return LineMaker(frame, ids, positions, transaction=transaction, end="").lines()
+    return render(frame, event_layout(frame, ids, positions, transaction=transaction, end=""))
 
 
 def _struct(kind: pa.StructType, arrays: Mapping[str, pa.Array], mask: pa.Array | None) -> pa.Array:
@@ -221,34 +199,35 @@ def key_hashes(frame: Frame) -> I64:
     """For every change a number that all changes of its row have, in any process and at any time."""
     seeds = np.array([zlib.crc32(shape.channel.encode()) for shape in frame.shapes], np.uint64)
     hashes: U64 = mix(seeds * _GOLDEN)[frame.version]
-    counts = [len(shape.columns) for shape in frame.shapes]
-    is_key: Bools = (frame.is_key != 0) & np.repeat([has_key(shape) for shape in frame.shapes], counts)
-    if is_key.any():
-        is_delete: Bools = frame.op == Op.DELETE
-        hashes = hashes + _side(frame, "new", ~is_delete, is_key) + _side(frame, "old", is_delete, is_key)
+    for version in np.unique(frame.version).tolist():
+        if has_key(frame.shapes[version]):
+            rows = np.flatnonzero(frame.version == version)
+            for index, column in enumerate(frame.shapes[version].columns):
+                if column.is_key:
+                    values = _hash_values(_row_texts(frame, index, rows, frame.op[rows] == Op.DELETE))
+                    hashes[rows] += mix(values + np.full(1, index + 1, np.uint64) * _GOLDEN)
     return mix(hashes).view(np.int64)
 
 
-def key_texts(frame: Frame, edit: Edit) -> pa.Array:
-    """The values of the key as a JSON array, as a chain shows them.
+def key_texts(frame: Frame) -> pa.Array:
+    """The values of the key as a JSON array.
 
-    Null: the event is not about one row, its table has no key, the chain drops a column of it, or it was not sent.
+    Null: the event is not about one row, its table has no key, or it was not sent.
     """
     found = [pa.nulls(1, pa.string())]
     places = np.zeros(len(frame), np.int64)
     done = 1
     for version in np.unique(frame.version).tolist():
-        shape, first = frame.shapes[version], int(frame.first[version])
-        key = [index for index, column in enumerate(shape.columns) if column.is_key] if has_key(shape) else []
-        if key and (edit.dropped is None or not edit.dropped[[first + index for index in key]].any()):
+        shape = frame.shapes[version]
+        if has_key(shape):
             rows = np.flatnonzero((frame.version == version) & (frame.op != Op.TRUNCATE))
-            found.append(_join_key(frame, edit, rows, key))
+            found.append(_join_key(frame, rows, [index for index, one in enumerate(shape.columns) if one.is_key]))
             places[rows] = done + np.arange(len(rows))
             done += len(rows)
     return pa.concat_arrays(found).take(pa.array(places))
 
 
-def _join_key(frame: Frame, edit: Edit, rows: I64, key: list[int]) -> pa.Array:
+def _join_key(frame: Frame, rows: I64, key: list[int]) -> pa.Array:
     is_delete: Bools = frame.op[rows] == Op.DELETE
     has_old: Bools = frame.old_kind[rows] != OldKind.NONE
     marks = frame.changes.column("unchanged")
@@ -259,11 +238,8 @@ def _join_key(frame: Frame, edit: Edit, rows: I64, key: list[int]) -> pa.Array:
     for index in key:
         # A key so long that it is not sent again has its old value beside it.
         is_old: Bools = is_delete | np.isin(rows, marked_rows[marked == index])
-        values = edited_column(frame, edit, "new", index, rows)
-        if is_old.any():
-            values = pc.if_else(pa.array(is_old), edited_column(frame, edit, "old", index, rows), values)
-            is_missing |= is_old & ~has_old
-        pieces += [",", _quoted(values)]
+        is_missing |= is_old & ~has_old
+        pieces += [",", _quoted(_row_texts(frame, index, rows, is_old))]
     texts = pc.binary_join_element_wise("[", *pieces[1:], "]", "")
     return pc.if_else(pa.array(is_missing), pa.scalar(None, pa.string()), texts) if is_missing.any() else texts
 
@@ -278,26 +254,6 @@ def _quoted(values: pa.Array) -> pa.Array:
     order = np.arange(len(values))
     order[odd] = len(values) + np.arange(len(escaped))
     return pa.concat_arrays([plain, escaped]).take(pa.array(order))
-
-
-def _side(frame: Frame, side: str, rows: Bools, is_key: Bools) -> U64:
-    """The hash of the key values of some rows, 0 for the others."""
-    lists = frame.changes.column(side)
-    if lists.null_count == len(lists) or not rows.any():
-        return np.zeros(len(frame), np.uint64)
-    counts: I64 = pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
-    starts: I64 = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    row_of = np.repeat(np.arange(len(counts)), counts)
-    number = np.arange(int(starts[-1])) - starts[row_of]
-    wanted: Bools = is_key[frame.first[frame.version[row_of]] + number] & rows[row_of]
-    row_of, number = row_of[wanted], number[wanted]
-    values = _hash_values(pc.list_flatten(lists).filter(pa.array(wanted)))
-    mixed = mix(values + (number + 1).astype(np.uint64) * _GOLDEN)
-    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
-    ends = np.searchsorted(row_of, np.arange(len(counts)), side="right")
-    begins = np.searchsorted(row_of, np.arange(len(counts)), side="left")
-    result: U64 = sums[ends] - sums[begins]
-    return result
 
 
 def _hash_values(values: pa.Array) -> U64:

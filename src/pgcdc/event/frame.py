@@ -1,19 +1,20 @@
 """The changes of one record batch with everything around them that events are made of, side by side.
 
 What is not a row change of a table (a logical message, the begin or commit of a transaction, a new shape) becomes one of a
-made-up relation here, so that whoever makes events of a frame knows only rows.
+made-up relation here, so that whoever makes events of a frame knows only rows. An edit is what a chain makes of a frame.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pgcdc.core.errors import DecodeError
 from pgcdc.core.position import Kind, Position
@@ -25,22 +26,15 @@ from pgcdc.spool.schema import CHANGES
 Bools = npt.NDArray[np.bool_]
 I64 = npt.NDArray[np.int64]
 
-MESSAGES = Relation(0, "public", "_messages", "n", (Column("prefix", 25, -1, False), Column("content", 25, -1, False)))
-TRANSACTION_MARKS = Relation(0, "public", "_txn", "n", ())
-SCHEMA_CHANGES = Relation(
-    0,
-    "public",
-    "_schema",
-    "n",
-    tuple(Column(name, 25, -1, False) for name in ("schema", "table", "changes", "columns")),
-)
-SNAPSHOTS = Relation(
-    0,
-    "public",
-    "_snapshot",
-    "n",
-    tuple(Column(name, 25, -1, False) for name in ("snapshot", "kind", "schema", "table", "rows")),
-)
+
+def _made_up(name: str, *columns: str) -> Relation:
+    return Relation(0, "public", name, "n", tuple(Column(column, 25, -1, False) for column in columns))
+
+
+MESSAGES = _made_up("_messages", "prefix", "content")
+TRANSACTION_MARKS = _made_up("_txn")
+SCHEMA_CHANGES = _made_up("_schema", "schema", "table", "changes", "columns")
+SNAPSHOTS = _made_up("_snapshot", "snapshot", "kind", "schema", "table", "rows")
 """When the reading of a table began and ended: the id of the snapshot, initial or incremental, the table, rows so far."""
 _MADE_UP = {
     Op.MESSAGE: MESSAGES,
@@ -61,7 +55,7 @@ class EventOptions:
     markers: bool = False
     """A BEGIN and a COMMIT event around the changes of each transaction."""
     invalid_text: str = "error"
-    """What is done with bytes that are not UTF-8: error, replace or base64."""
+    """What is done with bytes that are not UTF-8: error, replace or base64; keep, where nobody reads them as text."""
     schema_events: bool = False
     """A SCHEMA_CHANGE event before the first change of a table that has another shape than the one before."""
     described: Described = Described()  # noqa: RUF009 - frozen
@@ -97,12 +91,33 @@ class Frame:
     database: str
     source: str
     """As events name it."""
-    lacking: Mapping[str, npt.NDArray[np.uint8]] = field(default_factory=dict)
-    """For a side the columns of all shapes that its rows do not have, because a function has taken them out or added them to
-    the other side only. Not there: rows of this side have all columns."""
+    lacking: npt.NDArray[np.uint8] | None = None
+    """The columns of all shapes that new rows do not have, because a function has taken them out of these only."""
 
     def __len__(self) -> int:
         return len(self.op)
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """Other texts for some values of a column of tuples."""
+
+    where: npt.NDArray[np.int32]
+    """For each item of the lists the index of its text, or -1."""
+    texts: pa.Array
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """What a chain makes of one frame. None: nothing is different."""
+
+    names: list[str] | None = None
+    """Of all columns of all shapes."""
+    dropped: npt.NDArray[np.uint8] | None = None
+    keep: npt.NDArray[np.uint8] | None = None
+    """Which events the chain has."""
+    new: Replaced | None = None
+    old: Replaced | None = None
 
 
 def load_frame(
@@ -135,9 +150,7 @@ def make_frame(
     version = _versions(changes, op, len(relations))
     details = {change.after: change.details for change in options.described.changes}
     ordinal: I64 = changes.column("ordinal").to_numpy()
-    for name in ("new", "old"):
-        place = _Place(name, shapes, version, owners, ordinal)
-        changes = _with_valid_text(changes, place, options.invalid_text)
+    changes = _with_valid_text(changes, shapes, version, owners, options.invalid_text)
     return Frame(
         changes,
         owners,
@@ -212,68 +225,171 @@ def _with_prefixes(changes: pa.RecordBatch, is_message: Bools) -> pa.RecordBatch
 # --- bytes that are not text
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """To find the row and column of a value, for the error."""
-
-    side: str
-    shapes: list[Relation]
-    version: npt.NDArray[np.int32]
-    owners: pa.RecordBatch
-    ordinal: I64
-
-    def describe(self, offsets: npt.NDArray[np.int32], item: int) -> str:
-        row = int(np.searchsorted(offsets, item, side="right")) - 1
-        shape = self.shapes[self.version[row]]
-        column = shape.columns[item - offsets[row]].name
-        commit, kind = (self.owners.column(name)[row].as_py() for name in ("commit", "kind"))
-        place = Position(commit, Kind(kind), int(self.ordinal[row]))
-        return f"column {column} of table {shape.namespace}.{shape.name} at {place}"
-
-
-def repair_text(changes: pa.RecordBatch, shape: Relation, owners: pa.RecordBatch, policy: str) -> pa.RecordBatch:
-    """Changes of one shape without bytes that are not UTF-8, if the policy is to change them; else they are left alone."""
-    if policy == "error":
-        return changes
-    version = np.zeros(changes.num_rows, np.int32)
-    ordinal = changes.column("ordinal").to_numpy()
-    for side in ("new", "old"):
-        changes = _with_valid_text(changes, _Place(side, [shape], version, owners, ordinal), policy)
+def _with_valid_text(
+    changes: pa.RecordBatch,
+    shapes: list[Relation],
+    version: npt.NDArray[np.int32],
+    owners: pa.RecordBatch,
+    policy: str,
+) -> pa.RecordBatch:
+    for side in ("new", "old") if policy != "keep" else ():
+        lists = changes.column(side)
+        offsets: npt.NDArray[np.int32] = lists.offsets.to_numpy()
+        offsets = offsets - offsets[0]
+        values = lists.values.slice(
+            lists.offsets[0].as_py(), int(offsets[-1])
+        )  # of a cut segment only what is in range
+        try:
+            values.cast(pa.string())
+            continue
+        except pa.ArrowInvalid:
+            repaired = [None if value is None else _repair(value, policy) for value in values.to_pylist()]
+        valid = values.is_valid().to_pylist()
+        bad = next((item for item, value in enumerate(repaired) if value is None and valid[item]), None)
+        if bad is not None:
+            row = int(np.searchsorted(offsets, bad, side="right")) - 1
+            shape, ordinal = shapes[version[row]], changes.column("ordinal")[row].as_py()
+            commit, kind = (owners.column(name)[row].as_py() for name in ("commit", "kind"))
+            raise DecodeError(
+                f"a value is not valid UTF-8: column {shape.columns[bad - offsets[row]].name} of table "
+                f"{shape.namespace}.{shape.name} at {Position(commit, Kind(kind), ordinal)}",
+                "The database's encoding is SQL_ASCII. Correct the value, or choose what becomes of such bytes: "
+                "--invalid-utf8 replace or --invalid-utf8 base64",
+            )
+        fixed = pa.ListArray.from_arrays(
+            pa.array(offsets), pa.array(repaired, pa.binary()), type=lists.type, mask=lists.is_null()
+        )
+        changes = changes.set_column(CHANGES.get_field_index(side), CHANGES.field(side), fixed)
     return changes
 
 
-def _with_valid_text(changes: pa.RecordBatch, place: _Place, policy: str) -> pa.RecordBatch:
-    lists = changes.column(place.side)
-    offsets: npt.NDArray[np.int32] = lists.offsets.to_numpy()
-    offsets = offsets - offsets[0]
-    values = lists.values.slice(lists.offsets[0].as_py(), int(offsets[-1]))  # of a cut segment only what is in range
-    try:
-        values.cast(pa.string())
-    except pa.ArrowInvalid:
-        repaired = [_repair(value, number, offsets, place, policy) for number, value in enumerate(values.to_pylist())]
-    else:
-        return changes
-    fixed = pa.ListArray.from_arrays(
-        pa.array(offsets), pa.array(repaired, pa.binary()), type=lists.type, mask=lists.is_null()
-    )
-    return changes.set_column(CHANGES.get_field_index(place.side), CHANGES.field(place.side), fixed)
-
-
-def _repair(
-    value: bytes | None, number: int, offsets: npt.NDArray[np.int32], place: _Place, policy: str
-) -> bytes | None:
-    if value is None:
-        return None
+def _repair(value: bytes, policy: str) -> bytes | None:
+    """The value as text; None: it is none, and the policy is not to change it."""
     try:
         value.decode()
     except UnicodeDecodeError:
         if policy == "replace":
             return value.decode(errors="replace").encode()
-        if policy == "base64":
-            return b"base64:" + base64.b64encode(value)
-        raise DecodeError(
-            f"a value is not valid UTF-8: {place.describe(offsets, number)}",
-            "The database's encoding is SQL_ASCII. Correct the value, or choose what becomes of such bytes: "
-            "--invalid-utf8 replace or --invalid-utf8 base64",
-        ) from None
+        return b"base64:" + base64.b64encode(value) if policy == "base64" else None
     return value
+
+
+# --- values as a chain shows them
+
+
+def rewritten(
+    frame: Frame,
+    side: str,
+    keep: Bools | None,
+    wanted: Bools,
+    write: Callable[[int, pa.Array], tuple[Bools | slice, pa.Array]],
+) -> Replaced | None:
+    """Other texts for the values of the wanted columns, of events that are kept; other values are not looked at.
+
+    `write` gets the number of a column among those of all shapes, and its values. It gives which of them get other texts,
+    and these.
+    """
+    lists = frame.changes.column(side)
+    if lists.null_count == len(lists) or not wanted.any():
+        return None
+    begins: npt.NDArray[np.int32] = lists.offsets.to_numpy()[:-1]
+    is_there: Bools = lists.is_valid().to_numpy(zero_copy_only=False)
+    is_there = is_there if keep is None else is_there & keep
+    values = lists.values.view(pa.string())
+    where = np.full(len(values), -1, np.int32)
+    texts, done = [pa.nulls(0, pa.string())], 0
+    for version in np.unique(frame.version[is_there]).tolist():
+        first, last = frame.first[version : version + 2].tolist()
+        starts = begins[is_there & (frame.version == version)]
+        for number in first + np.flatnonzero(wanted[first:last]):
+            items = starts + (number - first)
+            chosen, made = write(number, values.take(pa.array(items)))
+            where[items[chosen]] = np.arange(done, done + len(made), dtype=np.int32)
+            texts.append(made)
+            done += len(made)
+    return Replaced(where, pa.concat_arrays(texts))
+
+
+def dropped_columns(frame: Frame, edit: Edit, side: str) -> npt.NDArray[np.uint8] | None:
+    """Which columns of all shapes the rows of a side are shown without; None: none."""
+    if frame.lacking is None or side == "old":
+        return edit.dropped
+    return frame.lacking if edit.dropped is None else frame.lacking | edit.dropped
+
+
+def without_lacking(frame: Frame) -> Frame:
+    """The same frame with no columns but those of its new rows."""
+    lacking = frame.lacking
+    if lacking is None:
+        return frame
+    shapes = []
+    for shape, first in zip(frame.shapes, frame.first, strict=False):
+        left = tuple(one for number, one in enumerate(shape.columns, first) if not lacking[number])
+        shapes.append(replace(shape, columns=left))
+    return replace(reshaped(frame, Edit(dropped=lacking), shapes), lacking=None)
+
+
+def reshaped(frame: Frame, edit: Edit, shapes: list[Relation]) -> Frame:
+    """The frame with edited values, which have these shapes."""
+    sides = {side: _edited_lists(frame, edit, side) for side in ("new", "old")}
+    changes = pa.RecordBatch.from_pydict({**sides, "unchanged": _edited_marks(frame, edit)})
+    first, names, is_key = column_places(shapes)
+    return replace(frame, changes=changes, shapes=shapes, first=first, names=names, is_key=is_key)
+
+
+def _edited_lists(frame: Frame, edit: Edit, side: str) -> pa.Array:
+    """The rows as lists of texts."""
+    lists = frame.changes.column(side)
+    replaced: Replaced | None = getattr(edit, side)
+    if replaced is None and edit.dropped is None:
+        return _of_texts(lists.offsets, lists.values, lists)
+    offsets: npt.NDArray[np.int32] = lists.offsets.to_numpy()
+    first, last = int(offsets[0]), int(offsets[-1])
+    values = lists.values.slice(first, last - first).view(pa.string())
+    if replaced is not None:
+        where = replaced.where[first:last]
+        picked = np.where(where >= 0, len(values) + where, np.arange(len(values)))
+        values = pa.concat_arrays([values, replaced.texts]).take(pa.array(picked))
+    offsets = offsets - first
+    if edit.dropped is not None:
+        counts = np.diff(offsets)
+        row_of = np.repeat(np.arange(len(counts)), counts)
+        column = np.arange(len(values)) - offsets[:-1][row_of]
+        keep: Bools = edit.dropped[frame.first[frame.version[row_of]] + column] == 0
+        values = values.filter(pa.array(keep))
+        kept = np.bincount(row_of[keep], minlength=len(counts))
+        offsets = np.concatenate([[0], np.cumsum(kept)]).astype(np.int32)
+    return _of_texts(pa.array(offsets), values, lists)
+
+
+def _of_texts(offsets: pa.Array, values: pa.Array, lists: pa.Array) -> pa.Array:
+    mask = lists.is_null() if lists.null_count else None
+    whole = pa.array(offsets.to_numpy())  # with a mask Arrow takes no slice
+    return pa.ListArray.from_arrays(whole, values.view(pa.string()), mask=mask)
+
+
+def _edited_marks(frame: Frame, edit: Edit) -> pa.Array:
+    """Which values are unchanged TOAST, by the numbers that columns have behind the edit; -1-i: of the old row."""
+    marks = frame.changes.column("unchanged")
+    if edit.dropped is None or marks.null_count == len(marks):
+        return marks
+    rows = pc.list_parent_indices(marks).to_numpy()
+    columns = pc.list_flatten(marks).to_numpy().astype(np.int64)
+    gone = np.concatenate([[0], np.cumsum(edit.dropped)])
+    first = frame.first[frame.version[rows]]
+    number = np.where(columns < 0, -1 - columns, columns)
+    after = number - (gone[first + number] - gone[first])
+    keep: Bools = edit.dropped[first + number] == 0
+    after = np.where(columns < 0, -1 - after, after)[keep].astype(np.int16)
+    counts = np.bincount(rows[keep], minlength=len(marks))
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(after), mask=marks.is_null())
+
+
+def column_texts(frame: Frame, side: str, index: int, rows: npt.NDArray[np.int64]) -> pa.Array:
+    """The texts of one column in some rows; null where a row has none, or fewer columns."""
+    lists = frame.changes.column(side)
+    offsets: npt.NDArray[np.int32] = lists.offsets.to_numpy()
+    items = offsets[:-1][rows] + index
+    is_out: Bools = (items >= offsets[1:][rows]) | lists.is_null().to_numpy(zero_copy_only=False)[rows]
+    return lists.values.view(pa.string()).take(pa.array(np.where(is_out, 0, items), mask=is_out))

@@ -22,8 +22,7 @@ import pyarrow.compute as pc
 from pgcdc.core.compiled import load_compiled
 from pgcdc.core.position import ORDINAL_BITS, Kind, Position
 from pgcdc.core.relation import OldKind, Op, Relation
-from pgcdc.event.edits import Edit, Replaced, dropped_columns
-from pgcdc.event.frame import I64, Frame
+from pgcdc.event.frame import I64, Edit, Frame, Replaced, dropped_columns
 
 U64 = npt.NDArray[np.uint64]
 U8 = npt.NDArray[np.uint8]
@@ -67,19 +66,12 @@ def render(frame: Frame, layout: Layout, edit: Edit = NO_EDIT) -> pa.Array:
     return _renderer()(Keyed(frame, edit), frame.changes, layout)
 
 
-class LineMaker:
-    """Makes JSON of the events of a frame, each followed by `end`: once, or once for each chain of transforms."""
-
-    def __init__(self, frame: Frame, ids: pa.Array, positions: pa.Array, *, transaction: bool, end: str) -> None:
-        self._frame = frame
-        described = zip(frame.shapes, frame.channels, strict=True)
-        heads = pa.array([text for shape, channel in described for text in _heads(shape, channel)], pa.string())
-        head_of = (frame.version * len(OPERATIONS) + OPERATION_OF[frame.op]).astype(np.int32)
-        self._layout = Layout(b'{"id":"', ids, heads, head_of, _tails(frame, positions, transaction, end))
-
-    def lines(self, edit: Edit = NO_EDIT) -> pa.Array:
-        """The JSON of every event; null where the chain behind `edit` does not have it."""
-        return render(self._frame, self._layout, edit)
+def event_layout(frame: Frame, ids: pa.Array, positions: pa.Array, *, transaction: bool, end: str) -> Layout:
+    """What stands around the values of our own events, each followed by `end`."""
+    described = zip(frame.shapes, frame.channels, strict=True)
+    heads = pa.array([text for shape, channel in described for text in _heads(shape, channel)], pa.string())
+    head_of = (frame.version * len(OPERATIONS) + OPERATION_OF[frame.op]).astype(np.int32)
+    return Layout(b'{"id":"', ids, heads, head_of, _tails(frame, positions, transaction, end))
 
 
 class Keyed:
@@ -129,7 +121,8 @@ def render_python(frame: Keyed, changes: pa.RecordBatch, layout: Layout) -> pa.A
     """The events of `changes`, one JSON text for each."""
     keys, heads, edit = frame.keys.to_pylist(), layout.heads.to_pylist(), frame.edit
     lines: list[str | None] = []
-    news, olds = (_replaced_values(changes.column(side), getattr(edit, side)) for side in ("new", "old"))
+    lists = (changes.column(side).cast(pa.list_(pa.binary())) for side in ("new", "old"))
+    news, olds = (_replaced_values(one, replaced) for one, replaced in zip(lists, (edit.new, edit.old), strict=True))
     dropped = {side: set() if one is None else set(np.flatnonzero(one).tolist()) for side, one in frame.dropped.items()}
     ids = [""] * len(news) if layout.ids is None else _values(layout.ids)
     columns = (ids, news, olds, _values(changes.column("unchanged")), _values(layout.tails))

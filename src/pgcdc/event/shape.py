@@ -1,7 +1,7 @@
 """What a table looks like, and what a change of that was.
 
-For envelopes, in whose documents values have types, a type is a number: a code and a modifier. What has changed from one
-shape to the next depends on the record in the history alone, so that it is the same at every replay.
+What has changed from one shape to the next depends on the record in the history alone, so that it is the same at every
+replay.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 from pgcdc.core.relation import Column, Relation, ShapeChange
 from pgcdc.postgres.types.catalog import BUILT_IN, TypeCatalog, TypeInfo, type_name
@@ -42,6 +42,12 @@ class TableShape:
         is_full = self.relation.replica_identity == "f"
         return [column.name for column in self.relation.columns if column.is_key and not is_full]
 
+    def type_of(self, column: Column) -> str:
+        """The name of a column's type, for people."""
+        described = self.details["columns"] if self.details is not None else ()
+        found = (str(one["type"]) for one in described if one["name"] == column.name)
+        return next(found, None) or type_name(column.type_oid, column.typmod)
+
 
 @dataclass(frozen=True, slots=True)
 class Described:
@@ -53,46 +59,27 @@ class Described:
     """What the catalog said about shapes of tables when they were first seen."""
 
 
-class Family(IntEnum):
-    """How the text of a value is to be read. Frequent ones come first: who looks for one asks in this order."""
+class Family(Enum):
+    """How the text of a value is to be read."""
 
-    TEXT = 0
-    INTEGER = 1
-    BOOLEAN = 2
-    DOUBLE = 3
-    FLOAT = 4
-    NUMERIC = 5
-    """With a scale, which is the modifier."""
-    TIMESTAMPTZ = 6
-    """The modifier of this and of other times is the number of digits of its seconds."""
-    TIMESTAMP = 7
-    DATE = 8
-    TIME = 9
-    BYTES = 10
-    NUMBER = 11
-    """numeric without a scale."""
-    UUID = 12
-    INTERVAL = 13
-    TIMETZ = 14
-    BIT = 15
-    """One bit."""
-    BITS = 16
-    MONEY = 17
-    HSTORE = 18
-    POINT = 19
-    VECTOR = 20
-    HALFVEC = 21
-    SPARSEVEC = 22
-    OTHER = 63
+    TEXT, INTEGER, BOOLEAN, DOUBLE, FLOAT, NUMERIC, TIMESTAMPTZ, TIMESTAMP, DATE, TIME = range(10)
+    BYTES, NUMBER, UUID, INTERVAL, TIMETZ, BIT, BITS, MONEY, HSTORE, POINT = range(10, 20)
+    VECTOR, HALFVEC, SPARSEVEC, OTHER = range(20, 24)
+    # NUMERIC has a scale, a NUMBER has none; BIT is one bit.
+
+
+class ValueType(NamedTuple):
+    """What Debezium needs to know of the type of a column."""
+
+    family: Family
+    is_array: bool = False
+    digits: int = 6
+    """Of the seconds of a time."""
+    is_required: bool = False
+    """NOT NULL."""
 
 
 IDENTITIES = {"d": "default", "n": "nothing", "f": "full", "i": "index"}
-ARRAY = 64
-ZERO = 2048
-"""Added to a modifier, which may be negative: numeric(3,-2)."""
-NO_MODIFIER = 4095
-REQUIRED = 4096
-
 _BY_OUTPUT = {
     "boolout": Family.BOOLEAN, "int2out": Family.INTEGER, "int4out": Family.INTEGER, "int8out": Family.INTEGER,
     "oidout": Family.INTEGER, "float4out": Family.FLOAT, "float8out": Family.DOUBLE, "numeric_out": Family.NUMERIC,
@@ -110,6 +97,7 @@ _ARRAYS = {
     Family.TEXT, Family.INTEGER, Family.BOOLEAN, Family.DOUBLE, Family.FLOAT, Family.NUMERIC, Family.TIMESTAMPTZ,
     Family.TIMESTAMP, Family.DATE, Family.TIME, Family.BYTES, Family.NUMBER, Family.UUID, Family.TIMETZ, Family.HSTORE,
 }  # fmt: skip
+_TIMES = {Family.TIME, Family.TIMETZ, Family.TIMESTAMP, Family.TIMESTAMPTZ}
 _NO_ARRAYS = {"nameout", "xml_out", "tsvectorout"}
 """What is text, but has no arrays that anybody reads."""
 _BY_NAME = {
@@ -120,8 +108,8 @@ _BY_NAME = {
 """Of what is known by its name: types of extensions, whose functions may be anybody's, and ranges, which share one."""
 
 
-def column_types(shape: Relation, details: Mapping[str, Any] | None) -> list[tuple[int, int]]:
-    """Code and modifier of each column."""
+def column_types(shape: Relation, details: Mapping[str, Any] | None) -> list[ValueType]:
+    """Of each column."""
     catalog = BUILT_IN
     required: set[str] = set()
     if details is not None:
@@ -129,15 +117,10 @@ def column_types(shape: Relation, details: Mapping[str, Any] | None) -> list[tup
         if details["types"] is not None:
             own = TypeCatalog.from_json(details["types"])
             catalog = TypeCatalog({**BUILT_IN.types, **own.types}, own.server_version)
-    types = [_type(catalog, column) for column in shape.columns]
-    return [
-        (code, modifier + REQUIRED * (column.name in required))
-        for column, (code, modifier) in zip(shape.columns, types, strict=True)
-    ]
+    return [_type(catalog, column, column.name in required) for column in shape.columns]
 
 
-def _type(catalog: TypeCatalog, column: Column) -> tuple[int, int]:
-    """Code and modifier."""
+def _type(catalog: TypeCatalog, column: Column, is_required: bool) -> ValueType:
     info, typmod = _base(catalog, catalog.types.get(column.type_oid), column.typmod)
     is_array = info is not None and info.kind == "array"
     if info is not None and is_array:
@@ -147,7 +130,7 @@ def _type(catalog: TypeCatalog, column: Column) -> tuple[int, int]:
     family = _family(info, typmod)
     if is_array and info is not None and (family not in _ARRAYS or info.output in _NO_ARRAYS):
         family = Family.OTHER
-    return family + ARRAY * is_array, _modifier(family, typmod)
+    return ValueType(family, is_array, typmod if family in _TIMES and typmod >= 0 else 6, is_required)
 
 
 def _base(catalog: TypeCatalog, info: TypeInfo | None, typmod: int) -> tuple[TypeInfo | None, int]:
@@ -174,50 +157,7 @@ def _family(info: TypeInfo | None, typmod: int) -> Family:
     return family
 
 
-def _modifier(family: Family, typmod: int) -> int:
-    if typmod < 0 or family in (Family.BITS, Family.BIT):
-        return NO_MODIFIER
-    if family is Family.NUMERIC:
-        return ((typmod - 4 & 0x7FF ^ 0x400) - 0x400) + ZERO  # 11 bits with a sign
-    if family in (Family.TIME, Family.TIMETZ, Family.TIMESTAMP, Family.TIMESTAMPTZ):
-        return typmod + ZERO
-    return NO_MODIFIER
-
-
 # --- from one shape to the next
-
-
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """A shape, and what the catalog said about it."""
-
-    shape: Relation
-    details: dict[str, Any] | None
-
-    @property
-    def table(self) -> str:
-        return f"{self.shape.namespace}.{self.shape.name}"
-
-    @property
-    def attnums(self) -> dict[str, int] | None:
-        """By name. A number is never given to another column of the table."""
-        if self.details is None:
-            return None
-        return {column["name"]: column["attnum"] for column in self.details["columns"]}
-
-    @property
-    def primary_key(self) -> list[str] | None:
-        return None if self.details is None else self.details["primary_key"]
-
-    @property
-    def keys(self) -> list[str]:
-        return [column.name for column in self.shape.columns if column.is_key]
-
-    def type_of(self, column: Column) -> str:
-        for described in self.details["columns"] if self.details else ():
-            if described["name"] == column.name:
-                return str(described["type"])
-        return type_name(column.type_oid, column.typmod)
 
 
 def diff_shapes(change: ShapeChange) -> list[dict[str, Any]]:
@@ -228,13 +168,23 @@ def diff_shapes(change: ShapeChange) -> list[dict[str, Any]]:
     """
     if change.before is None:
         return []
-    before, after = _Side(change.before, change.before_details), _Side(change.after, change.details)
-    found = [] if before.table == after.table else [{"type": "table_renamed", "from": before.table, "to": after.table}]
-    return [*found, *_diff_columns(before, after), *_diff_keys(before, after)]
+    before, after = TableShape(change.before, change.before_details), TableShape(change.after, change.details)
+    known = [one.details["columns"] for one in (before, after) if one.details is not None]
+    ids = (
+        [{column["name"]: column["attnum"] for column in columns} for columns in known] if len(known) == 2 else [{}, {}]
+    )
+    names = [f"{one.relation.namespace}.{one.relation.name}" for one in (before, after)]
+    found = [] if names[0] == names[1] else [{"type": "table_renamed", "from": names[0], "to": names[1]}]
+    return [*found, *_diff_columns(before, after, *ids), *_diff_keys(before, after, *ids)]
 
 
-def _diff_columns(before: _Side, after: _Side) -> Iterator[dict[str, Any]]:
-    olds, news = _by_identity(before, after)
+_Ids = Mapping[str, int]
+"""The numbers of columns by their names; empty: they are not known for both shapes. None is ever given to another column."""
+
+
+def _diff_columns(before: TableShape, after: TableShape, old_ids: _Ids, new_ids: _Ids) -> Iterator[dict[str, Any]]:
+    olds = {old_ids.get(one.name, one.name): one for one in before.relation.columns}
+    news = {new_ids.get(one.name, one.name): one for one in after.relation.columns}
     for identity, old in olds.items():
         if identity not in news:
             yield {"type": "column_removed", "column": old.name, "old_type": before.type_of(old)}
@@ -251,45 +201,33 @@ def _diff_columns(before: _Side, after: _Side) -> Iterator[dict[str, Any]]:
         if identity not in olds:
             yield {"type": "column_added", "column": new.name, "new_type": after.type_of(new)}
     if [one for one in olds if one in news] != [one for one in news if one in olds]:
-        yield {"type": "columns_reordered", "columns": [column.name for column in after.shape.columns]}
+        yield {"type": "columns_reordered", "columns": [column.name for column in after.relation.columns]}
 
 
-def _by_identity(before: _Side, after: _Side) -> tuple[dict[int | str, Column], dict[int | str, Column]]:
-    """The columns of both shapes by what makes them the same one."""
-    if before.attnums is None or after.attnums is None:
-        return {one.name: one for one in before.shape.columns}, {one.name: one for one in after.shape.columns}
-    return (
-        {before.attnums[one.name]: one for one in before.shape.columns},
-        {after.attnums[one.name]: one for one in after.shape.columns},
-    )
+def _diff_keys(before: TableShape, after: TableShape, old_ids: _Ids, new_ids: _Ids) -> Iterator[dict[str, Any]]:
+    def is_same(olds: list[str], news: list[str]) -> bool:
+        """Whether these are the same columns in the same order."""
+        return [old_ids.get(name, name) for name in olds] == [new_ids.get(name, name) for name in news]
 
-
-def _diff_keys(before: _Side, after: _Side) -> Iterator[dict[str, Any]]:
-    old, new = before.shape.replica_identity, after.shape.replica_identity
+    old, new = before.relation.replica_identity, after.relation.replica_identity
     if old != new:
         yield {
             "type": "replica_identity_changed",
             "old": IDENTITIES.get(old, old), "new": IDENTITIES.get(new, new),
         }  # fmt: skip
-    keys = before.primary_key, after.primary_key
-    if keys[0] is not None and keys[1] is not None and not _same_columns(before, keys[0], after, keys[1]):
-        yield {"type": "primary_key_changed", "old": keys[0], "new": keys[1]}
+    primary = [one.details["primary_key"] for one in (before, after) if one.details is not None]
+    if len(primary) == 2 and not is_same(*primary):
+        yield {"type": "primary_key_changed", "old": primary[0], "new": primary[1]}
         if old == "d":
             return  # what identifies a row now follows from it
-    if old == new != "f" and not _same_columns(before, before.keys, after, after.keys):  # of a full one all columns are
-        yield {"type": "key_columns_changed", "old": before.keys, "new": after.keys}
-
-
-def _same_columns(before: _Side, olds: list[str], after: _Side, news: list[str]) -> bool:
-    """Whether these are the same columns in the same order, as far as their numbers are known under other names."""
-    if before.attnums is None or after.attnums is None:
-        return olds == news
-    return [before.attnums.get(name, name) for name in olds] == [after.attnums.get(name, name) for name in news]
+    keys = [[column.name for column in one.relation.columns if column.is_key] for one in (before, after)]
+    if old == new != "f" and not is_same(*keys):  # of a full one all columns are
+        yield {"type": "key_columns_changed", "old": keys[0], "new": keys[1]}
 
 
 def event_values(change: ShapeChange) -> list[bytes]:
     """The values of a SCHEMA_CHANGE event: schema, table, changes and columns."""
-    after = _Side(change.after, change.details)
+    after = TableShape(change.after, change.details)
     columns = [{"name": one.name, "type": after.type_of(one), "key": one.is_key} for one in change.after.columns]
     texts = (change.after.namespace, change.after.name, _to_json(diff_shapes(change)), _to_json(columns))
     return [text.encode() for text in texts]
@@ -305,20 +243,20 @@ def describe_change(change: ShapeChange) -> list[str]:
     return [f"table {table}: {_say(one)}" for one in diff_shapes(change)]
 
 
+_SAID = {
+    "table_renamed": "renamed from {from}",
+    "column_added": "column {column} ({new_type}) added",
+    "column_removed": "column {column} ({old_type}) removed",
+    "column_renamed": "column {from} renamed to {to}",
+    "column_type_changed": "column {column} changed from {old_type} to {new_type}",
+    "columns_reordered": "columns in another order: {columns}",
+    "replica_identity_changed": "replica identity changed from {old} to {new}",
+    "primary_key_changed": "primary key changed from ({old}) to ({new})",
+    "key_columns_changed": "key changed from ({old}) to ({new})",
+}
+
+
 def _say(one: dict[str, Any]) -> str:
-    kind = one["type"]
-    if kind == "table_renamed":
-        return f"renamed from {one['from']}"
-    if kind == "column_added":
-        return f"column {one['column']} ({one['new_type']}) added"
-    if kind == "column_removed":
-        return f"column {one['column']} ({one['old_type']}) removed"
-    if kind == "column_renamed":
-        return f"column {one['from']} renamed to {one['to']}"
-    if kind == "column_type_changed":
-        return f"column {one['column']} changed from {one['old_type']} to {one['new_type']}"
-    if kind == "columns_reordered":
-        return f"columns in another order: {', '.join(one['columns'])}"
-    what = {"replica_identity_changed": "replica identity", "primary_key_changed": "primary key"}.get(kind, "key")
-    old, new = (value if isinstance(value, str) else f"({', '.join(value)})" for value in (one["old"], one["new"]))
-    return f"{what} changed from {old} to {new}"
+    return _SAID[one["type"]].format_map(
+        {key: ", ".join(value) if isinstance(value, list) else value for key, value in one.items()}
+    )

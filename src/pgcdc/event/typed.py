@@ -18,12 +18,13 @@ import pyarrow.compute as pc
 from pgcdc.core.errors import ConversionError, GapError, SchemaChanged
 from pgcdc.core.position import Kind, Position
 from pgcdc.core.relation import OldKind, Op, Relation
-from pgcdc.event.frame import repair_text
+from pgcdc.event.events import EventColumns
+from pgcdc.event.frame import I64, Bools, EventOptions, make_frame
 from pgcdc.event.lines import places
-from pgcdc.event.options import RowOptions
 from pgcdc.postgres.database import name_table, quote_qualified
 from pgcdc.postgres.types.column import ColumnType, Rejected, take_column
 from pgcdc.spool.reader import SegmentSlice, read_slice
+from pgcdc.spool.schema import CHANGES
 
 BEFORE = "_before"
 UNCHANGED = "_unchanged_toast_columns"
@@ -33,10 +34,20 @@ HEARTBEAT = "HEARTBEAT"
 LOAD_AGAIN = "Load the table again"
 """How the advice begins that comes with SchemaChanged."""
 
-Bools = npt.NDArray[np.bool_]
-I64 = npt.NDArray[np.int64]
 
-_NAMES = {op: op.name for op in (Op.INSERT, Op.UPDATE, Op.DELETE, Op.TRUNCATE, Op.SNAPSHOT)}
+@dataclass(frozen=True, slots=True)
+class RowOptions:
+    """How changes become rows."""
+
+    zset: bool = False
+    """Rows with weights: an UPDATE takes the old row back (-1) and adds the new one (+1)."""
+    truncate: str = "error"
+    """What a TRUNCATE is for a Z-set, which was not told of the rows that are gone: `error`, or a row to `mark` it."""
+    other_shapes: bool = False
+    """Changes whose table has other columns by then are read as far as they go; else they are refused."""
+    events: EventOptions = EventOptions()  # noqa: RUF009 - frozen
+    snapshot_end: Position = Position.at(0, 0)  # noqa: RUF009 - frozen
+    """Up to where rows of snapshots are those of the initial one: only these are new to a Z-set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +107,15 @@ class TypedTable:
             for one in self.columns
         )
 
-    def fits(self, shape: Relation) -> bool:
-        """Whether changes of this shape have exactly the columns that the query was made for."""
-        return not self._differences(shape)
-
     def explain(self, shape: Relation) -> str:
-        """What is different, in a few words."""
-        return "; ".join(self._differences(shape))
-
-    def _differences(self, shape: Relation) -> list[str]:
+        """What is different from the columns that the query was made for, in a few words; empty: nothing."""
         theirs = {column.name: (column.type_oid, column.typmod) for column in shape.columns}
         ours = {column.name: (column.type_oid, column.typmod) for column in self.columns}
         found = [f"column {name} is missing" for name in ours if name not in theirs]
         found += [f"column {name} has another type" for name in ours if name in theirs and theirs[name] != ours[name]]
         if self.is_whole:
             found += [f"column {name} is new" for name in theirs if name not in ours]
-        return found
+        return "; ".join(found)
 
 
 def _is_strict(kind: pa.DataType) -> bool:
@@ -132,22 +136,18 @@ def typed_batch(
     found = []
     for piece in pieces:
         changes, owners = read_slice(piece)
-        version = changes.column("relation").to_numpy()
-        mine = np.isin(version, list(shapes))
-        if mine.any():
-            rows = None if mine.all() else pa.array(np.flatnonzero(mine))
-            found.append((changes, owners) if rows is None else (changes.take(rows), owners.take(rows)))
-    if not found:
+        mine = pa.array(np.isin(changes.column("relation").to_numpy(), list(shapes)))
+        found.append((changes.filter(mine), owners.filter(mine)))
+    changes, owners = (pa.concat_tables(tables).combine_chunks() for tables in zip(*found, strict=True))
+    if not len(changes):
         return None
-    changes = _one_batch([changes for changes, _ in found])
-    owners = _one_batch([owners for _, owners in found])
     version = changes.column("relation").to_numpy()
     groups = []
     for number in np.unique(version).tolist():
         rows = np.flatnonzero(version == number)
-        whole = len(rows) == len(version)
-        part = (changes, owners) if whole else (changes.take(pa.array(rows)), owners.take(pa.array(rows)))
-        groups.append((rows, _Group(*part, shapes[number], table, options)))
+        chosen = (one if len(rows) == len(version) else one.take(pa.array(rows)) for one in (changes, owners))
+        mine, theirs = (one.combine_chunks().to_batches()[0] for one in chosen)
+        groups.append((rows, _Group(mine, theirs, shapes[number], table, options)))
     batches = [group.batch(schema) for _, group in groups]
     if len(batches) == 1:
         return batches[0]
@@ -169,35 +169,35 @@ def heartbeat_batch(position: Position, time_us: int, schema: pa.Schema) -> pa.R
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _one_batch(tables: list[pa.Table]) -> pa.RecordBatch:
-    table = tables[0] if len(tables) == 1 else pa.concat_tables(tables)
-    return table.combine_chunks().to_batches()[0]
-
-
 class _Group:
     """Changes of the same shape, and the rows that they become."""
 
     def __init__(
         self, changes: pa.RecordBatch, owners: pa.RecordBatch, shape: Relation, table: TypedTable, options: RowOptions
     ) -> None:
-        self._changes = repair_text(changes, shape, owners, options.events.invalid_text)
-        self._owners = owners
+        policy = options.events.invalid_text
+        zeros = pa.array(np.zeros(len(changes), np.int32))  # the only shape of the frame
+        changes = changes.set_column(CHANGES.get_field_index("relation"), "relation", zeros)
+        self._frame = make_frame(
+            changes, owners, [shape], EventOptions(invalid_text="keep" if policy == "error" else policy)
+        )
+        self._changes = self._frame.changes
         self._shape = shape
         self._table = table
         self._options = options
-        if not (table.can_read(shape) if options.other_shapes else table.fits(shape)):
+        if not (table.can_read(shape) if options.other_shapes else not table.explain(shape)):
             raise SchemaChanged(
                 f"table {table.title} has other columns at {self._position(0)} than the query: {table.explain(shape)}",
                 f"{LOAD_AGAIN}: the query goes on where it stopped, with the columns of that place",
             )
-        self._op: npt.NDArray[np.uint8] = changes.column("op").to_numpy()
+        self._op = self._frame.op
         self._has_new = _is_there(changes.column("new"))
         self._has_old = _is_there(changes.column("old"))
-        self._old_kind: npt.NDArray[np.uint8] = changes.column("old_kind").to_numpy()
         self._news = int(self._has_new.sum())
         self._olds = int(self._has_old.sum())
         self.row, self._from_old, self._weight = self._choose()
         """For each row that comes out: of which change it is, whether it shows the old values, and its weight."""
+        self._shown = EventColumns(self._frame, None, EventOptions())
         self._converted: dict[str, pa.Array] = {}
         self._flat: dict[str, pa.Array] = {}
 
@@ -215,14 +215,18 @@ class _Group:
         if not self._options.zset:
             return rows, is_delete, np.zeros(0, np.int32)
         if is_truncate.any() and self._options.truncate == "error":
-            place = self._position(int(np.flatnonzero(is_truncate)[0]))
             raise GapError(
-                f"table {self._table.title} was truncated at {place}: a Z-set cannot take back rows that it is not told of",
+                f"table {self._table.title} was truncated at {self._position(int(is_truncate.argmax()))}: a Z-set cannot "
+                "take back rows that it is not told of",
                 "Load the rows anew, or give option('truncate', 'mark') for a row with _op TRUNCATE and no _weight",
             )
         self._check_pairs()
-        commit, end = self._owners.column("commit").to_numpy(), self._options.snapshot_end
-        is_later = (commit > end.commit) | ((commit == end.commit) & (self._places() > end.place))
+        commit, place, end = (
+            self._frame.commit,
+            places(self._frame.kind, self._frame.ordinal),
+            self._options.snapshot_end,
+        )
+        is_later = (commit > end.commit) | ((commit == end.commit) & (place > end.place))
         again = (self._op == Op.SNAPSHOT) & is_later
         if again.any():
             raise GapError(
@@ -239,7 +243,7 @@ class _Group:
     def _check_pairs(self) -> None:
         """A retraction needs the whole old row, and the new one must be whole as well."""
         needs = (self._op == Op.UPDATE) | (self._op == Op.DELETE)
-        lacks = needs & (self._old_kind != OldKind.FULL)
+        lacks = needs & (self._frame.old_kind != OldKind.FULL)
         if lacks.any():
             raise ConversionError(
                 f"the change of table {self._table.title} at {self._position(int(lacks.argmax()))} has no old row, "
@@ -260,9 +264,17 @@ class _Group:
         name = field.name
         if name in self._table.by_name:
             return self._pick(self._values(name), self._from_old, self._op[self.row] != Op.TRUNCATE)
-        make = _META.get(name)
-        assert make is not None, name
-        made = make(self)
+        if name == WEIGHT:
+            return pa.array(self._weight, mask=self._weight == 0)
+        if name == BEFORE:
+            return self._before()
+        made = self._shown.column(_META[name])
+        made = made if len(made) == len(self.row) else made.take(pa.array(self.row))
+        if name == UNCHANGED and made.null_count < len(made):
+            asked = self._table.by_name
+            made = pa.array(
+                [[one for one in names or () if one in asked] or None for names in made.to_pylist()], made.type
+            )
         return made if made.type == field.type else made.cast(field.type)
 
     def _values(self, name: str) -> pa.Array:
@@ -305,45 +317,11 @@ class _Group:
         arrays = [self._pick(self._values(field.name), always, there) for field in kind]
         return pa.StructArray.from_arrays(arrays, fields=list(kind), mask=pa.array(~there))
 
-    def _ops(self) -> pa.Array:
-        names = pa.array(list(_NAMES.values()))
-        index = np.zeros(256, np.int32)
-        index[[int(op) for op in _NAMES]] = np.arange(len(_NAMES))
-        return names.take(pa.array(index[self._op[self.row]]))
-
-    def _weights(self) -> pa.Array:
-        return pa.array(self._weight, mask=self._weight == 0)
-
-    def _unchanged(self) -> pa.Array:
-        column = self._changes.column("unchanged")
-        if column.null_count == len(column):
-            return pa.nulls(len(self.row), pa.list_(pa.string()))
-        names = [one.name for one in self._shape.columns]
-        asked = self._table.by_name
-        lists = [
-            [names[i] for i in numbers if i >= 0 and names[i] in asked] or None if numbers is not None else None
-            for numbers in column.to_pylist()
-        ]
-        return pa.array([lists[row] for row in self.row], pa.list_(pa.string()))
-
-    def _of_owner(self, name: str) -> pa.Array:
-        column = self._owners.column(name)
-        return column if len(self.row) == len(column) else column.take(pa.array(self.row))
-
-    def _times(self) -> pa.Array:
-        return self._of_owner("commit_time").cast(pa.timestamp("us", tz="UTC"))
-
-    def _places(self) -> I64:
-        return places(self._owners.column("kind").to_numpy(), self._changes.column("ordinal").to_numpy())
-
-    def _ordinals(self) -> pa.Array:
-        return pa.array(self._places()[self.row])
-
     # --- what is said when a value has no place
 
     def _position(self, row: int) -> Position:
-        commit, kind = (self._owners.column(name)[row].as_py() for name in ("commit", "kind"))
-        return Position(commit, Kind(kind), self._changes.column("ordinal")[row].as_py())
+        commit, kind, ordinal = (one[row].item() for one in (self._frame.commit, self._frame.kind, self._frame.ordinal))
+        return Position(commit, Kind(kind), ordinal)
 
     def _explain(self, name: str, problem: Rejected) -> ConversionError:
         is_old = problem.index >= self._news
@@ -360,15 +338,14 @@ class _Group:
 
 
 _META = {
-    "_op": _Group._ops,
-    "_lsn": lambda group: group._of_owner("commit"),
-    "_ordinal": _Group._ordinals,
-    "_xid": lambda group: group._of_owner("xid"),
-    "_ts": _Group._times,
-    BEFORE: _Group._before,
-    UNCHANGED: _Group._unchanged,
-    WEIGHT: _Group._weights,
+    "_op": "operation",
+    "_lsn": "lsn",
+    "_ordinal": "ordinal",
+    "_xid": "xid",
+    "_ts": "created_at",
+    UNCHANGED: "unchanged_toast_columns",
 }
+"""The columns that events have, too."""
 
 
 def _is_there(column: pa.Array) -> Bools:

@@ -10,13 +10,12 @@ from pgcdc.core.relation import Relation
 from pgcdc.core.settings import setting
 from pgcdc.core.state import StateDir
 from pgcdc.event.edits import full_pattern
-from pgcdc.event.options import EventSettings, TypedSettings
 from pgcdc.sink.letters.record import LetterSettings
 from pgcdc.sink.spec import AdapterSpec, SourceView, with_source_db
 from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.protocol import SourceOptions, find_options, make_source
 from pgcdc.source.rate.options import RateOptions
-from pgcdc.spark.options import ReaderSettings
+from pgcdc.spark.options import EventSettings, ReaderSettings, TypedSettings
 from pgcdc.transform.specs import Chain, column_chain, from_spec
 
 ADAPTERS, RUNNING = "Adapters", "Running"

@@ -102,7 +102,7 @@ class TypedReader(ChangeReader):
 
     def _can_read(self, change: ShapeChange) -> bool:
         if not self._options.rows.other_shapes:
-            return self._table.fits(change.after)
+            return not self._table.explain(change.after)
         renamed = [one for one in diff_shapes(change) if one["type"] == "column_renamed"]
         return self._table.can_read(change.after) and not any(one["from"] in self._table.by_name for one in renamed)
 

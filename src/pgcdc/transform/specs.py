@@ -25,8 +25,7 @@ from pydantic import (
 
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.relation import Op, Relation
-from pgcdc.event import masks
-from pgcdc.event.edits import SimpleChain, full_pattern
+from pgcdc.event.edits import SimpleChain, full_pattern, read_key
 from pgcdc.event.forms import Form
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ class MaskSpec(Transform):
         return {**self.step, "key": self._key()} if self.mode == "hash" else self.step
 
     def _key(self) -> bytes:
-        return self._secret if self._secret is not None else masks.read_key(self.key_env, self.key_file)
+        return self._secret if self._secret is not None else read_key(self.key_env, self.key_file)
 
     def check(self) -> None:
         if self.mode == "hash":

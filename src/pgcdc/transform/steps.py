@@ -22,9 +22,8 @@ import pyarrow as pa
 
 from pgcdc.core.errors import ConfigError, TransformError
 from pgcdc.core.relation import Op
-from pgcdc.event.columns import CHANGEABLE, EVENT_COLUMNS, EVENT_SCHEMA, KEY_COLUMNS, SHAPE_COLUMNS, edit_columns
-from pgcdc.event.edits import SimpleChain
-from pgcdc.event.events import render_columns
+from pgcdc.event.columns import CHANGEABLE, EVENT_COLUMNS, EVENT_SCHEMA, KEY_COLUMNS, SHAPE_COLUMNS
+from pgcdc.event.events import edit_columns, render_columns
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -39,6 +38,7 @@ _UNCHANGED = "unchanged_toast_columns"
 _VALUES, _ROW, _OLD_VALUES, _RESULT = "_values", "_row", "_old_values", "_result"
 _MAP = pa.map_(pa.string(), pa.string())
 _ARROW = {"row": _MAP, "old": _MAP, _UNCHANGED: pa.list_(pa.string())}
+_AS_TEXT = "Values are PostgreSQL's text: return str or None, for example str(value)"
 _HIDDEN = {*KEY_COLUMNS, "table_ordinal"}
 _TYPES = {**{name: EVENT_COLUMNS[name] for name in CHANGEABLE}, "shape": SHAPE_COLUMNS["shape"]}
 
@@ -253,7 +253,9 @@ def _run_steps(asked: pa.Array, steps: Sequence[Step], changed: list[str], folde
         if name:
             found, keep = call_all(events, chain[0]["call"] or load_function(name, folder), name)
         else:
-            found, keep = edit_columns(events, SimpleChain((), chain))
+            made = edit_columns(events, chain)
+            found = dict(zip(made.type.names, made.flatten(), strict=True))
+            keep = made.is_valid().to_numpy(zero_copy_only=False)
         columns = [found.get(one, events.column(one)) for one in events.schema.names]
         events = pa.RecordBatch.from_arrays(columns, events.schema.names).filter(pa.array(keep))
         kept = kept[keep]
@@ -303,19 +305,16 @@ def call_all(
     shown = events.select([one for one in events.schema.names if one != "shape"])
     changed = [one for one in CHANGEABLE if one in shown.schema.names]
     results = [_call(function, one, name, changed) for one in shown.to_pylist(maps_as_pydicts="strict")]
-    made = {
-        one: pa.array([None if after is None else _item(after[one], one) for after in results],
-                      _ARROW.get(one, pa.string()))
-        for one in changed
-    }  # fmt: skip
+    made = {}
+    for one in changed:
+        values = [None if after is None else after.get(one) for after in results]
+        if one in ("row", "old"):
+            values = [None if value is None else list(value.items()) for value in values]
+        made[one] = pa.array(values, _ARROW.get(one, pa.string()))
     return made, np.array([after is not None for after in results], np.bool_)
 
 
-def _item(value: Any, name: str) -> Any:
-    return list(value.items()) if value is not None and _ARROW.get(name) == _MAP else value
-
-
-def _call(function: EventFunction, event: dict[str, Any], name: str, changed: list[str]) -> dict[str, Any] | None:
+def _call(function: EventFunction, event: dict[str, Any], name: str, changed: list[str]) -> Mapping[str, Any] | None:
     place = f"python transform {name} at position {event.get('position')}"
     given = {key: dict(value) if isinstance(value, dict) else value for key, value in event.items()}
     try:
@@ -325,41 +324,35 @@ def _call(function: EventFunction, event: dict[str, Any], name: str, changed: li
         raise TransformError(
             f"{place}: {type(error).__name__}: {text}", "Correct the function, then start again"
         ) from error
-    if after is None:
-        return None
+    if fault := None if after is None else _find_fault(event, after, changed):
+        raise TransformError(f"{place}: {fault[0]}", fault[1])
+    return after
+
+
+def _find_fault(event: dict[str, Any], after: Any, changed: list[str]) -> tuple[str, str] | None:
+    """What a function must not return, and what to do about it."""
     if not isinstance(after, Mapping):
-        raise TransformError(
-            f"{place}: it returned {type(after).__name__}", "Return the event (a dict), or None to drop it"
-        )
+        return f"it returned {type(after).__name__}", "Return the event (a dict), or None to drop it"
     for key, value in event.items():
         if key not in changed and after.get(key) != value:
-            raise TransformError(
-                f"{place}: it changed {key}",
-                f"A function may change {', '.join(changed)}, and leaves the rest as it is",
-            )
-    unknown = sorted(set(after) - set(event))
-    if unknown:
-        raise TransformError(f"{place}: it added {unknown[0]}", "Put values of your own into row")
-    return {one: _checked(one, after.get(one), place) for one in changed}
-
-
-def _checked(key: str, value: Any, place: str) -> Any:
-    advice = "Values are PostgreSQL's text: return str or None, for example str(value)"
-    if value is None:
-        return None
-    if key in ("row", "old"):
-        if not isinstance(value, Mapping):
-            raise TransformError(f"{place}: {key} is {type(value).__name__}", "Return a dict, or None")
-        for name, one in value.items():
-            if not isinstance(name, str) or not (one is None or isinstance(one, str)):
-                raise TransformError(f"{place}: {key}[{name!r}] is {type(one).__name__}", advice)
-        return value
-    if key == "unchanged_toast_columns":
-        if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
-            raise TransformError(f"{place}: {key} is no list of names", "Return a list of str, or None")
-        return list(value) or None
-    if not isinstance(value, str):
-        raise TransformError(f"{place}: {key} is {type(value).__name__}", advice)
-    if key == "operation" and value not in Op.__members__:
-        raise TransformError(f"{place}: there is no operation {value}", f"There are: {', '.join(Op.__members__)}")
-    return value
+            return f"it changed {key}", f"A function may change {', '.join(changed)}, and leaves the rest as it is"
+    if unknown := sorted(set(after) - set(event)):
+        return f"it added {unknown[0]}", "Put values of your own into row"
+    for key in changed:
+        value = after.get(key)
+        if value is None:
+            continue
+        if key == _UNCHANGED:
+            if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+                return f"{key} is no list of names", "Return a list of str, or None"
+        elif key in ("row", "old"):
+            if not isinstance(value, Mapping):
+                return f"{key} is {type(value).__name__}", "Return a dict, or None"
+            for name, one in value.items():
+                if not isinstance(name, str) or not (one is None or isinstance(one, str)):
+                    return f"{key}[{name!r}] is {type(one).__name__}", _AS_TEXT
+        elif not isinstance(value, str):
+            return f"{key} is {type(value).__name__}", _AS_TEXT
+        elif key == "operation" and value not in Op.__members__:
+            return f"there is no operation {value}", f"There are: {', '.join(Op.__members__)}"
+    return None
