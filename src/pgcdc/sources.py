@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["describe", "postgres"]
 
-_ELSEWHERE = ("adapters", "transforms", "routes", "adapter_priority")
+_ELSEWHERE = {"adapters", "transforms", "routes", "adapter_priority"}
 
 
 def postgres(url: str = "", **settings: Any) -> Config:
@@ -31,13 +31,11 @@ def postgres(url: str = "", **settings: Any) -> Config:
 
     Without `url` the variable PGCDC_DB says which. ConfigError: a setting is unknown, or does not fit.
     """
-    for name in _ELSEWHERE:
-        if name in settings:
-            raise ConfigError(f"{name} does not belong to a source", "Give it to the pipeline or to its adapters")
-    values = {**settings, **({"db": url} if url else {})}
-
+    for name in settings.keys() & _ELSEWHERE:
+        raise ConfigError(f"{name} does not belong to a source", "Give it to the pipeline or to its adapters")
+    values = {"db": os.environ.get("PGCDC_DB", ""), **settings, **({"db": url} if url else {})}
     try:
-        config = Config.model_validate(values if "db" in values else {**values, "db": os.environ.get("PGCDC_DB", "")})
+        config = Config.model_validate(values)
     except ValidationError as error:
         raise ConfigErrors.of(list(explain(error, name_key, partial(value_at, values)))) from None
     config.check()

@@ -18,7 +18,6 @@ from pgcdc.cli.report import exit_on_error, say
 if TYPE_CHECKING:
     from pgcdc.source.protocol import Finding
 
-WRONG = 2
 config_app = typer.Typer(no_args_is_help=True, add_completion=False)
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
@@ -78,7 +77,7 @@ def validate(ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] =
     else:
         say(f"{failed} of {len(checks)} checks failed" if failed else "ready to listen")
     if failed:
-        raise typer.Exit(WRONG)
+        raise typer.Exit(2)
 
 
 def _run_checks(flags: dict[str, Any], path: Path | None) -> Iterator[Finding]:

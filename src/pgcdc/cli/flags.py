@@ -72,12 +72,11 @@ def given_flags(ctx: typer.Context) -> dict[str, Any]:
 @cache
 def _make_params() -> list[Any]:
     from pgcdc.config.adapters import ENTRIES, FLAT_KEYS, shown_default
-    from pgcdc.config.model import GROUPS, Config
-    from pgcdc.core.settings import is_switch, setting_of
+    from pgcdc.config.model import FIELDS, GROUPS
+    from pgcdc.core.settings import is_switch
 
     parameters = []
-    fields = [(name, field, setting_of(name, field)) for name, field in Config.model_fields.items()]
-    for name, field, setting in sorted(fields, key=lambda one: (GROUPS.index(one[2].group), one[0] in FLAT_KEYS)):
+    for name, field, setting in sorted(FIELDS, key=lambda one: (GROUPS.index(one[2].group), one[0] in FLAT_KEYS)):
         if setting.flag is None:
             continue
         adapter, option = FLAT_KEYS.get(name, ("", ""))

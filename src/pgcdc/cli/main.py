@@ -27,10 +27,10 @@ COMMANDS = {
 }
 """Each with the line of its help. It is a function of that name or a group `<name>_app` in the module `pgcdc.cli.<name>`."""
 _MODULES = {
-    "config": ("validate",), "listen": ("playground",), "main": ("version",), "status": ("reload",),
-    "source": ("slot", "consumer", "describe", "resync"),
+    "validate": "config", "slot": "source", "consumer": "source", "describe": "source", "resync": "source",
+    "reload": "status", "playground": "listen", "version": "main",
 }  # fmt: skip
-"""Modules with commands of other names."""
+"""Where the module has another name."""
 WITH_SETTINGS = ("listen", "validate")
 """Commands that take every setting as a flag."""
 
@@ -44,8 +44,7 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        name = next((module for module, commands in _MODULES.items() if cmd_name in commands), cmd_name)
-        module = importlib.import_module(f"pgcdc.cli.{name}")
+        module = importlib.import_module(f"pgcdc.cli.{_MODULES.get(cmd_name, cmd_name)}")
         made = getattr(module, f"{cmd_name}_app", None)
         if made is None:
             made = typer.Typer(add_completion=False)

@@ -22,11 +22,6 @@ def say(text: str) -> None:
     print(f"pgcdc: {text}", file=sys.stderr, flush=True)
 
 
-def format_error(error: PgcdcError) -> str:
-    """`error: what happened. What to do`, in one line."""
-    return " ".join(f"error: {error}".split())
-
-
 @contextmanager
 def exit_on_error() -> Iterator[None]:
     """Around the body of a command, or as its decorator: our errors become a line on stderr and an exit code.
@@ -37,7 +32,7 @@ def exit_on_error() -> Iterator[None]:
         yield
     except PgcdcError as error:
         for one in (isinstance(error, ConfigErrors) and error.errors) or (error,):
-            typer.echo(format_error(one), err=True)
+            typer.echo(" ".join(f"error: {one}".split()), err=True)  # what happened, what to do: in one line
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None

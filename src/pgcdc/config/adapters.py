@@ -186,11 +186,6 @@ def kind_of(item: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _infer_type(value: Any) -> Any:
-    """`{name: file, path: ...}`: the name is that of a type."""
-    return {**value, "type": kind_of(value)} if isinstance(value, Mapping) else value
-
-
 _PLAIN = "a name"
 if TYPE_CHECKING:
     AdapterKeys: TypeAlias = Options
@@ -200,7 +195,8 @@ else:
     _NAME = Annotated[
         str, AfterValidator(_known_type), WithJsonSchema({"type": "string", "enum": [*ADAPTERS]}), Tag(_PLAIN)
     ]
-    _MAPPINGS = [Annotated[entry, BeforeValidator(_infer_type), Tag(kind)] for kind, entry in ENTRIES.items()]
+    _INFER = BeforeValidator(lambda value: {**value, "type": kind_of(value)} if isinstance(value, Mapping) else value)
+    _MAPPINGS = [Annotated[entry, _INFER, Tag(kind)] for kind, entry in ENTRIES.items()]
     _TAG = Discriminator(lambda value: kind_of(value) if isinstance(value, (Entry, Mapping)) else _PLAIN)
     AdapterItem = Annotated[Union[(_NAME, *_MAPPINGS)], _TAG]
 

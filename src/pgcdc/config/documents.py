@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from pgcdc.config.layers import Loaded
-from pgcdc.config.model import GROUPS, Config
+from pgcdc.config.model import FIELDS, GROUPS, Config
 from pgcdc.config.secrets import hide_secrets
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.secrets import redact_text
@@ -19,15 +18,13 @@ from pgcdc.core.settings import setting_of, unit_of
 from pgcdc.postgres.database import redact
 from pgcdc.sink.spec import DeliveryOptions
 
-_FIELDS = [(name, field, setting_of(name, field)) for name, field in Config.model_fields.items()]
-
 # --- the effective settings, without secrets, and where each was set
 
 
 def effective(loaded: Loaded) -> dict[str, tuple[Any, str]]:
     """For each setting that has a value: the value, as JSON has it, and its origin. In the order of the groups."""
     found = {}
-    for name, _, _ in sorted(_FIELDS, key=lambda one: GROUPS.index(one[2].group)):
+    for name, _, _ in sorted(FIELDS, key=lambda one: GROUPS.index(one[2].group)):
         value, origin = _value(loaded, name)
         if value is not None and value != "":
             found[name] = value, origin
@@ -105,7 +102,7 @@ def make_template() -> str:
         parts.append(f"\n\n## --- {group}\n")
         if group in _GROUP_TEXT:
             parts.append(f"## {_GROUP_TEXT[group]}\n")
-        for name, field, setting in _FIELDS:
+        for name, field, setting in FIELDS:
             if setting.group == group and not setting.is_hidden:
                 mark = "" if name == "adapters" else "# "
                 is_block = name == "transforms"
@@ -132,8 +129,6 @@ def write_template(path: Path) -> None:
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(make_template())
-            file.flush()
-            os.fsync(file.fileno())
     except FileExistsError:
         raise ConfigError(f"{path} exists", "It is left as it is; give another name with --config") from None
     except OSError as error:

@@ -18,12 +18,12 @@ from pydantic_core import PydanticCustomError
 
 from pgcdc.config.adapters import ALIASES, FLAT_KEYS, parse_priorities, parse_routes, rename_key
 from pgcdc.config.explain import explain
-from pgcdc.config.model import Config
+from pgcdc.config.model import FIELDS, Config
 from pgcdc.config.secrets import check_literals, find_secrets, take_urls
 from pgcdc.config.yaml_file import YamlFile, name_key, value_at
 from pgcdc.core.errors import ConfigError, ConfigErrors, PgcdcError
 from pgcdc.core.secrets import hide
-from pgcdc.core.settings import KeyPath, conflicts_of, make_options, setting_of
+from pgcdc.core.settings import KeyPath, conflicts_of, make_options
 from pgcdc.run.letter_service import Destination
 from pgcdc.sink.spec import ADAPTERS, AdapterSpec, DeliveryOptions, check_options, keep_secrets
 
@@ -105,7 +105,8 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None
         _add(loaded, loaded.file.values, dict.fromkeys(loaded.file.values, ""))
     variables, names, wrong = _read_variables(environ)
     _add(loaded, variables, names)
-    _add(loaded, flags, {key: f"--{_flag(key)}" for key in flags})
+    names = {key: f"--{said.flag}" for key, _, said in FIELDS if said.flag}
+    _add(loaded, flags, {key: names.get(key, f"--{key.replace('_', '-')}") for key in flags})
     loaded.secrets |= find_secrets(loaded.values)
     conflicts = list(take_urls(loaded))
     if loaded.file is not None:
@@ -121,17 +122,12 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None
     return loaded
 
 
-def _flag(key: str) -> str:
-    info = Config.model_fields.get(key)
-    return (setting_of(key, info).flag if info is not None else None) or key.replace("_", "-")
-
-
 def _read_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], list[PgcdcError]]:
     """Our variables by key: values and names. Others may begin with PGCDC_ too (a cluster makes some).
 
     One that is nearly ours is a slip, and refused.
     """
-    known = {PREFIX + key.upper(): key for key, info in Config.model_fields.items() if setting_of(key, info).flag}
+    known = {PREFIX + key.upper(): key for key, _, said in FIELDS if said.flag}
     known |= {PREFIX + alias.upper(): key for alias, key in ALIASES.items()}
     given = [name for name, value in environ.items() if name.startswith(PREFIX) and value]
     wrong: list[PgcdcError] = []

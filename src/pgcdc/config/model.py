@@ -44,7 +44,6 @@ from pgcdc.postgres.database import split_table
 from pgcdc.run.settings import PipelineSettings
 from pgcdc.sink.spec import ADAPTERS as TYPES
 from pgcdc.sink.spec import AdapterSpec, check_options
-from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.rate.options import RATE, RateOptions
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, DropColumnsSpec, FilterSpec, MaskSpec, TransformSpec
 
@@ -159,6 +158,10 @@ class Config(PipelineSettings, AdapterKeys):
         drop = (DropColumnsSpec.model_validate({"columns": self.drop_columns}),) if self.drop_columns else ()
         keep = (FilterSpec.model_validate({"operations": self.filter_operations}),) if self.filter_operations else ()
         return (*drop, *keep, *self.transforms.global_)
+
+
+FIELDS = [(name, field, setting_of(name, field)) for name, field in Config.model_fields.items()]
+"""Every setting: its name, its field, and what the command line and documents need to know of it."""
 
 
 # --- what cannot go together: each rule raises Conflict with the key that it is about, and advice
@@ -340,8 +343,7 @@ def _check_transform(path: KeyPath, spec: Any) -> None:
 
 def _check_tables(config: Config) -> None:
     """Only PostgreSQL has tables to choose from."""
-    for name in PostgresOptions.model_fields:
-        said = setting_of(name, Config.model_fields[name])
+    for name, _, said in FIELDS:
         if said.group == TABLES and config.is_given(name) and name not in type(config.source).model_fields:
             raise Conflict(
                 (name,),

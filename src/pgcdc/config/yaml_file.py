@@ -49,9 +49,7 @@ class YamlFile:
     `rename(path, key)` gives the name that counts for a key below `path`.
     """
 
-    def __init__(
-        self, path: Path, environ: Mapping[str, str], rename: Callable[[KeyPath, str], str] = lambda _, name: name
-    ) -> None:
+    def __init__(self, path: Path, environ: Mapping[str, str], rename: Callable[[KeyPath, str], str]) -> None:
         self.path = path
         self.secrets: set[str] = set()
         """Values of variables that were put in."""

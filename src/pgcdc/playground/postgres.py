@@ -60,7 +60,7 @@ kill -QUIT "$1"
 class EmbeddedPostgres:
     """A running server of our own. Leaving the context stops it, and removes its data."""
 
-    def __init__(self, version: int, settings: Mapping[str, str], password: str | None) -> None:
+    def __init__(self, version: int = 18, settings: Mapping[str, str] = {}, password: str | None = None) -> None:
         self.version = version
         self.port = 0
         self._settings = {**_SETTINGS, **settings}
@@ -69,20 +69,14 @@ class EmbeddedPostgres:
         self._bin_dir = find_binaries(version)
         self._scratch = make_scratch_dir(self._account)
         self.data_dir = self._scratch / "data"
+        self.log_path = self.data_dir / "server.log"
         self._server: subprocess.Popen[Any] | None = None
         self._watchdog: subprocess.Popen[Any] | None = None
 
     @classmethod
-    def temporary(
-        cls,
-        *,
-        version: int = 18,
-        settings: Mapping[str, str] = {},
-        password: str | None = None,
-        port: int | None = None,
-    ) -> Self:
+    def temporary(cls, *, port: int | None = None, **options: Any) -> Self:
         """Start one in the system's temp dir; leaving the context removes it. A superuser without `password` is trusted."""
-        server = cls(version, settings, password)
+        server = cls(**options)
         try:
             server._initialise()
             server._launch(port)
@@ -109,10 +103,6 @@ class EmbeddedPostgres:
     @property
     def is_running(self) -> bool:
         return self._server is not None and self._server.poll() is None
-
-    @property
-    def log_path(self) -> Path:
-        return self.data_dir / "server.log"
 
     def url(self, dbname: str = "postgres", user: str = "postgres") -> str:
         """A URL for psycopg, with the password if there is one and the user is its owner."""
