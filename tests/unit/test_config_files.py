@@ -257,6 +257,13 @@ def test_show_has_the_origin_of_each_value_and_no_secret(tmp_path: Path) -> None
     assert re.search(r"^max_batch_rows: 7 +# --max-batch-rows$", text, re.MULTILINE)
 
 
+def test_secrets_are_not_in_the_repr_of_a_configuration() -> None:
+    flags = {"db": f"postgresql://app:{SECRET}@h/d", "webhook_url": "https://h/", "webhook_signing_key": SECRET}
+    named = {"name": "b", "type": "webhook", "url": "https://b/", "signing_key": SECRET}
+    config = load({**flags, "all_tables": True, "adapters": ["webhook", named]}, {}, None).config
+    assert SECRET not in repr(config) and len(config.adapter_specs) == 2
+
+
 def test_what_show_prints_can_be_read_again() -> None:
     first = read(
         "adapters: [stdout, {name: a, type: file, path: x, timeout: 3}]\nrow_filters: {a: \"x = 'ü: #1'\"}\n"

@@ -1,4 +1,4 @@
-"""`pgcdc config`: begin a file, see what holds and why, and help editors. `pgcdc validate`: would it run?"""
+"""`pgcdc config`: create a file, show the effective settings, print the schema. `pgcdc validate`: would it run?"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 CONFIG_OPTION = typer.Option(help="Configuration file. (default: pgcdc.yaml, if it exists)")
 EPILOG = (
-    "Every adapter also takes how it is called: --ADAPTER-timeout, -max-retries, -backoff-base, -backoff-cap, "
+    "Every adapter also accepts these delivery settings: --ADAPTER-timeout, -max-retries, -backoff-base, -backoff-cap, "
     "-cb-max-failures, -cb-reset, -rate-limit and -rate-limit-burst. See docs/configuration.md."
 )
 

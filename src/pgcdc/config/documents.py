@@ -69,11 +69,11 @@ def show_yaml(loaded: Loaded) -> str:
 _HEAD = """\
 ## Configuration of a pgcdc pipeline. `pgcdc listen` reads pgcdc.yaml in its folder, or the file that --config names.
 ## A flag wins over a PGCDC_* variable, which wins over this file. To use a line that begins with "# ", take that away.
-## `pgcdc config show` prints what holds and why, `pgcdc validate` tries it. For editors:
+## `pgcdc config show` prints the effective settings and where each was set, `pgcdc validate` tries them. For editors:
 ## pgcdc config schema > pgcdc.schema.json
 # yaml-language-server: $schema=pgcdc.schema.json
 ##
-## ${NAME} in a text is the value of that variable, ${NAME:-text} the text if it is not set. A password does not stand here:
+## ${NAME} in a text is the value of that variable, ${NAME:-text} the text if it is not set. Do not write a password here:
 ## put the URL into PGCDC_DB, or write ${NAME} for the password, or use password_file.
 """
 
@@ -109,7 +109,9 @@ def make_template() -> str:
                 line = _TRANSFORMS if is_block else f"{mark}{name}: {setting.example or _write(field)}\n"
                 parts.append(f"\n## {field.description}\n{line}")
         if group == "Adapters":
-            parts.append("\n## How an adapter is called, here stdout; the same for every other, with its name.\n")
+            parts.append(
+                "\n## Delivery settings, here of stdout; every other adapter has the same ones, with its name.\n"
+            )
             for name, field in DeliveryOptions.model_fields.items():
                 parts.append(f"# stdout_{name}: {_write(field)}  # {field.description}\n")
     return "".join(parts)

@@ -47,7 +47,7 @@ from pgcdc.sink.spec import AdapterSpec, check_options
 from pgcdc.source.rate.options import RATE, RateOptions
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, DropColumnsSpec, FilterSpec, MaskSpec, TransformSpec
 
-DATABASE, TABLES, SNAPSHOTS = "Database", "Tables", "Rows that are there"
+DATABASE, TABLES, SNAPSHOTS = "Database", "Tables", "Existing rows"
 EVENTS, TYPED, ADAPTERS, TRANSFORMS, RUNNING = "Events", "Typed rows", "Adapters", "Transforms", "Running"
 DEAD = "Dead letters"
 GROUPS = (DATABASE, TABLES, ADAPTERS, DEAD, TRANSFORMS, SNAPSHOTS, EVENTS, TYPED, RATE, RUNNING)

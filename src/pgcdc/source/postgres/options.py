@@ -138,7 +138,7 @@ class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
     # --- the rows that are there
 
     snapshot_mode: SnapshotMode | None = setting(
-        None, "Rows that are there: initial, never, always or initial_only. (default: initial, new slots)", SNAPSHOTS,
+        None, "Existing rows: initial, never, always or initial_only. (default: initial, new slots)", SNAPSHOTS,
         metavar="MODE", example="initial",
     )  # fmt: skip
     snapshot_first: bool | None = setting(None, "The same as --snapshot-mode initial.", SNAPSHOTS, example="true")
