@@ -48,7 +48,7 @@ def schema_command() -> None:
 def show_command(
     ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] = None, as_json: Json = False
 ) -> None:
-    """The configuration that holds, without secrets, and where each value comes from."""
+    """The effective settings without secrets, and where each was set."""
     from pgcdc.config.documents import effective, show_yaml
     from pgcdc.config.layers import load
 
@@ -63,7 +63,7 @@ def show_command(
 
 @exit_on_error()
 def validate(ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] = None, as_json: Json = False) -> None:
-    """Everything is looked at, nothing is started, nothing is left behind."""
+    """Check everything that a start needs; start nothing, leave nothing behind."""
     logging.disable(logging.ERROR)
     checks = []
     for check in _run_checks(given_flags(ctx), config):

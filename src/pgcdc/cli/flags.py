@@ -44,7 +44,7 @@ class SettingsCommand(TyperCommand):
         return super().get_params(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """With advice for flags of the manual that there are not."""
+        """With advice for flags of the manual that do not exist."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -108,7 +108,7 @@ def _make_params() -> list[Any]:
 
 
 def _choices(annotation: Any) -> str:
-    """What stands for the value in the help: the choices, if there are some."""
+    """The placeholder of the value in the help: the choices, if there are any."""
     parts = (annotation, *get_args(annotation))
     found = [one for part in parts for one in get_args(part) if isinstance(one, str)]
     return "|".join(dict.fromkeys(found)) or "TEXT"

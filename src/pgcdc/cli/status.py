@@ -118,7 +118,7 @@ def _snapshots_of(state: StateDir, capture: dict[str, Any], capturing: bool) -> 
 def reload(
     state_dir: Annotated[Path, STATE_DIR] = Path(".pgcdc"),
 ) -> None:
-    """Have a running `pgcdc listen` read its transforms and routes again: they change at a batch boundary."""
+    """Make a running `pgcdc listen` read its transforms and routes again; they apply from the next batch on."""
     with exit_on_error():
         from pgcdc.capture.control import ask
 

@@ -118,7 +118,7 @@ def _type_of(field: FieldInfo) -> Any:
 
 
 def shown_default(field: FieldInfo) -> str:
-    """` (default: 30s)` for the help; empty if there is none, or it says nothing."""
+    """` (default: 30s)` for the help; empty if there is no default, or it is empty or off."""
     unit, value = unit_of(field), field.default
     if field.is_required() or value is None or value is False or value in ("", (), {}):
         return ""
@@ -205,7 +205,7 @@ else:
 
 
 def adapter_specs(config: Config) -> tuple[AdapterSpec, ...]:
-    """The adapters with all that concerns them. Raises Conflict if one lacks what it needs."""
+    """Every adapter with its options and delivery. Conflict: an option is missing or does not fit."""
     return tuple(_spec(config, number, item) for number, item in enumerate(config.adapters))
 
 
@@ -236,7 +236,7 @@ def _spec(config: Config, number: int, item: AdapterItem) -> AdapterSpec:
 
 
 def _given(config: Config, item: AdapterItem, model: type[BaseModel]) -> dict[str, Any]:
-    """What is said of an adapter, of the fields of this model."""
+    """The values that were given for an adapter, as far as this model has them."""
     owner, prefix = (config, f"{item}_") if isinstance(item, str) else (item, "")
     found = {field: getattr(owner, prefix + field) for field in model.model_fields}
     return {field: value for field, value in found.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What pydantic says of a wrong value, as one line: place, key, reason, value, and what to do instead."""
+"""Errors of pydantic as one line each: place, key, reason, value, and what to do instead."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def explain(
     raw: Callable[[KeyPath], Any],
     known: Collection[KeyPath] = (),
 ) -> Iterator[ConfigError]:
-    """All that is wrong, once for each place: what is misspelt first, since it is why another key is missing.
+    """Every error, one per place. Misspelt keys come first: they are why another key is missing.
 
-    `known` are places of which something is said already.
+    `known` are places that have an error already.
     """
     found = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
     misspelt = {_path(one["loc"], raw)[:-1] for one in found if one["type"] == "extra_forbidden"}
@@ -78,7 +78,7 @@ def _explain(error: Any, path: KeyPath, value: Any) -> tuple[KeyPath, str, str]:
 
 
 def _path(loc: tuple[str | int, ...], raw: Callable[[KeyPath], Any]) -> KeyPath:
-    """The way in the file: pydantic's without what it says of unions, which have a place for each of their parts."""
+    """The path in the file: pydantic's without the names of union members, which it adds."""
     path: KeyPath = loc[:1]
     for number, part in enumerate(loc[1:], 1):
         is_last = number == len(loc) - 1

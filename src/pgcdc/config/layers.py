@@ -1,4 +1,4 @@
-"""Flags, then `PGCDC_*` variables, then `pgcdc.yaml`, then defaults: merged, checked, and who said what.
+"""Flags, then `PGCDC_*` variables, then `pgcdc.yaml`, then defaults: merged and checked, with the origin of each value.
 
 Everything is checked here, before anything starts; an error names the place (flag, variable, or file with line) and the key.
 """
@@ -35,9 +35,9 @@ _ALTERNATIVES = (
     ("snapshot_mode", "snapshot_first"),
     ("toast", "toast_cache"),
 )
-"""Two ways to say one thing: the one of the higher layer holds."""
+"""Two settings with one meaning: the one of the higher layer wins."""
 _MERGED: dict[str, Callable[[Any], Any]] = {"routes": parse_routes, "adapter_priority": parse_priorities}
-"""What is said by the names of adapters: a flag for one of them leaves the others as the file has them."""
+"""Settings by the name of an adapter: a flag for one adapter leaves the others as the file has them."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Loaded:
     secrets: set[str] = field(default_factory=set)
 
     def origin(self, key: str) -> str:
-        """Who said it, for people."""
+        """Where it was set, for people."""
         said = dict.fromkeys(text for path, text in self.origins.items() if path[0] == key)
         return ", ".join(text or self.place((key,)).rpartition(":")[0] for text in said) or "default"
 
@@ -73,7 +73,7 @@ class Loaded:
         return value_at(self.file.raw if self._said(path) == "" and self.file is not None else self.values, path)
 
     def check(self) -> None:
-        """Raise ConfigError, with its place, for what cannot go together."""
+        """Raise ConfigError, with its place, for settings that contradict each other."""
         found = []
         for error in self.config.conflicts():
             where = f"{self.place(error.path)}: " if error.path[:1] in self.origins else ""
@@ -96,7 +96,7 @@ def load_config(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path
 
 
 def load(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None) -> Loaded:
-    """The same, with the origin of each value, and before it is checked what goes together."""
+    """The same with the origin of each value; contradictions are not checked yet."""
     loaded = Loaded()
     file = path or (Path(DEFAULT_FILE) if Path(DEFAULT_FILE).exists() else None)
     if file is not None:
@@ -143,7 +143,7 @@ def _read_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[st
 
 
 def _add(loaded: Loaded, values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
-    """Put a layer over those that are there."""
+    """Put a layer on top of the others."""
     for group in _ALTERNATIVES:
         if any(key in values for key in group):
             for key in group:
@@ -159,7 +159,7 @@ def _add(loaded: Loaded, values: Mapping[str, Any], origins: Mapping[str, str]) 
 
 
 def _merge(loaded: Loaded, key: str, value: Any, origin: str) -> dict[str, Any] | None:
-    """What is there already with this on top, name by name; None if one of them is wrong (which is found later)."""
+    """Both layers, name by name; None if one of them is wrong, which is reported later."""
     try:
         below, above = (_MERGED[key](one) for one in (loaded.values.get(key), value))
     except PydanticCustomError:
@@ -175,13 +175,13 @@ def _merge(loaded: Loaded, key: str, value: Any, origin: str) -> dict[str, Any] 
 
 
 def own_options(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Of flags, those that say where an adapter delivers to, and not how."""
+    """The flags that say where an adapter delivers to."""
     own = [key for key, (_, name) in FLAT_KEYS.items() if name not in DeliveryOptions.model_fields]
     return {key: flags[key] for key in own if key in flags}
 
 
 def plan_destinations(flags: Mapping[str, Any], file: Path | None, adapters: list[str]) -> dict[str, Destination]:
-    """By adapter. An option that is given as a flag names another target, if the configuration has one for the adapter."""
+    """Where the letters of each adapter go. A flag names another target than the one in the configuration."""
     others = own_options(flags)
     base = load({key: value for key, value in flags.items() if key not in others}, os.environ, file)
     specs = {spec.name: spec for spec in base.config.adapter_specs} if ("adapters",) in base.origins else {}

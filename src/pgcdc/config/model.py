@@ -64,7 +64,7 @@ Operations = Annotated[tuple[_Operation, ...], BeforeValidator(split_names), tex
 
 
 class Transforms(Options):
-    """What is done to events: by all adapters, then by one of them."""
+    """Transforms of events: for all adapters, then for one of them."""
 
     global_: tuple[TransformSpec, ...] = Field(
         default=(), alias="global", description="for all adapters, in this order"
@@ -75,7 +75,7 @@ class Transforms(Options):
 
 
 class Config(PipelineSettings, AdapterKeys):
-    """What a pipeline is told. The names are those of the flags, with underscores."""
+    """The settings of a pipeline. The names are those of the flags, with underscores."""
 
     db_file: Path | None = setting(
         None, "The file that holds the database URL.", DATABASE, metavar="PATH", example="/run/secrets/pgcdc_db"
@@ -129,14 +129,14 @@ class Config(PipelineSettings, AdapterKeys):
         return tuple(item.strip() for item in value.split(",") if item.strip()) if isinstance(value, str) else value
 
     def conflicts(self) -> Iterator[Conflict]:
-        """What cannot go together: all of the source's, and the first of every other rule."""
+        """Contradictions: all of the source's, and the first of every other rule."""
         found = list(self.source.conflicts())
         found += [conflict for rule in _RULES for conflict in conflicts_of((), partial(rule, self))]
         found.sort(key=lambda one: not one.path)  # what is missing comes last
         yield from {(one.path, one.message): one for one in found}.values()
 
     def check(self) -> None:
-        """Raise ConfigError for all that cannot go together."""
+        """Raise ConfigError for all contradictions."""
         if found := list(self.conflicts()):
             raise ConfigErrors.of(found)
 
@@ -154,7 +154,7 @@ class Config(PipelineSettings, AdapterKeys):
 
     @property
     def global_transforms(self) -> tuple[Any, ...]:
-        """What every event goes through first: the flags' transforms, then the global ones of the file."""
+        """The first transforms of every event: those of the flags, then the global ones of the file."""
         drop = (DropColumnsSpec.model_validate({"columns": self.drop_columns}),) if self.drop_columns else ()
         keep = (FilterSpec.model_validate({"operations": self.filter_operations}),) if self.filter_operations else ()
         return (*drop, *keep, *self.transforms.global_)
@@ -174,7 +174,7 @@ _T = TypeVar("_T")
 
 
 def at(path: KeyPath, check: Callable[[], _T]) -> _T:
-    """What a check of another module gives; what it refuses is about this key."""
+    """The result of a check of another module; its error is about this key."""
     try:
         return check()
     except PgcdcError as error:
@@ -201,7 +201,7 @@ def _check_needs(config: Config) -> None:
 
 
 def _check_trial(config: Config) -> None:
-    """The manual's flags for what we always do: they may be given, but not denied."""
+    """Flags of the manual for what pgcdc always does: they may be true, but not false."""
     if config.cooperative_checkpoint is False:
         raise Conflict(
             ("cooperative_checkpoint",),
@@ -264,7 +264,7 @@ def _check_dead_letters(config: Config) -> None:
 
 
 def _check_names(config: Config) -> None:
-    """What is said of an adapter by its name needs that adapter, and is said once."""
+    """A setting by the name of an adapter needs that adapter, and may be given once."""
     own: dict[KeyPath, Iterable[str]] = {
         ("routes",): config.routes,
         ("adapter_priority",): config.adapter_priority,
@@ -327,7 +327,7 @@ def _check_chain(config: Config, adapter: AdapterSpec, chain: Sequence[Any]) -> 
 
 
 def _check_transform(path: KeyPath, spec: Any) -> None:
-    """What the model of a transform cannot know: whether the key of a hash can be read."""
+    """The model of a transform cannot tell whether the key of a hash can be read."""
     if not isinstance(spec, MaskSpec) or spec.mode != "hash":
         return
     if not spec.key_env and not spec.key_file:

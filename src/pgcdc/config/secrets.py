@@ -53,7 +53,7 @@ def _given(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Setting, Any]]:
 
 
 def find_secrets(values: Mapping[str, Any]) -> set[str]:
-    """Texts that must not be seen in a message."""
+    """Texts that must not appear in a message."""
     found: set[str] = set()
     for _, said, value in _given(values):
         if isinstance(value, Mapping):
@@ -64,7 +64,7 @@ def find_secrets(values: Mapping[str, Any]) -> set[str]:
 
 
 def check_literals(raw: Mapping[str, Any]) -> None:
-    """Raise Conflict for a secret that stands in the file itself. `raw` is what the file says, with its `${NAME}`."""
+    """Raise Conflict for a secret that stands in the file itself. `raw` is the file's content, with its `${NAME}`."""
     for path, said, given in _given(raw):
         if said.literal:
             continue
@@ -80,9 +80,9 @@ def check_literals(raw: Mapping[str, Any]) -> None:
 
 
 def _has_literal(text: str, *, is_header: bool) -> bool:
-    """Whether a part of a secret is written there.
+    """Whether a part of the secret is plain text.
 
-    A header may name how it is meant: `Bearer ${TOKEN}`, `id=${ID}; key=${KEY}`.
+    A header may name its scheme: `Bearer ${TOKEN}`, `id=${ID}; key=${KEY}`.
     """
     if is_header and "${" in text:
         text = _BEFORE_VARIABLE.sub("", text)
@@ -90,7 +90,7 @@ def _has_literal(text: str, *, is_header: bool) -> bool:
 
 
 def hide_secrets(name: str, value: Any) -> Any:
-    """A value of the configuration, as JSON has it, as it may be shown: `name` is its key."""
+    """The value of a setting without its secrets, as JSON has it."""
     if name == "adapters" and isinstance(value, list):
         return [_hide(ENTRIES[str(kind_of(item))], item) if isinstance(item, dict) else item for item in value]
     return _hide(Config, {name: value})[name]
@@ -112,7 +112,7 @@ def _redact(value: Any) -> Any:
 
 
 def take_urls(loaded: Loaded) -> Iterator[Conflict]:
-    """The URLs of databases, from where they are said to be: their passwords are hidden, and stand in no shared file."""
+    """Read the URLs of databases, from files too. Their passwords are hidden, and may not stand in a shared file."""
     given = [path for path, said, _ in _given(loaded.values) if said.cascade == "db"]
     for path in (("db",), ("dlq_db",), *given):
         yield from conflicts_of(path, partial(_take_url, loaded, path))

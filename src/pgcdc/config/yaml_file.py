@@ -26,7 +26,7 @@ _UNUSABLE = {
 
 
 def name_key(path: KeyPath) -> str:
-    """The way to a value, as people write it: `adapters[1].path`."""
+    """The path of a value, as people write it: `adapters[1].path`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -34,7 +34,7 @@ def name_key(path: KeyPath) -> str:
 
 
 def value_at(values: Any, path: KeyPath) -> Any:
-    """The value at the end of the way; None: there is none."""
+    """The value at this path, or None."""
     for part in path:
         try:
             values = values[part]
@@ -44,7 +44,7 @@ def value_at(values: Any, path: KeyPath) -> Any:
 
 
 class YamlFile:
-    """What a file says. ConfigError with file and line for what cannot be read.
+    """The content of a file. ConfigError with file and line for what cannot be read.
 
     `rename(path, key)` gives the name that counts for a key below `path`.
     """

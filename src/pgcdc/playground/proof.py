@@ -1,4 +1,4 @@
-"""The playground's proof: what was delivered, put together again, is what the database has.
+"""The playground's proof: the delivered events, applied in order, give the content of the database.
 
 Both sides hold PostgreSQL's text as the stream carries it, so that they can be compared byte for byte.
 """
@@ -33,7 +33,7 @@ _COLUMNS = """
 
 
 class Rules:
-    """What cannot be, given the events so far: a row that comes twice, or a change of one that does not exist."""
+    """Impossible events: a row that is inserted twice, or a change of a row that does not exist."""
 
     def fault(self, event: Mapping[str, Any], rows: Mapping[Key, Row], key: Key, previous: Row | None) -> str | None:
         """What is wrong with an event of the row `key`. `previous` was taken out of the table's `rows`."""
