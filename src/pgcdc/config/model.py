@@ -41,15 +41,15 @@ from pgcdc.core.settings import (
     text_or_list,
 )
 from pgcdc.postgres.database import split_table
+from pgcdc.postgres.selection import SNAPSHOTS, TABLES
 from pgcdc.run.settings import PipelineSettings
 from pgcdc.sink.spec import ADAPTERS as TYPES
 from pgcdc.sink.spec import AdapterSpec, check_options
 from pgcdc.source.rate.options import RATE, RateOptions
 from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, DropColumnsSpec, FilterSpec, MaskSpec, TransformSpec
 
-DATABASE, TABLES, SNAPSHOTS = "Database", "Tables", "Existing rows"
-EVENTS, TYPED, ADAPTERS, TRANSFORMS, RUNNING = "Events", "Typed rows", "Adapters", "Transforms", "Running"
-DEAD = "Dead letters"
+DATABASE, ADAPTERS, DEAD, TRANSFORMS = "Database", "Adapters", "Dead letters", "Transforms"
+EVENTS, TYPED, RUNNING = "Events", "Typed rows", "Running"
 GROUPS = (DATABASE, TABLES, ADAPTERS, DEAD, TRANSFORMS, SNAPSHOTS, EVENTS, TYPED, RATE, RUNNING)
 """In the order in which they are shown."""
 

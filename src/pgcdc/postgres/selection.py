@@ -27,7 +27,7 @@ from pgcdc.core.settings import (
 )
 from pgcdc.postgres.database import parse_identifier, parse_url, quote_identifier, split_table
 
-TABLES, SNAPSHOTS = "Tables", "Rows that are there"
+TABLES, SNAPSHOTS = "Tables", "Existing rows"
 
 DatabaseUrl = Annotated[str, AfterValidator(lambda url: checked(parse_url, url) if url else url)]
 TableName = Annotated[str, AfterValidator(partial(checked, split_table))]
