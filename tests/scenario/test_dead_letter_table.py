@@ -131,7 +131,8 @@ def test_letters_are_durable_also_where_commits_are_not(database: Database) -> N
     database.execute(f'ALTER DATABASE "{database.name}" SET synchronous_commit = off')
     store = PgDeadLetters(database.url)
     store.open()
-    assert store._session().execute("SHOW synchronous_commit").fetchone() == ("on",)
+    with store._connected("ask") as conn:
+        assert conn.execute("SHOW synchronous_commit").fetchone() == ("on",)
     store.close()
 
 

@@ -19,7 +19,7 @@ from pgcdc.core.settings import make_options
 from pgcdc.sink.groups import Record
 from pgcdc.sink.http import is_public, judge, parse_retry_after, secrets_of
 from pgcdc.sink.spec import check_adapters, redact_url
-from pgcdc.sink.webhook import Requests, WebhookOptions
+from pgcdc.sink.webhook import WebhookOptions, WebhookSink
 
 URL = "https://example.com/hook"
 NOW = datetime(2026, 11, 16, 12, 0, 0, tzinfo=UTC)
@@ -257,19 +257,23 @@ def record(number: int, lane: int = 0, is_barrier: bool = False, value: bytes = 
 TRACE = {"traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01", "tracestate": "x=y"}
 
 
+def make_request(events: list[Record], **options: Any) -> tuple[bytes, dict[str, str]]:
+    return WebhookSink(WebhookOptions(url=URL, **options)).make_request(events)
+
+
 def test_request_has_the_headers_of_the_manual_and_a_signature_over_what_is_sent() -> None:
     events = [record(1, value=b'{"a":1}', channel="pgcdc:tisch ä%\n", id="id of k", headers=TRACE)]
-    body, headers = Requests({"user-agent": "mine"}, "key", is_batched=False, is_zipped=False).make(events)
+    body, headers = make_request(events, headers={"user-agent": "mine"}, signing_key="key")
     assert body == b'{"a":1}'
     assert headers["Content-Type"] == "application/json" and headers["user-agent"] == "mine"
     assert "User-Agent" not in headers
     assert headers["X-PGCDC-Event-ID"] == "id of k" and headers["X-PGCDC-Channel"] == "pgcdc:tisch%20%C3%A4%25%0A"
     assert headers["X-PGCDC-Signature"] == "sha256=" + hmac.new(b"key", body, hashlib.sha256).hexdigest()
     assert TRACE.items() <= headers.items()
-    zipped, more = Requests({}, "key", is_batched=True, is_zipped=True).make(events)
+    zipped, more = make_request(events, signing_key="key", batch_size=2, gzip=True)
     assert more["Content-Encoding"] == "gzip" and more["X-PGCDC-Batch-Size"] == "1"
     assert more["X-PGCDC-Signature"] == "sha256=" + hmac.new(b"key", zipped, hashlib.sha256).hexdigest()
-    assert "X-PGCDC-Signature" not in Requests({}, "", is_batched=False, is_zipped=False).make(events)[1]
+    assert "X-PGCDC-Signature" not in make_request(events)[1]
 
 
 def test_a_request_has_less_time_than_a_write() -> None:

@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import socket
 import string
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -37,6 +37,10 @@ from pgcdc.sink.spec import DeliveryOptions, UrlOptions, redact_url
 
 LEAST_OF_URL = 8
 """Of a secret in a URL: a query has plain words, too, `?v=2`."""
+try:
+    _AGENT = f"pgcdc/{version('pgcdc')}"
+except PackageNotFoundError:  # used from its source
+    _AGENT = "pgcdc/0"
 _PLAIN = "".join(one for one in string.printable[:94] if one != "%")
 
 
@@ -127,9 +131,13 @@ class WebhookSink(GroupSink):
 
     def __init__(self, options: WebhookOptions) -> None:
         self._options, self._url = options, options.read_url()
-        headers, key = options.read_headers(), options.read_signing_key()
-        self._secrets = secrets_of(self._url, headers, key)
-        self._requests = Requests(headers, key, is_batched=options.batch_size > 1, is_zipped=options.gzip)
+        headers, self._key = options.read_headers(), options.read_signing_key()
+        self._secrets = secrets_of(self._url, headers, self._key)
+        ours = {"Content-Type": "application/json", "User-Agent": _AGENT, "Accept-Encoding": "identity"}
+        if options.gzip:
+            ours["Content-Encoding"] = "gzip"
+        given = {name.lower() for name in headers}
+        self._headers = {**{name: value for name, value in ours.items() if name.lower() not in given}, **headers}
         self._client: Client | None = None
         self.concurrency, self.group_events = options.concurrency, options.batch_size
         self.part_events = 4 * options.concurrency * options.batch_size
@@ -155,7 +163,7 @@ class WebhookSink(GroupSink):
         if self._client is None:
             self._client = Client(self._options, self._url, lambda text: hide(text, self._secrets))
         hit("webhook.before_request")
-        verdict = await self._client.post(*self._requests.make(group))
+        verdict = await self._client.post(*self.make_request(group))
         counters.add(WEBHOOK_REQUESTS, adapter=self.context.name, answer=verdict.kind)
         hit("webhook.after_answer")
         title = f"adapter {self.context.name}: {redact_url(self._url)}"
@@ -176,41 +184,25 @@ class WebhookSink(GroupSink):
         if verdict.error is not None:
             raise SinkError(f"{title}: {verdict.text}", verdict.advice)
 
-    async def disconnect(self) -> None:
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
-
-
-class Requests:
-    """Makes the requests: body, signature and headers of one event or several."""
-
-    def __init__(self, headers: Mapping[str, str], signing_key: str, *, is_batched: bool, is_zipped: bool) -> None:
-        self._key, self._is_batched, self._is_zipped = signing_key, is_batched, is_zipped
-        try:
-            number = version("pgcdc")
-        except PackageNotFoundError:  # used from its source
-            number = "0"
-        ours = {"Content-Type": "application/json", "User-Agent": f"pgcdc/{number}", "Accept-Encoding": "identity"}
-        if is_zipped:
-            ours["Content-Encoding"] = "gzip"
-        given = {name.lower() for name in headers}
-        self._common = {**{name: value for name, value in ours.items() if name.lower() not in given}, **headers}
-
-    def make(self, group: Sequence[Record]) -> tuple[bytes, dict[str, str]]:
-        """Body and headers."""
-        first = group[0]
-        if self._is_batched:
+    def make_request(self, group: Sequence[Record]) -> tuple[bytes, dict[str, str]]:
+        """Body and headers of a request."""
+        first, options = group[0], self._options
+        if options.batch_size > 1:
             body = b"[%s]" % b",".join(record.value for record in group)
             own = {"X-PGCDC-Batch-Size": str(len(group))}
         else:
             body = first.value
             own = {"X-PGCDC-Event-ID": _header(first.id), "X-PGCDC-Channel": _header(first.channel), **first.headers}
-        if self._is_zipped:
+        if options.gzip:
             body = gzip.compress(body, 6, mtime=0)
         if self._key:  # of the body as it is sent
             own["X-PGCDC-Signature"] = f"sha256={hmac.new(self._key.encode(), body, hashlib.sha256).hexdigest()}"
-        return body, {**self._common, **own}
+        return body, {**self._headers, **own}
+
+    async def disconnect(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
 
 
 def _header(text: str) -> str:

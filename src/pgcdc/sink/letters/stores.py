@@ -12,23 +12,20 @@ import fcntl
 import json
 import os
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psycopg
 from psycopg import sql
 
-from pgcdc.core.errors import ConnectionLost, PgcdcError, StateError
+from pgcdc.core.errors import PgcdcError, SourceError, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.state import fsync_folder, is_at, write_all, write_durably
 from pgcdc.postgres.database import Connection, connect, explain_errors, lock_creation, name_table, split_table
 from pgcdc.sink.letters.record import DeadLetter, Query, ReadableDeadLetters
-
-_T = TypeVar("_T")
 
 
 class FileDeadLetters(ReadableDeadLetters):
@@ -200,28 +197,26 @@ SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('sync
 
 
 class PgDeadLetters(ReadableDeadLetters):
-    """One table, made when it is missing. A connection is kept, and made again once if it has ended meanwhile."""
+    """One table, made when it is missing. Letters are rare: each call has a connection of its own."""
 
     def __init__(self, url: str, table: str = "pgcdc_dead_letters") -> None:
         self.table = split_table(table)
         self._url = url
         self._name = sql.Identifier(*self.table)
-        self._lock = threading.RLock()
-        self._conn: Connection | None = None
 
     def __repr__(self) -> str:
         return f"PgDeadLetters({name_table(*self.table)})"
 
     def check(self) -> None:
-        undone = contextlib.suppress(psycopg.Rollback)
-        with self._explain("use"), self._connect() as conn, undone, conn.transaction():
+        with self._connected("use") as conn, contextlib.suppress(psycopg.Rollback), conn.transaction():
             self._create(conn)
             conn.execute(sql.SQL("INSERT INTO {} SELECT * FROM {} WHERE false").format(self._name, self._name))
             conn.execute(sql.SQL("UPDATE {} SET outcome = NULL WHERE false").format(self._name))
             raise psycopg.Rollback
 
     def open(self) -> None:
-        self._call("create", self._create)
+        with self._connected("create") as conn:
+            self._create(conn)
 
     def record(self, letters: Sequence[DeadLetter]) -> None:
         rows = [list({**asdict(one), "event": _to_json(one.event)}.values()) for one in letters]
@@ -230,19 +225,15 @@ class PgDeadLetters(ReadableDeadLetters):
             sql.SQL(", ").join(map(sql.Identifier, _COLUMNS)),
             sql.SQL(", ").join(sql.Placeholder() for _ in _COLUMNS),
         )
-
-        def write(conn: Connection) -> None:
-            with conn.transaction(), conn.cursor() as cursor:
-                cursor.executemany(insert, rows)
-
-        self._call("write to", write)
+        with self._connected("write to") as conn, conn.transaction(), conn.cursor() as cursor:
+            cursor.executemany(insert, rows)
 
     def find(self, query: Query) -> Iterator[DeadLetter]:
-        """The letters, in the order of their positions; read in pieces, over a connection of its own."""
+        """The letters, in the order of their positions; read in pieces."""
         texts = {one: sql.SQL("{}::text").format(sql.Identifier(one)) for one in ("id", "payload")}
         columns = sql.SQL(", ").join(texts.get(one) or sql.Identifier(one) for one in _COLUMNS)
         select, values = self._select(columns, query)
-        with self._explain("read"), self._connect() as conn:
+        with self._connected("read") as conn:
             if not self._exists(conn):
                 return
             with conn.transaction(), conn.cursor("letters") as cursor:
@@ -257,58 +248,43 @@ class PgDeadLetters(ReadableDeadLetters):
             "UPDATE {} SET outcome = %s, replayed_at = %s, error = coalesce(nullif(%s, ''), error), "
             "attempts = attempts + %s WHERE id = ANY (%s)"
         ).format(self._name)
-        values = [outcome, at, error.replace("\0", ""), int(at is None), list(ids)]
-        self._call("write to", lambda conn: conn.execute(update, values))
+        with self._connected("write to") as conn:
+            conn.execute(update, [outcome, at, error.replace("\0", ""), int(at is None), list(ids)])
 
     def purge(self, query: Query) -> int:
         """Delete these rows."""
         chosen, values = self._select(sql.Identifier("id"), query)
         delete = sql.SQL("DELETE FROM {} WHERE id IN ({})").format(self._name, chosen)
-
-        def purge(conn: Connection) -> int:
+        with self._connected("delete from") as conn:
             return conn.execute(delete, values).rowcount if self._exists(conn) else 0
 
-        return self._call("delete from", purge)
+    # --- the table
 
-    def close(self) -> None:
-        with self._lock:
-            if self._conn is not None:
-                self._conn.close()
-                self._conn = None
-
-    # --- the connection
-
-    def _call(self, action: str, do: Callable[[Connection], _T]) -> _T:
-        """`do` may run twice: if the connection had ended, or ends with it."""
-        with self._lock:
-            for is_last in (False, True):
-                try:
-                    with self._explain(action):
-                        return do(self._session())
-                except ConnectionLost:
-                    self.close()
-                    if is_last:
-                        raise
-        raise AssertionError
-
-    def _session(self) -> Connection:
-        if self._conn is None or self._conn.closed:
-            self._conn = self._connect()
-        return self._conn
-
-    def _connect(self) -> Connection:
-        conn = connect(self._url, application_name="pgcdc dead letters")
+    @contextlib.contextmanager
+    def _connected(self, action: str) -> Iterator[Connection]:
+        title = name_table(*self.table)
         try:
-            conn.execute(_SESSION)
-        except BaseException:
-            conn.close()
+            with (
+                explain_errors(f"{action} table {title} of dead letters"),
+                connect(self._url, application_name="pgcdc dead letters") as conn,
+            ):
+                conn.execute(_SESSION)
+                yield conn
+        except PgcdcError as error:
+            if not error.advice:
+                error.advice = f"Check --dlq-db, and that this role may create and write table {title}"
             raise
-        return conn
 
     def _exists(self, conn: Connection) -> bool:
         return conn.execute("SELECT to_regclass(%s)", [self._name.as_string(conn)]).fetchone() != (None,)
 
     def _create(self, conn: Connection) -> None:
+        (encoding,) = conn.execute("SHOW server_encoding").fetchone() or ("",)
+        if encoding not in ("UTF8", "SQL_ASCII"):
+            raise SourceError(
+                f"the database of the dead letters is encoded in {encoding}, which does not have every character",
+                "Use one in UTF8 (--dlq-db), or --dlq file",
+            )
         if not self._exists(conn):
             with conn.transaction():
                 lock_creation(conn)
@@ -331,17 +307,6 @@ class PgDeadLetters(ReadableDeadLetters):
         limit = sql.SQL(f" LIMIT {query.limit:d}" if query.limit else "")
         order = sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY position, adapter, id{}")
         return order.format(columns, self._name, where, limit), [value for _, value in used]
-
-    @contextlib.contextmanager
-    def _explain(self, action: str) -> Iterator[None]:
-        title = name_table(*self.table)
-        try:
-            with explain_errors(f"{action} table {title} of dead letters"):
-                yield
-        except PgcdcError as error:
-            if not error.advice:
-                error.advice = f"Check --dlq-db, and that this role may create and write table {title}"
-            raise
 
 
 def _to_json(event: str) -> str:
