@@ -35,6 +35,7 @@ from pgcdc.event.events import (
 )
 from pgcdc.event.forms import FORMS, Form
 from pgcdc.event.frame import EventOptions
+from pgcdc.sink.stdout import Pretty
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.transform.program import compile_chains
 from pgcdc.transform.specs import Chain, column_chain, from_spec
@@ -162,6 +163,10 @@ def test_forms_agree(transactions: list[Transaction], chain: Chain, seal_rows: i
     assert sorted(changes) == list(range(len(events)))
     for row, event in enumerate(events):
         assert same(changes[row], event["payload"]), (changes[row], event["payload"])
+    for text, event in zip(Pretty(is_terminal=False).write(tables), events, strict=True):
+        time, table = event["created_at"].replace("T", " ")[:23], event["channel"].removeprefix("pgcdc:")
+        assert text.startswith(f"{time} {event['operation']:<8} {table}") and text.count("\n") == 1
+        assert all(f" {name}" in text for name in event["payload"]["row"] or ())
     by_table: dict[int, list[int]] = {}
     for run in tables.tables():
         by_table.setdefault(run.relation.oid, []).extend(run.rows.tolist())
