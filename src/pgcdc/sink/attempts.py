@@ -230,7 +230,7 @@ class Attempts:
             yield
         finally:
             with self.condition:
-                self._is_taken = False
+                self._is_taken, self.failing = False, None
                 self.condition.notify_all()
 
     def try_often(
@@ -348,6 +348,7 @@ class Attempts:
             )
 
     def _succeed(self) -> None:
+        self.failing = None
         self._breaker.succeed()
         if self._outage is not None:
             (began, tries), is_told = self._outage, self._is_told

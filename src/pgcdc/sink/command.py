@@ -76,7 +76,7 @@ class Command:
         self._errors.start()
         self.pieces: deque[memoryview] = deque()
         """What is to be written."""
-        self._sent = self._given = self._done = self._numbered = 0
+        self._sent = self._given = self._numbered = 0
         self._given_to = ""
         self._open: OrderedDict[int, tuple[str, str]] = OrderedDict()
         """Position and id by number: events that have no answer."""
@@ -163,7 +163,7 @@ class Command:
     @property
     def progress(self) -> int:
         """Grows with every event that it acknowledges, or with every byte that it reads."""
-        return self._done if self._by_line else self._sent - self.unread
+        return -len(self._open) if self._by_line else self._sent - self.unread
 
     @property
     def is_mute(self) -> bool:
@@ -203,7 +203,6 @@ class Command:
         self._left[position] -= 1
         if not self._left[position]:
             del self._left[position]
-        self._done += 1
         return position
 
     # --- its end

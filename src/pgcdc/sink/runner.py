@@ -119,7 +119,7 @@ class Runner:
 
     def write(self, batch: Batch) -> None:
         """Deliver a batch; what the ack covers is skipped."""
-        with self.attempts.taken():
+        with self._delivering():
             bad: Position | None = None  # an event before it is refused, and nobody has said which
             while batch.end > self.ack:
                 batch = batch.after(self._reached)
@@ -127,8 +127,7 @@ class Runner:
                 if bad is not None and bad > self._reached:
                     count = sum(one <= str(bad) for one in batch.positions().to_pylist())
                     part = halve(batch.first(count))
-                with self._telling():
-                    bad = self._write(part) or bad
+                bad = self._write(part) or bad
 
     def deliver(self, end: Position, events: int, write: Callable[[], None], timeout_s: float | None = None) -> None:
         """Like `write`, for one that is not made by the sink's `write`: `write` makes everything up to `end` durable.
@@ -141,13 +140,11 @@ class Runner:
             write()
             self._acknowledge(end)
 
-        with self.attempts.taken():
+        with self._delivering():
             if end > self.ack:
-                with self._telling():
-                    self.attempts.pass_breaker()
-                    self.attempts.try_often(
-                        events, work, timeout_s or self.options.timeout, is_done=lambda: self.ack >= end
-                    )
+                self.attempts.pass_breaker()
+                limit_s = timeout_s or self.options.timeout
+                self.attempts.try_often(events, work, limit_s, is_done=lambda: self.ack >= end)
 
     def redeliver(self, batch: Batch) -> Collection[str]:
         """Deliver dead letters again. SinkRejected comes out: these have their letters."""
@@ -169,24 +166,17 @@ class Runner:
         with self.attempts.taken():
             self.attempts.pass_breaker()
             parts = [batch.without(self._redelivered)]
-            try:
-                while parts:
-                    part = parts.pop(0)
-                    refusal = self.attempts.try_often(
-                        len(part),
-                        partial(write, part),
-                        self.options.timeout,
-                        may_halve=self.sink.finds_by_halves,
-                    )
-                    if refusal is None:
-                        self._redelivered.update(part.positions().to_pylist())
-                    elif is_single(part):
-                        raise _named(refusal, part)
-                    else:
-                        half = halve(part)
-                        parts = [half, part.without(half.positions().to_pylist()), *parts]
-            finally:
-                self.attempts.failing = None
+            while parts:
+                part = parts.pop(0)
+                do, may_halve = partial(write, part), self.sink.finds_by_halves
+                refusal = self.attempts.try_often(len(part), do, self.options.timeout, may_halve=may_halve)
+                if refusal is None:
+                    self._redelivered.update(part.positions().to_pylist())
+                elif is_single(part):
+                    raise _named(refusal, part)
+                else:
+                    half = halve(part)
+                    parts = [half, part.without(half.positions().to_pylist()), *parts]
         self._redelivered.clear()
         return left_out
 
@@ -299,14 +289,13 @@ class Runner:
     # --- one delivery
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self.attempts.hooks.on_failure(error)
-            raise
-        finally:
-            self.attempts.failing = None
+    def _delivering(self) -> Iterator[None]:
+        with self.attempts.taken():
+            try:
+                yield
+            except BaseException as error:
+                self.attempts.hooks.on_failure(error)
+                raise
 
     def _write(self, whole: Batch) -> Position | None:
         """Everything of a batch that the target takes; what it refuses is in the dead letters first.
