@@ -13,9 +13,10 @@ from databases import Database
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Op, Relations
 from pgcdc.core.state import StateDir
+from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.postgres.setup.slots import create_slot
-from pgcdc.source.postgres.snapshot.incremental import IncrementalSnapshots
-from pgcdc.source.postgres.snapshot.releases import Release, Releases
+from pgcdc.source.postgres.snapshot.driver import Snapshots
+from pgcdc.source.postgres.snapshot.releases import Release
 from pgcdc.source.postgres.snapshot.requests import SnapshotRequest, new_id
 from pgcdc.source.postgres.wire.stream import Capture
 
@@ -32,8 +33,9 @@ class Engine:
             lsn = create_slot(conn, slot)
         self.state = StateDir(folder / "engine")
         self.state.create()
-        self.releases = Releases(self.state.snapshot, Position.end(lsn))
-        self.engine = IncrementalSnapshots(database.url, ["p"], self.state, self.releases, "pgcdc test")
+        options = PostgresOptions(db=database.url)
+        self.snapshots = Snapshots(options, ["p"], self.state, Position.end(lsn), "pgcdc test")
+        self.queue, self.releases, self.engine = self.snapshots.queue, self.snapshots.releases, self.snapshots.beside
         self.capture = Capture(
             database.url, slot=slot, publications=["p"], start_lsn=lsn, confirmed_lsn=lsn, relations=Relations()
         )
@@ -43,20 +45,20 @@ class Engine:
         """(operation, new, old) of changes and releases, in the order of their places."""
 
     def close(self) -> None:
-        self.engine.close()
+        self.snapshots.close()
         self.capture.close()
 
     def add(self, table: str, **more: Any) -> str:
         request = SnapshotRequest(new_id(), table, **more)
-        self.engine.queue.add(request)
+        self.queue.add(request)
         return request.id
 
     def status(self, name: str) -> str:
-        return self.engine.queue[name].status
+        return self.queue[name].status
 
     def step(self) -> Release | None:
         """One turn of the loop; a release becomes visible at once."""
-        release = self.engine.step(self.end, may_work=True)
+        release = self.snapshots.step(self.end, may_work=True)
         if release is not None:
             for batch in self.releases.batches(release, Relations()):
                 self._note(batch.data.to_pylist())
@@ -65,9 +67,9 @@ class Engine:
 
     def read(self) -> None:
         """Let the reader read what it was told to, and take it."""
-        assert self.engine.reader.is_busy
-        assert select.select([self.engine.reader], [], [], 30)[0], "the chunk is read"
-        self.engine.step(self.end, may_work=False)
+        assert self.snapshots.readers.orders
+        assert select.select([self.snapshots.readers], [], [], 30)[0], "the chunk is read"
+        self.snapshots.step(self.end, may_work=False)
 
     def catch_up(self) -> None:
         """Read the stream up to now, as the capture process does."""
@@ -98,13 +100,13 @@ class Engine:
     def finish(self, name: str) -> None:
         """Until nothing more happens to it."""
         deadline = time.monotonic() + 60
-        while not self.engine.queue[name].is_ended:
+        while not self.queue[name].is_ended:
             assert time.monotonic() < deadline, self.engine.status()
-            if self.engine.reader.is_busy:
+            if self.snapshots.readers.orders:
                 self.read()
             self.catch_up()
             self.step()
-            if not self.engine.reader.is_busy:
+            if not self.snapshots.readers.orders:
                 time.sleep(min(0.02, self.engine.due_s()))
 
     def of(self, operation: Op) -> list[Any]:

@@ -91,10 +91,18 @@ class Initial(Query):
 
         wait_until(is_there, 30, f"{percent} % of the snapshot")
 
-    def records(self, what: str) -> list[dict[str, Any]]:
-        """What the plan's log says of this kind."""
-        lines = (self.state.snapshot / "initial.jsonl").read_text().splitlines()
-        return [one for one in (json.loads(line.partition(" ")[2]) for line in lines) if one["do"] == what]
+    def chunks(self) -> dict[str, dict[str, Any]]:
+        """The chunks of the plan."""
+        plan = json.loads(self.state.requests_file.read_text())["initial"]
+        return {name: one for table in plan["tables"] or () for name, one in (table["chunks"] or {}).items()}
+
+    def staged(self) -> set[str]:
+        """The chunks that were read, be they released or not."""
+        log = self.state.snapshot / "releases.jsonl"
+        lines = log.read_text().splitlines() if log.exists() else []
+        released = {json.loads(line.partition(" ")[2])["note"].get("what") for line in lines}
+        files = {path.name.partition(".")[0] for path in self.state.snapshot.glob("*.arrow")}
+        return (released | files) & self.chunks().keys()
 
     def kill_capture(self) -> None:
         holder = Lock.holder(self.state.capture_lock)

@@ -78,7 +78,7 @@ def test_eight_writers_while_a_table_is_read(database: Database, query: Backfill
     assert len(keys_of_snapshots(query)) > 300
 
 
-POINTS = ["incremental.read", "incremental.staged", "releases.before_log", "releases.after_log", "incremental.advanced"]
+POINTS = ["beside.read", "beside.staged", "releases.before_log", "releases.after_log", "beside.advanced"]
 
 
 def test_kill_9_at_every_step_releases_every_row_once(

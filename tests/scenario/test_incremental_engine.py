@@ -81,7 +81,7 @@ def test_a_row_that_is_deleted_after_the_reading_is_not_released(database: Datab
     database.execute("INSERT INTO t VALUES (7, 'later', 'x')")
     three.finish(name)
     assert sorted(row[0] for row in three.of(Op.SNAPSHOT)) == ["1", "3"]
-    assert three.engine.queue[name].rows == 2
+    assert three.queue[name].rows == 2
 
 
 def test_after_a_truncate_only_what_came_later_is_released(database: Database, three: Engine) -> None:
@@ -174,7 +174,7 @@ def test_a_chunk_is_dropped_with_the_connection_of_the_stream(database: Database
     three.catch_up()
     assert three.step() is None and not three.of(Op.SNAPSHOT)
     three.finish(name)
-    assert len(three.of(Op.SNAPSHOT)) == 3 and three.engine.queue[name].chunks == 1
+    assert len(three.of(Op.SNAPSHOT)) == 3 and three.queue[name].chunks == 1
 
 
 def test_a_lost_connection_of_the_reader_only_costs_time(database: Database, three: Engine) -> None:
@@ -187,13 +187,13 @@ def test_a_lost_connection_of_the_reader_only_costs_time(database: Database, thr
 
 def test_paused_meanwhile_a_chunk_is_read_again_later(database: Database, three: Engine) -> None:
     name = three.begin("t")
-    three.engine.queue.pause(name)
+    three.queue.pause(name)
     three.catch_up()
     assert three.step() is None
     database.execute("UPDATE t SET n = 'new' WHERE id = 1")
     three.catch_up()
-    assert three.step() is None and not three.engine.reader.is_busy
-    three.engine.queue.resume(name)
+    assert three.step() is None and not three.snapshots.readers.orders
+    three.queue.resume(name)
     three.finish(name)
     assert sorted(three.of(Op.SNAPSHOT))[0] == ["1", "new", long_text(1)]
     assert [event[0] for event in three.events].count("SNAPSHOT_STARTED") == 1
@@ -206,7 +206,7 @@ def test_a_table_that_is_dropped_fails_its_request_only(database: Database, thre
     three.read()
     database.execute("DROP TABLE t")
     three.finish(name)
-    assert three.status(name) == "failed" and "no longer captured" in three.engine.queue[name].error
+    assert three.status(name) == "failed" and "no longer captured" in three.queue[name].error
 
 
 def test_a_table_that_is_renamed_is_still_the_same(database: Database, three: Engine) -> None:
@@ -264,7 +264,7 @@ def test_keys_that_a_sink_has_and_the_table_not_are_deleted(database: Database, 
     database.execute("DELETE FROM t WHERE id = 2")
     three.finish(name)
     assert [old[0] for op, _, old in three.events if op == "DELETE"] == ["2", "7"]
-    assert three.engine.queue[name].rows == 1 and three.status(name) == "done"
+    assert three.queue[name].rows == 1 and three.status(name) == "done"
 
 
 def test_a_bad_file_of_keys_fails_its_request(database: Database, three: Engine, tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_a_bad_file_of_keys_fails_its_request(database: Database, three: Engine,
     keys.write_text('["1", "2"]\n')
     name = three.add("t", kind="vanished", keys_file=str(keys))
     three.finish(name)
-    assert three.status(name) == "failed" and "not a key of 1 texts" in three.engine.queue[name].error
+    assert three.status(name) == "failed" and "not a key of 1 texts" in three.queue[name].error
 
 
 KEYS = {
@@ -307,10 +307,10 @@ def test_keys_of_any_kind(database: Database, make: Make) -> None:
         engine.events.clear()
         name = engine.add(what, chunk_size=9)
         engine.finish(name)
-        assert engine.status(name) == "done", engine.engine.queue[name].error
+        assert engine.status(name) == "done", engine.queue[name].error
         found = [tuple(row) for row in engine.of(Op.SNAPSHOT)]
         count = database.query(f"SELECT count(*) FROM {what}")[0][0]
-        assert len(found) == len(set(found)) == count and engine.engine.queue[name].chunks > 4, what
+        assert len(found) == len(set(found)) == count and engine.queue[name].chunks > 4, what
 
 
 def test_partitions_through_their_root_and_an_identity_index(database: Database, make: Make) -> None:

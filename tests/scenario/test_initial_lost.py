@@ -96,7 +96,7 @@ def test_a_table_without_a_key_comes_whole_or_in_a_new_snapshot(
     database.execute("CREATE TABLE keyless AS SELECT i AS id, repeat('x', 90) AS v FROM generate_series(1, 8000) i")
     query = begin().load()
     query.read_some()
-    wait_until(lambda: query.records("staged") != [], 20, "a chunk is staged")
+    wait_until(lambda: query.staged() != set(), 20, "a chunk is staged")
     assert query.step() is None, "not by halves"
     database.execute("INSERT INTO keyless VALUES (0, 'between')")
     query.lose_snapshot()
@@ -110,7 +110,7 @@ def test_what_is_staged_is_published_though_its_snapshot_is_lost(
     database: Database, begin: Callable[..., Initial], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     database.execute("CREATE TABLE keyless AS SELECT i AS id FROM generate_series(1, 500) i")
-    monkeypatch.setenv("PGCDC_FAILPOINTS", "plan.staged=kill")
+    monkeypatch.setenv("PGCDC_FAILPOINTS", "driver.staged=kill")
     monkeypatch.setenv("PGCDC_FAILPOINT_ONCE", str(tmp_path))
     query = begin().load()
     query.read_some()

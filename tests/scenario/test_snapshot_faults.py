@@ -60,10 +60,9 @@ def test_a_row_that_moved_before_the_rest_was_asked_for_keeps_its_long_value(
         query.load()
         query.step_until(20)
         query.kill_capture()  # nothing is published while we choose a row
-        entries = [one for each in query.records("plan") for t in each["tables"] for one in t["entries"]]
-        have = {each["entry"] for each in query.records("staged")}
-        unread = [one["chunk"] for one in entries if one["id"] not in have]
-        read = [one["chunk"] for one in entries if one["id"] in have]
+        have = query.staged()
+        unread = [one for name, one in query.chunks().items() if name not in have]
+        read = [one for name, one in query.chunks().items() if name in have]
         assert unread and read, "the snapshot must be in the middle of the table"
         goal = int(read[0]["high"][0]) - 1 if read[0]["high"] else int(read[0]["low"][0])
         database.execute(f"DELETE FROM t WHERE id = {goal}")

@@ -10,7 +10,7 @@ import pytest
 
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, OldKind, Op, Relation, Relations
-from pgcdc.source.postgres.snapshot.plan import SkipRule
+from pgcdc.source.postgres.snapshot.requests import SkipRule
 from pgcdc.source.postgres.snapshot.window import is_visible, leave_out
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 from pgcdc.spool.segment import CaptureBatch, Part

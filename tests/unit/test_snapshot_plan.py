@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from pgcdc.cli.report import SnapshotProgress
@@ -15,100 +16,128 @@ from pgcdc.core.state import StateDir
 from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.postgres.setup.tables import PublishedTable
 from pgcdc.source.postgres.snapshot.chunks import Chunk
+from pgcdc.source.postgres.snapshot.driver import Snapshots
 from pgcdc.source.postgres.snapshot.held import Hold
-from pgcdc.source.postgres.snapshot.initial import InitialSnapshot
-from pgcdc.source.postgres.snapshot.plan import (
-    PLAN_FILE,
-    Entry,
-    PlannedTable,
-    SkipRule,
-    SnapshotPlan,
-    begin_plan,
-    requests_for_rest,
-)  # fmt: skip
-from pgcdc.source.postgres.snapshot.releases import Releases
-from pgcdc.source.postgres.snapshot.requests import RequestQueue
+from pgcdc.source.postgres.snapshot.releases import Releases, new_file, stage_rows
+from pgcdc.source.postgres.snapshot.requests import InitialPlan, PlannedTable, RequestQueue, SkipRule, requests_for_rest
+from pgcdc.spool.schema import CHANGES
 
 SLOTS = Hold(1, "00000003-1", "holder-1-a.json", 100.0)
 YOUNGER = Hold(2, "00000003-2", "holder-2-b.json", 200.0, visible="10:20:12", lsn=0x900)
 
 
-def table(oid: int, *, key: tuple[str, ...] = ("id",)) -> PublishedTable:
+def table(oid: int, hold: int = 1, count: int = 3) -> PlannedTable:
     columns = (Column("id", 23, -1, True), Column("v", 25, -1, False))
-    return PublishedTable(Relation(oid, "public", f"t{oid}", "d", columns), "r", key, "id > 0")
-
-
-def entries(oid: int, hold: int, count: int = 3) -> list[Entry]:
+    published = PublishedTable(Relation(oid, "public", f"t{oid}", "d", columns), "r", ("id",), "id > 0")
     bounds = [None, *((str(10 * number),) for number in range(1, count)), None]
-    return [
-        Entry(f"{oid}-{hold}-{n}", Chunk("public", f"t{oid}", 7, key=("id",), low=low, high=high), 10)
+    chunks = {
+        f"{oid}-{hold}-{n}": Chunk("public", f"t{oid}", 7, key=("id",), low=low, high=high)
         for n, (low, high) in enumerate(itertools.pairwise(bounds))
-    ]
+    }
+    return PlannedTable(published, hold, chunks, 30)
 
 
-def test_every_step_survives_a_crash_and_half_a_step_does_not(tmp_path: Path) -> None:
-    begin_plan(tmp_path, 0x800, SLOTS)
-    plan = SnapshotPlan(tmp_path)
-    assert plan.is_active and not plan.is_planned and plan.holds == {1: SLOTS}
-    plan.plan(1, [(table(5), entries(5, 1)), (table(6), entries(6, 1))], [table(7)])
-    plan.start_table(5)
-    plan.publish("5-1-1", 12)
-    with open(tmp_path / PLAN_FILE, "ab") as log:
-        log.write(b'0000 {"do": "complete"')
-    again = SnapshotPlan(tmp_path)
-    assert again.tables == plan.tables and again.is_planned and again.is_active
-    five = again.tables[5]
-    assert five.is_started and list(five.left) == ["5-1-0", "5-1-2"]
-    assert (five.rows, five.estimated_rows) == (12, 32) and five.published == table(5)
-    assert again.tables[7].hold == 0 and again.rules == []
+def begin(state: StateDir, *tables: PlannedTable) -> RequestQueue:
+    """An initial snapshot in which these tables are planned."""
+    queue = RequestQueue(state.requests_file)
+    queue.begin_initial(0x800, SLOTS)
+    queue.initial.holds[2] = YOUNGER
+    queue.initial.tables = {one.oid: one for one in tables}
+    queue.save()
+    return queue
+
+
+def open_snapshots(state: StateDir) -> Snapshots:
+    return Snapshots(PostgresOptions(), (), state, Position.end(0x800), "test")
+
+
+def test_a_plan_is_there_again_after_a_crash(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    RequestQueue(state.requests_file).begin_initial(0x800, SLOTS)
+    fresh = RequestQueue(state.requests_file).initial
+    assert fresh.is_active and fresh.tables is None and fresh.holds == {1: SLOTS}
+    unreadable = PlannedTable(table(7).published, 1, None)
+    queue = begin(state, table(5), table(6, 2), unreadable)
+    again = RequestQueue(state.requests_file).initial
+    assert again == queue.initial and again.tables is not None and again.tables[7].chunks is None
+
+
+def test_the_folder_and_the_log_of_releases_say_how_far_the_plan_is(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    begin(state, table(5))
+    first = open_snapshots(state)
+    (five,) = first.queue.initial.unfinished
+    row = pa.RecordBatch.from_pylist([{"ordinal": 0, "sub": 0, "op": 1, "relation": 0, "old_kind": 0}], schema=CHANGES)
+    five.staged = {name: stage_rows(state.snapshot / new_file(name), [row]) for name in ("5-1-0", "5-1-1")}
+    end = Position.end(0x800)
+    for _ in range(2):  # its start, and one chunk
+        release = first._release_first(five, end)
+        assert release is not None
+        end = release.end
+    first.releases.forget(end)  # everybody has it: the log has to stay all the same
+    first.close()
+    second = open_snapshots(state)
+    (again,) = second.queue.initial.unfinished
+    assert again.is_started and again.rows == 1 and list(again.chunks or ()) == ["5-1-1", "5-1-2"]
+    assert again.staged["5-1-1"].written == five.staged["5-1-1"].written and list(again.staged) == ["5-1-1"]
+    second.close()
 
 
 def test_a_table_that_is_read_in_a_younger_snapshot_has_a_rule_for_ever(tmp_path: Path) -> None:
-    begin_plan(tmp_path, 0x800, SLOTS)
-    plan = SnapshotPlan(tmp_path)
-    plan.plan(1, [(table(5), entries(5, 1)), (table(6), entries(6, 1))], [])
-    plan.start_table(6)
-    plan.hold(YOUNGER)
-    plan.plan(2, [(table(6), entries(6, 2))], [])
+    state = StateDir(tmp_path)
+    queue = begin(state, table(5), table(6, 2))
     rule = SkipRule(6, "10:20:12", 0x900)
-    assert plan.rules == [rule] and plan.tables[6].is_started and plan.tables[5].hold == 1
-    plan.complete("end")
-    for one in (plan, SnapshotPlan(tmp_path)):
-        assert one.rules == [rule] and not one.is_active and one.completed is not None and one.lsn == 0x800
-    assert len((tmp_path / PLAN_FILE).read_bytes().splitlines()) == 1
+    assert queue.initial.rules == [rule]
+    queue.initial.complete(Position.end(0x800))
+    queue.save()
+    again = RequestQueue(state.requests_file).initial
+    assert again.rules == [rule] and not again.is_active and again.completed is not None and again.lsn == 0x800
 
 
 def test_rows_that_were_staged_and_are_not_wanted_go_with_the_end_of_the_snapshot(tmp_path: Path) -> None:
     """A table was dropped, say, while its rows waited: they would keep the disk until the capture is started again."""
     state = StateDir(tmp_path)
-    begin_plan(state.snapshot, 0x800, SLOTS)
-    plan = SnapshotPlan(state.snapshot)
-    plan.plan(1, [(table(5), entries(5, 1))], [])
-    plan.end_table(5, "gone")
-    releases = Releases(state.snapshot, Position.end(0x800))
-    snapshot = InitialSnapshot(PostgresOptions(), (), state, releases, RequestQueue(tmp_path / "requests.json"))
-    released = releases.add(Position.end(0x800), releases.stage([]), None)
-    releases.stage([])
-    assert not snapshot.step(lambda *_: None, lambda: "end") and not snapshot.is_active
+    queue = begin(state, gone := table(5))
+    gone.ended = "gone"
+    queue.save()
+    snapshots = open_snapshots(state)
+    released = snapshots.releases.add(Position.end(0x800), snapshots.releases.stage([]), None)
+    snapshots.releases.stage([])
+    assert snapshots.step(released.end, may_work=True) is None and not snapshots.is_first
     assert [one.name for one in state.snapshot.glob("*.arrow*")] == [released.staged.file]
-    snapshot.close()
+    snapshots.close()
 
 
-def test_without_a_plan_there_is_no_snapshot(tmp_path: Path) -> None:
-    assert not SnapshotPlan(tmp_path).is_active
+def test_the_log_of_releases_is_kept_only_while_the_snapshot_is_under_way(tmp_path: Path) -> None:
+    releases = Releases(tmp_path, Position.end(0x800), keeps_log=True)
+    end = releases.add(Position.end(0x800), releases.stage([]), None, {"initial": 5, "what": "started"}).end
+    releases.forget(end)
+    assert Releases(tmp_path, end, keeps_log=True).found == [({"initial": 5, "what": "started"}, 0)]
+    Releases(tmp_path, end)
+    assert not (tmp_path / "releases.jsonl").exists()
 
 
-def test_the_rest_is_asked_for_by_ranges_of_the_key() -> None:
-    planned = PlannedTable(table(5), 1, {one.id: one for one in entries(5, 1, 6) if one.id not in ("5-1-0", "5-1-3")})
-    first, second = requests_for_rest(planned, "t5")
+def test_without_a_plan_there_is_no_snapshot() -> None:
+    assert not InitialPlan().is_active
+
+
+def test_the_rest_is_asked_for_by_ranges_of_the_key(tmp_path: Path) -> None:
+    planned = table(5, count=6)
+    for name in ("5-1-0", "5-1-3"):
+        assert planned.chunks is not None
+        del planned.chunks[name]
+    first, second = requests_for_rest(planned)
     assert (first.low, first.high, first.table, first.kind) == (("10",), ("30",), "t5", "initial")
     assert (second.low, second.high) == (("40",), None) and first.id != second.id
-    assert requests_for_rest(planned, "t5")[0].id == first.id, "the same after a crash"
+    queue = begin(StateDir(tmp_path), planned)
+    queue.move_rest(planned)
+    again = RequestQueue(StateDir(tmp_path).requests_file)
+    assert [one.request for one in again.entries()] == [first, second] and again.initial.unfinished == []
 
 
 def test_a_table_that_was_cut_otherwise_is_asked_for_whole() -> None:
-    blocks = Entry("5-1-0", Chunk("public", "t5", 7, first_block=4), 10)
-    (one,) = requests_for_rest(PlannedTable(table(5), 1, {blocks.id: blocks}), "t5")
+    planned = PlannedTable(table(5).published, 1, {"5-1-0": Chunk("public", "t5", 7, first_block=4)})
+    (one,) = requests_for_rest(planned)
     assert (one.low, one.high) == (None, None)
 
 

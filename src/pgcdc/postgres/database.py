@@ -218,7 +218,11 @@ def explain_errors(action: str) -> Iterator[None]:
 _SCHEMA_DENIED = re.compile(r"permission denied for schema (.+)")
 
 
-def explain_right(title: str, table: str, role: str, error: psycopg.Error) -> SourceError:
+class NoRight(SourceError):
+    """The table must not be read."""
+
+
+def explain_right(title: str, table: str, role: str, error: psycopg.Error) -> NoRight:
     """What to do about rows that this role may not read; `table` is as SQL takes it."""
     role = quote_identifier(role)
     text = " ".join((error.diag.message_primary or str(error)).split())
@@ -227,7 +231,7 @@ def explain_right(title: str, table: str, role: str, error: psycopg.Error) -> So
         advice = f"Run as superuser: ALTER ROLE {role} BYPASSRLS"
     elif schema := _SCHEMA_DENIED.fullmatch(text):
         advice = f"Run: GRANT USAGE ON SCHEMA {quote_identifier(schema[1])} TO {role}"
-    return SourceError(f"the rows of table {title} cannot be read: {text}", advice)
+    return NoRight(f"the rows of table {title} cannot be read: {text}", advice)
 
 
 def execute_one(conn: Connection, statement: str) -> None:

@@ -16,7 +16,8 @@ from pgcdc.capture.control import ask_or_do
 from pgcdc.capture.server import Channel, ControlServer
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
 from pgcdc.core.state import Identity, Lock, StateDir
-from pgcdc.source.postgres.snapshot.requests import RequestQueue, SnapshotRequest, change_queue, describe
+from pgcdc.source.postgres.snapshot.asking import change_queue, describe
+from pgcdc.source.postgres.snapshot.requests import RequestQueue, SnapshotRequest
 from pgcdc.source.protocol import find_source
 
 

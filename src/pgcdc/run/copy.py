@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
@@ -88,10 +88,12 @@ def copy_to_adapters(
             stack.callback(stop_within, SPARK_STOP_S, spark)
             check_chains(spark, chains)
         copy = stack.enter_context(open_copy(wanted, say))
+        start = Position.end(copy.lsn)
         for sink in sinks:
             stack.callback(sink.close)
-            sink.open(Position.end(copy.lsn))
-        return _Copying(copy, sinks, program, spark, options, state, progress).run()
+            sink.open(start)
+        shapes = ShapeObserver(state.shapes_file, start)
+        return _Copying(copy, sinks, program, spark, options, shapes, progress, start).run()
 
 
 def _make_sink(spec: AdapterSpec, state: StateDir) -> Runner:
@@ -151,36 +153,30 @@ class _Local:
         return self.events
 
 
+@dataclass(slots=True)
 class _Copying:
     """Hands the rows of all tables to the sinks."""
 
-    def __init__(
-        self,
-        copy: Copy,
-        sinks: Sequence[Runner],
-        program: Program,
-        spark: SparkSession | None,
-        options: EventOptions,
-        state: StateDir,
-        progress: Progress,
-    ) -> None:
-        self._copy, self._sinks, self._progress = copy, sinks, progress
-        self._program, self._spark, self._options = program, spark, options
-        self._chains = parse_chains(program.source_options().get("_chains", ""))
-        self._name = uuid.uuid4().hex[:8]
-        self._seed = IdSeed.of("snapshot", uuid.uuid4().hex)
-        self._relations = Relations()
-        self._shapes = ShapeObserver(state.shapes_file, Position.end(copy.lsn))
-        self._end = Position.end(copy.lsn)
-        self._ordinal = 0
+    copy: Copy
+    sinks: Sequence[Runner]
+    program: Program
+    spark: SparkSession | None
+    options: EventOptions
+    shapes: ShapeObserver
+    progress: Progress
+    end: Position
+    ordinal: int = 0
+    name: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+    seed: IdSeed = field(default_factory=lambda: IdSeed.of("snapshot", uuid.uuid4().hex))
+    relations: Relations = field(default_factory=Relations)
 
     def run(self) -> int:
         total = 0
-        for number, table in enumerate(self._copy.tables):
+        for number, table in enumerate(self.copy.tables):
             try:
                 total += self._copy_table(table)
             except PgcdcError as error:
-                done = ", ".join(one.name for one in self._copy.tables[:number]) or "no table"
+                done = ", ".join(one.name for one in self.copy.tables[:number]) or "no table"
                 advice = f"{error.advice}. " if error.advice else ""
                 error.advice = f"{advice}What was delivered is not complete: {done} is whole, {table.name} is not"
                 error.args = (error.message, error.advice)
@@ -190,49 +186,50 @@ class _Copying:
     def _copy_table(self, table: CopiedTable) -> int:
         relation, rows = table.relation, 0
         columns = [column.name for column in relation.columns]
-        self._progress(table.name, 0, table.estimated_rows, False)
-        self._emit(snapshot_mark(Op.SNAPSHOT_STARTED, self._name, KIND, relation, 0), table)
+        self.progress(table.name, 0, table.estimated_rows, False)
+        self._emit(snapshot_mark(Op.SNAPSHOT_STARTED, self.name, KIND, relation, 0), table)
         with explain_reading(table.name):
-            lock_chunks(self._copy.conn, table.chunks)
+            lock_chunks(self.copy.conn, table.chunks)
             for chunk in table.chunks:
                 statement = copy_statement(columns, chunk.source, [*chunk.conditions, *table.conditions])
-                for values in copy_rows(self._copy.conn, statement, len(columns)):
+                for values in copy_rows(self.copy.conn, statement, len(columns)):
                     batch = snapshot_rows(values, len(columns))
                     self._emit(batch, table)
                     rows += batch.num_rows
-                    self._progress(table.name, rows, table.estimated_rows, False)
-        self._emit(snapshot_mark(Op.SNAPSHOT_COMPLETED, self._name, KIND, relation, rows), table)
-        self._progress(table.name, rows, table.estimated_rows, True)
+                    self.progress(table.name, rows, table.estimated_rows, False)
+        self._emit(snapshot_mark(Op.SNAPSHOT_COMPLETED, self.name, KIND, relation, rows), table)
+        self.progress(table.name, rows, table.estimated_rows, True)
         return rows
 
     def _emit(self, rows: pa.RecordBatch, table: CopiedTable) -> None:
         """Rows to all sinks, as one batch."""
         batch = number_rows(
-            rows, self._copy.lsn, self._ordinal, table.relation, self._relations, time_us=self._copy.time_us
+            rows, self.copy.lsn, self.ordinal, table.relation, self.relations, time_us=self.copy.time_us
         )
-        self._ordinal += rows.num_rows
-        self._shapes.observe(batch, self._copy.catalog)
-        start, self._end = self._end, batch.end
-        made = self._program.collect(self._frame(batch), start, self._end)
-        for sink, one in zip(self._sinks, made, strict=True):
+        self.ordinal += rows.num_rows
+        self.shapes.observe(batch, self.copy.catalog)
+        start, self.end = self.end, batch.end
+        made = self.program.collect(self._frame(batch), start, self.end)
+        for sink, one in zip(self.sinks, made, strict=True):
             sink.write(one)
 
     def _frame(self, batch: CaptureBatch) -> DataFrame:
         """The columns that the program asks for."""
         assert batch.part is not None and batch.part.batch is not None
         owners = batch.transactions.take(pa.array(np.zeros(batch.part.rows, np.int64)))
-        relations = [self._relations[version] for version in range(len(self._relations))]
-        frame = make_frame(batch.part.batch, owners, relations, self._options)
-        if self._spark is None:
-            events = events_of(frame, self._seed, block_schema(self._chains), self._options, self._chains)
-            events = drop_unwanted(events) if self._chains else events
+        relations = [self.relations[version] for version in range(len(self.relations))]
+        frame = make_frame(batch.part.batch, owners, relations, self.options)
+        chains = parse_chains(self.program.source_options().get("_chains", ""))
+        if self.spark is None:
+            events = events_of(frame, self.seed, block_schema(chains), self.options, chains)
+            events = drop_unwanted(events) if chains else events
             return cast("DataFrame", _Local(pa.Table.from_batches(pack_block(events))))
         from pyspark.sql.pandas.types import to_arrow_schema
         from pyspark.sql.types import StructType
 
-        schema = cast(StructType, StructType.fromDDL(self._program.source_schema()))
-        events = events_of(frame, self._seed, to_arrow_schema(schema, timezone="UTC"), self._options, self._chains)
-        return self._program.project(self._spark.createDataFrame(pa.Table.from_batches([events]), schema))
+        schema = cast(StructType, StructType.fromDDL(self.program.source_schema()))
+        events = events_of(frame, self.seed, to_arrow_schema(schema, timezone="UTC"), self.options, chains)
+        return self.program.project(self.spark.createDataFrame(pa.Table.from_batches([events]), schema))
 
 
 # --- to Parquet

@@ -19,7 +19,6 @@ from psycopg import Connection
 from pgcdc.core.errors import ConnectionLost, GapError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Relation
 from pgcdc.core.state import StateDir
 from pgcdc.postgres.database import connect
 from pgcdc.postgres.lsn import format_lsn
@@ -27,9 +26,7 @@ from pgcdc.source.postgres.options import PostgresOptions, WireOptions
 from pgcdc.source.postgres.setup.fingerprint import SlotDetails
 from pgcdc.source.postgres.setup.guard import Clock, Guard, ShapeObserver, lost_on_error
 from pgcdc.source.postgres.snapshot.asking import Signals, note_tables
-from pgcdc.source.postgres.snapshot.incremental import IncrementalSnapshots
-from pgcdc.source.postgres.snapshot.initial import InitialSnapshot
-from pgcdc.source.postgres.snapshot.releases import Releases, Staged
+from pgcdc.source.postgres.snapshot.driver import Snapshots
 from pgcdc.source.postgres.snapshot.window import leave_out
 from pgcdc.source.postgres.toast.resolver import ToastStep
 from pgcdc.source.postgres.wire.replication import SlotBusy
@@ -61,17 +58,11 @@ class PostgresStream:
         """Where what was handed out ends: as the spool."""
         self._name = f"pgcdc {identity.instance}"
         self._selector = selectors.DefaultSelector()
-        self._releases = Releases(state.snapshot, consumers.base)
+        self._snapshots = Snapshots(options, publications, state, consumers.base, f"{self._name} chunks")
+        self._releases, self._beside = self._snapshots.releases, self._snapshots.beside
         self._to_replay = deque(self._releases.after(spool.end))
-        self._snapshots = IncrementalSnapshots(
-            options.db, publications, state, self._releases, f"{self._name} chunks",
-            chunk_size=options.snapshot_chunk_size, chunk_delay_s=options.snapshot_chunk_delay,
-        )  # fmt: skip
         self._signals = Signals(self._snapshots.queue, options.signal_table)
-        self._selector.register(self._snapshots.reader.fileno(), selectors.EVENT_READ)
-        self._initial = InitialSnapshot(options, publications, state, self._releases, self._snapshots.queue)
-        self._selector.register(self._initial.readers.fileno(), selectors.EVENT_READ)
-        self._skip_rules = self._initial.rules
+        self._selector.register(self._snapshots.readers.fileno(), selectors.EVENT_READ)
         self._shapes = ShapeObserver(state.shapes_file, spool.state)
         self._toast = ToastStep(options, publications, state, resume=spool.state, instance=identity.instance)
         self._guard = Guard(state, identity, consumers, temporary=options.temporary_slot)
@@ -103,7 +94,7 @@ class PostgresStream:
     @property
     def _is_waiting_for_rows(self) -> bool:
         """Whether the initial snapshot comes first, and is under way."""
-        return self._initial.holds_stream and self._sql is not None
+        return self._snapshots.holds_stream and self._sql is not None
 
     def fileno(self) -> int:
         return self._selector.fileno()  # of epoll and kqueue
@@ -116,7 +107,7 @@ class PostgresStream:
         if not self._options.temporary_slot:
             self._check_slot()
         self._toast.look(self._sql)
-        if self._initial.holds_stream:
+        if self._snapshots.holds_stream:
             self.phase = "initial snapshot"
             return 0.0
         try:
@@ -144,7 +135,7 @@ class PostgresStream:
         """At once: an unflushed client blocks a fast shutdown of the server."""
         self._pieces = None
         self._unregister_stream()
-        self._snapshots.lose()
+        self._beside.lose()
         self._capture.disconnect()
         if self._sql is not None:
             self._selector.unregister(self._sql_fd)
@@ -153,7 +144,6 @@ class PostgresStream:
 
     def close(self) -> None:
         self._snapshots.close()
-        self._initial.close()
         self._capture.close()
         if self._sql is not None:
             self._sql.close()
@@ -202,7 +192,7 @@ class PostgresStream:
                 continue
             if not piece.end.is_snapshot:
                 self._signals.see(piece)
-                self._snapshots.see(piece)
+                self._beside.see(piece)
             self._end = max(self._end, piece.end)
             return piece
         return None
@@ -213,8 +203,6 @@ class PostgresStream:
             # What was released behind the very end of the spool needs no batch of the stream to come first.
             self._pieces = self._released()
             return True
-        if self._initial.is_active and self._is_waiting_for_rows:
-            return self._read_tables(may_read)
         self.is_drained = True
         if not self._capture.is_connected or not may_read:
             return False
@@ -224,25 +212,14 @@ class PostgresStream:
             self.is_drained = self._capture.is_drained
             return False
         self.is_drained = False
-        if self._skip_rules:
-            batch = leave_out(batch, self._skip_rules)
+        if self._snapshots.rules:
+            batch = leave_out(batch, self._snapshots.rules)
         self._unspooled = batch
         if self._to_replay and self._to_replay[0].commit < batch.end.commit:
             self._pieces = self._split(batch)
         else:
             self._pieces = self._whole(batch)
         return True
-
-    def _read_tables(self, may_read: bool) -> bool:
-        """Rows of the initial snapshot, which come before the stream."""
-        if self._to_replay or not may_read:
-            self._initial.look()
-            self.is_drained = True
-            return False
-        more = self._initial.step(self._release, lambda: self._end)
-        self._skip_rules = self._initial.rules
-        self.is_drained = not more
-        return bool(self._to_replay) and self._begin(may_read, drain=True)
 
     def _split(self, batch: CaptureBatch) -> Iterator[CaptureBatch]:
         """What of a batch stands before the next release, and the release. The rest of the batch comes next."""
@@ -268,10 +245,6 @@ class PostgresStream:
         self._shapes.observe(batch, self._sql)
         yield from self._toast.resolve(batch, self._sql)
 
-    def _release(self, staged: Staged, relation: Relation | None, note: dict[str, Any]) -> None:
-        """Put rows behind everything that was handed out: durable when this returns, visible next."""
-        self._to_replay.append(self._releases.add(self._end, staged, relation, note))
-
     # --- beside the changes
 
     def tend(self, needed: int, *, may_work: bool) -> float:
@@ -283,15 +256,16 @@ class PostgresStream:
             self._check_slot()
             self._check_due = now + CHECK_INTERVAL_S
         is_idle = self._pieces is None and self._unspooled is None and not self._to_replay
-        release = self._snapshots.step(self._end, may_work=self._capture.is_connected and is_idle and may_work)
+        can_work = self._capture.is_connected or (self._snapshots.is_first and self._sql is not None)
+        release = self._snapshots.step(self._end, may_work=can_work and is_idle and may_work)
         if release is not None:
             self._to_replay.append(release)
             self.is_drained = False
         # What somebody waits for, or was put behind an idle position: do not wait for the next report of progress.
         replayed = self._to_replay[-1].commit if self._to_replay else 0
-        self._aim_at(max(self._snapshots.target_lsn, needed, replayed))
-        rest_s = TARGET_POLL_S if self._is_behind_target or self._initial.is_active else 0.5
-        return min(self._capture.keep_alive(), rest_s, max(self._snapshots.due_s(), 0.01))
+        self._aim_at(max(self._beside.target_lsn, needed, replayed))
+        rest_s = TARGET_POLL_S if self._is_behind_target or self._snapshots.is_first else 0.5
+        return min(self._capture.keep_alive(), rest_s, max(self._beside.due_s(), 0.01))
 
     def _check_slot(self) -> None:
         """Stop if slot or publication are not as we left them."""
@@ -351,9 +325,9 @@ class PostgresStream:
     # --- for the queries
 
     def settled(self, end: Position | None) -> Settled:
-        is_open = self._initial.is_active or self._to_replay or self._pieces or self._unspooled
-        is_pending = is_open or self._snapshots.is_pending
-        return Settled(None if is_pending else end, self._initial.end, self._options.is_snapshot_only)
+        is_open = self._snapshots.is_first or self._to_replay or self._pieces or self._unspooled
+        is_pending = is_open or self._beside.is_pending
+        return Settled(None if is_pending else end, self._snapshots.initial_end, self._options.is_snapshot_only)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         return self._snapshots.answer(request, self._sql)
@@ -369,7 +343,7 @@ class PostgresStream:
             "lag_bytes": max(0, server_lsn - confirmed),
             "schema_changes": self._shapes.changes,
             **self._toast.status(),
-            "snapshots": self._snapshots.status(),
+            "snapshots": self._beside.status(),
             "bad_signals": self._snapshots.queue.bad_signals,
-            "initial_snapshot": self._initial.status(server_lsn),
+            "initial_snapshot": self._snapshots.status(server_lsn),
         }

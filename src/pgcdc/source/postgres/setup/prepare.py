@@ -42,7 +42,7 @@ from pgcdc.source.postgres.setup.slots import (
 from pgcdc.source.postgres.setup.tables import PublishedTable, read_published
 from pgcdc.source.postgres.snapshot.asking import check_readable, drop_signal_table, ensure_signal_table, request_all
 from pgcdc.source.postgres.snapshot.held import Hold, hold_for_long, let_all_go
-from pgcdc.source.postgres.snapshot.plan import PLAN_FILE, begin_plan
+from pgcdc.source.postgres.snapshot.requests import RequestQueue
 from pgcdc.source.postgres.toast.identity_rules import check_cacheable, check_full
 from pgcdc.source.postgres.wire.binary.decoder import check_columns
 from pgcdc.source.protocol import Prepared
@@ -312,7 +312,6 @@ def _begin(
         undo.callback(state.identity_file.unlink, missing_ok=True)
     state.save_identity(identity)
     let_all_go(state.snapshot)  # of an attempt that was killed
-    (state.snapshot / PLAN_FILE).unlink(missing_ok=True)
     hold: Hold | None = None
     if options.temporary_slot:
         lsn = 1  # the capture creates the slot on its own connection and begins there
@@ -321,8 +320,7 @@ def _begin(
     else:
         lsn, hold = _create_slot(options, state, undo, say)
     hit("prepare.created")
-    if options.effective_snapshot_mode != "never":
-        begin_plan(state.snapshot, lsn, hold)
+    RequestQueue(state.requests_file).begin_initial(lsn if options.effective_snapshot_mode != "never" else 0, hold)
     if not options.temporary_slot:
         Consumers(state.consumers_file).begin(lsn)
     identity = replace(identity, created=lsn)

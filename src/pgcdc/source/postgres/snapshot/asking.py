@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import psycopg
+from pydantic import TypeAdapter
 
 from pgcdc.core.errors import ConfigError, SourceError
 from pgcdc.core.position import Position
@@ -22,6 +23,7 @@ from pgcdc.core.relation import Op
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.postgres.database import (
     Connection,
+    NoRight,
     connect,
     execute_one,
     explain_errors,
@@ -35,7 +37,7 @@ from pgcdc.postgres.database import (
 from pgcdc.source.postgres.setup.guard import lost_on_error
 from pgcdc.source.postgres.setup.tables import PublishedTable, find_published, read_published
 from pgcdc.source.postgres.snapshot.copy import select_statement
-from pgcdc.source.postgres.snapshot.requests import RequestQueue, SnapshotRequest, new_id
+from pgcdc.source.postgres.snapshot.requests import RequestQueue, RequestState, SnapshotRequest, new_id
 from pgcdc.spool.segment import CaptureBatch
 
 logger = logging.getLogger("pgcdc.capture")
@@ -83,8 +85,7 @@ def check_table(conn: Connection, table: PublishedTable, where: str = "", lock_t
             conn.execute(f"SET LOCAL lock_timeout = {quote_literal(lock_timeout)}".encode())
             execute_one(conn, select_statement(table.columns, table.source, [where], " LIMIT 0"))
     except psycopg.errors.InsufficientPrivilege as error:
-        refused = explain_right(table.title, table.sql, conn.info.user, error)
-        raise NoRight(refused.message, refused.advice) from None
+        raise explain_right(table.title, table.sql, conn.info.user, error) from None
     except psycopg.errors.LockNotAvailable:
         raise SourceError(f"table {table.title} is locked", "Try again when nobody alters it") from None
     except (psycopg.ProgrammingError, psycopg.DataError, psycopg.errors.FeatureNotSupported) as error:
@@ -98,10 +99,6 @@ def check_table(conn: Connection, table: PublishedTable, where: str = "", lock_t
 
 class NeverReadable(SourceError):
     """The table is gone, is no longer published, or has no key: a retry would not help."""
-
-
-class NoRight(SourceError):
-    """The table must not be read."""
 
 
 def note_tables(queue: RequestQueue, sql: Connection, publications: Sequence[str], *, is_wanted: bool) -> list[str]:
@@ -266,3 +263,44 @@ class Signals:
             return
         logger.info("signal at %s: %s", position, signal)
         self._queue.heed(position, requests)
+
+
+# --- for the control socket and status
+
+_REQUEST = TypeAdapter(SnapshotRequest)
+
+
+def describe(state: RequestState, rate: float | None = None) -> dict[str, Any]:
+    """A request for `pgcdc status`; `rate` is in rows per second, if it is known."""
+    percent = left = None
+    rate = rate if state.status == "running" else None
+    if state.status == "done":
+        percent = 100.0
+    elif state.estimated_rows:
+        percent = min(99.9, 100.0 * state.rows / state.estimated_rows)
+    if rate and state.estimated_rows:
+        left = max(0.0, (state.estimated_rows - state.rows) / rate)
+    asked = {name: getattr(state.request, name) for name in ("id", "table", "kind", "where")}
+    known = {name: getattr(state, name) for name in ("status", "rows", "estimated_rows")}
+    times = {name: getattr(state, name) for name in ("started", "finished", "error")}
+    return {**asked, **known, "percent": percent, "rate": rate, "seconds_left": left, **times}
+
+
+def make_request(content: dict[str, Any]) -> SnapshotRequest:
+    """The request in a message: `table`, and what else a SnapshotRequest has."""
+    return _REQUEST.validate_python({"id": new_id(), **{name: one for name, one in content.items() if one is not None}})
+
+
+def change_queue(queue: RequestQueue, content: dict[str, Any]) -> dict[str, Any]:
+    """The same without looking at the table; the id of the request that was changed comes back."""
+    action = content["action"]
+    if action == "list":
+        return {"id": None}
+    if action == "add":
+        request = make_request(content)
+        queue.add(request)
+        return {"id": request.id}
+    if action not in ("pause", "resume", "stop"):
+        raise ConfigError(f"{action!r} cannot be done to a snapshot", "Give add, pause, resume, stop or list")
+    changed: RequestState = getattr(queue, action)(content.get("id") or "")
+    return {"id": changed.id}

@@ -11,30 +11,44 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import psycopg
 
-from pgcdc.core.errors import SourceError
-from pgcdc.core.state import append_lines, decode_lines, read_lines
+from pgcdc.core.errors import ConnectionLost, SourceError
 from pgcdc.postgres.database import (
     Connection,
+    connect,
     explain_errors,
+    explain_right,
     name_table,
     quote_identifier,
     quote_literal,
     quote_qualified,
 )  # fmt: skip
-from pgcdc.source.postgres.setup.tables import PublishedTable, Table
+from pgcdc.source.postgres.setup.tables import PublishedTable, Table, read_published
+from pgcdc.source.postgres.snapshot.held import import_snapshot
+
+logger = logging.getLogger("pgcdc.capture")
 
 TID_RANGE_SCAN: Final = 140000
 """The first version that reads a ctid range without reading the whole table."""
 SAMPLED_PER_CHUNK: Final = 200
 SAMPLED_BLOCKS: Final = 16
+CHUNK_BYTES = int(os.environ.get("PGCDC_SNAPSHOT_CHUNK_BYTES", "") or 16 << 20)
+"""Of a table, for one task. (The variable is for tests.)"""
+MAX_CHUNKS = 10_000
+LOCK_TIMEOUT = "2s"
+SMALL_BYTES = 256 << 20
+"""A table that is smaller is read by its key in any case: what a crash leaves of it can be read by key as well."""
+CORRELATED = 0.5
+"""Rows that stand in the table about in the order of the key can be read by it without jumping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +88,6 @@ class Chunk:
             *([f"ctid < '({self.end_block},0)'"] if self.end_block is not None else []),
             *key_conditions(self.key, None, self.low, self.high),
         ]
-
-    def to_json(self) -> dict[str, Any]:
-        """The form in which chunks stand in files."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> Chunk:
-        """The chunk behind `to_json()`."""
-        fields: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in raw.items()}
-        return cls(**fields)
 
 
 def key_conditions(
@@ -256,83 +260,82 @@ ORDER BY n.nspname, c.relname
 """
 
 
-# --- chunks of given keys: files with one in each line
-#
-# Moved: a row may go from what is still to be read to what was. An UPDATE has the whole new row, so that this does no harm,
-# except for long values that it does not change: these are not in the stream, and whoever has not got the row yet would
-# never have them. So the new keys of such rows are written down, durably, before the change becomes visible, and read last.
-# Vanished: keys that a sink has, and the table perhaps no more.
-
-Key = tuple[bytes, ...]
-"""The values of the key's columns."""
+# --- tables of an initial snapshot, cut in the very snapshot in which they are read
 
 
-class MovedKeys:
-    """The file of one request. Keys are texts by the names of their columns."""
+@explain_errors("plan the initial snapshot")
+def plan_tables(
+    url: str, publications: Sequence[str], snapshot: str, oids: set[int] | None = None
+) -> list[tuple[PublishedTable, tuple[list[Chunk], int] | None]] | None:
+    """These tables (None: all) with their chunks in a snapshot, and about how many rows; None: the snapshot was lost.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._pending: set[Key] | None = None
-        read_lines(path)  # cuts off what a crash has left half-written: the change comes again
-
-    @property
-    def nbytes(self) -> int:
-        """How much is in it."""
-        return self.path.stat().st_size if self.path.exists() else 0
-
-    def add(self, moves: Iterable[tuple[Key, Key]], columns: list[str], done: int) -> None:
-        """Old and new keys, by `columns`. When all else was read (`done` >= 0), only those that were not read yet count."""
-        wanted = list(moves)
-        if done >= 0:
-            pending = self._load_pending(columns, done)
-            kept = []
-            for old, new in wanted:  # in order: a row may move on
-                if old in pending:
-                    pending.add(new)
-                    kept.append((old, new))
-            wanted = kept
-        if wanted:
-            texts = ([one.decode("utf-8", "surrogateescape") for one in new] for _, new in wanted)
-            append_lines(self.path, [dict(zip(columns, key, strict=True)) for key in texts])
-
-    def read(self, done: int, count: int, key: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], ...], int]:
-        """The next keys, each once, in the order of `key`, and how many bytes are done then."""
-        found: dict[tuple[str, ...], None] = {}
-        for raw, size in decode_lines(self.path.read_bytes()[done:] if self.nbytes else b""):
-            if len(found) == count:
-                break
-            done += size
-            if set(key) <= set(raw):
-                found[tuple(raw[name] for name in key)] = None
-        return tuple(found), done
-
-    def move_on(self) -> None:
-        """Some of it was read: what was read is not pending."""
-        self._pending = None
-
-    def _load_pending(self, columns: list[str], done: int) -> set[Key]:
-        if self._pending is None:
-            keys, _ = self.read(done, 1 << 62, tuple(columns))
-            self._pending = {tuple(one.encode("utf-8", "surrogateescape") for one in key) for key in keys}
-        return self._pending
+    A table that was truncated or altered since cannot be read in it: None, too. One that is not there is gone. Who
+    plans is the capture's loop, which must not wait for locks: LockNotAvailable is the cause of a SourceError then.
+    """
+    with connect(url, application_name="pgcdc snapshot reader") as conn:
+        conn.execute(f"SET lock_timeout = {quote_literal(LOCK_TIMEOUT)}".encode())
+        now = {one.relation.oid: one for one in read_published(conn, publications)}
+        conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        if not import_snapshot(conn, snapshot):
+            return None
+        then = {one.relation.oid: one for one in read_published(conn, publications)}
+        return [
+            (table, _try_to_cut(conn, table, then.get(oid)))
+            for oid, table in now.items()
+            if oids is None or oid in oids
+        ]
 
 
-def read_candidates(
-    keys_file: str, begin: int, count: int, table: PublishedTable
-) -> tuple[tuple[tuple[str, ...], ...], int]:
-    """The next keys in a file, each once, and how many bytes are done then. No keys: it is at its end."""
-    found: dict[tuple[str, ...], None] = {}
+def _try_to_cut(conn: Connection, table: PublishedTable, then: PublishedTable | None) -> tuple[list[Chunk], int] | None:
+    """The chunks and about how many rows; None if the table was changed since the snapshot."""
+    if then is None or then.relation != table.relation or _is_rewritten(conn, table.relation.oid):
+        return None
     try:
-        with open(keys_file, "rb") as file:
-            file.seek(begin)
-            while len(found) < count and (line := file.readline()):
-                key = json.loads(line)
-                if not isinstance(key, list) or [type(one) for one in key] != [str] * len(table.key):
-                    raise ValueError(f"not a key of {len(table.key)} texts: {line[:80]!r}")
-                found[tuple(key)] = None
-                begin += len(line)
-    except (OSError, ValueError) as error:
-        raise SourceError(
-            f"the keys of table {table.title} in {keys_file} cannot be read: {error}", "Make the file again"
-        ) from error
-    return tuple(found), begin
+        with conn.transaction():
+            return _cut(conn, table)
+    except ConnectionLost:
+        raise
+    except SourceError as error:
+        if isinstance(error.__cause__, psycopg.errors.LockNotAvailable):
+            raise
+        if isinstance(error.__cause__, psycopg.errors.InsufficientPrivilege):
+            raise explain_right(table.title, table.sql, conn.info.user, error.__cause__) from None
+        logger.warning("table %s: %s", table.title, error.message)
+        return None
+
+
+def _is_rewritten(conn: Connection, oid: int) -> bool:
+    """Whether the table (or a partition of it) has another file now than in the snapshot, which would not see its rows."""
+    row = conn.execute(_REWRITTEN, [oid, oid]).fetchone()
+    return bool(row and row[0])
+
+
+# The catalog is that of the snapshot; the function looks at what is now.
+_REWRITTEN = """
+SELECT bool_or(c.relfilenode::int8 IS DISTINCT FROM pg_relation_filenode(c.oid)::int8)
+FROM pg_class c WHERE c.relkind = 'r' AND (c.oid = %s OR c.oid IN (SELECT relid FROM pg_partition_tree(%s::oid)))
+"""
+
+
+def _cut(conn: Connection, published: PublishedTable) -> tuple[list[Chunk], int]:
+    one = published.relation
+    if not published.columns:
+        return [], 0
+    table = Table(one.oid, one.namespace, one.name, published.kind, "p", False, True, True, False, ())
+    nbytes = table_bytes(conn, table)
+    count = max(1, min(MAX_CHUNKS, math.ceil(nbytes / CHUNK_BYTES)))
+    chunks = plan_chunks(conn, table, count=count, by_key=_is_by_key(conn, published, nbytes))
+    return chunks, estimate_rows(conn, table)
+
+
+def _is_by_key(conn: Connection, published: PublishedTable, nbytes: int) -> bool:
+    relation = published.relation
+    if published.kind != "r" or not published.key or relation.replica_identity not in "df":
+        return False
+    if nbytes < SMALL_BYTES:
+        return True
+    row = conn.execute(
+        "SELECT abs(correlation) >= %s FROM pg_stats WHERE schemaname = %s AND tablename = %s AND attname = %s",
+        [CORRELATED, relation.namespace, relation.name, published.key[0]],
+    ).fetchone()
+    return bool(row and row[0])

@@ -20,13 +20,11 @@ import os
 import secrets
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +80,7 @@ def hold_snapshot(url: str, *, watch_pid: int, keep_s: float) -> HeldSnapshot:
     """Export a snapshot of now. It is held until `watch_pid` ends, or nobody has read in it for `keep_s`."""
     session = f"pgcdc read {uuid.uuid4().hex[:12]}"
     spec = {"url": url, "watch_pid": watch_pid, "keep_s": keep_s, "session": session}
-    found = _fork(spec) if threading.active_count() == 1 else _start(spec)
+    found = _start(spec)
     return HeldSnapshot(found["name"], session, keep_s)
 
 
@@ -161,37 +159,6 @@ def _start(spec: dict[str, Any]) -> dict[str, Any]:
     with process.stdout as answers:
         line = answers.readline()
     _STARTED[:] = [one for one in [*_STARTED, process] if one.poll() is None]
-    return _understand(line)
-
-
-def _fork(spec: dict[str, Any]) -> dict[str, Any]:
-    """The same by a fork, a quarter of a second faster: everything is imported. Only for a process with one thread."""
-    readable, writable = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            if os.fork() == 0:  # of a child that ends at once: nobody has to wait for it
-                os.setsid()
-                keep_files(writable)
-                for standard in (1, 2):
-                    os.dup2(0, standard)
-                _hold_and_say(spec, writable)
-        finally:
-            os._exit(0)  # what the objects of this process hold belongs to the other one: nothing is cleaned up
-    os.close(writable)
-    os.waitpid(child, 0)
-    with open(readable, "rb") as answers:
-        return _understand(answers.readline())
-
-
-def keep_files(*kept: int) -> None:
-    """In a forked process: close everything but standard output, standard error and these."""
-    for begin, end in pairwise([-1, 1, 2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]):
-        os.closerange(begin + 1, end)
-    os.open(os.devnull, os.O_RDWR)  # becomes standard input
-
-
-def _understand(line: bytes) -> dict[str, Any]:
     if not line:
         raise SourceError("the process that holds the snapshot ended at once", "Try again")
     reply: dict[str, Any] = json.loads(line)
@@ -209,10 +176,7 @@ _STARTED: list[subprocess.Popen[bytes]] = []
 
 def main() -> int:
     """Export a snapshot, say so in one line on standard output, and hold it."""
-    return _hold_and_say(json.loads(sys.stdin.read()), 1)
-
-
-def _hold_and_say(spec: dict[str, Any], output: int) -> int:
+    spec = json.loads(sys.stdin.read())
     path = Path(spec["path"]) if "path" in spec else None
     may_retry = path is not None and not spec["exported"]
     try:
@@ -237,17 +201,23 @@ def _hold_and_say(spec: dict[str, Any], output: int) -> int:
                     raise SourceError("another process holds a snapshot for this state directory")
                 lock.write({"pid": os.getpid()})
                 goes_on = _while_it_is_needed(conn, spec, path)
-            _say(output, said)
-            output = -1  # nobody listens from here on
+            _say(said)
             while goes_on():
                 time.sleep(POLL_S)
     except PgcdcError as error:
-        _say(output, {"error": error.to_json()})
+        _say({"error": error.to_json()})
         return error.exit_code
     finally:
         if path is not None:
             path.unlink(missing_ok=True)
     return 0
+
+
+def _say(reply: dict[str, Any]) -> None:
+    """The one line. Nobody listens behind it."""
+    if not sys.stdout.closed:
+        print(json.dumps(reply))
+        sys.stdout.close()
 
 
 def _while_it_is_read(conn: Connection, spec: dict[str, Any]) -> Callable[[], bool]:
@@ -278,13 +248,6 @@ def _while_it_is_needed(conn: Connection, spec: dict[str, Any], path: Path) -> C
         return path.exists() and now - began <= spec["limit_s"] and now - seen <= spec["alone_s"]
 
     return goes_on
-
-
-def _say(output: int, reply: dict[str, object]) -> None:
-    """The one line."""
-    if output >= 0:
-        os.write(output, json.dumps(reply).encode() + b"\n")
-        os.close(output)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -36,10 +37,10 @@ from pgcdc.core.failpoint import hit
 from pgcdc.postgres.database import Connection, connect, explain_errors, explain_right, quote_identifier
 from pgcdc.source.postgres.setup.guard import wal_place
 from pgcdc.source.postgres.setup.tables import PublishedTable
-from pgcdc.source.postgres.snapshot.asking import NoRight, check_table, find_table
+from pgcdc.source.postgres.snapshot.asking import check_table, find_table
 from pgcdc.source.postgres.snapshot.chunks import Chunk, key_conditions, literals, lock_chunks
 from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement
-from pgcdc.source.postgres.snapshot.held import import_snapshot, keep_files
+from pgcdc.source.postgres.snapshot.held import import_snapshot
 from pgcdc.source.postgres.snapshot.releases import Staged, new_file, snapshot_rows, stage_rows
 
 CHUNK_BYTES = 8 << 20
@@ -56,7 +57,7 @@ class StageOrder:
     """A part of a table, to be read in a snapshot that is held."""
 
     id: str
-    """Of the entry in the plan."""
+    """Of the chunk in the plan."""
     snapshot: str
     """Its name on the server."""
     known: PublishedTable
@@ -142,7 +143,6 @@ class Reader:
         self._publications = tuple(publications)
         self._application_name = application_name
         self._conn: Connection | None = None
-        self._role = ""
 
     def read(self, order: Order) -> Answer:
         """What was read, or why it was not."""
@@ -171,8 +171,7 @@ class Reader:
     def _explain(self, order: Order, error: PgcdcError) -> PgcdcError:
         cause = error.__cause__
         if isinstance(order, StageOrder) and isinstance(cause, psycopg.errors.InsufficientPrivilege):
-            refused = explain_right(order.table, order.chunk.sql, self._role, cause)
-            return NoRight(refused.message, refused.advice)
+            return explain_right(order.table, order.chunk.sql, self._connection().info.user, cause)
         if isinstance(cause, psycopg.Error) and (cause.sqlstate or "").startswith(_PASSING):
             return ConnectionLost(error.message, error.advice)
         return error
@@ -192,14 +191,13 @@ class Reader:
         lock_chunks(conn, [order.chunk])
         hit("reader.reading")
         batches = (snapshot_rows(values, len(columns)) for values in copy_rows(conn, statement, len(columns)))
-        staged = stage_rows(order.folder / new_file(), batches, time_us)
+        staged = stage_rows(order.folder / new_file(order.id), batches, time_us)
         conn.execute("COMMIT")
         return staged
 
     def _connection(self) -> Connection:
         if self._conn is None or self._conn.closed:
             self._conn = connect(self._url, application_name=self._application_name)
-            self._role = self._conn.info.user
             if self._conn.info.parameter_status("server_encoding") == "SQL_ASCII":
                 self._conn.execute("SET client_encoding = 'SQL_ASCII'")  # as the stream has it
         return self._conn
@@ -306,14 +304,14 @@ class Readers:
         self._selector = selectors.DefaultSelector()
 
     @property
-    def is_busy(self) -> bool:
-        """Whether something is being read."""
-        return any(one.order is not None for one in self._workers)
+    def orders(self) -> list[Order]:
+        """What is being read."""
+        return [one.order for one in self._workers if one.order is not None]
 
     @property
     def is_free(self) -> bool:
         """Whether one more order can be given."""
-        return sum(one.order is not None for one in self._workers) < self._count
+        return len(self.orders) < self._count
 
     def fileno(self) -> int:
         """For a selector."""
@@ -367,7 +365,7 @@ class Readers:
 def _serve(reader: Reader, parent: int, pipe: Pipe) -> None:
     """In the process: read what is ordered, one after the other, until the pipe is closed."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    keep_files(pipe.fileno())
+    _keep_files(pipe.fileno())
     threading.Thread(target=_end_with, args=[parent], daemon=True).start()
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
@@ -377,6 +375,13 @@ def _serve(reader: Reader, parent: int, pipe: Pipe) -> None:
             hit("reader.read")
             pipe.send(answer)
     os._exit(0)  # nothing is cleaned up
+
+
+def _keep_files(kept: int) -> None:
+    """Close everything but standard output, standard error and this one."""
+    for begin, end in pairwise([-1, 1, 2, kept, os.sysconf("SC_OPEN_MAX")]):
+        os.closerange(begin + 1, end)
+    os.open(os.devnull, os.O_RDWR)  # becomes standard input
 
 
 def _end_with(parent: int) -> None:

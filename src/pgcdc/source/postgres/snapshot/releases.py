@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pydantic import TypeAdapter
 
 from pgcdc.core.errors import SpoolError, StateError
 from pgcdc.core.failpoint import hit
@@ -41,11 +42,6 @@ class Staged:
     written: Written
     time_us: int
     """When they were read, in microseconds since 1970."""
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> Staged:
-        """What `asdict` made."""
-        return cls(**{**raw, "written": tuple(raw["written"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +67,25 @@ class Release:
         return end.commit == self.commit and (end.is_snapshot or end.is_end)
 
 
-def new_file() -> str:
-    """A name that no other file of rows has."""
-    return f"{secrets.token_hex(8)}.arrow"
+_RELEASE = TypeAdapter(Release)
+
+
+def new_file(chunk: str = "rows") -> str:
+    """A name that no other file of rows has; `chunk_of` finds the chunk in it."""
+    return f"{chunk}.{secrets.token_hex(8)}.arrow"
+
+
+def chunk_of(path: Path) -> str:
+    """Which chunk was staged in a file."""
+    return path.name.partition(".")[0]
+
+
+def find_staged(path: Path) -> Staged:
+    """What `stage_rows` gave for this file, to a process that has crashed since."""
+    with pa.memory_map(str(path)) as source:
+        file = pa.ipc.open_file(source)
+        rows = sum(file.get_batch(number).num_rows for number in range(file.num_record_batches))
+    return Staged(path.name, rows, checksum_file(path), path.stat().st_mtime_ns // 1000)
 
 
 def stage_rows(path: Path, batches: Iterable[pa.RecordBatch], time_us: int = 0) -> Staged:
@@ -102,13 +114,16 @@ def stage_rows(path: Path, batches: Iterable[pa.RecordBatch], time_us: int = 0) 
 class Releases:
     """The log of what was released and may be needed again. The capture process owns it."""
 
-    def __init__(self, folder: Path, base: Position) -> None:
+    def __init__(self, folder: Path, base: Position, *, keeps_log: bool = False) -> None:
         """`base` is what nobody needs again."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
+        self.folder, self.keeps_log = folder, keeps_log
+        """Whether somebody needs the whole log, also of rows that are everywhere: an initial snapshot that is under way."""
         self._log = folder / "releases.jsonl"
         raws = read_lines(self._log)
-        self._known = [Release(**{**raw, "staged": Staged.from_json(raw["staged"])}) for raw in raws]
+        self._known = [_RELEASE.validate_python(raw) for raw in raws]
+        self.found = [(one.note, one.staged.rows) for one in self._known if one.note]
+        """The notes that the log had, and how many rows each came with: for whoever has crashed."""
         self.forget(base)
 
     def add(
@@ -144,7 +159,7 @@ class Releases:
         """Nobody needs anything up to `base` again: delete the files, and the log when nothing is left in it."""
         gone = [release for release in self._known if release.end <= base]
         self._known = self.after(base)
-        if not self._known:
+        if not self._known and not self.keeps_log:
             self._log.unlink(missing_ok=True)
         for release in gone:
             (self.folder / release.staged.file).unlink(missing_ok=True)

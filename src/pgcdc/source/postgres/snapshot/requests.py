@@ -1,7 +1,12 @@
-"""What is asked of incremental snapshots: which tables to read again, how far each one is, and which signals were heeded.
+"""The state of all snapshots of a pipeline, in one file: the initial one, and what was asked for since.
 
-The file is durable, so that a request survives any crash; a request is added by the capture process (`{"do": "snapshot"}` on
-its control socket), or by whoever holds the capture's lock while none runs.
+`InitialPlan` says which chunks of which tables are read in which held snapshot. A chunk that was read is a file in the
+folder, and one that is in the stream stands in the log of releases: neither is written down a second time here, so that
+reading costs no write of this file. A request is a table that is read by key beside the stream, with how far it is. What a
+lost snapshot leaves of a table becomes requests in the same step that takes it out of the plan.
+
+The file is durable, so that a request survives any crash. It belongs to the capture process (`{"do": "snapshot"}` on its
+control socket), or to whoever holds the capture's lock while none runs.
 """
 
 from __future__ import annotations
@@ -11,11 +16,17 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
 
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.position import Position
-from pgcdc.core.state import read_json, write_json_durably
+from pgcdc.core.state import read_json, write_durably
+from pgcdc.source.postgres.setup.tables import PublishedTable
+from pgcdc.source.postgres.snapshot.chunks import Chunk
+from pgcdc.source.postgres.snapshot.held import Hold
+from pgcdc.source.postgres.snapshot.releases import Staged
 
 KINDS = ("incremental", "initial", "added", "always", "vanished")
 """Asked for by a user; the rest of an interrupted initial snapshot; a table that is new in the publication; at every start;
@@ -25,6 +36,115 @@ RETRIED = ("initial", "added")
 RETRY_S, MAX_RETRY_S = 1.0, 300.0
 KEPT_FINISHED = 20
 _ENDED = ("done", "stopped", "failed")
+
+
+# --- the initial snapshot
+
+_DERIVED = Field(exclude=True)
+"""Not in the file: it is found again after a crash."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkipRule:
+    """A table was read in a younger snapshot than the slot's: what that one saw is not to come again from the stream."""
+
+    oid: int
+    visible: str
+    """A pg_snapshot."""
+    lsn: int
+    """What it sees ends before."""
+
+
+@dataclass(slots=True)
+class PlannedTable:
+    """One table of the initial snapshot, and how far it is."""
+
+    published: PublishedTable
+    hold: int
+    """The number of the snapshot that it is read in."""
+    chunks: dict[str, Chunk] | None
+    """What is not released yet; None: it cannot be read in that snapshot, and needs a younger one."""
+    estimated_rows: int = 0
+    ended: str = ""
+    """complete, moved (the rest is read beside the stream) or gone (it was dropped)."""
+    staged: Annotated[dict[str, Staged], _DERIVED] = field(default_factory=dict)
+    """Chunks that were read: they are released, whatever becomes of their snapshot. The folder tells."""
+    is_started: Annotated[bool, _DERIVED] = False
+    """Whether its start was released. The log of releases tells, as for the rows."""
+    rows: Annotated[int, _DERIVED] = 0
+    """How many are released."""
+
+    @property
+    def oid(self) -> int:
+        """The table's."""
+        return self.published.relation.oid
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything that is left was read."""
+        return self.chunks is not None and len(self.staged) == len(self.chunks)
+
+
+@dataclass(slots=True)
+class InitialPlan:
+    """The initial snapshot of a slot."""
+
+    lsn: int = 0
+    """Where the slot begins: the rows stand behind it. 0: there is no initial snapshot."""
+    holds: dict[int, Hold] = field(default_factory=dict)
+    tables: dict[int, PlannedTable] | None = None
+    """None: they are not planned yet."""
+    completed: dict[str, Any] | None = None
+    """What there was to say at the end; everything else is forgotten then."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there are rows to come before the stream."""
+        return self.lsn > 0 and self.completed is None
+
+    @property
+    def unfinished(self) -> list[PlannedTable]:
+        """The tables that have not ended."""
+        return [table for table in (self.tables or {}).values() if not table.ended]
+
+    @property
+    def rules(self) -> list[SkipRule]:
+        """What the stream has to leave out, for ever: it may be read again from its beginning."""
+        if self.completed is not None:
+            return [SkipRule(**rule) for rule in self.completed["rules"]]
+        tables = ((table.oid, self.holds[table.hold]) for table in (self.tables or {}).values())
+        return [SkipRule(oid, hold.visible, hold.lsn) for oid, hold in tables if hold.visible is not None]
+
+    def note(self, oid: int, what: str, rows: int) -> None:
+        """Something is in the stream: that a table is `started` or `complete`, or the rows of a chunk."""
+        if self.tables is None or (table := self.tables.get(oid)) is None:
+            return
+        if what == "started":
+            table.is_started = True
+        elif what == "complete":
+            table.ended = what
+        else:
+            table.rows += rows
+            table.staged.pop(what, None)
+            (table.chunks or {}).pop(what, None)
+
+    def complete(self, end: Position) -> dict[str, Any]:
+        """All tables have ended; `end` is the position behind the last row."""
+        now, tables = time.time(), (self.tables or {}).values()
+        begun = min((hold.time for hold in self.holds.values()), default=now)
+        self.completed = {
+            "end": str(end),
+            "time": now,
+            "seconds": round(max(0.0, now - begun), 1),
+            "rows": sum(table.rows for table in tables),
+            "tables": [{"table": one.published.title, "rows": one.rows, "status": one.ended} for one in tables],
+            "rules": [asdict(rule) for rule in self.rules],
+        }
+        self.holds, self.tables = {}, None
+        return self.completed
+
+
+# --- requests
 
 
 def new_id() -> str:
@@ -64,6 +184,23 @@ class SnapshotRequest:
             raise ConfigError("a file of keys belongs to the kind vanished, and only to it")
         if self.chunk_size < 0 or self.chunk_delay_s < 0:
             raise ConfigError("chunk size and chunk delay are not below 0", "0 is the default of both")
+
+
+def requests_for_rest(table: PlannedTable) -> list[SnapshotRequest]:
+    """What a lost snapshot leaves of a table, to be read beside the stream: by ranges of the key, if it was cut so."""
+    published, left = table.published, list((table.chunks or {}).items())
+    if any(chunk.key != published.key or published.kind != "r" for _, chunk in left):
+        return [SnapshotRequest(f"initial-{left[0][0]}", published.title, "initial", oid=table.oid)]
+    ranges: list[tuple[str, Chunk, Chunk]] = []
+    for name, chunk in left:
+        if ranges and ranges[-1][2].high is not None and ranges[-1][2].high == chunk.low:
+            ranges[-1] = (ranges[-1][0], ranges[-1][1], chunk)
+        else:
+            ranges.append((name, chunk, chunk))
+    return [
+        SnapshotRequest(f"initial-{name}", published.title, "initial", low=one.low, high=last.high, oid=table.oid)
+        for name, one, last in ranges
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +246,21 @@ class RequestState:
         """Whether it has failed, but not for good."""
         return self.status == "failed" and self.retry_at > 0
 
-    @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> RequestState:
-        """What `asdict` made."""
-        return cls(**{**_with_tuples(raw), "request": SnapshotRequest(**_with_tuples(raw["request"]))})
+
+@dataclass(slots=True)
+class _Content:
+    """The file."""
+
+    requests: list[RequestState] = field(default_factory=list)
+    heeded: str = str(Position.at(0, 0))
+    """The position of the last signal that was heeded: it is not heeded again when the stream is read again."""
+    bad_signals: int = 0
+    tables: frozenset[int] | None = None
+    """The tables (oid) whose rows were read already or need not be; None if nobody has looked yet."""
+    initial: InitialPlan = field(default_factory=InitialPlan)
 
 
-def _with_tuples(raw: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(one) if isinstance(one, list) else one for name, one in raw.items()}
+_CONTENT = TypeAdapter(_Content)
 
 
 class RequestQueue:
@@ -124,14 +268,11 @@ class RequestQueue:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        raw: dict[str, Any] = read_json(path) or {}
-        self._states = {one["request"]["id"]: RequestState.from_json(one) for one in raw.get("requests", [])}
-        self.heeded = Position.parse(raw["heeded"]) if "heeded" in raw else Position.at(0, 0)
-        """The position of the last signal that was heeded: it is not heeded again when the stream is read again."""
-        self.bad_signals: int = raw.get("bad_signals", 0)
-        known = raw.get("tables")
-        self.tables: frozenset[int] | None = frozenset(known) if known is not None else None
-        """The tables (oid) whose rows were read already or need not be; None if nobody has looked yet."""
+        found = _CONTENT.validate_python(read_json(path) or {})
+        self._states = {one.id: one for one in found.requests}
+        self.heeded, self.bad_signals = Position.parse(found.heeded), found.bad_signals
+        self.tables, self.initial = found.tables, found.initial
+        """Whoever changes `initial` calls `save`."""
 
     def __getitem__(self, name: str) -> RequestState:
         return self._states[name]
@@ -151,7 +292,18 @@ class RequestQueue:
     def add(self, *requests: SnapshotRequest) -> None:
         """Queue requests, all of them or none."""
         self._add(requests)
-        self._save()
+        self.save()
+
+    def move_rest(self, table: PlannedTable) -> None:
+        """The snapshot of a table was lost: what is left of it is asked for, and it leaves the plan, in one step."""
+        self._add(requests_for_rest(table))
+        table.ended = "moved"
+        self.save()
+
+    def begin_initial(self, lsn: int, hold: Hold | None) -> None:
+        """A slot that begins at `lsn` gets an initial snapshot (0: none); without a hold, in one that is younger."""
+        self.initial = InitialPlan(lsn, {hold.number: hold} if hold else {})
+        self.save()
 
     def pause(self, name: str = "") -> RequestState:
         """Leave a request where it is; without a name, the one that runs."""
@@ -174,7 +326,7 @@ class RequestQueue:
     def advance(self, name: str, *, is_last: bool = False, **progress: Any) -> RequestState:
         """A chunk was released: chunks and rows (since its beginning), last_key and moved_done are now these."""
         ended = {"status": "done", "finished": time.time()} if is_last else {}
-        progress = _with_tuples(progress)
+        progress["last_key"] = progress.get("last_key") and tuple(progress["last_key"])  # a list, after a crash
         state = self._change(self._states[name], **progress, failures=0, retry_at=0.0, **ended)
         self._drop_old()
         return state
@@ -209,13 +361,13 @@ class RequestQueue:
         self._add(requests)
         self.heeded = max(self.heeded, position)
         self.bad_signals += bad
-        self._save()
+        self.save()
 
     def know(self, tables: Iterable[int], requests: Iterable[SnapshotRequest] = ()) -> None:
         """These are the tables now, and of new ones the rows are asked for, in one step."""
         self._add(requests)
         self.tables = frozenset(tables)
-        self._save()
+        self.save()
 
     def _add(self, requests: Iterable[SnapshotRequest]) -> None:
         wanted = list(requests)
@@ -238,7 +390,7 @@ class RequestQueue:
     def _change(self, state: RequestState, **changes: Any) -> RequestState:
         changed = replace(state, **changes)
         self._states[state.id] = changed
-        self._save()
+        self.save()
         return changed
 
     def _drop_old(self) -> None:
@@ -248,52 +400,9 @@ class RequestQueue:
         for one in ended[:-KEPT_FINISHED]:
             del self._states[one.id]
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Make everything durable."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        content = {
-            "requests": [asdict(one) for one in self._states.values()],
-            "heeded": str(self.heeded),
-            "bad_signals": self.bad_signals,
-            "tables": sorted(self.tables) if self.tables is not None else None,
-        }
-        write_json_durably(self._path, content)
-
-
-def describe(state: RequestState, rate: float | None = None) -> dict[str, Any]:
-    """A request for `pgcdc status`; `rate` is in rows per second, if it is known."""
-    percent = left = None
-    rate = rate if state.status == "running" else None
-    if state.status == "done":
-        percent = 100.0
-    elif state.estimated_rows:
-        percent = min(99.9, 100.0 * state.rows / state.estimated_rows)
-    if rate and state.estimated_rows:
-        left = max(0.0, (state.estimated_rows - state.rows) / rate)
-    asked = {name: getattr(state.request, name) for name in ("id", "table", "kind", "where")}
-    known = {name: getattr(state, name) for name in ("status", "rows", "estimated_rows")}
-    times = {name: getattr(state, name) for name in ("started", "finished", "error")}
-    return {**asked, **known, "percent": percent, "rate": rate, "seconds_left": left, **times}
-
-
-_FIELDS = ("kind", "where", "keys_file", "chunk_size", "chunk_delay_s", "low", "high")
-
-
-def make_request(content: dict[str, Any]) -> SnapshotRequest:
-    """The request in a message: `table`, and what else a SnapshotRequest has."""
-    given = {name: content[name] for name in _FIELDS if content.get(name) is not None}
-    return SnapshotRequest(content.get("id") or new_id(), content["table"], **_with_tuples(given))
-
-
-def change_queue(queue: RequestQueue, content: dict[str, Any]) -> dict[str, Any]:
-    """The same without looking at the table; the id of the request that was changed comes back."""
-    action = content["action"]
-    if action == "list":
-        return {"id": None}
-    if action == "add":
-        request = make_request(content)
-        queue.add(request)
-        return {"id": request.id}
-    if action not in ("pause", "resume", "stop"):
-        raise ConfigError(f"{action!r} cannot be done to a snapshot", "Give add, pause, resume, stop or list")
-    changed: RequestState = getattr(queue, action)(content.get("id") or "")
-    return {"id": changed.id}
+        states, heeded = list(self._states.values()), str(self.heeded)
+        content = _Content(states, heeded, self.bad_signals, self.tables, self.initial)
+        write_durably(self._path, _CONTENT.dump_json(content))

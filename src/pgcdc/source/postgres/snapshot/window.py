@@ -7,8 +7,10 @@ is at least as new as the chunk, and a column that no change of the window has w
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -16,15 +18,20 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pgcdc.core.errors import SourceError
 from pgcdc.core.relation import OldKind, Op, Relation
-from pgcdc.source.postgres.snapshot.chunks import Key
+from pgcdc.core.state import append_lines, decode_lines, read_lines
+from pgcdc.source.postgres.setup.tables import PublishedTable
 from pgcdc.source.postgres.snapshot.copy import row_lists
-from pgcdc.source.postgres.snapshot.plan import SkipRule
 from pgcdc.source.postgres.snapshot.releases import snapshot_rows
+from pgcdc.source.postgres.snapshot.requests import SkipRule
 from pgcdc.spool.segment import CaptureBatch, Part, count_rows
 
 WINDOW_BYTES = 64 << 20
 XIDS = 1 << 18
+
+Key = tuple[bytes, ...]
+"""The values of the key's columns."""
 
 
 class Change(NamedTuple):
@@ -118,8 +125,7 @@ class Window:
         self._wanted = keys
         parts, self._parts, self.nbytes = self._parts, [], 0
         for rows, relation in parts:
-            if set(self.key) <= {column.name for column in relation.columns}:
-                self._keep(rows, relation)
+            self._keep(rows, relation)
 
     def changes(self) -> Iterator[Change]:
         """What is left to be folded, in the order of the stream."""
@@ -231,18 +237,17 @@ def changes_of(rows: pa.RecordBatch, relation: Relation, key: Sequence[str]) -> 
             yield Change(op, None, None, [], frozenset())
             continue
         unchanged = frozenset(mark for mark in marks or () if mark >= 0)
-        old_key = _key(old, at) if old_kind != OldKind.NONE else None
+        old_key = _key(old[one] for one in at) if old_kind != OldKind.NONE else None
         if op == Op.DELETE:
             yield Change(op, old_key, None, [], unchanged)
             continue
-        values = [old[one] if one in unchanged and old else new[one] for one in at]
-        new_key = None if None in values else tuple(values)
+        new_key = _key(old[one] if one in unchanged and old else new[one] for one in at)
         yield Change(op, new_key, old_key if old_key != new_key else None, new, unchanged)
 
 
-def _key(values: list[bytes | None], at: Sequence[int]) -> Key | None:
-    found = [value for value in (values[one] for one in at) if value is not None]
-    return tuple(found) if len(found) == len(at) else None
+def _key(values: Iterable[bytes | None]) -> Key | None:
+    found = tuple(values)
+    return None if None in found else found  # type: ignore[return-value]
 
 
 def key_moves(rows: pa.RecordBatch, relation: Relation) -> list[tuple[Key, Key]]:
@@ -286,11 +291,6 @@ class StreamedXids:
         """Those that are known now."""
         return self._ring[: self._count].copy()
 
-    @staticmethod
-    def unseen(xids: npt.NDArray[np.uint32], snapshot: str) -> bool:
-        """Whether one of them is in progress for a snapshot, which is `xmin:xmax:xip,...` as the server writes it."""
-        return not is_visible(xids.astype(np.int64), snapshot).all()
-
 
 # --- changes that the stream has, and the rows of a table had already when they were read
 
@@ -332,3 +332,82 @@ def leave_out(batch: CaptureBatch, rules: Sequence[SkipRule]) -> CaptureBatch:
         batch.part.path.unlink(missing_ok=True)
     part = Part(kept.num_rows, kept.nbytes, batch.part.last, kept) if kept.num_rows else None
     return replace(batch, part=part, transactions=transactions)
+
+
+# --- chunks of given keys: files with one in each line
+
+
+class MovedKeys:
+    """The keys of one request whose rows went from what is still to be read to what was. Texts, by the names of columns.
+
+    An UPDATE has the whole new row, so that this does no harm, except for long values that it does not change: these are not
+    in the stream, and whoever has not got the row yet would never have them. So the new keys of such rows are written down,
+    durably, before the change becomes visible, and read last.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._pending: set[Key] | None = None
+        read_lines(path)  # cuts off what a crash has left half-written: the change comes again
+
+    @property
+    def nbytes(self) -> int:
+        """How much is in it."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def add(self, moves: Iterable[tuple[Key, Key]], columns: list[str], done: int) -> None:
+        """Old and new keys, by `columns`. When all else was read (`done` >= 0), only those that were not read yet count."""
+        wanted = list(moves)
+        if done >= 0:
+            pending = self._load_pending(columns, done)
+            kept = []
+            for old, new in wanted:  # in order: a row may move on
+                if old in pending:
+                    pending.add(new)
+                    kept.append((old, new))
+            wanted = kept
+        if wanted:
+            texts = ([one.decode("utf-8", "surrogateescape") for one in new] for _, new in wanted)
+            append_lines(self.path, [dict(zip(columns, key, strict=True)) for key in texts])
+
+    def read(self, done: int, count: int, key: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], ...], int]:
+        """The next keys, each once, in the order of `key`, and how many bytes are done then."""
+        found: dict[tuple[str, ...], None] = {}
+        for raw, size in decode_lines(self.path.read_bytes()[done:] if self.nbytes else b""):
+            if len(found) == count:
+                break
+            done += size
+            if set(key) <= set(raw):
+                found[tuple(raw[name] for name in key)] = None
+        return tuple(found), done
+
+    def move_on(self) -> None:
+        """Some of it was read: what was read is not pending."""
+        self._pending = None
+
+    def _load_pending(self, columns: list[str], done: int) -> set[Key]:
+        if self._pending is None:
+            keys, _ = self.read(done, 1 << 62, tuple(columns))
+            self._pending = {tuple(one.encode("utf-8", "surrogateescape") for one in key) for key in keys}
+        return self._pending
+
+
+def read_candidates(
+    keys_file: str, begin: int, count: int, table: PublishedTable
+) -> tuple[tuple[tuple[str, ...], ...], int]:
+    """The next keys of a sink that the table may have lost, each once, and how many bytes are done. None: at the end."""
+    found: dict[tuple[str, ...], None] = {}
+    try:
+        with open(keys_file, "rb") as file:
+            file.seek(begin)
+            while len(found) < count and (line := file.readline()):
+                key = json.loads(line)
+                if not isinstance(key, list) or [type(one) for one in key] != [str] * len(table.key):
+                    raise ValueError(f"not a key of {len(table.key)} texts: {line[:80]!r}")
+                found[tuple(key)] = None
+                begin += len(line)
+    except (OSError, ValueError) as error:
+        raise SourceError(
+            f"the keys of table {table.title} in {keys_file} cannot be read: {error}", "Make the file again"
+        ) from error
+    return tuple(found), begin

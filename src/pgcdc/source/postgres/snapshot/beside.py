@@ -1,21 +1,20 @@
-"""Incremental snapshots: tables are read again, chunk by chunk, while the stream goes on.
+"""Rows beside the stream: tables are read again by key, chunk by chunk, while changes go on.
 
 1. The window opens: from now on all changes of the table that go to the spool are kept in mind, too (`window.py`).
 2. A chunk of the table is read in a snapshot of its own (`reader.py`). The stream goes on meanwhile.
 3. When the stream has passed everything that the snapshot could see, the window is folded into the chunk: now its rows are
-   what the table has at exactly this place of the stream. They are released there (`releases.py`), and the next one begins.
+   what the table has at exactly this place of the stream. They are released there, and the next chunk begins.
 
-What is durable comes in this order: the rows, the log of releases (with a note which request it was, and how far it is),
-`requests.json`. A crash before the log: the chunk is read again. After it: the note tells. Nothing is ever released at a
-place that somebody has seen without it: a chunk waits for an LSN that the server reached after this process began.
+Nothing is ever released at a place that somebody has seen without it: a chunk waits for an LSN that the server reached after
+this process began.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,15 +25,22 @@ from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, reconnect
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Op
-from pgcdc.core.state import StateDir
-from pgcdc.postgres.database import Connection, explain_errors
+from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.postgres.setup.tables import PublishedTable
-from pgcdc.source.postgres.snapshot.asking import NeverReadable, check_table, find_table
-from pgcdc.source.postgres.snapshot.chunks import MovedKeys, read_candidates
+from pgcdc.source.postgres.snapshot.asking import NeverReadable, describe
 from pgcdc.source.postgres.snapshot.reader import CHUNK_BYTES, ChunkOrder, ChunkRead, Readers
 from pgcdc.source.postgres.snapshot.releases import Release, Releases, Staged, deleted_rows, snapshot_mark
-from pgcdc.source.postgres.snapshot.requests import RequestQueue, RequestState, change_queue, describe, make_request
-from pgcdc.source.postgres.snapshot.window import Chunk, StreamedXids, Window, key_moves, rows_of
+from pgcdc.source.postgres.snapshot.requests import RequestQueue, RequestState
+from pgcdc.source.postgres.snapshot.window import (
+    Chunk,
+    MovedKeys,
+    StreamedXids,
+    Window,
+    is_visible,
+    key_moves,
+    read_candidates,
+    rows_of,
+)
 from pgcdc.spool.schema import CHANGES
 from pgcdc.spool.segment import CaptureBatch
 
@@ -46,7 +52,7 @@ CHUNK_S = 0.1
 MAX_REST_S = 1.0
 KEYS_PER_CHUNK = 5_000
 MAX_DISCARDS = 8
-RETRY_S, MAX_RETRY_S = 0.1, 5.0
+RETRY_S, MAX_UNSEEN_S = 0.1, 5.0
 
 
 @dataclass(slots=True)
@@ -67,29 +73,32 @@ class _Attempt:
     is_cancelled: bool = False
 
 
-class IncrementalSnapshots:
-    """Works in the loop of the capture process: every method returns at once, what takes time is the reader's."""
+class BesideStream:
+    """Works off the requests, one after the other."""
 
     def __init__(
-        self, url: str, publications: Sequence[str], state: StateDir, releases: Releases, application_name: str, *,
-        chunk_size: int = 0, chunk_delay_s: float = 0.0,
-    ) -> None:  # fmt: skip
-        """`chunk_size` and `chunk_delay_s` are for requests that say nothing of it; 0 rows: what is read in a moment."""
-        self.queue = RequestQueue(state.requests_file)
-        self.reader = Readers(url, publications, application_name)
-        self._publications = tuple(publications)
-        self._folder = state.snapshot
-        self._releases = releases
+        self, options: PostgresOptions, folder: Path, queue: RequestQueue, releases: Releases, readers: Readers
+    ) -> None:
+        self._options, self._folder = options, folder
+        self._queue, self._releases, self._readers = queue, releases, readers
         self._attempt: _Attempt | None = None
         self._known: tuple[str, PublishedTable | None] = ("", None)
         """What the table of a request is like; the stream has passed the moment in which it was found so."""
         self._xids = StreamedXids()
         self._moved: dict[str, MovedKeys] = {}
-        self._chunk_size, self._chunk_delay_s = chunk_size, chunk_delay_s
         self._size, self._due = FIRST_ROWS, 0.0
-        self._discards = self._failures = self._unseen = 0
+        self._discards = self._retries = 0
         self._pace: tuple[str, float, int] = ("", 0.0, 0)
         self._recover()
+
+    def _recover(self) -> None:
+        """What was released, but is not in the file of requests: a crash came between."""
+        for note, _ in self._releases.found:
+            known = {one.id: one for one in self._queue.entries()}.get(note.get("request", ""))
+            if known is not None and note["after"]["chunks"] > known.chunks:
+                self._advance(known.id, note["after"])
+        self._queue.retry_all()
+        self._forget_ended()
 
     @property
     def target_lsn(self) -> int:
@@ -100,11 +109,11 @@ class IncrementalSnapshots:
     @property
     def is_pending(self) -> bool:
         """Whether something that was asked for is still to be read; what waits for another attempt is not waited for."""
-        return any(one.status in ("queued", "running") and not one.error for one in self.queue.entries())
+        return any(one.status in ("queued", "running") and not one.error for one in self._queue.entries())
 
     def due_s(self) -> float:
         """How long until `step` may have something to do of itself."""
-        idle = self._attempt is None and self.queue.next() is not None
+        idle = self._attempt is None and self._queue.next() is not None
         return max(0.0, self._due - time.monotonic()) if idle else 60.0
 
     def see(self, batch: CaptureBatch) -> None:
@@ -113,7 +122,7 @@ class IncrementalSnapshots:
             return
         self._xids.add(batch.transactions.column("xid").to_numpy())
         window = self._attempt.window if self._attempt is not None else None
-        moving = [one for one in self.queue.entries() if one.oid and not one.is_ended and not one.request.keys_file]
+        moving = [one for one in self._queue.entries() if one.oid and not one.is_ended and not one.request.keys_file]
         oids = {one.oid for one in moving} | ({window.oid} if window is not None else set())
         if not oids:
             return
@@ -142,27 +151,24 @@ class IncrementalSnapshots:
             read = self._attempt.read
             if read is not None and end.commit >= read.lsn and Releases.has_place(end):
                 release = self._finish(self._attempt, read, end)
-        if may_work and self._attempt is None and not self.reader.is_busy and time.monotonic() >= self._due:
+        if may_work and self._attempt is None and not self._readers.orders and time.monotonic() >= self._due:
             self._begin()
         return release
-
-    def close(self) -> None:
-        self.reader.close()
 
     # --- from request to order
 
     def _begin(self) -> None:
-        state = self.queue.next()
+        state = self._queue.next()
         if state is None:
-            self.reader.close()  # no process is kept for nothing
+            self._readers.close()  # no process is kept for nothing
             return
         if state.is_retried:
-            state = self.queue.retry(state.id)
+            state = self._queue.retry(state.id)
         if self._pace[0] != state.id:
             self._pace, self._size, self._discards = (state.id, time.monotonic(), state.rows), FIRST_ROWS, 0
         request = state.request
         known = self._known[1] if self._known[0] == state.id else None
-        limit = request.chunk_size or self._chunk_size or self._size
+        limit = request.chunk_size or self._options.snapshot_chunk_size or self._size
         low, high = request.low, request.high
         order = ChunkOrder(request.table, state.oid, known, request.where, state.last_key, low, high, limit=limit)
         window, done = None, -1
@@ -174,7 +180,7 @@ class IncrementalSnapshots:
                 self._fail(state.id, error)
                 return
         self._attempt = _Attempt(state.id, order, window, self._xids.copy(), done)
-        self.reader.start(order)
+        self._readers.start(order)
 
     def _choose_keys(self, state: RequestState, order: ChunkOrder, known: PublishedTable) -> tuple[ChunkOrder, int]:
         """Not the next keys of the table, but those that are given."""
@@ -195,19 +201,17 @@ class IncrementalSnapshots:
     # --- what was read
 
     def _collect(self) -> None:
-        taken = self.reader.take()
+        taken = self._readers.take()
         if taken is None:
-            if self._attempt is not None and self._attempt.is_cancelled and not self.reader.is_busy:
+            if self._attempt is not None and self._attempt.is_cancelled and not self._readers.orders:
                 self._attempt = None
             return
-        found = taken[1]
+        found, attempt = taken[1], self._attempt
         assert not isinstance(found, Staged)
-        attempt, failures, self._failures = self._attempt, self._failures, 0
         if attempt is None or attempt.is_cancelled:
             self._attempt = None
         elif isinstance(found, ConnectionLost):
-            self._failures = failures + 1
-            self._retry(reconnect_delay_s(failures))
+            self._retry(reconnect_delay_s(self._retries))
         elif isinstance(found, PgcdcError):
             self._attempt = None
             self._fail(attempt.id, found)
@@ -217,13 +221,12 @@ class IncrementalSnapshots:
         elif found.table != attempt.order.known:
             self._known = ("", None)
             self._discard(attempt, "its columns or what is published of it change all the time")
-        elif StreamedXids.unseen(attempt.xids, found.snapshot):
+        elif not is_visible(attempt.xids.astype(np.int64), found.snapshot).all():
             # A commit that was streamed, but is not visible yet. With synchronous replication that may take long.
-            self._unseen += 1
-            self._retry(min(RETRY_S * 2.0**self._unseen, MAX_RETRY_S))
+            self._retry(min(RETRY_S * 2.0**self._retries, MAX_UNSEEN_S))
         else:
-            self._unseen = 0
-            hit("incremental.read")
+            self._retries = 0
+            hit("beside.read")
             order, names, key = attempt.order, attempt.order.columns, found.table.key
             attempt.read = found
             attempt.chunk = Chunk(found.values, len(names), tuple(names.index(name) for name in key))
@@ -234,6 +237,7 @@ class IncrementalSnapshots:
 
     def _retry(self, delay_s: float) -> None:
         self._attempt, self._due = None, time.monotonic() + delay_s
+        self._retries += 1
 
     def _discard(self, attempt: _Attempt, reason: str) -> None:
         """Read the chunk again; not forever."""
@@ -246,15 +250,15 @@ class IncrementalSnapshots:
     def _fail(self, name: str, error: PgcdcError) -> None:
         logger.warning("snapshot %s: %s", name, error)
         self._discards = 0
-        if not self.queue[name].is_ended:
-            self.queue.fail(name, str(error), for_good=isinstance(error, NeverReadable))
+        if not self._queue[name].is_ended:
+            self._queue.fail(name, str(error), for_good=isinstance(error, NeverReadable))
         self._forget_ended()
 
     # --- release
 
     def _finish(self, attempt: _Attempt, read: ChunkRead, end: Position) -> Release | None:
         """The stream has passed what was read."""
-        state = self.queue[attempt.id]
+        state = self._queue[attempt.id]
         self._attempt = None
         if state.status not in ("queued", "running") or attempt.is_cancelled:  # paused or stopped meanwhile
             return None
@@ -263,7 +267,7 @@ class IncrementalSnapshots:
             is_part = one.where or one.low or one.high or one.keys_file
             self._known = (state.id, read.table)
             estimated = 0 if is_part else read.estimated_rows
-            self.queue.begin(state.id, oid=read.table.relation.oid, estimated_rows=estimated)
+            self._queue.begin(state.id, oid=read.table.relation.oid, estimated_rows=estimated)
             return None
         if attempt.window.relations - {read.table.relation}:
             self._known = ("", None)
@@ -296,19 +300,19 @@ class IncrementalSnapshots:
         release = None
         if made:
             staged = self._releases.stage(made, read.time_us)
-            hit("incremental.staged")
+            hit("beside.staged")
             release = self._releases.add(end, staged, relation, {"request": state.id, "after": after})
         self._advance(state.id, after)
-        hit("incremental.advanced")
+        hit("beside.advanced")
         self._adapt(attempt, read)
         self._due = time.monotonic() + self._rest_s(attempt, state)
         return release
 
     def _rest_s(self, attempt: _Attempt, state: RequestState) -> float:
         """What was asked for. If nothing was: half of the time belongs to the stream."""
-        if given := state.request.chunk_delay_s or self._chunk_delay_s:
+        if given := state.request.chunk_delay_s or self._options.snapshot_chunk_delay:
             return given
-        is_adaptive = not (state.request.chunk_size or self._chunk_size)
+        is_adaptive = not (state.request.chunk_size or self._options.snapshot_chunk_size)
         return min(time.monotonic() - attempt.begun, MAX_REST_S) if is_adaptive else 0.0
 
     def _after(self, attempt: _Attempt, read: ChunkRead, state: RequestState) -> dict[str, Any]:
@@ -328,7 +332,7 @@ class IncrementalSnapshots:
         return {"last_key": last_key, "moved_done": moved_done, "is_last": is_last}
 
     def _advance(self, name: str, after: dict[str, Any]) -> None:
-        self.queue.advance(name, **after)
+        self._queue.advance(name, **after)
         if name in self._moved:
             self._moved[name].move_on()
         if after["is_last"]:
@@ -359,41 +363,15 @@ class IncrementalSnapshots:
         size = min(max(int(read.rows * factor), MIN_ROWS), MAX_ROWS)
         self._size = max(1, min(size, int(read.rows * CHUNK_BYTES / max(read.nbytes, 1))))
 
-    # --- after a crash, and for status
-
-    def _recover(self) -> None:
-        """What was released, but is not in requests.json: a crash came between."""
-        for release in self._releases.after(Position.at(0, 0)):
-            after = release.note.get("after", {})
-            known = {one.id: one for one in self.queue.entries()}.get(release.note.get("request", ""))
-            if known is not None and after["chunks"] > known.chunks:
-                self._advance(known.id, after)
-        self.queue.retry_all()
-        self._forget_ended()
-
     def _forget_ended(self) -> None:
-        going = {one.id for one in self.queue.entries() if not one.is_ended}
+        going = {one.id for one in self._queue.entries() if not one.is_ended}
         for path in self._folder.glob("moved-*.jsonl"):
             if (name := path.stem.removeprefix("moved-")) not in going:
                 self._moved.pop(name, None)
                 path.unlink()
 
-    def answer(self, content: dict[str, Any], sql: Connection | None) -> dict[str, Any]:
-        """Do what is asked over the control socket: `action` is add, pause, resume, stop or list.
-
-        A table is looked at first, so that a refusal comes at once. All that is known comes back under `snapshots`.
-        """
-        if content["action"] == "add":
-            request = make_request(content)
-            request.check()
-            if sql is None or sql.closed:
-                raise ConnectionLost("the server is not connected")
-            with explain_errors("look at the table"):
-                check_table(sql, find_table(sql, self._publications, request.table), request.where)
-        return change_queue(self.queue, content) | {"snapshots": self.status()}
-
     def status(self) -> list[dict[str, Any]]:
         """For `pgcdc status`: every request, and how long it may take."""
         name, begun, rows = self._pace
         elapsed = max(time.monotonic() - begun, 0.001)
-        return [describe(one, (one.rows - rows) / elapsed if one.id == name else None) for one in self.queue.entries()]
+        return [describe(one, (one.rows - rows) / elapsed if one.id == name else None) for one in self._queue.entries()]

@@ -1,0 +1,381 @@
+"""All snapshots of a pipeline, in the loop of its capture process: every method returns at once, readers take the time.
+
+There is one file of state (`requests.py`), one set of readers, and one log of releases. Rows come in one of two ways:
+
+- *First*, here: the tables of the initial snapshot, in a snapshot that is held for them, chunks side by side. The stream is
+  not read before all of them are released (the slot keeps it): rows and changes are in order without any comparison.
+- *Beside* the stream (`beside.py`): every other request, by key, each chunk in a snapshot of its own.
+
+A held snapshot can be lost: its holder was killed, the server was restarted, the time limit was reached, or a table was
+truncated or rewritten. What is staged is released all the same. Tables of which nothing is released yet are read in a new
+snapshot, and the stream leaves out what that one saw (`window.leave_out`). The rest of a table that is released in part
+becomes requests: it is read beside the stream.
+
+What is durable comes in this order: the rows, the log of releases with a note (which chunk of which table, or how far a
+request is), and of requests their file. A crash before the log: the chunk is read again, unless its file is whole. After
+it: the note tells.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import psycopg
+
+from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, StateError, reconnect_delay_s
+from pgcdc.core.failpoint import hit
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Op
+from pgcdc.core.state import StateDir
+from pgcdc.postgres.database import Connection, NoRight, explain_errors
+from pgcdc.postgres.lsn import format_lsn
+from pgcdc.source.postgres.options import PostgresOptions
+from pgcdc.source.postgres.snapshot.asking import change_queue, check_table, find_table, make_request
+from pgcdc.source.postgres.snapshot.beside import BesideStream
+from pgcdc.source.postgres.snapshot.chunks import CHUNK_BYTES, plan_tables
+from pgcdc.source.postgres.snapshot.held import hold_for_long, is_held, let_all_go, let_go
+from pgcdc.source.postgres.snapshot.reader import Answer, Readers, StageOrder
+from pgcdc.source.postgres.snapshot.releases import Release, Releases, Staged, chunk_of, find_staged, snapshot_mark
+from pgcdc.source.postgres.snapshot.requests import PlannedTable, RequestQueue, SkipRule
+
+logger = logging.getLogger("pgcdc.capture")
+
+READERS = max(1, min(4, os.cpu_count() or 1))
+STAGED_BYTES = 4 * CHUNK_BYTES
+"""So much may wait on disk for a spool that is full, or a capture that is slower than its readers."""
+LOCKED_S = 2.0
+"""How long to do other things when a table is locked."""
+HELD_INTERVAL_S = 0.5
+MAX_LOSSES = 3
+"""A snapshot that is lost so often before one row of it is released will never be read."""
+WARN_AFTER_S = 600.0
+
+
+class Snapshots:
+    """Those of one state directory. Not thread-safe."""
+
+    def __init__(
+        self, options: PostgresOptions, publications: Sequence[str], state: StateDir, base: Position, name: str
+    ) -> None:
+        """`base` is what nobody needs again; `name` is that of the readers' sessions."""
+        self._options, self._publications, self._state = options, tuple(publications), state
+        self._folder = state.snapshot
+        self.queue = RequestQueue(state.requests_file)
+        self.releases = Releases(self._folder, base, keeps_log=self.queue.initial.is_active)
+        self.readers = Readers(options.db, publications, name, READERS)
+        self.beside = BesideStream(options, self._folder, self.queue, self.releases, self.readers)
+        self._held: set[int] = set()
+        self._changed: dict[int, str] = {}
+        """Tables that could not be read in their snapshot, and why."""
+        self._losses, self._failures = 0, 0
+        self._held_due = self._read_due = self._plan_due = 0.0
+        self._paces: dict[int, tuple[float, int]] = {}
+        """When the first rows of a table were released, and how many these were."""
+        self._warning = ""
+        self.rules: list[SkipRule] = []
+        """What the stream has to leave out."""
+        self._recover()
+
+    def _recover(self) -> None:
+        """What was released or staged, and is not in the file of state: a crash came between."""
+        plan = self.queue.initial
+        for note, rows in self.releases.found:
+            if "initial" in note:
+                plan.note(note["initial"], note["what"], rows)
+        if not plan.is_active:
+            self._clean_up()
+            return
+        files = {chunk_of(path): path for path in self._folder.glob("*.arrow")}
+        for table in plan.unfinished:
+            table.staged = {name: find_staged(files[name]) for name in table.chunks or () if name in files}
+        self.releases.remove_unknown({one.file for table in plan.unfinished for one in table.staged.values()})
+
+    # --- what the stream asks
+
+    @property
+    def is_first(self) -> bool:
+        """Whether there are rows to come before the stream."""
+        return self.queue.initial.is_active
+
+    @property
+    def holds_stream(self) -> bool:
+        """Whether the stream is not to be read, now or at all."""
+        rest = [one for one in self.queue.entries() if one.request.kind == "initial"]  # is read beside the stream
+        has_rest = any(one.status in ("queued", "running") for one in rest)
+        return self.is_first or (self._options.is_snapshot_only and not has_rest)
+
+    @property
+    def initial_end(self) -> Position | None:
+        """Where the rows of the initial snapshot end; that of nothing without one, None while it is under way."""
+        if self.is_first:
+            return None
+        done = self.queue.initial.completed
+        return Position.parse(done["end"]) if done else Position.at(0, 0)
+
+    def step(self, end: Position, *, may_work: bool) -> Release | None:
+        """Go on. `end` is where the spool ends; if it `may_work`, everything that was read is in the spool.
+
+        A release that is returned is durable; it has to be made visible before anything else.
+        """
+        if not self.is_first:
+            return self.beside.step(end, may_work=may_work)
+        try:
+            while (taken := self.readers.take()) is not None:
+                order, answer = taken
+                assert isinstance(order, StageOrder)
+                self._note_staged(order, answer)
+            return self._step_first(end, may_work)
+        except NoRight as error:
+            raise SourceError(error.message, f"{error.advice} (nothing is lost: start again after that)") from None
+
+    def close(self) -> None:
+        """End the processes that read."""
+        self.readers.close()
+
+    # --- first: tables of the initial snapshot
+
+    def _step_first(self, end: Position, may_work: bool) -> Release | None:
+        plan = self.queue.initial
+        self._look_at_holds()
+        while self.readers.is_free and (work := next(self._unread(), None)) is not None:
+            table, chunk = work
+            snapshot, cut = plan.holds[table.hold].name, (table.chunks or {})[chunk]
+            self.readers.start(StageOrder(chunk, snapshot, table.published, cut, self._folder))
+        if not may_work:
+            return None
+        for table in plan.unfinished:
+            # Rows without a key cannot be read in two snapshots: all or nothing.
+            is_ready = table.is_whole or (table.staged and table.published.key)
+            if is_ready and (release := self._release_first(table, end)) is not None:
+                return release
+        if time.monotonic() >= self._plan_due:
+            self._plan_lost()
+        if plan.tables is not None and not plan.unfinished:
+            done = plan.complete(end)
+            self.queue.save()
+            logger.info("the initial snapshot is complete: %d rows in %.1f s", done["rows"], done["seconds"])
+            self._clean_up()
+        return None
+
+    def _unread(self) -> Iterator[tuple[PlannedTable, str]]:
+        """What is to be read next. Of tables with a key not too much waits to be released; others are staged whole."""
+        tables = self.queue.initial.unfinished
+        staged_bytes = sum(one.written[0] for table in tables if table.published.key for one in table.staged.values())
+        taken = {order.id for order in self.readers.orders if isinstance(order, StageOrder)}
+        for table in tables:
+            is_enough = staged_bytes > STAGED_BYTES and table.published.key
+            if is_enough or self._is_lost(table) or time.monotonic() < self._read_due:
+                continue
+            yield from ((table, one) for one in table.chunks or () if one not in table.staged and one not in taken)
+
+    def _note_staged(self, order: StageOrder, answer: Answer) -> None:
+        table = (self.queue.initial.tables or {}).get(order.known.relation.oid)
+        if table is None or order.id not in (table.chunks or ()):  # it was planned in another way meanwhile
+            return
+        if isinstance(answer, Staged):
+            hit("driver.staged")
+            table.staged[order.id] = answer
+            self._failures = 0
+        elif isinstance(answer, ConnectionLost):
+            logger.warning("table %s: %s; it is tried again", table.published.title, answer.message)
+            self._read_due = time.monotonic() + reconnect_delay_s(self._failures)
+            self._failures += 1
+        elif isinstance(answer, SourceError) and not isinstance(answer, NoRight):
+            self._changed.setdefault(table.oid, answer.message)
+        else:
+            assert isinstance(answer, PgcdcError)
+            raise answer
+
+    def _release_first(self, table: PlannedTable, end: Position) -> Release | None:
+        """What comes next of a table: its start, rows, or its end. None: there is nothing more, for now."""
+        if not table.is_started:
+            return self._put(table, "started", self._mark(table, Op.SNAPSHOT_STARTED), end)
+        for name, staged in list(table.staged.items()):
+            self._losses = 0
+            if staged.rows:
+                release = self._put(table, name, staged, end)
+                self._paces.setdefault(table.oid, (time.monotonic(), table.rows))
+                return release
+            self.queue.initial.note(table.oid, name, 0)  # its file stays: it says that the chunk was read
+        if table.chunks:
+            return None
+        logger.info("table %s: %d rows", table.published.title, table.rows)
+        return self._put(table, "complete", self._mark(table, Op.SNAPSHOT_COMPLETED), end)
+
+    def _mark(self, table: PlannedTable, op: Op) -> Staged:
+        name = f"initial-{format_lsn(self.queue.initial.lsn)}"
+        return self.releases.stage([snapshot_mark(op, name, "initial", table.published.relation, table.rows)])
+
+    def _put(self, table: PlannedTable, what: str, staged: Staged, end: Position) -> Release:
+        """Into the stream, with a note that tells after a crash."""
+        release = self.releases.add(end, staged, table.published.relation, {"initial": table.oid, "what": what})
+        self.queue.initial.note(table.oid, what, staged.rows)
+        return release
+
+    # --- snapshots that are held, and lost
+
+    def _look_at_holds(self) -> None:
+        """See which snapshots are held, and let go of those that nobody needs. The youngest may still get its tables."""
+        if (now := time.monotonic()) < self._held_due:
+            return
+        self._held_due = now + HELD_INTERVAL_S
+        plan = self.queue.initial
+        self._held = {number for number, one in plan.holds.items() if is_held(self._folder, one)}
+        needed = {max(plan.holds, default=0), *(table.hold for table in plan.unfinished if table.chunks)}
+        let_go(self._folder, *(plan.holds[number] for number in self._held - needed))
+        self._warn()
+
+    def _is_lost(self, table: PlannedTable) -> bool:
+        return table.chunks is None or table.oid in self._changed or table.hold not in self._held
+
+    def _plan_lost(self) -> None:
+        """Plan what was not planned, and see that the rest of every table whose snapshot was lost is read otherwise."""
+        plan = self.queue.initial
+        lost = [table for table in plan.unfinished if not table.is_whole and self._is_lost(table)]
+        for table in lost:
+            if table.rows:
+                self._move(table)
+        again = {table.oid: table for table in lost if not table.rows}
+        try:
+            if plan.tables is None:
+                self._plan(0, None)
+            elif again:
+                self._plan_again(again)
+        except SourceError as error:
+            if not isinstance(error.__cause__, psycopg.errors.LockNotAvailable):
+                raise
+            logger.info("%s; it is tried again", error.message)
+            self._plan_due = time.monotonic() + LOCKED_S
+
+    def _move(self, table: PlannedTable) -> None:
+        if not table.published.key:  # it is released when all of it is staged: somebody has deleted what is missing
+            raise StateError(
+                f"rows of table {table.published.title} are missing in {self._folder}",
+                "Restore the state directory from a backup, or start over with a new slot and a new --state-dir",
+            )
+        self.queue.move_rest(table)
+        hit("driver.moved")
+        logger.warning("the snapshot of table %s was lost: its rest is read by key", table.published.title)
+
+    def _plan_again(self, tables: dict[int, PlannedTable]) -> None:
+        names = ", ".join(sorted(table.published.title for table in tables.values()))
+        why = next((self._changed[oid] for oid in tables if oid in self._changed), "the snapshot was lost")
+        if self._losses >= MAX_LOSSES:
+            raise SourceError(
+                f"the rows of {names} cannot be read: {MAX_LOSSES} snapshots were lost before the first of them was "
+                f"delivered (the last one: {why})",
+                "Start again when the tables are left alone; a large table without a key needs more time: "
+                "--snapshot-hold-limit",
+            )
+        self._plan(max(table.hold for table in tables.values()), tables)
+        self._losses += 1
+        logger.warning("%s: %s; what is not released yet is read in a new snapshot", names, why)
+
+    def _plan(self, last: int, tables: dict[int, PlannedTable] | None) -> None:
+        """Plan these tables (None: all) in a snapshot behind number `last`: one that is held already, or one of now.
+
+        What that one sees is left out of the stream.
+        """
+        plan = self.queue.initial
+        hold = next((one for one in plan.holds.values() if one.number > last and is_held(self._folder, one)), None)
+        if hold is None:
+            number, limit_s = max(plan.holds, default=0) + 1, self._options.snapshot_hold_limit
+            hold = plan.holds[number] = hold_for_long(self._options.db, self._state, number, limit_s=limit_s)
+            self.queue.save()
+        found = plan_tables(self._options.db, self._publications, hold.name, None if tables is None else set(tables))
+        if found is None:
+            return
+        plan.tables = plan.tables or {}
+        for published, made in found:
+            table = PlannedTable(published, hold.number, None)
+            if made is not None:
+                table.chunks = {f"{table.oid}-{hold.number}-{number}": chunk for number, chunk in enumerate(made[0])}
+                table.estimated_rows = made[1]
+            table.is_started = tables is not None and tables[table.oid].is_started
+            self._changed.pop(table.oid, None)
+            plan.tables[table.oid] = table
+        for oid, gone in (tables or {}).items():
+            if plan.tables[oid] is gone:
+                logger.warning("table %s is gone: nothing is left to be read of it", gone.published.title)
+                gone.ended = "gone"
+        self._held.add(hold.number)
+        self.queue.save()
+        hit("driver.planned")
+
+    def _clean_up(self) -> None:
+        """Nothing is held and nothing waits."""
+        self.rules = self.queue.initial.rules
+        self.readers.close()
+        let_all_go(self._folder)
+        self.releases.keeps_log = False
+        self.releases.remove_unknown(())
+
+    # --- for people
+
+    def answer(self, content: dict[str, Any], sql: Connection | None) -> dict[str, Any]:
+        """Do what is asked over the control socket: `action` is add, pause, resume, stop or list.
+
+        A table is looked at first, so that a refusal comes at once. All that is known comes back under `snapshots`.
+        """
+        if content["action"] == "add":
+            request = make_request(content)
+            request.check()
+            if sql is None or sql.closed:
+                raise ConnectionLost("the server is not connected")
+            with explain_errors("look at the table"):
+                check_table(sql, find_table(sql, self._publications, request.table), request.where)
+        return change_queue(self.queue, content) | {"snapshots": self.beside.status()}
+
+    def status(self, server_lsn: int) -> dict[str, Any] | None:
+        """Rows, percent, rate and time left of each table of the initial snapshot, and how long what is held."""
+        plan = self.queue.initial
+        if plan.completed is not None:
+            kept = ("rows", "seconds", "tables", "end", "time")
+            return {"status": "complete", **{name: plan.completed[name] for name in kept}}
+        if not plan.lsn:
+            return None
+        return {
+            "status": "reading" if plan.tables is not None else "planning",
+            "tables": [self._table_status(table) for table in (plan.tables or {}).values()],
+            "held_seconds": round(self._held_s(), 1),
+            "hold_limit_seconds": self._options.snapshot_hold_limit,
+            "wal_held_bytes": max(0, server_lsn - plan.lsn),
+            "warning": self._warning or None,
+        }
+
+    def _table_status(self, table: PlannedTable) -> dict[str, Any]:
+        began, before = self._paces.get(table.oid, (time.monotonic(), table.rows))
+        elapsed_s = time.monotonic() - began
+        rate = (table.rows - before) / elapsed_s if elapsed_s > 1 else 0.0
+        total = max(table.estimated_rows, table.rows)
+        return {
+            "table": table.published.title,
+            "status": table.ended or ("reading" if table.is_started else "waiting"),
+            "rows": table.rows,
+            "estimated_rows": total,
+            "percent": round(100.0 if table.ended or not total else 100.0 * table.rows / total, 1),
+            "rows_per_s": round(rate),
+            "seconds_left": round((total - table.rows) / rate) if rate and not table.ended else None,
+        }
+
+    def _held_s(self) -> float:
+        times = [hold.time for number, hold in self.queue.initial.holds.items() if number in self._held]
+        return time.time() - min(times) if times else 0.0
+
+    def _warn(self) -> None:
+        """After ten minutes, and when half and nine tenths of the time are over."""
+        limit_s, held_s = self._options.snapshot_hold_limit, self._held_s()
+        passed = [after for after in sorted((WARN_AFTER_S, limit_s / 2, limit_s * 0.9)) if held_s >= after]
+        if not passed:
+            return
+        text = (
+            f"the initial snapshot has been held for more than {round(passed[-1] / 60)} minutes: VACUUM cannot clean up "
+            f"behind it, and WAL is kept; it is given up after {round(limit_s / 60)} minutes (--snapshot-hold-limit)"
+        )
+        if text != self._warning:
+            self._warning = text
+            logger.warning("%s", text)
