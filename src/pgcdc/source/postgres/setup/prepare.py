@@ -41,7 +41,7 @@ from pgcdc.source.postgres.setup.slots import (
 )
 from pgcdc.source.postgres.setup.tables import PublishedTable, read_published
 from pgcdc.source.postgres.snapshot.asking import check_readable, drop_signal_table, ensure_signal_table, request_all
-from pgcdc.source.postgres.snapshot.held import Hold, hold_for_long, let_all_go
+from pgcdc.source.postgres.snapshot.held import Hold, hold_for_long, let_go
 from pgcdc.source.postgres.snapshot.requests import RequestQueue
 from pgcdc.source.postgres.toast.identity_rules import check_cacheable, check_full
 from pgcdc.source.postgres.wire.binary.decoder import check_columns
@@ -311,7 +311,7 @@ def _begin(
     if started is None:
         undo.callback(state.identity_file.unlink, missing_ok=True)
     state.save_identity(identity)
-    let_all_go(state.snapshot)  # of an attempt that was killed
+    let_go(state.snapshot)  # of an attempt that was killed
     hold: Hold | None = None
     if options.temporary_slot:
         lsn = 1  # the capture creates the slot on its own connection and begins there
@@ -339,7 +339,7 @@ def _create_slot(
         undo.callback(_remove_slot, url, name)
         if not exported:
             return lsn, None
-        undo.callback(let_all_go, state.snapshot)
+        undo.callback(let_go, state.snapshot)
         # while the connection of the slot is open
         hold = hold_for_long(url, state, 1, limit_s=options.snapshot_hold_limit, exported=exported[0])
         return lsn, hold

@@ -133,7 +133,7 @@ class BesideStream:
             if mine and (moves := key_moves(rows, relation)):
                 columns = [column.name for column in relation.columns if column.is_key]
                 for one in mine:
-                    self._moved_of(one.id).add(moves, columns, one.moved_done)
+                    self._moved_of(one.id).add(moves, columns, one.keys_done)
 
     def lose(self) -> None:
         """The connection of the stream is gone: what the server forgets in a crash must not be released."""
@@ -184,14 +184,13 @@ class BesideStream:
 
     def _choose_keys(self, state: RequestState, order: ChunkOrder, known: PublishedTable) -> tuple[ChunkOrder, int]:
         """Not the next keys of the table, but those that are given."""
-        if state.request.keys_file:
-            begin = int(state.last_key[0]) if state.last_key else 0
-            keys, done = read_candidates(state.request.keys_file, begin, KEYS_PER_CHUNK, known)
-            return replace(order, keys=keys, after=None, only_keys=True), done
-        if state.moved_done >= 0:
-            keys, done = self._moved_of(state.id).read(state.moved_done, KEYS_PER_CHUNK, known.key)
-            return replace(order, keys=keys, after=None, low=None, high=None), done
-        return order, -1
+        if state.keys_done < 0:
+            return order, -1
+        if file := state.request.keys_file:
+            keys, done = read_candidates(file, state.keys_done, KEYS_PER_CHUNK, known)
+        else:
+            keys, done = self._moved_of(state.id).read(state.keys_done, KEYS_PER_CHUNK, known.key)
+        return replace(order, keys=keys, after=None, low=None, high=None, only_keys=bool(file)), done
 
     def _moved_of(self, name: str) -> MovedKeys:
         if name not in self._moved:
@@ -317,19 +316,18 @@ class BesideStream:
 
     def _after(self, attempt: _Attempt, read: ChunkRead, state: RequestState) -> dict[str, Any]:
         """How far the request is with this chunk."""
-        last_key, moved_done = state.last_key, state.moved_done
+        last_key, keys_done = state.last_key, attempt.keys_done
         if state.request.keys_file:
-            last_key, is_last = (str(attempt.keys_done),), attempt.order.keys == ()
-        elif moved_done >= 0:
-            moved_done = attempt.keys_done
-            is_last = moved_done >= self._moved_of(state.id).nbytes
+            is_last = attempt.order.keys == ()
+        elif keys_done >= 0:
+            is_last = keys_done >= self._moved_of(state.id).nbytes
         else:
             if read.rows and attempt.chunk is not None:
                 row = attempt.chunk.row(read.rows - 1)
                 last_key = tuple((row[place] or b"").decode() for place in attempt.chunk.key)
             is_last = read.is_last and not self._moved_of(state.id).nbytes
-            moved_done = 0 if read.is_last and not is_last else -1
-        return {"last_key": last_key, "moved_done": moved_done, "is_last": is_last}
+            keys_done = 0 if read.is_last and not is_last else -1
+        return {"last_key": last_key, "keys_done": keys_done, "is_last": is_last}
 
     def _advance(self, name: str, after: dict[str, Any]) -> None:
         self._queue.advance(name, **after)

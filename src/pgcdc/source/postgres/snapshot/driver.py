@@ -37,7 +37,7 @@ from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.postgres.snapshot.asking import change_queue, check_table, find_table, make_request
 from pgcdc.source.postgres.snapshot.beside import BesideStream
 from pgcdc.source.postgres.snapshot.chunks import CHUNK_BYTES, plan_tables
-from pgcdc.source.postgres.snapshot.held import hold_for_long, is_held, let_all_go, let_go
+from pgcdc.source.postgres.snapshot.held import hold_for_long, is_held, let_go
 from pgcdc.source.postgres.snapshot.reader import Answer, Readers, StageOrder
 from pgcdc.source.postgres.snapshot.releases import Release, Releases, Staged, chunk_of, find_staged, snapshot_mark
 from pgcdc.source.postgres.snapshot.requests import PlannedTable, RequestQueue, SkipRule
@@ -226,7 +226,7 @@ class Snapshots:
         plan = self.queue.initial
         self._held = {number for number, one in plan.holds.items() if is_held(self._folder, one)}
         needed = {max(plan.holds, default=0), *(table.hold for table in plan.unfinished if table.chunks)}
-        let_go(self._folder, *(plan.holds[number] for number in self._held - needed))
+        let_go(self._folder, {one.file for number, one in plan.holds.items() if number in needed})
         self._warn()
 
     def _is_lost(self, table: PlannedTable) -> bool:
@@ -310,7 +310,7 @@ class Snapshots:
         """Nothing is held and nothing waits."""
         self.rules = self.queue.initial.rules
         self.readers.close()
-        let_all_go(self._folder)
+        let_go(self._folder)
         self.releases.keeps_log = False
         self.releases.remove_unknown(())
 

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -102,16 +102,11 @@ def is_held(folder: Path, hold: Hold) -> bool:
     return Lock.holder(folder / hold.file) is not None
 
 
-def let_go(folder: Path, *holds: Hold) -> None:
-    """End these processes."""
-    for one in holds:
-        (folder / one.file).unlink(missing_ok=True)
-
-
-def let_all_go(folder: Path) -> None:
-    """End every process that was ever started for this folder."""
+def let_go(folder: Path, kept: Collection[str] = ()) -> None:
+    """End every process that was started for this folder, but those of these files."""
     for path in folder.glob("holder-*.json"):
-        path.unlink(missing_ok=True)
+        if path.name not in kept:
+            path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -213,9 +213,9 @@ class RequestState:
     oid: int = 0
     """The table that was found under the name; 0 before the first chunk."""
     last_key: tuple[str, ...] | None = None
-    """The last key that was read and released; of the kind vanished: how many bytes of its file are done, as text."""
-    moved_done: int = -1
-    """-1 while the table is read; then how many bytes of the file of moved keys are done."""
+    """The last key that was read and released."""
+    keys_done: int = -1
+    """-1 while the table is read; then how many bytes of the file of keys, moved or vanished, are done."""
     chunks: int = 0
     """How many releases there were for it."""
     rows: int = 0
@@ -324,7 +324,7 @@ class RequestQueue:
         return self._change(state, status="running", oid=oid, estimated_rows=estimated_rows, started=started, error="")
 
     def advance(self, name: str, *, is_last: bool = False, **progress: Any) -> RequestState:
-        """A chunk was released: chunks and rows (since its beginning), last_key and moved_done are now these."""
+        """A chunk was released: chunks and rows (since its beginning), last_key and keys_done are now these."""
         ended = {"status": "done", "finished": time.time()} if is_last else {}
         progress["last_key"] = progress.get("last_key") and tuple(progress["last_key"])  # a list, after a crash
         state = self._change(self._states[name], **progress, failures=0, retry_at=0.0, **ended)
@@ -375,7 +375,8 @@ class RequestQueue:
             request.check()
             if request.id in self._states:
                 raise ConfigError(f"there is a snapshot {request.id!r} already", "Choose another id")
-        self._states |= {request.id: RequestState(request, oid=request.oid) for request in wanted}
+        for request in wanted:
+            self._states[request.id] = RequestState(request, oid=request.oid, keys_done=0 if request.keys_file else -1)
 
     def _find(self, name: str, *statuses: str) -> RequestState:
         fitting = [one for one in self._states.values() if one.status in statuses and not one.is_ended]
