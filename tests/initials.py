@@ -94,7 +94,7 @@ class Initial(Query):
     def chunks(self) -> dict[str, dict[str, Any]]:
         """The chunks of the plan."""
         plan = json.loads(self.state.requests_file.read_text())["initial"]
-        return {name: one for table in plan["tables"] or () for name, one in (table["chunks"] or {}).items()}
+        return {name: one for table in (plan["tables"] or {}).values() for name, one in (table["chunks"] or {}).items()}
 
     def staged(self) -> set[str]:
         """The chunks that were read, be they released or not."""
