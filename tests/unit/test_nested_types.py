@@ -96,6 +96,8 @@ def test_arrow_type_is_what_spark_wants_and_types_travel(name: str) -> None:
         ("hstore", 0, b'"a"=>"b"', b'"a"=>"\xff"', "a key or value: .* is not valid UTF-8"),
         ("point", 0, b"(1,2)", b"(1,x)", "a number of the point: x is not"),
         ("point", 0, b"(1,2)", b"(1,2", "it is no point"),
+        ("point", 0, b"(1,2)", b'("1,2)', "it is no point"),
+        ("vector", 0, b"[1]", b"[1,\\]", "it is no vector"),
         ("box", 0, b"(1,1),(0,0)", b"(1,1),(0,x)", "a number of the box: x is not"),
         ("path", 0, b"[(1,2),(3,4)]", b"[(1,2),(3,x)]", "a number of the path: x is not"),
         ("path", 0, b"((1,2))", b"((1,2)]", "it is no path"),

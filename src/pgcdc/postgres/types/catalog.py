@@ -287,9 +287,14 @@ def _modifier(name: str, typmod: int) -> str:
     if name == "interval":
         return _interval_modifier(typmod)
     if name == "numeric":
-        scale = ((typmod - 4) & 0x7FF ^ 0x400) - 0x400  # 11 bits with a sign
-        return f"({(typmod - 4) >> 16 & 0xFFFF},{scale})"
+        precision, scale = numeric_digits(typmod)
+        return f"({precision},{scale})"
     return f"({typmod - 4 if name in ('bpchar', 'varchar') else typmod})"
+
+
+def numeric_digits(typmod: int) -> tuple[int, int]:
+    """Precision and scale of a numeric. The scale has 11 bits with a sign: before PostgreSQL 15 none was needed."""
+    return typmod - 4 >> 16 & 0xFFFF, (typmod - 4 & 0x7FF ^ 0x400) - 0x400
 
 
 def _interval_modifier(typmod: int) -> str:

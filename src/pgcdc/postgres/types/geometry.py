@@ -19,11 +19,11 @@ from pgcdc.postgres.types.column import (
     struct_array,
     struct_of,
 )
-from pgcdc.postgres.types.split import Text, offsets_of, require
+from pgcdc.postgres.types.split import ColumnText, offsets_of, require
 
 Fields = tuple[tuple[str, int], ...]
 
-_NUMBER = r"[^()\[\]{}<>,]+"
+_NUMBER = r'[^()\[\]{}<>,"\\]+'
 _POINT = rf"\({_NUMBER},{_NUMBER}\)"
 _POINTS = rf"{_POINT}(?:,{_POINT})*"
 _VECTOR = rf"\[{_NUMBER}(?:,{_NUMBER})*\]"
@@ -36,7 +36,7 @@ def split_numbers(
 ) -> tuple[Offsets, pa.Array]:
     """The numbers of every value, and of `instead` for NULL; `pattern` says where brackets and commas stand."""
     require(values, pattern, f"it is no {name}")
-    text = Text(values, instead)
+    text = ColumnText(values, instead)
     found = text.cut(b"([{<,", b")]}>,")
     offsets = offsets_of(text.begins, found.begins)
     with rejected_as(f"a number of the {name}", offsets):

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from pgcdc.postgres.types.column import Exactness, Nested, Rejected, struct_array, struct_of
-from pgcdc.postgres.types.split import Text, find_misfit
+from pgcdc.postgres.types.split import ColumnText, find_misfit
 
 _NAMES = ("months", "days", "microseconds")
 _TYPES = (pa.int32(), pa.int32(), pa.int64())
@@ -35,7 +35,7 @@ def split_intervals(values: pa.Array) -> tuple[pa.Array, pa.Array, pa.Array]:
     for pattern in (_INTERVAL, _UNFINISHED):
         if (index := find_misfit(values, pattern)) is not None:
             raise _explain(index, values[index].as_py())
-    text = Text(values, b"PT0S")
+    text = ColumnText(values, b"PT0S")
     found = text.cut(b"PYMDTH.", b"YMDHS.")
     owners = text.owners(found.begins)
     times = found.marks[found.kinds == ord("T")]

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from pgcdc.core.errors import ConfigError
 from pgcdc.postgres.types import split
-from pgcdc.postgres.types.catalog import TypeCatalog, TypeInfo
+from pgcdc.postgres.types.catalog import TypeCatalog, TypeInfo, numeric_digits
 from pgcdc.postgres.types.column import (
     CHOICES,
     ColumnType,
@@ -66,7 +66,7 @@ def map_type(catalog: TypeCatalog, oid: int, typmod: int, ndims: int, options: T
         info = catalog.types.get(info.inner)
     if info is None:
         return _text(Exactness.TEXT, "the type is not known")
-    found = _nested_type(catalog, info, typmod, ndims, options)
+    found = _nested_type(catalog, info, typmod, ndims, options) or _PLAIN.get(info.output)
     if found is not None:
         return found
     make = _MAKERS.get(info.output)
@@ -77,14 +77,6 @@ def _text(exactness: Exactness, rule: str = "") -> Text:
     return Text(pa.string(), exactness, rule)
 
 
-def _make_number(arrow: pa.DataType, typmod: int, options: TypeOptions) -> Numbers:
-    return Numbers(arrow)
-
-
-def _make_exact_text(rule: str, typmod: int, options: TypeOptions) -> Text:
-    return _text(Exactness.EXACT, rule)
-
-
 def _make_numeric(typmod: int, options: TypeOptions) -> ColumnType:
     if options.numeric == "double":
         return Nearest(pa.float64(), Exactness.CONVERTED, "the nearest double")
@@ -92,8 +84,7 @@ def _make_numeric(typmod: int, options: TypeOptions) -> ColumnType:
         return _text(Exactness.TEXT)
     if typmod < 0:
         return _text(Exactness.TEXT, "no precision is declared")
-    precision = typmod - 4 >> 16 & 0xFFFF
-    scale = (typmod - 4 & 0x7FF ^ 0x400) - 0x400  # 11 bits with a sign; before PostgreSQL 15 it had none, nor needed it
+    precision, scale = numeric_digits(typmod)
     # numeric(3,-2) goes up to 99900, numeric(2,4) up to 0.0099.
     digits, places = max(precision - min(scale, 0), scale), max(scale, 0)
     if digits > _MAX_PRECISION:
@@ -113,30 +104,27 @@ def _make_json(typmod: int, options: TypeOptions) -> ColumnType:
     return Variants() if options.json == "variant" else _text(Exactness.TEXT)
 
 
-_Maker = Callable[[int, TypeOptions], ColumnType]
-
-_BIGINT = partial(_make_number, pa.int64())
-_PLAIN_TEXT = partial(_make_exact_text, "")
-
-_MAKERS: dict[str, _Maker] = {
-    "boolout": lambda typmod, options: Bits(pa.bool_()),
-    "int2out": partial(_make_number, pa.int16()),
-    "int4out": partial(_make_number, pa.int32()),
-    "int8out": _BIGINT,
-    "oidout": _BIGINT,  # these three have no sign: 32 bits of it need 64 with one
-    "xidout": _BIGINT,
-    "cidout": _BIGINT,
-    "float4out": partial(_make_number, pa.float32()),
-    "float8out": partial(_make_number, pa.float64()),
+_MAKERS: dict[str, Callable[[int, TypeOptions], ColumnType]] = {
     "numeric_out": _make_numeric,
-    "byteaout": lambda typmod, options: Bytes(pa.binary()),
     "date_out": partial(_make_moments, pa.date32()),
     "timestamp_out": partial(_make_moments, pa.timestamp("us")),
     "timestamptz_out": partial(_make_moments, pa.timestamp("us", "UTC")),
     "json_out": _make_json,
     "jsonb_out": _make_json,
-    "bpcharout": partial(_make_exact_text, "padded with blanks"),
-    **dict.fromkeys(("textout", "varcharout", "nameout", "charout", "xml_out", "enum_out"), _PLAIN_TEXT),
+}
+"""What depends on the modifier or on the options."""
+
+_PLAIN: dict[str, ColumnType] = {
+    "boolout": Bits(pa.bool_()),
+    "int2out": Numbers(pa.int16()),
+    "int4out": Numbers(pa.int32()),
+    # oid, xid and cid have no sign: 32 bits of it need 64 with one
+    **dict.fromkeys(("int8out", "oidout", "xidout", "cidout"), Numbers(pa.int64())),
+    "float4out": Numbers(pa.float32()),
+    "float8out": Numbers(pa.float64()),
+    "byteaout": Bytes(pa.binary()),
+    "bpcharout": _text(Exactness.EXACT, "padded with blanks"),
+    **dict.fromkeys(("textout", "varcharout", "nameout", "charout", "xml_out", "enum_out"), _text(Exactness.EXACT)),
 }
 
 
@@ -224,7 +212,7 @@ def read_ranges(values: pa.Array, bound: ColumnType) -> pa.Array:
     """A STRUCT of bounds, NULL where there is none, and of what belongs to it."""
     split.require(values, f"empty|{split.RANGE}", "it is no range, or is not quoted as it should be")
     is_empty = pc.equal(values, b"empty").fill_null(True)
-    found = split.Text(pc.if_else(is_empty, b"(,)", values)).cut(b"[(,", b",)]")
+    found = split.ColumnText(pc.if_else(is_empty, b"(,)", values)).cut(b"[(,", b",)]")
     with rejected_as("a bound", each=2):
         bounds = bound.convert(found.leaves)
     return _range_structs(found, bounds, is_empty, values)
@@ -235,7 +223,7 @@ def read_multiranges(values: pa.Array, bound: ColumnType) -> pa.Array:
     split.require(
         values, rf"\{{(?:{split.RANGE}(?:,{split.RANGE})*)?\}}", "it is no multirange, or is not quoted as it should be"
     )
-    text = split.Text(pc.binary_slice(values, 1, -1))  # without its braces
+    text = split.ColumnText(pc.binary_slice(values, 1, -1))  # without its braces
     found = text.cut(b"[(,", b",)]")
     offsets = split.offsets_of(text.begins, found.begins[::2])
     with rejected_as("a bound", offsets, each=2):

@@ -56,7 +56,7 @@ def require(values: pa.Array, pattern: str, reason: str) -> None:
         raise Rejected(index, reason)
 
 
-class Text:
+class ColumnText:
     """The text of a column, end to end."""
 
     def __init__(self, values: pa.Array, instead: bytes = b"") -> None:
@@ -158,7 +158,7 @@ def split_arrays(values: pa.Array, depth: int, delimiter: bytes) -> Lists:
         pattern = rf"\{{{pattern}(?:{comma}{pattern})*\}}"
     if (index := find_misfit(values, rf"\{{\}}|{pattern}")) is not None:
         raise _explain_array(index, values[index].as_py(), depth)
-    text = Text(values, b"{}")
+    text = ColumnText(values, b"{}")
     found = text.cut(b"{" + delimiter, b"}" + delimiter, has_null=True)
     is_open, is_closed = found.kinds == ord("{"), found.kinds == ord("}")
     level = np.cumsum(is_open.astype(np.int8) - is_closed, dtype=np.int8)
@@ -186,7 +186,7 @@ def _explain_array(index: int, text: bytes, depth: int) -> Rejected:
 def split_rows(values: pa.Array, count: int) -> pa.Array:
     """The `count` attributes of each row; of a row that is NULL each is NULL."""
     require(values, rf"\({_ATTRIBUTE}(?:,{_ATTRIBUTE})*\)", "it is no row, or is not quoted as it should be")
-    text = Text(values, b"(%b)" % (b"," * (count - 1)))
+    text = ColumnText(values, b"(%b)" % (b"," * (count - 1)))
     found = text.cut(b"(,", b",)")
     counts = np.diff(offsets_of(text.begins, found.begins))
     if (is_wrong := counts != count).any():
@@ -223,6 +223,6 @@ def split_pairs(values: pa.Array) -> Lists:
     return Lists([offsets_of(text.begins, found.begins)], found.leaves)
 
 
-def _enclose(values: pa.Array) -> Text:
+def _enclose(values: pa.Array) -> ColumnText:
     """With brackets, so that each value has a mark at both ends."""
-    return Text(pc.binary_join_element_wise(b"{", values.fill_null(b""), b"}", b""))
+    return ColumnText(pc.binary_join_element_wise(b"{", values.fill_null(b""), b"}", b""))
