@@ -11,7 +11,7 @@ import base64
 import importlib.metadata
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pgcdc.core.relation import Op
+from pgcdc.core.relation import Op, Relation
 from pgcdc.event.columns import read_shape
 from pgcdc.event.debezium_values import absent, json_texts, placeholder, write_key
 from pgcdc.event.frame import Edit, Frame, rewritten
@@ -29,11 +29,10 @@ from pgcdc.event.lines import (
     INTEGER,
     MOMENT,
     NUMBER,
-    OPERATION_OF,
-    OPERATIONS,
     RAW,
     TEXT,
     Layout,
+    by_shape_and_op,
     is_compiled,
     quote_json,
     render,
@@ -78,14 +77,14 @@ def _origins(frame: Frame, around: tuple[str, str], nothing: str) -> pa.Array:
 def render_cloudevents(frame: Frame, edit: Edit, step: Step, columns: Mapping[str, pa.Array], end: str) -> pa.Array:
     """The events of a frame, each followed by `end`; null: the chain has none for it. `columns`: `id` and `position`."""
     prefix = f"{step['type_prefix']}."
-    kinds = _by_shape_and_op(
+    kinds = _pick(
         frame,
         lambda shape, op: (
             f'","source":{quote_json(step["source"])},"type":{quote_json(prefix + op.lower())}'
             + (f',"subject":{quote_json(f"{shape.namespace}.{shape.name}")}' if shape.oid else "")
         ),
     )
-    payloads = _by_shape_and_op(
+    payloads = _pick(
         frame,
         lambda shape, op: (
             f',"datacontenttype":"application/json","data":{{"op":"{op}",'
@@ -104,14 +103,10 @@ def render_cloudevents(frame: Frame, edit: Edit, step: Step, columns: Mapping[st
     return render(frame, Layout(begin, columns["id"], heads, np.arange(len(frame), dtype=np.int32), tails), edit)
 
 
-def _by_shape_and_op(frame: Frame, write: Any) -> pa.Array:
+def _pick(frame: Frame, write: Callable[[Relation, str], str]) -> pa.Array:
     """A text for each event that its table and operation decide."""
-    places = frame.version.astype(np.int64) * len(OPERATIONS) + OPERATION_OF[frame.op]
-    present, of_row = np.unique(places, return_inverse=True)
-    texts = [
-        write(frame.shapes[place // len(OPERATIONS)], OPERATIONS[place % len(OPERATIONS)]) for place in present.tolist()
-    ]
-    return pa.array(texts, pa.string()).take(pa.array(of_row))
+    texts, of_row = by_shape_and_op(frame, lambda version, op: write(frame.shapes[version], op))
+    return texts.take(pa.array(of_row))
 
 
 # --- Debezium
@@ -181,7 +176,7 @@ def _debezium_tails(
         + json.dumps(importlib.metadata.version("pgcdc"))
         + f',"connector":"postgresql","name":{json.dumps(step["topic_prefix"])},"ts_ms":',
         _numbers(micros // 1000),
-        _by_shape_and_op(
+        _pick(
             frame,
             lambda _, op: (
                 f',"snapshot":"{"true" if op == "SNAPSHOT" else "false"}","db":{quote_json(frame.database)}'
@@ -216,7 +211,7 @@ def _debezium_tails(
         described = ['{"id":"', xids, ":", lsn, '","total_order":', ordinal, ',"data_collection_order":', order, "}"]
         block = pc.if_else(pc.equal(xid, 0), "null", _join(*described))
     times = f'","ts_ms":{now // 1000},"ts_us":{now},"ts_ns":{now}000}}{end}'
-    letters = _by_shape_and_op(frame, lambda _, op: _DEBEZIUM_OPS.get(Op[op], ""))
+    letters = _pick(frame, lambda _, op: _DEBEZIUM_OPS.get(Op[op], ""))
     tails = _join(',"source":', source, ',"transaction":', block, ',"op":"', letters, times)
     whole: npt.NDArray[np.bool_] = np.isin(frame.op, [Op.MESSAGE, Op.BEGIN, Op.COMMIT])
     if not whole.any():

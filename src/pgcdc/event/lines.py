@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from pgcdc.core.compiled import load_compiled
 from pgcdc.core.position import ORDINAL_BITS, Kind, Position
-from pgcdc.core.relation import OldKind, Op, Relation
+from pgcdc.core.relation import OldKind, Op
 from pgcdc.event.frame import I64, Edit, Frame, Replaced, dropped_columns
 
 U64 = npt.NDArray[np.uint64]
@@ -68,10 +68,22 @@ def render(frame: Frame, layout: Layout, edit: Edit = NO_EDIT) -> pa.Array:
 
 def event_layout(frame: Frame, ids: pa.Array, positions: pa.Array, *, transaction: bool, end: str) -> Layout:
     """What stands around the values of our own events, each followed by `end`."""
-    described = zip(frame.shapes, frame.channels, strict=True)
-    heads = pa.array([text for shape, channel in described for text in _heads(shape, channel)], pa.string())
-    head_of = (frame.version * len(OPERATIONS) + OPERATION_OF[frame.op]).astype(np.int32)
-    return Layout(b'{"id":"', ids, heads, head_of, _tails(frame, positions, transaction, end))
+
+    def head(version: int, op: str) -> str:
+        table = quote_json(frame.shapes[version].name if frame.shapes[version].oid else None)
+        channel = quote_json(frame.channels[version])
+        return f'","channel":{channel},"operation":"{op}","payload":{{"op":"{op}","table":{table},"row":'
+
+    return Layout(b'{"id":"', ids, *by_shape_and_op(frame, head), _tails(frame, positions, transaction, end))
+
+
+def by_shape_and_op(frame: Frame, write: Callable[[int, str], str]) -> tuple[pa.Array, npt.NDArray[np.int32]]:
+    """Texts that the number of its shape and its operation decide, and for each event which of them is its own."""
+    places = frame.version.astype(np.int64) * len(OPERATIONS) + OPERATION_OF[frame.op]
+    is_there = np.bincount(places) > 0  # not unique(), which sorts all events
+    present = (divmod(place, len(OPERATIONS)) for place in np.flatnonzero(is_there).tolist())
+    texts = pa.array([write(version, OPERATIONS[op]) for version, op in present], pa.string())
+    return texts, (np.cumsum(is_there) - 1).astype(np.int32)[places]
 
 
 class Keyed:
@@ -89,15 +101,6 @@ class Keyed:
         self.version = frame.version
         self.op = frame.op
         self.old_kind = frame.old_kind
-
-
-def _heads(shape: Relation, channel: str) -> list[str]:
-    """From the id to the row, for each operation."""
-    table = quote_json(shape.name if shape.oid else None)
-    return [
-        f'","channel":{quote_json(channel)},"operation":"{operation}","payload":{{"op":"{operation}","table":{table},"row":'
-        for operation in OPERATIONS
-    ]
 
 
 def _tails(frame: Frame, positions: pa.Array, transaction: bool, end: str) -> pa.Array:
