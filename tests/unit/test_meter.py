@@ -14,18 +14,17 @@ import pyarrow as pa
 import pytest
 
 from pgcdc.core.position import Position
-from pgcdc.playground.meter import (
+from pgcdc.playground.proof import Tables, Verdict
+from pgcdc.playground.proof import compare as compare_with
+from pgcdc.playground.shop import KEYS
+from pgcdc.playground.view import (
     Meter,
     describe_event,
-    format_bytes,
     format_latency,
     format_ms,
     progress_line,
     summary_line,
 )
-from pgcdc.playground.proof import Tables, Verdict
-from pgcdc.playground.proof import compare as compare_with
-from pgcdc.playground.shop import KEYS
 
 COMMIT_S = 1_700_000_000.25
 COMMIT_TEXT = "2023-11-14T22:13:20.250000Z"
@@ -147,13 +146,6 @@ def test_a_latency_below_zero_is_counted() -> None:
 # --- looks
 
 
-@pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (999, "999 B"), (1234, "1.2 kB"), (56_000, "56 kB"), (7_800_000_000_000, "7800 GB")]
-)
-def test_bytes_are_short(size: int, text: str) -> None:
-    assert format_bytes(size) == text
-
-
 @pytest.mark.parametrize(("value", "text"), [(0, "0 ms"), (84.4, "84 ms"), (999.6, "1.0 s"), (12_345, "12.3 s")])
 def test_times_are_short(value: float, text: str) -> None:
     assert format_ms(value) == text
@@ -174,12 +166,12 @@ def test_lag_is_what_is_written_and_not_delivered() -> None:
     meter.server_lsn, meter.delivered_lsn = 5_000, 2_000
     assert "lag 3.0 kB" in progress_line(meter, COMMIT_S + 1)
     meter.delivered_lsn = 6_000
-    assert "lag 0 B" in progress_line(meter, COMMIT_S + 1)
+    assert "lag 0 bytes" in progress_line(meter, COMMIT_S + 1)
 
 
 def test_lines_for_logs() -> None:
     assert progress_line(played(), COMMIT_S + 1.0) == (
-        "0:01  41 events in 41 commits, 41 events/s, 41 commits/s, lag 0 B, latency p50 80 ms p99 80 ms"
+        "0:01  41 events in 41 commits, 41 events/s, 41 commits/s, lag 0 bytes, latency p50 80 ms p99 80 ms"
     )
     assert summary_line(Counter({80: 900, 190: 299, 1500: 1})) == (
         "commit to file: p50 80 ms, p99 190 ms, max 1.5 s over 1,200 events"

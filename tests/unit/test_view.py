@@ -9,8 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from unit.test_meter import COMMIT_S, as_batch, make_event, played
 
-from pgcdc.playground.meter import Meter
-from pgcdc.playground.view import draw_screen, open_view, sparkline
+from pgcdc.playground.view import Meter, draw_screen, open_view, sparkline
 
 NOW_S = COMMIT_S + 1.0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import Counter
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
@@ -14,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from pgcdc.cli.flags import CONFIG_OPTION, SettingsCommand, given_flags
-from pgcdc.cli.report import exit_on_error, print_table
+from pgcdc.cli.report import confirm, exit_on_error, print_table
 from pgcdc.config.layers import load, own_options, plan_destinations
 from pgcdc.core.errors import ConfigError, SinkError, StateError
 from pgcdc.core.settings import parse_seconds, suggest
@@ -134,9 +133,8 @@ def purge_command(
         typer.echo(f"{what}; nothing is deleted" if found else "there are none")
         return
     if waiting and not yes:
-        if not sys.stdin.isatty():
-            raise ConfigError(f"deleting {what} needs a confirmation", "Add --yes; or --settled to keep those")
-        typer.confirm(f"Delete {what}? Their events are lost then", abort=True)
+        refusal = f"deleting {what} needs a confirmation"
+        confirm(f"Delete {what}? Their events are lost then", refusal, "Add --yes; or --settled to keep those")
     chosen = replace(query, ids=tuple(one.id for one in found))  # what came meanwhile was not asked about
     typer.echo(f"{_count(letters.store.purge(chosen))} deleted")
 

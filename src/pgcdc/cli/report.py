@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from pgcdc.core.errors import ConfigErrors, PgcdcError
+from pgcdc.core.errors import ConfigError, ConfigErrors, PgcdcError
 
 INTERRUPTED = 130
 LINE_INTERVAL_S = 10.0
@@ -39,6 +39,13 @@ def exit_on_error() -> Iterator[None]:
     except BrokenPipeError:  # `pgcdc slot list | head`: nobody reads on, and the flush at exit must not complain
         drop_output()
         raise typer.Exit(0) from None
+
+
+def confirm(question: str, refusal: str, advice: str = "Add --yes") -> None:
+    """Ask on a terminal; elsewhere nobody can answer, which is an error."""
+    if not sys.stdin.isatty():
+        raise ConfigError(refusal, advice)
+    typer.confirm(question, abort=True)
 
 
 def drop_output() -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from pgcdc.cli.report import exit_on_error, print_table, say, show
+from pgcdc.cli.report import confirm, exit_on_error, print_table, say, show
 from pgcdc.core.errors import ConfigError, SourceError, StateError
 from pgcdc.core.state import StateDir
 from pgcdc.postgres.database import Connection, connect
@@ -68,9 +67,9 @@ def drop_command(
     """Drop a slot: what it holds and was not delivered is lost."""
     name = _require(slot_name, "slot", "--slot-name")
     if not yes:
-        if not sys.stdin.isatty():
-            raise ConfigError(f"dropping slot {name} needs a confirmation", "Add --yes")
-        typer.confirm(f"Drop slot {name}? Changes that were not delivered are lost", abort=True)
+        confirm(
+            f"Drop slot {name}? Changes that were not delivered are lost", f"dropping slot {name} needs a confirmation"
+        )
     with _connect(db) as conn:
         drop_slot(conn, name)
     typer.echo(f"slot {name} dropped")
@@ -189,8 +188,6 @@ def resync(
         for line in one.plan():
             say(line)
         if not yes and not one.note:
-            if not sys.stdin.isatty():
-                raise ConfigError("nothing was changed: a resync needs a confirmation", "Add --yes")
-            typer.confirm("Go on?", abort=True)
+            confirm("Go on?", "nothing was changed: a resync needs a confirmation")
         one.run()
     say("done. Start pgcdc listen as before: it brings the sinks back to the source")

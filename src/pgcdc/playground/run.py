@@ -31,11 +31,10 @@ from pgcdc.core.errors import ConfigError, PgcdcError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock
 from pgcdc.event.batch import Batch
-from pgcdc.playground.meter import Meter, summary_line
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.playground.proof import Verdict, compare, read_tables
 from pgcdc.playground.shop import KEYS, Traffic, add_first_rows, create_tables
-from pgcdc.playground.view import open_view
+from pgcdc.playground.view import Meter, open_view, summary_line
 from pgcdc.postgres.database import connect
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.pipeline import Pipeline
