@@ -83,7 +83,6 @@ def _serve(connection: socket.socket) -> None:
     import pgcdc.cli.source
     import pgcdc.cli.status
     import pgcdc.run.pipeline
-    import pgcdc.run.validation
     import pgcdc.spark.session
     from pgcdc.cli.flags import _make_params
     from pgcdc.core import failpoint

@@ -17,6 +17,7 @@ from psycopg import sql
 from targets.events import END, START, STREAM, batch, batch_of, event, to_line
 from targets.pg_table import ITEMS
 
+from pgcdc.cli.config import run_checks
 from pgcdc.config import load_config
 from pgcdc.core import failpoint
 from pgcdc.core.errors import SinkError, SinkRejected, SinkUnavailable
@@ -26,7 +27,6 @@ from pgcdc.core.relation import ShapeChange, append_shapes
 from pgcdc.core.state import Identity, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.postgres.database import connect
-from pgcdc.run.validation import run_checks
 from pgcdc.sink.contract import Progress
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.sink import PgAppendSink, PgApplySink, pg_table_sink

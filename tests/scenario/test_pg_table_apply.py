@@ -16,13 +16,13 @@ from databases import Database
 from histories import NAMES, History
 from running import run
 
+from pgcdc.cli.config import run_checks
 from pgcdc.config.layers import load_config
 from pgcdc.core.errors import ConfigError, SinkError
 from pgcdc.core.state import Identity, StateDir
 from pgcdc.event.batch import Batch
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.run.pipeline import Pipeline
-from pgcdc.run.validation import run_checks
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.sink import pg_table_sink
 from pgcdc.source.protocol import Finding

@@ -18,6 +18,7 @@ from sink_targets import START, batch
 from typer.testing import CliRunner
 
 from pgcdc import adapters
+from pgcdc.cli.config import _look_at_adapter, _try
 from pgcdc.cli.main import app
 from pgcdc.config import Config
 from pgcdc.config.documents import json_schema, show_yaml
@@ -26,7 +27,6 @@ from pgcdc.core.errors import ConfigError, SinkError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Identity, Lock, StateDir, write_json
 from pgcdc.run.chains import note_targets
-from pgcdc.run.validation import _look_at_adapter, _try
 from pgcdc.sink.file import FileSink
 from pgcdc.sink.letters.record import Query
 from pgcdc.sink.letters.stores import FileDeadLetters
