@@ -17,8 +17,8 @@ from sink_targets import END, START, Target, batch, fresh, opened
 
 from pgcdc import adapters
 from pgcdc.capture.control import ask
+from pgcdc.cli.dlq import plan_destinations
 from pgcdc.config import Config
-from pgcdc.config.layers import plan_destinations
 from pgcdc.core import failpoint
 from pgcdc.core.errors import ConfigError, PgcdcError, Reject, SinkError, SinkRejected, SinkUnavailable, StateError
 from pgcdc.core.position import Position

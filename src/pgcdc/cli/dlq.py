@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,14 +15,15 @@ import typer
 
 from pgcdc.cli.flags import CONFIG_OPTION, SettingsCommand, given_flags
 from pgcdc.cli.report import confirm, exit_on_error, print_table
-from pgcdc.config.layers import load, own_options, plan_destinations
+from pgcdc.config.adapters import FLAT_KEYS
+from pgcdc.config.layers import load
 from pgcdc.core.errors import ConfigError, SinkError, StateError
-from pgcdc.core.settings import parse_seconds, suggest
+from pgcdc.core.settings import make_options, parse_seconds, suggest
 from pgcdc.core.state import Lock, StateDir, read_json
-from pgcdc.run.letter_service import ask_run, make_store, name_pipeline, open_destination
+from pgcdc.run.letter_service import Destination, ask_run, make_store, name_pipeline, open_destination
 from pgcdc.sink.letters.delivery import Tally, deliver_again, deliver_all
 from pgcdc.sink.letters.record import DeadLetter, Query, ReadableDeadLetters
-from pgcdc.sink.spec import describe_options
+from pgcdc.sink.spec import ADAPTERS, AdapterSpec, DeliveryOptions, check_options, describe_options, keep_secrets
 
 dlq_app = typer.Typer(
     help="Events that a target refused: look, deliver again, throw away.", no_args_is_help=True, add_completion=False
@@ -323,3 +325,46 @@ def _ago(time: datetime) -> str:
         if seconds >= size:
             return f"{seconds // size}{unit} ago"
     return f"{seconds}s ago"
+
+
+# --- where replayed dead letters go
+
+
+def own_options(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that say where an adapter delivers to."""
+    own = [key for key, (_, name) in FLAT_KEYS.items() if name not in DeliveryOptions.model_fields]
+    return {key: flags[key] for key in own if key in flags}
+
+
+def plan_destinations(flags: Mapping[str, Any], file: Path | None, adapters: list[str]) -> dict[str, Destination]:
+    """Where the letters of each adapter go. A flag names another target than the one in the configuration."""
+    others = own_options(flags)
+    base = load({key: value for key, value in flags.items() if key not in others}, os.environ, file)
+    specs = {spec.name: spec for spec in base.config.adapter_specs} if ("adapters",) in base.origins else {}
+    shared = base.config.global_transforms
+    keep_secrets([base.config.db, base.config.dlq_db], list(specs.values()), shared)
+    found: dict[str, Destination] = {}
+    for name in adapters:
+        given: dict[str, Any] = {}
+        if spec := specs.get(name):
+            given = {FLAT_KEYS[key][1]: one for key, one in others.items() if FLAT_KEYS[key][0] == spec.type}
+        elif name in ADAPTERS:  # there is no file: the flags are the configuration
+            spec = load({**flags, "adapters": [name]}, os.environ, file).config.adapter_specs[0]
+        else:
+            raise ConfigError(
+                f"the configuration has no adapter {name}", "Give the file of its pipeline with --config, or --adapter"
+            )
+        chain = [*shared, *spec.transforms]
+        found[name] = Destination(_change(spec, given) if given else spec, chain, is_other=bool(given))
+    return found
+
+
+def _change(spec: AdapterSpec, given: Mapping[str, Any]) -> AdapterSpec:
+    """The same adapter with another target."""
+    replaced = {key for name in given for key in (name, f"{name}_file", name.removesuffix("_file"))}
+    kept = {name: one for name, one in spec.options if name in spec.options.model_fields_set - replaced}
+    what = f"adapter {spec.name}"
+    options = make_options(type(spec.options), {**kept, **given}, what, "See the documentation of the adapter")
+    changed = replace(spec, options=options)
+    check_options(changed)
+    return changed

@@ -9,9 +9,8 @@ import yaml
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
-from pgcdc.config.layers import Loaded
+from pgcdc.config.layers import Loaded, hide_secrets
 from pgcdc.config.model import FIELDS, GROUPS, Config
-from pgcdc.config.secrets import hide_secrets
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.secrets import redact_text
 from pgcdc.core.settings import setting_of, unit_of
