@@ -570,6 +570,10 @@ def test_names_of_the_manual_that_we_renamed_mean_the_same(nowhere: Path) -> Non
     (nowhere / "pgcdc.yaml").write_text("noop_cb_failures: 1\nnoop_cb_max_failures: 2\n")
     with pytest.raises(ConfigError, match=r"given twice. It stands in line 1 as noop_cb_failures already"):
         load_config({"db": "postgresql://h/d", "tables": "t", "adapters": ["noop"]}, {}, None)
+    (nowhere / "pgcdc.yaml").unlink()
+    both = {"PGCDC_NOOP_CB_FAILURES": "1", "PGCDC_NOOP_CB_MAX_FAILURES": "2"}
+    with pytest.raises(ConfigError, match="another name of PGCDC_NOOP_CB_FAILURES, which is set too"):
+        load_config({"db": "postgresql://h/d", "tables": "t", "adapters": ["noop"]}, both, None)
     shown = CliRunner().invoke(app, ["config", "show", "--help"])
     assert shown.exit_code == 0
     shown = CliRunner().invoke(app, ["validate", "--noop-cb-failures", "x", "--noop-rate-burst", "2"])

@@ -132,16 +132,17 @@ def _read_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[st
     """
     known = {PREFIX + key.upper(): key for key, _, said in FIELDS if said.flag}
     known |= {PREFIX + alias.upper(): key for alias, key in ALIASES.items()}
-    given = [name for name, value in environ.items() if name.startswith(PREFIX) and value]
+    ours: dict[str, str] = {}
     wrong: list[PgcdcError] = []
-    for name in given:
-        if name in known:
-            continue
-        if name.removeprefix(PREFIX).lower() in Config.model_fields:
+    for name in [name for name, value in environ.items() if name.startswith(PREFIX) and value]:
+        if name in known and (other := ours.setdefault(known[name], name)) != name:
+            wrong.append(
+                ConfigError(f"{name}: this is another name of {other}, which is set too", "Remove one of them")
+            )
+        elif name not in known and name.removeprefix(PREFIX).lower() in Config.model_fields:
             wrong.append(ConfigError(f"{name}: this stands in the YAML file only", "Remove the variable"))
-        elif close := difflib.get_close_matches(name, known, n=1, cutoff=0.92):
+        elif name not in known and (close := difflib.get_close_matches(name, known, n=1, cutoff=0.92)):
             wrong.append(ConfigError(f"{name}: this variable is not known", f"Did you mean {close[0]}?"))
-    ours = {known[name]: name for name in given if name in known}
     return {key: environ[name] for key, name in ours.items()}, ours, wrong
 
 
