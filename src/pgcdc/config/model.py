@@ -247,19 +247,14 @@ def _check_adapters(config: Config) -> None:
 def _check_dead_letters(config: Config) -> None:
     if config.dlq_file is not None and not config.dlq_file.absolute().parent.is_dir():
         raise Conflict(("dlq_file",), f"the folder of the file {config.dlq_file} does not exist", "Create it first")
-    if config.dlq == "pg_table" and split_table(config.dlq_table) in map(split_table, config.tables):
-        raise Conflict(
-            ("tables",),
-            f"table {config.dlq_table} is to be captured, and dead letters are written to it: each one would be an event",
-            "Leave it out of tables, or give another --dlq-table",
-        )
-    name = split_table(config.dlq_table)[1]
-    is_source = not config.dlq_db or config.dlq_db == config.db
-    if config.dlq == "pg_table" and is_source and (config.all_tables or config.schemas) and name[:6] != "pgcdc_":
+    is_all = (config.all_tables or config.schemas) and config.dlq_db in ("", None, config.db)
+    is_captured = is_all and split_table(config.dlq_table)[1][:6] != "pgcdc_"
+    is_captured = is_captured or split_table(config.dlq_table) in map(split_table, config.tables)
+    if config.dlq == "pg_table" and is_captured:
         raise Conflict(
             ("dlq_table",),
-            "all tables are captured, and dead letters are written to one of them: each one would be an event",
-            "Give it a name that begins with pgcdc_: such tables are left out; or another database with --dlq-db",
+            f"table {config.dlq_table} is captured, and dead letters are written to it: each one would be an event",
+            "Give another --dlq-table; where all tables are captured, one that begins with pgcdc_, or another --dlq-db",
         )
 
 
