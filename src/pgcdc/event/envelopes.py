@@ -74,8 +74,8 @@ def _origins(frame: Frame, around: tuple[str, str], nothing: str) -> pa.Array:
 # --- CloudEvents
 
 
-def render_cloudevents(frame: Frame, edit: Edit, step: Step, columns: Mapping[str, pa.Array], end: str) -> pa.Array:
-    """The events of a frame, each followed by `end`; null: the chain has none for it. `columns`: `id` and `position`."""
+def render_cloudevents(frame: Frame, edit: Edit, step: Step, ids: pa.Array, positions: pa.Array, end: str) -> pa.Array:
+    """The events of a frame, each followed by `end`; null: the chain has none for it."""
     prefix = f"{step['type_prefix']}."
     kinds = _pick(
         frame,
@@ -97,10 +97,10 @@ def render_cloudevents(frame: Frame, edit: Edit, step: Step, columns: Mapping[st
     xids = pc.if_else(pc.equal(xid, 0), "", _join(',"xid":"', xid.cast(pa.string()), '"'))
     channels = _by_shape(frame, [f'","channel":{quote_json(channel)}' for channel in frame.channels])
     origins = _origins(frame, (',"origin":', ""), "")
-    heads = _join(kinds, times, ',"sequence":"', columns["position"], channels, xids, origins, payloads)
+    heads = _join(kinds, times, ',"sequence":"', positions, channels, xids, origins, payloads)
     tails = pa.array(["}}" + end]).take(pa.array(np.zeros(len(frame), np.int32)))
     begin = b'{"specversion":"1.0","id":"'
-    return render(frame, Layout(begin, columns["id"], heads, np.arange(len(frame), dtype=np.int32), tails), edit)
+    return render(frame, Layout(begin, ids, heads, np.arange(len(frame), dtype=np.int32), tails), edit)
 
 
 def _pick(frame: Frame, write: Callable[[Relation, str], str]) -> pa.Array:
@@ -113,11 +113,11 @@ def _pick(frame: Frame, write: Callable[[Relation, str], str]) -> pa.Array:
 
 
 def render_debezium(
-    frame: Frame, keep: npt.NDArray[np.uint8] | None, step: Step, ordinals: pa.Array, end: str
+    frame: Frame, keep: npt.NDArray[np.uint8] | None, step: Step, ordinals: pa.Array | None, end: str
 ) -> pa.Array:
     """The events of a frame behind a chain, each followed by `end`; null: the chain (`keep`) or Debezium has none for it.
 
-    `ordinals`: the column `table_ordinal`.
+    `ordinals`: the column `table_ordinal`; None: the transaction is not wanted.
     """
     known = np.zeros(256, np.bool_)
     known[[*_DEBEZIUM_OPS, Op.MESSAGE, Op.BEGIN, Op.COMMIT]] = True
@@ -164,7 +164,7 @@ def _kind(type_: ValueType) -> int:
 
 
 def _debezium_tails(
-    frame: Frame, step: Step, ordinals: pa.Array, end: str
+    frame: Frame, step: Step, ordinals: pa.Array | None, end: str
 ) -> tuple[pa.Array, npt.NDArray[np.uint8] | None]:
     """What follows the rows; and which events have no rows, so that this is all of them."""
     now = time.time_ns() // 1000
@@ -206,7 +206,7 @@ def _debezium_tails(
         ',"origin_lsn":null}',
     )
     block: pa.Array | str = "null"
-    if step["transaction"]:
+    if ordinals is not None:
         order = pc.fill_null(ordinals.cast(pa.string()), "null")
         described = ['{"id":"', xids, ":", lsn, '","total_order":', ordinal, ',"data_collection_order":', order, "}"]
         block = pc.if_else(pc.equal(xid, 0), "null", _join(*described))

@@ -217,10 +217,11 @@ class EventColumns:
         chain, edit = self._chains[number], self._edit(number)
         if chain.envelope is None:
             return render(self._frame, self._layout(end), edit)
-        columns = {name: self.column(name) for name in ("id", "position", "table_ordinal")}
-        if chain.envelope["type"] == "cloudevents":
-            return render_cloudevents(self._frame, edit, chain.envelope, columns, end)
-        return render_debezium(self._behind(number), edit.keep, chain.envelope, columns["table_ordinal"], end)
+        step = chain.envelope
+        if step["type"] == "cloudevents":
+            return render_cloudevents(self._frame, edit, step, self.column("id"), self.column("position"), end)
+        ordinals = self.column("table_ordinal") if step["transaction"] else None
+        return render_debezium(self._behind(number), edit.keep, step, ordinals, end)
 
     def _edit(self, number: int) -> Edit:
         if number not in self._edits:

@@ -236,9 +236,8 @@ def _with_valid_text(
         lists = changes.column(side)
         offsets: npt.NDArray[np.int32] = lists.offsets.to_numpy()
         offsets = offsets - offsets[0]
-        values = lists.values.slice(
-            lists.offsets[0].as_py(), int(offsets[-1])
-        )  # of a cut segment only what is in range
+        # Of a cut segment only what is in range.
+        values = lists.values.slice(lists.offsets[0].as_py(), int(offsets[-1]))
         try:
             values.cast(pa.string())
             continue
