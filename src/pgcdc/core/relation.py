@@ -197,12 +197,8 @@ class ShapeHistory:
 
     def in_force(self, namespace: str, name: str, position: Position) -> ShapeChange | None:
         """What the table looked like for the changes directly after `position`; None if it was not seen before."""
-        found = None
-        for change in self.of(namespace, name):
-            if change.position > position:
-                break
-            found = change
-        return found
+        earlier = [change for change in self.of(namespace, name) if change.position <= position]
+        return earlier[-1] if earlier else None
 
     def reachable(self, position: Position) -> list[ShapeChange]:
         """For all tables: what brought the shape that is in force at `position`, and every change of shape behind it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -245,9 +246,9 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return
         if self._run is None:
             self._run = Channel(self._options.run)
-        events = sum(record.rows for record in feed.spool.after(begin) if record.end <= stop)
-        batch = {"lane": self._options.consumer, "start": str(begin), "end": str(stop), "events": events}
-        self._run.request({"do": "plan", **batch})
+        whole = itertools.takewhile(lambda record: record.end <= stop, feed.spool.after(begin))
+        batch = {"lane": self._options.consumer, "start": str(begin), "end": str(stop)}
+        self._run.request({"do": "plan", **batch, "events": sum(record.rows for record in whole)})
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, ChangePartition)
