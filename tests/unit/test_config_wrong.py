@@ -383,7 +383,7 @@ LISTS = {
     ),
     "key file missing": (
         "transforms:\n  global:\n    - type: mask\n      columns: [a]\n      mode: hash\n      key_file: no/such\n",
-        6, "transforms.global[0].key_file", "hold",
+        6, "transforms.global[0].key_file", "must contain",
     ),
     "key without hash": (
         "transforms:\n  global:\n    - {type: mask, columns: [a], key_env: HOME}\n", 3, "transforms.global[0]", "mode: hash",

@@ -24,16 +24,16 @@ def read_secret(path: Path, what: str) -> str:
             raw = file.read(MAX_SECRET_BYTES + 1)
         text = raw.decode()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", f"It is to hold {what}") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", f"This file must contain {what}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text", f"It is to hold {what}") from None
+        raise ConfigError(f"{path} is not UTF-8 text", f"This file must contain {what}") from None
     except ValueError:  # a NUL in it
         raise ConfigError(f"{str(path)!r} is not the path of a file", f"Give the file that holds {what}") from None
     text = text.removesuffix("\n").removesuffix("\r")
     if len(raw) > MAX_SECRET_BYTES or "\n" in text:
-        raise ConfigError(f"{path} has more than one line", f"It is to hold {what}, and nothing else")
+        raise ConfigError(f"{path} has more than one line", f"This file must contain {what}, and nothing else")
     if not text.strip():
-        raise ConfigError(f"{path} is empty", f"It is to hold {what}")
+        raise ConfigError(f"{path} is empty", f"This file must contain {what}")
     return text
 
 

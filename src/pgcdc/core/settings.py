@@ -85,7 +85,7 @@ class Options(BaseModel):
     @classmethod
     def _no_switch(cls, value: Any, info: Any) -> Any:
         if isinstance(value, bool) and not is_switch(cls.model_fields[info.field_name].annotation):
-            raise PydanticCustomError("not_a_switch", "this is not a switch: true and false are no values of it")
+            raise PydanticCustomError("not_a_switch", "expected a number or text, got true or false")
         return value
 
     def conflicts(self) -> Iterator[Conflict]:

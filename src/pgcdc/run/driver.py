@@ -206,7 +206,7 @@ class Driver:
                     raise ConfigError(error.message, error.advice) from error
                 if not isinstance(error, SinkUnavailable):
                     raise
-                self._say(f"{error}. The others do not wait for it")
+                self._say(f"{error}. The other adapters start without it")
             made.append(Adapter(spec.name, sink, self._chains.of(spec), spec.priority))
         return made
 

@@ -23,7 +23,7 @@ from pgcdc.core.state import fsync_folder as fsync
 from pgcdc.event.batch import Batch
 from pgcdc.run.member import Member, NotAMember, WriteFuture, may_pass
 from pgcdc.run.roster import Write, WriteState, judge
-from pgcdc.spark.parallel import LARGE_EVENTS, LargeBatch
+from pgcdc.spark.parallel import LARGE_EVENTS, TIMEOUT_EVENTS, LargeBatch
 from pgcdc.spark.session import QueryFailed, headline, with_settings
 from pgcdc.transform.program import Program
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 FATAL_WAIT_S = 1.0
 """How long the others may finish their writes when one failed for good."""
 LARGE_GRACE_S = 5.0
-"""How much longer a large batch is waited for: executors have to be started, and what they write is more at once."""
-GRACE_EVENTS = 100_000
-"""That is for so many events; for more it is that much longer."""
+"""How much longer a large batch is waited for: executors have to be started, and what they write is more at once.
+
+That is for TIMEOUT_EVENTS events; for more it is that much longer."""
 
 
 class LaneStopped(Exception):
@@ -207,7 +207,7 @@ class Lane:
             users = [one for one in members if self.program.line_column(one.chain) == column]
             writes = [one.submit_large(self.name, batch) for one in users]
             for write in writes:
-                write.grace_s = LARGE_GRACE_S * max(1.0, events / GRACE_EVENTS)
+                write.grace_s = LARGE_GRACE_S * max(1.0, events / TIMEOUT_EVENTS)
                 write.add_done_callback(partial(_close_after, batch, writes))
             futures |= {one.name: write for one, write in zip(users, writes, strict=True)}
         return futures

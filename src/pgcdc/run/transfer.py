@@ -140,7 +140,7 @@ class Moves:
         counters.add(LANE_MOVES, adapter=member.name, move="leave")
         error = error or member.sink.attempts.failing  # it is slow because it is tried again and again
         why = f"failed ({error.message if isinstance(error, PgcdcError) else error})" if error else "is slow"
-        self._say(f"adapter {member.name} {why}: it goes on in a lane of its own, the others do not wait for it")
+        self._say(f"adapter {member.name} {why}: moved to its own lane; the other adapters continue")
 
     # --- and back
 
@@ -179,7 +179,7 @@ class Moves:
                     self._abandon(lane)
                     member.rejoined_at = time.monotonic()
                     counters.add(LANE_MOVES, adapter=member.name, move="rejoin")
-                    self._say(f"adapter {member.name} has caught up: it goes on in the main lane")
+                    self._say(f"adapter {member.name} has caught up and is back in the main lane")
                     return True
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not lane.moved.wait(left_s):
