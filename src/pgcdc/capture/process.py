@@ -288,9 +288,7 @@ def main() -> int:
     try:
         process = CaptureProcess(spec, state)
         signal.signal(signal.SIGTERM, process.stop)
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # Ctrl-C reaches the whole terminal; the driver tells us when to end
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the whole terminal; the driver says when to end
         lock.write({"pid": os.getpid(), "address": process.address})
         process.run(lambda: _say({"ready": True}))
         process.close()

@@ -17,14 +17,7 @@ from pgcdc.core.errors import GapError, SpoolError
 from pgcdc.core.position import LAST_SUB, SCHEMA_SUB, Position
 from pgcdc.core.relation import Op, Relation
 from pgcdc.core.state import GrowingLines
-from pgcdc.spool.index import (
-    IndexRecord,
-    chunk_number,
-    chunk_path,
-    list_chunks,
-    load_transactions,
-    scan_records,
-)  # fmt: skip
+from pgcdc.spool.index import IndexRecord, chunk_number, chunk_path, list_chunks, load_transactions, scan_records
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 from pgcdc.spool.segment import Written, open_segment
 
