@@ -65,7 +65,7 @@ class Initial(Query):
         return [json.loads(row["json"]) for batch in self.batches for row in batch]
 
     def capture_status(self) -> dict[str, Any]:
-        status: dict[str, Any] = self.reader._open()._link.call(lambda client: client.status())
+        status: dict[str, Any] = self.reader._open().status()
         return status
 
     def status(self) -> dict[str, Any]:

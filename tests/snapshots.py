@@ -62,7 +62,7 @@ class Backfill(Query):
         """One request at the control socket; a capture that was killed is started again, as a query does."""
         feed = self.reader._open()
         content = {"do": "snapshot", **content}
-        found: dict[str, Any] = _patiently(lambda: feed._link.call(lambda client: client.request(content)))
+        found: dict[str, Any] = _patiently(lambda: feed.request(content))
         return found
 
     def add(self, table: str, **content: Any) -> str:

@@ -98,9 +98,7 @@ def test_a_z_set_does_not_count_rows_twice_on_an_idle_database(database: Databas
     try:
         rows = query.load().run()
         assert sorted(row["id"] for row in rows if row["_weight"] == 1) == list(range(1, 11))
-        query.reader._open()._link.call(
-            lambda client: client.request({"do": "snapshot", "action": "add", "table": "t"})
-        )
+        query.reader._open().request({"do": "snapshot", "action": "add", "table": "t"})
         with pytest.raises(GapError, match="was read again"):
             query.run()
     finally:

@@ -13,7 +13,7 @@ from listening import wait_until
 from preparing import Wanted, prepare
 from toasting import TABLE, text
 
-from pgcdc.capture.control import CaptureLink, CaptureSpec, ControlClient
+from pgcdc.capture.control import CaptureLink, CaptureRequests, CaptureSpec
 from pgcdc.cli.status import read_status
 from pgcdc.core.errors import ConversionError
 from pgcdc.core.position import Position
@@ -32,20 +32,20 @@ class Consumer:
     def __init__(self, spec: CaptureSpec) -> None:
         self.state = StateDir(Path(spec.state_dir))
         self.link = CaptureLink(spec, is_restart=False, on_restart=self.join)
-        self.link.call(self.join)
+        self.join(self.link)
 
-    def join(self, client: ControlClient) -> None:
+    def join(self, client: CaptureRequests) -> None:
         self.start, self.ack = client.join("one")
 
     def read(self, database: Database, after: Position) -> list[Row]:
         """Everything that was committed up to now, behind `after`."""
-        target = Position.end(self.link.call(lambda client: client.target()))
+        target = Position.end(self.link.target())
         while True:
             reader = SpoolReader(self.state.spool)
             reader.refresh()
             if reader.end >= target:
                 break
-            self.link.call(lambda client: client.wait(0.2, until=target))
+            self.link.wait(0.2, until=target)
         shapes = reader.relations()
         found: list[Row] = []
         for piece in reader.slices(after, target):
@@ -57,14 +57,12 @@ class Consumer:
         return found
 
     def confirm(self, position: Position) -> None:
-        def acknowledge(client: ControlClient) -> None:
-            client.ack("one", position)
-            client.confirm()
-
-        self.link.call(acknowledge)
+        for _ in range(2):  # the capture may have died between the two
+            self.link.ack("one", position)
+            self.link.confirm()
 
     def kill(self) -> None:
-        process = psutil.Process(self.link.call(lambda client: client.status()["pid"]))
+        process = psutil.Process(self.link.status()["pid"])
         process.kill()
         wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, 10, "it is dead")
 
@@ -154,7 +152,7 @@ def test_hits_misses_and_entries_are_shown(database: Database, tmp_path: Path) -
         def counted(report: dict[str, object]) -> list[object]:
             return [report[f"toast_cache_{name}"] for name in ("hits", "misses", "entries")]
 
-        assert counted(consumer.link.call(lambda client: client.status())) == [1, 2, 1]
+        assert counted(consumer.link.status()) == [1, 2, 1]
         assert counted(read_status(consumer.state.path)) == [1, 2, 1]
 
 

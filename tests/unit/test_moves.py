@@ -62,11 +62,10 @@ class Capture:
         self.error: Exception | None = None
         self.starts: dict[str, Position] = {}
 
-    def call(self, what: Callable[[Any], Any]) -> Any:
-        return what(self)
-
     def status(self) -> dict[str, Any]:
         return {"consumers": {}}
+
+    last_status = status
 
     def join(self, lane: str, start: Position | None = None) -> tuple[Position, None]:
         if start is None and self.error is not None:
@@ -320,16 +319,14 @@ def test_an_ack_that_did_not_arrive_is_told_again(
 ) -> None:
     commit(lanes.main, at(3))
     acks: list[Position] = []
-    monkeypatch.setattr(capture, "ack", lambda lane, position: acks.append(position), raising=False)
-    call = capture.call
 
-    def lost(what: Callable[[Any], Any]) -> Any:
+    def lost(lane: str, position: Position) -> None:
         raise ConnectionLost("the capture has died")
 
-    monkeypatch.setattr(capture, "call", lost)
+    monkeypatch.setattr(capture, "ack", lost, raising=False)
     with pytest.raises(ConnectionLost):
         lanes.acknowledge()
-    monkeypatch.setattr(capture, "call", call)
+    monkeypatch.setattr(capture, "ack", lambda lane, position: acks.append(position))
     lanes.acknowledge()
     lanes.acknowledge()
     assert acks == [at(3)]

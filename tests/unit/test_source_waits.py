@@ -23,10 +23,11 @@ class SlowFeed(StaticFeed):
         self._writer = writer
         self.asked: list[Position | None] = []
 
-    def wait(self, timeout_s: float, until: Position | None = None) -> None:
+    def wait(self, timeout_s: float, until: Position | None = None) -> bool:
         self.asked.append(until)
         if until is not None:
             self._writer.append(CaptureBatch.advance(self._writer.end.commit + 10, Relations()))
+        return True
 
 
 def test_the_end_of_a_planned_batch_is_asked_for_until_it_is_there(tmp_path: Path) -> None:

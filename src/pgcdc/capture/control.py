@@ -6,6 +6,7 @@ decides. `CaptureLink` does so again whenever the process has died.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import json
 import os
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import Field
 
@@ -30,8 +31,6 @@ from pgcdc.source.protocol import Settled, SourceOptions
 START_TIMEOUT_S = 120.0
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
-
-_T = TypeVar("_T")
 
 
 class CaptureOptions(Options):
@@ -61,10 +60,12 @@ def make_spec(source: SourceOptions, options: CaptureOptions, watch_pid: int) ->
     return CaptureSpec(**ours, kind=source.kind, source=source.model_dump(mode="json"), watch_pid=watch_pid)
 
 
-class ControlClient(Channel):
-    """One connection to the capture process."""
+class CaptureRequests(abc.ABC):
+    """What can be asked of a capture process, by whoever is connected to it."""
 
-    who = "the capture process"
+    @abc.abstractmethod
+    def request(self, content: dict[str, Any], timeout_s: float = 120.0) -> dict[str, Any]:
+        """Send one request and wait for its answer. Raises what the other process failed with."""
 
     def join(
         self, consumer: str, *, exclusive: bool = False, start: Position | None = None
@@ -122,8 +123,14 @@ class ControlClient(Channel):
         self.request({"do": "stop"})
 
 
-class CaptureLink:
-    """The capture of a state directory, whichever process that is: started again when it has died. `call` is thread-safe."""
+class ControlClient(Channel, CaptureRequests):
+    """One connection to the capture process."""
+
+    who = "the capture process"
+
+
+class CaptureLink(CaptureRequests):
+    """The capture of a state directory, whichever process that is: started again when it has died. Thread-safe."""
 
     def __init__(
         self,
@@ -135,7 +142,7 @@ class CaptureLink:
     ) -> None:
         """`on_restart` is what a new process must be told before anything else.
 
-        `say`: the capture pushes its status (see `status`), and messages for people, which are passed on to this.
+        `say`: the capture pushes its status (see `last_status`), and messages for people, which are passed on to this.
         """
         self._spec = spec
         self._on_restart = on_restart
@@ -147,7 +154,7 @@ class CaptureLink:
         self._client = ensure_capture(spec, is_restart=is_restart)
         self._follow()
 
-    def call(self, request: Callable[[ControlClient], _T]) -> _T:
+    def request(self, content: dict[str, Any], timeout_s: float = 120.0) -> dict[str, Any]:
         """Ask the capture; if it has died, start it again and ask again."""
         with self._lock:
             while True:
@@ -155,11 +162,11 @@ class CaptureLink:
                     if not self._is_told:
                         self._on_restart(self._client)
                         self._is_told = True
-                    return request(self._client)
+                    return self._client.request(content, timeout_s)
                 except CaptureGone:
                     self._restart()
 
-    def status(self) -> dict[str, Any]:
+    def last_status(self) -> dict[str, Any]:
         """What the capture said last of itself, a second ago at most while it runs. Returns at once; from any thread."""
         if self._lock.acquire(blocking=False):  # else somebody is asking it, or starts it again
             try:

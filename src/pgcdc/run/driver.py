@@ -134,7 +134,7 @@ class Driver:
 
     def capture_status(self) -> dict[str, Any]:
         """The capture's last status."""
-        return self._link.status() if self._link is not None else {}
+        return self._link.last_status() if self._link is not None else {}
 
     def status(self) -> dict[str, Any]:
         """What the pipeline does and how far each adapter is: what `pgcdc status` shows."""
@@ -324,8 +324,8 @@ class Driver:
         """The last ack is confirmed before we go, and the server has seen it."""
         assert self._link is not None and self._lanes is not None
         self._lanes.acknowledge()
-        lsn = self._link.call(lambda client: client.confirm())
-        status = self._link.call(lambda client: client.status())
+        lsn = self._link.confirm()
+        status = self._link.status()
         self.snapshot.follow(lambda: status, None if self._stop.is_set() else self._lanes, at_once=True)
         if self.config.temporary_slot:
             return

@@ -104,7 +104,7 @@ class QueryWatch:
         if self._is_main:
             hit("driver.before_ack")
         link, name = self._lanes.link, self.lane.name
-        position = self.lane.committed(lambda end: link.call(lambda client: client.ack(name, end)))
+        position = self.lane.committed(lambda end: link.ack(name, end))
         if position is None:
             return
         self.position, self.failures = position, 0
@@ -144,4 +144,4 @@ class QueryWatch:
 
     def _explain(self, error: BaseException) -> PgcdcError:
         assert self._lanes.spark is not None
-        return explain_failure(error, self.lane.error, self._lanes.link.status, self._lanes.spark)
+        return explain_failure(error, self.lane.error, self._lanes.link.last_status, self._lanes.spark)

@@ -95,7 +95,7 @@ class Lanes:
 
     def status(self) -> list[dict[str, Any]]:
         """Of each adapter: its lane, ack, lag in bytes of WAL, what it skipped, what was refused, and the last error."""
-        capture = self.link.status()
+        capture = self.link.last_status()
         received = parse_lsn(capture["received_lsn"]) if "received_lsn" in capture else 0
         report = []
         for member in self.members():
@@ -208,7 +208,7 @@ class Lanes:
         for lane in list(self._moves.left_over):
             self._end(lane)
         if self._is_consumers_due():
-            self._moves.let_go_unknown(list(self.link.status().get("consumers", {})))
+            self._moves.let_go_unknown(list(self.link.last_status().get("consumers", {})))
 
     def _wait(self) -> None:
         query = self.main.query

@@ -66,13 +66,13 @@ class Moves:
     def join(self, lane: str, at: Position) -> None:
         """Have the capture keep everything behind `at` for this lane."""
         hit("lanes.before_join")
-        self._link.call(lambda client: client.join(lane, start=at))
+        self._link.join(lane, start=at)
         hit("lanes.joined")
 
     def forget(self, lane: str) -> None:
         """The capture keeps nothing more for this lane."""
         hit("lanes.before_forget")
-        self._link.call(lambda client: client.forget(lane))
+        self._link.forget(lane)
         hit("lanes.forgotten")
         shutil.rmtree(self._state.checkpoints / lane, ignore_errors=True)
 
@@ -94,7 +94,7 @@ class Moves:
 
     def open(self, adapters: list[Adapter]) -> None:
         """Lanes as they were left, for these adapters. What a crash in the middle of a move left over is let go of."""
-        consumers = self._link.call(lambda client: client.status())["consumers"]
+        consumers = self._link.status()["consumers"]
         self._open_lane(MAIN)
         self.membership.recover([one.name for one in adapters])
         for adapter in adapters:
@@ -111,7 +111,7 @@ class Moves:
     def _open_lane(self, name: str) -> Lane:
         with self._lock:  # main's batch and who watches may both find that it is missing
             if name not in self.lanes:
-                initial, _ = self._link.call(lambda client: client.join(name))
+                initial, _ = self._link.join(name)
                 lane = Lane(name, self._state.checkpoints / name, initial, lambda: self._members_of(name))
                 if name == MAIN:
                     lane.on_begin, lane.on_leave = self.begin_batch, self.leave

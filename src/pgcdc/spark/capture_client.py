@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from pgcdc.capture.control import CaptureLink, ControlClient, ask, make_spec
+from pgcdc.capture.control import CaptureLink, CaptureRequests, ask, make_spec
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.position import Position
 from pgcdc.core.relation import ShapeHistory
@@ -21,7 +21,7 @@ from pgcdc.spool.reader import SpoolReader
 JOIN_TIMEOUT_S = 5.0
 
 
-class Feed:
+class Feed(CaptureLink):
     """What a reader needs: the spool, the history of shapes, and the capture, which is started if nobody has, joined if
     somebody has, and started again if it dies."""
 
@@ -42,7 +42,7 @@ class Feed:
         if options.table is not None:
             source.check_captured(identity, options.table, zset=options.rows.zset)
         spec = make_spec(source.options, options, driver_pid())
-        self._link = CaptureLink(spec, is_restart=began, on_restart=self._claim)
+        super().__init__(spec, is_restart=began, on_restart=self._claim)
         self.spool = SpoolReader(state.spool)
         self.shapes = ShapeHistory(state.shapes_file)
         self.database = identity.database
@@ -50,42 +50,22 @@ class Feed:
         self.created = identity.created
         """Where the rows of the initial snapshot stand."""
 
-    def join(self) -> tuple[Position, Position]:
+    def claim(self) -> tuple[Position, Position]:
         """Where this consumer begins, and what it has acknowledged."""
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         while True:
             try:
-                return self._link.call(self._claim)
+                return self._claim(self)
             except ConfigError:  # the query that was stopped just now may still be connected
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
 
-    def wait(self, timeout_s: float, until: Position | None = None) -> None:
-        """Wait until the spool has grown, at most `timeout_s`; `until` is needed even if the spool is full."""
-        self._link.call(lambda client: client.wait(timeout_s, until))
-
-    def ack(self, position: Position) -> None:
+    def acknowledge(self, position: Position) -> None:
         """Everything up to `position` is durable."""
-        self._link.call(lambda client: client.ack(self._consumer, position))
+        self.ack(self._consumer, position)
 
-    def target(self) -> int:
-        """What "everything up to now" means: an LSN."""
-        return self._link.call(lambda client: client.target())
-
-    def settled(self) -> Settled:
-        """What has become of the rows that were asked for."""
-        return self._link.call(lambda client: client.settled())
-
-    def clock(self) -> tuple[Position, int] | None:
-        """A moment in microseconds since 1970, and where everything committed before it has been read."""
-        return self._link.call(lambda client: client.clock())
-
-    def close(self) -> None:
-        """The reader is done; the capture may go on for others."""
-        self._link.close()
-
-    def _claim(self, client: ControlClient) -> tuple[Position, Position]:
+    def _claim(self, client: CaptureRequests) -> tuple[Position, Position]:
         return client.join(self._consumer, exclusive=True)
 
 
@@ -101,11 +81,12 @@ class StaticFeed(Feed):
         self.spool.refresh()
         self._end = self.spool.end
 
-    def join(self) -> tuple[Position, Position]:
+    def claim(self) -> tuple[Position, Position]:
         return self.spool.base, self.spool.base
 
-    def wait(self, timeout_s: float, until: Position | None = None) -> None:
+    def wait(self, timeout_s: float, until: Position | None = None) -> bool:
         time.sleep(timeout_s)
+        return False
 
     def target(self) -> int:
         return self._end.commit
@@ -113,7 +94,7 @@ class StaticFeed(Feed):
     def settled(self) -> Settled:
         return Settled(self._end, Position.at(0, 0))
 
-    def ack(self, position: Position) -> None: ...
+    def acknowledge(self, position: Position) -> None: ...
 
     def clock(self) -> None: ...
 

@@ -178,7 +178,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """What was acknowledged since."""
 
     def initialOffset(self) -> dict[str, Any]:
-        initial, ack = self._open().join()
+        initial, ack = self._open().claim()
         if ack != initial:
             raise GapError(
                 f"the query has no checkpoint, but consumer {self._options.consumer!r} has acknowledged everything up to "
@@ -299,7 +299,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         position = Position.from_offset(end)
         feed = self._open()
         if not self._options.run:
-            feed.ack(position)
+            feed.acknowledge(position)
         feed.spool.forget(position)
 
     def stop(self) -> None:
@@ -313,7 +313,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._feed is None:
             options = self._options
             self._feed = StaticFeed(Path(options.spool)) if options.spool else Feed(options)
-            self._acked = self._feed.join()[1]
+            self._acked = self._feed.claim()[1]
         return self._feed
 
     def _schema_changes(self, feed: Feed, begin: Position, stop: Position) -> list[ShapeChange]:
@@ -341,7 +341,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         feed.spool.refresh()
         if feed.spool.end <= begin:
             if not self._options.run and begin > max(self._acked, self._told):
-                feed.ack(begin)
+                feed.acknowledge(begin)
                 self._told = begin
             feed.wait(LONG_POLL_S)
             feed.spool.refresh()

@@ -84,7 +84,7 @@ class TypedReader(ChangeReader):
             if place > begin:
                 return place
             if not self._options.run:
-                feed.ack(begin)  # Spark has committed it: the next load begins with the columns of this place
+                feed.acknowledge(begin)  # Spark has committed it: the next load begins with the columns of this place
             raise self._explain(shape, place)
         return end
 
