@@ -35,10 +35,6 @@ _PUSH = b'{"push":'
 """How a line begins that answers no request."""
 
 
-class ConsumerBusy(ConfigError):
-    """Two queries would acknowledge for each other."""
-
-
 @dataclass(slots=True)
 class _Client:
     socket: socket.socket
@@ -179,8 +175,9 @@ class ControlServer:
                 self._send(client, reply)
 
     def _claim(self, client: _Client, consumer: str) -> None:
+        """Two queries would acknowledge for each other."""
         if any(other.consumer == consumer for other in self._clients.values() if other is not client):
-            raise ConsumerBusy(
+            raise ConfigError(
                 f"consumer {consumer!r} is read by another query",
                 "Give every query its own name: option('consumer', ...)",
             )

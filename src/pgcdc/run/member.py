@@ -67,8 +67,8 @@ class Member:
         self.sink.chain = lambda: column_chain(self.chain)  # a reload changes it
         self.is_open = False
         self.last_error: BaseException | None = None
-        self.leaves = 0
-        """How often it has left main lately: each time it has to stay away for longer."""
+        self.away_s = 0.0
+        """How long it stays away from main: longer each time that it leaves soon again."""
         self.rejoin_at = 0.0
         self.rejoined_at = -math.inf
         self.hold_at = 0.0

@@ -134,9 +134,9 @@ class Moves:
         lane = self.membership.leave(member.name, start)
         self._open_lane(lane)
         now = time.monotonic()
-        member.leaves = member.leaves + 1 if now - member.rejoined_at < STEADY_S else 1
-        away_s = 0.0 if member.leaves == 1 else min(LONGEST_AWAY_S, FIRST_AWAY_S * 2 ** (member.leaves - 2))
-        member.rejoin_at = now + away_s
+        is_steady = now - member.rejoined_at >= STEADY_S
+        member.away_s = 0.0 if is_steady else min(LONGEST_AWAY_S, max(FIRST_AWAY_S, 2 * member.away_s))
+        member.rejoin_at = now + member.away_s
         counters.add(LANE_MOVES, adapter=member.name, move="leave")
         error = error or member.sink.attempts.failing  # it is slow because it is tried again and again
         why = f"failed ({error.message if isinstance(error, PgcdcError) else error})" if error else "is slow"
