@@ -7,6 +7,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -220,3 +222,33 @@ def test_settings_of_made_up_changes_need_no_database() -> None:
     assert config.source == RateOptions(rate_seed=7)
     with pytest.raises(ConfigError, match="would leave no rows"):
         load_config({"detector": "rate", "rate_deletes": "6"}, {}, None)
+
+
+OWN_PROGRAM = """
+import sys, time
+import pgcdc
+
+spark = pgcdc.session("own")
+events = spark.readStream.format("pgcdc").option("detector", "rate").option("state_dir", sys.argv[1] + "/state").load()
+batches = []
+
+def write(batch, number):
+    batches.append(number)
+    while True:  # what stops it comes in the middle of a job
+        batch.count()
+
+query = events.writeStream.option("checkpointLocation", sys.argv[1] + "/checkpoint").foreachBatch(write).start()
+while not batches:
+    time.sleep(0.1)
+time.sleep(1)
+query.stop()
+print("exception:", query.exception())
+spark.stop()
+"""
+
+
+def test_a_query_of_ones_own_that_is_stopped_inside_of_a_batch_ends_without_an_error_of_spark(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OWN_PROGRAM, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and "exception: None" in done.stdout, done.stderr
+    assert "StackOverflowError" not in done.stderr

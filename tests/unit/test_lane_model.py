@@ -28,7 +28,6 @@ from pgcdc.run.lane import Lane, _look_at
 from pgcdc.run.member import Adapter, Member, NotAMember, WriteFuture
 from pgcdc.run.roster import Membership, Place, Roster, Write, WriteState, judge
 from pgcdc.spark.session import QueryFailed
-from pgcdc.spark.session import settings as spark_settings
 from pgcdc.spool.consumers import MAIN, is_side_lane
 
 NAMES = ("a", "b", "c")
@@ -578,8 +577,3 @@ def test_what_an_adapter_raises_is_told_with_its_name_and_without_secrets(tmp_pa
     assert raised.value.message == "adapter slow failed: ValueError: boom at postgres://me:***@host/db"
     assert isinstance(raised.value.__cause__, ValueError)
     member.close()
-
-
-def test_threads_of_spark_have_room_for_the_pattern_that_spark_matches_a_stopped_batch_with() -> None:
-    """It recurses for each character of a Java stack trace: with the usual 1 MB that ends in a StackOverflowError."""
-    assert "-Xss16m" in spark_settings()["spark.driver.extraJavaOptions"].split()
