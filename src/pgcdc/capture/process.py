@@ -197,34 +197,32 @@ class CaptureProcess:
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """Answer one request; None if the answer comes later (the server keeps the waiters)."""
-        what = request["do"]
-        if what == "join":
-            name = request["consumer"]
-            known = name in self._consumers
-            consumer = self._consumers.join(name, Position.parse(request["at"]) if "at" in request else None)
-            return {"initial": str(consumer.initial), "ack": str(consumer.ack), "is_new": not known}
-        if what == "ack":
-            self._consumers.ack(request["consumer"], Position.parse(request["position"]))
-            return {"end": str(self._spool.end)}
-        if what == "forget":
-            if request["consumer"] in self._consumers or not request.get("missing_ok"):
-                self._consumers.forget(request["consumer"])
-            return {}
-        if what == "target":
-            return {"lsn": self._ask_target()}
-        if what == "clock":
-            return self._read_clock()
-        if what == "settled":
-            end, initial_end, only = self._settled()
-            return {"end": end and str(end), "initial_end": initial_end and str(initial_end), "only": only}
-        if what == "snapshot":
-            return self._stream.answer(request)
-        if what == "status":
-            return self._status()
-        if what == "stop":
-            self._stopping = True
-            return {}
-        raise ValueError(what)
+        match request["do"]:
+            case "join":
+                start = Position.parse(request["at"]) if "at" in request else None
+                consumer = self._consumers.join(request["consumer"], start)
+                return {"initial": str(consumer.initial), "ack": str(consumer.ack)}
+            case "ack":
+                self._consumers.ack(request["consumer"], Position.parse(request["position"]))
+            case "forget":
+                if request["consumer"] in self._consumers or not request.get("missing_ok"):
+                    self._consumers.forget(request["consumer"])
+            case "target":
+                return {"lsn": self._ask_target()}
+            case "clock":
+                return self._read_clock()
+            case "settled":
+                end, initial_end, only = self._settled()
+                return {"end": end and str(end), "initial_end": initial_end and str(initial_end), "only": only}
+            case "snapshot":
+                return self._stream.answer(request)
+            case "status":
+                return self._status()
+            case "stop":
+                self._stopping = True
+            case other:
+                raise ValueError(other)
+        return {}
 
     def _ask_target(self) -> int:
         """What a run that delivers "everything up to now" has to reach."""
