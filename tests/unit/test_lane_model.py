@@ -313,12 +313,10 @@ class LaneModel(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(self.apart()))
         ack, start = self.world.sinks[name].ack, self.queries[MAIN].next_start
         assert ack is not None
-        if not self.core.may_rejoin(name, at(ack), at(start)):
-            return
         with self.crashing():
             left = self.core[name].lane
-            self.core.rejoin(name, at(ack), at(start))
-            self.abandon(left)
+            if self.core.rejoin(name, at(ack), at(start)):
+                self.abandon(left)
 
     @precondition(lambda self: self.apart())
     @rule(data=st.data())
@@ -441,7 +439,7 @@ class LaneModel(RuleBasedStateMachine):
             ack = self.world.sinks[name].ack
             assert ack is not None
             left = self.core[name].lane
-            self.core.rejoin(name, at(ack), at(self.newest))
+            assert self.core.rejoin(name, at(ack), at(self.newest))
             self.abandon(left)
         for lane in [*self.world.consumers]:
             self.core.let_go(lane)
@@ -536,7 +534,7 @@ def test_a_member_has_one_writer_and_refuses_a_lane_that_it_has_left() -> None:
     stale = member.submit(MAIN, Batch(at(2), at(3), empty))
     again = member.submit(lane, Batch(at(0), at(4), empty))
     assert member.is_busy
-    assert not core.may_rejoin("slow", at(9), at(0)), "it is being written to"
+    assert not core.rejoin("slow", at(9), at(0)), "it is being written to"
     sink.go.set()
     first.result(10)
     again.result(10)

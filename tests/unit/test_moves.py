@@ -105,7 +105,7 @@ def test_main_looks_at_its_neighbours_while_one_is_removed(lanes: Lanes) -> None
     assert moves.side_lanes == []
     moves.begin_batch(at(0))
     assert member.reached == at(0)
-    assert not moves.membership.may_rejoin("b", at(9), at(0))
+    assert not moves.membership.rejoin("b", at(9), at(0))
     assert [one["adapter"] for one in lanes.status()] == ["a"]
 
 

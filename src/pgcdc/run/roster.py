@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
 
-from pgcdc.core.errors import ConfigError, GapError, StateError
+from pgcdc.core.errors import ConfigError, StateError
 from pgcdc.core.position import Position
 from pgcdc.spool.consumers import MAIN, is_side_lane
 
@@ -141,31 +141,27 @@ class Membership:
     """Thread-safe. A method that raises has changed nothing that matters: at most a consumer is left that nobody knows."""
 
     def __init__(self, roster: Roster, outside: Outside) -> None:
-        self._roster = roster
+        self.roster = roster
+        """Who is where."""
         self._outside = outside
         self._lock = threading.RLock()
         self._writing: set[str] = set()
         self._number = 0
         """Of the last lane that was tried to be made."""
 
-    @property
-    def roster(self) -> Roster:
-        """Who is where."""
-        return self._roster
-
     def __getitem__(self, adapter: str) -> Place:
-        return self._roster.places[adapter]
+        return self.roster.places[adapter]
 
     def __contains__(self, adapter: str) -> bool:
-        return adapter in self._roster.places
+        return adapter in self.roster.places
 
     def members(self, lane: str) -> list[str]:
         """The adapters of a lane."""
-        return [name for name, one in self._roster.places.items() if one.lane == lane]
+        return [name for name, one in self.roster.places.items() if one.lane == lane]
 
     def reached(self, adapter: str, ack: Position) -> Position:
         """Up to where an adapter needs nothing: what it has, and what was skipped."""
-        place = self._roster.places.get(adapter)
+        place = self.roster.places.get(adapter)
         return max(ack, place.floor) if place else ack  # one that is being removed has nothing else
 
     def recover(self, adapters: Iterable[str]) -> None:
@@ -174,9 +170,9 @@ class Membership:
         In this order, because without its file a lane is unknown: then its sink has a gap, and what it needs is still kept.
         """
         with self._lock:
-            places = {name: self._roster.places.get(name, Place()) for name in adapters}
-            if places != self._roster.places:
-                self._save(replace(self._roster, places=places))
+            places = {name: self.roster.places.get(name, Place()) for name in adapters}
+            if places != self.roster.places:
+                self._save(replace(self.roster, places=places))
             for one in places.values():
                 if one.start is not None:
                     self._outside.join(one.lane, one.start)
@@ -198,18 +194,20 @@ class Membership:
         """An adapter gets a lane of its own, from the beginning of the batch that it does not have. The lane's name."""
         return self._move(adapter, start, self[adapter])
 
-    def may_rejoin(self, adapter: str, ack: Position, next_start: Position) -> bool:
-        """Whether main's next batch begins where this adapter is, or before, and nobody writes to it."""
-        place = self._roster.places.get(adapter)
-        is_apart = place is not None and place.lane != MAIN and adapter not in self._writing
-        return is_apart and self.reached(adapter, ack) >= next_start
-
-    def rejoin(self, adapter: str, ack: Position, next_start: Position) -> None:
-        """An adapter is a member of main again, which begins its next batch at `next_start`."""
+    def rejoin(self, adapter: str, ack: Position, next_start: Position) -> bool:
+        """An adapter becomes a member of main again, if main's next batch begins where it is, or before, and nobody
+        writes to it. False: not yet."""
         with self._lock:
-            if not self.may_rejoin(adapter, ack, next_start):
-                raise GapError(f"adapter {adapter} stands at {ack}, main already at {next_start}")
-            self._place(adapter, replace(self[adapter], lane=MAIN, start=None))
+            place = self.roster.places.get(adapter)
+            if (
+                place is None
+                or place.lane == MAIN
+                or adapter in self._writing
+                or self.reached(adapter, ack) < next_start
+            ):
+                return False
+            self._place(adapter, replace(place, lane=MAIN, start=None))
+            return True
 
     def skip(self, adapter: str, to: Position, events: int) -> str:
         """An adapter goes on behind `to`, without `events` events. The name of its new lane."""
@@ -230,10 +228,10 @@ class Membership:
         """An adapter gets nothing from now on."""
         with self._lock:
             if adapter not in self:
-                known = ", ".join(self._roster.places) or "none"
+                known = ", ".join(self.roster.places) or "none"
                 raise ConfigError(f"there is no adapter {adapter!r}", f"Known adapters: {known}")
-            places = {name: one for name, one in self._roster.places.items() if name != adapter}
-            self._save(replace(self._roster, places=places))
+            places = {name: one for name, one in self.roster.places.items() if name != adapter}
+            self._save(replace(self.roster, places=places))
 
     def let_go(self, lane: str) -> None:
         """Forget a lane that nobody is in."""
@@ -245,16 +243,16 @@ class Membership:
         """Into a new lane. Its consumer comes first: from then on nothing behind `start` is lost."""
         with self._lock:
             # No number twice, also if a step failed: a consumer may be left that begins somewhere else.
-            number = self._number = max(self._number, self._roster.number) + 1
+            number = self._number = max(self._number, self.roster.number) + 1
             lane = f"{MAIN}~{adapter}~{number}"
             self._outside.join(lane, start)
             self._place(adapter, replace(place, lane=lane, start=start), number)
             return lane
 
     def _place(self, adapter: str, place: Place, number: int | None = None) -> None:
-        places = {**self._roster.places, adapter: place}
-        self._save(Roster(places, self._roster.number if number is None else number))
+        places = {**self.roster.places, adapter: place}
+        self._save(Roster(places, self.roster.number if number is None else number))
 
     def _save(self, roster: Roster) -> None:
         self._outside.save(roster)
-        self._roster = roster
+        self.roster = roster

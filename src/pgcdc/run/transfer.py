@@ -174,8 +174,7 @@ class Moves:
             lane.moved.clear()
             with _held(lane, deadline - time.monotonic()) as is_held:
                 is_free = is_held and not member.is_busy
-                if is_free and self.membership.may_rejoin(member.name, member.sink.ack, start):
-                    self.membership.rejoin(member.name, member.sink.ack, start)
+                if is_free and self.membership.rejoin(member.name, member.sink.ack, start):
                     self._abandon(lane)
                     member.rejoined_at = time.monotonic()
                     counters.add(LANE_MOVES, adapter=member.name, move="rejoin")
