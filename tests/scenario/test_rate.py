@@ -193,6 +193,7 @@ def test_a_query_names_the_detector_and_its_events_their_source(tmp_path: Path) 
             end = reader.latestOffset(end, ReadMaxRows(10**6))
         rows = [row for one in reader.partitions(start, end) for batch in reader.read(one) for row in batch.to_pylist()]
     finally:
+        reader._open().stop()
         reader.stop()
     assert len(rows) == 100 and {row["source"] for row in rows} == {"rate"}
     assert {row["channel"] for row in rows} == {"pgcdc:rate_1", "pgcdc:rate_2", "pgcdc:rate_3"}
