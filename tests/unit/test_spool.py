@@ -745,7 +745,7 @@ def test_only_what_was_appended_to_the_relations_is_parsed(tmp_path: Path, monke
         sizes.append(len(data))
         return decode_lines(data)
 
-    monkeypatch.setattr("pgcdc.core.state.decode_lines", decode)
+    monkeypatch.setattr("pgcdc.core.relation.decode_lines", decode)
     reader = SpoolReader(tmp_path)
     file = tmp_path / "relations.jsonl"
     file.write_bytes(lines[0] + lines[1][:10])

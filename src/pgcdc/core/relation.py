@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pgcdc.core.position import Position
-from pgcdc.core.state import GrowingLines, append_lines, read_lines
+from pgcdc.core.state import append_lines, decode_lines, read_lines
 
 
 class Op(IntEnum):
@@ -163,6 +163,25 @@ class ShapeChange:
 def append_shapes(path: Path, changes: Iterable[ShapeChange]) -> None:
     """Add to the history, durably: when this returns, it survives a crash of the machine."""
     append_lines(path, (change.to_json() for change in changes))
+
+
+class GrowingLines:
+    """Follows an append-only file of lines (`core.state`) as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """The records that were appended since the last call."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                found = list(decode_lines(file.read()))
+        except FileNotFoundError:
+            return []
+        self._offset += sum(size for _, size in found)
+        return [record for record, _ in found]
 
 
 class ShapeHistory:

@@ -392,22 +392,3 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     found = list(decode_lines(path.read_bytes()))
     os.truncate(path, sum(size for _, size in found))
     return [record for record, _ in found]
-
-
-class GrowingLines:
-    """Follows such a file as it grows."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """The records that were appended since the last call."""
-        try:
-            with open(self._path, "rb") as file:
-                file.seek(self._offset)
-                found = list(decode_lines(file.read()))
-        except FileNotFoundError:
-            return []
-        self._offset += sum(size for _, size in found)
-        return [record for record, _ in found]

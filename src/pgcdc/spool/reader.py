@@ -15,8 +15,7 @@ import pyarrow as pa
 
 from pgcdc.core.errors import GapError, SpoolError
 from pgcdc.core.position import LAST_SUB, SCHEMA_SUB, Position
-from pgcdc.core.relation import Op, Relation
-from pgcdc.core.state import GrowingLines
+from pgcdc.core.relation import GrowingLines, Op, Relation
 from pgcdc.spool.index import IndexRecord, chunk_number, chunk_path, list_chunks, load_transactions, scan_records
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 from pgcdc.spool.segment import Written, open_segment
