@@ -20,6 +20,7 @@ from pgcdc.core.position import Position
 from pgcdc.core.relation import Relations, ShapeHistory
 from pgcdc.core.state import StateDir
 from pgcdc.event.batch import Batch
+from pgcdc.event.changes import read_changes
 from pgcdc.event.edits import SimpleChain
 from pgcdc.event.events import block_schema, events_of
 from pgcdc.event.forms import FORMS, form_column, read_shapes
@@ -27,10 +28,10 @@ from pgcdc.event.frame import EventOptions, make_frame
 from pgcdc.event.lines import IdSeed
 from pgcdc.event.shape import Described
 from pgcdc.playground.postgres import EmbeddedPostgres
-from pgcdc.postgres.database import connect, quote_qualified
+from pgcdc.postgres.database import connect, name_table, quote_qualified
 from pgcdc.sink.pg_table.apply import Applier
 from pgcdc.sink.pg_table.options import PgTableOptions
-from pgcdc.sink.pg_table.session import describe_fault, is_row_fault
+from pgcdc.sink.pg_table.target import Blame, blame, describe_fault
 from pgcdc.source.postgres.options import ToastOptions
 from pgcdc.source.postgres.setup.guard import ShapeObserver
 from pgcdc.source.postgres.setup.slots import create_slot
@@ -142,18 +143,26 @@ class Mirror:
 
     def restart(self) -> None:
         """A new process, with a session of its own."""
-        self.applier = Applier(self.options, self.shapes, ("mirror", ""), self.said.append)
         self.sql = connect(self.url)
         self.sql.execute("SET session_replication_role = replica")
-        self.applier.connected(self.sql)
+        self.begin()
+
+    def begin(self) -> None:
+        """What is known of the target is forgotten, but for what was committed."""
+        self.applier = Applier(self.sql, self.options, self.shapes, ("mirror", ""), self.said.append, self.tables)
 
     def close(self) -> None:
         self.sql.close()
 
-    def apply(self, batch: Batch) -> None:
+    def apply(self, batch: Batch, *refused: Batch) -> None:
         with self.sql.transaction():
-            found = self.applier.apply(self.sql, batch, self.tables)
-        self.tables = found
+            found = self.applier.apply(self._as_tables(batch), refused)
+        self.tables = self.applier.tables = found
+
+    def _as_tables(self, batch: Batch) -> Batch:
+        """As the runner does it: dead letters, and what tests change, are lines."""
+        self.shapes.refresh()
+        return batch if batch.form == "tables" else read_changes(batch, self.shapes)
 
     def deliver(self, batch: Batch) -> list[tuple[str, str, str]]:
         """As runner and sink do it together: what is refused is found by halves and noted. (position, kind, text)."""
@@ -161,21 +170,21 @@ class Mirror:
             self.apply(batch)
             return []
         except psycopg.Error as error:
-            if not is_row_fault(error):
+            if blame(error) not in (Blame.EVENT, Blame.SHAPE):
                 raise
             if len(batch) > 1:
                 half = batch.first(len(batch) // 2)
                 return [*self.deliver(half), *self.deliver(batch.after(half.end))]
             position = batch.positions()[0].as_py()
-            kind, text = describe_fault(error, self.applier.title_of(batch))
-        with self.sql.transaction():
-            self.applier.note_rejects(self.sql, batch)
-            self.applier.apply(self.sql, batch.without([position]), self.tables)
+            batch = self._as_tables(batch)
+            relation = next(batch.tables()).relation
+            kind, text = describe_fault(error, name_table(relation.namespace, relation.name))
+        self.apply(batch.without([position]), batch)
         return [(position, kind, text)]
 
     def redeliver(self, batch: Batch) -> set[str]:
         with self.sql.transaction():
-            return self.applier.redeliver(self.sql, batch)
+            return self.applier.redeliver(self._as_tables(batch))
 
     def rows(self, statement: str) -> list[tuple[Any, ...]]:
         return self.sql.execute(statement.encode()).fetchall()

@@ -16,7 +16,7 @@ from pgcdc.core.state import StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.postgres.database import connect
 from pgcdc.sink.pg_table.options import PgTableOptions
-from pgcdc.sink.pg_table.sink import pg_table_sink
+from pgcdc.sink.pg_table.sink import PgTableSink
 from pgcdc.sink.pg_table.target import Effect, Rejected
 from pgcdc.sink.pg_table.writer import MOST_TABLES
 from pgcdc.sink.runner import Runner
@@ -253,7 +253,7 @@ def sinks(url: str, folder: Path, count: int) -> list[Runner]:
         state.create()
         options = PgTableOptions(db=url, mode="apply", origin="none")
         name = f"sink{number}"
-        found.append(run(pg_table_sink(options), state.acks, name))
+        found.append(run(PgTableSink(options), state.acks, name))
     return found
 
 

@@ -70,7 +70,7 @@ def batch_of(start: Position, end: Position, lines: Sequence[str]) -> Batch:
 
 
 def _table(lines: Sequence[str], kind: pa.DataType) -> pa.Table:
-    """Lines, and the same as records: whatever form a sink takes."""
+    """Lines, and the same as records and fields: whatever form a sink takes."""
     events = [json.loads(one) for one in lines]
     rows = [one["payload"]["row"] or {} for one in events]
     moved = [one["operation"] not in _ROWS or one["payload"]["old"] is not None for one in events]
@@ -82,6 +82,9 @@ def _table(lines: Sequence[str], kind: pa.DataType) -> pa.Table:
             name: pa.array([one.get(name, "") for one in events], pa.string())
             for name in ("id", "channel", "operation")
         },
+        "payload": pa.array([to_line(one["payload"]).strip() for one in events], pa.string()),
+        **{name: pa.array([one.get(name) for one in events], pa.string()) for name in ("source", "created_at")},
+        "transaction": pa.nulls(len(lines), pa.string()),
         "key": pa.array([json.dumps([row.get("id")]) for row in rows], pa.string()),
         "key_hash": pa.array([zlib.crc32(str(row.get("id")).encode()) for row in rows], pa.int64()),
         "is_barrier": pa.array(moved, pa.bool_()),

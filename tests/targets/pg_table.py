@@ -15,7 +15,7 @@ import psycopg
 
 from pgcdc.core.position import SCHEMA_SUB, Position
 from pgcdc.core.relation import Column, Relation, ShapeChange, append_shapes
-from pgcdc.sink.pg_table.append import Appender
+from pgcdc.sink.pg_table.sink import Appender
 from targets.base import SERVERS, BaseTarget
 from targets.events import event, to_line
 
@@ -75,7 +75,9 @@ class PgAppendTarget(_PgTarget):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.table = f"{self.schema}.events"
-        self.query(Appender(self.table).ddl())
+        with psycopg.connect(self.url, autocommit=True) as conn:
+            (create,) = Appender(self.table).missing(conn)
+            conn.execute(create.encode())
         self.query(
             f"ALTER TABLE {self.table} ADD CONSTRAINT taste CHECK (payload #>> '{{row,text}}' IS DISTINCT FROM 'refused')"
         )

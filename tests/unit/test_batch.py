@@ -1,4 +1,4 @@
-"""A batch in its three forms: lines, records and changes of tables say the same, for every chain."""
+"""A batch in its forms: lines, records, fields and changes of tables say the same, for every chain."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def forms_of(
     *,
     blocks: int = 1,
 ) -> dict[Form, Batch]:
-    """What three sinks of one chain get, each in its form; the spool is read in so many blocks."""
+    """What sinks of one chain get, each in its form; the spool is read in so many blocks."""
     program = compile_chains([replace(chain, form=form) for form in FORMS])
     pushed: tuple[SimpleChain, ...] = program._pushed  # type: ignore[attr-defined]
     assert len(pushed) == 1
@@ -156,7 +156,12 @@ def test_forms_agree(transactions: list[Transaction], chain: Chain, seal_rows: i
     assert [json.loads(text) for text in found.value.to_pylist()] == events
     for name in ("id", "channel", "operation", "position"):
         assert getattr(found, name).to_pylist() == [one[name] for one in events]
-    assert records.texts() == tables.texts() == [line.decode() for line in b"".join(lines.lines()).splitlines()]
+    assert (
+        records.texts()
+        == tables.texts()
+        == forms["fields"].texts()
+        == [line.decode() for line in b"".join(lines.lines()).splitlines()]
+    )
     assert b"".join(records.lines()) == b"".join(tables.lines()) == b"".join(lines.lines())
 
     changes = of_tables(tables)

@@ -1,95 +1,23 @@
-"""pg_table without a server: its options, its secrets, rows for COPY, and what SQLSTATEs mean."""
+"""pg_table without a server: its options, its secrets, and what SQLSTATEs mean."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import psycopg
-import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from psycopg import errors
 
 from pgcdc import Pipeline, adapters, sources
 from pgcdc.config.documents import show_yaml
 from pgcdc.config.layers import load, load_config
 from pgcdc.core.errors import ConfigError, SinkError, SinkUnavailable
-from pgcdc.core.position import Position
-from pgcdc.event.lines import quote_json
-from pgcdc.sink.pg_table.append import copy_rows, copy_rows_one_by_one
 from pgcdc.sink.pg_table.options import PgTableOptions
-from pgcdc.sink.pg_table.session import Blame, blame, explain, kind_of
+from pgcdc.sink.pg_table.target import Blame, blame, explain, kind_of
 
 SOURCE = "postgresql://app@source/shop"
 TARGET = "postgresql://app:hunter2@target/mirror"
-
-
-# --- rows for COPY
-
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
-    ["\\N", "\\", '","source":"x"', '"payload":{', "\t\n\r", "}\n", "ä🐘", '"}],"position":"0'])  # fmt: skip
-
-
-@st.composite
-def events(draw: st.DrawFn) -> tuple[str, str]:
-    """A line as the pipeline renders it, with its position."""
-    position = str(
-        Position.at(draw(st.integers(1, 3)) * 8, draw(st.integers(1, 1 << 40)), draw(st.sampled_from([0, 5])))
-    )
-    row = ",".join(
-        f"{quote_json(draw(texts))}:{quote_json(draw(st.none() | texts))}" for _ in range(draw(st.integers(0, 3)))
-    )
-    time = draw(st.sampled_from(['"2026-11-16T00:46:06.258000Z"', '"2026-11-16T00:46:06.258000Z"', "null"]))
-    block = draw(
-        st.sampled_from(["", "", ',"transaction":{"xid":7,"commit_time":null,"seq":1}', ',"transaction":null'])
-    )
-    payload = f'{{"op":"INSERT","table":{quote_json(draw(texts))},"row":{{{row}}},"old":null}}'
-    head = f'"id":"{draw(st.uuids())}","channel":{quote_json("pgcdc:" + draw(texts))},"operation":"INSERT"'
-    return position, (
-        f'{{{head},"payload":{payload},"source":"wal_replication","created_at":{time},"position":"{position}"{block}}}\n'
-    )
-
-
-@given(st.lists(events(), max_size=8), st.booleans())
-def test_rows_are_the_same_with_and_without_parsing(drawn: list[tuple[str, str]], large: bool) -> None:
-    kind = pa.large_string() if large else pa.string()
-    table = pa.table(
-        {"position": pa.array([one for one, _ in drawn], kind), "line": pa.array([one for _, one in drawn], kind)}
-    )
-    fast = b"".join(copy_rows(table))
-    assert fast.count(b"\n") == len(drawn)
-    assert [_values(row) for row in fast.splitlines()] == [
-        _values(row) for row in copy_rows_one_by_one(table).splitlines()
-    ]
-
-
-def _values(row: bytes) -> list[Any]:
-    """What COPY makes of a row; JSON by its meaning."""
-    values = [None if one == "\\N" else _unescape(one) for one in row.decode().split("\t")]
-    return [json.loads(one) if one and at in (3, 7) else one for at, one in enumerate(values)]
-
-
-def _unescape(text: str) -> str:
-    return text.replace("\\\\", "\0").replace("\\t", "\t").replace("\\n", "\n").replace("\\r", "\r").replace("\0", "\\")
-
-
-def test_plain_events_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(events: pa.Table) -> bytes:
-        raise AssertionError("parsed")
-
-    monkeypatch.setattr("pgcdc.sink.pg_table.append.copy_rows_one_by_one", refuse)
-    line = (
-        '{"id":"0197a3c0-0000-7000-8000-000000000001","channel":"pgcdc:sales.orders","operation":"UPDATE","payload":{"op":'
-        '"UPDATE","table":"orders","row":{"source":"a\\"b"},"old":null},"source":"wal_replication","created_at":'
-        '"2026-11-16T00:46:06.258000Z","position":"0000000000000008/0000000000001"}\n'
-    )
-    block = line.replace("}\n", ',"transaction":{"xid":7,"commit_time":"2026-11-16T00:46:06.258000Z","seq":1}}\n')
-    for lines in ([line] * 3, [block] * 3):
-        table = pa.table({"position": ["0000000000000008/0000000000001"] * 3, "line": lines})
-        assert b"".join(copy_rows(table)).count(b"\n") == 3
 
 
 # --- options

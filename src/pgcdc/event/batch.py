@@ -1,9 +1,8 @@
-"""The events of one batch, in the form that a sink takes: lines, records, or changes of tables.
+"""The events of one batch, in the form that a sink takes: lines, records, fields, or changes of tables.
 
 The source makes the columns behind a form for each chain that asks for it (`event.forms`); here they are read. Masks, drops,
-renames and routes have been applied, whatever the form. A sink that needs values takes `records` or `tables`. Text that we
-rendered is read only where it is all there is, or all that is wanted: dead letters (`event.changes`), and the lines of
-`pg_table` in the mode append.
+renames and routes have been applied, whatever the form. A sink that needs values takes `records`, `fields` or `tables`. Text
+that we rendered is read only where it is all there is: dead letters (`event.changes`).
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import pyarrow.compute as pc
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Op, Relation
 from pgcdc.event.forms import RECORD, Form, form_column, read_shapes, render_changes
+from pgcdc.event.lines import quote_json
 from pgcdc.event.shape import TableShape
 
 COMBINED_BYTES = 1 << 30
@@ -95,7 +95,8 @@ class Batch:
     def form(self) -> Form:
         """What this batch was made for."""
         names = self.events.column_names
-        return "lines" if "line" in names else "records" if "value" in names else "tables"
+        known: dict[str, Form] = {"line": "lines", "value": "records", "payload": "fields"}
+        return next((form for name, form in known.items() if name in names), "tables")
 
     def positions(self) -> pa.ChunkedArray:
         """Of every event."""
@@ -156,6 +157,8 @@ class Batch:
             return [line.removesuffix("\n") for line in self.events.column("line").to_pylist()]
         if self.form == "records":
             return list(self.events.column("value").to_pylist())
+        if self.form == "fields":
+            return [_join_fields(one, transaction=self.transaction) for one in self.events.to_pylist()]
         found = (render_changes(part, self.shapes, transaction=self.transaction) for part in self._parts())
         return [text for texts in found for text in texts.to_pylist()]
 
@@ -181,6 +184,17 @@ class Batch:
         is_small = self.events.nbytes < COMBINED_BYTES
         parts: list[pa.RecordBatch] = (self.events.combine_chunks() if is_small else self.events).to_batches()
         return parts
+
+
+def _join_fields(event: Mapping[str, str | None], *, transaction: bool) -> str:
+    """The text of an event whose fields are apart."""
+    if event["id"] is None:
+        return str(event["payload"])
+    texts = {name: quote_json(event[name]) for name in ("id", "channel", "operation")}
+    texts["payload"] = str(event["payload"])
+    texts |= {name: quote_json(event[name]) for name in ("source", "created_at", "position")}
+    texts |= {"transaction": event["transaction"] or "null"} if transaction else {}
+    return "{" + ",".join(f'"{name}":{text}' for name, text in texts.items()) + "}"
 
 
 def split_forms(

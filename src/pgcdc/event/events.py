@@ -25,6 +25,7 @@ from pgcdc.event.forms import (
     form_column,
     form_of,
     key_hashes,
+    make_fields,
     make_record,
     make_table,
     shapes_of,
@@ -35,6 +36,7 @@ from pgcdc.event.lines import (
     OPERATIONS,
     IdSeed,
     Layout,
+    event_fields,
     event_ids,
     event_layout,
     places,
@@ -201,6 +203,12 @@ class EventColumns:
     def _form(self, number: int, form: Form | None) -> pa.Array:
         if form == "lines":
             return self.rendered(number, "\n")
+        if form == "fields" and self._chains[number].envelope is not None:
+            return make_fields({"payload": self.rendered(number, "")})
+        if form == "fields":
+            known = {name: self.column(name) for name in ("id", "channel", "operation", "source")}
+            more = event_fields(self._frame, self._edit(number), transaction=self._options.transaction)
+            return make_fields(known | more)
         behind, keep = self._behind(number), self._edit(number).keep
         if form == "tables":
             return make_table(behind, keep, self.column("id"))

@@ -24,13 +24,17 @@ from pgcdc.event.frame import I64, Bools, EventOptions, Frame, column_texts, mak
 from pgcdc.event.lines import U64, event_layout, mix, quote_json, render
 from pgcdc.event.shape import TableShape
 
-Form = Literal["lines", "records", "tables"]
+Form = Literal["lines", "records", "fields", "tables"]
 RECORD = pa.struct(
     [
         *((name, pa.string()) for name in ("id", "channel", "operation", "key", "value", "traceparent", "tracestate")),
         *(("key_hash", pa.int64()), ("is_barrier", pa.bool_()), ("relation", pa.int32())),
     ]
 )
+FIELDS = pa.struct(
+    [(name, pa.string()) for name in ("id", "channel", "operation", "payload", "source", "created_at", "transaction")]
+)
+"""Of an event in another envelope there is nothing but its payload: the whole text."""
 TABLE = pa.struct(
     [
         *(("id", pa.string()), ("op", pa.uint8()), ("relation", pa.int32()), ("old_kind", pa.uint8())),
@@ -39,8 +43,8 @@ TABLE = pa.struct(
         *((name, pa.int64()) for name in ("ordinal", "commit_time", "xid")),
     ]
 )
-FORMS: dict[Form, pa.DataType] = {"lines": pa.string(), "records": RECORD, "tables": TABLE}
-_OF_PREFIX: dict[str, Form | None] = {"line": "lines", "record": "records", "table": "tables", "event": None}
+FORMS: dict[Form, pa.DataType] = {"lines": pa.string(), "records": RECORD, "fields": FIELDS, "tables": TABLE}
+_OF_PREFIX: dict[str, Form | None] = {form.removesuffix("s"): form for form in FORMS} | {"event": None}
 _ROW_CHANGES = np.zeros(256, np.bool_)
 _ROW_CHANGES[[Op.INSERT, Op.UPDATE, Op.DELETE, Op.SNAPSHOT]] = True
 TRACES = {
@@ -109,6 +113,14 @@ def check_traces(traces: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
         name: pc.if_else(pc.match_substring_regex(found, TRACES[name]), found, none) for name, found in traces.items()
     }
     return made | {"tracestate": pc.if_else(made["traceparent"].is_valid(), made["tracestate"], none)}
+
+
+def make_fields(known: Mapping[str, pa.Array]) -> pa.Array:
+    """The fields of events, as far as they are known."""
+    payload = known["payload"]
+    none = pa.nulls(len(payload), pa.string())
+    arrays = {field.name: known.get(field.name, none) for field in FIELDS}
+    return _struct(FIELDS, arrays, payload.is_null() if payload.null_count else None)
 
 
 # --- tables

@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -70,11 +70,31 @@ def event_layout(frame: Frame, ids: pa.Array, positions: pa.Array, *, transactio
     """What stands around the values of our own events, each followed by `end`."""
 
     def head(version: int, op: str) -> str:
-        table = quote_json(frame.shapes[version].name if frame.shapes[version].oid else None)
         channel = quote_json(frame.channels[version])
-        return f'","channel":{channel},"operation":"{op}","payload":{{"op":"{op}","table":{table},"row":'
+        return f'","channel":{channel},"operation":"{op}","payload":{_payload_head(frame, version, op)}'
 
-    return Layout(b'{"id":"', ids, *by_shape_and_op(frame, head), _tails(frame, positions, transaction, end))
+    times = _times(frame)
+    pieces: list[Any] = [f'}},"source":"{frame.source}","created_at":', times, ',"position":"', positions, '"']
+    pieces += [',"transaction":', _transactions(frame, times)] if transaction else []
+    tails = pc.binary_join_element_wise(*pieces, "}" + end, "")
+    return Layout(b'{"id":"', ids, *by_shape_and_op(frame, head), tails)
+
+
+def event_fields(frame: Frame, edit: Edit, *, transaction: bool) -> dict[str, pa.Array]:
+    """What `event_layout` puts into one text, apart: the payload (JSON), the time, and if wanted the transaction (JSON)."""
+    times = _times(frame)
+    found = {"created_at": pc.utf8_trim(times, '"')}
+    found |= {"transaction": _transactions(frame, times)} if transaction else {}
+    alone, none = pa.array(frame.is_alone), pa.scalar(None, pa.string())
+    layout = Layout(b"", None, *by_shape_and_op(frame, partial(_payload_head, frame)), pa.repeat("}", len(frame)))
+    texts = {name: pc.if_else(alone, none, one) for name, one in found.items()}
+    return {"payload": render(frame, layout, edit), **texts}
+
+
+def _payload_head(frame: Frame, version: int, op: str) -> str:
+    """From the payload to the row."""
+    table = quote_json(frame.shapes[version].name if frame.shapes[version].oid else None)
+    return f'{{"op":"{op}","table":{table},"row":'
 
 
 def by_shape_and_op(frame: Frame, write: Callable[[int, str], str]) -> tuple[pa.Array, npt.NDArray[np.int32]]:
@@ -103,21 +123,17 @@ class Keyed:
         self.old_kind = frame.old_kind
 
 
-def _tails(frame: Frame, positions: pa.Array, transaction: bool, end: str) -> pa.Array:
-    """From the payload's end to the event's."""
+def _times(frame: Frame) -> pa.Array:
+    """When each event was committed, as JSON."""
     times = time_texts(frame.commit_time)
-    alone = pa.array(frame.is_alone)
-    if frame.is_alone.any():
-        times = pc.if_else(alone, "null", times)
-    pieces: list[Any] = [f'}},"source":"{frame.source}","created_at":', times, ',"position":"', positions]
-    if transaction:
-        xid, seq = frame.owners.column("xid").cast(pa.string()), pa.array(frame.ordinal).cast(pa.string())
-        block = ['","transaction":{"xid":', xid, ',"commit_time":', times, ',"seq":', seq, "}"]
-        described = pc.binary_join_element_wise(*block, "")
-        pieces.append(pc.if_else(alone, '","transaction":null', described))
-    else:
-        pieces.append('"')
-    return pc.binary_join_element_wise(*pieces, "}" + end, "")
+    return pc.if_else(pa.array(frame.is_alone), "null", times) if frame.is_alone.any() else times
+
+
+def _transactions(frame: Frame, times: pa.Array) -> pa.Array:
+    """Which transaction each event belongs to, as JSON."""
+    xid, seq = frame.owners.column("xid").cast(pa.string()), pa.array(frame.ordinal).cast(pa.string())
+    described = pc.binary_join_element_wise('{"xid":', xid, ',"commit_time":', times, ',"seq":', seq, "}", "")
+    return pc.if_else(pa.array(frame.is_alone), "null", described)
 
 
 def render_python(frame: Keyed, changes: pa.RecordBatch, layout: Layout) -> pa.Array:

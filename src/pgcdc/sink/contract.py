@@ -176,16 +176,16 @@ class Sink(Protocol):
     """Where events go. All sinks pass the same contract tests (docs/contract.md)."""
 
     form: Form = "lines"
-    """What it reads: `batch.lines()`, `batch.records()` or `batch.tables()`."""
+    """What it reads: `batch.lines()`, `batch.records()`, the fields of each event (`batch.events`), or `batch.tables()`."""
     whole_batches: ClassVar[bool] = False
     """A batch must not be given in parts."""
     keeps_position: ClassVar[bool] = False
     """The target keeps the position, and changes it in one step with what is written: `open` returns it. After a write that
     failed, `open` is called again, and the target's word counts. Empty batches move the ack alone.
 
-    `open` finds the record of `progress.owner` and `context.stream`; it begins one at `context.start` if
-    `progress.written` is None, else it returns None. If the ack `is_rewound`, it moves the record to `context.start`, or
-    begins one there."""
+    `open` finds the record of `progress.owner` and `context.stream`. If there is none, it begins one at `context.start`
+    (only while `progress.written` is None), or returns None: a new one then begins with the first write. If the ack
+    `is_rewound`, it moves the record to `context.start`, or begins one there."""
     finds_by_halves: ClassVar[bool] = False
     """SinkRejected without names says that some event is wrong: the runner finds it by giving halves."""
     takes_executors: bool = False

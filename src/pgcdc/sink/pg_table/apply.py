@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,14 +23,13 @@ import pyarrow as pa
 from pgcdc.core.position import Position
 from pgcdc.core.relation import OldKind, Op, ShapeChange, ShapeHistory
 from pgcdc.event.batch import Batch, TableChanges
-from pgcdc.event.changes import read_changes, settle
+from pgcdc.event.changes import settle
 from pgcdc.event.shape import diff_shapes
-from pgcdc.postgres.database import Connection, name_table
+from pgcdc.postgres.database import Connection
 from pgcdc.sink.pg_table.fold import MissingKey, find_moves, fold_bag, fold_keyed, fold_late, part_of
 from pgcdc.sink.pg_table.options import PgTableOptions, TableName
-from pgcdc.sink.pg_table.session import Blame, RowFault, blame, is_conflict
 from pgcdc.sink.pg_table.tables import SourceTable, Targets, choose_key, describe_source
-from pgcdc.sink.pg_table.target import Effect, Rejected
+from pgcdc.sink.pg_table.target import Blame, Effect, Rejected, RowFault, blame, is_conflict
 from pgcdc.sink.pg_table.writer import Writer
 
 KNOWN_S = 60.0
@@ -39,174 +38,148 @@ _LAST = Position.end((1 << 63) - 1)
 
 
 class Applier:
-    """Applies batches through a session of the caller, who owns connection and transactions.
+    """Applies batches through one session, in transactions of the caller.
 
     What it knows of the target it learns again after every error. `say` gets what people should know: tables that were
     created or altered, rows that should have been there.
     """
 
     def __init__(
-        self, options: PgTableOptions, shapes: ShapeHistory, key: tuple[str, str], say: Callable[[str], None]
+        self,
+        conn: Connection,
+        options: PgTableOptions,
+        shapes: ShapeHistory,
+        key: tuple[str, str],
+        say: Callable[[str], None],
+        tables: Collection[TableName] = (),
     ) -> None:
         """`key`: the names of adapter and stream."""
-        self._options, self._shapes, self._say = options, shapes, say
-        self._names = options.names
-        self._were_there: Collection[TableName] = ()
+        self._conn, self._options, self._shapes, self._say = conn, options, shapes, say
+        self.tables = set(tables)
+        """The tables that the target had at the last commit: the caller keeps it up to date."""
         self._rejected = Rejected(options.own_schema, key)
-        self._conn: Connection | None = None
         self._writer: Writer | None = None
         self._is_warm = False
         """What is known of the target is of an earlier transaction."""
         self._known_until = 0.0
-        self._missed: Counter[str] = Counter()
-        """By table: rows that should have been deleted and were not there, in this transaction."""
         self.missed: Counter[str] = Counter()
-        """The same since it connected."""
+        """By table: rows that should have been deleted and were not there."""
 
-    def connected(self, conn: Connection) -> None:
-        """A new connection: what was known of the old one is forgotten."""
-        self._forget()
-        self._conn = conn
-        self._rejected.look(conn)
+    def apply(self, batch: Batch, refused: Sequence[Batch] = ()) -> set[TableName]:
+        """Apply a batch, in the caller's transaction; the tables that the target has now, as far as they are known.
 
-    def apply(self, conn: Connection, batch: Batch, were_there: Collection[TableName] = ()) -> set[TableName]:
-        """Apply a batch, inside of the caller's transaction; the tables that the target has now, as far as they are known.
-
-        `were_there` is what an earlier call returned. psycopg's errors pass; what was done is to be rolled back.
+        The keys of `refused` events are noted first: what is applied to them supersedes these. psycopg's errors pass; what
+        was done is to be rolled back.
         """
-        self._were_there = were_there
-        changes = self._begin(conn, batch.start, batch.end)
-        batch = self._as_tables(batch)
         try:
-            if self._rejected.waiting:  # what was noted may have been rolled back
-                self._rejected.look(conn)
-            self._divide(conn, batch, changes)
+            self._begin()
+            for one in refused:
+                self._rejected.note(self._conn, self._effects(one))
+            missed = self._divide(batch, self._shapes.between(batch.start, batch.end))
             self._is_warm = True
             if self._rejected.waiting:
-                self._supersede(conn, batch)
-            self.missed.update(self._missed)
-            for table, count in self._missed.items():
+                self._supersede(batch)
+            self.missed.update(missed)
+            for table, count in missed.items():
                 self._say(
                     f"table {table}: {count} rows that were to be deleted are not at the target ({self.missed[table]} since "
                     "it connected). Somebody else changes the table, or rows were missing before: compare it with the "
                     "source, and take a snapshot of it"
                 )
-            return self._open(conn).targets.see()
+            return self._open().targets.see()
         except BaseException:
-            self._forget()
+            self.forget()
             raise
 
-    def note_rejects(self, conn: Connection, batch: Batch) -> None:
-        """Remember the keys of rejected events, in the transaction of the batch that goes on without them, before it is
-        applied: what is applied to these keys later supersedes them."""
-        self._begin(conn, batch.start, batch.end)
-        self._rejected.look(conn)
-        self._rejected.note(conn, self._all_effects(conn, self._as_tables(batch)))
-
-    def redeliver(self, conn: Connection, batch: Batch) -> set[str]:
+    def redeliver(self, batch: Batch) -> set[str]:
         """Apply dead letters, in the caller's transaction. The positions of those that were left out: their keys have been
         changed by something newer, or they have been delivered."""
-        self._were_there = ()
-        self._begin(conn, batch.start, batch.end)
-        batch = self._as_tables(batch)
         try:
-            self._rejected.look(conn)
+            self._begin()
             return {
                 position
                 for position in batch.positions().to_pylist()
                 for run in batch.only([position]).tables()
-                if not self._redeliver(conn, position, run)
+                if not self._redeliver(position, run)
             }
-        except BaseException:
-            self._forget()
-            raise
-
-    def title_of(self, batch: Batch) -> str:
-        """The table of the first event, for messages."""
-        run = next(iter(self._as_tables(batch).tables()))
-        return name_table(run.relation.namespace, run.relation.name)
-
-    def _as_tables(self, batch: Batch) -> Batch:
-        """Dead letters come as lines."""
-        return batch if batch.form == "tables" else read_changes(batch, self._shapes)
+        finally:
+            self.forget()
 
     # --- a run
 
-    def _begin(self, conn: Connection, start: Position, end: Position) -> list[ShapeChange]:
-        """The changes of shapes in (start, end]."""
+    def _begin(self) -> None:
         self._shapes.refresh()
-        if conn is not self._conn:
-            self.connected(conn)
         if time.monotonic() > self._known_until:  # somebody may have altered the target's tables
-            self._forget()
-        self._missed.clear()
-        self._open(conn).begin()
-        return self._shapes.between(start, end)
+            self.forget()
+        self._open().begin()
 
-    def _open(self, conn: Connection) -> Writer:
+    def _open(self) -> Writer:
         if self._writer is None:
-            self._writer = Writer(conn, Targets(conn, self._options, self._names, self._say, self._were_there))
+            targets = Targets(self._conn, self._options, self._say, self.tables)
+            self._writer = Writer(self._conn, targets)
+            self._rejected.look(self._conn)
             self._known_until = time.monotonic() + KNOWN_S
         return self._writer
 
-    def _forget(self) -> None:
-        """After a rollback the target may be other than we know."""
+    def forget(self) -> None:
+        """Nothing is known of the target any more: what was done may have been rolled back."""
         self._writer = None
         self._is_warm = False
 
-    def _divide(self, conn: Connection, batch: Batch, changes: Sequence[ShapeChange]) -> None:
-        """Apply all at once, or else in halves."""
+    def _divide(self, batch: Batch, changes: Sequence[ShapeChange]) -> Counter[str]:
+        """Apply all at once, or else in halves; by table the rows that should have been deleted and were not there."""
         try:
-            with conn.transaction():
-                writer = self._run(conn, batch, changes)
-            self._missed.update(writer.missed)
-            writer.missed.clear()
-            return
+            with self._conn.transaction():
+                return self._run(batch, changes)
         except psycopg.Error as error:
             was_warm = self._is_warm
-            self._forget()
+            self.forget()
             if was_warm and blame(error) is Blame.SHAPE:  # we knew an older state of the target's tables
-                return self._divide(conn, batch, changes)
+                return self._divide(batch, changes)
             half = batch.first(max(1, len(batch) // 2))
             if not is_conflict(error) or len(half) == len(batch):
                 raise
         before = [change for change in changes if change.position <= half.end]
-        self._divide(conn, half, before)
-        self._divide(conn, batch.after(half.end), changes[len(before) :])
+        return self._divide(half, before) + self._divide(batch.after(half.end), changes[len(before) :])
 
-    def _run(self, conn: Connection, batch: Batch, changes: Sequence[ShapeChange]) -> Writer:
-        writer = self._open(conn)
+    def _run(self, batch: Batch, changes: Sequence[ShapeChange]) -> Counter[str]:
+        writer = self._open()
+        writer.missed = Counter()
         for part, due in self._cut(batch, changes):
             for change in due:
-                self._follow(conn, change)
+                self._follow(change)
             cleared: list[SourceTable] = []
-            for run in part.tables():
-                source = self._describe(run, part.positions()[int(run.rows[0])].as_py())
+            for run, source, positions in self._runs(part):
                 if run.op[0] == Op.TRUNCATE:
                     cleared.append(source)
                     continue
                 writer.truncate(cleared)
                 cleared = []
-                self._apply(writer, run, source)
+                self._check_values(run, source, positions)
+                self._apply(run, source)
             writer.truncate(cleared)
-        return writer
+        return writer.missed
 
-    def _apply(self, writer: Writer, run: TableChanges, source: SourceTable) -> None:
+    def _runs(self, batch: Batch) -> Iterator[tuple[TableChanges, SourceTable, pa.ChunkedArray]]:
+        for run in batch.tables():
+            positions = batch.positions().take(pa.array(run.rows))
+            yield run, self._describe(run, positions[0].as_py()), positions
+
+    def _apply(self, run: TableChanges, source: SourceTable) -> None:
         """Fold and write one run; updates that only the target can do cut it."""
-        target, names = writer.targets.of(source), [column.name for column in run.relation.columns]
+        target = self._open().targets.of(source)
+        names = [column.name for column in run.relation.columns]
         key = choose_key(source, target, names)
         places = [names.index(name) for name in key]
         keeps_more = target is not None and not set(target.writable(target.columns)) <= set(names)
         is_simple = not key or source.is_key_deferrable
         begin = 0
         for place in [] if is_simple else find_moves(run, places, keeps_more=keeps_more):
-            self._fold(writer, source, key, places, part_of(run, begin, place))
-            begin = place + self._move(writer, source, key, part_of(run, place, place + 1))
-        self._fold(writer, source, key, places, part_of(run, begin, len(run)))
+            self._fold(source, key, places, part_of(run, begin, place))
+            begin = place + self._move(source, key, part_of(run, place, place + 1))
+        self._fold(source, key, places, part_of(run, begin, len(run)))
 
-    def _fold(
-        self, writer: Writer, source: SourceTable, key: tuple[str, ...], places: Sequence[int], run: TableChanges
-    ) -> None:
+    def _fold(self, source: SourceTable, key: tuple[str, ...], places: Sequence[int], run: TableChanges) -> None:
         if not len(run):
             return
         try:
@@ -215,9 +188,9 @@ class Applier:
         except MissingKey as error:
             text = f"the event of table {source.title} has no value of its key {error}"
             raise RowFault("missing_key", text) from None
-        writer.write(source, folded, key)
+        self._open().write(source, folded, key)
 
-    def _move(self, writer: Writer, source: SourceTable, key: tuple[str, ...], run: TableChanges) -> bool:
+    def _move(self, source: SourceTable, key: tuple[str, ...], run: TableChanges) -> bool:
         """Have the target give a row another key. False: it does not have the row, which is whole."""
         values, unknown = settle(run)
         names = [column.name for column in run.relation.columns]
@@ -225,11 +198,13 @@ class Applier:
         row = {
             name: value[0].as_py() for name, value, lacks in zip(names, values, unknown, strict=True) if lacks is None
         }
-        if writer.move(source, old, row):
+        if self._open().move(source, old, row):
             return True
         if len(row) < len(names):
-            raise writer.missing_row(source)
+            raise self._open().missing_row(source)
         return False
+
+    # --- changes of shapes
 
     def _cut(self, batch: Batch, changes: Sequence[ShapeChange]) -> Iterator[tuple[Batch, list[ShapeChange]]]:
         """The events between changes of shapes, with the changes before them."""
@@ -254,75 +229,89 @@ class Applier:
         name = run.relation.namespace, run.relation.name
         return describe_source(run.relation, run.details, self._shapes.in_force(*name, Position.parse(position)))
 
-    def _follow(self, conn: Connection, change: ShapeChange) -> None:
+    def _follow(self, change: ShapeChange) -> None:
         """Do to the target what was done to the source."""
-        targets = self._open(conn).targets
+        targets = self._open().targets
         if change.before is None:
             return targets.say_new((change.after.namespace, change.after.name))
         targets.follow(change)
         if self._rejected.waiting:
             before = describe_source(change.before, change.before_details)
             after = describe_source(change.after, change.details)
-            self._rejected.follow(conn, before.title, after.title)
+            self._rejected.follow(self._conn, before.title, after.title)
             kinds = {one["type"] for one in diff_shapes(change)}
             others = kinds & {"primary_key_changed", "key_columns_changed", "replica_identity_changed"}
             if len(before.key) != len(after.key) or others:
-                self._rejected.supersede(conn, {}, {after.title: str(change.position)})
+                self._rejected.supersede(self._conn, {}, {after.title: str(change.position)})
 
     # --- dead letters
 
-    def _effects(
-        self, writer: Writer, run: TableChanges, source: SourceTable, positions: Sequence[str]
-    ) -> Iterator[Effect]:
+    def _keys(self, run: TableChanges, source: SourceTable, positions: Sequence[str]) -> Iterator[Effect]:
         """Which keys these changes touch; of each first that of its row."""
         names = [column.name for column in run.relation.columns]
-        places = [names.index(name) for name in choose_key(source, writer.targets.of(source), names)]
+        places = [names.index(name) for name in choose_key(source, self._open().targets.of(source), names)]
         after, before = (_key_texts([side[one] for one in places], len(run)) for side in (settle(run)[0], run.old))
         has_old = (run.op == Op.UPDATE) & (run.old_kind != OldKind.NONE)
         for position, new, old, is_both in zip(positions, after, before, has_old.tolist(), strict=True):
             for one in dict.fromkeys([new, old] if is_both else [new]):
                 yield Effect(source.title, one, position)
 
-    def _all_effects(self, conn: Connection, batch: Batch, tables: Collection[str] | None = None) -> Iterator[Effect]:
-        """Those of the changes of these tables; None: of all."""
-        for run in batch.tables():
-            positions = batch.positions().take(pa.array(run.rows)).to_pylist()
-            source = self._describe(run, positions[0])
+    def _effects(self, batch: Batch, tables: Collection[str] | None = None) -> Iterator[Effect]:
+        """The keys that changes of these tables touch; None: of all tables."""
+        for run, source, positions in self._runs(batch):
             if run.op[0] != Op.TRUNCATE and (tables is None or source.title in tables):
-                yield from self._effects(self._open(conn), run, source, positions)
+                yield from self._keys(run, source, positions.to_pylist())
 
-    def _supersede(self, conn: Connection, batch: Batch) -> None:
+    def _supersede(self, batch: Batch) -> None:
         waiting = {table for table, _ in self._rejected.waiting}
-        newest = {(one.table, one.key): one.position for one in self._all_effects(conn, batch, waiting)}
-        cleared = {}
-        for run in batch.tables():
-            if run.op[0] == Op.TRUNCATE:
-                position = batch.positions()[int(run.rows[0])].as_py()
-                cleared[self._describe(run, position).title] = position
-        self._rejected.supersede(conn, newest, cleared)
+        newest = {(one.table, one.key): one.position for one in self._effects(batch, waiting)}
+        cleared = {one.title: at[0].as_py() for run, one, at in self._runs(batch) if run.op[0] == Op.TRUNCATE}
+        self._rejected.supersede(self._conn, newest, cleared)
 
-    def _redeliver(self, conn: Connection, position: str, run: TableChanges) -> bool:
+    def _check_values(self, run: TableChanges, source: SourceTable, positions: pa.ChunkedArray) -> None:
+        """RowFault: an update leaves a long value to the target, which may have an older one: a change was refused."""
+        if all(table != source.title for table, _ in self._rejected.waiting):
+            return
+        lacks = [marks for marks in settle(run)[1] if marks is not None]
+        if not lacks:
+            return
+        texts = positions.to_pylist()
+        partial = dict(zip(texts, np.logical_or.reduce(lacks).tolist(), strict=True))
+        whole: dict[str, str] = {}  # by key: where all of its values came last
+        for table, key, position in self._keys(run, source, texts):
+            refused = self._rejected.waiting.get((table, key), ())
+            if not partial[position]:
+                whole[key] = position
+            elif any(whole.get(key, "") < one < position for one in refused):
+                raise RowFault(
+                    "missing_value",
+                    f"an update of table {table} does not bring its long values (unchanged TOAST), and an earlier change of "
+                    "the row is a dead letter, so the target may have older ones; replay both in order, or take a "
+                    "snapshot of the table",
+                )
+
+    def _redeliver(self, position: str, run: TableChanges) -> bool:
         """Whether it was applied, to the key of its row at least."""
-        known = self._rejected.of(conn, position)
-        if not any(known.values()):
+        known = self._rejected.keys_of(position)
+        if not known:
             return False
-        writer = self._open(conn)
-        run = self._as_of_now(writer.targets, run)
+        run = self._as_of_now(run)
         source = self._describe(run, str(_LAST))
-        effects = list(self._effects(writer, run, source, [position]))
-        may = [known.get(one.key, True) for one in effects]
+        effects = list(self._keys(run, source, [position]))
+        may = [one.key in known for one in effects]
         if not may[0]:  # its row has become another one, but it has left this key
             run = replace(run, op=np.array([Op.DELETE], np.uint8))
         elif not all(may):
             values, unknown = settle(run)
             run = replace(run, new=values, unchanged=unknown, old_kind=np.array([OldKind.NONE], np.uint8))
-        self._apply(writer, run, source)
-        self._rejected.forget(conn, position)
+        self._check_values(run, source, pa.chunked_array([[position]]))
+        self._apply(run, source)
+        self._rejected.forget(self._conn, position)
         done = {(one.table, one.key): position for one, ok in zip(effects, may, strict=True) if ok}
-        self._rejected.supersede(conn, done, {})
+        self._rejected.supersede(self._conn, done, {})
         return may[0]
 
-    def _as_of_now(self, targets: Targets, run: TableChanges) -> TableChanges:
+    def _as_of_now(self, run: TableChanges) -> TableChanges:
         """A change of the past, under the name that its table has now. RowFault: a column is gone, or called otherwise."""
         latest = [change for change in self._shapes.changes if change.after.oid == run.relation.oid][-1:]
         if not latest:
@@ -330,7 +319,7 @@ class Applier:
         now = latest[0].after
         run = replace(run, relation=replace(run.relation, namespace=now.namespace, name=now.name))
         source = describe_source(now, latest[0].details)
-        target = targets.of(source)
+        target = self._open().targets.of(source)
         known = {*source.types, *(target.columns if target else ())}
         gone = [one.name for one in run.relation.columns if one.name not in known]
         if target is not None and gone:
@@ -341,7 +330,7 @@ class Applier:
         return run
 
 
-def _key_texts(columns: Sequence[pa.Array], count: int) -> Iterable[str]:
+def _key_texts(columns: Sequence[pa.Array], count: int) -> list[str]:
     """Keys as they stand in `pgcdc_rejected`; empty for a table without one."""
     if not columns:
         return [""] * count

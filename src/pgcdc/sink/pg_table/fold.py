@@ -203,45 +203,31 @@ def _patches(
             yield rows.only([columns[one] for one in keep])
 
 
-@dataclass(frozen=True, slots=True)
-class _Balance:
-    """Of whole rows: how many more came than went. Where every change brings its whole old row, that is all there is."""
+def _balance(changes: TableChanges) -> tuple[list[pa.Array], I64, I64]:
+    """Whole rows that came or went, in the order of the stream. Of each different one: where it stands last, and how many
+    more of it came than went. Where every change brings its whole old row, that is all there is.
 
-    rows: Rows
-    code: I64
-    count: npt.NDArray[np.int64]
-    """By number."""
-    last: I64
-    """By number: where the row came last, or went."""
-
-    @classmethod
-    def of(cls, changes: TableChanges) -> _Balance:
-        """MissingKey: an update or delete came without its old row."""
-        goes: Bools = (changes.op == Op.UPDATE) | (changes.op == Op.DELETE)
-        comes: Bools = changes.op != Op.DELETE
-        if (goes & (changes.old_kind != OldKind.FULL)).any():
-            raise MissingKey("(the whole row)")
-        values, unknown = settle(changes, ())
-        out, into = np.flatnonzero(goes), np.flatnonzero(comes)
-        for number, lacks in enumerate(unknown):
-            if lacks is not None or _any(changes.old_unchanged[number], out):
-                raise MissingKey(changes.relation.columns[number].name)
-        # In the order of the stream: an update takes its old row away before it brings the new one.
-        order = np.argsort(np.concatenate([2 * out, 2 * into + 1]), kind="stable")
-        columns = [
-            pa.concat_arrays([old.take(pa.array(out)), new.take(pa.array(into))]).take(pa.array(order))
-            for old, new in zip(changes.old, values, strict=True)
-        ]
-        code, count = number_rows(columns)
-        sign = np.where(order < len(out), -1, 1)
-        last = np.zeros(count, np.int64)
-        last[code] = np.arange(len(code))
-        names = tuple(column.name for column in changes.relation.columns)
-        return cls(Rows(names, columns), code, np.bincount(code, sign, count).astype(np.int64), last)
-
-
-def _any(marks: Bools | None, rows: I64) -> bool:
-    return marks is not None and bool(marks[rows].any())
+    MissingKey: an update or delete came without its old row.
+    """
+    goes: Bools = (changes.op == Op.UPDATE) | (changes.op == Op.DELETE)
+    if (goes & (changes.old_kind != OldKind.FULL)).any():
+        raise MissingKey("(the whole row)")
+    values, unknown = settle(changes, ())
+    out, into = np.flatnonzero(goes), np.flatnonzero(changes.op != Op.DELETE)
+    for number, (lacks, old_lacks) in enumerate(zip(unknown, changes.old_unchanged, strict=True)):
+        if lacks is not None or (old_lacks is not None and old_lacks[out].any()):
+            raise MissingKey(changes.relation.columns[number].name)
+    # An update takes its old row away before it brings the new one.
+    order = np.argsort(np.concatenate([2 * out, 2 * into + 1]), kind="stable")
+    columns = [
+        pa.concat_arrays([old.take(pa.array(out)), new.take(pa.array(into))]).take(pa.array(order))
+        for old, new in zip(changes.old, values, strict=True)
+    ]
+    code, count = number_rows(columns)
+    last = np.zeros(count, np.int64)
+    last[code] = np.arange(len(code))
+    more = np.bincount(code, np.where(order < len(out), -1, 1), count).astype(np.int64)
+    return columns, last, more
 
 
 def fold_bag(changes: TableChanges) -> Folded:
@@ -249,29 +235,28 @@ def fold_bag(changes: TableChanges) -> Folded:
     names = tuple(column.name for column in changes.relation.columns)
     if ((changes.op == Op.INSERT) | (changes.op == Op.SNAPSHOT)).all():
         return Folded(fresh=Rows(names, list(changes.new)))
-    balance = _Balance.of(changes)
-    rows, count = balance.rows, balance.count
-    less, more = (np.repeat(balance.last, np.maximum(one, 0)) for one in (-count, count))
-    return Folded(gone=_take(names, rows.values, less), fresh=_take(names, rows.values, more))
+    rows, last, count = _balance(changes)
+    less, more = (np.repeat(last, np.maximum(one, 0)) for one in (-count, count))
+    return Folded(gone=_take(names, rows, less), fresh=_take(names, rows, more))
 
 
 def fold_late(changes: TableChanges, key: Sequence[int]) -> Folded:
     """The changes of a table whose key is checked at the end of a transaction: until then several rows may have the same
     one, as with `UPDATE t SET id = id + 1`. Every change brings the whole old row, which says of which of them it is."""
-    balance = _Balance.of(changes)
-    rows, names = balance.rows, balance.rows.columns
-    keys, count = number_rows([rows.values[one] for one in key])
-    came, went = (np.sort(balance.last[one]) for one in (balance.count > 0, balance.count < 0))
+    names = tuple(column.name for column in changes.relation.columns)
+    rows, last, more = _balance(changes)
+    keys, count = number_rows([rows[one] for one in key])
     newest = np.full(count, -1, np.int64)
+    came = np.sort(last[more > 0])
     newest[keys[came]] = came
     has_left: Bools = np.zeros(count, np.bool_)
-    has_left[keys[went]] = True
+    has_left[keys[last[more < 0]]] = True
     put, fresh = (newest[(newest >= 0) & one] for one in (has_left, ~has_left))
-    gone = np.repeat(went, -balance.count[balance.code[went]])
+    gone = np.repeat(last, np.maximum(-more, 0))
     return Folded(
-        gone=_take(names, rows.values, gone[newest[keys[gone]] < 0]),
-        puts=_take(names, rows.values, put),
-        fresh=_take(names, rows.values, fresh),
+        gone=_take(names, rows, gone[newest[keys[gone]] < 0]),
+        puts=_take(names, rows, put),
+        fresh=_take(names, rows, fresh),
     )
 
 

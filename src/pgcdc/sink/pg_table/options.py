@@ -1,4 +1,4 @@
-"""The options of the adapter `pg_table`, and the names of tables that follow from them."""
+"""The options of the adapter `pg_table`, the names of tables that follow from them, and what they must not lead to."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import psycopg
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
-from pgcdc.core.errors import ConfigError, SourceError
+from pgcdc.core.errors import ConfigError, PgcdcError, SinkError, SourceError
 from pgcdc.core.settings import checked, setting, split_outside_quotes
-from pgcdc.postgres.database import name_table, parse_identifier, parse_url, split_table, url_passwords
+from pgcdc.postgres.database import (
+    Connection,
+    connect,
+    explain_errors,
+    name_table,
+    parse_identifier,
+    parse_url,
+    split_table,
+    url_passwords,
+)
 from pgcdc.sink.spec import SinkOptions, SourceView
 
 if TYPE_CHECKING:
@@ -187,11 +197,62 @@ class PgTableOptions(SinkOptions):
         return url_passwords(self.resolved().db)
 
     def make(self) -> Sink:
-        from pgcdc.sink.pg_table.sink import pg_table_sink
+        from pgcdc.sink.pg_table.sink import PgTableSink
 
-        return pg_table_sink(self.resolved())
+        return PgTableSink(self.resolved())
 
     def check_source(self, adapter: str, source: SourceView) -> None:
-        from pgcdc.sink.pg_table.target import check_source
-
         check_source(self, adapter, source)
+
+
+def database_of(conn: Connection) -> tuple[str, str]:
+    """Which server (empty if the role may not ask) and database it is, whatever the server's address."""
+    try:
+        row = conn.execute("SELECT system_identifier::text FROM pg_control_system()").fetchone()
+    except psycopg.errors.InsufficientPrivilege:
+        row = None
+    return row[0] if row else "", conn.info.dbname
+
+
+# --- loops: a table that is captured must not get the events of its own changes, each would make another one, for ever
+
+
+def check_source(options: PgTableOptions, adapter: str, source: SourceView) -> None:
+    """ConfigError if the adapter writes to tables that a start would capture, before anything is made for it.
+
+    A database that cannot be asked is no matter of this check: who needs it says so.
+    """
+    if not source.url:
+        return
+    options, found = options.resolved(), set()
+    try:
+        for url in (options.db, source.url):
+            with explain_errors("ask which database it is"), connect(url, may_retry=False) as conn:
+                found.add(database_of(conn))
+        if len(found) == 2 or not all(system for system, _ in found):
+            return
+        tables = source.tables()
+    except PgcdcError:
+        return
+    try:
+        check_captured(options, adapter, tables)
+    except SinkError as error:
+        raise ConfigError(error.message, error.advice) from None
+
+
+def check_captured(options: PgTableOptions, adapter: str, captured: Collection[TableName]) -> None:
+    if options.mode == "append":
+        table = split_table(options.table)
+        if table in captured:
+            raise SinkError(
+                f"adapter {adapter} writes to table {name_table(*table)}, which this pipeline captures: each event "
+                "would make another one",
+                "Give another --pg-table-table, one that begins with pgcdc_ say, or leave the table out of --tables",
+            )
+        return
+    for table in options.names.loops(captured):
+        raise SinkError(
+            f"adapter {adapter} would apply the rows of {name_table(*table)} to a table that it captures",
+            "Give the URL of another database with --pg-table-db, or other names with --pg-table-tables or "
+            "--pg-table-target-schema, and capture only the source's tables",
+        )

@@ -1,206 +1,244 @@
 """Events into PostgreSQL, exactly once: the rows, and how far they go, change in one transaction.
 
-The row in the target is the truth (`target.py`); the ack in the state directory follows it. An empty batch moves the ack
-alone: databases that mirror each other would never rest otherwise.
+The row in the target is the truth (`target.py`); the ack in the state directory follows it. The row comes with the first
+batch. An empty batch moves the ack alone: databases that mirror each other would never rest otherwise.
 """
 
 from __future__ import annotations
 
 import contextlib
-from abc import abstractmethod
+import uuid
 from collections.abc import Collection, Iterator
 from typing import ClassVar
 
 import psycopg
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from pgcdc.core.errors import SinkError, SinkRejected, SinkUnavailable
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
+from pgcdc.core.state import Identity
 from pgcdc.event.batch import Batch
-from pgcdc.event.forms import Form
-from pgcdc.postgres.database import Connection, redact
-from pgcdc.sink.contract import Sink, SinkContext
-from pgcdc.sink.pg_table.append import Appender, copy_rows, copy_rows_one_by_one
+from pgcdc.postgres.database import (
+    Connection,
+    lock_creation,
+    name_table,
+    quote_identifier,
+    quote_qualified,
+    redact,
+    split_table,
+)
+from pgcdc.postgres.lsn import format_lsn
+from pgcdc.sink.contract import Form, Sink, SinkContext
 from pgcdc.sink.pg_table.apply import Applier
-from pgcdc.sink.pg_table.options import NO_ORIGIN, PgTableOptions, TableName
-from pgcdc.sink.pg_table.session import (
+from pgcdc.sink.pg_table.fold import Rows
+from pgcdc.sink.pg_table.options import NO_ORIGIN, PgTableOptions, TableName, check_captured, database_of
+from pgcdc.sink.pg_table.target import (
     Blame,
-    SessionPlan,
+    Positions,
     blame,
     connect_target,
     describe,
     describe_fault,
     explain,
-    is_row_fault,
-    kind_of,
-    mark_transaction,
-    open_session,
+    set_origin,
+    set_replica,
 )
-from pgcdc.sink.pg_table.target import Positions, check_target, create_tables, database_of
+from pgcdc.sink.pg_table.writer import copy_rows
 
-
-def pg_table_sink(options: PgTableOptions) -> PgTableSink:
-    """The sink for a mode."""
-    return PgAppendSink(options) if options.mode == "append" else PgApplySink(options)
+MERGE_SINCE = 150000
+"""The first version that has MERGE."""
+COLUMNS = {
+    "id": "uuid",
+    "channel": "text",
+    "operation": "text",
+    "payload": "jsonb",
+    "source": "text",
+    "created_at": "timestamptz",
+    "position": "text",
+    "transaction": "jsonb",
+}
+"""In the order of an event."""
+_IDS = uuid.UUID("6f1c7a54-2f0e-4c0f-9d5e-8a1d7f5a9c11")
+"""For the ids of what comes without one."""
+_NAMES = "ARRAY['id', 'channel', 'operation', 'payload', 'source', 'created_at', 'position']"
+_INSERT = """
+INSERT INTO {table} ({columns})
+SELECT coalesce((own->>'id')::uuid, id), own->>'channel', own->>'operation', coalesce(own->'payload', event),
+  own->>'source', (own->>'created_at')::timestamptz, "position", nullif(own->'transaction', 'null')
+FROM (
+  SELECT *, CASE jsonb_typeof(event) WHEN 'object' THEN CASE WHEN event ?& {names} AND length(event->>'id') = 36
+    AND event - 'transaction' - {names} = jsonb_build_object() THEN event END END AS own FROM {stage}
+) n WHERE NOT EXISTS (SELECT FROM {table} t WHERE t."id" = coalesce((n.own->>'id')::uuid, n."id"))
+"""
+"""`own`: the event, if it is in its own form; any other is kept whole."""
 
 
 class PgTableSink(Sink):
-    """What both modes share: the session, the row of positions, and the transaction."""
+    """One session, one transaction for each batch. What is done in it is the mode's: `Appender`, or `Applier`."""
 
     keeps_position: ClassVar[bool] = True
     finds_by_halves: ClassVar[bool] = True
 
     def __init__(self, options: PgTableOptions) -> None:
         self._options = options
+        self._appender = Appender(options.table) if options.mode == "append" else None
+        self.form: Form = "fields" if self._appender else "tables"
         self._conn: Connection | None = None
         self._has_origin = False
         self._said: set[str] = set()
-        self._is_fresh = False
-        """The row in the target is of this process, and has not moved."""
+        self._refused: list[Batch] = []
+        """Events that the target refused, and that are not noted there yet."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({redact(self._options.db)!r})"
 
     # --- start
 
-    def _bind(self, context: SinkContext) -> None:
-        self.name, self._context = context.name, context
-        self._positions = Positions(self._options.own_schema, context.name, context.stream)
-
     def check(self, context: SinkContext) -> None:
         self._bind(context)
-        with self._explain("look at the target"), connect_target(self._plan()) as conn:
-            self._check_target(conn)
-            owner = context.progress.owner if context.progress.has_owner else ""
-            place = self._positions.read(conn, owner) if self._positions.exists(conn) else None
-            if place is not None and place.owner != owner:
-                raise self._positions.foreign(place)
+        with self._explain("look at the target"), self._connect() as conn:
+            missing = self._check_target(conn)
+            if not self._positions.missing(conn):
+                self._positions.read(conn, context.progress.owner if context.progress.has_owner else "")
+            make_tables(conn, self._options, self.name, missing, is_trial=True)
 
-    def _check_target(self, conn: Connection) -> None:
-        check_target(conn, self._options, self._positions, self._table(), self._context.identity)
-
-    def open(self, context: SinkContext) -> Position:
+    def open(self, context: SinkContext) -> Position | None:
         self._bind(context)
         if not context.progress.has_owner:
             self.check(context)  # a target that cannot be used gets no owner
         self._owner = context.progress.owner
-        self._disconnect()
-        conn, self._has_origin = open_session(self._plan(), self._say_once)
+        self.close()
+        conn = self._connect()
         try:
+            with self._explain("begin a session"):
+                self._mark_session(conn)
             with self._explain("prepare the target"):
-                self._written = self._restore(conn)
-                self._connected(conn)
+                self._written, tables = self._restore(conn)
+                if not self._appender:
+                    key = context.name, context.stream
+                    self._applier = Applier(conn, self._options, context.shapes, key, self._say_once, tables)
         except BaseException:
             conn.close()
             raise
         self._conn = conn
-        return self._written
+        return self._written or self._elsewhere()
 
-    def _plan(self) -> SessionPlan:
-        origin = self._options.origin
-        is_applied = self._options.mode == "apply"
-        if not origin and is_applied and self._context.progress.has_owner:
-            origin = f"pgcdc_{self.name}_{self._context.progress.owner[:8]}"  # two pipelines may have such an adapter
-        return SessionPlan(
-            self.name,
-            self._options.db,
-            self._context.timeout_s,
-            "" if origin == NO_ORIGIN else origin,
-            bool(self._options.origin),
-            is_applied and self._options.triggers == "off",
+    def _bind(self, context: SinkContext) -> None:
+        self.name, self._context = context.name, context
+        self._positions = Positions(self._options.own_schema, context.name, context.stream)
+
+    def _connect(self) -> Connection:
+        return connect_target(self.name, self._options.db, self._context.timeout_s)
+
+    def _check_target(self, conn: Connection) -> list[str]:
+        """What is to be run to make the tables of ours that are missing."""
+        check_target(conn, self._options, self.name, self._context.identity)
+        missing = self._appender.missing(conn) if self._appender else []
+        return missing + self._positions.missing(conn)
+
+    def _mark_session(self, conn: Connection) -> None:
+        options, origin = self._options, self._options.origin
+        if options.mode == "apply" and options.triggers == "off":
+            set_replica(conn, self._say_once)
+        if not origin and options.mode == "apply":
+            origin = f"pgcdc_{self.name}_{self._owner[:8]}"  # two pipelines may have such an adapter
+        self._has_origin = origin not in ("", NO_ORIGIN) and set_origin(
+            conn, self.name, origin, self._say_once, is_wanted=bool(options.origin)
         )
 
-    def _restore(self, conn: Connection) -> Position:
-        """Make what is missing, and find out how far the target is."""
-        self._check_target(conn)
-        create_tables(conn, self._options, self._positions, self._table())
-        context, progress = self._context, self._context.progress
-        place = self._positions.read(conn, self._owner)
-        if place is None:
-            self._begin(conn, database_of(conn))
-            place = self._positions.read(conn, self._owner)
-        if place is None or place.owner != self._owner:
-            raise self._positions.foreign(place) if place else SinkUnavailable("the row vanished", "It is tried again")
-        if progress.is_rewound:  # `pgcdc resync` begins again: positions of another server may be smaller
-            self._positions.advance(conn, self._owner, place.position, context.start)
-            self._positions.note_tables(conn, ())
-            self._tables: set[TableName] = set()
-            return context.start
-        if progress.written is not None and place.position < progress.written and not progress.detail.get("is_free"):
-            raise SinkError(
-                f"{self._positions.title} at the target is at {place.position} for adapter {self.name}, but everything up "
-                f"to {progress.written} was written to it: an older state of it was restored",
-                "Restore a newer one, or deliver all of it once more: pgcdc resync --new-slot --truncate. To go on "
-                f"without what is missing: UPDATE {self._positions.quoted} SET position = '{progress.written}' WHERE "
-                f"adapter = '{self.name}' AND stream = '{self._context.stream}'",
-            )
-        self._tables = set(place.tables)
-        return place.position
+    def _restore(self, conn: Connection) -> tuple[Position | None, set[TableName]]:
+        """Make what is missing, and find out how far the target is, and which tables it had."""
+        make_tables(conn, self._options, self.name, self._check_target(conn))
+        self._where = database_of(conn)
+        found = self._positions.read(conn, self._owner)
+        if self._context.progress.is_rewound:  # `pgcdc resync` begins again: positions of another server may be smaller
+            start = self._context.start
+            self._positions.begin(conn, self._owner, start, self._context.source, may_exist=True)
+            return start, set()
+        return found or (None, set())
 
-    def _begin(self, conn: Connection, where: list[str]) -> None:
-        """The first time at this target."""
-        progress = self._context.progress
-        if progress.written is not None and not progress.is_rewound and not progress.detail.get("is_free"):
-            lacks = f"{self._positions.title} at the target has no row of adapter {self.name}, but events up to"
-            if progress.detail.get("target") == where:
-                raise SinkError(
-                    f"{lacks} {progress.written} were written to it: it was deleted, or an older state of the target was "
-                    "restored",
-                    "Restore it, or deliver all of it once more: pgcdc resync --new-slot --truncate",
-                )
-            if self._options.mode == "apply":
-                raise SinkError(
-                    f"{lacks} {progress.written} were written to another database: its tables would lack their rows",
-                    "Copy the tables, pgcdc_positions and pgcdc_rejected from there (pg_dump), or deliver all of it once "
-                    "more: pgcdc resync --new-slot --truncate",
-                )
-        hit("pg_table.before_claim")
-        self._positions.claim(conn, self._owner, self._context.start, self._context.source)
-        progress.save(self._context.start, {"target": where}, written=self._context.start)
-        self._is_fresh = True
+    def _elsewhere(self) -> Position | None:
+        """Where events go on in another database than before: they can be appended there. None: that is not so."""
+        before = self._context.progress.detail.get("target", self._where)
+        return self._context.start if self._appender and tuple(before) != self._where else None
 
     # --- events
 
     def write(self, batch: Batch) -> None:
         conn = self._session()
-        if batch.end <= self._written:  # the session was lost at a COMMIT that went through
-            return
-        batch = batch.after(self._written)
+        if self._written is not None:
+            if batch.end <= self._written:  # the session was lost at a COMMIT that went through
+                return
+            batch = batch.after(self._written)
         try:
             with conn.transaction():
                 # First: if another one writes, nothing of the target is what we think, and no event is to blame.
-                self._positions.advance(conn, self._owner, self._written, batch.end)
-                if self._has_origin:
-                    mark_transaction(conn, batch.end)
-                self._write(conn, batch)
+                with self._explain("write its position"):
+                    self._move(conn, batch.end)
+                tables = self._put(conn, batch)
                 hit("pg_table.before_ack")
         except psycopg.Error as error:
             raise self._judged(error, batch) from error
         hit("pg_table.committed")
-        self._written, self._is_fresh = batch.end, False
-        self._committed()
+        self._written, self._refused = batch.end, []
+        self._context.progress.next_detail = {"target": list(self._where)}
+        if not self._appender:
+            self._applier.tables = tables
+
+    def _move(self, conn: Connection, end: Position) -> None:
+        if self._written is None:
+            self._positions.begin(conn, self._owner, end, self._context.source)
+        else:
+            self._positions.advance(conn, self._owner, self._written, end)
+        if self._has_origin:  # says how far of the source this goes: `pg_replication_origin_status`
+            conn.execute("SELECT pg_replication_origin_xact_setup(%s, now())", (format_lsn(end.commit),))
+
+    def _put(self, conn: Connection, batch: Batch) -> set[TableName]:
+        if self._appender:
+            self._appender.append(conn, batch)
+            return set()
+        tables = self._applier.apply(batch, self._refused)
+        if tables != self._applier.tables:
+            self._positions.note_tables(conn, tables)
+        return tables
 
     def redeliver(self, batch: Batch) -> Collection[str]:
         """Deliver events of the past again; the positions of those for which the target has something newer."""
         conn = self._session()
         try:
             with conn.transaction():
-                return self._redeliver(conn, batch)
+                if not self._appender:
+                    return self._applier.redeliver(batch)
+                self._appender.insert_missing(conn, batch)
+                return ()
         except psycopg.Error as error:
             raise self._judged(error, batch) from error
 
     def _session(self) -> Connection:
-        if self._conn is None or self._conn.closed or self._conn.broken:
-            self.open(self._context)
+        if self._conn is None or self._conn.closed:
+            is_new = self.open(self._context) is None
+            if is_new and self._context.progress.written is not None:  # what that means is for the runner to say
+                raise SinkUnavailable(f"{self._positions.title} at the target has no row", "It is looked at again")
         assert self._conn is not None
         return self._conn
 
     def _judged(self, error: psycopg.Error, batch: Batch) -> SinkError:
         """Whether an event is to blame: the runner finds out which."""
-        fault = self._fault(error, batch)
-        if fault is None:
+        faults = (Blame.EVENT,) if self._appender else (Blame.EVENT, Blame.SHAPE)
+        if blame(error) not in faults:
             return explain(self.name, "write", error)
-        kind, text = fault
+        if self._appender:
+            title = self._appender.title
+        else:
+            self._applier.forget()
+            relations = (run.relation for run in batch.tables())
+            title = next((name_table(one.namespace, one.name) for one in relations), "")
+            is_one = len(set(batch.positions().to_pylist())) == 1
+            if is_one and (self._written is None or batch.start >= self._written):
+                self._refused.append(batch)
+        kind, text = describe_fault(error, title)
         return SinkRejected(
             f"adapter {self.name}: the target refuses an event: {text}",
             "Make the target take it, then deliver it again: pgcdc dlq replay",
@@ -209,14 +247,6 @@ class PgTableSink(Sink):
         )
 
     def close(self) -> None:
-        if self._is_fresh and self._conn is not None:
-            with contextlib.suppress(psycopg.Error, SinkError):  # nothing was written: whoever wants it may have it
-                progress = self._context.progress
-                progress.save(progress.position or self._written, {**progress.detail, "is_free": True})
-                self._positions.release(self._conn, self._owner, self._written)
-        self._disconnect()
-
-    def _disconnect(self) -> None:
         if self._conn is not None:
             self._conn.close()
             self._conn = None
@@ -233,98 +263,124 @@ class PgTableSink(Sink):
             self._said.add(text)
             self._context.say(text)
 
-    # --- what a mode does
 
-    def _table(self) -> Appender | None:
-        return None
-
-    def _connected(self, conn: Connection) -> None:
-        """There is a new session."""
-
-    def _committed(self) -> None:
-        """What `_write` did is durable."""
-
-    @abstractmethod
-    def _write(self, conn: Connection, batch: Batch) -> None:
-        """In the transaction of the position."""
-
-    @abstractmethod
-    def _redeliver(self, conn: Connection, batch: Batch) -> Collection[str]:
-        """In a transaction."""
-
-    @abstractmethod
-    def _fault(self, error: psycopg.Error, batch: Batch) -> tuple[str, str] | None:
-        """Kind and text of a reject, if an event may be to blame."""
+# --- the mode append
 
 
-class PgAppendSink(PgTableSink):
-    """Appends events to a table."""
+class Appender:
+    """The table that gets the events."""
 
-    form: Form = "lines"
+    def __init__(self, name: str) -> None:
+        schema, table = split_table(name)
+        self.title = name_table(schema, table)
+        """The name, for people."""
+        self._quoted = quote_qualified(schema, table)
+        self._columns = ", ".join(map(quote_identifier, COLUMNS))
 
-    def _table(self) -> Appender:
-        return Appender(self._options.table)
-
-    def _write(self, conn: Connection, batch: Batch) -> None:
-        """Lines as they are, or one by one, if some only look like events."""
-        try:
-            with conn.transaction():
-                self._table().copy(conn, copy_rows(batch.events))
-        except psycopg.Error as error:
-            if blame(error) is not Blame.EVENT:
-                raise
-            self._table().copy(conn, [copy_rows_one_by_one(batch.events)])
-
-    def _redeliver(self, conn: Connection, batch: Batch) -> Collection[str]:
-        self._table().insert_missing(conn, batch.events)
-        return ()
-
-    def _fault(self, error: psycopg.Error, batch: Batch) -> tuple[str, str] | None:
-        return (kind_of(error), describe(error)) if blame(error) is Blame.EVENT else None
-
-
-class PgApplySink(PgTableSink):
-    """Applies changes to tables like those of the source."""
-
-    form: Form = "tables"
-
-    def __init__(self, options: PgTableOptions) -> None:
-        super().__init__(options)
-        self._applier: Applier
-        self._found: set[TableName] = set()
-        self._refused: list[Batch] = []
-        """Events that the target refused, and that are not noted there yet."""
-
-    def _connected(self, conn: Connection) -> None:
-        context = self._context
-        self._applier = Applier(self._options, context.shapes, (context.name, context.stream), self._say_once)
-        self._applier.connected(conn)
-
-    def _write(self, conn: Connection, batch: Batch) -> None:
-        for refused in self._refused:
-            self._applier.note_rejects(conn, refused)
-        self._found = self._applier.apply(conn, batch, self._tables)
-        if self._found != self._tables:
-            self._positions.note_tables(conn, self._found)
-
-    def _committed(self) -> None:
-        self._tables, self._refused = self._found, []
-
-    def _redeliver(self, conn: Connection, batch: Batch) -> Collection[str]:
-        if self._is_fresh and len(batch):
+    def missing(self, conn: Connection) -> list[str]:
+        """The statement that makes the table, unless it exists. SinkError: it has another shape, or is not ours to write."""
+        rows = conn.execute(
+            "SELECT attname::text, attgenerated::text FROM pg_attribute "
+            "WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped",
+            (self._quoted,),
+        ).fetchall()
+        if not rows:
+            more = {"id": " PRIMARY KEY", "position": ' COLLATE "C"'}
+            columns = (f"{quote_identifier(name)} {kind}{more.get(name, '')}" for name, kind in COLUMNS.items())
+            return [f"CREATE TABLE IF NOT EXISTS {self._quoted} ({', '.join(columns)})"]
+        known = {name for name, generated in rows if not generated}
+        lacks = [name for name in COLUMNS if name not in known]
+        if lacks:
+            add = ", ".join(f"ADD COLUMN {quote_identifier(name)} {COLUMNS[name]}" for name in lacks)
             raise SinkError(
-                f"adapter {self.name} has applied nothing to this database: which of these events are superseded is known "
-                "where they were refused",
-                "Deliver them to the adapter's own database; or to another one as events: --pg-table-mode append",
+                f"table {self.title} of the target has no column {', '.join(lacks)} for events",
+                f"Run: ALTER TABLE {self._quoted} {add}; or give another --pg-table-table, which is created",
             )
-        return self._applier.redeliver(conn, batch)
+        row = conn.execute("SELECT has_table_privilege(%s, 'INSERT')", (self._quoted,)).fetchone()
+        if row is None or not row[0]:
+            raise SinkError(
+                f"the role {conn.info.user} may not insert into table {self.title} of the target",
+                f"Run: GRANT INSERT, SELECT ON {self._quoted} TO {quote_identifier(conn.info.user)}",
+            )
+        return []
 
-    def _judged(self, error: psycopg.Error, batch: Batch) -> SinkError:
-        judged = super()._judged(error, batch)
-        is_one = len(batch) > 0 and len(set(batch.positions().to_pylist())) == 1
-        if isinstance(judged, SinkRejected) and is_one and batch.start >= self._written:
-            self._refused.append(batch)
-        return judged
+    def append(self, conn: Connection, batch: Batch) -> None:
+        """Append events, in the caller's transaction."""
+        if "payload" not in batch.events.column_names:  # typed rows come as lines
+            return self.insert_missing(conn, batch)
+        for part in batch.events.combine_chunks().to_batches():
+            made = {name: part.column(name).cast(pa.string()) for name in COLUMNS}
+            if made["id"].null_count:  # of an event in another envelope only the text is known
+                made["id"] = pc.coalesce(made["id"], pa.array(_make_ids(part.column("position"))))
+            copy_rows(conn, self._quoted, Rows(tuple(made), list(made.values())))
 
-    def _fault(self, error: psycopg.Error, batch: Batch) -> tuple[str, str] | None:
-        return describe_fault(error, self._applier.title_of(batch)) if is_row_fault(error) else None
+    def insert_missing(self, conn: Connection, batch: Batch) -> None:
+        """Append events that are given as text, unless they are there: the server takes them apart."""
+        stage = f"pgcdc_again_{uuid.uuid4().hex[:12]}"
+        kinds = '"id" uuid, "position" text, event jsonb'
+        conn.execute(f"CREATE TEMP TABLE {stage} ({kinds}) ON COMMIT DROP".encode())
+        positions = batch.positions().combine_chunks()
+        values = [pa.array(_make_ids(positions)), positions, pa.array(batch.texts(), pa.string())]
+        copy_rows(conn, stage, Rows(("id", "position", "event"), values))
+        insert = _INSERT.format(table=self._quoted, columns=self._columns, stage=stage, names=_NAMES)
+        conn.execute(insert.encode())
+
+
+def _make_ids(positions: pa.Array) -> list[str]:
+    """Ids for events that have none."""
+    found, before, number = [], None, 0
+    for position in positions.to_pylist():
+        number = number + 1 if position == before else 0
+        before = position
+        found.append(str(uuid.uuid5(_IDS, f"{position}#{number}")))
+    return found
+
+
+# --- whether the target can be used
+
+
+def check_target(conn: Connection, options: PgTableOptions, adapter: str, identity: Identity | None) -> None:
+    """Raise unless the target takes writes, and none of its tables that we write to is captured. It is not changed."""
+    row = conn.execute("SELECT current_setting('transaction_read_only'), pg_is_in_recovery()").fetchone()
+    if row is not None and (row[0] == "on" or row[1]):
+        raise SinkUnavailable(
+            f"adapter {adapter}: the target {redact(options.db)} takes no writes now",
+            "Is it a standby, or is default_transaction_read_only on? Nothing is lost meanwhile",
+        )
+    if options.mode == "apply" and conn.info.server_version < MERGE_SINCE:
+        raise SinkError(
+            f"adapter {adapter} applies with MERGE, which PostgreSQL {conn.info.server_version // 10000} lacks",
+            "Use --pg-table-mode append there, or a newer server",
+        )
+    publications = identity.details.get("publications") if identity is not None else None
+    if identity is not None and publications and database_of(conn) == (identity.system, identity.database):
+        names = [one["name"] for one in publications if "name" in one]
+        query = "SELECT schemaname::text, tablename::text FROM pg_publication_tables WHERE pubname = ANY(%s)"
+        check_captured(options, adapter, {(schema, table) for schema, table in conn.execute(query, (names,))})
+
+
+def make_tables(
+    conn: Connection, options: PgTableOptions, adapter: str, statements: list[str], *, is_trial: bool = False
+) -> None:
+    """Run these statements, which make tables of ours, unless another adapter was faster. A trial is rolled back."""
+    if not statements:
+        return
+    listed = "; ".join(statements)
+    if not options.create:
+        raise SinkError(
+            f"adapter {adapter}: a table is missing at the target, and create is false", f"Run there: {listed}"
+        )
+    schema, role = quote_identifier(options.own_schema), conn.info.user
+    try:
+        with conn.transaction(force_rollback=is_trial):
+            lock_creation(conn)
+            if conn.execute("SELECT to_regnamespace(%s)", (schema,)).fetchone() == (None,):
+                conn.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}".encode())
+            for statement in statements:
+                conn.execute(statement.encode())
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise SinkError(
+            f"the role {role} may not create tables in schema {options.own_schema} of the target: {describe(error)}",
+            f"Run there: CREATE SCHEMA IF NOT EXISTS {schema}; GRANT USAGE, CREATE ON SCHEMA {schema} TO "
+            f"{quote_identifier(role)}; or as its owner: {listed}",
+        ) from None

@@ -16,7 +16,7 @@ from pgcdc.core.relation import Relation, ShapeChange
 from pgcdc.event.shape import diff_shapes
 from pgcdc.postgres.database import Connection, name_table, quote_identifier, quote_qualified
 from pgcdc.postgres.types.catalog import TypeCatalog, type_name
-from pgcdc.sink.pg_table.options import PgTableOptions, TableName, TargetNames
+from pgcdc.sink.pg_table.options import PgTableOptions, TableName
 
 Details = Mapping[str, Any]
 
@@ -161,12 +161,11 @@ class Targets:
         self,
         conn: Connection,
         options: PgTableOptions,
-        names: TargetNames,
         say: Callable[[str], None],
         were_there: Collection[TableName] = (),
     ) -> None:
         """`were_there`: tables that the target had. One that is gone is not made again as if it were new: it lacks rows."""
-        self._conn, self._options, self._names, self._say = conn, options, names, say
+        self._conn, self._options, self._names, self._say = conn, options, options.names, say
         self._known: dict[TableName, TargetTable | None] = {}
         self.were_there = set(were_there)
         """With what is there now; without names that are free by right."""

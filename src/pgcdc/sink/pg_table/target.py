@@ -1,4 +1,15 @@
-"""The target's database: whether it can be used, and the tables of our own in it.
+"""The target's database: sessions, what its errors mean for a batch, and the tables of our own in it.
+
+A session of the apply mode fires no triggers and checks no foreign keys (`session_replication_role`), since the source
+has done both; and its changes carry a replication origin, by which a capture of the target can leave them out.
+Both need rights that not every role has. Without them the adapter continues, and says so.
+
+| class of SQLSTATE | meaning | what becomes of it |
+| --- | --- | --- |
+| none, 08, 40, 53, 55P03, 55006, 57, 58, 25006, 25P03, 25P04 | connection, deadlock, full, locked, read-only | tried again |
+| 21, 22, 23, 44, 54, P0 | a value, a constraint, a limit, a trigger that says no | an event is to blame |
+| 42701, 42703, 42804, 42P01, 42P07, 428C9 | a table is not as expected | applied: an event is to blame; else stop |
+| anything else | rights, shape, a defect | stop |
 
 `pgcdc_positions` says how far an adapter is: a row that changes in the same transaction as what it is about. So nothing can
 be there twice or be missing, whatever crashes when. The ack in the state directory follows the row. The row is compared
@@ -10,184 +21,193 @@ It is made with the first reject; while it has no row that waits, it costs nothi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from typing import NamedTuple
 
 import psycopg
+from psycopg import errors
 
-from pgcdc.core.errors import ConfigError, PgcdcError, SinkError, SinkUnavailable
+from pgcdc.core.errors import ConnectionLost, SinkError, SinkUnavailable, SourceError
 from pgcdc.core.position import Position
-from pgcdc.core.state import Identity
-from pgcdc.postgres.database import (
-    Connection,
-    connect,
-    explain_errors,
-    lock_creation,
-    name_table,
-    parse_url,
-    quote_identifier,
-    quote_qualified,
-    redact,
-    split_table,
-)
-from pgcdc.sink.pg_table.append import Appender
-from pgcdc.sink.pg_table.options import PgTableOptions, TableName
-from pgcdc.sink.spec import SourceView
+from pgcdc.postgres.database import Connection, connect, lock_creation, name_table, quote_literal, quote_qualified
+from pgcdc.sink.pg_table.options import TableName
 
-MERGE_SINCE = 150000
-"""The first version that has MERGE."""
+Say = Callable[[str], None]
+
+LOCK_TIMEOUT_S = 10.0
+_NAME_BYTES = 63
 _MINE = "adapter = %s AND stream = %s"
+_NO_ORIGIN = (
+    errors.InsufficientPrivilege,
+    errors.ObjectNotInPrerequisiteState,
+    errors.ConfigurationLimitExceeded,
+)
+_SETTINGS = {
+    "idle_in_transaction_session_timeout": "300s",  # a process of ours that hangs must not keep locks for ever
+    "default_transaction_isolation": "read committed",
+    "default_transaction_deferrable": "off",
+    "xmloption": "content",
+}
 
 
-def database_of(conn: Connection) -> list[str]:
-    """Which server (empty if the role may not ask) and database it is, by what does not change when its address does."""
+def connect_target(adapter: str, url: str, timeout_s: float) -> Connection:
+    """A session in autocommit; one write may take `timeout_s`. SinkUnavailable: not now; SinkError: not with this URL."""
+    name = f"pgcdc {adapter}"[:_NAME_BYTES]
     try:
-        row = conn.execute("SELECT system_identifier::text FROM pg_control_system()").fetchone()
-    except psycopg.errors.InsufficientPrivilege:
-        row = None
-    found = conn.execute("SELECT oid::text FROM pg_database WHERE datname = current_database()").fetchone()
-    assert found is not None
-    return [row[0] if row else "", found[0]]
-
-
-# --- loops: a table that is captured must not get the events of its own changes, each would make another one, for ever
-
-
-def check_source(options: PgTableOptions, adapter: str, source: SourceView) -> None:
-    """ConfigError if the adapter writes to tables that a start would capture, before anything is made for it.
-
-    A database that cannot be asked is no matter of this check: who needs it says so.
-    """
-    if not source.url:
-        return
-    options = options.resolved()
+        conn = connect(url, application_name=name, connect_timeout_s=max(2, min(10, int(timeout_s / 2))))
+    except SourceError as error:
+        kind = SinkUnavailable if isinstance(error, ConnectionLost) else SinkError
+        raise kind(f"adapter {adapter}: {error.message}", error.advice) from None
+    settings = {**_SETTINGS, "lock_timeout": f"{int(1000 * min(LOCK_TIMEOUT_S, timeout_s / 2))}ms"}
+    calls = [f"set_config({quote_literal(name)}, {quote_literal(value)}, false)" for name, value in settings.items()]
+    # What is acknowledged must survive a crash of the target; stricter settings of the role or the URL stay.
+    keep = "coalesce(nullif(current_setting('synchronous_commit'), 'off'), 'on')"
     try:
-        target, origin = (_ask(url) for url in (options.db, source.url))
-        if target != origin or (not target[0] and not _is_same_address(options.db, source.url)):
-            return
-        tables = source.tables()
-    except PgcdcError:
-        return
+        conn.execute(f"SELECT {', '.join(calls)}, set_config('synchronous_commit', {keep}, false)".encode())
+    except psycopg.Error as error:
+        conn.close()
+        raise explain(adapter, "begin a session", error) from error
+    return conn
+
+
+def set_replica(conn: Connection, say: Say) -> None:
+    """Let no triggers fire and no foreign keys be checked, if this role may."""
     try:
-        _check_captured(options, adapter, tables)
-    except SinkError as error:
-        raise ConfigError(error.message, error.advice) from None
+        conn.execute("SET session_replication_role = replica")
+    except errors.InsufficientPrivilege:
+        say(
+            "triggers and foreign keys of the target's tables fire, since this role may not switch them off. Run as "
+            f'superuser: GRANT SET ON PARAMETER session_replication_role TO "{conn.info.user}" (PostgreSQL 15), or give '
+            "--pg-table-triggers on"
+        )
 
 
-def _ask(url: str) -> list[str]:
-    with explain_errors("ask which database it is"), connect(url, may_retry=False) as conn:
-        return database_of(conn)
-
-
-def _is_same_address(one: str, other: str) -> bool:
-    """For roles that may not ask which server it is: databases of two servers can have the same oid."""
-    first, second = parse_url(one), parse_url(other)
-    return all(first.get(key) == second.get(key) for key in ("host", "hostaddr", "port", "dbname"))
-
-
-def _check_captured(options: PgTableOptions, adapter: str, captured: Collection[TableName]) -> None:
-    if options.mode == "append":
-        table = split_table(options.table)
-        if table in captured:
-            raise SinkError(
-                f"adapter {adapter} writes to table {name_table(*table)}, which this pipeline captures: each event "
-                "would make another one",
-                "Give another --pg-table-table, one that begins with pgcdc_ say, or leave the table out of --tables",
+def set_origin(conn: Connection, adapter: str, origin: str, say: Say, *, is_wanted: bool) -> bool:
+    """Use a replication origin; whether this role may. `is_wanted`: somebody named it, and not using it is a SinkError."""
+    try:
+        conn.execute(
+            "SELECT pg_replication_origin_create(%s) WHERE pg_replication_origin_oid(%s) IS NULL", (origin, origin)
+        )
+        conn.execute("SELECT pg_replication_origin_session_setup(%s)", (origin,))
+    except _NO_ORIGIN as error:
+        functions = ("create(text)", "oid(text)", "session_setup(text)", "xact_setup(pg_lsn, timestamptz)")
+        names = ", ".join(f"pg_replication_origin_{name}" for name in functions)
+        advice = f'Run as superuser: GRANT EXECUTE ON FUNCTION {names} TO "{conn.info.user}"'
+        if isinstance(error, errors.ConfigurationLimitExceeded):
+            advice = (
+                "Raise max_replication_slots (since PostgreSQL 18: max_active_replication_origins), or drop origins that "
+                "nobody uses: pg_replication_origin_drop"
             )
-        return
-    for table in options.names.loops(captured):
-        raise SinkError(
-            f"adapter {adapter} would apply the rows of {name_table(*table)} to a table that it captures",
-            "Give the URL of another database with --pg-table-db, or other names with --pg-table-tables or "
-            "--pg-table-target-schema, and capture only the source's tables",
+        if is_wanted:
+            raise SinkError(f"adapter {adapter} cannot use a replication origin: {describe(error)}", advice) from None
+        say(
+            f"its changes carry no replication origin ({describe(error)}): a capture of the target cannot tell them from "
+            f"others. {advice}"
         )
+        return False
+    return True
 
 
-# --- the target
+# --- errors
 
 
-def check_target(
-    conn: Connection,
-    options: PgTableOptions,
-    positions: Positions,
-    appender: Appender | None,
-    identity: Identity | None,
-) -> None:
-    """Raise unless the target can be used. It is not changed."""
-    adapter, version = positions.adapter, conn.info.server_version
-    row = conn.execute("SELECT current_setting('transaction_read_only'), pg_is_in_recovery()").fetchone()
-    if row is not None and (row[0] == "on" or row[1]):
-        raise SinkUnavailable(
-            f"adapter {adapter}: the target {redact(options.db)} takes no writes now",
-            "Is it a standby, or is default_transaction_read_only on? Nothing is lost meanwhile",
-        )
-    if options.mode == "apply" and version < MERGE_SINCE:
-        raise SinkError(
-            f"adapter {adapter} applies with MERGE, which PostgreSQL {version // 10000} lacks",
-            "Use --pg-table-mode append there, or a newer server",
-        )
-    missing = [appender.ddl()] if appender is not None and not appender.look(conn) else []
-    missing += [] if positions.exists(conn) else [positions.ddl]
-    publications = identity.details.get("publications") if identity is not None else None
-    if identity is not None and publications:
-        query = "SELECT system_identifier::text, current_database()::text FROM pg_control_system()"
-        if conn.execute(query).fetchone() == (identity.system, identity.database):
-            names = [one["name"] for one in publications if "name" in one]
-            query = "SELECT schemaname::text, tablename::text FROM pg_publication_tables WHERE pubname = ANY(%s)"
-            _check_captured(options, adapter, {(schema, table) for schema, table in conn.execute(query, (names,))})
-    if not missing:
-        return
-    if not options.create:
-        raise SinkError(
-            f"adapter {adapter}: a table is missing at the target, and create is false",
-            f"Run there: {'; '.join(missing)}",
-        )
-    role, schema = quote_identifier(conn.info.user), quote_identifier(options.own_schema)
-    query = "SELECT has_database_privilege(current_database(), 'CREATE')"
-    query += ", has_schema_privilege(to_regnamespace(%s), 'CREATE')"
-    may_create, may_use = conn.execute(query, (schema,)).fetchone() or (False, None)
-    if may_use is None and not may_create:  # there is no such schema
-        raise SinkError(
-            f"adapter {adapter}: schema {options.own_schema} does not exist at the target",
-            f"Run there: CREATE SCHEMA {schema} AUTHORIZATION {role}",
-        )
-    if may_use is False:
-        raise SinkError(
-            f"the role {conn.info.user} may not create tables in schema {options.own_schema} of the target",
-            f"Run there: GRANT CREATE ON SCHEMA {schema} TO {role}; or as its owner: {'; '.join(missing)}",
-        )
+class RowFault(psycopg.DataError):
+    """A row that cannot be applied, by our own judgement. The target was not asked, or had nothing against it."""
+
+    sqlstate = "22000"
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
-def create_tables(conn: Connection, options: PgTableOptions, positions: Positions, appender: Appender | None) -> None:
-    """Make what is missing, unless `create` is false."""
-    has_table = appender is None or appender.look(conn)
-    if not options.create or (has_table and positions.exists(conn)):
-        return
-    with conn.transaction():
-        lock_creation(conn)
-        schema = quote_identifier(options.own_schema)
-        if conn.execute("SELECT to_regnamespace(%s)", (schema,)).fetchone() == (None,):
-            conn.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}".encode())
-        if not positions.exists(conn):
-            conn.execute(positions.ddl.encode())
-        if appender is not None and not has_table:
-            conn.execute(appender.ddl().encode())
+class Blame(Enum):
+    """Whose fault an error is."""
+
+    TARGET_NOW = "may pass"
+    EVENT = "one event, maybe"
+    SHAPE = "one event, maybe, where events are applied to tables"
+    SETUP = "stop"
+
+
+_CLASSES = {
+    Blame.TARGET_NOW: ("08", "40", "53", "57", "58", "55P03", "55006", "25006", "25P03", "25P04"),
+    Blame.SHAPE: ("42701", "42703", "42804", "42P01", "42P07", "428C9"),
+    Blame.EVENT: ("21", "22", "23", "44", "54", "P0"),
+    Blame.SETUP: ("",),
+}
+_ADVICE = {
+    "25006": "It takes no writes now: is it a standby, or is default_transaction_read_only on? Nothing is lost meanwhile",
+    "53100": "Make room on the disk of the target; nothing is lost meanwhile",
+    "55P03": "Somebody holds a lock on the table for long: see pg_locks at the target; nothing is lost meanwhile",
+    "55006": "Another session uses the replication origin: one of a run that just ended goes away by itself",
+    "42501": "Give the role of the URL this right at the target",
+    "3F000": "Create the schema, or give the role the right to",
+    "0A000": "See docs/adapters/pg_table.md",
+}
+_COLUMN = re.compile(r"^COPY [^\n]*?, line \d+, column (.+?)(?:: |$)", re.M)
+_CONFLICTS = (
+    errors.UniqueViolation,
+    errors.ExclusionViolation,
+    errors.ForeignKeyViolation,
+    errors.RestrictViolation,
+    errors.CardinalityViolation,
+)
+
+
+def blame(error: psycopg.Error) -> Blame:
+    """Whose fault it is."""
+    code = error.sqlstate
+    if code is None:
+        return Blame.TARGET_NOW if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) else Blame.SETUP
+    return next(found for found, classes in _CLASSES.items() if code.startswith(classes))
+
+
+def kind_of(error: psycopg.Error) -> str:
+    """The name of the SQLSTATE as PostgreSQL's manual has it: `not_null_violation`."""
+    if error.sqlstate is None:
+        return "connection_lost"
+    try:
+        name = errors.lookup(error.sqlstate).__name__
+    except KeyError:
+        return f"sqlstate_{error.sqlstate}"
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def describe(error: psycopg.Error) -> str:
+    """What the server said, in one line, without the values of a row (they stand in the event)."""
+    return " ".join((error.diag.message_primary or str(error) or type(error).__name__).split())
+
+
+def explain(adapter: str, action: str, error: psycopg.Error) -> SinkError:
+    """The error of ours for one of the target: may it pass, or does the pipeline stop."""
+    text = f"adapter {adapter} cannot {action}: {describe(error)}"
+    advice = _ADVICE.get(error.sqlstate or "")
+    if blame(error) is Blame.TARGET_NOW:
+        return SinkUnavailable(text, advice or "Is the target up and reachable? Nothing is lost meanwhile")
+    return SinkError(text, advice or error.diag.message_hint or "See docs/adapters/pg_table.md")
+
+
+def is_conflict(error: psycopg.Error) -> bool:
+    """Whether the order of changes may be what is wrong: one after the other they may pass."""
+    return isinstance(error, _CONFLICTS)
+
+
+def describe_fault(error: psycopg.Error, table: str) -> tuple[str, str]:
+    """Kind and text of a reject: names the column, and what to do if a transform is behind it."""
+    if isinstance(error, RowFault):
+        return error.kind, str(error)
+    found = _COLUMN.search(error.diag.context or "")
+    column = error.diag.column_name or (found[1] if found else "")
+    text = f"table {table}{f', column {column}' if column else ''}: {describe(error)}"
+    if (error.sqlstate or "").startswith("22") and column:
+        text += ". Give the column another type at the target; if a transform masks it, text"
+    return kind_of(error), text
 
 
 # --- positions
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One row."""
-
-    stream: str
-    owner: str
-    position: Position
-    source: str
-    updated_at: str
-    tables: tuple[TableName, ...] = ()
-    """Tables that the target had: one that is gone is not made again as if it were new."""
 
 
 class Positions:
@@ -198,50 +218,49 @@ class Positions:
         self.title = name_table(schema, "pgcdc_positions")
         self.quoted = quote_qualified(schema, "pgcdc_positions")
 
-    @property
-    def ddl(self) -> str:
-        """The statement that makes the table."""
-        return (
+    def missing(self, conn: Connection) -> list[str]:
+        """The statement that makes the table, unless it exists."""
+        if conn.execute("SELECT to_regclass(%s)", (self.quoted,)).fetchone() != (None,):
+            return []
+        return [
             f"CREATE TABLE IF NOT EXISTS {self.quoted} (adapter text, stream text, owner uuid NOT NULL, "
             '"position" text COLLATE "C" NOT NULL, source text, updated_at timestamptz NOT NULL DEFAULT now(), '
             "tables text[], PRIMARY KEY (adapter, stream)) WITH (fillfactor = 50)"
-        )
+        ]
 
-    def exists(self, conn: Connection) -> bool:
-        """Whether the table is there."""
-        return conn.execute("SELECT to_regclass(%s)", (self.quoted,)).fetchone() != (None,)
-
-    def read(self, conn: Connection, owner: str) -> Place | None:
-        """The row of the stream; if there is none, one that another pipeline has for an adapter of this name."""
+    def read(self, conn: Connection, owner: str) -> tuple[Position, set[TableName]] | None:
+        """How far this stream is, and the tables that the target had. SinkError: this adapter is of another pipeline."""
         columns = "stream, owner::text, \"position\", coalesce(source, ''), updated_at::text, coalesce(tables, '{}')"
-        query = f"SELECT {columns} FROM {self.quoted} WHERE adapter = %s ORDER BY stream <> %s"
-        row = conn.execute(query.encode(), self._key).fetchone()
-        if row is None or (row[0] != self._key[1] and row[1] == owner):
-            return None
-        try:
-            tables = [(schema, name) for schema, name in zip(row[5][::2], row[5][1::2], strict=True)]
-            return Place(row[0], row[1], Position.parse(row[2]), row[3], row[4], tuple(tables))
-        except ValueError:
-            raise SinkError(
-                f"{self.title} at the target has {row[2]!r} for adapter {self.adapter}, which is no position",
-                "Restore that row from a backup",
-            ) from None
+        query = f"SELECT {columns} FROM {self.quoted} WHERE adapter = %s"
+        found = None
+        for stream, whose, position, source, moment, tables in conn.execute(query.encode(), (self.adapter,)):
+            if whose != owner:
+                described = f"{source}, at {moment}" if source else f"at {moment}"
+                raise SinkError(
+                    f"{self.title} at the target has adapter {self.adapter} of another pipeline ({described})",
+                    "Give this adapter a name of its own: {name: ..., type: pg_table}. If the other one is gone for good: "
+                    f"DELETE FROM {self.quoted} WHERE adapter = '{self.adapter}'",
+                )
+            if stream == self._key[1]:
+                try:
+                    found = Position.parse(position), set(zip(tables[::2], tables[1::2], strict=True))
+                except ValueError:
+                    raise SinkError(
+                        f"{self.title} at the target has {position!r} for adapter {self.adapter}, which is no position",
+                        "Restore that row from a backup",
+                    ) from None
+        return found
 
-    def claim(self, conn: Connection, owner: str, position: Position, source: str) -> None:
-        """Begin the row; somebody else may be faster."""
+    def begin(self, conn: Connection, owner: str, position: Position, source: str, *, may_exist: bool = False) -> None:
+        """Make the row, in the transaction of what it says; `may_exist`: or move it. SinkUnavailable: another was faster."""
         columns = 'adapter, stream, owner, "position", source'
+        moved = '(adapter, stream) DO UPDATE SET "position" = excluded."position", updated_at = now(), tables = NULL'
         query = (
-            f"INSERT INTO {self.quoted} ({columns}) SELECT %s, %s, %s::uuid, %s, %s WHERE NOT EXISTS "
-            f"(SELECT FROM {self.quoted} WHERE adapter = %s AND owner <> %s) ON CONFLICT DO NOTHING"
+            f"INSERT INTO {self.quoted} AS p ({columns}) SELECT %s, %s, %s::uuid, %s, %s WHERE NOT EXISTS "
+            f"(SELECT FROM {self.quoted} WHERE adapter = %s AND owner <> %s) "
+            f"ON CONFLICT {f'{moved} WHERE p.owner = excluded.owner' if may_exist else 'DO NOTHING'}"
         )
-        with conn.transaction():
-            lock_creation(conn)
-            conn.execute(query.encode(), (*self._key, owner, str(position), source, self.adapter, owner))
-
-    def release(self, conn: Connection, owner: str, position: Position) -> None:
-        """Take the row away, if nothing was written since it was made."""
-        query = f'DELETE FROM {self.quoted} WHERE {_MINE} AND owner = %s AND "position" = %s'
-        conn.execute(query.encode(), (*self._key, owner, str(position)))
+        self._write(conn, query, (*self._key, owner, str(position), source, self.adapter, owner), "already has a row")
 
     def advance(self, conn: Connection, owner: str, before: Position, after: Position) -> None:
         """Move the row, in the transaction of what lies between. SinkUnavailable: it is not where we left it."""
@@ -249,10 +268,12 @@ class Positions:
             f'UPDATE {self.quoted} SET "position" = %s, updated_at = now() '
             f'WHERE {_MINE} AND owner = %s AND "position" = %s'
         )
-        done = conn.execute(query.encode(), (str(after), *self._key, owner, str(before)))
-        if done.rowcount != 1:
+        self._write(conn, query, (str(after), *self._key, owner, str(before)), f"is no longer at {before}")
+
+    def _write(self, conn: Connection, query: str, values: tuple[str, ...], found: str) -> None:
+        if conn.execute(query.encode(), values).rowcount != 1:
             raise SinkUnavailable(
-                f"{self.title} at the target is no longer at {before} for adapter {self.adapter}: another one writes",
+                f"{self.title} at the target {found} for adapter {self.adapter}: another one writes",
                 "Is a second copy of this pipeline running? It is looked at again",
             )
 
@@ -261,21 +282,11 @@ class Positions:
         names = [part for name in sorted(tables) for part in name]
         conn.execute(f"UPDATE {self.quoted} SET tables = %s WHERE {_MINE}".encode(), (names, *self._key))
 
-    def foreign(self, place: Place) -> SinkError:
-        """The row belongs to another pipeline."""
-        whose = f" ({place.source}, at {place.updated_at})" if place.source else f" (at {place.updated_at})"
-        return SinkError(
-            f"{self.title} at the target has adapter {self.adapter} of another pipeline{whose}",
-            "Give this adapter a name of its own: {name: ..., type: pg_table}. If the other one is gone for good: "
-            f"DELETE FROM {self.quoted} WHERE adapter = '{self.adapter}'",
-        )
-
 
 # --- rejects
 
 
-@dataclass(frozen=True, slots=True)
-class Effect:
+class Effect(NamedTuple):
     """What an event does to one key of one table."""
 
     table: str
@@ -285,63 +296,49 @@ class Effect:
 
 
 class Rejected:
-    """The rows of one adapter and stream in `pgcdc_rejected`."""
+    """The rows of one adapter and stream in `pgcdc_rejected`: one for each key of an event that may still be replayed."""
 
     def __init__(self, schema: str, key: tuple[str, str]) -> None:
         self._table = quote_qualified(schema, "pgcdc_rejected")
         self._key = key
-        self._exists = False
         self.waiting: dict[tuple[str, str], list[str]] = {}
-        """Positions of events that may still be replayed, by table and key."""
+        """The positions of these events, by table and key."""
 
     def look(self, conn: Connection) -> None:
         """Read what waits."""
-        self._exists = conn.execute("SELECT to_regclass(%s)", (self._table,)).fetchone() != (None,)
         self.waiting = {}
-        if not self._exists:
-            return
-        query = f'SELECT "table", key, "position" FROM {self._table} WHERE {_MINE} AND superseded_by IS NULL'
-        for table, key, position in conn.execute(query.encode(), self._key):
-            self.waiting.setdefault((table, key), []).append(position)
+        if conn.execute("SELECT to_regclass(%s)", (self._table,)).fetchone() != (None,):
+            query = f'SELECT "table", key, "position" FROM {self._table} WHERE {_MINE}'
+            for table, key, position in conn.execute(query.encode(), self._key):
+                self.waiting.setdefault((table, key), []).append(position)
 
     def note(self, conn: Connection, effects: Iterable[Effect]) -> None:
         """Write down events that were rejected."""
-        if not self._exists:
+        if conn.execute("SELECT to_regclass(%s)", (self._table,)).fetchone() == (None,):
             lock_creation(conn)
             conn.execute(
                 f'CREATE TABLE IF NOT EXISTS {self._table} (adapter text, stream text, "table" text, key text, '
-                '"position" text COLLATE "C", superseded_by text COLLATE "C", noted_at timestamptz DEFAULT now(), '
+                '"position" text COLLATE "C", noted_at timestamptz DEFAULT now(), '
                 'PRIMARY KEY (adapter, stream, "position", "table", key))'.encode()
             )
         columns = 'adapter, stream, "table", key, "position"'
         query = f"INSERT INTO {self._table} ({columns}) VALUES (%s, %s, %s, %s, %s) ON CONFLICT DO NOTHING"
-        rows = [(*self._key, one.table, one.key, one.position) for one in effects]
-        conn.cursor().executemany(query.encode(), rows)
+        conn.cursor().executemany(query.encode(), [(*self._key, *one) for one in effects])
         self.look(conn)
 
     def supersede(self, conn: Connection, newest: Mapping[tuple[str, str], str], cleared: Mapping[str, str]) -> None:
         """These keys have been changed at these positions, and all rows of `cleared` tables went at theirs.
 
-        Events that are superseded for all of their keys go: what has no row here is not replayed.
+        What was rejected before is no longer replayed to them.
         """
-        found: list[tuple[str, ...]] = []
+        gone: list[tuple[str, ...]] = []
         for (table, key), positions in self.waiting.items():
             by = max((newest.get((table, key), "") if key else ""), cleared.get(table, ""))
-            found += [(by, *self._key, table, key, one) for one in positions if one < by]
-        if not found:
-            return
-        query = (
-            f'UPDATE {self._table} SET superseded_by = %s WHERE {_MINE} AND "table" = %s AND key = %s '
-            'AND "position" = %s'
-        )
-        conn.cursor().executemany(query.encode(), found)
-        query = (
-            f'DELETE FROM {self._table} AS done WHERE {_MINE} AND "position" = ANY(%s) AND NOT EXISTS '
-            f'(SELECT FROM {self._table} AS other WHERE (other.adapter, other.stream, other."position") = '
-            '(done.adapter, done.stream, done."position") AND other.superseded_by IS NULL)'
-        )
-        conn.execute(query.encode(), (*self._key, [position for *_, position in found]))
-        self.look(conn)
+            gone += [(*self._key, table, key, one) for one in positions if one < by]
+        if gone:
+            query = f'DELETE FROM {self._table} WHERE {_MINE} AND "table" = %s AND key = %s AND "position" = %s'
+            conn.cursor().executemany(query.encode(), gone)
+            self.look(conn)
 
     def follow(self, conn: Connection, old: str, new: str) -> None:
         """A table has another name."""
@@ -350,16 +347,11 @@ class Rejected:
             conn.execute(query.encode(), (new, *self._key, old))
             self.look(conn)
 
-    def of(self, conn: Connection, position: str) -> dict[str, bool]:
-        """The keys of a rejected event, and whether it may still be applied to each. Empty: it is done, or never was one."""
-        if not self._exists:
-            return {}
-        query = f'SELECT key, superseded_by IS NULL FROM {self._table} WHERE {_MINE} AND "position" = %s'
-        return dict(conn.execute(query.encode(), (*self._key, position)).fetchall())
+    def keys_of(self, position: str) -> set[str]:
+        """To which keys this event may still be applied. Empty: it is done, or something newer is there."""
+        return {key for (_, key), positions in self.waiting.items() if position in positions}
 
     def forget(self, conn: Connection, position: str) -> None:
         """An event was replayed."""
-        if self._exists:
-            query = f'DELETE FROM {self._table} WHERE {_MINE} AND "position" = %s'
-            conn.execute(query.encode(), (*self._key, position))
-            self.look(conn)
+        conn.execute(f'DELETE FROM {self._table} WHERE {_MINE} AND "position" = %s'.encode(), (*self._key, position))
+        self.look(conn)

@@ -7,6 +7,7 @@ go straight to the target's table.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -16,11 +17,9 @@ import pyarrow.compute as pc
 
 from pgcdc.postgres.database import Connection, quote_identifier, quote_literal
 from pgcdc.sink.pg_table.fold import Folded, Rows
-from pgcdc.sink.pg_table.session import RowFault
 from pgcdc.sink.pg_table.tables import SourceTable, Targets, TargetTable
+from pgcdc.sink.pg_table.target import RowFault
 
-STEADY_FLUSHES = 16
-"""So many times a table is not tried with a plain COPY after one that met rows that were there."""
 MOST_TABLES = 32
 """So many staging tables a session keeps: at each commit all of them are emptied, which takes 0.4 ms each."""
 PIECE_BYTES = 1 << 19
@@ -38,15 +37,14 @@ class Writer:
         """The temporary tables of this session that we know of."""
         self._used: set[str] = set()
         """Those of them that have rows of this transaction."""
-        self._met: dict[tuple[str, str], int] = {}
-        """How many times more a table is not tried with a plain COPY."""
-        self.missed: dict[str, int] = {}
-        """By table: rows that should have been deleted and were not there, since the transaction began."""
+        self._met: set[tuple[str, str]] = set()
+        """Tables that had rows which should be new: they are not tried with a plain COPY again."""
+        self.missed: Counter[str] = Counter()
+        """By table: rows that should have been deleted and were not there."""
 
     def begin(self) -> None:
         """A transaction begins: what the last one left in temporary tables is gone."""
         self._used.clear()
-        self.missed = {}
 
     def truncate(self, sources: Iterable[SourceTable]) -> None:
         """Empty tables, all at once: they may refer to each other."""
@@ -61,18 +59,15 @@ class Writer:
 
     def _empty(self, targets: list[TargetTable]) -> None:
         """Delete all rows: those that refer to others first, in whatever order that is."""
-        while targets:
-            left, fault = [], None
-            for target in targets:
+        for tries_left in range(len(targets) - 1, -1, -1):
+            for target in list(targets):
                 try:
                     with self._conn.transaction():
-                        self._conn.execute(f"DELETE FROM {target.sql}".encode())
-                except _REFERRED as error:
-                    left.append(target)
-                    fault = error
-            if fault is not None and len(left) == len(targets):
-                raise fault
-            targets = left
+                        self._run(f"DELETE FROM {target.sql}")
+                    targets.remove(target)
+                except _REFERRED:
+                    if not tries_left:
+                        raise
 
     def write(self, source: SourceTable, folded: Folded, key: tuple[str, ...]) -> None:
         """Make the target's table what the fold says, as far as it says something."""
@@ -98,7 +93,7 @@ class Writer:
     def _miss(self, source: SourceTable, count: int) -> None:
         # Under a key that is checked late a row may have been replaced in an earlier part of its transaction.
         if count > 0 and not source.is_key_deferrable:
-            self.missed[source.title] = self.missed.get(source.title, 0) + count
+            self.missed[source.title] += count
 
     def _delete(self, target: TargetTable, rows: Rows, key: tuple[str, ...]) -> int:
         stage, columns = self._stage(target, rows)
@@ -116,17 +111,15 @@ class Writer:
         if not new.columns:
             raise RowFault("no_columns", f"rows of table {target.title} have no column that could be written")
         if not key:
-            _copy(self._conn, target.sql, new)
+            copy_rows(self._conn, target.sql, new)
             return
-        met = self._met.get(target.name, 0)
-        if not met and target.is_unique(key):
+        if target.name not in self._met and target.is_unique(key):
             try:
                 with self._conn.transaction():
-                    _copy(self._conn, target.sql, new)
+                    copy_rows(self._conn, target.sql, new)
                 return
             except (psycopg.errors.UniqueViolation, psycopg.errors.FeatureNotSupported):
-                met = STEADY_FLUSHES + 1
-        self._met[target.name] = max(0, met - 1)
+                self._met.add(target.name)
         self._merge(target, rows, key)
 
     def move(self, source: SourceTable, old: dict[str, str | None], row: dict[str, str | None]) -> bool:
@@ -176,14 +169,14 @@ class Writer:
         if not is_known or name in self._used:
             self._conn.execute(f"TRUNCATE pg_temp.{name}".encode())
         self._used.add(name)
-        _copy(self._conn, f"pg_temp.{name}", rows)
+        copy_rows(self._conn, f"pg_temp.{name}", rows)
         return f"pg_temp.{name}", rows.columns
 
 
 # --- COPY
 
 
-def _copy(conn: Connection, table: str, rows: Rows) -> None:
+def copy_rows(conn: Connection, table: str, rows: Rows) -> None:
     """COPY rows to a table; `table` is as SQL takes it."""
     listed = ", ".join(map(quote_identifier, rows.columns))
     with conn.cursor().copy(f"COPY {table} ({listed}) FROM STDIN".encode()) as copy:
