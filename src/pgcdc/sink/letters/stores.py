@@ -215,7 +215,8 @@ class PgDeadLetters(ReadableDeadLetters):
             raise psycopg.Rollback
 
     def open(self) -> None:
-        with self._connected("create") as conn:
+        faster = contextlib.suppress(psycopg.errors.DuplicateTable, psycopg.errors.UniqueViolation)
+        with self._connected("create") as conn, faster:  # another pipeline: a session may not see its table at once
             self._create(conn)
 
     def record(self, letters: Sequence[DeadLetter]) -> None:
