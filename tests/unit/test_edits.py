@@ -8,7 +8,7 @@ import hmac
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
@@ -21,10 +21,12 @@ from wire import UNCHANGED, encode_message, encode_truncate
 from pgcdc.core.errors import ConfigError, TransformError
 from pgcdc.core.relation import Column, Relation
 from pgcdc.event import edits, lines
+from pgcdc.event.batch import Batch, split_forms
 from pgcdc.event.edits import SimpleChain, dump_chains, full_pattern, parse_chains
 from pgcdc.event.events import BLOCKS, block_schema, drop_unwanted, event_batch
-from pgcdc.event.forms import form_column
+from pgcdc.event.forms import Form, form_column
 from pgcdc.event.frame import EventOptions
+from pgcdc.sink.stdout import Pretty
 from pgcdc.source.postgres.wire.assemble import Assembler
 from pgcdc.spool.reader import SpoolReader
 from pgcdc.spool.writer import SpoolWriter
@@ -198,6 +200,30 @@ def test_what_is_not_a_row_of_a_table_passes_column_transforms_unharmed(tmp_path
     operations = [json.loads(line)["operation"] for line in plain]
     assert operations == ["BEGIN", "INSERT", "MESSAGE", "TRUNCATE", "COMMIT"]
     assert [one == other for one, other in zip(plain, changed, strict=True)] == [True, False, True, True, True]
+
+
+def test_people_see_what_changes_no_table(tmp_path: Path) -> None:
+    writer = SpoolWriter(tmp_path, START)
+    assembler = Assembler(writer.relations, start_lsn=START.commit)
+    begin, relation, insert, *_, commit = Transaction(110, CHANGES[:1]).encode()
+    for message in (begin, relation, insert, encode_message("audit", b"checked", 109), commit):
+        assembler.feed(message, 110)
+    while batch := assembler.pop(drain=True):
+        writer.append(batch)
+    reader = SpoolReader(tmp_path)
+    reader.refresh()
+    for form, operations in (("changes", ["INSERT", "MESSAGE"]), ("tables", ["INSERT"])):
+        chains = [SimpleChain((), (), (form,))]
+        slices = reader.slices(START, reader.end)
+        made = event_batch(slices, reader.relations(), SEED, block_schema(chains), chains=chains)
+        assert made is not None
+        whole = Batch(START, reader.end, pa.Table.from_batches([made.replace_schema_metadata()]))
+        (found,) = split_forms(whole, [(0, cast(Form, form))], [made.schema.metadata])
+        shown = [line.split(" ", 2)[2] for line in Pretty(is_terminal=False).write(found)]
+        assert [line.split()[0] for line in shown] == operations
+        if form == "changes":
+            assert shown[1] == "MESSAGE  _messages prefix=audit content=checked\n"
+    writer.close()
 
 
 def test_routes_are_shell_patterns_with_regard_to_case() -> None:

@@ -149,7 +149,7 @@ def test_file_or_pipe_gets_json_lines_unless_told_otherwise(tmp_path: Path, form
     descriptor = os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT)
     assert StdoutSink(descriptor=descriptor, format=format).is_pretty == is_pretty
     os.close(descriptor)
-    assert StdoutOptions(format="json").form() == "lines" and StdoutOptions(format="pretty").form() == "tables"
+    assert StdoutOptions(format="json").form() == "lines" and StdoutOptions(format="pretty").form() == "changes"
 
 
 def test_lines_of_another_form_stay_as_they_are(tmp_path: Path) -> None:

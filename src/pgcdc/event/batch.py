@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Op, Relation
-from pgcdc.event.forms import RECORD, Form, form_column, read_shapes, render_changes
+from pgcdc.event.forms import RECORD, WITH_SHAPES, Form, form_column, read_shapes, render_changes
 from pgcdc.event.lines import quote_json
 from pgcdc.event.shape import TableShape
 
@@ -173,7 +173,8 @@ class Batch:
     def tables(self) -> Iterator[TableChanges]:
         """Changes of tables, those of one table in stream order.
 
-        Each run has one shape of one table. A TRUNCATE is a run of its own. What is not a change of a table is left out.
+        Each run has one shape of one table. A TRUNCATE is a run of its own. What is not a change of a table is only there if
+        the form is `changes`: its relation is made up.
         """
         done = 0
         for part in self._parts():
@@ -209,7 +210,7 @@ def split_forms(
             if column.null_count:
                 positions, column = positions.filter(column.is_valid()), column.drop_null()
             fields = [("line", column)] if form == "lines" else zip(column.type.names, column.flatten(), strict=True)
-            texts = (one[name.encode()].decode() for one in beside if form == "tables")
+            texts = (one[name.encode()].decode() for one in beside if form in WITH_SHAPES)
             events = pa.table({"position": positions, **dict(fields)})
             made[number, form] = replace(batch, events=events, shapes=read_shapes(texts))
     return [made[one] for one in wanted]

@@ -93,7 +93,7 @@ class SimpleChain:
     @property
     def needs_shapes(self) -> bool:
         """Whether what the catalog says about tables is wanted."""
-        return self.envelope is not None or not {"tables", "shapes"}.isdisjoint(self.forms)
+        return self.envelope is not None or not {"tables", "changes", "shapes"}.isdisjoint(self.forms)
 
     def describe(self, shape: Relation, details: Mapping[str, Any] | None) -> tuple[Relation, Mapping[str, Any] | None]:
         """What a table looks like behind the chain, and what the catalog said about it.

@@ -19,6 +19,7 @@ from pgcdc.event.edits import SimpleChain
 from pgcdc.event.envelopes import render_cloudevents, render_debezium
 from pgcdc.event.forms import (
     FORMS,
+    WITH_SHAPES,
     Form,
     event_column,
     find_barriers,
@@ -197,8 +198,8 @@ class EventColumns:
 
     def shapes(self, columns: Iterable[str]) -> dict[str, str]:
         """What the columns with changes of tables need beside them."""
-        wanted = {name: found for name in columns if (found := form_of(name)) is not None and found[1] == "tables"}
-        return {name: shapes_of(self._behind(one)) for name, (one, _) in wanted.items()}
+        wanted = {name: form_of(name) or (0, None) for name in columns}
+        return {name: shapes_of(self._behind(one)) for name, (one, form) in wanted.items() if form in WITH_SHAPES}
 
     def _form(self, number: int, form: Form | None) -> pa.Array:
         if form == "lines":
@@ -210,8 +211,8 @@ class EventColumns:
             more = event_fields(self._frame, self._edit(number), transaction=self._options.transaction)
             return make_fields(known | more)
         behind, keep = self._behind(number), self._edit(number).keep
-        if form == "tables":
-            return make_table(behind, keep, self.column("id"))
+        if form in WITH_SHAPES:
+            return make_table(behind, keep, self.column("id"), only_tables=form == "tables")
         if form == "records":
             names = ("id", "channel", "operation", "key_hash", "is_barrier", "relation")
             return make_record(behind, self.rendered(number, ""), {name: self.column(name) for name in names})

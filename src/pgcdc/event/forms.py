@@ -24,7 +24,8 @@ from pgcdc.event.frame import I64, Bools, EventOptions, Frame, column_texts, mak
 from pgcdc.event.lines import U64, event_layout, mix, quote_json, render
 from pgcdc.event.shape import TableShape
 
-Form = Literal["lines", "records", "fields", "tables"]
+Form = Literal["lines", "records", "fields", "tables", "changes"]
+"""`changes` are `tables` with what changes no table: messages, marks of transactions, changes of schemas."""
 RECORD = pa.struct(
     [
         *((name, pa.string()) for name in ("id", "channel", "operation", "key", "value", "traceparent", "tracestate")),
@@ -43,7 +44,10 @@ TABLE = pa.struct(
         *((name, pa.int64()) for name in ("ordinal", "commit_time", "xid")),
     ]
 )
-FORMS: dict[Form, pa.DataType] = {"lines": pa.string(), "records": RECORD, "fields": FIELDS, "tables": TABLE}
+WITH_SHAPES: tuple[Form, ...] = ("tables", "changes")
+FORMS: dict[Form, pa.DataType] = {
+    "lines": pa.string(), "records": RECORD, "fields": FIELDS, **dict.fromkeys(WITH_SHAPES, TABLE)
+}  # fmt: skip
 _OF_PREFIX: dict[str, Form | None] = {form.removesuffix("s"): form for form in FORMS} | {"event": None}
 _ROW_CHANGES = np.zeros(256, np.bool_)
 _ROW_CHANGES[[Op.INSERT, Op.UPDATE, Op.DELETE, Op.SNAPSHOT]] = True
@@ -126,11 +130,11 @@ def make_fields(known: Mapping[str, pa.Array]) -> pa.Array:
 # --- tables
 
 
-def make_table(frame: Frame, keep: npt.NDArray[np.uint8] | None, ids: pa.Array) -> pa.Array:
-    """The changes of tables behind a chain; null where an event is none, or the chain does not have it (`keep`)."""
+def make_table(frame: Frame, keep: npt.NDArray[np.uint8] | None, ids: pa.Array, *, only_tables: bool) -> pa.Array:
+    """The changes of tables behind a chain, or all events; null where there is none, or `keep` leaves it out."""
     frame = without_lacking(frame)
-    is_table = np.array([shape.oid != 0 for shape in frame.shapes], np.bool_)[frame.version]
-    is_out = ~is_table if keep is None else ~is_table | (keep == 0)
+    is_other = np.array([only_tables and not shape.oid for shape in frame.shapes], np.bool_)[frame.version]
+    is_out = is_other if keep is None else is_other | (keep == 0)
     arrays = {
         "id": ids,
         "op": pa.array(frame.op),
@@ -150,7 +154,7 @@ def shapes_of(frame: Frame) -> str:
     shapes = {
         number: TableShape(frame.shapes[number], frame.details[number]) for number in np.unique(frame.version).tolist()
     }
-    return json.dumps({number: shape.to_json() for number, shape in shapes.items() if shape.relation.oid})
+    return json.dumps({number: shape.to_json() for number, shape in shapes.items()})
 
 
 def read_shapes(texts: Iterable[str]) -> dict[int, TableShape]:

@@ -63,7 +63,7 @@ class StdoutOptions(SinkOptions):
         return StdoutSink(format=self.format)
 
     def form(self) -> Form:
-        return "tables" if StdoutSink(format=self.format).is_pretty else "lines"
+        return "changes" if StdoutSink(format=self.format).is_pretty else "lines"
 
     def target(self) -> str:
         return "standard output"
