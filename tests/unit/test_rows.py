@@ -230,14 +230,6 @@ def test_truncating_an_unknown_table_is_an_error(buffer: RowBuffer) -> None:
     assert buffer.rows == 0
 
 
-@pytest.mark.parametrize("sub", [-1, 2**31 - 1])
-def test_a_sub_ordinal_that_does_not_fit_is_an_error(buffer: RowBuffer, sub: int) -> None:
-    with pytest.raises(DecodeError) as caught:
-        buffer.add_message("p", b"x", 1, sub, LSN)
-    assert caught.value.message == f"Message message at 16/B374D848: sub-ordinal {sub} is not within 0 and {2**31 - 2}"
-    assert buffer.rows == 0
-
-
 def test_a_new_definition_holds_from_there_on(buffer: RowBuffer) -> None:
     buffer.add(GOOD, 1)
     buffer.define(OID, relation=8, columns=1)
@@ -245,10 +237,7 @@ def test_a_new_definition_holds_from_there_on(buffer: RowBuffer) -> None:
     assert take_checked(buffer).column("relation").to_pylist() == [7, 8]
 
 
-def test_definitions_outlive_take_and_discard(buffer: RowBuffer) -> None:
-    buffer.add(GOOD, 1)
-    buffer.discard()
-    assert (buffer.rows, buffer.nbytes) == (0, 0)
+def test_definitions_outlive_take(buffer: RowBuffer) -> None:
     buffer.add(GOOD, 1)
     assert take_checked(buffer).num_rows == 1
     assert (buffer.rows, buffer.nbytes) == (0, 0)
@@ -322,12 +311,6 @@ def test_more_than_the_offsets_can_count_is_an_error_before_it_is_held(buffer_cl
         buffer.add_message("p", b"c", 3, 1)
     assert take_checked(buffer).num_rows == 2
     buffer.add(GOOD, 3)
-
-
-@pytest.mark.parametrize("columns", [-1, 2**31])
-def test_a_definition_that_no_server_sends_is_refused(buffer: RowBuffer, columns: int) -> None:
-    with pytest.raises(ValueError, match=f"0 to 32767 columns, not {columns}"):
-        buffer.define(1, 0, columns)
 
 
 def test_the_compiled_decoder_is_used_where_it_was_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,7 +434,7 @@ STEPS = st.lists(
             st.text(max_size=5),
             st.binary(max_size=9),
             st.just(1),
-            st.integers(-1, 40000),
+            st.integers(0, 40000),
             st.just(5),
             XIDS,
         ),
@@ -460,7 +443,6 @@ STEPS = st.lists(
         st.tuples(st.just("forget")),
         st.tuples(st.just("define"), st.integers(1, 4), st.integers(0, 99), st.integers(0, 4)),
         st.tuples(st.just("take")),
-        st.tuples(st.just("discard")),
     ),
     max_size=30,
 )

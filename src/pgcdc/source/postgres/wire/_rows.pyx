@@ -6,7 +6,7 @@ leaves nothing to undo: the next row overwrites what it had written.
 
 Everything that comes from the wire is untrusted. A length is compared with what is left of the message before it is
 used, and room is made for the rest of the message before its values are copied, so that the loop over the columns
-needs no further checks of the room.
+needs no further checks of the room. What is wrong with a message is not said here: the Python one is asked about it.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
@@ -20,30 +20,12 @@ cimport cython
 import numpy as np
 import pyarrow as pa
 
-from pgcdc.source.postgres.wire.messages import decode_error, show_byte, truncated_error
-from pgcdc.source.postgres.wire.rows import (
-    column_count_error,
-    count_error,
-    kind_error,
-    length_error,
-    no_xid_error,
-    sub_ordinal_error,
-    too_much_held_error,
-    trailing_error,
-    tuple_tag_error,
-    unknown_relation_error,
-    value_field,
-)
+from pgcdc.source.postgres.wire.rows import PythonRowBuffer, explain_damage
 from pgcdc.spool.schema import CHANGES
 
-_NAMES = {c"I": "Insert", c"U": "Update", c"D": "Delete"}
-_TUPLE_TAGS = {c"I": b"N", c"U": b"KON", c"D": b"KO"}
-
 cdef enum:
-    ROW_BYTES = 32  # these three: as in rows.py
+    ROW_BYTES = 32  # this and the next: as in rows.py
     NULL_BYTES = 4
-    MAX_SMALL = 0x7FFF
-    MAX_SUB = 0x7FFFFFFE
     MAX_OFFSET = 0x7FFFFFFF
     FIRST_ROOM = 4096
     KEPT_ROOM = 16 * 1024 * 1024  # a region that one huge row made larger than this is given back
@@ -92,7 +74,6 @@ cdef struct Table:
 cdef struct Scan:
     const uint8_t* at
     const uint8_t* end
-    uint64_t lsn
     int32_t columns
     uint8_t op
     uint8_t old_kind
@@ -135,31 +116,11 @@ cdef inline uint32_t load_u32(const uint8_t* at) noexcept:
     return (<uint32_t>at[0] << 24) | (<uint32_t>at[1] << 16) | (<uint32_t>at[2] << 8) | at[3]
 
 
-# Errors, out of line to keep the way of a good message short.
-
-
-cdef object fail_truncated(Scan* scan, str field, Py_ssize_t needed):
-    raise truncated_error(_NAMES[scan.op], field, needed, scan.end - scan.at, scan.lsn)
-
-
-cdef object fail_value_truncated(Scan* scan, str side, int32_t index, str part, Py_ssize_t needed):
-    fail_truncated(scan, value_field(side, index, part), needed)
-
-
-cdef object fail_tuple_tag(Scan* scan, bytes allowed):
-    if scan.at == scan.end:
-        fail_truncated(scan, "tuple tag", 1)
-    raise tuple_tag_error(_NAMES[scan.op], scan.at[0], allowed, scan.lsn)
-
-
 cdef int read_values(Scan* scan, Values* values, Region* unchanged, bint is_new) except -1:
-    """Write one tuple behind what `values` holds."""
-    side = "new" if is_new else "old"
-    if scan.end - scan.at < 2:
-        fail_truncated(scan, f"{side} column count", 2)
+    """Write one tuple behind what `values` holds. 0, or 1 if the message is damaged."""
     cdef int32_t columns = scan.columns
-    if load_i16(scan.at) != columns:
-        raise count_error(_NAMES[scan.op], side, load_i16(scan.at), columns, scan.lsn)
+    if scan.end - scan.at < 2 or load_i16(scan.at) != columns:
+        return 1
     scan.at += 2
 
     make_room(&values.data, values.size + (scan.end - scan.at))
@@ -175,21 +136,16 @@ cdef int read_values(Scan* scan, Values* values, Region* unchanged, bint is_new)
     cdef uint8_t kind
     for index in range(columns):
         if at == end:
-            scan.at = at
-            fail_value_truncated(scan, side, index, "kind", 1)
+            return 1
         kind = at[0]
         at += 1
         if kind == c"t":
             if end - at < 4:
-                scan.at = at
-                fail_value_truncated(scan, side, index, "length", 4)
+                return 1
             length = <int32_t>load_u32(at)
             at += 4
-            if length < 0:
-                raise length_error(_NAMES[scan.op], side, index, length, scan.lsn)
-            if length > end - at:
-                scan.at = at
-                fail_value_truncated(scan, side, index, "value", length)
+            if length < 0 or length > end - at:
+                return 1
             memcpy(data + size, at, length)
             size += length
             at += length
@@ -200,7 +156,7 @@ cdef int read_values(Scan* scan, Values* values, Region* unchanged, bint is_new)
                 (<int16_t*>unchanged.at)[scan.unchanged] = <int16_t>(index if is_new else -1 - index)
                 scan.unchanged += 1
             elif kind != c"n":
-                raise kind_error(_NAMES[scan.op], side, index, kind, scan.lsn)
+                return 1
             valid[index] = 0
             scan.nulls += 1
         ends[index] = <int32_t>size  # at most max_held, which the caller has checked
@@ -214,7 +170,7 @@ cdef int read_values(Scan* scan, Values* values, Region* unchanged, bint is_new)
 cdef class CompiledRowBuffer:
     """The row buffer in C: same results and errors as `PythonRowBuffer`."""
 
-    cdef dict _tables
+    cdef readonly dict _tables
     cdef Table _recent[RECENT_TABLES]  # saves making a Python int per row
     cdef Region _table
     cdef size_t _count
@@ -227,9 +183,9 @@ cdef class CompiledRowBuffer:
     cdef size_t _full_rows
     cdef size_t _full_bytes
     cdef list _prefixes  # (row, prefix): messages are rare
-    cdef size_t _wire_bytes
+    cdef readonly size_t _wire_bytes
     cdef size_t _nulls
-    cdef size_t _max_held
+    cdef readonly size_t _max_held
 
     def __cinit__(self, max_held=MAX_OFFSET):
         if not 0 <= max_held <= MAX_OFFSET:
@@ -256,10 +212,8 @@ cdef class CompiledRowBuffer:
     cdef inline size_t _held(self) noexcept:
         return self._wire_bytes + NULL_BYTES * self._nulls + ROW_BYTES * self._count
 
-    def define(self, uint32_t oid, int32_t relation, columns):
+    def define(self, uint32_t oid, int32_t relation, int16_t columns):
         """From now on the rows of table `oid` are of this relation version."""
-        if not 0 <= columns <= MAX_SMALL:
-            raise column_count_error(columns)
         self._tables[oid] = (relation, columns)
         self._recent[oid & (RECENT_TABLES - 1)] = Table(oid, relation, columns)
 
@@ -278,44 +232,47 @@ cdef class CompiledRowBuffer:
     def add(self, message, int64_t ordinal, uint64_t lsn=0, bint streamed=False):
         """Append the change of one Insert, Update or Delete message."""
         cdef Py_buffer view
+        cdef bint is_damaged
         if PyBytes_CheckExact(message):
-            self._add(<const uint8_t*>PyBytes_AS_STRING(message), PyBytes_GET_SIZE(message), ordinal, lsn, streamed)
+            is_damaged = self._add(
+                <const uint8_t*>PyBytes_AS_STRING(message), PyBytes_GET_SIZE(message), ordinal, streamed
+            )
         else:
             PyObject_GetBuffer(message, &view, PyBUF_SIMPLE)
             try:
-                self._add(<const uint8_t*>view.buf, view.len, ordinal, lsn, streamed)
+                is_damaged = self._add(<const uint8_t*>view.buf, view.len, ordinal, streamed)
             finally:
                 PyBuffer_Release(&view)
+        if is_damaged:
+            raise explain_damage(self._tables, self._wire_bytes, self._max_held, message, lsn, streamed)
         return self._count >= self._full_rows or self._held() >= self._full_bytes
 
-    cdef int _add(
-        self, const uint8_t* data, Py_ssize_t size, int64_t ordinal, uint64_t lsn, bint streamed
-    ) except -1:
+    cdef int _add(self, const uint8_t* data, Py_ssize_t size, int64_t ordinal, bint streamed) except -1:
+        """0, or 1 if the message is damaged: then nothing has changed."""
         cdef Scan scan
-        if size == 0:
-            raise truncated_error("Row", "tag", 1, 0, lsn)
+        if size == 0 or <size_t>size > self._max_held - self._wire_bytes:
+            return 1
         scan.op = data[0]
         if scan.op != c"I" and scan.op != c"U" and scan.op != c"D":
-            raise decode_error("Row", "tag", f"is unknown: {show_byte(scan.op)}", lsn)
-        if <size_t>size > self._max_held - self._wire_bytes:
-            raise too_much_held_error(_NAMES[scan.op], size, self._wire_bytes, self._max_held, lsn)
+            return 1
         scan.at = data + 1
         scan.end = data + size
-        scan.lsn = lsn
         scan.old_kind = 0
         scan.nulls = 0
         scan.unchanged = self._unchanged_count
         cdef uint32_t xid = 0
         if streamed:
             if size < 5:
-                fail_truncated(&scan, "xid", 4)
+                return 1
             xid = load_u32(scan.at)
             if xid == 0:
-                raise no_xid_error(_NAMES[scan.op], lsn)
+                return 1
             scan.at += 4
         if scan.end - scan.at < 4:
-            fail_truncated(&scan, "relation oid", 4)
-        cdef Table* table = self._find(load_u32(scan.at), &scan)
+            return 1
+        cdef Table* table = self._find(load_u32(scan.at))
+        if table == NULL:
+            return 1
         scan.columns = table.columns
         scan.at += 4
 
@@ -327,16 +284,18 @@ cdef class CompiledRowBuffer:
         if (tag == c"K" or tag == c"O") and scan.op != c"I":
             scan.old_kind = tag
             scan.at += 1
-            read_values(&scan, &self._old, &self._unchanged, False)
+            if read_values(&scan, &self._old, &self._unchanged, False):
+                return 1
         elif tag != c"N" or scan.op == c"D":
-            fail_tuple_tag(&scan, _TUPLE_TAGS[scan.op])
+            return 1
         if scan.op != c"D":
             if scan.at == scan.end or scan.at[0] != c"N":
-                fail_tuple_tag(&scan, b"N")
+                return 1
             scan.at += 1
-            read_values(&scan, &self._new, &self._unchanged, True)
+            if read_values(&scan, &self._new, &self._unchanged, True):
+                return 1
         if scan.at != scan.end:
-            raise trailing_error(_NAMES[scan.op], scan.end - scan.at, lsn)
+            return 1
 
         make_room(&self._table, (self._count + 1) * sizeof(Row))
         self._mark(xid)
@@ -351,12 +310,12 @@ cdef class CompiledRowBuffer:
         self._nulls += scan.nulls
         return 0
 
-    cdef Table* _find(self, uint32_t oid, Scan* scan) except NULL:
+    cdef Table* _find(self, uint32_t oid) except? NULL:
         cdef Table* table = &self._recent[oid & (RECENT_TABLES - 1)]
         if table.oid == oid and table.columns >= 0:
             return table
         if oid not in self._tables:
-            raise unknown_relation_error(_NAMES[scan.op], oid, scan.lsn)
+            return NULL
         relation, columns = self._tables[oid]
         table[0] = Table(oid, relation, columns)
         return table
@@ -381,23 +340,18 @@ cdef class CompiledRowBuffer:
 
     def add_truncate(self, uint32_t oid, int64_t ordinal, uint64_t lsn=0, uint32_t xid=0):
         """Append the truncation of one table."""
-        if oid not in self._tables:
-            raise unknown_relation_error("Truncate", oid, lsn)
-        relation, _ = self._tables[oid]
+        relation, _ = PythonRowBuffer._find(self, oid, "Truncate", lsn)
         make_room(&self._table, (self._count + 1) * sizeof(Row))
         self._mark(xid)
         self._put(Row(ordinal, relation, 0, 0, 0, 0, c"T", 0))
 
     def add_message(
-        self, str prefix not None, bytes content not None, int64_t ordinal, sub, uint64_t lsn=0, uint32_t xid=0
+        self, str prefix not None, bytes content not None, int64_t ordinal, int32_t sub, uint64_t lsn=0, uint32_t xid=0
     ):
         """Append a logical message."""
-        if not 0 <= sub <= MAX_SUB:
-            raise sub_ordinal_error(sub, lsn)
         cdef size_t length = PyBytes_GET_SIZE(content)
         cdef size_t size = 1 + len(prefix.encode()) + length
-        if size > self._max_held - self._wire_bytes:
-            raise too_much_held_error("Message", size, self._wire_bytes, self._max_held, lsn)
+        PythonRowBuffer._check_room(self, "Message", size, lsn)
         make_room(&self._table, (self._count + 1) * sizeof(Row))
         make_room(&self._new.data, self._new.size + length)
         make_room(&self._new.ends, (self._new.items + 1) * sizeof(int32_t))
@@ -475,7 +429,7 @@ cdef class CompiledRowBuffer:
             ],
             schema=CHANGES,
         )
-        self.discard()
+        self._discard()
         return batch
 
     cdef object _prefix_column(self):
@@ -486,8 +440,7 @@ cdef class CompiledRowBuffer:
             column[index] = prefix
         return pa.array(column, pa.string())
 
-    def discard(self):
-        """Drop everything held."""
+    cdef void _discard(self):
         self._count = 0
         self._unchanged_count = 0
         self._run_count = 0
