@@ -1,8 +1,6 @@
-"""What a capture process is told, how it comes to be, and what can be asked of it.
-
-`ensure_capture` starts the capture of a state directory or joins the one that runs: whoever needs it calls it, the lock file
-decides. `CaptureLink` does so again whenever the process has died.
-"""
+"""What a capture process is told, how it comes to be, and what can be asked of it. `ensure_capture` starts the capture of a
+state directory or joins the one that runs: whoever needs it calls it, the lock file decides. `CaptureLink` does so again
+whenever the process has died."""
 
 from __future__ import annotations
 
@@ -70,11 +68,9 @@ class CaptureRequests(abc.ABC):
     def join(
         self, consumer: str, *, exclusive: bool = False, start: Position | None = None
     ) -> tuple[Position, Position]:
-        """Register a consumer; where it begins and what it has acked. Both are durable.
-
-        `exclusive`: this connection reads for it, and no other may until it is closed. `start`: where a new one begins,
-        if not with everything that is kept; GapError if that is gone.
-        """
+        """Register a consumer; where it begins and what it has acked. Both are durable. `exclusive`: this connection reads
+        for it, and no other may until it is closed. `start`: where a new one begins, if not with everything that is kept;
+        GapError if that is gone."""
         where = {"at": str(start)} if start is not None else {}
         reply = self.request({"do": "join", "consumer": consumer, "exclusive": exclusive, **where})
         return Position.parse(reply["initial"]), Position.parse(reply["ack"])
@@ -88,10 +84,8 @@ class CaptureRequests(abc.ABC):
         self.request({"do": "ack", "consumer": consumer, "position": str(position)})
 
     def wait(self, timeout_s: float, until: Position | None = None) -> bool:
-        """Wait until the spool has grown since the last call.
-
-        `until` is what is needed in any case: the capture reads up to there, however full the spool is.
-        """
+        """Wait until the spool has grown since the last call. `until` is what is needed in any case: the capture reads up to
+        there, however full the spool is."""
         request = {"do": "wait", "timeout_s": timeout_s} | ({"until": str(until)} if until else {})
         return bool(self.request(request, timeout_s + 120)["moved"])
 
@@ -140,10 +134,8 @@ class CaptureLink(CaptureRequests):
         on_restart: Callable[[ControlClient], object] = lambda client: None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """`on_restart` is what a new process must be told before anything else.
-
-        `say`: the capture pushes its status (see `last_status`), and messages for people, which are passed on to this.
-        """
+        """`on_restart` is what a new process must be told before anything else. `say`: the capture pushes its status (see
+        `last_status`), and messages for people, which are passed on to this."""
         self._spec = spec
         self._on_restart = on_restart
         self._is_told = True
@@ -313,5 +305,4 @@ def _start(spec: CaptureSpec, state: StateDir) -> int:
     return process.pid
 
 
-_REAP: list[subprocess.Popen[bytes]] = []
-"""Processes that we started: kept, so that `poll` collects them when they end."""
+_REAP: list[subprocess.Popen[bytes]] = []  # Processes that we started: kept, so that `poll` collects them when they end

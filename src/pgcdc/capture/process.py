@@ -1,9 +1,6 @@
-"""The capture process: runs one source and fills one spool.
-
-One thread, one loop: the source, the control socket of the queries, and the life of the driver. It starts with its
-specification on standard input (so that no secret is among the process arguments), answers one line on standard output, and
-ends when the driver does.
-"""
+"""The capture process: runs one source and fills one spool. One thread, one loop: the source, the control socket of the
+queries, and the life of the driver. It starts with its specification on standard input (so that no secret is among the
+process arguments), answers one line on standard output, and ends when the driver does."""
 
 from __future__ import annotations
 
@@ -33,8 +30,7 @@ logger = logging.getLogger("pgcdc.capture")
 
 CONFIRM_INTERVAL_S = 1.0
 ROUNDS_PER_TURN = 16
-LINGER_S = 60.0
-"""How long a capture goes on after its last query has ended: long enough to start the next one."""
+LINGER_S = 60.0  # How long a capture goes on after its last query has ended: long enough to start the next one
 
 
 class CaptureProcess:

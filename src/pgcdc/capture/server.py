@@ -31,21 +31,18 @@ def remove_socket(holder: dict[str, Any]) -> None:
         shutil.rmtree(Path(holder["address"]).parent, ignore_errors=True)
 
 
-_PUSH = b'{"push":'
-"""How a line begins that answers no request."""
+_PUSH = b'{"push":'  # How a line begins that answers no request
 
 
 @dataclass(slots=True)
 class _Client:
     socket: socket.socket
     buffer: bytes = b""
-    waits_until: float = math.inf
-    """By the monotonic clock; infinite: it does not wait."""
+    waits_until: float = math.inf  # By the monotonic clock; infinite: it does not wait
     wants_confirmation: bool = False
     follows: bool = False
     seen: int = field(default=0)
-    consumer: str | None = None
-    """The consumer that this client reads for: nobody else may at the same time."""
+    consumer: str | None = None  # The consumer that this client reads for: nobody else may at the same time
 
 
 class ControlServer:
@@ -223,10 +220,8 @@ class Channel:
             self._socket.close()
             raise CaptureGone(f"{self.who} does not answer") from error
         self._buffer = b""
-        self.pushed: dict[str, Any] = {}
-        """The status that the other side pushed last."""
-        self.said: list[str] = []
-        """Messages for people that were pushed, and that nobody has passed on."""
+        self.pushed: dict[str, Any] = {}  # The status that the other side pushed last
+        self.said: list[str] = []  # Messages for people that were pushed, and that nobody has passed on
 
     def request(self, content: dict[str, Any], timeout_s: float = 120.0) -> dict[str, Any]:
         """Send one request and wait for its answer. Raises what the other process failed with."""

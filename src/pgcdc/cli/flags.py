@@ -1,7 +1,5 @@
-"""Flags made from the model of the configuration: a setting is written once, there.
-
-They are made when a command needs them, so that `pgcdc --help` and the small commands need not load the model.
-"""
+"""Flags made from the model of the configuration: a setting is written once, there. They are made when a command needs them,
+so that `pgcdc --help` and the small commands need not load the model."""
 
 from __future__ import annotations
 
@@ -18,17 +16,14 @@ EPILOG = (
     "-cb-max-failures, -cb-reset, -rate-limit and -rate-limit-burst. See docs/configuration.md."
 )
 
-TWO_WAY = ("streaming",)
-"""Switches that are neither on nor off unless somebody says so."""
+TWO_WAY = ("streaming",)  # Switches that are neither on nor off unless somebody says so
 
 
 class SettingsCommand(TyperCommand):
     """A command that takes every setting as a flag, beside those of its function."""
 
-    left_out: tuple[str, ...] = ()
-    """Settings that it does not take."""
-    taken: tuple[str, ...] = ()
-    """Only these, if any are named."""
+    left_out: tuple[str, ...] = ()  # Settings that it does not take
+    taken: tuple[str, ...] = ()  # Only these, if any are named
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "epilog": None if self.taken else EPILOG})

@@ -31,8 +31,7 @@ _MODULES = {
     "reload": "status", "playground": "listen", "version": "main",
 }  # fmt: skip
 """Where the module has another name."""
-WITH_SETTINGS = ("listen", "validate")
-"""Commands that take every setting as a flag."""
+WITH_SETTINGS = ("listen", "validate")  # Commands that take every setting as a flag
 
 
 class _Commands(TyperGroup):

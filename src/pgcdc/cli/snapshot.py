@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from pgcdc.config import Config
     from pgcdc.run.copy_source import Wanted
 
-NOBODY_READS = 128 + signal.SIGPIPE
-"""The exit code of every command of Unix whose reader has gone."""
+NOBODY_READS = 128 + signal.SIGPIPE  # The exit code of every command of Unix whose reader has gone
 DONE = {"pause": "paused", "resume": "goes on", "stop": "stopped"}
 TYPES = ("numeric", "out_of_range", "arrays", "composites")
 

@@ -1,8 +1,6 @@
-"""Adapters in the configuration, made from the registry: flat keys, entries of the list, and the specs of both.
-
-`adapters: [file]` with `file_path: events.jsonl` is the adapter `file` of the type `file`. A further one of a type is a
-mapping in the list, which stands for itself: `{name: audit, type: file, path: audit.jsonl}`.
-"""
+"""Adapters in the configuration, made from the registry: flat keys, entries of the list, and the specs of both. `adapters:
+[file]` with `file_path: events.jsonl` is the adapter `file` of the type `file`. A further one of a type is a mapping in the
+list, which stands for itself: `{name: audit, type: file, path: audit.jsonl}`."""
 
 from __future__ import annotations
 

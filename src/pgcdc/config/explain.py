@@ -27,10 +27,8 @@ def explain(
     raw: Callable[[KeyPath], Any],
     known: Collection[KeyPath] = (),
 ) -> Iterator[ConfigError]:
-    """Every error, one per place. Misspelt keys come first: they are why another key is missing.
-
-    `known` are places that have an error already.
-    """
+    """Every error, one per place. Misspelt keys come first: they are why another key is missing. `known` are places that
+    have an error already."""
     found = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
     misspelt = {_path(one["loc"], raw)[:-1] for one in found if one["type"] == "extra_forbidden"}
     seen: set[KeyPath] = set(known)

@@ -126,10 +126,8 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None
 
 
 def _read_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], list[PgcdcError]]:
-    """Our variables by key: values and names. Others may begin with PGCDC_ too (a cluster makes some).
-
-    One that is nearly ours is a slip, and refused.
-    """
+    """Our variables by key: values and names. Others may begin with PGCDC_ too (a cluster makes some). One that is nearly
+    ours is a slip, and refused."""
     known = {PREFIX + key.upper(): key for key, _, said in FIELDS if said.flag}
     known |= {PREFIX + alias.upper(): key for alias, key in ALIASES.items()}
     ours: dict[str, str] = {}
@@ -227,10 +225,8 @@ def check_literals(raw: Mapping[str, Any]) -> None:
 
 
 def _has_literal(text: str, *, is_header: bool) -> bool:
-    """Whether a part of the secret is plain text.
-
-    A header may name its scheme: `Bearer ${TOKEN}`, `id=${ID}; key=${KEY}`.
-    """
+    """Whether a part of the secret is plain text. A header may name its scheme: `Bearer ${TOKEN}`, `id=${ID};
+    key=${KEY}`."""
     if is_header and "${" in text:
         text = _BEFORE_VARIABLE.sub("", text)
     return bool(literal_part(text).strip(" ;,\"'"))

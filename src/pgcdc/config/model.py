@@ -1,7 +1,5 @@
-"""The one model of a pipeline's configuration: flags, `PGCDC_*` variables, `pgcdc.yaml` and Python all become this.
-
-Flags with their help, the file of `pgcdc config init` and the JSON schema are made from it: a setting is written once, here.
-"""
+"""The one model of a pipeline's configuration: flags, `PGCDC_*` variables, `pgcdc.yaml` and Python all become this. Flags
+with their help, the file of `pgcdc config init` and the JSON schema are made from it: a setting is written once, here."""
 
 from __future__ import annotations
 
@@ -166,8 +164,7 @@ FIELDS = [(name, field, setting_of(name, field)) for name, field in Config.model
 
 # --- what cannot go together: each rule raises Conflict with the key that it is about, and advice
 
-RESERVED = "main"
-"""The lane that adapters share: an adapter's own lane has the adapter's name."""
+RESERVED = "main"  # The lane that adapters share: an adapter's own lane has the adapter's name
 
 
 _T = TypeVar("_T")

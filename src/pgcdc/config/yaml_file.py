@@ -1,7 +1,5 @@
-"""`pgcdc.yaml`, with the line of every key and list item, and variables put in.
-
-The tree of nodes is walked here rather than by PyYAML's constructor: it forgets lines, and takes the last of two equal keys.
-"""
+"""`pgcdc.yaml`, with the line of every key and list item, and variables put in. The tree of nodes is walked here rather than
+by PyYAML's constructor: it forgets lines, and takes the last of two equal keys."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ from pgcdc.core.errors import ConfigError
 from pgcdc.core.secrets import expand
 from pgcdc.core.settings import KeyPath
 
-MAX_NODES = 20_000
-"""Aliases can make a small file endless."""
+MAX_NODES = 20_000  # Aliases can make a small file endless
 _STRING, _MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
 _UNUSABLE = {
     "\0": ("there is a NUL character in the text", "Take it away"),  # no path, name or text of PostgreSQL can have one
@@ -44,21 +41,17 @@ def value_at(values: Any, path: KeyPath) -> Any:
 
 
 class YamlFile:
-    """The content of a file. ConfigError with file and line for what cannot be read.
-
-    `rename(path, key)` gives the name that counts for a key below `path`.
-    """
+    """The content of a file. ConfigError with file and line for what cannot be read. `rename(path, key)` gives the name that
+    counts for a key below `path`."""
 
     def __init__(self, path: Path, environ: Mapping[str, str], rename: Callable[[KeyPath, str], str]) -> None:
         self.path = path
-        self.secrets: set[str] = set()
-        """Values of variables that were put in."""
+        self.secrets: set[str] = set()  # Values of variables that were put in
         self._environ = environ
         self._rename = rename
         self._lines: dict[KeyPath, int] = {}
         self._count = 0
-        self.raw = self._read()
-        """As it is written, with `${NAME}`: for messages, and to be shown."""
+        self.raw = self._read()  # As it is written, with `${NAME}`: for messages, and to be shown
         self.values: dict[str, Any] = self._expand(self.raw, ())
 
     def place(self, path: KeyPath) -> str:

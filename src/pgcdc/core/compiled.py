@@ -1,7 +1,5 @@
-"""Compiled modules, each of which has one in Python beside it that does the same.
-
-There is none where no compiler was at hand when the package was built; PGCDC_PURE_PYTHON=1 does without them on purpose.
-"""
+"""Compiled modules, each of which has one in Python beside it that does the same. There is none where no compiler was at
+hand when the package was built; PGCDC_PURE_PYTHON=1 does without them on purpose."""
 
 from __future__ import annotations
 

@@ -11,20 +11,14 @@ CHANGES_CAPTURED = "pgcdc_changes_captured_total"
 CONNECTIONS_LOST = "pgcdc_connections_lost_total"
 CONFIG_RELOADS = "pgcdc_config_reloads_total"
 CONFIG_RELOAD_ERRORS = "pgcdc_config_reload_errors_total"
-DEAD_LETTERS = "pgcdc_dead_letters_total"
-"""By adapter: events that its target refused, and that were set aside."""
-EVENTS_DELIVERED = "pgcdc_events_delivered_total"
-"""By adapter."""
-EVENTS_DROPPED = "pgcdc_events_dropped_total"
-"""By adapter: what it skipped in fast mode."""
+DEAD_LETTERS = "pgcdc_dead_letters_total"  # By adapter: events that its target refused, and that were set aside
+EVENTS_DELIVERED = "pgcdc_events_delivered_total"  # By adapter
+EVENTS_DROPPED = "pgcdc_events_dropped_total"  # By adapter: what it skipped in fast mode
 EXEC_RESTARTS = "pgcdc_exec_restarts_total"
 """By adapter: commands that were started again, because one failed or was ended."""
-LANE_MOVES = "pgcdc_lane_moves_total"
-"""By adapter and move: leave, rejoin, skip."""
-TARGET_RECOVERIES = "pgcdc_target_recoveries_total"
-"""By adapter: outages of its target that are over."""
-WEBHOOK_REQUESTS = "pgcdc_webhook_requests_total"
-"""By adapter and answer: ok, http_500, timeout, ..."""
+LANE_MOVES = "pgcdc_lane_moves_total"  # By adapter and move: leave, rejoin, skip
+TARGET_RECOVERIES = "pgcdc_target_recoveries_total"  # By adapter: outages of its target that are over
+WEBHOOK_REQUESTS = "pgcdc_webhook_requests_total"  # By adapter and answer: ok, http_500, timeout, ...
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -66,5 +60,4 @@ class Counters:
                 self._values[key] += value - before.get(key, 0)
 
 
-counters = Counters()
-"""Those of this process."""
+counters = Counters()  # Those of this process

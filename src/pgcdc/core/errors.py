@@ -188,8 +188,7 @@ class SinkUnavailable(SinkError):
         self, message: str, advice: str = "", *, retry_in_s: float = 0.0, positions: Sequence[str] = ()
     ) -> None:
         super().__init__(message, advice)
-        self.retry_in_s = retry_in_s
-        """How long the target wants to be left alone, if it said so."""
+        self.retry_in_s = retry_in_s  # How long the target wants to be left alone, if it said so
         self.positions = tuple(positions)
         """The events that failed, if the sink can tell: they may go to dead letters when tries are used up."""
 
@@ -199,10 +198,8 @@ class Reject:
     """One event that a target refuses, whatever is tried."""
 
     position: str
-    kind: str
-    """A short word for people and filters: `http_400`, `not_null_violation`."""
-    text: str
-    """What the target said, without secrets."""
+    kind: str  # A short word for people and filters: `http_400`, `not_null_violation`
+    text: str  # What the target said, without secrets
 
 
 class SinkRejected(SinkError):

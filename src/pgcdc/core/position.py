@@ -23,18 +23,14 @@ from typing import Any
 _POSITION = re.compile(r"([0-9A-F]{16})/([01])([0-9A-F]{12})(?:\.([0-9A-F]{8}))?")
 
 ORDINAL_BITS = 48
-LAST_ORDINAL = (1 << ORDINAL_BITS) - 1
-"""The ordinal of `Position.end`: greater than any change's."""
-LAST_SUB = (1 << 31) - 1
-"""The sub-ordinal of a transaction's COMMIT marker: greater than any message's."""
+LAST_ORDINAL = (1 << ORDINAL_BITS) - 1  # The ordinal of `Position.end`: greater than any change's
+LAST_SUB = (1 << 31) - 1  # The sub-ordinal of a transaction's COMMIT marker: greater than any message's
 SCHEMA_SUB = LAST_SUB - 1
 """The sub-ordinal of a schema change: it stands directly before the row change `ordinal + 1`, the first in the new shape."""
 _CHUNK_BITS = 28
 _CHUNK_END = (1 << _CHUNK_BITS) - 1
-MAX_CHUNK_ROWS = _CHUNK_END - 1
-"""How many rows a chunk of a snapshot may have."""
-LAST_CHUNK = LAST_ORDINAL >> _CHUNK_BITS
-"""The number of the last chunk that has a place between two transactions."""
+MAX_CHUNK_ROWS = _CHUNK_END - 1  # How many rows a chunk of a snapshot may have
+LAST_CHUNK = LAST_ORDINAL >> _CHUNK_BITS  # The number of the last chunk that has a place between two transactions
 
 
 class Kind(IntEnum):

@@ -1,8 +1,6 @@
-"""What a change did, what its table looked like then, and the durable history of those shapes.
-
-Relations are versioned: every distinct shape gets a number in the order of appearance, and each change names the number
-of the shape in force at its position, so that ALTER TABLE never changes how an older change is read.
-"""
+"""What a change did, what its table looked like then, and the durable history of those shapes. Relations are versioned:
+every distinct shape gets a number in the order of appearance, and each change names the number of the shape in force at its
+position, so that ALTER TABLE never changes how an older change is read."""
 
 from __future__ import annotations
 
@@ -25,34 +23,24 @@ class Op(IntEnum):
     DELETE = ord("D")
     TRUNCATE = ord("T")
     MESSAGE = ord("M")
-    SNAPSHOT = ord("S")
-    """A row that was read from its table."""
+    SNAPSHOT = ord("S")  # A row that was read from its table
     SNAPSHOT_STARTED = ord("s")
     """The reading of a table begins; not a row of it. Its values: see `stream.frame.SNAPSHOTS`."""
-    SNAPSHOT_COMPLETED = ord("c")
-    """The same, at its end."""
-    NOTIFY = ord("N")
-    """What somebody sent on a channel of the database; not a row."""
-    VIEW_RESULT = ord("V")
-    """A row of a view's result."""
-    SENTINEL = ord("Z")
-    """Made by us to see that changes arrive; not a row."""
-    BEGIN = ord("B")
-    """Made for a reader who asked for it; never stored."""
-    COMMIT = ord("C")
-    """The same."""
-    SCHEMA_CHANGE = ord("R")
-    """The same; the byte is that of the message that describes a relation."""
+    SNAPSHOT_COMPLETED = ord("c")  # The same, at its end
+    NOTIFY = ord("N")  # What somebody sent on a channel of the database; not a row
+    VIEW_RESULT = ord("V")  # A row of a view's result
+    SENTINEL = ord("Z")  # Made by us to see that changes arrive; not a row
+    BEGIN = ord("B")  # Made for a reader who asked for it; never stored
+    COMMIT = ord("C")  # The same
+    SCHEMA_CHANGE = ord("R")  # The same; the byte is that of the message that describes a relation
 
 
 class OldKind(IntEnum):
     """What the old values of a change are."""
 
     NONE = 0
-    KEY = ord("K")
-    """Only the replica identity's columns; the others are null because they were not sent."""
-    FULL = ord("O")
-    """The whole old row: a null is a NULL."""
+    KEY = ord("K")  # Only the replica identity's columns; the others are null because they were not sent
+    FULL = ord("O")  # The whole old row: a null is a NULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +50,7 @@ class Column:
     name: str
     type_oid: int
     typmod: int
-    is_key: bool
-    """Part of the replica identity."""
+    is_key: bool  # Part of the replica identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +60,9 @@ class Relation:
     oid: int
     namespace: str
     name: str
-    replica_identity: str
-    """d (default), n (nothing), f (full) or i (index)."""
+    replica_identity: str  # d (default), n (nothing), f (full) or i (index)
     columns: tuple[Column, ...]
-    source: str = "postgres"
-    """The kind of source that it is of: what the numbers of types mean, only that source knows."""
+    source: str = "postgres"  # The kind of source that it is of: what the numbers of types mean, only that source knows
 
     @property
     def channel(self) -> str:
@@ -128,11 +113,9 @@ class Relations:
 class ShapeChange:
     """From here on the changes of one table have another shape; or: here it was first seen."""
 
-    position: Position
-    """(lsn, ordinal - 1, SCHEMA_SUB), for a first change in the new shape at (lsn, ordinal)."""
+    position: Position  # (lsn, ordinal - 1, SCHEMA_SUB), for a first change in the new shape at (lsn, ordinal)
     after: Relation
-    before: Relation | None = None
-    """None: the table was not seen before."""
+    before: Relation | None = None  # None: the table was not seen before
     details: dict[str, Any] | None = None
     """What the catalog said about `after`, if it still had that shape when the capture met it."""
     before_details: dict[str, Any] | None = None
@@ -189,8 +172,7 @@ class ShapeHistory:
 
     def __init__(self, path: Path) -> None:
         self._lines = GrowingLines(path)
-        self.changes: list[ShapeChange] = []
-        """In the order of their positions."""
+        self.changes: list[ShapeChange] = []  # In the order of their positions
 
     def refresh(self) -> list[ShapeChange]:
         """Take in what was appended since the last call, and return that."""

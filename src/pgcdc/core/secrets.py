@@ -39,9 +39,7 @@ def read_secret(path: Path, what: str) -> str:
 
 def expand(text: str, environ: Mapping[str, str], see: Callable[[str, str], None]) -> str:
     """The text with its `${NAME}` and `${NAME:-default}` replaced; `$${` stands for `${`. `see` hears name and value.
-
-    ConfigError: a variable is not set (or empty), or it is no name.
-    """
+    ConfigError: a variable is not set (or empty), or it is no name."""
 
     def replace(found: re.Match[str]) -> str:
         if found[1]:
@@ -67,10 +65,8 @@ def literal_part(text: str) -> str:
 
 
 def hide(text: str, secrets: Iterable[str] | None = None) -> str:
-    """A message without any of these values, or of all that this process knows as secret.
-
-    Very short ones are no secrets, and would be found everywhere.
-    """
+    """A message without any of these values, or of all that this process knows as secret. Very short ones are no secrets,
+    and would be found everywhere."""
     for secret in sorted(
         (one for one in (_known if secrets is None else secrets) if len(one) > 3), key=len, reverse=True
     ):
@@ -98,13 +94,10 @@ def describe_value(key: str, value: Any) -> str:
 
 # --- what is secret in this process: commands of adapters must not find it in their environment
 
-UNLIKELY_CHARS = 16
-"""A secret of so many characters is in no other text by chance."""
-PART_CHARS = 8
-"""A shorter text is part of a secret by chance."""
+UNLIKELY_CHARS = 16  # A secret of so many characters is in no other text by chance
+PART_CHARS = 8  # A shorter text is part of a secret by chance
 _OF_LIBPQ = ("PGPASSWORD", "PGSSLPASSWORD")
-_known: set[str] = set()
-"""One set for the whole process, as there is one environment."""
+_known: set[str] = set()  # One set for the whole process, as there is one environment
 
 
 def remember_secrets(secrets: Iterable[str]) -> None:
@@ -124,10 +117,8 @@ def clean_environment(environ: Mapping[str, str], keep: Collection[str] = ()) ->
 
 
 def _holds(value: str, secret: str) -> bool:
-    """Whether a variable is the secret, has it in it (a URL, DSN or header), or is a part of it (`${FIRST}${SECOND}`).
-
-    A short one is part of many other words: it counts only at the places of passwords.
-    """
+    """Whether a variable is the secret, has it in it (a URL, DSN or header), or is a part of it (`${FIRST}${SECOND}`). A
+    short one is part of many other words: it counts only at the places of passwords."""
     forms = {secret, quote(secret, safe="")}
     return (
         value == secret

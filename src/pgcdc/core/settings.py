@@ -1,8 +1,6 @@
-"""What a setting is: a field of a frozen model in the layer that needs it, with its text, default, limits and group.
-
-Flags, `PGCDC_*` variables, keys of `pgcdc.yaml`, options of the Spark source, the JSON schema and the reference pages are
-made from these models; a setting stands nowhere else.
-"""
+"""What a setting is: a field of a frozen model in the layer that needs it, with its text, default, limits and group. Flags,
+`PGCDC_*` variables, keys of `pgcdc.yaml`, options of the Spark source, the JSON schema and the reference pages are made from
+these models; a setting stands nowhere else."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from pgcdc.core.errors import ConfigError, PgcdcError
 
-REFUSED = "pgcdc_refused"
-"""The kind of an error that brings its advice along."""
+REFUSED = "pgcdc_refused"  # The kind of an error that brings its advice along
 
 _O = TypeVar("_O", bound=BaseModel)
 
@@ -31,22 +28,15 @@ class Setting:
     """What a setting is for the command line and for documents."""
 
     group: str = ""
-    flag: str | None = ""
-    """Without the dashes. Empty: made of the field's name. None: it has neither flag nor variable."""
-    aliases: tuple[str, ...] = ()
-    """Other names that are understood: those of the manual, with underscores."""
+    flag: str | None = ""  # Without the dashes. Empty: made of the field's name. None: it has neither flag nor variable
+    aliases: tuple[str, ...] = ()  # Other names that are understood: those of the manual, with underscores
     metavar: str = ""
     is_repeated: bool = False
-    is_hidden: bool = False
-    """Left out of --help: the same for every adapter, and described once."""
-    example: str = ""
-    """For the file of `pgcdc config init`, where the default would say little."""
-    secret: bool = False
-    """It holds a secret, or may (a URL): never shown."""
-    literal: bool = True
-    """Whether a secret may stand in the YAML file as it is, rather than as `${NAME}`."""
-    cascade: str = ""
-    """`db`: where nothing is said, it is the source's database URL."""
+    is_hidden: bool = False  # Left out of --help: the same for every adapter, and described once
+    example: str = ""  # For the file of `pgcdc config init`, where the default would say little
+    secret: bool = False  # It holds a secret, or may (a URL): never shown
+    literal: bool = True  # Whether a secret may stand in the YAML file as it is, rather than as `${NAME}`
+    cascade: str = ""  # `db`: where nothing is said, it is the source's database URL
 
 
 def setting(default: Any, text: str, group: str = "", **more: Any) -> Any:
@@ -112,8 +102,7 @@ class Options(BaseModel):
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
 
-KeyPath = tuple[str | int, ...]
-"""The way to a value: `("adapters", 1, "path")`."""
+KeyPath = tuple[str | int, ...]  # The way to a value: `("adapters", 1, "path")`
 
 
 class Conflict(ConfigError):
@@ -206,8 +195,7 @@ def _split_rules(separator: str, value: Any) -> Any:
 
 PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 """A path as it was written: one that ends with a slash is a folder."""
-Names = Annotated[tuple[str, ...], BeforeValidator(split_names), text_or_list()]
-"""`a,b`, or a list."""
+Names = Annotated[tuple[str, ...], BeforeValidator(split_names), text_or_list()]  # `a,b`, or a list
 Rules = Annotated[
     tuple[str, ...],
     BeforeValidator(partial(_split_rules, ";")),

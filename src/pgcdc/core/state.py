@@ -36,8 +36,7 @@ from typing import IO, Any
 from pgcdc.core.errors import StateError
 
 LOG_BYTES = 10 << 20
-FORMAT = 4
-"""Of the state directory. It grows whenever one version of pgcdc could misread what another has written."""
+FORMAT = 4  # Of the state directory. It grows whenever one version of pgcdc could misread what another has written
 _OF_THE_SLOT = ("spool", "checkpoints", "consumers.json", "shapes.jsonl", "toast", "typed", "snapshot", "capture.json",
                 "run.json", "lanes.json")  # fmt: skip
 
@@ -46,19 +45,13 @@ _OF_THE_SLOT = ("spool", "checkpoints", "consumers.json", "shapes.jsonl", "toast
 class Identity:
     """What a state directory belongs to. Going on with another one would cross a gap."""
 
-    kind: str
-    """Of the source: its name (`source.protocol.find_source`)."""
-    system: str
-    """Which server or cluster it is, by what does not change with its address."""
+    kind: str  # Of the source: its name (`source.protocol.find_source`)
+    system: str  # Which server or cluster it is, by what does not change with its address
     database: str
-    stream: str
-    """Our place in it: the name of the slot, say."""
-    instance: str
-    """A random name of this pipeline, by which its own connections are recognised after a crash."""
-    created: int
-    """The commit where the stream began; 0 while it is being made."""
-    details: dict[str, Any] = field(default_factory=dict)
-    """What else must stay the same. Only the source reads it."""
+    stream: str  # Our place in it: the name of the slot, say
+    instance: str  # A random name of this pipeline, by which its own connections are recognised after a crash
+    created: int  # The commit where the stream began; 0 while it is being made
+    details: dict[str, Any] = field(default_factory=dict)  # What else must stay the same. Only the source reads it
 
     @property
     def key(self) -> str:
@@ -99,9 +92,7 @@ class StateDir:
 
     def create(self) -> list[Path]:
         """Make the directory, readable only by its owner, and what is missing above it; returns what was made of these.
-
-        Raises StateError if that cannot be.
-        """
+        Raises StateError if that cannot be."""
         try:
             made = _make_folders(self.path)
             for folder in (self.spool, self.acks, self.checkpoints):
@@ -119,11 +110,9 @@ class StateDir:
 
     @contextlib.contextmanager
     def claim(self, lock: Lock, timeout_s: float) -> Iterator[bool]:
-        """Make the directory if need be, and take one of its locks; False if another process holds it.
-
-        If the block raises, a directory that was made here and belongs to nobody is removed again, while the lock is
-        held. The lock is not released: the caller does that.
-        """
+        """Make the directory if need be, and take one of its locks; False if another process holds it. If the block raises,
+        a directory that was made here and belongs to nobody is removed again, while the lock is held. The lock is not
+        released: the caller does that."""
         for left in reversed(range(10)):
             try:
                 made = self.create()
@@ -194,14 +183,11 @@ class Lock:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: IO[str] | None = None
-        self.previous: dict[str, Any] = {}
-        """What the last holder wrote, if it was killed; known when the lock is taken."""
+        self.previous: dict[str, Any] = {}  # What the last holder wrote, if it was killed; known when the lock is taken
 
     def acquire(self, timeout_s: float = 0.2) -> dict[str, Any] | None:
-        """Take the lock; None if another process holds it, else what the last holder wrote if it was killed.
-
-        The timeout is not 0, because `holder` takes the lock for a moment to see whether it is free.
-        """
+        """Take the lock; None if another process holds it, else what the last holder wrote if it was killed. The timeout is
+        not 0, because `holder` takes the lock for a moment to see whether it is free."""
         deadline = time.monotonic() + timeout_s
         while (file := self._try()) is None:
             if time.monotonic() > deadline:
@@ -308,10 +294,8 @@ def write_json_durably(path: Path, content: Any) -> None:
 
 
 def write_durably(path: Path, content: bytes, like: os.stat_result | None = None) -> None:
-    """Replace a file in one step; when this returns, it survives a crash of the machine.
-
-    `like`: with the rights and, if we may give it away, the owner of this one, at every moment.
-    """
+    """Replace a file in one step; when this returns, it survives a crash of the machine. `like`: with the rights and, if we
+    may give it away, the owner of this one, at every moment."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with explain_writing(path):
         with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o600 if like else 0o666)) as file:

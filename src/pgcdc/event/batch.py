@@ -22,8 +22,7 @@ from pgcdc.event.forms import RECORD, WITH_SHAPES, Form, form_column, read_shape
 from pgcdc.event.lines import quote_json
 from pgcdc.event.shape import TableShape
 
-COMBINED_BYTES = 1 << 30
-"""Columns up to this size are read as one: offsets have 32 bits."""
+COMBINED_BYTES = 1 << 30  # Columns up to this size are read as one: offsets have 32 bits
 
 Bools = npt.NDArray[np.bool_]
 I64 = npt.NDArray[np.int64]
@@ -37,14 +36,11 @@ class Records:
     id: pa.ChunkedArray
     channel: pa.ChunkedArray
     operation: pa.ChunkedArray
-    key: pa.ChunkedArray
-    """The values of the key columns as a JSON array; null if the event has no key."""
+    key: pa.ChunkedArray  # The values of the key columns as a JSON array; null if the event has no key
     key_hash: pa.ChunkedArray
     """The same number for all events of one row; of a table without a key, for all of its events."""
-    is_barrier: pa.ChunkedArray
-    """Everything before it comes first, everything behind it later."""
-    value: pa.ChunkedArray
-    """The rendered event, without a newline."""
+    is_barrier: pa.ChunkedArray  # Everything before it comes first, everything behind it later
+    value: pa.ChunkedArray  # The rendered event, without a newline
     traceparent: pa.ChunkedArray
     tracestate: pa.ChunkedArray
 
@@ -57,16 +53,11 @@ class TableChanges:
     """Behind the edits. `event.forms.has_key` says whether its rows have a key: not if the chain drops part of it."""
     details: Mapping[str, Any] | None
     """What the catalog said about this shape (`source.postgres.setup.shapes`), behind the edits as well."""
-    op: npt.NDArray[np.uint8]
-    """See `core.operation.Op`."""
-    rows: I64
-    """The numbers of these events in the batch."""
-    new: list[pa.Array]
-    """For each column of `relation` the text of its values; NULL is null. Of a DELETE all are null."""
-    old: list[pa.Array]
-    """The same before the change, as far as `old_kind` says."""
-    old_kind: npt.NDArray[np.uint8]
-    """See `core.operation.OldKind`."""
+    op: npt.NDArray[np.uint8]  # See `core.operation.Op`
+    rows: I64  # The numbers of these events in the batch
+    new: list[pa.Array]  # For each column of `relation` the text of its values; NULL is null. Of a DELETE all are null
+    old: list[pa.Array]  # The same before the change, as far as `old_kind` says
+    old_kind: npt.NDArray[np.uint8]  # See `core.operation.OldKind`
     unchanged: list[Bools | None]
     """For each column where its new value is unchanged TOAST: not sent, so that `new` has null without meaning NULL."""
     old_unchanged: list[Bools | None]
@@ -81,12 +72,10 @@ class Batch:
 
     start: Position
     end: Position
-    events: pa.Table
-    """A row per event: `position` (text that sorts in stream order) and the columns of the form."""
+    events: pa.Table  # A row per event: `position` (text that sorts in stream order) and the columns of the form
     shapes: Mapping[int, TableShape] = field(default_factory=dict)
     """For changes of tables: the shapes behind their numbers."""
-    transaction: bool = False
-    """Whether events say which transaction they belong to."""
+    transaction: bool = False  # Whether events say which transaction they belong to
 
     def __len__(self) -> int:
         return int(self.events.num_rows)
@@ -171,11 +160,8 @@ class Batch:
         return Records(**columns)
 
     def tables(self) -> Iterator[TableChanges]:
-        """Changes of tables, those of one table in stream order.
-
-        Each run has one shape of one table. A TRUNCATE is a run of its own. What is not a change of a table is only there if
-        the form is `changes`: its relation is made up.
-        """
+        """Changes of tables, those of one table in stream order. Each run has one shape of one table. A TRUNCATE is a run of
+        its own. What is not a change of a table is only there if the form is `changes`: its relation is made up."""
         done = 0
         for part in self._parts():
             yield from _read_runs(part, done, self.shapes)

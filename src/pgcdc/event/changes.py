@@ -34,21 +34,15 @@ class KeyedChange(NamedTuple):
     position: str
     table: Relation
     op: Op
-    key: Key
-    """The key of the row: after the change, of a DELETE before it. A value that did not come is None."""
-    old_key: Key
-    """The key that the row had: the same, unless an UPDATE changed it."""
-    row: dict[str, str | None]
-    """The values that are known, as text."""
-    lacks: tuple[str, ...]
-    """The columns whose values are unchanged, and were not sent."""
+    key: Key  # The key of the row: after the change, of a DELETE before it. A value that did not come is None
+    old_key: Key  # The key that the row had: the same, unless an UPDATE changed it
+    row: dict[str, str | None]  # The values that are known, as text
+    lacks: tuple[str, ...]  # The columns whose values are unchanged, and were not sent
 
 
 def keyed_changes(batch: Batch, id_column: str = "") -> Iterator[KeyedChange]:
     """The changes of a batch, those of one table in stream order. `id_column` is the key of all tables, instead of theirs.
-
-    SinkError: rows of a table cannot be told apart.
-    """
+    SinkError: rows of a table cannot be told apart."""
     for run in batch.tables():
         positions = batch.positions().take(pa.array(run.rows)).to_pylist()
         names = [column.name for column in run.relation.columns]
@@ -124,11 +118,9 @@ def key_columns(relation: Relation, details: Mapping[str, Any] | None, id_column
 
 
 def settle(changes: TableChanges, columns: Sequence[int] | None = None) -> tuple[list[pa.Array], list[Bools | None]]:
-    """The row that each change is about, and which of its values are not known.
-
-    Of a DELETE that is the old row. Elsewhere the old row has the values that were not sent, as far as it came.
-    `columns`: only of these the old row of a DELETE is wanted.
-    """
+    """The row that each change is about, and which of its values are not known. Of a DELETE that is the old row. Elsewhere
+    the old row has the values that were not sent, as far as it came. `columns`: only of these the old row of a DELETE is
+    wanted."""
     has_old: Bools = changes.old_kind != OldKind.NONE
     is_full: Bools = changes.old_kind == OldKind.FULL
     is_delete: Bools = (changes.op == Op.DELETE) & has_old
@@ -161,10 +153,8 @@ _EVENT = pa.schema(
 
 
 def read_changes(batch: Batch, shapes: ShapeHistory, chain: SimpleChain | None = None) -> Batch:
-    """The same batch, of lines or records, in the form of tables. SinkError: a line is no event of ours.
-
-    `chain` is what the adapter's transforms do to columns now: an event may be older than it.
-    """
+    """The same batch, of lines or records, in the form of tables. SinkError: a line is no event of ours. `chain` is what the
+    adapter's transforms do to columns now: an event may be older than it."""
     texts = zip(batch.positions().to_pylist(), batch.texts(), strict=True)
     events = [_read_event(*one, shapes, chain or SimpleChain((), ())) for one in texts]
     rows = pa.RecordBatch.from_pylist([one for one in events if one is not None], _EVENT)

@@ -1,8 +1,6 @@
-"""Events as columns, one row for each: what Spark sees, and the way back.
-
-There is one schema for all tables: `row` and `old` are maps with PostgreSQL's own text. What somebody has made of these
-columns becomes a frame again (`ColumnReader`), so that everything behind is done by the code that works at the source.
-"""
+"""Events as columns, one row for each: what Spark sees, and the way back. There is one schema for all tables: `row` and
+`old` are maps with PostgreSQL's own text. What somebody has made of these columns becomes a frame again (`ColumnReader`), so
+that everything behind is done by the code that works at the source."""
 
 from __future__ import annotations
 
@@ -183,8 +181,7 @@ class _Variant:
     details: Mapping[str, Any] | None
     database: str
     lacking: tuple[bool, ...]
-    places: dict[str, list[int]]
-    """For each side where the columns stand in its map; -1: nowhere."""
+    places: dict[str, list[int]]  # For each side where the columns stand in its map; -1: nowhere
     old_kind: OldKind
     marks: list[int]
 

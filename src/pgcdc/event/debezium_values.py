@@ -1,8 +1,5 @@
-"""Values as Debezium's PostgreSQL connector writes them with its default settings.
-
-A value is PostgreSQL's text with its type (`event.shape`). Text that cannot be read as a value of its type becomes a JSON
-string.
-"""
+"""Values as Debezium's PostgreSQL connector writes them with its default settings. A value is PostgreSQL's text with its
+type (`event.shape`). Text that cannot be read as a value of its type becomes a JSON string."""
 
 from __future__ import annotations
 

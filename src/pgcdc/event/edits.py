@@ -1,8 +1,6 @@
-"""Chains of simple transforms on the column buffers, before the JSON is rendered: no step per row in Python.
-
-Leaving columns out, renaming, hiding, and choosing events by operation and channel depend on the shape of a table and on
-whole columns only. Column transforms are for rows of tables: what is not one (a message, a marker) is left as it is.
-"""
+"""Chains of simple transforms on the column buffers, before the JSON is rendered: no step per row in Python. Leaving columns
+out, renaming, hiding, and choosing events by operation and channel depend on the shape of a table and on whole columns only.
+Column transforms are for rows of tables: what is not one (a message, a marker) is left as it is."""
 
 from __future__ import annotations
 
@@ -33,12 +31,10 @@ ENVELOPES = ("debezium", "cloudevents")
 class _Fate:
     """What becomes of the columns of one shape."""
 
-    names: tuple[str | None, ...]
-    """None: left out."""
+    names: tuple[str | None, ...]  # None: left out
     masks: tuple[tuple[Step, ...], ...]
     is_routed: bool
-    is_same: bool
-    """Nothing becomes of any."""
+    is_same: bool  # Nothing becomes of any
     problem: str = ""
 
 
@@ -96,11 +92,9 @@ class SimpleChain:
         return self.envelope is not None or not {"tables", "changes", "shapes"}.isdisjoint(self.forms)
 
     def describe(self, shape: Relation, details: Mapping[str, Any] | None) -> tuple[Relation, Mapping[str, Any] | None]:
-        """What a table looks like behind the chain, and what the catalog said about it.
-
-        Hidden values are text. What is left of a key of which a column is dropped tells no rows apart: such a table has
-        no replica identity (`event.forms.has_key`).
-        """
+        """What a table looks like behind the chain, and what the catalog said about it. Hidden values are text. What is left
+        of a key of which a column is dropped tells no rows apart: such a table has no replica identity
+        (`event.forms.has_key`)."""
         fate = self._fate(shape)
         if fate.is_same:
             return shape, details
@@ -267,10 +261,8 @@ def _pick(texts: list[str], number_of: np.ndarray[tuple[int], np.dtype[np.int32]
 
 
 def hmac_texts(values: pa.Array, key: bytes) -> pa.Array:
-    """HMAC-SHA256 of each text under `key`, in hexadecimal: the same value has the same one in every column.
-
-    The two halves of an HMAC begin with a block that the key makes: it is hashed once, and not for each value.
-    """
+    """HMAC-SHA256 of each text under `key`, in hexadecimal: the same value has the same one in every column. The two halves
+    of an HMAC begin with a block that the key makes: it is hashed once, and not for each value."""
     block = (hashlib.sha256(key).digest() if len(key) > _BLOCK else key).ljust(_BLOCK, b"\0")
     inner, outer = (hashlib.sha256(bytes(byte ^ pad for byte in block)).copy for pad in (0x36, 0x5C))
     digests: list[str | None] = []

@@ -1,9 +1,6 @@
-"""Other forms of the whole event: Debezium's documents and CloudEvents. See docs/envelopes.md.
-
-They are rendered from the column buffers as our own events are (`event.lines`): what is around the values differs, and in
-Debezium's documents values have types. What is different from Debezium itself is compared with its own output in
-test_envelopes.py.
-"""
+"""Other forms of the whole event: Debezium's documents and CloudEvents. See docs/envelopes.md. They are rendered from the
+column buffers as our own events are (`event.lines`): what is around the values differs, and in Debezium's documents values
+have types. What is different from Debezium itself is compared with its own output in test_envelopes.py."""
 
 from __future__ import annotations
 
@@ -116,9 +113,7 @@ def render_debezium(
     frame: Frame, keep: npt.NDArray[np.uint8] | None, step: Step, ordinals: pa.Array | None, end: str
 ) -> pa.Array:
     """The events of a frame behind a chain, each followed by `end`; null: the chain (`keep`) or Debezium has none for it.
-
-    `ordinals`: the column `table_ordinal`; None: the transaction is not wanted.
-    """
+    `ordinals`: the column `table_ordinal`; None: the transaction is not wanted."""
     known = np.zeros(256, np.bool_)
     known[[*_DEBEZIUM_OPS, Op.MESSAGE, Op.BEGIN, Op.COMMIT]] = True
     is_kept = known[frame.op] if keep is None else known[frame.op] & (keep != 0)

@@ -1,7 +1,5 @@
-"""From segments to events: columns for Spark and forms for sinks, made from column buffers without a Python step per row.
-
-A query that asks for fewer columns (`.schema("position STRING, line STRING")`) pays for no other.
-"""
+"""From segments to events: columns for Spark and forms for sinks, made from column buffers without a Python step per row. A
+query that asks for fewer columns (`.schema("position STRING, line STRING")`) pays for no other."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ COMPRESS_BYTES = 64 << 10
 PIECE_BYTES = 4 << 20
 BLOCKS = "block BINARY, is_last BOOLEAN"
 """Rows in blocks, for a lane that only hands them on: each row is many events, packed (`unpack_blocks`), or a piece of that.
-
-Spark moves a block nearly as cheaply as a single event (docs/decisions/0009).
-"""
+Spark moves a block nearly as cheaply as a single event (docs/decisions/0009)."""
 LINES = pa.schema([("position", pa.string()), ("line", pa.string())])
 """What is in a block, and what sinks of lines take."""
 KEYED_BLOCKS = "keyed_block BINARY, is_last BOOLEAN"
@@ -131,10 +127,8 @@ def drop_unwanted(events: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def pack_block(events: pa.RecordBatch, name: str = "block") -> Iterator[pa.RecordBatch]:
-    """`events`, in any schema, as an Arrow stream: one row, or several if it is large (a row of 200 MB, say).
-
-    Compressed if it pays: the JVM copies it about ten times, and collecting that garbage cost more than all else.
-    """
+    """`events`, in any schema, as an Arrow stream: one row, or several if it is large (a row of 200 MB, say). Compressed if
+    it pays: the JVM copies it about ten times, and collecting that garbage cost more than all else."""
     options = pa.ipc.IpcWriteOptions(compression="lz4" if events.nbytes >= COMPRESS_BYTES else None)
     target = pa.BufferOutputStream()
     with pa.ipc.new_stream(target, events.schema, options=options) as stream:

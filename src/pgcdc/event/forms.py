@@ -203,10 +203,8 @@ def has_key(shape: Relation) -> bool:
 
 
 def find_barriers(frame: Frame) -> Bools:
-    """Changes that concern more than one key: what was before them must be written before, what is behind them after.
-
-    An UPDATE has an old key only if it is another one (or so long that PostgreSQL stores it elsewhere).
-    """
+    """Changes that concern more than one key: what was before them must be written before, what is behind them after. An
+    UPDATE has an old key only if it is another one (or so long that PostgreSQL stores it elsewhere)."""
     moved: Bools = (frame.op == Op.UPDATE) & (frame.old_kind == OldKind.KEY)
     return _BARRIERS[frame.op] | moved
 
@@ -226,10 +224,8 @@ def key_hashes(frame: Frame) -> I64:
 
 
 def key_texts(frame: Frame) -> pa.Array:
-    """The values of the key as a JSON array.
-
-    Null: the event is not about one row, its table has no key, or it was not sent.
-    """
+    """The values of the key as a JSON array. Null: the event is not about one row, its table has no key, or it was not
+    sent."""
     found = [pa.nulls(1, pa.string())]
     places = np.zeros(len(frame), np.int64)
     done = 1

@@ -1,8 +1,6 @@
-"""The changes of one record batch with everything around them that events are made of, side by side.
-
-What is not a row change of a table (a logical message, the begin or commit of a transaction, a new shape) becomes one of a
-made-up relation here, so that whoever makes events of a frame knows only rows. An edit is what a chain makes of a frame.
-"""
+"""The changes of one record batch with everything around them that events are made of, side by side. What is not a row
+change of a table (a logical message, the begin or commit of a transaction, a new shape) becomes one of a made-up relation
+here, so that whoever makes events of a frame knows only rows. An edit is what a chain makes of a frame."""
 
 from __future__ import annotations
 
@@ -70,27 +68,21 @@ class Frame:
     owners: pa.RecordBatch
     shapes: list[Relation]
     op: npt.NDArray[np.uint8]
-    version: npt.NDArray[np.int32]
-    """Index in `shapes`."""
+    version: npt.NDArray[np.int32]  # Index in `shapes`
     old_kind: npt.NDArray[np.uint8]
     commit: I64
     kind: npt.NDArray[np.uint8]
     ordinal: I64
     sub: I64
     commit_time: I64
-    is_alone: Bools
-    """A message outside of any transaction: it has no commit time."""
-    first: I64
-    """Where each shape's columns begin in `names` and `is_key`."""
+    is_alone: Bools  # A message outside of any transaction: it has no commit time
+    first: I64  # Where each shape's columns begin in `names` and `is_key`
     names: pa.Array
     is_key: npt.NDArray[np.uint8]
-    channels: list[str]
-    """For each shape."""
-    details: list[Mapping[str, Any] | None]
-    """For each shape what the catalog said about it, if that is known."""
+    channels: list[str]  # For each shape
+    details: list[Mapping[str, Any] | None]  # For each shape what the catalog said about it, if that is known
     database: str
-    source: str
-    """As events name it."""
+    source: str  # As events name it
     lacking: npt.NDArray[np.uint8] | None = None
     """The columns of all shapes that new rows do not have, because a function has taken them out of these only."""
 
@@ -102,8 +94,7 @@ class Frame:
 class Replaced:
     """Other texts for some values of a column of tuples."""
 
-    where: npt.NDArray[np.int32]
-    """For each item of the lists the index of its text, or -1."""
+    where: npt.NDArray[np.int32]  # For each item of the lists the index of its text, or -1
     texts: pa.Array
 
 
@@ -111,11 +102,9 @@ class Replaced:
 class Edit:
     """What a chain makes of one frame. None: nothing is different."""
 
-    names: list[str] | None = None
-    """Of all columns of all shapes."""
+    names: list[str] | None = None  # Of all columns of all shapes
     dropped: npt.NDArray[np.uint8] | None = None
-    keep: npt.NDArray[np.uint8] | None = None
-    """Which events the chain has."""
+    keep: npt.NDArray[np.uint8] | None = None  # Which events the chain has
     new: Replaced | None = None
     old: Replaced | None = None
 
@@ -126,10 +115,8 @@ def load_frame(
     options: EventOptions,
     schema_changes: Sequence[ShapeChange] = (),
 ) -> Frame | None:
-    """The changes in neighbouring slices; None if there are none. `schema_changes` are those that become events.
-
-    Under light load segments are tiny: many of them in one frame cost little more than one.
-    """
+    """The changes in neighbouring slices; None if there are none. `schema_changes` are those that become events. Under light
+    load segments are tiny: many of them in one frame cost little more than one."""
     shapes = [(change.position, event_values(change)) for change in schema_changes]
     read = [read_slice(piece, markers=options.markers, shapes=shapes) for piece in pieces]
     changes = _one_batch([table for table, _ in read])
@@ -283,11 +270,9 @@ def rewritten(
     wanted: Bools,
     write: Callable[[int, pa.Array], tuple[Bools | slice, pa.Array]],
 ) -> Replaced | None:
-    """Other texts for the values of the wanted columns, of events that are kept; other values are not looked at.
-
-    `write` gets the number of a column among those of all shapes, and its values. It gives which of them get other texts,
-    and these.
-    """
+    """Other texts for the values of the wanted columns, of events that are kept; other values are not looked at. `write`
+    gets the number of a column among those of all shapes, and its values. It gives which of them get other texts, and
+    these."""
     lists = frame.changes.column(side)
     if lists.null_count == len(lists) or not wanted.any():
         return None

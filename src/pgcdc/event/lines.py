@@ -1,9 +1,6 @@
 """Events as JSON text, rendered from the column buffers; and the texts in them, ids, positions and times, made for whole
-columns at once.
-
-There are two implementations with the same results, in C (`_lines.pyx`) and here in Python, which runs where there was no
-compiler and is the one to read first.
-"""
+columns at once. There are two implementations with the same results, in C (`_lines.pyx`) and here in Python, which runs
+where there was no compiler and is the one to read first."""
 
 from __future__ import annotations
 
@@ -28,8 +25,7 @@ U64 = npt.NDArray[np.uint64]
 U8 = npt.NDArray[np.uint8]
 
 OPERATIONS = tuple(op.name for op in Op)
-OPERATION_OF = np.zeros(256, np.int32)
-"""From the byte of an operation to its index in OPERATIONS."""
+OPERATION_OF = np.zeros(256, np.int32)  # From the byte of an operation to its index in OPERATIONS
 for _number, _name in enumerate(OPERATIONS):
     OPERATION_OF[Op[_name]] = _number
 
@@ -44,21 +40,15 @@ class Layout:
     """What stands around the values of an event, and how they are written."""
 
     begin: bytes
-    ids: pa.Array | None
-    """Of each event; they follow `begin`."""
+    ids: pa.Array | None  # Of each event; they follow `begin`
     heads: pa.Array
-    head_of: npt.NDArray[np.int32]
-    """Which of `heads` follows, up to the first object of values."""
-    tails: pa.Array
-    """Of each event, behind its values."""
-    whole: npt.NDArray[np.uint8] | None = None
-    """Of which events there is nothing but the tail."""
+    head_of: npt.NDArray[np.int32]  # Which of `heads` follows, up to the first object of values
+    tails: pa.Array  # Of each event, behind its values
+    whole: npt.NDArray[np.uint8] | None = None  # Of which events there is nothing but the tail
     kinds: npt.NDArray[np.uint8] | None = None
     """With types the old row stands before the new one. For each column of all shapes one of TEXT, INTEGER, BOOLEAN, RAW."""
-    absent: pa.Array | None = None
-    """With types: what stands for a value that an old row does not have; empty: nothing."""
-    placeholders: pa.Array | None = None
-    """With types: the same for unchanged TOAST."""
+    absent: pa.Array | None = None  # With types: what stands for a value that an old row does not have; empty: nothing
+    placeholders: pa.Array | None = None  # With types: the same for unchanged TOAST
 
 
 def render(frame: Frame, layout: Layout, edit: Edit = NO_EDIT) -> pa.Array:

@@ -1,8 +1,5 @@
-"""What a table looks like, and what a change of that was.
-
-What has changed from one shape to the next depends on the record in the history alone, so that it is the same at every
-replay.
-"""
+"""What a table looks like, and what a change of that was. What has changed from one shape to the next depends on the record
+in the history alone, so that it is the same at every replay."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ class TableShape:
     """What a table looks like behind a chain."""
 
     relation: Relation
-    details: Mapping[str, Any] | None = None
-    """What the catalog said about it."""
+    details: Mapping[str, Any] | None = None  # What the catalog said about it
 
     def to_json(self) -> dict[str, Any]:
         return {"relation": self.relation.to_json(), "details": self.details}
@@ -53,10 +49,8 @@ class TableShape:
 class Described:
     """What is known besides the stream."""
 
-    database: str = ""
-    """Its name."""
-    changes: tuple[ShapeChange, ...] = ()
-    """What the catalog said about shapes of tables when they were first seen."""
+    database: str = ""  # Its name
+    changes: tuple[ShapeChange, ...] = ()  # What the catalog said about shapes of tables when they were first seen
 
 
 class Family(Enum):
@@ -73,10 +67,8 @@ class ValueType(NamedTuple):
 
     family: Family
     is_array: bool = False
-    digits: int = 6
-    """Of the seconds of a time."""
-    is_required: bool = False
-    """NOT NULL."""
+    digits: int = 6  # Of the seconds of a time
+    is_required: bool = False  # NOT NULL
 
 
 IDENTITIES = {"d": "default", "n": "nothing", "f": "full", "i": "index"}
@@ -98,8 +90,7 @@ _ARRAYS = {
     Family.TIMESTAMP, Family.DATE, Family.TIME, Family.BYTES, Family.NUMBER, Family.UUID, Family.TIMETZ, Family.HSTORE,
 }  # fmt: skip
 _TIMES = {Family.TIME, Family.TIMETZ, Family.TIMESTAMP, Family.TIMESTAMPTZ}
-_NO_ARRAYS = {"nameout", "xml_out", "tsvectorout"}
-"""What is text, but has no arrays that anybody reads."""
+_NO_ARRAYS = {"nameout", "xml_out", "tsvectorout"}  # What is text, but has no arrays that anybody reads
 _BY_NAME = {
     "hstore": Family.HSTORE, "vector": Family.VECTOR, "halfvec": Family.HALFVEC, "sparsevec": Family.SPARSEVEC,
     "citext": Family.TEXT, "ltree": Family.TEXT, "isbn": Family.TEXT, "refcursor": Family.OTHER,
@@ -161,11 +152,9 @@ def _family(info: TypeInfo | None, typmod: int) -> Family:
 
 
 def diff_shapes(change: ShapeChange) -> list[dict[str, Any]]:
-    """What is different, one by one; nothing for a table that was first seen. Never empty if there was a shape before.
-
-    A column is known again by its number in the catalog. Where that is not known for both shapes, by its name, and then
-    a rename is told as a removal and an addition: order and type never prove one (docs/decisions/0010-shapes.md).
-    """
+    """What is different, one by one; nothing for a table that was first seen. Never empty if there was a shape before. A
+    column is known again by its number in the catalog. Where that is not known for both shapes, by its name, and then a
+    rename is told as a removal and an addition: order and type never prove one (docs/decisions/0010-shapes.md)."""
     if change.before is None:
         return []
     before, after = TableShape(change.before, change.before_details), TableShape(change.after, change.details)

@@ -1,8 +1,6 @@
-"""Changes of one table as rows of its own columns, in Spark's types.
-
-Old and new values of a group of changes are turned into one Arrow array per column; the rows that come out only pick from
-it. So a DELETE (which shows its old values), `_before` and the retractions of a Z-set cost no conversion of their own.
-"""
+"""Changes of one table as rows of its own columns, in Spark's types. Old and new values of a group of changes are turned
+into one Arrow array per column; the rows that come out only pick from it. So a DELETE (which shows its old values),
+`_before` and the retractions of a Z-set cost no conversion of their own."""
 
 from __future__ import annotations
 
@@ -29,10 +27,8 @@ from pgcdc.spool.schema import CHANGES
 BEFORE = "_before"
 UNCHANGED = "_unchanged_toast_columns"
 WEIGHT = "_weight"
-HEARTBEAT = "HEARTBEAT"
-"""`_op` of a row that only says how far time has come."""
-LOAD_AGAIN = "Load the table again"
-"""How the advice begins that comes with SchemaChanged."""
+HEARTBEAT = "HEARTBEAT"  # `_op` of a row that only says how far time has come
+LOAD_AGAIN = "Load the table again"  # How the advice begins that comes with SchemaChanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +65,7 @@ class TypedTable:
     columns: tuple[TypedColumn, ...]
     is_whole: bool = True
     """The query wants all columns there are; else columns that it does not ask for may come and go."""
-    before: tuple[str, ...] = ()
-    """What of the old row it asked for."""
+    before: tuple[str, ...] = ()  # What of the old row it asked for
 
     @property
     def title(self) -> str:
@@ -97,10 +92,8 @@ class TypedTable:
         return (shape.namespace, shape.name) == (self.namespace, self.name)
 
     def can_read(self, shape: Relation) -> bool:
-        """Whether its columns can be read of this shape, with NULL for those that are not there any more.
-
-        A column with another type only if its values come out exact, or are refused: text, integers and decimals.
-        """
+        """Whether its columns can be read of this shape, with NULL for those that are not there any more. A column with
+        another type only if its values come out exact, or are refused: text, integers and decimals."""
         theirs = {column.name: (column.type_oid, column.typmod) for column in shape.columns}
         return all(
             theirs.get(one.name, (one.type_oid, one.typmod)) == (one.type_oid, one.typmod) or _is_strict(one.type.arrow)
@@ -129,10 +122,8 @@ def typed_batch(
     schema: pa.Schema,
     options: RowOptions,
 ) -> pa.RecordBatch | None:
-    """The table's changes in neighbouring slices, with exactly `schema`; None if there are none.
-
-    `shapes` are the versions of its relation.
-    """
+    """The table's changes in neighbouring slices, with exactly `schema`; None if there are none. `shapes` are the versions
+    of its relation."""
     found = []
     for piece in pieces:
         changes, owners = read_slice(piece)

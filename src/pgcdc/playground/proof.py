@@ -1,7 +1,5 @@
-"""The playground's proof: the delivered events, applied in order, give the content of the database.
-
-Both sides hold PostgreSQL's text as the stream carries it, so that they can be compared byte for byte.
-"""
+"""The playground's proof: the delivered events, applied in order, give the content of the database. Both sides hold
+PostgreSQL's text as the stream carries it, so that they can be compared byte for byte."""
 
 from __future__ import annotations
 
@@ -125,10 +123,8 @@ def _number(row: Row, rows: Mapping[Key, Row]) -> Key:
 
 
 def read_tables(conn: psycopg.Connection[Any], tables: Iterable[str]) -> Tables:
-    """The same shape from the database, in one snapshot. `conn` must not be in a transaction.
-
-    COPY writes the same text as the stream; a cast to text does not (`true` for `t`, char(n) without padding).
-    """
+    """The same shape from the database, in one snapshot. `conn` must not be in a transaction. COPY writes the same text as
+    the stream; a cast to text does not (`true` for `t`, char(n) without padding)."""
     with conn.transaction():
         conn.execute(_SESSION)
         return {table: _read_table(conn, table) for table in tables}
@@ -186,8 +182,7 @@ class Verdict:
     events: int
     rows: int
     tables: int
-    faults: tuple[str, ...]
-    """One line each; none if source and delivered content are equal."""
+    faults: tuple[str, ...]  # One line each; none if source and delivered content are equal
 
     @property
     def is_equal(self) -> bool:

@@ -55,10 +55,8 @@ AGAIN = "Start the playground again"
 def run_playground(
     seconds: float | None = None, rate_per_s: float = 20.0, seed: int = 1, keep: Path | None = None
 ) -> int:
-    """Play, compare, clean up; the exit code. `seconds` None: until Ctrl-C. `keep`: a folder for the delivered file.
-
-    Raises KeyboardInterrupt, with everything cleaned up, if it was interrupted before events came, or twice.
-    """
+    """Play, compare, clean up; the exit code. `seconds` None: until Ctrl-C. `keep`: a folder for the delivered file. Raises
+    KeyboardInterrupt, with everything cleaned up, if it was interrupted before events came, or twice."""
     check_java()
     kept = _choose_file(keep)
     playground = _Playground(seconds)

@@ -1,8 +1,6 @@
-"""A small shop under random traffic: every kind of change that a capture must get right.
-
-Transactions over several tables, rollbacks and savepoints, a composite key, changes of keys, a table outside `public`,
-awkward text, and documents large enough for TOAST whose body most updates leave alone.
-"""
+"""A small shop under random traffic: every kind of change that a capture must get right. Transactions over several tables,
+rollbacks and savepoints, a composite key, changes of keys, a table outside `public`, awkward text, and documents large
+enough for TOAST whose body most updates leave alone."""
 
 from __future__ import annotations
 
@@ -76,11 +74,9 @@ def add_first_rows(conn: psycopg.Connection[Any]) -> None:
 
 
 class Traffic:
-    """Random transactions from a thread of its own, about `rate_per_s` commits a second, until `stop`.
-
-    `commits` and `changes` count what the server has acknowledged. A lost connection is opened again, so that the
-    traffic survives a killed server (the transaction in flight then may have committed without being counted).
-    """
+    """Random transactions from a thread of its own, about `rate_per_s` commits a second, until `stop`. `commits` and
+    `changes` count what the server has acknowledged. A lost connection is opened again, so that the traffic survives a
+    killed server (the transaction in flight then may have committed without being counted)."""
 
     def __init__(self, url: str, seed: int, rate_per_s: float) -> None:
         self.commits = 0

@@ -1,7 +1,5 @@
 """What the playground measures, and how it is shown: rates, latency, what each table got, and the newest events.
-
-`draw_screen` is a function of the meter. Where there is no terminal that can show it, `progress_line` is printed instead.
-"""
+`draw_screen` is a function of the meter. Where there is no terminal that can show it, `progress_line` is printed instead."""
 
 from __future__ import annotations
 
@@ -31,21 +29,15 @@ LINE_INTERVAL_S = 5.0
 
 
 class Meter:
-    """Adds up what was delivered. One thread uses it.
-
-    What was committed before the first delivery waited for the start, not for the pipeline: its latency is left out.
-    """
+    """Adds up what was delivered. One thread uses it. What was committed before the first delivery waited for the start, not
+    for the pipeline: its latency is left out."""
 
     def __init__(self) -> None:
-        self.began_s: float | None = None
-        """When the first event was delivered, in seconds since 1970."""
+        self.began_s: float | None = None  # When the first event was delivered, in seconds since 1970
         self.events = self.commits = 0
-        self.latencies: Counter[int] = Counter()
-        """Events by the milliseconds from commit to delivery."""
-        self.counts: Counter[tuple[str, str]] = Counter()
-        """Events by table and operation."""
-        self.last: deque[dict[str, Any]] = deque(maxlen=SHOWN_EVENTS)
-        """The newest events."""
+        self.latencies: Counter[int] = Counter()  # Events by the milliseconds from commit to delivery
+        self.counts: Counter[tuple[str, str]] = Counter()  # Events by table and operation
+        self.last: deque[dict[str, Any]] = deque(maxlen=SHOWN_EVENTS)  # The newest events
         self.server_lsn = self.delivered_lsn = 0
         self._recent: deque[tuple[float, int, int, Counter[int]]] = deque()
         self._last_commit = ""

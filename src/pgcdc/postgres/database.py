@@ -22,11 +22,9 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from pgcdc.core.errors import ConfigError, ConnectionLost, PgcdcError, SourceError
 
-Connection: TypeAlias = "psycopg.Connection[tuple[Any, ...]]"
-"""An open session; rows are tuples."""
+Connection: TypeAlias = "psycopg.Connection[tuple[Any, ...]]"  # An open session; rows are tuples
 
-_CREATION = 0x70676364635F7462
-"""The key of an advisory lock."""
+_CREATION = 0x70676364635F7462  # The key of an advisory lock
 _FALLBACKS = {
     "keepalives": "1",
     "keepalives_idle": "30",

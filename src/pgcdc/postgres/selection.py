@@ -1,7 +1,5 @@
-"""What the user wants of the database: which tables, and of these which rows and columns. Only words, no server.
-
-Also the types of settings that name things of a database.
-"""
+"""What the user wants of the database: which tables, and of these which rows and columns. Only words, no server. Also the
+types of settings that name things of a database."""
 
 from __future__ import annotations
 
@@ -43,10 +41,8 @@ Identifiers = Annotated[
 class Rule:
     """What of a table is published."""
 
-    row_filter: str | None = None
-    """An SQL expression over its columns."""
-    columns: tuple[str, ...] = ()
-    """Empty: all of them."""
+    row_filter: str | None = None  # An SQL expression over its columns
+    columns: tuple[str, ...] = ()  # Empty: all of them
 
     def to_sql(self) -> str:
         """What follows the table's name in CREATE and ALTER PUBLICATION."""

@@ -1,8 +1,6 @@
-"""What each adapter of a run gets of the stream, and how that changes while it runs.
-
-A configuration that is read again gives its transforms and routes, all of them or none. `targets.json` remembers where each
-adapter delivers to, and what transforms have changed there.
-"""
+"""What each adapter of a run gets of the stream, and how that changes while it runs. A configuration that is read again
+gives its transforms and routes, all of them or none. `targets.json` remembers where each adapter delivers to, and what
+transforms have changed there."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ if TYPE_CHECKING:
 RELOADABLE = ("transforms", "routes", "drop_columns", "filter_operations", "debezium_envelope", "cloudevents_envelope")
 """What is taken from a configuration that is read again."""
 
-Own = Mapping[str, tuple[Sequence[Any], Sequence[str]]]
-"""By an adapter's name: its own transforms, and its routes."""
+Own = Mapping[str, tuple[Sequence[Any], Sequence[str]]]  # By an adapter's name: its own transforms, and its routes
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,7 @@ class Chains:
 
     specs: Sequence[AdapterSpec]
     transforms: tuple[Any, ...]
-    is_typed: bool = False
-    """Rows of one table, which have no chains."""
+    is_typed: bool = False  # Rows of one table, which have no chains
 
     def of(self, spec: AdapterSpec) -> Chain:
         """What an adapter gets: also of one that is not among them yet."""

@@ -1,7 +1,5 @@
-"""What other processes ask for: a run, through its control socket; and snapshots, of the capture or its queue.
-
-The sources of a run say which batches they plan, commands ask how it is doing.
-"""
+"""What other processes ask for: a run, through its control socket; and snapshots, of the capture or its queue. The sources
+of a run say which batches they plan, commands ask how it is doing."""
 
 from __future__ import annotations
 
@@ -76,10 +74,8 @@ def list_snapshots(state: StateDir) -> list[dict[str, Any]]:
 
 
 def ask_snapshots(state: StateDir, content: dict[str, Any], timeout_s: float = 30.0) -> dict[str, Any]:
-    """Add, pause, resume, stop or list incremental snapshots (`action`), by the capture if one runs.
-
-    Without one a new request is written down as it is: whether it can be done is seen when the pipeline runs.
-    """
+    """Add, pause, resume, stop or list incremental snapshots (`action`), by the capture if one runs. Without one a new
+    request is written down as it is: whether it can be done is seen when the pipeline runs."""
     identity = _check(state)
     if refused := find_source(identity.kind).no_requests:  # nobody would ever do what is queued
         raise ConfigError(*refused)

@@ -66,10 +66,8 @@ def copy_to_adapters(
     progress: Progress,
     say: Say = lambda text: None,
 ) -> int:
-    """Copy the tables; the number of rows. `transforms` are for all adapters, before their own.
-
-    A file has all of it or is not there. Other targets cannot be taken back: an error says which tables are whole.
-    """
+    """Copy the tables; the number of rows. `transforms` are for all adapters, before their own. A file has all of it or is
+    not there. Other targets cannot be taken back: an error says which tables are whole."""
     wanted.check()
     check_adapters(adapters)
     with contextlib.ExitStack() as stack:
@@ -111,9 +109,7 @@ def _make_sink(spec: AdapterSpec, state: StateDir) -> Runner:
 @contextlib.contextmanager
 def _whole_file(spec: AdapterSpec) -> Iterator[AdapterSpec]:
     """One file, neither a folder nor one that rotates, is PATH.partial until the block has ended well; else nothing is left.
-
-    Nor is anything left of a run that was killed. Other targets are as they are.
-    """
+    Nor is anything left of a run that was killed. Other targets are as they are."""
     options = spec.options
     if not isinstance(options, FileOptions) or options.is_folder or options.max_size:
         yield spec
@@ -246,9 +242,7 @@ def copy_to_parquet(
     spark: SparkSession | None = None,
 ) -> int:
     """Copy the tables; the number of rows. `types` are options of the source. The folder has all of them or is not there.
-
-    Without `spark` a session is started for it.
-    """
+    Without `spark` a session is started for it."""
     check_java()
     options = {**types, **({"where": wanted.where} if wanted.where else {})}
     options |= {"partitions": str(partitions)} if partitions else {}

@@ -36,8 +36,7 @@ class Wanted:
 
     url: str
     selection: Selection = Selection()  # noqa: RUF009 - frozen
-    publication: str = ""
-    """Of the user, which says what is wanted instead of the selection."""
+    publication: str = ""  # Of the user, which says what is wanted instead of the selection
     where: str = ""
 
     def check(self) -> None:
@@ -61,13 +60,10 @@ class CopiedTable:
     """One of the tables."""
 
     table: Table
-    relation: Relation
-    """As the stream would describe it."""
-    conditions: tuple[str, ...]
-    """Which rows, in SQL."""
+    relation: Relation  # As the stream would describe it
+    conditions: tuple[str, ...]  # Which rows, in SQL
     chunks: tuple[Chunk, ...]
-    files: str
-    """Which files its rows are in, to be compared: `chunks.files_text`."""
+    files: str  # Which files its rows are in, to be compared: `chunks.files_text`
     estimated_rows: int
 
     @property
@@ -80,16 +76,12 @@ class CopiedTable:
 class Copy:
     """An open copy."""
 
-    conn: Connection
-    """In the transaction that has the snapshot."""
-    catalog: Connection
-    """For looks at what is now."""
+    conn: Connection  # In the transaction that has the snapshot
+    catalog: Connection  # For looks at what is now
     tables: tuple[CopiedTable, ...]
     held: HeldSnapshot
-    lsn: int
-    """Where the stream was, about, when the snapshot was taken."""
-    time_us: int
-    """When that was, in microseconds since 1970."""
+    lsn: int  # Where the stream was, about, when the snapshot was taken
+    time_us: int  # When that was, in microseconds since 1970
 
 
 @contextmanager

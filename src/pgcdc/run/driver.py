@@ -1,7 +1,5 @@
-"""One run, step by step: prepares the source, starts capture and Spark, runs the lanes, and ends in order.
-
-read batch → transform → sinks durable, acks → Spark commits → confirm to PostgreSQL
-"""
+"""One run, step by step: prepares the source, starts capture and Spark, runs the lanes, and ends in order. read batch →
+transform → sinks durable, acks → Spark commits → confirm to PostgreSQL"""
 
 from __future__ import annotations
 
@@ -48,8 +46,7 @@ if TYPE_CHECKING:
 SPARK_STOP_S = 10.0
 CAPTURE_STOP_S = 3.0
 WARM_BATCHES = 3
-WARM_ROWS = 4
-"""Of a batch: each kind of change."""
+WARM_ROWS = 4  # Of a batch: each kind of change
 
 Say = Callable[[str], None]
 
@@ -284,10 +281,8 @@ class Driver:
                 raise
 
     def reload(self, transforms: Sequence[Any], adapters: Own = MappingProxyType({})) -> None:
-        """Other transforms for all, and for adapters by name their own ones and their routes; the others keep theirs.
-
-        They hold from a batch boundary on, all of one adapter at once. ConfigError: nothing has changed.
-        """
+        """Other transforms for all, and for adapters by name their own ones and their routes; the others keep theirs. They
+        hold from a batch boundary on, all of one adapter at once. ConfigError: nothing has changed."""
         transforms = as_many(transforms)
 
         def change() -> None:  # all at once: no adapter comes or goes meanwhile

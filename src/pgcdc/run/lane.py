@@ -1,7 +1,5 @@
-"""A lane: one streaming query that collects each batch once and hands it to its members, side by side.
-
-Its checkpoint is Spark's, and a folder `ends` in it: where each batch ended, as its source said.
-"""
+"""A lane: one streaming query that collects each batch once and hands it to its members, side by side. Its checkpoint is
+Spark's, and a folder `ends` in it: where each batch ended, as its source said."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
 
-FATAL_WAIT_S = 1.0
-"""How long the others may finish their writes when one failed for good."""
+FATAL_WAIT_S = 1.0  # How long the others may finish their writes when one failed for good
 LARGE_GRACE_S = 5.0
 """How much longer a large batch is waited for: executors have to be started, and what they write is more at once.
 
@@ -53,13 +50,11 @@ class Lane:
         self.members = members
         self.query: StreamingQuery | None = None
         self.program: Program | None = None
-        self.error: BaseException | None = None
-        """What a batch failed with, if one did."""
+        self.error: BaseException | None = None  # What a batch failed with, if one did
         self.events = 0
         self.boundary = threading.Lock()
         """Held while a batch runs: who holds it is between two batches, and may move members."""
-        self.moved = threading.Event()
-        """Set when a batch has ended, however."""
+        self.moved = threading.Event()  # Set when a batch has ended, however
         self.on_begin: Callable[[Position], None] = lambda start: None
         """Called with the start of each batch, before its members are asked for."""
         self.on_leave: Callable[[Member, Position, BaseException | None], None] | None = None
@@ -70,8 +65,7 @@ class Lane:
         """Set before the start: then executors write large batches to the sinks that can."""
         self.planned: tuple[Position, Position, int] | None = None
         """Of the next batch, as its source says: where it begins and ends, and about how many events it has."""
-        self.is_stopping = False
-        """The batch that runs is the last one."""
+        self.is_stopping = False  # The batch that runs is the last one
         self.is_abandoned = False
         """It gets no batch: its member is elsewhere, and it waits to be stopped. Set by who holds the boundary."""
         self.checkpoint = Checkpoint(checkpoint, initial)
@@ -79,8 +73,7 @@ class Lane:
         self._acked_batch = -1
         self.next_start = self.place
         """Where the next batch begins, or an earlier place of one that comes again and that every member has."""
-        self.last_start = self.next_start
-        """Where the last batch began."""
+        self.last_start = self.next_start  # Where the last batch began
 
     def start(self, spark: SparkSession, options: dict[str, str], program: Program, *, once: bool = False) -> None:
         """Start the query from its checkpoint. With an option `table` it delivers typed rows."""
@@ -219,10 +212,8 @@ class Lane:
         members: list[Member],
         submit: Callable[[Member], WriteFuture],
     ) -> None:
-        """Wait for the writes of a batch. Who does not manage to leaves, if another member has it.
-
-        `submit` is for a sink that cannot take this batch in parts: it gets it like the others.
-        """
+        """Wait for the writes of a batch. Who does not manage to leaves, if another member has it. `submit` is for a sink
+        that cannot take this batch in parts: it gets it like the others."""
         began = time.monotonic()
         by_name = {one.name: one for one in members}
         while True:
@@ -277,10 +268,8 @@ def _close_after(batch: LargeBatch, writes: list[WriteFuture], _: object) -> Non
 
 # --- the checkpoint
 
-KEPT_ENDS = 200
-"""Ends of batches that a lane remembers: Spark keeps the last 100."""
-MAX_TAKEN_BACK = 50
-"""Batches between two acks: there is one every quarter of a second."""
+KEPT_ENDS = 200  # Ends of batches that a lane remembers: Spark keeps the last 100
+MAX_TAKEN_BACK = 50  # Batches between two acks: there is one every quarter of a second
 
 
 class Checkpoint:

@@ -1,8 +1,6 @@
-"""The dead letters of a pipeline: its store, who is told of them, and replays, by the run that goes on or without one.
-
-A command asks for a replay at the run's socket, by an id of its own, until it hears of the end: an answer that got lost is
-asked for again. Letters are delivered by the adapter's own thread, batch by batch, between those of the stream.
-"""
+"""The dead letters of a pipeline: its store, who is told of them, and replays, by the run that goes on or without one. A
+command asks for a replay at the run's socket, by an id of its own, until it hears of the end: an answer that got lost is
+asked for again. Letters are delivered by the adapter's own thread, batch by batch, between those of the stream."""
 
 from __future__ import annotations
 
@@ -46,8 +44,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 TELL_S = 10.0
-KEPT_REPLAYS = 100
-"""Of so many replays that have ended, the run knows how: a command may not have heard it yet."""
+KEPT_REPLAYS = 100  # Of so many replays that have ended, the run knows how: a command may not have heard it yet
 
 
 # --- the store
@@ -108,8 +105,7 @@ class LetterService:
         self._say = say
         self._is_given = store is not None
         self.store = make_store(config, say) if store is None else store
-        self._replays: dict[str, dict[str, Any]] = {}
-        """By their ids: how they ended; nothing while they go on."""
+        self._replays: dict[str, dict[str, Any]] = {}  # By their ids: how they ended; nothing while they go on
         self._is_closed = threading.Event()
         self._replaying = threading.Lock()
 
@@ -231,10 +227,8 @@ def ask_run(state: StateDir, query: Query) -> Tally:
 
 
 class Destination:
-    """Where the letters of an adapter go. `is_other`: somewhere else than what the adapter has delivered to.
-
-    `transforms` are those that the adapter's events went through.
-    """
+    """Where the letters of an adapter go. `is_other`: somewhere else than what the adapter has delivered to. `transforms`
+    are those that the adapter's events went through."""
 
     def __init__(self, spec: AdapterSpec, transforms: Sequence[Any] = (), *, is_other: bool) -> None:
         self.spec = spec

@@ -38,8 +38,7 @@ class WriteFuture(Future[bool]):
     """One write; `ended` is when it was over, by the monotonic clock. False: the sink wants the batch in another way."""
 
     ended = 0.0
-    grace_s = 0.0
-    """How much longer than usual the others wait for it."""
+    grace_s = 0.0  # How much longer than usual the others wait for it
 
 
 def may_pass(error: BaseException | None) -> bool:
@@ -67,12 +66,10 @@ class Member:
         self.sink.chain = lambda: column_chain(self.chain)  # a reload changes it
         self.is_open = False
         self.last_error: BaseException | None = None
-        self.away_s = 0.0
-        """How long it stays away from main: longer each time that it leaves soon again."""
+        self.away_s = 0.0  # How long it stays away from main: longer each time that it leaves soon again
         self.rejoin_at = 0.0
         self.rejoined_at = -math.inf
-        self.hold_at = 0.0
-        """From when on main may be held for it."""
+        self.hold_at = 0.0  # From when on main may be held for it
         self._membership = membership
         self._left = 0
         self._is_closed = False

@@ -48,8 +48,7 @@ class Pipeline(Driver):
         chains.check(None)
         super().__init__(source, chains, read_again, say, dead_letters)
         self._is_begun = False
-        self._ended: Future[None] | None = None
-        """Of a run in a thread of its own."""
+        self._ended: Future[None] | None = None  # Of a run in a thread of its own
 
     @property
     def phase(self) -> str:

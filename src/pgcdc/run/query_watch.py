@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from pgcdc.run.supervisor import Lanes
 
 QUERY_STOP_S = 3.0
-RECOVERED_S = 10.0
-"""A query that has run for so long and has nothing to do is over what it failed with."""
+RECOVERED_S = 10.0  # A query that has run for so long and has nothing to do is over what it failed with
 MAX_QUERY_FAILURES = 5
 
 
@@ -29,10 +28,8 @@ class QueryWatch:
         self.failures = 0
         self.retry_at = 0.0
         self.is_done = False
-        self.position: Position | None = None
-        """What was acknowledged last."""
-        self.error: PgcdcError | None = None
-        """What it failed with, until it is over that."""
+        self.position: Position | None = None  # What was acknowledged last
+        self.error: PgcdcError | None = None  # What it failed with, until it is over that
         self._lanes = lanes
         self._is_main = lane.name == MAIN
         self._began = 0.0

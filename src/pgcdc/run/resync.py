@@ -60,11 +60,9 @@ class Resync:
 
     url: str
     state_dir: Path
-    read_again: tuple[str, ...] = ()
-    """Only these tables, through the slot that works."""
+    read_again: tuple[str, ...] = ()  # Only these tables, through the slot that works
     new_slot: bool = False
-    tables: tuple[str, ...] = ()
-    """Capture these from now on; () for what was captured before."""
+    tables: tuple[str, ...] = ()  # Capture these from now on; () for what was captured before
     truncate: bool = False
     two_phase: bool = False
     say: Callable[[str], None] = lambda text: None

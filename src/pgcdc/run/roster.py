@@ -45,10 +45,8 @@ class Write:
 
     state: WriteState
     priority: str = "normal"
-    ended: float = 0.0
-    """When it was over, by the clock of `judge`."""
-    grace_s: float = 0.0
-    """How much longer than usual the others wait for it."""
+    ended: float = 0.0  # When it was over, by the clock of `judge`
+    grace_s: float = 0.0  # How much longer than usual the others wait for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +58,8 @@ class Verdict:
 
 
 def judge(writes: Mapping[str, Write], now: float) -> Verdict:
-    """Who has to leave a lane, so that those who have the batch can go on.
-
-    Nobody leaves as long as no other sink has the batch: there would be nobody to go on.
-    """
+    """Who has to leave a lane, so that those who have the batch can go on. Nobody leaves as long as no other sink has the
+    batch: there would be nobody to go on."""
     done = [one.ended for one in writes.values() if one.state is WriteState.DONE]
     failed = [name for name, one in writes.items() if one.state is WriteState.FAILED]
     running = {name: one for name, one in writes.items() if one.state is WriteState.RUNNING}
@@ -82,8 +78,7 @@ class Place:
     start: Position | None = None
     floor: Position = Position.at(0, 0)  # noqa: RUF009 - frozen
     """Everything up to here counts as delivered to it: what was not was skipped in fast mode."""
-    dropped: int = 0
-    """How many events were skipped, ever."""
+    dropped: int = 0  # How many events were skipped, ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +86,7 @@ class Roster:
     """The content of `lanes.json`."""
 
     places: Mapping[str, Place] = field(default_factory=dict)
-    number: int = 0
-    """Of the last lane that was made: no two have the same name."""
+    number: int = 0  # Of the last lane that was made: no two have the same name
 
     def to_json(self) -> dict[str, Any]:
         """The durable form."""
@@ -141,13 +135,11 @@ class Membership:
     """Thread-safe. A method that raises has changed nothing that matters: at most a consumer is left that nobody knows."""
 
     def __init__(self, roster: Roster, outside: Outside) -> None:
-        self.roster = roster
-        """Who is where."""
+        self.roster = roster  # Who is where
         self._outside = outside
         self._lock = threading.RLock()
         self._writing: set[str] = set()
-        self._number = 0
-        """Of the last lane that was tried to be made."""
+        self._number = 0  # Of the last lane that was tried to be made
 
     def __getitem__(self, adapter: str) -> Place:
         return self.roster.places[adapter]
@@ -165,10 +157,8 @@ class Membership:
         return max(ack, place.floor) if place else ack  # one that is being removed has nothing else
 
     def recover(self, adapters: Iterable[str]) -> None:
-        """At the start: these adapters are wanted. Who calls it opens the sinks, and then lets go of what is unknown.
-
-        In this order, because without its file a lane is unknown: then its sink has a gap, and what it needs is still kept.
-        """
+        """At the start: these adapters are wanted. Who calls it opens the sinks, and then lets go of what is unknown. In
+        this order, because without its file a lane is unknown: then its sink has a gap, and what it needs is still kept."""
         with self._lock:
             places = {name: self.roster.places.get(name, Place()) for name in adapters}
             if places != self.roster.places:

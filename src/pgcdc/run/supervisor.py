@@ -1,8 +1,6 @@
-"""The lanes of a run: their queries are started, watched, started again when they fail, and ended in order.
-
-One thread watches (`step`). What others ask for while it runs (another adapter, one less, other transforms) is done between
-two of its looks.
-"""
+"""The lanes of a run: their queries are started, watched, started again when they fail, and ended in order. One thread
+watches (`step`). What others ask for while it runs (another adapter, one less, other transforms) is done between two of its
+looks."""
 
 from __future__ import annotations
 
@@ -59,13 +57,11 @@ class Lanes:
         self.link = link
         self.say = say
         self.options = options
-        self.spark: SparkSession | None = None
-        """None before the start."""
+        self.spark: SparkSession | None = None  # None before the start
         self._state = state
         self._moves = Moves(state, link, say)
         self._watches: dict[Lane, QueryWatch] = {}
-        self._looking = threading.RLock()
-        """Held for each look, and by who asks for something between two of them."""
+        self._looking = threading.RLock()  # Held for each look, and by who asks for something between two of them
         self._is_closed = threading.Event()
         self._is_limit_due, self._is_consumers_due = Every(LIMIT_INTERVAL_S), Every(CONSUMERS_INTERVAL_S)
         self._move_error: PgcdcError | None = None
@@ -236,9 +232,7 @@ class Lanes:
 
     def add_adapter(self, adapter: Adapter, make: Callable[[], Runner] | None = None) -> None:
         """Deliver to one more sink, from where main is now. Durable when this returns; ask for it, as for the next two.
-
-        `make` makes the sink again when nobody writes to it.
-        """
+        `make` makes the sink again when nobody writes to it."""
         self._compile([adapter.chain])
         self._moves.add(adapter, make)
         if self.main.program is not None and adapter.chain not in self.main.program.chains:
@@ -249,10 +243,8 @@ class Lanes:
         self._moves.remove(name, STOP_TIMEOUT_S)
 
     def reload(self, chains: Mapping[str, Chain]) -> None:
-        """Other transforms and routes, for each adapter from a batch boundary on.
-
-        Main is at its boundary when this returns. A lane of its own changes with its next batch.
-        """
+        """Other transforms and routes, for each adapter from a batch boundary on. Main is at its boundary when this returns.
+        A lane of its own changes with its next batch."""
         unknown = sorted(set(chains) - set(self._moves.members))
         if unknown:
             raise ConfigError(f"there is no adapter {unknown[0]!r}", "Add it first")
@@ -292,10 +284,8 @@ class Lanes:
     # --- end
 
     def stop(self, on_main_ended: Callable[[], None] = lambda: None) -> None:
-        """End all queries between two batches: those that run are finished and committed first, if they end in time.
-
-        Main's batch is waited for, while it gets on. Nobody waits for long for a sink that made nobody wait before.
-        """
+        """End all queries between two batches: those that run are finished and committed first, if they end in time. Main's
+        batch is waited for, while it gets on. Nobody waits for long for a sink that made nobody wait before."""
         with self._looking:  # what was asked for is done; nothing more is
             self._is_closed.set()
         side_lanes = [lane for lane, _ in self._moves.side_lanes]

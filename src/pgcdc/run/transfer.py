@@ -1,8 +1,6 @@
-"""Adapters that move from lane to lane: what `roster.py` decides, done with real lanes, files and the capture.
-
-Locks are taken in one order: the boundary of main, the boundary of another lane, then those inside of the core. The batch of
-a lane of its own never asks for main's.
-"""
+"""Adapters that move from lane to lane: what `roster.py` decides, done with real lanes, files and the capture. Locks are
+taken in one order: the boundary of main, the boundary of another lane, then those inside of the core. The batch of a lane of
+its own never asks for main's."""
 
 from __future__ import annotations
 
@@ -27,12 +25,9 @@ from pgcdc.sink.runner import Runner
 from pgcdc.spool.consumers import MAIN, is_side_lane
 from pgcdc.spool.reader import SpoolReader, read_slice
 
-HOLD_S = 1.0
-"""How long a batch of main may wait for an adapter that is about to rejoin."""
-HOLD_AGAIN_S = 10.0
-"""How long main is left alone after it has waited for nothing."""
-STEADY_S = 60.0
-"""An adapter that was in main for so long has left for a new reason."""
+HOLD_S = 1.0  # How long a batch of main may wait for an adapter that is about to rejoin
+HOLD_AGAIN_S = 10.0  # How long main is left alone after it has waited for nothing
+STEADY_S = 60.0  # An adapter that was in main for so long has left for a new reason
 FIRST_AWAY_S = 5.0
 LONGEST_AWAY_S = 300.0
 
@@ -48,11 +43,9 @@ class Moves:
         self._say = say
         self.members: dict[str, Member] = {}
         self.lanes: dict[str, Lane] = {}
-        self.left_over: list[Lane] = []
-        """To be stopped and forgotten."""
+        self.left_over: list[Lane] = []  # To be stopped and forgotten
         self.membership = Membership(Roster.from_json(read_json(state.lanes_file)), self)
-        self._removed: dict[str, Member] = {}
-        """Those that were at a write when they were removed."""
+        self._removed: dict[str, Member] = {}  # Those that were at a write when they were removed
         self._lock = threading.RLock()
 
     # --- what is durable: `lanes.json` and the consumers of the capture
@@ -236,9 +229,7 @@ class Moves:
 
     def add(self, adapter: Adapter, make: Callable[[], Runner] | None = None) -> None:
         """A new adapter, in a lane of its own from where main is. One whose ack is older would miss something: GapError.
-
-        `make` makes its sink when nobody writes to it: one that was made before has an older ack in mind.
-        """
+        `make` makes its sink when nobody writes to it: one that was made before has an older ack in mind."""
         before = self._removed.get(adapter.name)
         if before is not None and before.is_busy:
             raise PgcdcError(

@@ -1,7 +1,5 @@
-"""One call of a sink after the other: never two at once, each for a limited time, tried again where that may help.
-
-A call that did not end in time is left alone, and no other one starts before it has ended.
-"""
+"""One call of a sink after the other: never two at once, each for a limited time, tried again where that may help. A call
+that did not end in time is left alone, and no other one starts before it has ended."""
 
 from __future__ import annotations
 
@@ -28,10 +26,8 @@ from pgcdc.core.errors import (
 from pgcdc.sink.letters.record import DeadLetter
 from pgcdc.sink.spec import DeliveryOptions
 
-TELL_S = 5.0
-"""An outage that was as long is worth a line when it is over, also if no delivery was given up."""
-EXHAUSTED = "exhausted"
-"""The kind of a dead letter whose tries were used up."""
+TELL_S = 5.0  # An outage that was as long is worth a line when it is over, also if no delivery was given up
+EXHAUSTED = "exhausted"  # The kind of a dead letter whose tries were used up
 
 
 class CircuitOpen(SinkUnavailable):
@@ -74,8 +70,7 @@ class CircuitBreaker:
     ) -> None:
         self._max_failures, self._reset_s, self._tell = max_failures, reset_s, tell
         self._opened = 0.0
-        self.failures = 0
-        """In a row."""
+        self.failures = 0  # In a row
         self.state = BreakerState.CLOSED
 
     def wait_s(self, now: float) -> float:
@@ -115,10 +110,8 @@ class TokenBucket:
         self._at = now
 
     def take(self, events: int, now: float) -> float:
-        """Take the tokens of `events`; how long to wait before they may be sent.
-
-        More than a burst at once is allowed: the bucket owes them then, and the wait is that much longer.
-        """
+        """Take the tokens of `events`; how long to wait before they may be sent. More than a burst at once is allowed: the
+        bucket owes them then, and the wait is that much longer."""
         self._tokens = min(float(self.burst), self._tokens + (now - self._at) * self._rate) - events
         self._at = now
         return max(0.0, -self._tokens / self._rate)
@@ -173,25 +166,18 @@ class Attempts:
         self.bucket = (
             TokenBucket(options.rate_limit, options.rate_limit_burst, self.clock.now()) if options.rate_limit else None
         )
-        self._rest_until = -math.inf
-        """The target wants to be left alone until then."""
+        self._rest_until = -math.inf  # The target wants to be left alone until then
         self.condition = threading.Condition()
-        self._is_taken = False
-        """Somebody delivers."""
-        self.is_calling = False
-        """The sink is inside of a call, maybe one that was given up."""
+        self._is_taken = False  # Somebody delivers
+        self.is_calling = False  # The sink is inside of a call, maybe one that was given up
         self._is_stopped = False
-        self._outcome: BaseException | None = None
-        """How the last call ended."""
-        self.failing: BaseException | None = None
-        """What the last try failed with, while there is another one to come."""
-        self._cause = ""
-        """What the sink failed with when it last counted as failed."""
+        self._outcome: BaseException | None = None  # How the last call ended
+        self.failing: BaseException | None = None  # What the last try failed with, while there is another one to come
+        self._cause = ""  # What the sink failed with when it last counted as failed
         self._say = say
         self._outage: tuple[float, int] | None = None
         """When the target began to fail, and how many tries have failed since."""
-        self._is_told = False
-        """A delivery was given up: people know of the outage."""
+        self._is_told = False  # A delivery was given up: people know of the outage
 
     @property
     def breaker(self) -> BreakerState:
@@ -243,10 +229,8 @@ class Attempts:
         may_refuse: bool = False,
         may_halve: bool = False,
     ) -> Refusal | None:
-        """Until it succeeds, by its own word or because it `is_done`; what ends it otherwise is raised.
-
-        `may_refuse`: events may be set aside. `may_halve`: also if nobody says which.
-        """
+        """Until it succeeds, by its own word or because it `is_done`; what ends it otherwise is raised. `may_refuse`: events
+        may be set aside. `may_halve`: also if nobody says which."""
         # Half open, one try decides.
         last = 0 if self._breaker.state is BreakerState.HALF_OPEN else self.options.max_retries
         for attempt in range(last + 1):

@@ -1,8 +1,6 @@
-"""One process of a command: what it was given and has not done, and its end together with all that it started.
-
-A command gets a session of its own, so that everything it starts can be ended with it: first it is asked (SIGTERM), then it
-is killed. Its error output goes to ours, line by line, with the name of the adapter.
-"""
+"""One process of a command: what it was given and has not done, and its end together with all that it started. A command
+gets a session of its own, so that everything it starts can be ended with it: first it is asked (SIGTERM), then it is killed.
+Its error output goes to ours, line by line, with the name of the adapter."""
 
 from __future__ import annotations
 
@@ -30,21 +28,16 @@ from pgcdc.core.secrets import clean_environment, redact_text
 from pgcdc.event.batch import Batch
 from pgcdc.sink.contract import SinkContext
 
-LOOK_S = 0.2
-"""How often a command that says nothing is looked at."""
-READ_PAUSE_S = 0.001
-"""How often it is looked at whether it has read everything."""
+LOOK_S = 0.2  # How often a command that says nothing is looked at
+READ_PAUSE_S = 0.001  # How often it is looked at whether it has read everything
 MAX_LINE_BYTES = 1 << 20
-MARK = "_PGCDC_COMMAND_OF"
-"""The variable by which a command is found whose pipeline was killed."""
+MARK = "_PGCDC_COMMAND_OF"  # The variable by which a command is found whose pipeline was killed
 
 
 class Command:
-    """A process, and what it was given and has not done. Its input is written without blocking.
-
-    With answers by line, a line of any text stands for the oldest event that has none yet; one that is a JSON object with an
-    `id` stands for the event with that id, whichever it is.
-    """
+    """A process, and what it was given and has not done. Its input is written without blocking. With answers by line, a line
+    of any text stands for the oldest event that has none yet; one that is a JSON object with an `id` stands for the event
+    with that id, whichever it is."""
 
     def __init__(self, words: Sequence[str], context: SinkContext, *, keep_env: Collection[str], by_line: bool) -> None:
         """`by_line`: it prints a line for each event; else its output goes where ours goes. SinkError: it does not exist."""
@@ -74,16 +67,13 @@ class Command:
         self._last_words = ""
         self._errors = threading.Thread(target=self._pass_errors, name=f"stderr-{context.name}", daemon=True)
         self._errors.start()
-        self.pieces: deque[memoryview] = deque()
-        """What is to be written."""
+        self.pieces: deque[memoryview] = deque()  # What is to be written
         self._sent = self._given = self._numbered = 0
         self._given_to = ""
         self._open: OrderedDict[int, tuple[str, str]] = OrderedDict()
         """Position and id by number: events that have no answer."""
-        self._numbers: dict[str, int] = {}
-        """By id; a typed row has none."""
-        self._left: Counter[str] = Counter()
-        """How many events of a position have no answer."""
+        self._numbers: dict[str, int] = {}  # By id; a typed row has none
+        self._left: Counter[str] = Counter()  # How many events of a position have no answer
         self._said = b""
 
     # --- talking to it

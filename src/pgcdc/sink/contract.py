@@ -38,28 +38,22 @@ __all__ = [
     "explained",
 ]
 
-Receipt = dict[str, Any]
-"""What a part writer says about a part, for the commit: a few words that JSON can carry."""
+Receipt = dict[str, Any]  # What a part writer says about a part, for the commit: a few words that JSON can carry
 
 
 class Progress:
-    """How far a sink is, on disk: the ack, and a small detail for the sink. Durable when `save` returns.
-
-    The runner saves after every write. A sink saves itself where the detail must be on disk before its next step.
-    """
+    """How far a sink is, on disk: the ack, and a small detail for the sink. Durable when `save` returns. The runner saves
+    after every write. A sink saves itself where the detail must be on disk before its next step."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name = name
         self._path = folder / f"{name}.json"
         raw = read_json(self._path)
-        self.position: Position | None = None
-        """Everything up to here is durable; None: nothing was ever written."""
-        self.acked: Position | None = None
-        """The same, without what a sink has yet to `settle`."""
+        self.position: Position | None = None  # Everything up to here is durable; None: nothing was ever written
+        self.acked: Position | None = None  # The same, without what a sink has yet to `settle`
         self.written: Position | None = None
         """What the target itself has, of a sink that `keeps_position`: empty batches move the ack alone."""
-        self.is_rewound = False
-        """`rewind` was called, and the target has yet to follow."""
+        self.is_rewound = False  # `rewind` was called, and the target has yet to follow
         self.detail: dict[str, Any] = {}
         self.next_detail: dict[str, Any] | None = None
         """What the next `save` puts into `detail`: a sink leaves it for the runner's."""
@@ -130,24 +124,17 @@ class Progress:
 class SinkContext:
     """What a sink is given. There are no paths in it."""
 
-    name: str
-    """The adapter's name."""
-    start: Position
-    """Where a new sink begins."""
+    name: str  # The adapter's name
+    start: Position  # Where a new sink begins
     progress: Progress
-    shapes: ShapeHistory
-    """The history of the shapes of the source's tables; `refresh()` before use."""
-    say: Callable[[str], None]
-    """A line for the person at the terminal, or for the log."""
-    timeout_s: float = 30.0
-    """How long a write may take."""
+    shapes: ShapeHistory  # The history of the shapes of the source's tables; `refresh()` before use
+    say: Callable[[str], None]  # A line for the person at the terminal, or for the log
+    timeout_s: float = 30.0  # How long a write may take
     stream: str = ""
     """Which source of the pipeline this is. What a target stores is kept by (`progress.owner`, `stream`): positions of one
     stream say nothing about another, and several of them may share a target."""
-    source: str = ""
-    """Where the events come from, for people."""
-    identity: Identity | None = None
-    """What is captured, and of which database: for a target that may be the same one."""
+    source: str = ""  # Where the events come from, for people
+    identity: Identity | None = None  # What is captured, and of which database: for a target that may be the same one
     delivered: Callable[[Iterable[str]], None] = field(default=lambda positions: None)
     """For a target that takes events one by one, and cannot take back: these positions are delivered, whatever becomes of
     the rest of the write. They do not come again in this process."""
@@ -177,8 +164,7 @@ class Sink(Protocol):
 
     form: Form = "lines"
     """What it reads: `batch.lines()`, `batch.records()`, the fields of each event (`batch.events`), or `batch.tables()`."""
-    whole_batches: ClassVar[bool] = False
-    """A batch must not be given in parts."""
+    whole_batches: ClassVar[bool] = False  # A batch must not be given in parts
     keeps_position: ClassVar[bool] = False
     """The target keeps the position, and changes it in one step with what is written: `open` returns it. After a write that
     failed, `open` is called again, and the target's word counts. Empty batches move the ack alone.
@@ -188,8 +174,7 @@ class Sink(Protocol):
     `is_rewound`, it moves the record to `context.start`, or begins one there."""
     finds_by_halves: ClassVar[bool] = False
     """SinkRejected without names says that some event is wrong: the runner finds it by giving halves."""
-    takes_executors: bool = False
-    """Executors may write large batches to it: it is a `ParallelSink`."""
+    takes_executors: bool = False  # Executors may write large batches to it: it is a `ParallelSink`
     part_events: int = 0
     """So many events are in the first part of a batch; its pace decides on the next. 0: batches come as they are."""
 
@@ -199,22 +184,15 @@ class Sink(Protocol):
 
     def open(self, context: SinkContext) -> Position | None:
         """Restore the target to `context.progress`. What the target itself says that it has, if it `keeps_position`.
-
-        SinkError: it must not be touched. SinkUnavailable: it is tried again, and nothing is written before.
-        """
+        SinkError: it must not be touched. SinkUnavailable: it is tried again, and nothing is written before."""
 
     def write(self, batch: Batch) -> None:
-        """Make a batch durable: it begins where the ack is. Then the runner moves the ack to its end.
-
-        SinkUnavailable: it comes again. SinkRejected names events that the target will never take: the batch comes again
-        without them.
-        """
+        """Make a batch durable: it begins where the ack is. Then the runner moves the ack to its end. SinkUnavailable: it
+        comes again. SinkRejected names events that the target will never take: the batch comes again without them."""
 
     def redeliver(self, batch: Batch) -> Collection[str]:
-        """Deliver dead letters: events of the past. The ack stays. Raises as `write` does.
-
-        Returns the positions of those that were left out, because the target has something newer for their key.
-        """
+        """Deliver dead letters: events of the past. The ack stays. Raises as `write` does. Returns the positions of those
+        that were left out, because the target has something newer for their key."""
         self.write(batch)
         return ()
 
@@ -228,26 +206,20 @@ class PartWriter(Protocol):
 
     def write_part(self, part: int, lines: Iterable[pa.RecordBatch]) -> Receipt | None:
         """Make the events of one task durable where nobody sees them, and say how to find them; None if there were none.
-
-        `lines` has `position` and `line`, in order. A task may run again, or twice at the same time: each attempt writes
-        for itself, and only one gets into a commit.
-        """
+        `lines` has `position` and `line`, in order. A task may run again, or twice at the same time: each attempt writes for
+        itself, and only one gets into a commit."""
 
 
 class ParallelSink(Sink, Protocol):
-    """A sink to which executors write large batches, side by side. The driver commits.
-
-    Changes of one key stand in one part, in order, and a large batch is cut where that is not enough (TRUNCATE, say).
-    """
+    """A sink to which executors write large batches, side by side. The driver commits. Changes of one key stand in one part,
+    in order, and a large batch is cut where that is not enough (TRUNCATE, say)."""
 
     def part_writer(self) -> PartWriter:
         """What goes to the executors."""
 
     def commit_parts(self, start: Position, end: Position, receipts: Sequence[Receipt]) -> None:
-        """Make the parts of these receipts, and of no others, what the sink has of (start, end].
-
-        Atomic: after a crash all of them are there or none. One that begins before the ack is SinkUnavailable.
-        """
+        """Make the parts of these receipts, and of no others, what the sink has of (start, end]. Atomic: after a crash all
+        of them are there or none. One that begins before the ack is SinkUnavailable."""
 
     def discard_parts(self) -> None:
         """Throw away parts that no commit has seen: of a crash, a lost task, or an attempt that came second."""

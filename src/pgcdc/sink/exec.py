@@ -32,16 +32,11 @@ from pgcdc.sink.command import LOOK_S, Command, end_group, find_marked
 from pgcdc.sink.contract import Sink, SinkContext
 from pgcdc.sink.spec import SinkOptions
 
-DATA_ERROR = 65
-"""EX_DATAERR of sysexits.h."""
-NOT_FOUND = (126, 127)
-"""How a shell says that there is no such command, or that it cannot be executed."""
-PATIENCE = 0.8
-"""Which part of the time for a write a command has: the rest is for ending it."""
-CLOSE_S = 5.0
-"""How long a command may go on when its input has ended."""
-GRACE_S = 2.0
-"""How long a command may take to end when it is asked to."""
+DATA_ERROR = 65  # EX_DATAERR of sysexits.h
+NOT_FOUND = (126, 127)  # How a shell says that there is no such command, or that it cannot be executed
+PATIENCE = 0.8  # Which part of the time for a write a command has: the rest is for ending it
+CLOSE_S = 5.0  # How long a command may go on when its input has ended
+GRACE_S = 2.0  # How long a command may take to end when it is asked to
 _WORD = re.compile(r"[\w./+-]+")
 _LATER = "It is started again; nothing is lost"
 
@@ -106,8 +101,7 @@ class ExecSink(Sink):
     def __init__(self, options: ExecOptions) -> None:
         self._options, self._by_line = options, options.ack == "line"
         self.form = "records" if self._by_line else "lines"
-        self._command: Command | None = None
-        """The one that has all batches."""
+        self._command: Command | None = None  # The one that has all batches
         self._has_failed = False
 
     def check(self, context: SinkContext) -> None:

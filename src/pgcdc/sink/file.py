@@ -99,8 +99,7 @@ class DiskSink(Sink):
     """What a file and a folder have in common."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
-        """The file or folder."""
+        self.path = path.absolute()  # The file or folder
 
     @property
     def name(self) -> str:
@@ -144,8 +143,7 @@ class FileSink(DiskSink):
         super().__init__(path)
         self._descriptor = -1
         self._max_bytes, self._max_files, self._compression = max_bytes, max_files, compression
-        self._pool: ThreadPoolExecutor | None = None
-        """Tidies rotated files: nobody waits for a compression."""
+        self._pool: ThreadPoolExecutor | None = None  # Tidies rotated files: nobody waits for a compression
         self._is_stopped = False
 
     def check(self, context: SinkContext) -> None:

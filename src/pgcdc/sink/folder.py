@@ -33,18 +33,14 @@ from pgcdc.sink.contract import ParallelSink, Progress, Receipt, SinkContext
 from pgcdc.sink.file import DiskSink
 from pgcdc.sink.line_files import KeyStore, content_kind, read_lines
 
-HIDDEN = "_pgcdc"
-"""Spark's readers, and many others, leave out what begins with an underscore."""
-OWNER = "owner"
-"""The file with the random name that also stands in the ack of the sink whose folder it is."""
+HIDDEN = "_pgcdc"  # Spark's readers, and many others, leave out what begins with an underscore
+OWNER = "owner"  # The file with the random name that also stands in the ack of the sink whose folder it is
 _PART = re.compile(r"[0-9A-F]{16}-[0-9A-F]{13}(?:\.[0-9A-F]{8})?-R?[0-9]{5}\.jsonl")
 
 
 def leave_folder(progress: Progress) -> None:
-    """End what the ack of a folder has begun, before the adapter goes on with another target.
-
-    Parts that the ack names are acknowledged: nobody writes them again. A folder that is gone was thrown away by the user.
-    """
+    """End what the ack of a folder has begun, before the adapter goes on with another target. Parts that the ack names are
+    acknowledged: nobody writes them again. A folder that is gone was thrown away by the user."""
     if "parts" not in progress.detail:
         return
     folder = Path(progress.detail["path"])
@@ -116,10 +112,8 @@ class FolderSink(DiskSink, ParallelSink):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._hidden = self.path / HIDDEN
-        self._is_owed = False
-        """The ack names parts that are not shown yet."""
-        self._again: list[str] = []
-        """The positions of a redelivery that is in the ack, and could not be shown."""
+        self._is_owed = False  # The ack names parts that are not shown yet
+        self._again: list[str] = []  # The positions of a redelivery that is in the ack, and could not be shown
 
     @property
     def is_there(self) -> bool:

@@ -34,14 +34,10 @@ class Record:
     id: str
     channel: str
     operation: str
-    key: str | None
-    """The values of the key columns as a JSON array."""
-    value: bytes
-    """The rendered event."""
-    headers: dict[str, str] = field(default_factory=dict)
-    """The W3C trace that the event carries."""
-    lane: int = 0
-    """The same for all events that must stay in order."""
+    key: str | None  # The values of the key columns as a JSON array
+    value: bytes  # The rendered event
+    headers: dict[str, str] = field(default_factory=dict)  # The W3C trace that the event carries
+    lane: int = 0  # The same for all events that must stay in order
     is_barrier: bool = False
 
 
@@ -51,22 +47,17 @@ class GroupSink(Sink):
     form: Form = "records"
     order: ClassVar[Order] = "key"
     """`key`: events of one key stay in order. `stream`: all events do, one group after the other."""
-    concurrency: int = 8
-    """So many groups at the same time."""
-    group_events: int = 1
-    """At most so many events in a group."""
-    group_bytes: int = 1_000_000
-    """A group with several events is not larger."""
+    concurrency: int = 8  # So many groups at the same time
+    group_events: int = 1  # At most so many events in a group
+    group_bytes: int = 1_000_000  # A group with several events is not larger
     context: SinkContext
     _loop: asyncio.AbstractEventLoop | None = None
     _thread: threading.Thread
 
     async def send(self, group: Sequence[Record]) -> None:
-        """Deliver a group; it counts when this returns.
-
-        SinkUnavailable: later, with the positions of the group if it is about these events alone. SinkRejected: one of
-        them is wrong. Halves find which, unless it is named; then the others come again. SinkError: the pipeline stops.
-        """
+        """Deliver a group; it counts when this returns. SinkUnavailable: later, with the positions of the group if it is
+        about these events alone. SinkRejected: one of them is wrong. Halves find which, unless it is named; then the others
+        come again. SinkError: the pipeline stops."""
         raise NotImplementedError
 
     async def disconnect(self) -> None:
@@ -151,10 +142,8 @@ class Round:
     ) -> None:
         self._send, self._workers, self._delivered = send, workers, delivered
         self._events, self._bytes = group_events, group_bytes
-        self._left: Counter[str] = Counter()
-        """How many events of each position are to be sent."""
-        self._held: set[int] = set()
-        """Lanes with a refused event."""
+        self._left: Counter[str] = Counter()  # How many events of each position are to be sent
+        self._held: set[int] = set()  # Lanes with a refused event
         self._is_over = False
         self.rejects: list[Reject] = []
         self._refusal: SinkRejected | None = None

@@ -33,12 +33,9 @@ if TYPE_CHECKING:
     import aiohttp
 
 BODY_BYTES = 4096
-BODY_S = 1.0
-"""How long the rest of an answer is waited for: what counts is its status."""
-CLOSED = "closed"
-"""The kind of an answer that never came, because the connection ended."""
-KEEP_ALIVE_S = 4.0
-"""Less than the 5 s after which many servers close a connection: a POST must not meet that."""
+BODY_S = 1.0  # How long the rest of an answer is waited for: what counts is its status
+CLOSED = "closed"  # The kind of an answer that never came, because the connection ended
+KEEP_ALIVE_S = 4.0  # Less than the 5 s after which many servers close a connection: a POST must not meet that
 MAX_RETRY_S = 3600.0
 TEXT_CHARS = 200
 _IPV4 = re.compile(r"(?:(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])(?:\.(?!$)|$)){4}")
@@ -49,8 +46,7 @@ _OURS = re.compile(
 )
 _SECRET_HEADER = re.compile(r"(?i)auth|cookie|token|secret|key|password|signature|credential")
 _LATER = {408, 425, 429}
-_BUSY = {429, 503}
-"""Statuses that say nothing of the event: the receiver takes none now."""
+_BUSY = {429, 503}  # Statuses that say nothing of the event: the receiver takes none now
 _STOP = {
     401: ("it does not accept our credentials", "Check the headers (Authorization) and the signing key"),
     405: ("it takes no POST", "Check the URL"),
@@ -62,8 +58,7 @@ _STOP = {
 }
 """Statuses that concern every event."""
 
-Scrub = Callable[[str], str]
-"""Takes secrets out of a text."""
+Scrub = Callable[[str], str]  # Takes secrets out of a text
 
 
 def check_url(url: str) -> str:
@@ -188,14 +183,12 @@ def _refuse_password() -> str:
 class Verdict:
     """What becomes of the events of a request, and why."""
 
-    error: type[SinkError] | None = None
-    """None: they are delivered. SinkError: all others would get the same answer."""
+    error: type[SinkError] | None = None  # None: they are delivered. SinkError: all others would get the same answer
     kind: str = "ok"
     text: str = ""
     advice: str = ""
     retry_in_s: float = 0.0
-    is_general: bool = False
-    """Of SinkUnavailable: any other event would have got it, too."""
+    is_general: bool = False  # Of SinkUnavailable: any other event would have got it, too
 
 
 def judge(status: int, headers: Mapping[str, str], body: bytes, scrub: Scrub, now: datetime | None = None) -> Verdict:

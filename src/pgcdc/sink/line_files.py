@@ -1,8 +1,6 @@
-"""Files of JSON lines: the keys of the rows that their events leave, and what becomes of files that have rotated.
-
-Keys are for `pgcdc resync`: a key that the sink has and the source has not is a row that vanished while nobody looked. A key
-too many does no harm here, since deleting a row that the source does not have is always right; a key too few does.
-"""
+"""Files of JSON lines: the keys of the rows that their events leave, and what becomes of files that have rotated. Keys are
+for `pgcdc resync`: a key that the sink has and the source has not is a row that vanished while nobody looked. A key too many
+does no harm here, since deleting a row that the source does not have is always right; a key too few does."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ from pgcdc.core.errors import SinkError, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.state import fsync_folder
 
-TableName = tuple[str, str]
-"""Schema and table."""
+TableName = tuple[str, str]  # Schema and table
 
 Compression = Literal["none", "gzip", "zstd"]
 ENDINGS: dict[str, str] = {"gzip": ".gz", "zstd": ".zst"}
@@ -50,8 +47,7 @@ class KeyStore:
         """Keys that are there (True) or gone since the file was last written to."""
         self.unread: dict[TableName, int] = {}
         """How many rows have no key that could be looked for: the table had another key then, or it is not UTF-8."""
-        self.others: set[str] = set()
-        """Channels of tables that were not asked for."""
+        self.others: set[str] = set()  # Channels of tables that were not asked for
         path.unlink(missing_ok=True)
         with self._explain():
             self._db = sqlite3.connect(path, isolation_level=None)
@@ -183,9 +179,7 @@ def read_lines(path: Path, size: int | None, store: KeyStore) -> int:
 
 def content_kind(path: Path) -> str:
     """What stands in a file or folder of JSON lines, by the first one: events, rows (typed ones), zset, other; "" if none.
-
-    `other` are events in the form of an envelope.
-    """
+    `other` are events in the form of an envelope."""
     if path.is_dir():
         return next((content_kind(part) for part in sorted(path.glob("*.jsonl"))), "")
     with open_lines(path) as file:

@@ -120,8 +120,7 @@ class RedisSink(Sink):
 
     def __init__(self, options: RedisOptions) -> None:
         self._options, self._is_sync, self._client = options, options.mode == "sync", None  # type: RedisOptions, bool, Any
-        self._noted = set[tuple[str, str]]()
-        """Keys and positions of refused events that the server has yet to remember."""
+        self._noted = set[tuple[str, str]]()  # Keys and positions of refused events that the server has yet to remember
         self._is_warned = False
 
     def check(self, context: SinkContext) -> None:

@@ -37,8 +37,7 @@ from pgcdc.sink.spec import DeliveryOptions
 PART_OF_TIMEOUT = 0.25
 """How much of the time for one write a part of a batch should take, by how fast the last one was (`Sink.part_events`)."""
 MAX_PART = 50_000
-SAVE_INTERVAL_S = 0.2
-"""How often the ack follows what is delivered in the middle of a write."""
+SAVE_INTERVAL_S = 0.2  # How often the ack follows what is delivered in the middle of a write
 
 
 def tell(adapter: str, text: str) -> None:
@@ -73,14 +72,11 @@ class Runner:
         self.attempts = Attempts(name, options, hooks, clock, uniform, self._say)
         self._aside = SetAside(dead_letters, name, options.dead_letter_limit) if dead_letters is not None else None
         self._start: Position | None = None
-        self._is_open = False
-        """The sink stands where the ack does."""
+        self._is_open = False  # The sink stands where the ack does
         self._delivered, self._redelivered = set[str](), set[str]()
         """Positions that the target has behind the ack; and of a redelivery that goes on."""
-        self._now: Batch | None = None
-        """What is being written; None: dead letters."""
-        self._is_untouched = False
-        """A target of rows, which has nothing of this sink."""
+        self._now: Batch | None = None  # What is being written; None: dead letters
+        self._is_untouched = False  # A target of rows, which has nothing of this sink
         self._saved_at = self.attempts.clock.now()
         self._part = sink.part_events
         self.chain: Callable[[], SimpleChain] = lambda: SimpleChain((), ())
@@ -102,10 +98,8 @@ class Runner:
         self.sink.check(self._context(self.progress.position or Position.end(0)))
 
     def open(self, start: Position) -> None:
-        """Open the sink where its ack is; a new one begins at `start`.
-
-        A target that cannot be reached now is opened at the first write, if there is an ack to begin from.
-        """
+        """Open the sink where its ack is; a new one begins at `start`. A target that cannot be reached now is opened at the
+        first write, if there is an ack to begin from."""
         with self.attempts.taken():
             self._start, began = start, self.attempts.clock.now()
             error = self.attempts.run(self._open, self.options.timeout, "the opening of")
@@ -131,9 +125,7 @@ class Runner:
 
     def deliver(self, end: Position, events: int, write: Callable[[], None], timeout_s: float | None = None) -> None:
         """Like `write`, for one that is not made by the sink's `write`: `write` makes everything up to `end` durable.
-
-        SinkRejected comes out: only `write` knows the events, and can set some aside.
-        """
+        SinkRejected comes out: only `write` knows the events, and can set some aside."""
 
         def work() -> None:
             self._reopen()
@@ -298,10 +290,8 @@ class Runner:
                 raise
 
     def _write(self, whole: Batch) -> Position | None:
-        """Everything of a batch that the target takes; what it refuses is in the dead letters first.
-
-        The end of the batch if some event of it is refused, and nobody has said which: halves tell.
-        """
+        """Everything of a batch that the target takes; what it refuses is in the dead letters first. The end of the batch if
+        some event of it is refused, and nobody has said which: halves tell."""
         part, out = whole, set[str]()
         while True:
             self.attempts.pass_breaker()

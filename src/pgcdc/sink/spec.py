@@ -63,8 +63,7 @@ class DeliveryOptions(Options):
 class SourceView:
     """As much of the source as an adapter may want to know before anything is made for it."""
 
-    url: str
-    """Of its database; empty if it has none. It may hold a secret."""
+    url: str  # Of its database; empty if it has none. It may hold a secret
     tables: Callable[[], Collection[tuple[str, str]]]
     """Schema and name of each table that a start would capture. PgcdcError: that cannot be told."""
     relations: Callable[[], Collection[Relation]] = tuple
@@ -366,5 +365,4 @@ def check_adapters(specs: Sequence[AdapterSpec]) -> None:
         spec.check_beside(specs[:number])
 
 
-ADAPTERS = Adapters()
-"""The types by name."""
+ADAPTERS = Adapters()  # The types by name

@@ -33,10 +33,8 @@ from pgcdc.sink.contract import Sink, SinkContext
 from pgcdc.sink.spec import SinkOptions
 
 Format = Literal["auto", "json", "pretty"]
-_MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOBUFS)
-"""Of standard output that goes to a file."""
-MAX_VALUE = 200
-"""Characters of one value that are shown."""
+_MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOBUFS)  # Of standard output that goes to a file
+MAX_VALUE = 200  # Characters of one value that are shown
 
 _STYLES = {
     "INSERT": "green",
@@ -77,12 +75,9 @@ class StdoutSink(Sink):
         self._is_terminal = os.isatty(descriptor)
         self.is_pretty = format == "pretty" or (format == "auto" and self._is_terminal)
         """Changes of tables come for people. What comes as lines stays as it is: typed rows, and dead letters."""
-        self._out: Position | None = None
-        """All events up to this position are out, acknowledged or not."""
-        self._owed = memoryview(b"")
-        """The rest of a position that is out in part: that comes before anything else."""
-        self._begun = set[str]()
-        """Positions that are out, when that is: they are not written again."""
+        self._out: Position | None = None  # All events up to this position are out, acknowledged or not
+        self._owed = memoryview(b"")  # The rest of a position that is out in part: that comes before anything else
+        self._begun = set[str]()  # Positions that are out, when that is: they are not written again
 
     def check(self, context: SinkContext) -> None:
         try:

@@ -35,8 +35,7 @@ from pgcdc.sink.http import (
 )
 from pgcdc.sink.spec import DeliveryOptions, UrlOptions, redact_url
 
-LEAST_OF_URL = 8
-"""Of a secret in a URL: a query has plain words, too, `?v=2`."""
+LEAST_OF_URL = 8  # Of a secret in a URL: a query has plain words, too, `?v=2`
 try:
     _AGENT = f"pgcdc/{version('pgcdc')}"
 except PackageNotFoundError:  # used from its source

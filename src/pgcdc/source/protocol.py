@@ -69,10 +69,8 @@ class Prepared:
     """A source that can be read."""
 
     identity: Identity
-    tables: frozenset[str] = frozenset()
-    """Those that are captured."""
-    notes: tuple[str, ...] = ()
-    """For people: what was changed, and what is captured only in part."""
+    tables: frozenset[str] = frozenset()  # Those that are captured
+    notes: tuple[str, ...] = ()  # For people: what was changed, and what is captured only in part
     undo: Callable[[], object] = lambda: None
     """Takes back what was made in the database and outlives its slot: for a trial."""
 
@@ -84,8 +82,7 @@ class ColumnsQuery:
     table: tuple[str, str]
     types: TypeOptions
     change: ShapeChange | None = None
-    noted: list[tuple[str, int, int]] | None = None
-    """Name, type and modifier of each."""
+    noted: list[tuple[str, int, int]] | None = None  # Name, type and modifier of each
     zset: bool = False
 
 
@@ -113,8 +110,7 @@ class TableRows(Protocol):
 
     title: str
     columns: tuple[TypedColumn, ...]
-    key: tuple[str, ...]
-    """Its primary key, as far as we may read it."""
+    key: tuple[str, ...]  # Its primary key, as far as we may read it
 
     def plan(self, names: list[str], wanted: RowsOptions, watch_pid: int) -> list[Any]:
         """What each task reads, to be given to `read`. In the driver, which is the process `watch_pid`: a snapshot ends
@@ -127,19 +123,15 @@ class TableRows(Protocol):
 class Settled(NamedTuple):
     """What has become of the rows that were asked for, by snapshots of any kind."""
 
-    end: Position | None
-    """Where all of them have been put; None while some are still to be read."""
-    initial_end: Position | None
-    """Where those of the initial snapshot end; None while it is under way."""
-    only: bool = False
-    """Nothing but the initial snapshot is wanted."""
+    end: Position | None  # Where all of them have been put; None while some are still to be read
+    initial_end: Position | None  # Where those of the initial snapshot end; None while it is under way
+    only: bool = False  # Nothing but the initial snapshot is wanted
 
 
 class ChangeStream(Protocol):
     """Changes in their order, from one database. Whatever may wait for the database raises ConnectionLost."""
 
-    phase: str
-    """What it does, for people."""
+    phase: str  # What it does, for people
     is_drained: bool
     """Whether the last `poll` has taken everything that was here: if not, poll again instead of waiting."""
 
@@ -170,9 +162,7 @@ class ChangeStream(Protocol):
 
     def poll(self, *, may_read: bool, drain: bool) -> CaptureBatch | None:
         """The next changes that are here; None if there are none. Each is appended to the spool before the next call.
-
-        Without `may_read` the spool is full: nothing is read. Without `drain` nobody waits: small ones may gather.
-        """
+        Without `may_read` the spool is full: nothing is read. Without `drain` nobody waits: small ones may gather."""
 
     def tend(self, needed: int, *, may_work: bool) -> float:
         """Do what is due beside the changes; the seconds until the next time. Somebody waits for the commit `needed`."""
@@ -184,10 +174,8 @@ class ChangeStream(Protocol):
         """A commit, and a moment (microseconds since 1970) before which nothing is committed behind it; (0, 0): none."""
 
     def confirm(self, token: Token) -> None:
-        """Everything up to this transaction is durable at every consumer and never needed again.
-
-        If batches of this source have tokens, it is a saved one: with it the stream can be opened again.
-        """
+        """Everything up to this transaction is durable at every consumer and never needed again. If batches of this source
+        have tokens, it is a saved one: with it the stream can be opened again."""
 
     def release(self, base: Position) -> None:
         """Nobody needs anything up to `base` again."""
@@ -227,11 +215,9 @@ class Source(Protocol):
         """The tables that are captured, as they are now."""
 
     def prepare(self, state: StateDir, *, consumer: str, say: Callable[[str], object] = lambda text: None) -> Prepared:
-        """Make what a capture needs, in the database and in the state directory, unless it is there.
-
-        Raises with advice for whatever cannot be, and then nothing new is left behind. `consumer` is who asks. What has to
-        wait for others says so with `say`, again and again; `say` may raise to end that.
-        """
+        """Make what a capture needs, in the database and in the state directory, unless it is there. Raises with advice for
+        whatever cannot be, and then nothing new is left behind. `consumer` is who asks. What has to wait for others says so
+        with `say`, again and again; `say` may raise to end that."""
 
     def follow_tables(self, state: StateDir) -> frozenset[str]:
         """Capture tables that were created meanwhile, if the settings want that; all that are captured then."""
@@ -243,11 +229,9 @@ class Source(Protocol):
         """Raise ConfigError if the capture of `identity`, which runs and says `status`, captures something else."""
 
     def open(self, token: Token, state: StateDir, spool: SpoolWriter, consumers: Consumers) -> ChangeStream:
-        """The changes behind what the spool has (`spool.resume_lsn`); not connected yet.
-
-        `token` is what the source itself said of the last transaction there, or of one before: then it reads again, and
-        leaves out, what lies between. It is empty if the batches of this source have no tokens.
-        """
+        """The changes behind what the spool has (`spool.resume_lsn`); not connected yet. `token` is what the source itself
+        said of the last transaction there, or of one before: then it reads again, and leaves out, what lies between. It is
+        empty if the batches of this source have no tokens."""
 
     # --- single tables
 
@@ -255,10 +239,8 @@ class Source(Protocol):
         """The same for a query that names nothing but its table: it captures that, or what is captured already."""
 
     def typed_columns(self, state: StateDir, wanted: ColumnsQuery) -> tuple[TypedColumn, ...]:
-        """The columns in which changes of a table come.
-
-        Raises with advice if there is no such table, or if its changes cannot be had in that form.
-        """
+        """The columns in which changes of a table come. Raises with advice if there is no such table, or if its changes
+        cannot be had in that form."""
 
     def check_captured(self, identity: Identity, table: str, *, zset: bool) -> None:
         """Raise if the changes of the table do not come: a query for it would wait forever."""

@@ -47,8 +47,7 @@ class Feed(CaptureLink):
         self.shapes = ShapeHistory(state.shapes_file)
         self.database = identity.database
         self.seed = IdSeed.of(identity.system, identity.stream)
-        self.created = identity.created
-        """Where the rows of the initial snapshot stand."""
+        self.created = identity.created  # Where the rows of the initial snapshot stand
 
     def claim(self) -> tuple[Position, Position]:
         """Where this consumer begins, and what it has acknowledged."""

@@ -38,14 +38,11 @@ from pgcdc.transform.steps import map_in_arrow
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-LARGE_EVENTS = 50_000
-"""From here on a batch is large: below, one task and one commit are faster than all that."""
+LARGE_EVENTS = 50_000  # From here on a batch is large: below, one task and one commit are faster than all that
 MAX_SEGMENTS = 16
 """A batch with more barriers than that is written in one piece by the driver: each segment is a Spark job and a commit."""
-MAX_RUNS = 64
-"""A block with more changes between barriers and others than that is kept in one piece."""
-TIMEOUT_EVENTS = 100_000
-"""A sink's timeout is for so many events; for more it is that much longer."""
+MAX_RUNS = 64  # A block with more changes between barriers and others than that is kept in one piece
+TIMEOUT_EVENTS = 100_000  # A sink's timeout is for so many events; for more it is that much longer
 
 _PIECES = pa.schema(
     [
@@ -116,13 +113,10 @@ class LargeBatch:
     """It has KEYED_BLOCKS, or a row per event with `position`, `key_hash`, `is_barrier` and lines in `column`."""
     start: Position
     end: Position
-    cuts: Sequence[Position] = ()
-    """Where the shape of a table changes."""
-    events: int = 0
-    """About how many."""
+    cuts: Sequence[Position] = ()  # Where the shape of a table changes
+    events: int = 0  # About how many
     column: str = "line"
-    explain: Explain | None = None
-    """Says what a failure of the frame itself means."""
+    explain: Explain | None = None  # Says what a failure of the frame itself means
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _pieces: DataFrame | None = None
     _segments: list[Segment] = field(default_factory=list)
@@ -134,10 +128,8 @@ class LargeBatch:
                 self._pieces.unpersist()
 
     def write(self, member: Runner, reached: Position | None = None) -> bool:
-        """Have the executors write to this sink what lies behind its ack and `reached`. False: it needs it as it is.
-
-        A sink that refuses events needs that, too: they are set aside, and the rest is written, by the driver.
-        """
+        """Have the executors write to this sink what lies behind its ack and `reached`. False: it needs it as it is. A sink
+        that refuses events needs that, too: they are set aside, and the rest is written, by the driver."""
         reached = max(member.ack, reached or member.ack)
         if reached >= self.end:
             return True
@@ -250,8 +242,7 @@ class _Write:
     """Writes what a task has as one part, and says what it wrote."""
 
     writer: PartWriter
-    after: str
-    """What the sink has already."""
+    after: str  # What the sink has already
     column: str = "line"
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

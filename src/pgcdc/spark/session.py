@@ -1,8 +1,5 @@
-"""The Spark session: low latency, quiet, and warm before it says ready.
-
-Every setting here was measured (docs/benchmarks.md, docs/decisions). A user's own session works as well: `register` is all
-it needs.
-"""
+"""The Spark session: low latency, quiet, and warm before it says ready. Every setting here was measured (docs/benchmarks.md,
+docs/decisions). A user's own session works as well: `register` is all it needs."""
 
 from __future__ import annotations
 
@@ -93,10 +90,8 @@ def check_java() -> None:
 
 
 def check_running(url: str) -> bool:
-    """Whether no Spark runs in this process yet. ConfigError: its JVM runs, and would read another database.
-
-    The workers of Spark have the environment that the JVM was started with, and the JVM outlives its sessions.
-    """
+    """Whether no Spark runs in this process yet. ConfigError: its JVM runs, and would read another database. The workers of
+    Spark have the environment that the JVM was started with, and the JVM outlives its sessions."""
     from pyspark.core.context import SparkContext
 
     if SparkContext._gateway is not None:
@@ -143,10 +138,8 @@ def session(
     app_name: str = "pgcdc", *, master: str | None = None, log_file: Path | None = None, **extra: str
 ) -> SparkSession:
     """A Spark session with the low-latency settings and `format("pgcdc")` registered: local, or on the cluster of `master`.
-
-    `extra` are more settings, with dots as double underscores: `session(spark__ui__enabled="true")`. With `log_file` the
-    JVM writes there instead of to our standard error, and signals of the terminal do not reach it.
-    """
+    `extra` are more settings, with dots as double underscores: `session(spark__ui__enabled="true")`. With `log_file` the JVM
+    writes there instead of to our standard error, and signals of the terminal do not reach it."""
     check_java()
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
@@ -206,11 +199,9 @@ def _end_launched(before: set[int]) -> None:
 
 
 def _unzipped_home() -> Path:
-    """A Spark home made of links, in which `pyspark.zip` is a folder.
-
-    Spark puts that zip first on the path of every Python worker, and Python compiles what it imports from a zip each time:
-    about a second for each of the half dozen processes of a start. From the installed package it takes a quarter.
-    """
+    """A Spark home made of links, in which `pyspark.zip` is a folder. Spark puts that zip first on the path of every Python
+    worker, and Python compiles what it imports from a zip each time: about a second for each of the half dozen processes of
+    a start. From the installed package it takes a quarter."""
     import pyspark
 
     package = Path(pyspark.__file__).parent
@@ -263,8 +254,7 @@ def with_settings(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[
 
 # --- which of our errors is behind a Spark query that failed
 
-Explain = Callable[[Exception], Exception]
-"""The error that is behind one of Spark, or the same one."""
+Explain = Callable[[Exception], Exception]  # The error that is behind one of Spark, or the same one
 
 
 class QueryFailed(PgcdcError):
@@ -296,9 +286,7 @@ def explain_failure(
 @contextlib.contextmanager
 def explained(explain: Explain | None, what: str) -> Iterator[None]:
     """Around a Spark job of a sink: raises what an executor has raised there, in place of Spark's error with its text in it.
-
-    What is none of ours may pass: a worker that was killed, a disk that is full. Then `what` says what failed.
-    """
+    What is none of ours may pass: a worker that was killed, a disk that is full. Then `what` says what failed."""
     from py4j.protocol import Py4JJavaError
     from pyspark.errors import PySparkException
 

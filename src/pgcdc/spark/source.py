@@ -1,7 +1,5 @@
-"""The Spark source `format("pgcdc")`: a stream of events of all tables, or typed rows of one, as a stream or as it is.
-
-Every query imports this in each of its processes, so that what only typed rows need is imported where they are asked for.
-"""
+"""The Spark source `format("pgcdc")`: a stream of events of all tables, or typed rows of one, as a stream or as it is. Every
+query imports this in each of its processes, so that what only typed rows need is imported where they are asked for."""
 
 from __future__ import annotations
 
@@ -156,8 +154,7 @@ class ChangePartition(InputPartition):
     host: str
     slices: list[SegmentSlice] = dataclasses.field(default_factory=list)
     relations: list[Relation] = dataclasses.field(default_factory=list)
-    schema_changes: list[ShapeChange] = dataclasses.field(default_factory=list)
-    """Those that become events."""
+    schema_changes: list[ShapeChange] = dataclasses.field(default_factory=list)  # Those that become events
     described: Described = Described()  # noqa: RUF009 - frozen
 
 
@@ -172,10 +169,8 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._target: Position | None = None
         self._needed: Position | None = None
         """Where a run that has an end, ends; None while rows of snapshots are still to be read before."""
-        self._acked = Position.at(0, 0)
-        """What the consumer had acknowledged when the query began."""
-        self._told = self._acked
-        """What was acknowledged since."""
+        self._acked = Position.at(0, 0)  # What the consumer had acknowledged when the query began
+        self._told = self._acked  # What was acknowledged since
 
     def initialOffset(self) -> dict[str, Any]:
         initial, ack = self._open().claim()
@@ -333,11 +328,8 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return Described(feed.database, tuple(change for change in feed.shapes.changes if change.after in wanted))
 
     def _look(self, feed: Feed, begin: Position) -> Position:
-        """How far the spool goes; waits a little if there is nothing new.
-
-        What Spark has committed is then acknowledged at once. It says so only with its next batch, and that one may have
-        to wait for room in the spool.
-        """
+        """How far the spool goes; waits a little if there is nothing new. What Spark has committed is then acknowledged at
+        once. It says so only with its next batch, and that one may have to wait for room in the spool."""
         feed.spool.refresh()
         if feed.spool.end <= begin:
             if not self._options.run and begin > max(self._acked, self._told):

@@ -107,10 +107,8 @@ def check_names(table: TypedTable) -> None:
 
 
 def read_table(spark: SparkSession, table: str, **options: str) -> DataFrame:
-    """A streaming DataFrame of one table: its own columns, in Spark's types.
-
-    `options` are those of `format("pgcdc")`, as in docs/tables.md; `slot`, `state_dir` and `consumer` say whose it is.
-    """
+    """A streaming DataFrame of one table: its own columns, in Spark's types. `options` are those of `format("pgcdc")`, as in
+    docs/tables.md; `slot`, `state_dir` and `consumer` say whose it is."""
     register(spark)
     return spark.readStream.format("pgcdc").options(**options).option("table", table).load()
 
@@ -122,11 +120,8 @@ def read_snapshot(spark: SparkSession, table: str, **options: str) -> DataFrame:
 
 
 def read_tables(spark: SparkSession, tables: Iterable[str], **options: str) -> dict[str, DataFrame]:
-    """One typed streaming DataFrame for each table, all from one slot. Every one is a consumer of its own.
-
-    The consumers are named after the tables (`shop.orders`), behind the option `consumer` if it is given
-    (`report:shop.orders`).
-    """
+    """One typed streaming DataFrame for each table, all from one slot. Every one is a consumer of its own. The consumers are
+    named after the tables (`shop.orders`), behind the option `consumer` if it is given (`report:shop.orders`)."""
     if isinstance(tables, str):
         raise ConfigError("read_tables takes a list of tables, not a text", f"Write [{tables!r}], or use read_table")
     names = list(tables)
@@ -148,10 +143,7 @@ def read_tables(spark: SparkSession, tables: Iterable[str], **options: str) -> d
 
 def load_table(options: StreamOptions) -> TypedTable:
     """The table as it is where the query begins or goes on: from the history if that place has one, else as the query was
-    begun, else as it is now.
-
-    Raises with advice if there is no such table, or if it cannot be read in that form.
-    """
+    begun, else as it is now. Raises with advice if there is no such table, or if it cannot be read in that form."""
     assert options.table is not None
     namespace, name = split_table(options.table)
     state = StateDir(options.state_dir)
@@ -210,8 +202,7 @@ def _acknowledged(state: StateDir, consumer: str) -> Position | None:
 # No filters are pushed down, though Spark has a method for it: Spark 4.3 keeps the filters of the last query for all queries
 # of the same DataFrame, so that `df.filter(a).union(df.filter(b))` has the rows of b twice. The option `where` filters.
 
-SNAPSHOT = "SNAPSHOT"
-"""`_op` of a row that was there already."""
+SNAPSHOT = "SNAPSHOT"  # `_op` of a row that was there already
 
 
 def load_rows(options: StreamOptions) -> TableRows:

@@ -36,8 +36,7 @@ CLOCK_POLL_S = 1.0
 class TypedPartition(ChangePartition):
     """What one task reads of a table."""
 
-    versions: dict[int, Relation] = field(default_factory=dict)
-    """The shapes of the table, by version."""
+    versions: dict[int, Relation] = field(default_factory=dict)  # The shapes of the table, by version
     heartbeat: tuple[Position, int] | None = None
     """At the end of the batch: how far time has come, in microseconds since 1970."""
     snapshot_end: Position = Position.at(0, 0)  # noqa: RUF009 - frozen

@@ -1,8 +1,6 @@
-"""Who reads the spool, and how far each one has made things durable.
-
-The minimum of all acks is what may be confirmed. It is written here durably *before* it is confirmed to the source, so that
-a slot which is ahead of this file was moved by somebody else.
-"""
+"""Who reads the spool, and how far each one has made things durable. The minimum of all acks is what may be confirmed. It is
+written here durably *before* it is confirmed to the source, so that a slot which is ahead of this file was moved by somebody
+else."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ from pgcdc.core.position import Position
 from pgcdc.core.state import read_json, write_json_durably
 from pgcdc.spool.index import NO_TOKEN, Token
 
-MAIN = "main"
-"""The consumer of `pgcdc listen`."""
+MAIN = "main"  # The consumer of `pgcdc listen`
 _SIDE_LANE = re.compile(rf"{MAIN}~.+~[0-9]+")
 
 
@@ -31,11 +28,9 @@ def is_side_lane(name: str) -> bool:
 class Consumer:
     """One reader of the spool."""
 
-    initial: Position
-    """Where it began: Spark asks again after a crash in its first batch, and must get the same answer."""
+    initial: Position  # Where it began: Spark asks again after a crash in its first batch, and must get the same answer
     ack: Position
-    confirmable: int
-    """The last transaction END that its acks have covered."""
+    confirmable: int  # The last transaction END that its acks have covered
 
 
 class Consumers:
@@ -48,8 +43,7 @@ class Consumers:
         self._floor = Position.parse(raw["floor"]) if "floor" in raw else Position.at(0, 0)
         """What was let go of while there were other consumers: nobody can begin before it."""
         commit, value = raw.get("token", (0, ""))
-        self.token = Token(commit, bytes.fromhex(value))
-        """The last one of what was confirmed."""
+        self.token = Token(commit, bytes.fromhex(value))  # The last one of what was confirmed
         self._dirty = False
         self._consumers = {
             name: Consumer(Position.parse(one["initial"]), Position.parse(one["ack"]), one["confirmable"])
@@ -68,9 +62,7 @@ class Consumers:
 
     def join(self, name: str, start: Position | None = None) -> Consumer:
         """The consumer of that name; a new one begins at `start`, or with all that is kept. Durable when this returns.
-
-        GapError: what is behind `start` is not kept.
-        """
+        GapError: what is behind `start` is not kept."""
         if name not in self._consumers:
             start = self.base if start is None else start
             if start < self.base:

@@ -26,8 +26,7 @@ _MAGIC = 0x70674344
 _STORED = ("file", "written", "rows", "relations", "since_us", "is_base")
 
 
-Place = tuple[int, int, int]
-"""Number of the chunk, and where in it a record begins and ends."""
+Place = tuple[int, int, int]  # Number of the chunk, and where in it a record begins and ends
 
 
 class Token(NamedTuple):
@@ -48,14 +47,10 @@ class IndexRecord:
     file: str = ""
     written: Written = (0, 0)
     rows: int = 0
-    relations: int = 0
-    """How many relations were known: the segment names none beyond."""
-    since_us: int = 0
-    """When the first transaction of the segment was committed, in microseconds since 1970."""
-    is_base: bool = False
-    """The first record of a chunk: everything up to `end` stood in earlier chunks."""
-    token: bytes = b""
-    """What the source needs to go on behind `end`, if a number is not enough for it."""
+    relations: int = 0  # How many relations were known: the segment names none beyond
+    since_us: int = 0  # When the first transaction of the segment was committed, in microseconds since 1970
+    is_base: bool = False  # The first record of a chunk: everything up to `end` stood in earlier chunks
+    token: bytes = b""  # What the source needs to go on behind `end`, if a number is not enough for it
     place: Place = (0, 0, 0)
     """Where it stands: the transactions of the segment are loaded from there when they are needed."""
 
@@ -73,10 +68,8 @@ def encode_record(record: IndexRecord, transactions: pa.RecordBatch | None = Non
 
 
 def scan_records(data: bytes, where: str, chunk: int, begin: int = 0) -> Iterator[IndexRecord]:
-    """The complete records in `data`, which stands in chunk `chunk` from `begin` on, without their transactions.
-
-    An incomplete tail is left alone; damage raises.
-    """
+    """The complete records in `data`, which stands in chunk `chunk` from `begin` on, without their transactions. An
+    incomplete tail is left alone; damage raises."""
     start = begin
     for header, _, end in _frames(data, where):
         yield _decode(header, (chunk, start, begin + end))

@@ -29,19 +29,15 @@ class SegmentSlice:
 
     path: str
     written: Written
-    transactions: bytes
-    """A serialized record batch in the TRANSACTIONS schema."""
+    transactions: bytes  # A serialized record batch in the TRANSACTIONS schema
     start: Position
     end: Position
-    continues: bool
-    """Its first transaction began in an earlier segment."""
+    continues: bool  # Its first transaction began in an earlier segment
 
 
 class SpoolReader:
-    """Follows the index as it grows. Not thread-safe.
-
-    Of what is not delivered yet it keeps a few words per segment; the transactions stay in the index until they are needed.
-    """
+    """Follows the index as it grows. Not thread-safe. Of what is not delivered yet it keeps a few words per segment; the
+    transactions stay in the index until they are needed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -142,11 +138,9 @@ class SpoolReader:
 
 
 def plan_end(records: list[IndexRecord], end: Position, max_rows: int, max_bytes: int) -> Position | None:
-    """Where a batch of the given records should end: as far as the limits allow, and at a commit.
-
-    `records` are those after the batch's start, `end` is how far the spool goes. Only a transaction that is itself larger
-    than the limits is split, at the end of a segment. None: there is only a part of a transaction yet, wait for the rest.
-    """
+    """Where a batch of the given records should end: as far as the limits allow, and at a commit. `records` are those after
+    the batch's start, `end` is how far the spool goes. Only a transaction that is itself larger than the limits is split, at
+    the end of a segment. None: there is only a part of a transaction yet, wait for the rest."""
     rows = size = 0
     commit: Position | None = None
     split: Position | None = None
@@ -166,12 +160,9 @@ def plan_end(records: list[IndexRecord], end: Position, max_rows: int, max_bytes
 def read_slice(
     piece: SegmentSlice, *, markers: bool = False, shapes: Sequence[SchemaChange] = ()
 ) -> tuple[pa.Table, pa.Table]:
-    """The changes in range, and beside them, row by row, the transaction of each.
-
-    With `markers` there is a BEGIN before each transaction and a COMMIT after it. With `shapes` there is a SCHEMA_CHANGE
-    before the first row in each of them. Their positions depend on the transaction alone, so that a replay that is cut
-    elsewhere has the same ones.
-    """
+    """The changes in range, and beside them, row by row, the transaction of each. With `markers` there is a BEGIN before
+    each transaction and a COMMIT after it. With `shapes` there is a SCHEMA_CHANGE before the first row in each of them.
+    Their positions depend on the transaction alone, so that a replay that is cut elsewhere has the same ones."""
     table = open_segment(Path(piece.path), piece.written)
     transactions = pa.ipc.read_record_batch(pa.py_buffer(piece.transactions), TRANSACTIONS)
     counts = transactions.column("rows").to_numpy()
@@ -195,8 +186,7 @@ def read_slice(
 
 _MadeUp = tuple[pa.RecordBatch, np.ndarray, np.ndarray]
 """Rows that are not in the segment, their transactions, and their places: those of a segment's row r are 4r to 4r+3."""
-SchemaChange = tuple[Position, list[bytes]]
-"""Where a table has another shape, and the values of the event that says so."""
+SchemaChange = tuple[Position, list[bytes]]  # Where a table has another shape, and the values of the event that says so
 _BEFORE, _DIRECTLY_BEFORE, _ITSELF, _BEHIND = range(4)
 
 

@@ -1,8 +1,6 @@
-"""One segment: an immutable Arrow IPC file, visible only when complete; and the batches that the capture makes it of.
-
-A segment is written to a temporary name and renamed; its size and checksum stand in the index. A half-written file has no
-index record, and one that does not match its record is damage, never data.
-"""
+"""One segment: an immutable Arrow IPC file, visible only when complete; and the batches that the capture makes it of. A
+segment is written to a temporary name and renamed; its size and checksum stand in the index. A half-written file has no
+index record, and one that does not match its record is damage, never data."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ from pgcdc.core.relation import Relations
 from pgcdc.core.state import write_all
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 
-Written = tuple[int, int]
-"""Size in bytes and CRC-32 of a file."""
+Written = tuple[int, int]  # Size in bytes and CRC-32 of a file
 ADVICE = (
     "Stop pgcdc, delete the folder `spool` in the state directory and start again: "
     "everything that is not delivered yet is read again from the slot"
@@ -99,8 +96,7 @@ class Part:
 
     rows: int
     nbytes: int
-    last: tuple[int, int]
-    """Ordinal and sub-ordinal of its last row."""
+    last: tuple[int, int]  # Ordinal and sub-ordinal of its last row
     batch: pa.RecordBatch | None
     path: Path | None = None
 
@@ -134,8 +130,7 @@ class CaptureBatch:
     told: Mapping[int, int] = field(default_factory=dict)
     """Tables (oid) that the server has described: 1 for the first time on its connection, before the table's changes here;
     2 once more, somewhere between them. It does so after whatever was done to a table."""
-    token: bytes = b""
-    """What the source needs to go on behind `last_lsn`: a GTID set, say. Empty: the number is enough."""
+    token: bytes = b""  # What the source needs to go on behind `last_lsn`: a GTID set, say. Empty: the number is enough
 
     @property
     def rows(self) -> int:

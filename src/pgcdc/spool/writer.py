@@ -1,8 +1,6 @@
-"""The capture's side of the spool: append, release, recover.
-
-Transport mode: the slot is the durable log and the spool may be lost at any time, so nothing is fsynced here; what a crash
-leaves damaged is cut off at the next start and read again from the slot.
-"""
+"""The capture's side of the spool: append, release, recover. Transport mode: the slot is the durable log and the spool may
+be lost at any time, so nothing is fsynced here; what a crash leaves damaged is cut off at the next start and read again from
+the slot."""
 
 from __future__ import annotations
 
@@ -41,10 +39,8 @@ class SpoolWriter:
         there, and segments up to there may be gone. `token` is the last one that is known of what stands before."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._held: deque[IndexRecord] = deque()
-        """Segments that are not released."""
-        self._bases: dict[int, Position] = {}
-        """Where each chunk of the index begins."""
+        self._held: deque[IndexRecord] = deque()  # Segments that are not released
+        self._bases: dict[int, Position] = {}  # Where each chunk of the index begins
         self._chunk = 0
         self._chunk_size = 0
         self.bytes_held = 0
@@ -54,8 +50,7 @@ class SpoolWriter:
         self.end = base
         self.resume_lsn = base.commit
         """END lsn of the last transaction that is here completely: where the stream has to go on."""
-        self._tokens = deque([token])
-        """Of transactions that are here, and the last one before; in their order."""
+        self._tokens = deque([token])  # Of transactions that are here, and the last one before; in their order
         self._recover(base)
         self._index = open(chunk_path(folder, self._chunk), "ab", buffering=0)  # noqa: SIM115
         for stray in {*folder.glob("pending-*"), *folder.glob("*.partial")}:

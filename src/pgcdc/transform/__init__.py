@@ -1,8 +1,6 @@
 """Transforms of events: functions on DataFrames, and the same in chains for the sinks of a pipeline (`transform.specs`).
-
-from pgcdc import transform
-events.transform(transform.drop_columns("password")).transform(transform.mask("email", mode="hash", key_env="MASK_KEY"))
-"""
+from pgcdc import transform events.transform(transform.drop_columns("password")).transform(transform.mask("email",
+mode="hash", key_env="MASK_KEY"))"""
 
 from __future__ import annotations
 
@@ -38,15 +36,12 @@ __all__ = [
     "sql",
 ]
 
-KEY = "_key"
-"""The column that is added with what Debezium makes the key of its message."""
+KEY = "_key"  # The column that is added with what Debezium makes the key of its message
 
 
 def check_specs(spark: SparkSession | None, specs: Sequence[Any]) -> None:
     """Raise ConfigError for the first spec that cannot work: with Spark also for wrong SQL, else what can be known without.
-
-    Nothing is read and no job runs.
-    """
+    Nothing is read and no job runs."""
     for number, spec in enumerate(specs, 1):
         try:
             made = from_spec(spec)

@@ -58,11 +58,9 @@ def compile_chains(chains: Sequence[Chain], *, transaction: bool = False, keyed:
 class Program:
     """Chains, some of which are the same but for their form, made ready for one lane."""
 
-    chains: tuple[Chain, ...] = (Chain(),)
-    """One for each sink that asked."""
+    chains: tuple[Chain, ...] = (Chain(),)  # One for each sink that asked
     distinct: tuple[Chain, ...] = ()
-    of_chain: tuple[int, ...] = ()
-    """Which of the distinct ones each chain is."""
+    of_chain: tuple[int, ...] = ()  # Which of the distinct ones each chain is
     transaction: bool = False
     keyed: bool = False
 
@@ -95,10 +93,8 @@ class Program:
         return batch
 
     def collect(self, batch: DataFrame, start: Position, end: Position) -> list[Batch]:
-        """For each chain its events of (start, end] in its form, of a DataFrame behind `project`.
-
-        Runs one Spark job. TransformError: a transform cannot do what it is told with an event.
-        """
+        """For each chain its events of (start, end] in its form, of a DataFrame behind `project`. Runs one Spark job.
+        TransformError: a transform cannot do what it is told with an event."""
         raise NotImplementedError
 
     def explain(self, batch: DataFrame, error: Exception) -> Exception:

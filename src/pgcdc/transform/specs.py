@@ -1,8 +1,6 @@
-"""Transforms as configuration: one frozen model for each `type` under `transforms:` in the YAML file.
-
-A model says what is wanted, and takes and gives a DataFrame of events when it is called. `event.edits` and `event.envelopes`
-do what is simple, `transform.steps` what needs Spark, and `transform.program` chooses for the sinks of a pipeline.
-"""
+"""Transforms as configuration: one frozen model for each `type` under `transforms:` in the YAML file. A model says what is
+wanted, and takes and gives a DataFrame of events when it is called. `event.edits` and `event.envelopes` do what is simple,
+`transform.steps` what needs Spark, and `transform.program` chooses for the sinks of a pipeline."""
 
 from __future__ import annotations
 
@@ -241,8 +239,7 @@ class PythonSpec(Transform):
 
     type: Literal["python"] = "python"
     function: str = Field(description="module:function", pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    _call: Any = PrivateAttr(None)
-    """The function, if it was given in Python and not by its name."""
+    _call: Any = PrivateAttr(None)  # The function, if it was given in Python and not by its name
 
     @property
     def is_simple(self) -> bool:
@@ -304,10 +301,8 @@ class Chain:
 
     @property
     def parts(self) -> tuple[list[Transform], list[Transform], list[Transform]]:
-        """What the source does; from the first to the last step that Spark does; and what is done behind it.
-
-        An envelope comes last. Only filters follow it, and these see the event as it was before.
-        """
+        """What the source does; from the first to the last step that Spark does; and what is done behind it. An envelope
+        comes last. Only filters follow it, and these see the event as it was before."""
         steps = [one for one in self.transforms if not one.is_envelope]
         hard = [number for number, one in enumerate(steps) if not one.is_simple] or [len(steps)]
         first, last = hard[0], min(hard[-1] + 1, len(steps))
@@ -360,9 +355,7 @@ def _check_names(one: Transform, gone: dict[str, str]) -> None:
 
 def missing_columns(chains: Sequence[Chain], tables: Sequence[Relation]) -> list[str]:
     """A line for each column that drop_columns, mask or rename_fields names and none of the tables has: a slip, mostly.
-
-    Tables are those that are captured, also for a chain with routes: its transforms may be there for others.
-    """
+    Tables are those that are captured, also for a chain with routes: its transforms may be there for others."""
     captured = {column.name for one in tables for column in one.columns}
     found: dict[str, None] = {}
     for chain in chains if captured else ():  # else nothing is there yet to compare with

@@ -61,11 +61,9 @@ def filtered(events: DataFrame, operations: Sequence[str], where: str | None) ->
 
 
 def with_values(events: DataFrame, expressions: Mapping[str, str]) -> DataFrame:
-    """With values of `row` set by SQL expressions. All of them see the row as it was.
-
-    What was sent of an old row (`old`, and the row of a DELETE) gets no further columns, so that "not sent" never looks like
-    NULL. For the same reason a column that is unchanged TOAST stays so.
-    """
+    """With values of `row` set by SQL expressions. All of them see the row as it was. What was sent of an old row (`old`,
+    and the row of a DELETE) gets no further columns, so that "not sent" never looks like NULL. For the same reason a column
+    that is unchanged TOAST stays so."""
     from pyspark.sql import functions as F
 
     columns = events.columns

@@ -20,22 +20,16 @@ class TypeInfo:
     """One type."""
 
     oid: int
-    name: str
-    """With its schema, and quoted as in SQL, if it is not of pg_catalog."""
-    output: str
-    """The function that writes it as text."""
+    name: str  # With its schema, and quoted as in SQL, if it is not of pg_catalog
+    output: str  # The function that writes it as text
     send: str | None
     """The function that sends it. Without one pgoutput sends text, but an array or a row of it cannot be sent at all."""
-    inner: int = 0
-    """The type of the elements, of the bounds, or (of a domain) the base type."""
-    kind: str = "base"
-    """base, enum, domain, composite, range, multirange, array or pseudo."""
+    inner: int = 0  # The type of the elements, of the bounds, or (of a domain) the base type
+    kind: str = "base"  # base, enum, domain, composite, range, multirange, array or pseudo
     delimiter: str = ","
     """What stands between the elements of an array, and of arrays of this type: both always have the same."""
-    typmod: int = -1
-    """Of a domain: the modifier of its base type, such as the precision of a numeric."""
-    ndims: int = 0
-    """Of a domain over an array: its declared dimensions."""
+    typmod: int = -1  # Of a domain: the modifier of its base type, such as the precision of a numeric
+    ndims: int = 0  # Of a domain over an array: its declared dimensions
     attributes: tuple[int, ...] = ()
     """The types of a composite type's columns; the three below say more about each of them."""
     attribute_names: tuple[str, ...] = ()
@@ -261,8 +255,7 @@ _SQL_NAMES = {
     "time": "time without time zone", "timetz": "time with time zone", "timestamp": "timestamp without time zone",
     "timestamptz": "timestamp with time zone",
 }  # fmt: skip
-_WITH_MODIFIER = {"bit": "bit", "bpchar": "character"}
-"""What is called otherwise if it has a modifier."""
+_WITH_MODIFIER = {"bit": "bit", "bpchar": "character"}  # What is called otherwise if it has a modifier
 _YEAR, _MONTH, _DAY, _HOUR, _MINUTE, _SECOND = (1 << bit for bit in (2, 1, 3, 10, 11, 12))
 _INTERVAL_FIELDS = {"year": _YEAR, "month": _MONTH, "day": _DAY, "hour": _HOUR, "minute": _MINUTE, "second": _SECOND}
 

@@ -1,8 +1,6 @@
-"""What a column of a table becomes in Spark, and how its values get there.
-
-Values arrive as PostgreSQL's own text (the spool keeps exactly these bytes, from the stream and from `binary` alike). A
-column type turns a whole column of them into one Arrow array, or says which value it cannot turn: never a NULL instead.
-"""
+"""What a column of a table becomes in Spark, and how its values get there. Values arrive as PostgreSQL's own text (the spool
+keeps exactly these bytes, from the stream and from `binary` alike). A column type turns a whole column of them into one
+Arrow array, or says which value it cannot turn: never a NULL instead."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-Offsets = npt.NDArray[np.int32]
-"""Where each list begins among the items of all, and at last where the last one ends."""
+Offsets = npt.NDArray[np.int32]  # Where each list begins among the items of all, and at last where the last one ends
 
 CHOICES = {
     "json": ("string", "variant"),
@@ -32,12 +29,9 @@ CHOICES = {
 class Exactness(Enum):
     """How faithful a Spark value is to PostgreSQL's."""
 
-    EXACT = "exact"
-    """The same value: it can be turned back into what PostgreSQL wrote."""
-    CONVERTED = "converted"
-    """The same value in another form, by a stated rule."""
-    TEXT = "text"
-    """PostgreSQL's own text."""
+    EXACT = "exact"  # The same value: it can be turned back into what PostgreSQL wrote
+    CONVERTED = "converted"  # The same value in another form, by a stated rule
+    TEXT = "text"  # PostgreSQL's own text
 
 
 class Rejected(Exception):
@@ -45,12 +39,9 @@ class Rejected(Exception):
 
     def __init__(self, index: int, reason: str, advice: str = "") -> None:
         super().__init__(reason)
-        self.index = index
-        """Which value of the column."""
-        self.reason = reason
-        """What is wrong with it, without the value itself if that may be long."""
-        self.advice = advice
-        """Which option makes it possible."""
+        self.index = index  # Which value of the column
+        self.reason = reason  # What is wrong with it, without the value itself if that may be long
+        self.advice = advice  # Which option makes it possible
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +103,8 @@ def spark_name(kind: pa.DataType) -> str:
 
 
 def split_columns(values: pa.BinaryArray, width: int) -> list[pa.Array]:
-    """The values of each column; `values` has `width` of them for each row.
-
-    0.01 µs for a value, a third of what casting ten columns costs altogether: a compiled splitter would gain too little.
-    """
+    """The values of each column; `values` has `width` of them for each row. 0.01 µs for a value, a third of what casting ten
+    columns costs altogether: a compiled splitter would gain too little."""
     return [take_column(values, width, column) for column in range(width)]
 
 
@@ -202,10 +191,8 @@ def validity(like: pa.Array | None) -> pa.Buffer | None:
 
 @contextmanager
 def rejected_as(what: str, *levels: Offsets, each: int = 1) -> Iterator[None]:
-    """What is refused inside is said of the value that holds it.
-
-    `levels` are the lists around it, the outermost first; `each` is how many of it stand side by side in the innermost.
-    """
+    """What is refused inside is said of the value that holds it. `levels` are the lists around it, the outermost first;
+    `each` is how many of it stand side by side in the innermost."""
     try:
         yield
     except Rejected as cause:

@@ -47,10 +47,8 @@ class Shape(NamedTuple):
     """A geometric type with a fixed number of numbers."""
 
     name: str
-    example: bytes
-    """Stands for NULL, so that each value has as many numbers."""
-    fields: Fields
-    """Its fields in Spark: of one number, or of two, which are a point."""
+    example: bytes  # Stands for NULL, so that each value has as many numbers
+    fields: Fields  # Its fields in Spark: of one number, or of two, which are a point
 
     @property
     def pattern(self) -> str:

@@ -1,8 +1,6 @@
-"""Intervals as PostgreSQL writes them with IntervalStyle iso_8601: P1Y2M-3DT4H5M6.789S.
-
-Months, days and microseconds have no fixed relation, and each its own sign: so PostgreSQL keeps three numbers, and Spark
-gets the same three. Spark's own interval types hold only one or two of them.
-"""
+"""Intervals as PostgreSQL writes them with IntervalStyle iso_8601: P1Y2M-3DT4H5M6.789S. Months, days and microseconds have
+no fixed relation, and each its own sign: so PostgreSQL keeps three numbers, and Spark gets the same three. Spark's own
+interval types hold only one or two of them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Columns of single values: whole columns at once, by pyarrow's own casts.
-
-PostgreSQL writes what it has, in a session with our settings, so a cast may accept more than PostgreSQL ever writes. What
-it must not do is to round, cut or guess: each cast here was checked for that, and where it would, there is code instead.
-"""
+"""Columns of single values: whole columns at once, by pyarrow's own casts. PostgreSQL writes what it has, in a session with
+our settings, so a cast may accept more than PostgreSQL ever writes. What it must not do is to round, cut or guess: each cast
+here was checked for that, and where it would, there is code instead."""
 
 from __future__ import annotations
 
@@ -143,8 +141,7 @@ class Bytes(Scalar):
 class Moments(Scalar):
     """Dates and timestamps of the years 1 to 9999, which is what Spark has."""
 
-    clamp: bool = False
-    """What is outside becomes the first or the last moment of those years."""
+    clamp: bool = False  # What is outside becomes the first or the last moment of those years
 
     def convert(self, values: pa.Array) -> pa.Array:
         """Days or microseconds."""

@@ -19,8 +19,7 @@ import pyarrow.compute as pc
 
 from pgcdc.postgres.types.column import Offsets, Rejected
 
-Places = npt.NDArray[np.int64]
-"""Places in the text of a column, in ascending order."""
+Places = npt.NDArray[np.int64]  # Places in the text of a column, in ascending order
 
 MAX_DIMENSIONS: Final = 6
 
@@ -39,8 +38,7 @@ _NULL = np.frombuffer(b"NULL", np.uint8)
 class Lists(NamedTuple):
     """Lists of lists of leaves."""
 
-    offsets: list[Offsets]
-    """Of each level, the outermost first."""
+    offsets: list[Offsets]  # Of each level, the outermost first
     leaves: pa.Array
 
 
@@ -75,11 +73,8 @@ class ColumnText:
         return np.searchsorted(self.begins, places, side="right") - 1
 
     def cut(self, before: bytes, after: bytes, *, has_null: bool = False) -> Pieces:
-        """Leaves: what stands between one of the bytes `before` and the next one of the bytes `after`.
-
-        Every byte outside of the leaves is one of these. With `has_null` NULL is a word, and no leaf
-        is empty; else NULL is nothing at all.
-        """
+        """Leaves: what stands between one of the bytes `before` and the next one of the bytes `after`. Every byte outside of
+        the leaves is one of these. With `has_null` NULL is a word, and no leaf is empty; else NULL is nothing at all."""
         # The same text, but with an "a" for what is escaped: any backslash and quote left in it is not part of a value.
         plain = self.data
         if b"\\" in plain:
@@ -127,16 +122,11 @@ class ColumnText:
 class Pieces(NamedTuple):
     """What a text was cut into."""
 
-    marks: Places
-    """Brackets, commas and the like outside of quotes."""
-    kinds: npt.NDArray[np.uint8]
-    """Which byte each of the marks is."""
-    begins: Places
-    """Where each leaf begins."""
-    opening: npt.NDArray[np.uint8]
-    """The mark before each leaf."""
-    closing: npt.NDArray[np.uint8]
-    """The mark after each leaf."""
+    marks: Places  # Brackets, commas and the like outside of quotes
+    kinds: npt.NDArray[np.uint8]  # Which byte each of the marks is
+    begins: Places  # Where each leaf begins
+    opening: npt.NDArray[np.uint8]  # The mark before each leaf
+    closing: npt.NDArray[np.uint8]  # The mark after each leaf
     leaves: pa.Array
 
 

@@ -35,8 +35,7 @@ from pgcdc.sink.letters.record import (
 MAX_LETTERS = 500
 MAX_CHARS = 8 << 20
 
-_KNOWN = {"id", "channel", "operation"}
-"""What a batch says of its events, unless it has only lines."""
+_KNOWN = {"id", "channel", "operation"}  # What a batch says of its events, unless it has only lines
 
 
 class SetAside:
@@ -47,12 +46,10 @@ class SetAside:
         self._store = store
         self._adapter = adapter
         self._limit = limit
-        self._row = 0
-        """How many of the last events were refused, one after the other."""
+        self._row = 0  # How many of the last events were refused, one after the other
         self._recorded: dict[str, str] | None = None
         """Letters of events behind the ack, position to id: of a try that failed later, or of a run that crashed."""
-        self.count = 0
-        """Letters of this run."""
+        self.count = 0  # Letters of this run
 
     def begin(self, ack: Position) -> None:
         """Look which events behind the ack have letters, of a run that crashed: they may be taken now."""
@@ -62,10 +59,8 @@ class SetAside:
     def take(
         self, whole: Batch, out: set[str], rejects: Sequence[Reject], attempts: int, ack: Position
     ) -> list[DeadLetter]:
-        """Record what of `whole` is refused now; `out` was before, and grows. SinkError: it cannot go on.
-
-        Returns the letters that are new: an event that is refused again after a crash has its letter already.
-        """
+        """Record what of `whole` is refused now; `out` was before, and grows. SinkError: it cannot go on. Returns the
+        letters that are new: an event that is refused again after a crash has its letter already."""
         by_position = {one.position: one for one in rejects}
         found = whole.only(by_position)
         positions = found.positions().to_pylist()
@@ -155,8 +150,7 @@ class Tally:
     delivered: int = 0
     superseded: int = 0
     failed: int = 0
-    error: str = ""
-    """Why the rest was not tried."""
+    error: str = ""  # Why the rest was not tried
 
     def add(self, other: Tally) -> None:
         """Count another one with this."""
@@ -224,10 +218,8 @@ def _read_traces(line: str) -> dict[str, str]:
 def deliver_again(
     store: ReadableDeadLetters, letters: Iterable[DeadLetter], redeliver: Callable[[Batch], Collection[str]]
 ) -> Tally:
-    """Deliver one batch of letters of one adapter. What is refused once more stays, and so does what cannot be tried.
-
-    A crash between delivery and mark delivers them once more, with the same ids.
-    """
+    """Deliver one batch of letters of one adapter. What is refused once more stays, and so does what cannot be tried. A
+    crash between delivery and mark delivers them once more, with the same ids."""
     tally, waiting = Tally(), {letter.position: letter for letter in letters}
     while waiting:
         try:

@@ -50,8 +50,7 @@ class DeadLetter:
     """An event that an adapter could not deliver. The same event of the same adapter always has the same id."""
 
     id: str
-    pipeline: str
-    """Server and slot: several pipelines may share a store."""
+    pipeline: str  # Server and slot: several pipelines may share a store
     adapter: str
     position: str
     event_id: str
@@ -60,8 +59,7 @@ class DeadLetter:
     error_kind: str
     error: str
     attempts: int
-    event: str
-    """The line without its end; several ones if they share a position, which nobody can refuse apart."""
+    event: str  # The line without its end; several ones if they share a position, which nobody can refuse apart
     created_at: datetime
     replayed_at: datetime | None = None
     """When it was settled: it is durable at the target, or not wanted there any more."""
@@ -141,8 +139,7 @@ def _plain(text: str) -> str:
 class DeadLetters(Protocol):
     """Takes dead letters. Thread-safe: all adapters of a pipeline have one store."""
 
-    pipeline: str = ""
-    """Whose letters are recorded; known when the source is."""
+    pipeline: str = ""  # Whose letters are recorded; known when the source is
 
     def check(self) -> None:
         """Whether letters could be recorded; leaves nothing behind. PgcdcError: they could not."""
@@ -169,12 +166,9 @@ class Query:
     ids: tuple[str, ...] = ()
     since: datetime | None = None
     before: datetime | None = None
-    is_waiting: bool | None = None
-    """Only those that are still to be delivered, or only those that are not."""
-    after: str | None = None
-    """Only those behind this position."""
-    limit: int = 0
-    """At most so many, the first in the order of their positions; 0: all."""
+    is_waiting: bool | None = None  # Only those that are still to be delivered, or only those that are not
+    after: str | None = None  # Only those behind this position
+    limit: int = 0  # At most so many, the first in the order of their positions; 0: all
 
     def matches(self, letter: DeadLetter) -> bool:
         """Whether the letter is meant, apart from the limit."""
@@ -189,8 +183,7 @@ class Query:
         )
 
 
-QUERY = TypeAdapter(Query)
-"""How a query crosses a socket."""
+QUERY = TypeAdapter(Query)  # How a query crosses a socket
 _LETTER = TypeAdapter(DeadLetter)
 
 

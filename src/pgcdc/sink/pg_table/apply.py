@@ -32,17 +32,14 @@ from pgcdc.sink.pg_table.tables import SourceTable, Targets, choose_key, describ
 from pgcdc.sink.pg_table.target import Blame, Effect, Rejected, RowFault, blame, is_conflict
 from pgcdc.sink.pg_table.writer import Writer
 
-KNOWN_S = 60.0
-"""So long the target's catalog is believed to say the same."""
+KNOWN_S = 60.0  # So long the target's catalog is believed to say the same
 _LAST = Position.end((1 << 63) - 1)
 
 
 class Applier:
-    """Applies batches through one session, in transactions of the caller.
-
-    What it knows of the target it learns again after every error. `say` gets what people should know: tables that were
-    created or altered, rows that should have been there.
-    """
+    """Applies batches through one session, in transactions of the caller. What it knows of the target it learns again after
+    every error. `say` gets what people should know: tables that were created or altered, rows that should have been
+    there."""
 
     def __init__(
         self,
@@ -55,22 +52,17 @@ class Applier:
     ) -> None:
         """`key`: the names of adapter and stream."""
         self._conn, self._options, self._shapes, self._say = conn, options, shapes, say
-        self.tables = set(tables)
-        """The tables that the target had at the last commit: the caller keeps it up to date."""
+        self.tables = set(tables)  # The tables that the target had at the last commit: the caller keeps it up to date
         self._rejected = Rejected(options.own_schema, key)
         self._writer: Writer | None = None
-        self._is_warm = False
-        """What is known of the target is of an earlier transaction."""
+        self._is_warm = False  # What is known of the target is of an earlier transaction
         self._known_until = 0.0
-        self.missed: Counter[str] = Counter()
-        """By table: rows that should have been deleted and were not there."""
+        self.missed: Counter[str] = Counter()  # By table: rows that should have been deleted and were not there
 
     def apply(self, batch: Batch, refused: Sequence[Batch] = ()) -> set[TableName]:
-        """Apply a batch, in the caller's transaction; the tables that the target has now, as far as they are known.
-
-        The keys of `refused` events are noted first: what is applied to them supersedes these. psycopg's errors pass; what
-        was done is to be rolled back.
-        """
+        """Apply a batch, in the caller's transaction; the tables that the target has now, as far as they are known. The keys
+        of `refused` events are noted first: what is applied to them supersedes these. psycopg's errors pass; what was done
+        is to be rolled back."""
         try:
             self._begin()
             for one in refused:

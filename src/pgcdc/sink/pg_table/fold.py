@@ -1,8 +1,6 @@
-"""What many changes leave of a table: for every key the last row, or that it is gone. Pure, and on whole columns.
-
-Keys and rows get numbers (`number_rows`); the last change of a number wins. Where an update did not bring a long value
-(unchanged TOAST), it is taken from an earlier change of the same key, or else left to the target: then the row is a patch.
-"""
+"""What many changes leave of a table: for every key the last row, or that it is gone. Pure, and on whole columns. Keys and
+rows get numbers (`number_rows`); the last change of a number wins. Where an update did not bring a long value (unchanged
+TOAST), it is taken from an earlier change of the same key, or else left to the target: then the row is a patch."""
 
 from __future__ import annotations
 
@@ -46,14 +44,11 @@ class Folded:
 
     gone: Rows | None = None
     """Keys of rows that the target has; of a table without a key, or with one that is checked late, whole rows."""
-    undone: Rows | None = None
-    """Keys of rows that came and went here: the target should not have them."""
-    puts: Rows | None = None
-    """Rows that the target has, or may have."""
+    undone: Rows | None = None  # Keys of rows that came and went here: the target should not have them
+    puts: Rows | None = None  # Rows that the target has, or may have
     patches: list[Rows] = field(default_factory=list)
     """Some columns of rows that the target has; the others keep their values."""
-    fresh: Rows | None = None
-    """Rows that the target should not have."""
+    fresh: Rows | None = None  # Rows that the target should not have
 
     @property
     def columns(self) -> list[str]:
@@ -82,15 +77,11 @@ def number_rows(columns: Sequence[pa.Array]) -> tuple[I64, int]:
 class _Keys:
     """The keys in some changes, with a number for each."""
 
-    columns: list[pa.Array]
-    """Their values: after each change, then those that updates brought as old ones."""
-    codes: I64
-    """The numbers of these."""
+    columns: list[pa.Array]  # Their values: after each change, then those that updates brought as old ones
+    codes: I64  # The numbers of these
     count: int
-    moved: I64
-    """The changes that give a row another key."""
-    left: I64
-    """The numbers of the keys that these rows had."""
+    moved: I64  # The changes that give a row another key
+    left: I64  # The numbers of the keys that these rows had
 
 
 def _number_keys(changes: TableChanges, values: list[pa.Array], key: Sequence[int]) -> _Keys:
@@ -109,9 +100,7 @@ def _number_keys(changes: TableChanges, values: list[pa.Array], key: Sequence[in
 
 def find_moves(changes: TableChanges, key: Sequence[int], *, keeps_more: bool) -> list[int]:
     """The updates that give a row another key and that only the target can do: it has values that are not in the change.
-
-    `keeps_more`: it has other columns, so that this is true for all of them.
-    """
+    `keeps_more`: it has other columns, so that this is true for all of them."""
     values, unknown = settle(changes, key)
     partial = [one for one in unknown if one is not None]
     if not keeps_more and not partial:
@@ -205,10 +194,8 @@ def _patches(
 
 def _balance(changes: TableChanges) -> tuple[list[pa.Array], I64, I64]:
     """Whole rows that came or went, in the order of the stream. Of each different one: where it stands last, and how many
-    more of it came than went. Where every change brings its whole old row, that is all there is.
-
-    MissingKey: an update or delete came without its old row.
-    """
+    more of it came than went. Where every change brings its whole old row, that is all there is. MissingKey: an update or
+    delete came without its old row."""
     goes: Bools = (changes.op == Op.UPDATE) | (changes.op == Op.DELETE)
     if (goes & (changes.old_kind != OldKind.FULL)).any():
         raise MissingKey("(the whole row)")

@@ -27,8 +27,7 @@ from pgcdc.sink.spec import SinkOptions, SourceView
 if TYPE_CHECKING:
     from pgcdc.sink.contract import Sink
 
-TableName = tuple[str, str]
-"""Schema and table."""
+TableName = tuple[str, str]  # Schema and table
 NO_ORIGIN = "none"
 _ADVICE = "Write public.orders=mirror.orders2 for a table, sales.*=archive.* for a schema"
 _APPLY_ONLY = ("target_schema", "tables", "evolve", "triggers")
@@ -218,10 +217,8 @@ def database_of(conn: Connection) -> tuple[str, str]:
 
 
 def check_source(options: PgTableOptions, adapter: str, source: SourceView) -> None:
-    """ConfigError if the adapter writes to tables that a start would capture, before anything is made for it.
-
-    A database that cannot be asked is no matter of this check: who needs it says so.
-    """
+    """ConfigError if the adapter writes to tables that a start would capture, before anything is made for it. A database
+    that cannot be asked is no matter of this check: who needs it says so."""
     if not source.url:
         return
     options, found = options.resolved(), set()

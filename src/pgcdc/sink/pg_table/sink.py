@@ -1,8 +1,6 @@
-"""Events into PostgreSQL, exactly once: the rows, and how far they go, change in one transaction.
-
-The row in the target is the truth (`target.py`); the ack in the state directory follows it. The row comes with the first
-batch. An empty batch moves the ack alone: databases that mirror each other would never rest otherwise.
-"""
+"""Events into PostgreSQL, exactly once: the rows, and how far they go, change in one transaction. The row in the target is
+the truth (`target.py`); the ack in the state directory follows it. The row comes with the first batch. An empty batch moves
+the ack alone: databases that mirror each other would never rest otherwise."""
 
 from __future__ import annotations
 
@@ -47,8 +45,7 @@ from pgcdc.sink.pg_table.target import (
 )
 from pgcdc.sink.pg_table.writer import copy_rows
 
-MERGE_SINCE = 150000
-"""The first version that has MERGE."""
+MERGE_SINCE = 150000  # The first version that has MERGE
 COLUMNS = {
     "id": "uuid",
     "channel": "text",
@@ -60,8 +57,7 @@ COLUMNS = {
     "transaction": "jsonb",
 }
 """In the order of an event."""
-_IDS = uuid.UUID("6f1c7a54-2f0e-4c0f-9d5e-8a1d7f5a9c11")
-"""For the ids of what comes without one."""
+_IDS = uuid.UUID("6f1c7a54-2f0e-4c0f-9d5e-8a1d7f5a9c11")  # For the ids of what comes without one
 _NAMES = "ARRAY['id', 'channel', 'operation', 'payload', 'source', 'created_at', 'position']"
 _INSERT = """
 INSERT INTO {table} ({columns})
@@ -88,8 +84,7 @@ class PgTableSink(Sink):
         self._conn: Connection | None = None
         self._has_origin = False
         self._said: set[str] = set()
-        self._refused: list[Batch] = []
-        """Events that the target refused, and that are not noted there yet."""
+        self._refused: list[Batch] = []  # Events that the target refused, and that are not noted there yet
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({redact(self._options.db)!r})"
@@ -272,8 +267,7 @@ class Appender:
 
     def __init__(self, name: str) -> None:
         schema, table = split_table(name)
-        self.title = name_table(schema, table)
-        """The name, for people."""
+        self.title = name_table(schema, table)  # The name, for people
         self._quoted = quote_qualified(schema, table)
         self._columns = ", ".join(map(quote_identifier, COLUMNS))
 

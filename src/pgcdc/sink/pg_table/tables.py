@@ -1,7 +1,5 @@
-"""A table on both sides: what the source says about it, and what the target's catalog says.
-
-The target's table is created where it is missing, and altered when that of the source is.
-"""
+"""A table on both sides: what the source says about it, and what the target's catalog says. The target's table is created
+where it is missing, and altered when that of the source is."""
 
 from __future__ import annotations
 
@@ -28,10 +26,8 @@ class SourceTable:
     name: TableName
     types: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By column: what the type may be called at the target, best first."""
-    key: tuple[str, ...] = ()
-    """The columns by which its changes name a row; empty if that is the whole row."""
-    lost_key: tuple[str, ...] = ()
-    """The columns of a key that transforms have dropped, in part or as a whole."""
+    key: tuple[str, ...] = ()  # The columns by which its changes name a row; empty if that is the whole row
+    lost_key: tuple[str, ...] = ()  # The columns of a key that transforms have dropped, in part or as a whole
     is_key_deferrable: bool = False
     """Within a transaction several rows may have the same key; changes bring their whole old rows then."""
 
@@ -78,12 +74,9 @@ def _key_of(relation: Relation, details: Details) -> tuple[str, ...]:
 class TargetColumn:
     """A column, as the target's catalog has it."""
 
-    type: str
-    """As SQL writes it."""
-    is_required: bool
-    """NOT NULL, and nothing that would be put in its place."""
-    identity: str
-    """`a` (always), `d` (by default) or empty."""
+    type: str  # As SQL writes it
+    is_required: bool  # NOT NULL, and nothing that would be put in its place
+    identity: str  # `a` (always), `d` (by default) or empty
     is_generated: bool
 
 
@@ -94,8 +87,7 @@ class TargetTable:
     name: TableName
     columns: Mapping[str, TargetColumn]
     primary_key: tuple[str, ...]
-    uniques: frozenset[frozenset[str]]
-    """The columns of unique indexes that are checked at once and for all rows."""
+    uniques: frozenset[frozenset[str]]  # The columns of unique indexes that are checked at once and for all rows
 
     @property
     def sql(self) -> str:
@@ -118,10 +110,8 @@ class TargetTable:
 
 
 def choose_key(source: SourceTable, target: TargetTable | None, columns: Collection[str]) -> tuple[str, ...]:
-    """The columns by which rows are found at the target; empty: the whole row.
-
-    Those of the source; where it has none, or transforms have dropped them, those of the target's primary key.
-    """
+    """The columns by which rows are found at the target; empty: the whole row. Those of the source; where it has none, or
+    transforms have dropped them, those of the target's primary key."""
     primary = target.primary_key if target is not None else ()
     if source.key or (primary and all(name in columns for name in primary)):
         return source.key or primary
@@ -167,8 +157,7 @@ class Targets:
         """`were_there`: tables that the target had. One that is gone is not made again as if it were new: it lacks rows."""
         self._conn, self._options, self._names, self._say = conn, options, options.names, say
         self._known: dict[TableName, TargetTable | None] = {}
-        self.were_there = set(were_there)
-        """With what is there now; without names that are free by right."""
+        self.were_there = set(were_there)  # With what is there now; without names that are free by right
 
     def see(self) -> set[TableName]:
         """Tables that are or were there."""

@@ -290,8 +290,7 @@ class Effect(NamedTuple):
     """What an event does to one key of one table."""
 
     table: str
-    key: str
-    """As JSON; empty for a table without one."""
+    key: str  # As JSON; empty for a table without one
     position: str
 
 
@@ -301,8 +300,7 @@ class Rejected:
     def __init__(self, schema: str, key: tuple[str, str]) -> None:
         self._table = quote_qualified(schema, "pgcdc_rejected")
         self._key = key
-        self.waiting: dict[tuple[str, str], list[str]] = {}
-        """The positions of these events, by table and key."""
+        self.waiting: dict[tuple[str, str], list[str]] = {}  # The positions of these events, by table and key
 
     def look(self, conn: Connection) -> None:
         """Read what waits."""
@@ -327,10 +325,8 @@ class Rejected:
         self.look(conn)
 
     def supersede(self, conn: Connection, newest: Mapping[tuple[str, str], str], cleared: Mapping[str, str]) -> None:
-        """These keys have been changed at these positions, and all rows of `cleared` tables went at theirs.
-
-        What was rejected before is no longer replayed to them.
-        """
+        """These keys have been changed at these positions, and all rows of `cleared` tables went at theirs. What was
+        rejected before is no longer replayed to them."""
         gone: list[tuple[str, ...]] = []
         for (table, key), positions in self.waiting.items():
             by = max((newest.get((table, key), "") if key else ""), cleared.get(table, ""))

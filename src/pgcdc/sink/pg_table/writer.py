@@ -1,8 +1,6 @@
-"""Puts folded changes into the target's tables: in few statements, whatever their number.
-
-Rows go by COPY to a temporary table with the target's types, and a statement takes them from there. Rows that should be new
-go straight to the target's table.
-"""
+"""Puts folded changes into the target's tables: in few statements, whatever their number. Rows go by COPY to a temporary
+table with the target's types, and a statement takes them from there. Rows that should be new go straight to the target's
+table."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ from pgcdc.sink.pg_table.target import RowFault
 
 MOST_TABLES = 32
 """So many staging tables a session keeps: at each commit all of them are emptied, which takes 0.4 ms each."""
-PIECE_BYTES = 1 << 19
-"""Small enough that the server reads the first rows while the last ones are written."""
+PIECE_BYTES = 1 << 19  # Small enough that the server reads the first rows while the last ones are written
 _ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
 _REFERRED = (psycopg.errors.ForeignKeyViolation, psycopg.errors.RestrictViolation)
 
@@ -33,14 +30,11 @@ class Writer:
 
     def __init__(self, conn: Connection, targets: Targets) -> None:
         self._conn, self.targets = conn, targets
-        self._staging: set[str] = set()
-        """The temporary tables of this session that we know of."""
-        self._used: set[str] = set()
-        """Those of them that have rows of this transaction."""
+        self._staging: set[str] = set()  # The temporary tables of this session that we know of
+        self._used: set[str] = set()  # Those of them that have rows of this transaction
         self._met: set[tuple[str, str]] = set()
         """Tables that had rows which should be new: they are not tried with a plain COPY again."""
-        self.missed: Counter[str] = Counter()
-        """By table: rows that should have been deleted and were not there."""
+        self.missed: Counter[str] = Counter()  # By table: rows that should have been deleted and were not there
 
     def begin(self) -> None:
         """A transaction begins: what the last one left in temporary tables is gone."""
@@ -148,10 +142,8 @@ class Writer:
         return self._conn.execute(statement.encode(), prepare=False).rowcount
 
     def _stage(self, target: TargetTable, rows: Rows) -> tuple[str, tuple[str, ...]]:
-        """Put rows into a temporary table with the target's types, and nothing else; its name in SQL, and its columns.
-
-        Its name follows from the columns: after a rollback nobody knows which tables are left.
-        """
+        """Put rows into a temporary table with the target's types, and nothing else; its name in SQL, and its columns. Its
+        name follows from the columns: after a rollback nobody knows which tables are left."""
         rows = rows.only(target.writable(rows.columns))
         columns = ", ".join(f"{quote_identifier(name)} {target.columns[name].type}" for name in rows.columns)
         name = f"pgcdc_stage_{hashlib.sha256(columns.encode()).hexdigest()[:16]}"
@@ -247,10 +239,8 @@ def _make_way(target: TargetTable, stage: str, columns: Sequence[str], key: Sequ
 
 
 def _patch(target: TargetTable, stage: str, columns: Sequence[str], key: Sequence[str]) -> str:
-    """Rows get the values of the staging table, and keep their others.
-
-    A row whose fixed column is another one is not found: it is refused, like one that is not there.
-    """
+    """Rows get the values of the staging table, and keep their others. A row whose fixed column is another one is not found:
+    it is refused, like one that is not there."""
     sets = _sets(target, columns, key) or f"{quote_identifier(key[0])} = s.{quote_identifier(key[0])}"
     where = _matches([*key, *_fixed(target, columns, key)])
     return f"UPDATE {target.sql} AS t SET {sets} FROM {stage} AS s WHERE {where}"

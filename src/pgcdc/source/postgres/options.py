@@ -61,11 +61,9 @@ class WireOptions(Options):
 
     @property
     def streams(self) -> bool:
-        """Whether large transactions are asked for while they run.
-
-        By default not with `messages`: the server does not say to which subtransaction a message in such a transaction
-        belongs, so one that was rolled back to a savepoint cannot be told from one that was committed.
-        """
+        """Whether large transactions are asked for while they run. By default not with `messages`: the server does not say
+        to which subtransaction a message in such a transaction belongs, so one that was rolled back to a savepoint cannot be
+        told from one that was committed."""
         return not self.messages if self.streaming is None else self.streaming
 
     def check_server(self, server_version: int) -> None:

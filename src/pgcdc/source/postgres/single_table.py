@@ -43,17 +43,12 @@ class ColumnDescription:
     """A column of a table as it is now: what `pgcdc describe` says about it."""
 
     column: str
-    pg_type: str
-    """As the database writes it: `numeric(12,2)`."""
-    spark_type: str
-    """As Spark writes it: `decimal(12,2)`."""
+    pg_type: str  # As the database writes it: `numeric(12,2)`
+    spark_type: str  # As Spark writes it: `decimal(12,2)`
     nullable: bool
-    key: str
-    """`primary`, `identity` (part of the replica identity, but of no primary key) or nothing."""
-    exactness: str
-    """`exact`, `converted` (by `rule`) or `text` (PostgreSQL's own)."""
-    rule: str
-    """How it is converted, or why it is text; and of a generated column, whether the stream has it."""
+    key: str  # `primary`, `identity` (part of the replica identity, but of no primary key) or nothing
+    exactness: str  # `exact`, `converted` (by `rule`) or `text` (PostgreSQL's own)
+    rule: str  # How it is converted, or why it is text; and of a generated column, whether the stream has it
 
 
 @explain_errors("read the columns of the table")
@@ -212,8 +207,7 @@ class ChunkPart:
     """What one task reads."""
 
     chunks: list[Chunk]
-    held: HeldSnapshot | None = None
-    """None: one task reads everything, so that its own snapshot is as good."""
+    held: HeldSnapshot | None = None  # None: one task reads everything, so that its own snapshot is as good
 
 
 def find_rows(options: PostgresOptions, name: str, types: TypeOptions) -> PostgresRows:
@@ -231,8 +225,7 @@ def find_rows(options: PostgresOptions, name: str, types: TypeOptions) -> Postgr
 class PostgresRows:
     """A table as it is now, as `source.protocol.TableRows` says."""
 
-    options: PostgresOptions
-    """As they were given: what is a secret is taken from the environment, on each host."""
+    options: PostgresOptions  # As they were given: what is a secret is taken from the environment, on each host
     table: Table
     columns: tuple[TypedColumn, ...]
     key: tuple[str, ...]

@@ -54,8 +54,7 @@ class PostgresStream:
         publications = self._publications = SlotDetails.of(identity).names
         self._consumers = consumers
         self._relations = spool.relations
-        self._end = spool.end
-        """Where what was handed out ends: as the spool."""
+        self._end = spool.end  # Where what was handed out ends: as the spool
         self._name = f"pgcdc {identity.instance}"
         self._selector = selectors.DefaultSelector()
         self._snapshots = Snapshots(options, publications, state, consumers.base, f"{self._name} chunks")
@@ -75,8 +74,7 @@ class PostgresStream:
         self._clock = Clock()
         self._sql: Connection | None = None
         self._sql_fd = self._stream_fd = -1
-        self._pieces: Iterator[CaptureBatch] | None = None
-        """What is being handed out."""
+        self._pieces: Iterator[CaptureBatch] | None = None  # What is being handed out
         self._unspooled: CaptureBatch | None = None
         """Read, but not handed out: the connection was lost while the catalog was asked about its shapes."""
         self._busy_since: float | None = None

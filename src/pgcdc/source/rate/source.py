@@ -1,8 +1,6 @@
-"""The source `rate`: made-up changes at a given rate, with no database. For trials, tests and benchmarks.
-
-It behaves as a real one. Its log grows with the clock, whether anybody reads it or not. What is confirmed is gone: to ask
-for it again is a gap. `rate.json` in the state directory stands for the server: when the log began, what was confirmed.
-"""
+"""The source `rate`: made-up changes at a given rate, with no database. For trials, tests and benchmarks. It behaves as a
+real one. Its log grows with the clock, whether anybody reads it or not. What is confirmed is gone: to ask for it again is a
+gap. `rate.json` in the state directory stands for the server: when the log began, what was confirmed."""
 
 from __future__ import annotations
 
@@ -47,8 +45,7 @@ from pgcdc.spool.writer import SpoolWriter
 
 I64 = npt.NDArray[np.int64]
 
-FIRST_COMMIT = 1
-"""Where the log begins: rows that exist stand behind it, the first transaction is the next."""
+FIRST_COMMIT = 1  # Where the log begins: rows that exist stand behind it, the first transaction is the next
 INT8, TEXT = 20, 25  # the numbers that PostgreSQL has for these types
 BATCH_ROWS = 16_384
 SERVER_FILE = "rate.json"

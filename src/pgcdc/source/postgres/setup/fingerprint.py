@@ -20,8 +20,7 @@ from pgcdc.postgres.database import Connection, explain_errors, name_table, quot
 from pgcdc.postgres.selection import Selection
 from pgcdc.source.postgres.options import PostgresOptions
 
-Fingerprint = list[dict[str, Any]]
-"""One entry for each publication, as JSON."""
+Fingerprint = list[dict[str, Any]]  # One entry for each publication, as JSON
 
 OWNED = "managed by pgcdc for slot "
 """What our publications have as their comment, before the name of the slot: its pipeline alone may alter them."""
@@ -34,8 +33,7 @@ class SlotDetails:
     """What an identity says of a slot that nobody else reads."""
 
     timeline: int
-    publications: Fingerprint
-    """As they were when we looked last, to notice when they are dropped or narrowed."""
+    publications: Fingerprint  # As they were when we looked last, to notice when they are dropped or narrowed
     asked: dict[str, Any]
     """Which tables were asked for at the last start: a selection, which names none if the publication is the user's."""
     planned: Fingerprint | None = None
@@ -161,11 +159,9 @@ def read_fingerprint(conn: Connection, names: Sequence[str]) -> Fingerprint:
 def check_unchanged(
     conn: Connection, known: Fingerprint, planned: Fingerprint | None = None, *, is_open: bool = False
 ) -> Fingerprint:
-    """The fingerprint of now, which may have more than the known one. Raises GapError if it has less.
-
-    `planned` is what we wanted to make of it when we were interrupted: we may or may not have. With `is_open` new tables
-    are added by us anyhow: one in the place of another is no gap.
-    """
+    """The fingerprint of now, which may have more than the known one. Raises GapError if it has less. `planned` is what we
+    wanted to make of it when we were interrupted: we may or may not have. With `is_open` new tables are added by us anyhow:
+    one in the place of another is no gap."""
     now = read_fingerprint(conn, [item["name"] for item in known])
     for expected in (planned, known):
         if expected is None:

@@ -44,8 +44,7 @@ class Guard:
         self._identity = identity
         self._consumers = consumers
         self._temporary = temporary
-        self.server_lsn = 0
-        """How far the server's WAL went when we looked last."""
+        self.server_lsn = 0  # How far the server's WAL went when we looked last
         self.wal_sender_timeout_s = 60.0
 
     def check_server(self, replication: Connection) -> None:
@@ -110,8 +109,7 @@ class Clock:
     """Reads the server's clock, and tells a reading once everything up to its LSN has been read."""
 
     def __init__(self) -> None:
-        self.reached: tuple[int, int] | None = None
-        """(lsn, microseconds since 1970)."""
+        self.reached: tuple[int, int] | None = None  # (lsn, microseconds since 1970)
         self._asked: tuple[int, int] | None = None
 
     def ask(self, sql: Connection) -> int | None:
@@ -163,10 +161,8 @@ class ShapeObserver:
         """How many changes there were since the state directory began; tables that were first seen do not count."""
 
     def observe(self, batch: CaptureBatch, sql: Connection) -> None:
-        """Write down, durably, which tables have another shape in this batch.
-
-        Raises ConnectionLost if the catalog cannot be asked: nothing has happened then, and the batch may come again.
-        """
+        """Write down, durably, which tables have another shape in this batch. Raises ConnectionLost if the catalog cannot be
+        asked: nothing has happened then, and the batch may come again."""
         if batch.part is None:
             return
         rows = batch.data if batch.part.batch is None else pa.Table.from_batches([batch.part.batch])

@@ -50,8 +50,7 @@ from pgcdc.spool.consumers import Consumers, is_side_lane
 
 Say = Callable[[str], object]
 
-LOCK_TIMEOUT_S = 120.0
-"""How long we wait for another process that prepares the same state directory."""
+LOCK_TIMEOUT_S = 120.0  # How long we wait for another process that prepares the same state directory
 
 
 def prepare(
@@ -63,10 +62,8 @@ def prepare(
     is_resync: bool = False,
 ) -> Prepared:
     """Check server and state directory, create what is missing. Raises with advice, and then nothing new is left behind.
-
-    `consumer` is who asks: it may leave out tables that it does not want any more, but not those of others. Only
-    `pgcdc resync` itself (`is_resync`) may begin in a directory that it has not finished with.
-    """
+    `consumer` is who asks: it may leave out tables that it does not want any more, but not those of others. Only `pgcdc
+    resync` itself (`is_resync`) may begin in a directory that it has not finished with."""
     options.check()
     lock = Lock(state.identity_lock)
     try:
@@ -225,10 +222,8 @@ def _make_publications(
 
 
 def _check_publications(sql: Connection, options: PostgresOptions, known: Identity, names: tuple[str, ...]) -> Identity:
-    """Refuse publications that somebody narrowed since we looked last, unless the user says that this was meant.
-
-    What was accepted is written down later, when nothing else is refused.
-    """
+    """Refuse publications that somebody narrowed since we looked last, unless the user says that this was meant. What was
+    accepted is written down later, when nothing else is refused."""
     details = SlotDetails.of(known)
     try:
         check_unchanged(sql, details.publications, details.planned, is_open=details.selection.is_open)
@@ -242,11 +237,9 @@ def _check_publications(sql: Connection, options: PostgresOptions, known: Identi
 def _bring_up_to_date(
     sql: Connection, options: PostgresOptions, state: StateDir, known: Identity, *, review: bool = True
 ) -> tuple[tuple[PublicationInfo, ...], Identity]:
-    """Change our publications to what is wanted now, and remember them as they are then.
-
-    The identity says durably what we are about to make before that becomes visible: a crash between the two looks
-    neither like a change by somebody else, nor hides one.
-    """
+    """Change our publications to what is wanted now, and remember them as they are then. The identity says durably what we
+    are about to make before that becomes visible: a crash between the two looks neither like a change by somebody else, nor
+    hides one."""
     details = SlotDetails.of(known)
     expected = check_unchanged(sql, details.publications, details.planned, is_open=details.selection.is_open)
     if not options.uses_existing:
@@ -358,10 +351,8 @@ def _remove_slot(url: str, name: str) -> None:
 def try_publications(
     options: PostgresOptions, state: StateDir, *, reads_rows: bool = False
 ) -> tuple[tuple[PublicationInfo, ...], list[PublishedTable], SourceError | None]:
-    """Make the publications (and the table of signals) as a start would, and take all of it back.
-
-    What they are, the tables with the columns that would be captured, and with `reads_rows` why rows cannot be read.
-    """
+    """Make the publications (and the table of signals) as a start would, and take all of it back. What they are, the tables
+    with the columns that would be captured, and with `reads_rows` why rows cannot be read."""
     known, unreadable = state.identity(), None
     if known is not None and known.created == 0:
         known = None

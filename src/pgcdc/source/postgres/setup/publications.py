@@ -43,14 +43,12 @@ Rules = Mapping[tuple[str, str], Rule]
 class PublicationInfo:
     """One publication and what it covers."""
 
-    found: dict[str, Any]
-    """Its fingerprint."""
+    found: dict[str, Any]  # Its fingerprint
     tables: tuple[str, ...]
     """The tables as they will appear in the stream (partitions rather than their root, unless `via_root`)."""
     inserts_only: tuple[str, ...] = ()
     """Tables whose updates and deletes we do not get, as the user names them: to be said."""
-    changed: tuple[str, ...] = ()
-    """What we have just changed in it besides its tables: to be said."""
+    changed: tuple[str, ...] = ()  # What we have just changed in it besides its tables: to be said
 
     @property
     def name(self) -> str:

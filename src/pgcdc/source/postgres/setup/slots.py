@@ -36,25 +36,19 @@ class SlotInfo:
 
     name: str
     plugin: str | None
-    slot_type: str
-    """logical or physical."""
+    slot_type: str  # logical or physical
     database: str | None
     temporary: bool
     two_phase: bool
     active: bool
     active_pid: int | None
-    reader: str | None
-    """The application name of who reads it now."""
+    reader: str | None  # The application name of who reads it now
     restart_lsn: int | None
     confirmed_flush_lsn: int | None
-    wal_status: str | None
-    """reserved, extended, unreserved (about to be lost) or lost; None before PostgreSQL 13."""
-    invalidation_reason: str | None
-    """Why it is lost, where the server says so (16 and later)."""
-    retained_bytes: int | None
-    """WAL that the server keeps because of this slot."""
-    lag_bytes: int | None
-    """WAL written since what was confirmed."""
+    wal_status: str | None  # reserved, extended, unreserved (about to be lost) or lost; None before PostgreSQL 13
+    invalidation_reason: str | None  # Why it is lost, where the server says so (16 and later)
+    retained_bytes: int | None  # WAL that the server keeps because of this slot
+    lag_bytes: int | None  # WAL written since what was confirmed
 
 
 # to_jsonb, because these columns differ between versions
@@ -250,14 +244,11 @@ class ServerInfo:
     """Which server and database this is, and what it allows."""
 
     version_num: int
-    system_identifier: str
-    """Given at initdb; shared with standbys and physical copies."""
-    timeline: int
-    """Grows with every promotion."""
+    system_identifier: str  # Given at initdb; shared with standbys and physical copies
+    timeline: int  # Grows with every promotion
     database: str
     user: str
-    slot: SlotInfo | None
-    """Our slot, if it exists."""
+    slot: SlotInfo | None  # Our slot, if it exists
 
 
 _FACTS = """
@@ -273,11 +264,9 @@ FROM pg_roles r WHERE r.rolname = current_user
 
 @explain_errors("check the server")
 def check(url: str, slot_name: str) -> ServerInfo:
-    """Check that the changes of this database can be captured through this slot, which may exist or not.
-
-    Raises SourceError (also for a server that does not answer: nothing was started yet), GapError if the slot is lost,
-    ConnectionLost if only its present reader, who may be our own of before a crash, holds the last walsender.
-    """
+    """Check that the changes of this database can be captured through this slot, which may exist or not. Raises SourceError
+    (also for a server that does not answer: nothing was started yet), GapError if the slot is lost, ConnectionLost if only
+    its present reader, who may be our own of before a crash, holds the last walsender."""
     check_slot_name(slot_name)
     with connect(url, application_name="pgcdc preflight", may_retry=False) as conn:
         check_age(conn.info.server_version)

@@ -36,19 +36,13 @@ class Table:
     oid: int
     schema: str
     table: str
-    kind: str
-    """r (ordinary) or p (partitioned); others cannot be published."""
-    persistence: str
-    """p (permanent), u (unlogged) or t (temporary)."""
+    kind: str  # r (ordinary) or p (partitioned); others cannot be published
+    persistence: str  # p (permanent), u (unlogged) or t (temporary)
     is_partition: bool
-    is_identified: bool
-    """Updates and deletes may be published: by its own identity, and for a root by its primary key."""
-    is_owned: bool
-    """We have the rights of its owner, who alone may publish it."""
-    of_extension: bool
-    """An extension created it."""
-    parents: tuple[int, ...]
-    """The tables it inherits from, at any distance."""
+    is_identified: bool  # Updates and deletes may be published: by its own identity, and for a root by its primary key
+    is_owned: bool  # We have the rights of its owner, who alone may publish it
+    of_extension: bool  # An extension created it
+    parents: tuple[int, ...]  # The tables it inherits from, at any distance
 
     @property
     def name(self) -> str:
@@ -84,10 +78,8 @@ def read_tables(conn: Connection) -> list[Table]:
 
 
 def choose_tables(everything: Sequence[Table], selection: Selection, *, roots: bool = True) -> list[Table]:
-    """The tables to publish: those named, with what inherits from them, or all (of some schemas) that are the user's.
-
-    A partitioned table stands for its partitions; without `roots` (PostgreSQL 12) its partitions stand for it.
-    """
+    """The tables to publish: those named, with what inherits from them, or all (of some schemas) that are the user's. A
+    partitioned table stands for its partitions; without `roots` (PostgreSQL 12) its partitions stand for it."""
     if selection.is_open:
         schemas = selection.schema_names
         chosen = [t for t in everything if _belongs_to_all(t) and (selection.all_tables or t.schema in schemas)]
@@ -107,11 +99,9 @@ def choose_tables(everything: Sequence[Table], selection: Selection, *, roots: b
 def split_by_identity(
     chosen: Sequence[Table], everything: Sequence[Table]
 ) -> tuple[list[Table], list[Table], list[Table]]:
-    """Tables to publish in full; for inserts only; and those of the second whose updates will really be missing.
-
-    A root that is not identified goes to the second, since the partitions to come may have no identity, but those of
-    its partitions that have one go to the first: the server sends what any of the publications allows.
-    """
+    """Tables to publish in full; for inserts only; and those of the second whose updates will really be missing. A root that
+    is not identified goes to the second, since the partitions to come may have no identity, but those of its partitions that
+    have one go to the first: the server sends what any of the publications allows."""
     full: dict[int, Table] = {}
     inserts: list[Table] = []
     incomplete: list[Table] = []
@@ -176,14 +166,11 @@ def _why_not(table: Table) -> str | None:
 class PublishedTable:
     """One table of the stream."""
 
-    relation: Relation
-    """As the stream's Relation message describes it."""
-    kind: str
-    """r, or p for the root of partitions."""
+    relation: Relation  # As the stream's Relation message describes it
+    kind: str  # r, or p for the root of partitions
     key: tuple[str, ...]
     """Columns that tell its rows apart, in the order of their index: the stream has them in every old row. () if none do."""
-    row_filter: str | None
-    """Which rows are published, in SQL; None: all."""
+    row_filter: str | None  # Which rows are published, in SQL; None: all
 
     @property
     def title(self) -> str:
@@ -279,19 +266,14 @@ class TableColumn:
     ndims: int
     """Declared dimensions of an array. PostgreSQL does not enforce them, and some ways to make a table lose them: 0."""
     number: int
-    pg_type: str
-    """As in CREATE TABLE: `numeric(12,2)`."""
+    pg_type: str  # As in CREATE TABLE: `numeric(12,2)`
     not_null: bool
-    is_key: bool
-    """Part of the replica identity: known of deleted rows."""
-    key_place: int | None
-    """Its place in the primary key, if it is part of that."""
-    is_deferrable: bool
-    """It is part of a primary key that is deferrable, and so no replica identity."""
+    is_key: bool  # Part of the replica identity: known of deleted rows
+    key_place: int | None  # Its place in the primary key, if it is part of that
+    is_deferrable: bool  # It is part of a primary key that is deferrable, and so no replica identity
     generated: str
     """`s` (stored), `v` (virtual) or nothing. Virtual columns are never in the stream, stored ones by option."""
-    is_readable: bool
-    """We may read it."""
+    is_readable: bool  # We may read it
 
     @property
     def is_primary_key(self) -> bool:

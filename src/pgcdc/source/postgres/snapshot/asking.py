@@ -102,11 +102,9 @@ class NeverReadable(SourceError):
 
 
 def note_tables(queue: RequestQueue, sql: Connection, publications: Sequence[str], *, is_wanted: bool) -> list[str]:
-    """Note which tables there are; of those that are new, the rows are asked for if that `is_wanted`. Returns these.
-
-    What was noted is durable together with the requests, so that no crash forgets a table. At the first time nothing is
-    asked for: these tables are those of the slot's beginning.
-    """
+    """Note which tables there are; of those that are new, the rows are asked for if that `is_wanted`. Returns these. What
+    was noted is durable together with the requests, so that no crash forgets a table. At the first time nothing is asked
+    for: these tables are those of the slot's beginning."""
     with lost_on_error():
         try:
             with sql.transaction():  # the view opens every table: the stream must not wait behind a VACUUM FULL

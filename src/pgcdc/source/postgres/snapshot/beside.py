@@ -61,12 +61,9 @@ class _Attempt:
 
     id: str
     order: ChunkOrder
-    window: Window | None
-    """None: the table is only looked at."""
-    xids: npt.NDArray[np.uint32]
-    """Transactions that were streamed before the window was opened."""
-    keys_done: int
-    """Of a chunk of given keys: how far in their file it goes."""
+    window: Window | None  # None: the table is only looked at
+    xids: npt.NDArray[np.uint32]  # Transactions that were streamed before the window was opened
+    keys_done: int  # Of a chunk of given keys: how far in their file it goes
     begun: float = field(default_factory=time.monotonic)
     read: ChunkRead | None = None
     chunk: Chunk | None = None
@@ -141,10 +138,8 @@ class BesideStream:
             self._attempt.is_cancelled = True
 
     def step(self, end: Position, *, may_work: bool) -> Release | None:
-        """Go on. `end` is where the spool ends; if it `may_work`, the stream is read and all of it is in the spool.
-
-        A release that is returned is durable; it has to be made visible before anything else.
-        """
+        """Go on. `end` is where the spool ends; if it `may_work`, the stream is read and all of it is in the spool. A
+        release that is returned is durable; it has to be made visible before anything else."""
         self._collect()
         release = None
         if may_work and self._attempt is not None:

@@ -37,8 +37,7 @@ from pgcdc.source.postgres.snapshot.held import import_snapshot
 
 logger = logging.getLogger("pgcdc.capture")
 
-TID_RANGE_SCAN: Final = 140000
-"""The first version that reads a ctid range without reading the whole table."""
+TID_RANGE_SCAN: Final = 140000  # The first version that reads a ctid range without reading the whole table
 SAMPLED_PER_CHUNK: Final = 200
 SAMPLED_BLOCKS: Final = 16
 CHUNK_BYTES = int(os.environ.get("PGCDC_SNAPSHOT_CHUNK_BYTES", "") or 16 << 20)
@@ -47,8 +46,7 @@ MAX_CHUNKS = 10_000
 LOCK_TIMEOUT = "2s"
 SMALL_BYTES = 256 << 20
 """A table that is smaller is read by its key in any case: what a crash leaves of it can be read by key as well."""
-CORRELATED = 0.5
-"""Rows that stand in the table about in the order of the key can be read by it without jumping."""
+CORRELATED = 0.5  # Rows that stand in the table about in the order of the key can be read by it without jumping
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +57,12 @@ class Chunk:
     table: str
     filenode: int = 0
     """The file in which the rows are (of a root: the sum of those of its partitions); 0: whichever they are in."""
-    is_root: bool = False
-    """With the rows of all partitions."""
+    is_root: bool = False  # With the rows of all partitions
     first_block: int | None = None
-    end_block: int | None = None
-    """The first block that is not in the chunk."""
+    end_block: int | None = None  # The first block that is not in the chunk
     key: tuple[str, ...] = ()
-    low: tuple[str, ...] | None = None
-    """The smallest key, as text."""
-    high: tuple[str, ...] | None = None
-    """The first key that is not in the chunk."""
+    low: tuple[str, ...] | None = None  # The smallest key, as text
+    high: tuple[str, ...] | None = None  # The first key that is not in the chunk
 
     @property
     def source(self) -> str:
@@ -114,8 +108,7 @@ class _Part:
     filenode: int
     blocks: int
     nbytes: int
-    rows: float
-    """An estimate; below 0 if the table was never analyzed."""
+    rows: float  # An estimate; below 0 if the table was never analyzed
     is_heap: bool
     is_readable: bool
     key: tuple[str, ...]
@@ -123,11 +116,9 @@ class _Part:
 
 @explain_errors("plan how to read the table")
 def plan_chunks(conn: Connection, table: Table, *, count: int, by_key: bool = False) -> list[Chunk]:
-    """About `count` chunks; more of a partitioned table: no fewer than partitions.
-
-    By blocks, unless that means to read the whole table for each (before PostgreSQL 14) or `by_key` asks for keys; a table
-    that has no primary key is then one chunk. An empty table is one chunk, a partitioned table without partitions none.
-    """
+    """About `count` chunks; more of a partitioned table: no fewer than partitions. By blocks, unless that means to read the
+    whole table for each (before PostgreSQL 14) or `by_key` asks for keys; a table that has no primary key is then one chunk.
+    An empty table is one chunk, a partitioned table without partitions none."""
     parts = _read_parts(conn, table)
     if not all(part.is_readable for part in parts):  # it may still be that the rows can be read through the root
         return [Chunk(table.schema, table.table, sum(part.filenode for part in parts), is_root=True)]
@@ -167,10 +158,8 @@ def estimate_rows(conn: Connection, table: Table) -> int:
 
 @explain_errors("lock the table")
 def lock_chunks(conn: Connection, chunks: Sequence[Chunk]) -> None:
-    """Keep the chunks' rows where they are until the transaction ends. SourceError if they are there no more.
-
-    Call it before any query of the transaction: without a snapshot of others its own begins with the first.
-    """
+    """Keep the chunks' rows where they are until the transaction ends. SourceError if they are there no more. Call it before
+    any query of the transaction: without a snapshot of others its own begins with the first."""
     for chunk in chunks:
         try:
             with conn.transaction():
@@ -267,11 +256,9 @@ ORDER BY n.nspname, c.relname
 def plan_tables(
     url: str, publications: Sequence[str], snapshot: str, oids: set[int] | None = None
 ) -> list[tuple[PublishedTable, tuple[list[Chunk], int] | None]] | None:
-    """These tables (None: all) with their chunks in a snapshot, and about how many rows; None: the snapshot was lost.
-
-    A table that was truncated or altered since cannot be read in it: None, too. One that is not there is gone. Who
-    plans is the capture's loop, which must not wait for locks: LockNotAvailable is the cause of a SourceError then.
-    """
+    """These tables (None: all) with their chunks in a snapshot, and about how many rows; None: the snapshot was lost. A
+    table that was truncated or altered since cannot be read in it: None, too. One that is not there is gone. Who plans is
+    the capture's loop, which must not wait for locks: LockNotAvailable is the cause of a SourceError then."""
     with connect(url, application_name="pgcdc snapshot reader") as conn:
         conn.execute(f"SET lock_timeout = {quote_literal(LOCK_TIMEOUT)}".encode())
         now = {one.relation.oid: one for one in read_published(conn, publications)}

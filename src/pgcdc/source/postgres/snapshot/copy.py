@@ -65,10 +65,8 @@ def copy_statement(columns: Iterable[str], source: str, conditions: Sequence[str
 def check_condition(
     conn: Connection, columns: Iterable[str], source: str, conditions: Sequence[str | None], wrong: str
 ) -> None:
-    """Ask for no row: what is wrong with rights, columns or conditions is said before anything starts.
-
-    `wrong` says that the user's condition is none; without one it is empty, and everything is raised as it comes.
-    """
+    """Ask for no row: what is wrong with rights, columns or conditions is said before anything starts. `wrong` says that the
+    user's condition is none; without one it is empty, and everything is raised as it comes."""
     try:
         execute_one(conn, select_statement(columns, source, conditions, " LIMIT 0"))
     except (psycopg.ProgrammingError, psycopg.DataError) as error:
@@ -79,11 +77,9 @@ def check_condition(
 
 
 def copy_rows(conn: Connection, statement: str, columns: int, *, batch_bytes: int = BATCH_BYTES) -> Generator[pa.Array]:
-    """The rows of a COPY statement in flat arrays of about `batch_bytes`, with `columns` values for each row.
-
-    Raises what psycopg raises for the server's errors. If it is not read to its end the connection is closed, because the
-    server would go on sending.
-    """
+    """The rows of a COPY statement in flat arrays of about `batch_bytes`, with `columns` values for each row. Raises what
+    psycopg raises for the server's errors. If it is not read to its end the connection is closed, because the server would
+    go on sending."""
     pgconn = conn.pgconn
     buffer = new_copy_buffer(columns)
     nbytes = min(batch_bytes, MAX_BATCH_BYTES)

@@ -47,11 +47,9 @@ logger = logging.getLogger("pgcdc.capture")
 READERS = max(1, min(4, os.cpu_count() or 1))
 STAGED_BYTES = 4 * CHUNK_BYTES
 """So much may wait on disk for a spool that is full, or a capture that is slower than its readers."""
-LOCKED_S = 2.0
-"""How long to do other things when a table is locked."""
+LOCKED_S = 2.0  # How long to do other things when a table is locked
 HELD_INTERVAL_S = 0.5
-MAX_LOSSES = 3
-"""A snapshot that is lost so often before one row of it is released will never be read."""
+MAX_LOSSES = 3  # A snapshot that is lost so often before one row of it is released will never be read
 WARN_AFTER_S = 600.0
 
 
@@ -69,15 +67,13 @@ class Snapshots:
         self.readers = Readers(options.db, publications, name, READERS)
         self.beside = BesideStream(options, self._folder, self.queue, self.releases, self.readers)
         self._held: set[int] = set()
-        self._changed: dict[int, str] = {}
-        """Tables that could not be read in their snapshot, and why."""
+        self._changed: dict[int, str] = {}  # Tables that could not be read in their snapshot, and why
         self._losses, self._failures = 0, 0
         self._held_due = self._read_due = self._plan_due = 0.0
         self._paces: dict[int, tuple[float, int]] = {}
         """When the first rows of a table were released, and how many these were."""
         self._warning = ""
-        self.rules: list[SkipRule] = []
-        """What the stream has to leave out."""
+        self.rules: list[SkipRule] = []  # What the stream has to leave out
         self._recover()
 
     def _recover(self) -> None:
@@ -117,10 +113,8 @@ class Snapshots:
         return Position.parse(done["end"]) if done else Position.at(0, 0)
 
     def step(self, end: Position, *, may_work: bool) -> Release | None:
-        """Go on. `end` is where the spool ends; if it `may_work`, everything that was read is in the spool.
-
-        A release that is returned is durable; it has to be made visible before anything else.
-        """
+        """Go on. `end` is where the spool ends; if it `may_work`, everything that was read is in the spool. A release that
+        is returned is durable; it has to be made visible before anything else."""
         if not self.is_first:
             return self.beside.step(end, may_work=may_work)
         try:
@@ -276,10 +270,8 @@ class Snapshots:
         logger.warning("%s: %s; what is not released yet is read in a new snapshot", names, why)
 
     def _plan(self, last: int, tables: dict[int, PlannedTable] | None) -> None:
-        """Plan these tables (None: all) in a snapshot behind number `last`: one that is held already, or one of now.
-
-        What that one sees is left out of the stream.
-        """
+        """Plan these tables (None: all) in a snapshot behind number `last`: one that is held already, or one of now. What
+        that one sees is left out of the stream."""
         plan = self.queue.initial
         hold = next((one for one in plan.holds.values() if one.number > last and is_held(self._folder, one)), None)
         if hold is None:
@@ -317,10 +309,8 @@ class Snapshots:
     # --- for people
 
     def answer(self, content: dict[str, Any], sql: Connection | None) -> dict[str, Any]:
-        """Do what is asked over the control socket: `action` is add, pause, resume, stop or list.
-
-        A table is looked at first, so that a refusal comes at once. All that is known comes back under `snapshots`.
-        """
+        """Do what is asked over the control socket: `action` is add, pause, resume, stop or list. A table is looked at
+        first, so that a refusal comes at once. All that is known comes back under `snapshots`."""
         if content["action"] == "add":
             request = make_request(content)
             request.check()

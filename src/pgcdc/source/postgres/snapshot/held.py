@@ -35,8 +35,7 @@ from pgcdc.core.errors import PgcdcError, SourceError
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.postgres.database import Connection, connect, explain_errors, quote_literal
 
-ALONE_S = 300.0
-"""How long the snapshot is held while no capture runs: for the next start."""
+ALONE_S = 300.0  # How long the snapshot is held while no capture runs: for the next start
 POLL_S = 0.5
 
 
@@ -44,10 +43,8 @@ POLL_S = 0.5
 class HeldSnapshot:
     """What readers of a DataFrame need to know. Picklable: it travels to the executors."""
 
-    snapshot: str
-    """Its name on the server."""
-    session: str
-    """The application_name of its readers."""
+    snapshot: str  # Its name on the server
+    session: str  # The application_name of its readers
     keep_s: float
 
     def to_text(self) -> str:
@@ -65,15 +62,12 @@ class Hold:
     """A snapshot that is held for an initial snapshot."""
 
     number: int
-    name: str
-    """On the server."""
-    file: str
-    """Of its process, in the folder of the plan: it ends when this is gone."""
+    name: str  # On the server
+    file: str  # Of its process, in the folder of the plan: it ends when this is gone
     time: float
     visible: str | None = None
     """What it sees, as pg_snapshot; None for that of the slot itself, behind which the stream begins."""
-    lsn: int = 0
-    """Everything that it sees was written before."""
+    lsn: int = 0  # Everything that it sees was written before
 
 
 def hold_snapshot(url: str, *, watch_pid: int, keep_s: float) -> HeldSnapshot:
@@ -136,10 +130,8 @@ def import_snapshot(conn: Connection, name: str) -> bool:
 
 
 def _start(spec: dict[str, Any]) -> dict[str, Any]:
-    """Start the process and tell it what to do, on its standard input: no secret is among its arguments.
-
-    Returns its one line, in which it says that it does; raises what it failed with.
-    """
+    """Start the process and tell it what to do, on its standard input: no secret is among its arguments. Returns its one
+    line, in which it says that it does; raises what it failed with."""
     process = subprocess.Popen(
         [sys.executable, "-m", "pgcdc.source.postgres.snapshot.held"],
         stdin=subprocess.PIPE,

@@ -47,8 +47,7 @@ CHUNK_BYTES = 8 << 20
 FLUSH_POLL_S = 0.02
 PARENT_POLL_S = 1.0
 _BATCH_BYTES = 1 << 20
-_PASSING = ("40", "55P03", "57014")
-"""Conflicts, deadlocks, locks and cancelled statements: the next attempt may do."""
+_PASSING = ("40", "55P03", "57014")  # Conflicts, deadlocks, locks and cancelled statements: the next attempt may do
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -56,10 +55,8 @@ _FORK = multiprocessing.get_context("fork")
 class StageOrder:
     """A part of a table, to be read in a snapshot that is held."""
 
-    id: str
-    """Of the chunk in the plan."""
-    snapshot: str
-    """Its name on the server."""
+    id: str  # Of the chunk in the plan
+    snapshot: str  # Its name on the server
     known: PublishedTable
     chunk: Chunk
     folder: Path
@@ -73,21 +70,15 @@ class StageOrder:
 class ChunkOrder:
     """The next rows of a table, or some rows of it, to be read in a snapshot of now."""
 
-    table: str
-    """As the user writes it."""
-    oid: int = 0
-    """The table that it was before; 0 if it was not looked for yet."""
-    known: PublishedTable | None = None
-    """None: look only what the table is like."""
+    table: str  # As the user writes it
+    oid: int = 0  # The table that it was before; 0 if it was not looked for yet
+    known: PublishedTable | None = None  # None: look only what the table is like
     where: str = ""
-    after: tuple[str, ...] | None = None
-    """The last key that was read before."""
+    after: tuple[str, ...] | None = None  # The last key that was read before
     low: tuple[str, ...] | None = None
     high: tuple[str, ...] | None = None
-    keys: tuple[tuple[str, ...], ...] | None = None
-    """Only these, in the order of PublishedTable.key."""
-    only_keys: bool = False
-    """Read the columns of the key, not whole rows."""
+    keys: tuple[tuple[str, ...], ...] | None = None  # Only these, in the order of PublishedTable.key
+    only_keys: bool = False  # Read the columns of the key, not whole rows
     limit: int = 1000
 
     @property
@@ -113,17 +104,13 @@ class ChunkOrder:
 class ChunkRead:
     """What was read, and what is to be known of the moment in which it was."""
 
-    table: PublishedTable
-    """As the catalog describes it in the same moment."""
+    table: PublishedTable  # As the catalog describes it in the same moment
     values: list[pa.Array] = field(default_factory=list)
     rows: int = 0
     nbytes: int = 0
-    is_last: bool = False
-    """There is nothing behind it."""
-    snapshot: str = ""
-    """What was visible: `xmin:xmax:xip,...`."""
-    lsn: int = 0
-    """When the stream has passed this, it has passed everything that was visible."""
+    is_last: bool = False  # There is nothing behind it
+    snapshot: str = ""  # What was visible: `xmin:xmax:xip,...`
+    lsn: int = 0  # When the stream has passed this, it has passed everything that was visible
     time_us: int = 0
     seconds: float = 0.0
     estimated_rows: int = 0
@@ -252,11 +239,9 @@ class Reader:
                     break  # if there is more, this closes the connection: it is read as the next chunk
 
     def _await_flush(self, read: ChunkRead) -> None:
-        """Until what was visible is on the server's disk, and where in the WAL that is.
-
-        What is not flushed may be nothing but pages that the reading itself has touched. If nobody commits, only commits
-        that do not wait for their flush matter, and these are flushed after three times wal_writer_delay at most.
-        """
+        """Until what was visible is on the server's disk, and where in the WAL that is. What is not flushed may be nothing
+        but pages that the reading itself has touched. If nobody commits, only commits that do not wait for their flush
+        matter, and these are flushed after three times wal_writer_delay at most."""
         conn = self._connection()
         read.lsn = wal_place(conn)
         row = conn.execute("SELECT setting::float8 / 1000 FROM pg_settings WHERE name = 'wal_writer_delay'").fetchone()
@@ -271,8 +256,7 @@ class Reader:
             time.sleep(FLUSH_POLL_S)
 
 
-_SHOW_ALL = "SET LOCAL row_security = off"
-"""Rows that a policy hides are an error, not missing."""
+_SHOW_ALL = "SET LOCAL row_security = off"  # Rows that a policy hides are an error, not missing
 _MOMENT = "SELECT txid_current_snapshot()::text, (extract(epoch FROM clock_timestamp()) * 1000000)::int8"
 _ESTIMATE = """
 SELECT sum(CASE WHEN relpages > 0 AND reltuples > 0

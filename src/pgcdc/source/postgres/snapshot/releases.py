@@ -36,26 +36,21 @@ from pgcdc.spool.segment import CaptureBatch, Part, Written, checksum_file
 class Staged:
     """Rows in a durable file, in the folder of the releases."""
 
-    file: str
-    """Its name."""
+    file: str  # Its name
     rows: int
     written: Written
-    time_us: int
-    """When they were read, in microseconds since 1970."""
+    time_us: int  # When they were read, in microseconds since 1970
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
     """The rows of one chunk, and where they stand in the stream."""
 
-    commit: int
-    """The transaction that they stand behind."""
+    commit: int  # The transaction that they stand behind
     chunk: int
     staged: Staged
-    relation: dict[str, Any] | None
-    """The shape of the rows; None if none of them is a row of a table."""
-    note: dict[str, Any]
-    """What whoever released them has to know after a crash."""
+    relation: dict[str, Any] | None  # The shape of the rows; None if none of them is a row of a table
+    note: dict[str, Any]  # What whoever released them has to know after a crash
 
     @property
     def end(self) -> Position:

@@ -40,8 +40,7 @@ _ENDED = ("done", "stopped", "failed")
 
 # --- the initial snapshot
 
-_DERIVED = Field(exclude=True)
-"""Not in the file: it is found again after a crash."""
+_DERIVED = Field(exclude=True)  # Not in the file: it is found again after a crash
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +48,8 @@ class SkipRule:
     """A table was read in a younger snapshot than the slot's: what that one saw is not to come again from the stream."""
 
     oid: int
-    visible: str
-    """A pg_snapshot."""
-    lsn: int
-    """What it sees ends before."""
+    visible: str  # A pg_snapshot
+    lsn: int  # What it sees ends before
 
 
 @dataclass(slots=True)
@@ -60,19 +57,16 @@ class PlannedTable:
     """One table of the initial snapshot, and how far it is."""
 
     published: PublishedTable
-    hold: int
-    """The number of the snapshot that it is read in."""
+    hold: int  # The number of the snapshot that it is read in
     chunks: dict[str, Chunk] | None
     """What is not released yet; None: it cannot be read in that snapshot, and needs a younger one."""
     estimated_rows: int = 0
-    ended: str = ""
-    """complete, moved (the rest is read beside the stream) or gone (it was dropped)."""
+    ended: str = ""  # complete, moved (the rest is read beside the stream) or gone (it was dropped)
     staged: Annotated[dict[str, Staged], _DERIVED] = field(default_factory=dict)
     """Chunks that were read: they are released, whatever becomes of their snapshot. The folder tells."""
     is_started: Annotated[bool, _DERIVED] = False
     """Whether its start was released. The log of releases tells, as for the rows."""
-    rows: Annotated[int, _DERIVED] = 0
-    """How many are released."""
+    rows: Annotated[int, _DERIVED] = 0  # How many are released
 
     @property
     def oid(self) -> int:
@@ -89,13 +83,10 @@ class PlannedTable:
 class InitialPlan:
     """The initial snapshot of a slot."""
 
-    lsn: int = 0
-    """Where the slot begins: the rows stand behind it. 0: there is no initial snapshot."""
+    lsn: int = 0  # Where the slot begins: the rows stand behind it. 0: there is no initial snapshot
     holds: dict[int, Hold] = field(default_factory=dict)
-    tables: dict[int, PlannedTable] | None = None
-    """None: they are not planned yet."""
-    completed: dict[str, Any] | None = None
-    """What there was to say at the end; everything else is forgotten then."""
+    tables: dict[int, PlannedTable] | None = None  # None: they are not planned yet
+    completed: dict[str, Any] | None = None  # What there was to say at the end; everything else is forgotten then
 
     @property
     def is_active(self) -> bool:
@@ -157,22 +148,16 @@ class SnapshotRequest:
     """One table to be read while the stream goes on."""
 
     id: str
-    table: str
-    """As users write it: `orders`, `sales.orders`."""
-    kind: str = "incremental"
-    """One of KINDS."""
-    where: str = ""
-    """Which rows, in SQL; "" for all."""
+    table: str  # As users write it: `orders`, `sales.orders`
+    kind: str = "incremental"  # One of KINDS
+    where: str = ""  # Which rows, in SQL; "" for all
     low: tuple[str, ...] | None = None
     """The smallest key, as text, in the order of PublishedTable.key; None: from the first."""
-    high: tuple[str, ...] | None = None
-    """The first key that is not wanted; None: to the last."""
+    high: tuple[str, ...] | None = None  # The first key that is not wanted; None: to the last
     keys_file: str = ""
     """Of the kind vanished: a file with one key in each line, a JSON array of texts in the order of PublishedTable.key."""
-    chunk_size: int = 0
-    """Rows at a time; 0: as many as are read in a moment."""
-    chunk_delay_s: float = 0.0
-    """How long to rest between chunks."""
+    chunk_size: int = 0  # Rows at a time; 0: as many as are read in a moment
+    chunk_delay_s: float = 0.0  # How long to rest between chunks
     oid: int = 0
     """Which table is meant, whatever it is called by then; 0: the one that has the name when it is looked for."""
 
@@ -208,28 +193,20 @@ class RequestState:
     """A request, and how far it is."""
 
     request: SnapshotRequest
-    status: str = "queued"
-    """queued, running, paused, done, stopped or failed."""
-    oid: int = 0
-    """The table that was found under the name; 0 before the first chunk."""
-    last_key: tuple[str, ...] | None = None
-    """The last key that was read and released."""
+    status: str = "queued"  # queued, running, paused, done, stopped or failed
+    oid: int = 0  # The table that was found under the name; 0 before the first chunk
+    last_key: tuple[str, ...] | None = None  # The last key that was read and released
     keys_done: int = -1
     """-1 while the table is read; then how many bytes of the file of keys, moved or vanished, are done."""
-    chunks: int = 0
-    """How many releases there were for it."""
-    rows: int = 0
-    """How many rows were released."""
-    estimated_rows: int = 0
-    """How many there are to read, about."""
+    chunks: int = 0  # How many releases there were for it
+    rows: int = 0  # How many rows were released
+    estimated_rows: int = 0  # How many there are to read, about
     error: str = ""
     added: float = field(default_factory=time.time)
     started: float = 0.0
     finished: float = 0.0
-    failures: int = 0
-    """How often in a row it has failed."""
-    retry_at: float = 0.0
-    """When a failed one is tried again; 0: never."""
+    failures: int = 0  # How often in a row it has failed
+    retry_at: float = 0.0  # When a failed one is tried again; 0: never
 
     @property
     def id(self) -> str:
@@ -271,8 +248,7 @@ class RequestQueue:
         found = _CONTENT.validate_python(read_json(path) or {})
         self._states = {one.id: one for one in found.requests}
         self.heeded, self.bad_signals = Position.parse(found.heeded), found.bad_signals
-        self.tables, self.initial = found.tables, found.initial
-        """Whoever changes `initial` calls `save`."""
+        self.tables, self.initial = found.tables, found.initial  # Whoever changes `initial` calls `save`
 
     def __getitem__(self, name: str) -> RequestState:
         return self._states[name]

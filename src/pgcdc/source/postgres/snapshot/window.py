@@ -30,8 +30,7 @@ from pgcdc.spool.segment import CaptureBatch, Part, count_rows
 WINDOW_BYTES = 64 << 20
 XIDS = 1 << 18
 
-Key = tuple[bytes, ...]
-"""The values of the key's columns."""
+Key = tuple[bytes, ...]  # The values of the key's columns
 
 
 class Change(NamedTuple):
@@ -39,11 +38,9 @@ class Change(NamedTuple):
 
     op: int
     key: Key | None
-    old_key: Key | None
-    """Only where it is another one."""
+    old_key: Key | None  # Only where it is another one
     new: list[bytes | None]
-    unchanged: frozenset[int]
-    """Columns of `new` that were not sent."""
+    unchanged: frozenset[int]  # Columns of `new` that were not sent
 
 
 @dataclass(slots=True)
@@ -52,8 +49,7 @@ class Chunk:
 
     values: list[pa.Array]
     columns: int
-    key: tuple[int, ...]
-    """Which columns are the key, in its order."""
+    key: tuple[int, ...]  # Which columns are the key, in its order
 
     @property
     def key_columns(self) -> list[pa.Array]:
@@ -106,11 +102,9 @@ class Window:
     oid: int
     key: tuple[str, ...]
     limit_bytes: int = WINDOW_BYTES
-    relations: set[Relation] = field(default_factory=set)
-    """The shapes that the changes had."""
+    relations: set[Relation] = field(default_factory=set)  # The shapes that the changes had
     nbytes: int = 0
-    is_full: bool = False
-    """It grew too large, and changes were left out: the chunk has to be read again."""
+    is_full: bool = False  # It grew too large, and changes were left out: the chunk has to be read again
     _parts: list[tuple[pa.RecordBatch, Relation]] = field(default_factory=list)
     _wanted: list[pa.Array] | None = None
 
@@ -160,10 +154,8 @@ class Window:
     # --- what becomes of the chunk
 
     def fold(self, chunk: Chunk) -> tuple[npt.NDArray[np.int64], list[list[bytes | None]]] | None:
-        """Numbers of the rows that have changed since they were read, and what is left of these as it is now.
-
-        None if the stream did not say which rows it changed.
-        """
+        """Numbers of the rows that have changed since they were read, and what is left of these as it is now. None if the
+        stream did not say which rows it changed."""
         changes = list(self.changes())
         if any(change.key is None and change.op != Op.TRUNCATE for change in changes):
             return None
@@ -196,10 +188,8 @@ class Window:
         return touched, [row for row in rows.values() if row is not None]
 
     def find_vanished(self, chunk: Chunk, keys: Iterable[Key]) -> list[Key] | None:
-        """Those of the keys that are not in the chunk, and that the stream has said nothing about since.
-
-        None if it did not say which rows it changed.
-        """
+        """Those of the keys that are not in the chunk, and that the stream has said nothing about since. None if it did not
+        say which rows it changed."""
         touched = set(chunk.numbers())
         for change in self.changes():
             if change.op == Op.TRUNCATE:
@@ -251,10 +241,8 @@ def _key(values: Iterable[bytes | None]) -> Key | None:
 
 
 def key_moves(rows: pa.RecordBatch, relation: Relation) -> list[tuple[Key, Key]]:
-    """Old and new key of rows that got another key while some of their long values were not sent.
-
-    The values are those of the replica identity, in the order of the columns: see `identity_columns`.
-    """
+    """Old and new key of rows that got another key while some of their long values were not sent. The values are those of
+    the replica identity, in the order of the columns: see `identity_columns`."""
     has_old = rows.column("old_kind").to_numpy() == OldKind.KEY
     has_marks = rows.column("unchanged").is_valid().to_numpy(zero_copy_only=False)
     candidates = has_old & has_marks & (rows.column("op").to_numpy() == Op.UPDATE)
@@ -269,11 +257,9 @@ def key_moves(rows: pa.RecordBatch, relation: Relation) -> list[tuple[Key, Key]]
 
 
 class StreamedXids:
-    """The last transactions that the stream has told, to find those whose commit a snapshot does not see yet.
-
-    A commit is in the WAL, and may be streamed, before the server lets others see it; with synchronous replication long
-    before. Numbers have 32 bits, as in the stream.
-    """
+    """The last transactions that the stream has told, to find those whose commit a snapshot does not see yet. A commit is in
+    the WAL, and may be streamed, before the server lets others see it; with synchronous replication long before. Numbers
+    have 32 bits, as in the stream."""
 
     def __init__(self, size: int = XIDS) -> None:
         self._ring = np.zeros(size, np.uint32)

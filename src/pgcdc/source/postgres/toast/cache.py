@@ -31,11 +31,9 @@ from pgcdc.source.postgres.toast.cache_log import MISSING, Columns, Generation, 
 
 logger = logging.getLogger("pgcdc.capture")
 
-MAP_BYTES = 1 << 38
-"""Address space, not memory: the file grows as needed."""
+MAP_BYTES = 1 << 38  # Address space, not memory: the file grows as needed
 COMMIT_ITEMS = 65_536
-COMMIT_BYTES = 32 << 20
-"""The table is committed after so much: an open transaction keeps what it changed in memory."""
+COMMIT_BYTES = 32 << 20  # The table is committed after so much: an open transaction keeps what it changed in memory
 RECORD_BYTES = 8 << 20
 PRUNE_ITEMS = 20_000
 FORMAT = 2
@@ -55,10 +53,8 @@ class ToastCache:
         self._limit = limit
         self._old_after = limit - limit // 4
         self._instance = instance
-        self.tables: dict[int, Generation] = {}
-        """The entries of each table that has any."""
-        self.generations = 0
-        """How often one has begun or ended, since the start."""
+        self.tables: dict[int, Generation] = {}  # The entries of each table that has any
+        self.generations = 0  # How often one has begun or ended, since the start
         self._seen: dict[int, tuple[str, int]] = {}
         self._pending: dict[bytes, bytes | None] = {}
         self._order_new: list[tuple[bytes, bytes]] = []
@@ -66,8 +62,7 @@ class ToastCache:
         self._items: Columns = ([], [], [], [])
         self._item_bytes = 0
         self._uncommitted_items = self._uncommitted_bytes = 0
-        self.entries = 0
-        """How many rows have an entry."""
+        self.entries = 0  # How many rows have an entry
         self._env: Any = None
         self._txn: Any = None
         self._log = ToastLog(folder, 1)

@@ -20,8 +20,7 @@ from pgcdc.core.state import fsync_folder, write_all
 
 Item = tuple[int, bytes, bytes | None, bytes | None]
 """Where (`cache_place`, as all that is called lsn here), key, new value, old value; None is absence."""
-Record = tuple[int, list[Item]]
-"""The END lsn up to which everything is here, and what was done since the record before."""
+Record = tuple[int, list[Item]]  # The END lsn up to which everything is here, and what was done since the record before
 Columns = tuple[list[int], list[bytes], list[bytes | None], list[bytes | None]]
 """Items by their fields: so many do not become objects one by one."""
 
@@ -39,13 +38,10 @@ class Generation:
     """The entries of one table between two evictions of all of it."""
 
     number: int
-    shape: str
-    """Of the relation: another shape is another generation."""
+    shape: str  # Of the relation: another shape is another generation
     stamp: str
-    stamp_lsn: int
-    """What the catalog said about the table, and an LSN at which it did."""
-    first_lsn: int
-    """The first change that was stored."""
+    stamp_lsn: int  # What the catalog said about the table, and an LSN at which it did
+    first_lsn: int  # The first change that was stored
     is_proven: bool = False
     """The stream has shown that nothing happened between `first_lsn` and `stamp_lsn` that it does not tell."""
 
@@ -68,18 +64,13 @@ class Generation:
 class State:
     """What is known of the whole table; kept in it at each commit."""
 
-    position: int = 0
-    """END lsn of the last transaction that is in the table completely."""
+    position: int = 0  # END lsn of the last transaction that is in the table completely
     next_id: int = 1
     epoch: int = 1
-    records: int = 0
-    """How many records of that epoch's log the table has taken in."""
-    floor_lsn: int = 0
-    """Nothing before this can be taken back."""
-    live: dict[bytes, int] = field(default_factory=dict)
-    """Entries of each generation, by its prefix."""
-    garbage: dict[bytes, int] = field(default_factory=dict)
-    """Generations that are gone, and since which lsn."""
+    records: int = 0  # How many records of that epoch's log the table has taken in
+    floor_lsn: int = 0  # Nothing before this can be taken back
+    live: dict[bytes, int] = field(default_factory=dict)  # Entries of each generation, by its prefix
+    garbage: dict[bytes, int] = field(default_factory=dict)  # Generations that are gone, and since which lsn
 
 
 @dataclass(slots=True)

@@ -21,12 +21,9 @@ from pgcdc.core.relation import Relation
 from pgcdc.postgres.database import Connection, name_table, quote_qualified
 from pgcdc.source.postgres.setup.guard import lost_on_error
 
-POINTER_BYTES = 24
-"""A value that is not longer than its pointer stays where it is."""
-LONGER_IN_BINARY = 8
-"""How many bytes one of text may stand for, at most (an array of int8: `1,`)."""
-VARLENA_BYTES = 32
-"""Headers and alignment of a value of variable length, of nested types too."""
+POINTER_BYTES = 24  # A value that is not longer than its pointer stays where it is
+LONGER_IN_BINARY = 8  # How many bytes one of text may stand for, at most (an array of int8: `1,`)
+VARLENA_BYTES = 32  # Headers and alignment of a value of variable length, of nested types too
 
 _FAMILY = """
 WITH asked AS (SELECT unnest(%(oids)s::oid[]) AS oid),
@@ -178,13 +175,11 @@ class ToastCatalog:
 class TableRules:
     """Which values of one shape of a table are worth keeping."""
 
-    keys: tuple[int, ...]
-    """Columns of the replica identity; empty: rows cannot be told apart, nothing is kept."""
+    keys: tuple[int, ...]  # Columns of the replica identity; empty: rows cannot be told apart, nothing is kept
     factors: npt.NDArray[np.int64]
     constant: int
     toastable: npt.NDArray[np.bool_]
-    row_bytes: int
-    """Values of rows that are not longer stay where they are."""
+    row_bytes: int  # Values of rows that are not longer stay where they are
 
     @classmethod
     def make(cls, relation: Relation, facts: TableFacts, *, block_bytes: int, is_utf8: bool) -> TableRules:

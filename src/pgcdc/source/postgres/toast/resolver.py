@@ -1,8 +1,6 @@
-"""Unchanged TOAST values: resolved from the old tuple, resolved from the cache, or left marked.
-
-A step between the stream and the spool. Changes come in the order of their commits; what leaves is the same changes, with
-values in the place of "unchanged" wherever they are known. A batch that grows much by that leaves in several pieces.
-"""
+"""Unchanged TOAST values: resolved from the old tuple, resolved from the cache, or left marked. A step between the stream
+and the spool. Changes come in the order of their commits; what leaves is the same changes, with values in the place of
+"unchanged" wherever they are known. A batch that grows much by that leaves in several pieces."""
 
 from __future__ import annotations
 
@@ -27,14 +25,11 @@ if TYPE_CHECKING:
     from pgcdc.source.postgres.toast.cache import ToastCache
     from pgcdc.source.postgres.toast.cache_log import Generation
 
-PIECE_BYTES = 8 << 20
-"""A piece leaves when so much was put in."""
+PIECE_BYTES = 8 << 20  # A piece leaves when so much was put in
 
 INSERT, DELETE, TRUNCATE = int(Op.INSERT), int(Op.DELETE), int(Op.TRUNCATE)
-MAX_KEY = 400
-"""Of the bytes of a key: LMDB takes 511, longer ones are shortened."""
-STORED_HEAD = 12
-"""Bytes before the values in what is stored."""
+MAX_KEY = 400  # Of the bytes of a key: LMDB takes 511, longer ones are shortened
+STORED_HEAD = 12  # Bytes before the values in what is stored
 
 _UNKNOWN = TableFacts("")
 _Found = list[tuple[int, bytes]]
@@ -134,11 +129,9 @@ class ToastStep:
             cache.see_stamps(seen)
 
     def _check_told(self, batch: CaptureBatch, sql: Connection, cache: ToastCache) -> set[int]:
-        """The server has described tables again. Are they what we knew? Returns those of which nothing is to be kept now.
-
-        It does so after whatever was done to a table, and what was done the catalog tells. Count 1: for the first time on
-        this connection, and before its rows. Count 2: once more, somewhere between its rows.
-        """
+        """The server has described tables again. Are they what we knew? Returns those of which nothing is to be kept now. It
+        does so after whatever was done to a table, and what was done the catalog tells. Count 1: for the first time on this
+        connection, and before its rows. Count 2: once more, somewhere between its rows."""
         if not batch.told:
             return set()
         fresh, lsn = self._catalog.read(sql, list(batch.told))
@@ -174,10 +167,8 @@ class ToastStep:
     def _walk(
         self, batch: CaptureBatch, rows: ToastRows, sql: Connection, cache: ToastCache, found: _Found
     ) -> Iterator[int]:
-        """Go through the changes; `found` gets (mark, value). Yields the row where a piece is to end, at last the end.
-
-        The cache has all changes up to there, and they survive a kill, before the rows go to the spool.
-        """
+        """Go through the changes; `found` gets (mark, value). Yields the row where a piece is to end, at last the end. The
+        cache has all changes up to there, and they survive a kill, before the rows go to the spool."""
         with cache.explaining():
             doubtful = self._check_told(batch, sql, cache)
             marks = rows.open_marks
@@ -217,10 +208,8 @@ class ToastStep:
         self, steps: Steps, begin: int, rows: ToastRows, columns: list[int], marks: list[int], cache: ToastCache,
         found: _Found,
     ) -> int:  # fmt: skip
-        """For each change: look up, resolve, and store what is known now. Ends early when `found` has grown large.
-
-        Once per change: as few calls as possible.
-        """
+        """For each change: look up, resolve, and store what is known now. Ends early when `found` has grown large. Once per
+        change: as few calls as possible."""
         grown = hits = misses = 0
         prefixes: dict[int, bytes | None] = {}
         get, put, remove = cache.get, cache.put, cache.remove

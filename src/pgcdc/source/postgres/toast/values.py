@@ -35,13 +35,10 @@ class Steps(NamedTuple):
     op: list[int]
     place: list[int]
     key: list[bytes | None]
-    old_key: list[bytes | None]
-    """Only where it differs."""
-    packed: list[bytes]
-    """Values that were sent and may come as unchanged later."""
+    old_key: list[bytes | None]  # Only where it differs
+    packed: list[bytes]  # Values that were sent and may come as unchanged later
     first_mark: list[int]
-    end_mark: list[int]
-    """Which of the open marks are its."""
+    end_mark: list[int]  # Which of the open marks are its
 
 
 def cache_place(commit: Any, kind: Any) -> Any:
@@ -140,9 +137,7 @@ class ToastRows:
 
     def plan(self, tables: Sequence[tuple[int, Ints, TableRules, bool]], marks: Ints) -> Steps:
         """What to do for rows of these tables: (version, rows, rules, whether it has entries). `marks` are the open ones.
-
-        Short rows of a table without entries mean nothing to the cache, and are not among it.
-        """
+        Short rows of a table without entries mean nothing to the cache, and are not among it."""
         mark_row = self.mark_row[marks]
         has_marks = np.zeros(self.data.num_rows, bool)
         has_marks[mark_row] = True

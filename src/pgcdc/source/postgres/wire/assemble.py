@@ -56,8 +56,7 @@ class Assembler:
         spill_bytes: int = SPILL_BYTES,
     ) -> None:
         self.relations = relations
-        self.last_lsn = start_lsn
-        """END lsn of the last transaction that was read completely."""
+        self.last_lsn = start_lsn  # END lsn of the last transaction that was read completely
         self._seal_rows = seal_rows
         self._seal_bytes = seal_bytes
         self._store = PendingStore(spill_dir, spill_bytes)
@@ -153,9 +152,7 @@ class Assembler:
 
     def advance(self, lsn: int) -> CaptureBatch | None:
         """A batch that only moves the position to `lsn`, if nothing received before is still on its way (invariant 2).
-
-        Streamed and prepared transactions are not on their way: their commits come behind `lsn`.
-        """
+        Streamed and prepared transactions are not on their way: their commits come behind `lsn`."""
         lsn = max(lsn, self.last_lsn)  # an empty transaction moved last_lsn without handing anything out
         if self._open is not None or not self.is_drained:
             return None
@@ -286,11 +283,9 @@ class Assembler:
             self._streams.abort(abort, lsn)
 
     def _end_stream(self, xid: int, name: str, lsn: int) -> Transaction:
-        """A streamed transaction that ends with Stream Commit or Stream Prepare.
-
-        The server now takes its relations as known: after Stream Commit always, after Stream Prepare since PostgreSQL 15.20
-        (before, it described them again, which does no harm). Relations described since then are newer and stay.
-        """
+        """A streamed transaction that ends with Stream Commit or Stream Prepare. The server now takes its relations as
+        known: after Stream Commit always, after Stream Prepare since PostgreSQL 15.20 (before, it described them again,
+        which does no harm). Relations described since then are newer and stay."""
         self._require_none(name, lsn)
         transaction = self._streams.end(xid, name, lsn)
         for oid, table in transaction.tables.items():

@@ -34,8 +34,7 @@ DELETE = ord("D")
 TRUNCATE = ord("T")
 MESSAGE = ord("M")
 
-POSTGRES_EPOCH_US = 946_684_800_000_000
-"""2000-01-01 UTC, where PostgreSQL's clock starts, in microseconds since 1970."""
+POSTGRES_EPOCH_US = 946_684_800_000_000  # 2000-01-01 UTC, where PostgreSQL's clock starts, in microseconds since 1970
 _MAX_TIME = 2**63 - 1 - POSTGRES_EPOCH_US
 
 U8 = struct.Struct("!B")
@@ -46,8 +45,7 @@ _I32 = struct.Struct("!i")
 _I64 = struct.Struct("!q")
 _STATUS_UPDATE = struct.Struct("!BQQQqB")
 
-XLOG_DATA_HEADER_BYTES = 25
-"""Where the payload of an XLogData starts."""
+XLOG_DATA_HEADER_BYTES = 25  # Where the payload of an XLogData starts
 
 _ADVICE = (
     "Nothing from here on was confirmed: start again to read it once more, and if it fails at the same place, "
@@ -93,8 +91,7 @@ class Keepalive:
 class Begin:
     """Opens a transaction."""
 
-    final_lsn: int
-    """Where its Commit record starts: the commit LSN, not the END lsn."""
+    final_lsn: int  # Where its Commit record starts: the commit LSN, not the END lsn
     commit_time: int
     xid: int
 
@@ -113,8 +110,7 @@ class Commit:
 class Origin:
     """Follows Begin if the transaction was replicated to the server from elsewhere."""
 
-    lsn: int
-    """Its commit LSN on the origin."""
+    lsn: int  # Its commit LSN on the origin
     name: str
 
 
@@ -237,8 +233,7 @@ class Layout(Generic[_M]):
 
     tag: int
     name: str
-    make: Callable[..., _M]
-    """Takes the fields in their order; one that is None is left out."""
+    make: Callable[..., _M]  # Takes the fields in their order; one that is None is left out
     fields: Readers
 
     def __call__(self, data: bytes | memoryview, lsn: int = 0) -> _M:

@@ -21,8 +21,7 @@ from pgcdc.source.postgres.wire.waiting import PendingPart
 from pgcdc.spool.schema import TRANSACTIONS
 from pgcdc.spool.segment import CaptureBatch, Part
 
-TransactionRow = tuple[int, int, int, int, bool, str | None]
-"""One row of the schema TRANSACTIONS; the kind is STREAM."""
+TransactionRow = tuple[int, int, int, int, bool, str | None]  # One row of the schema TRANSACTIONS; the kind is STREAM
 
 
 class Outbox:
@@ -31,8 +30,7 @@ class Outbox:
     def __init__(self, relations: Relations, start_lsn: int) -> None:
         self._relations = relations
         self._ready: deque[Outgoing] = deque()
-        self.last_lsn = start_lsn
-        """END lsn of the last transaction that was handed out completely."""
+        self.last_lsn = start_lsn  # END lsn of the last transaction that was handed out completely
 
     def __bool__(self) -> bool:
         return bool(self._ready)
@@ -81,8 +79,7 @@ class Outgoing:
         told: Mapping[int, int] = {},
     ) -> None:
         """`transactions` says what the rows are of; if it is only one, `take` counts its rows."""
-        self.told = told
-        """As in CaptureBatch, of the next part."""
+        self.told = told  # As in CaptureBatch, of the next part
         self._transactions = transactions
         self._aborted = np.unique(np.frombuffer(aborted, np.uint32)) if aborted else np.empty(0, np.uint32)
         self._parts: deque[PendingPart] = deque()

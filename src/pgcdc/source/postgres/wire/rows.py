@@ -31,8 +31,7 @@ from pgcdc.source.postgres.wire.messages import (
 )
 from pgcdc.spool.schema import CHANGES
 
-Runs = npt.NDArray[np.uint32]
-"""Two columns: the first change of a run, and the xid of all its changes."""
+Runs = npt.NDArray[np.uint32]  # Two columns: the first change of a run, and the xid of all its changes
 
 ROW_NAMES: Final = {INSERT: "Insert", UPDATE: "Update", DELETE: "Delete"}
 _TUPLE_TAGS: Final = {INSERT: b"N", UPDATE: b"KON", DELETE: b"KO"}
@@ -41,10 +40,8 @@ _NULL, _UNCHANGED, _TEXT, _BINARY = b"nutb"
 _I16 = struct.Struct("!h")
 _I32 = struct.Struct("!i")
 
-_ROW_BYTES = 32
-"""What a row costs beside its values: the fixed columns and the offsets of the lists."""
-_NULL_BYTES = 4
-"""What a null costs beyond the byte it has on the wire: its offset."""
+_ROW_BYTES = 32  # What a row costs beside its values: the fixed columns and the offsets of the lists
+_NULL_BYTES = 4  # What a null costs beyond the byte it has on the wire: its offset
 _MAX_HELD = 2**31 - 1
 """Arrow's offsets are int32. Every value and every null has at least a byte on the wire, so bounding those suffices."""
 
@@ -53,10 +50,8 @@ _Row = tuple[int, int, int, int, _Values | None, _Values | None, int, list[int] 
 
 
 class PythonRowBuffer:
-    """Collects row changes until `take`. An `add` that fails leaves everything as it was.
-
-    In plain Python: a row is decoded whole, and only then kept.
-    """
+    """Collects row changes until `take`. An `add` that fails leaves everything as it was. In plain Python: a row is decoded
+    whole, and only then kept."""
 
     def __init__(self, max_held: int = _MAX_HELD) -> None:
         self._tables: dict[int, tuple[int, int]] = {}
@@ -90,10 +85,8 @@ class PythonRowBuffer:
         self._full_rows, self._full_bytes = rows, nbytes
 
     def add(self, message: bytes | memoryview, ordinal: int, lsn: int = 0, streamed: bool = False) -> bool:
-        """Append the change of one Insert, Update or Delete message, tag byte included; True if that made it full.
-
-        If `streamed`, the xid of the (sub)transaction follows the tag. `lsn` is for the error.
-        """
+        """Append the change of one Insert, Update or Delete message, tag byte included; True if that made it full. If
+        `streamed`, the xid of the (sub)transaction follows the tag. `lsn` is for the error."""
         if not message:
             raise truncated_error("Row", "tag", 1, 0, lsn)
         op = message[0]
@@ -163,8 +156,7 @@ class PythonRowBuffer:
         self._nulls += nulls
 
 
-RowBuffer = PythonRowBuffer
-"""What both implementations are to those who use one."""
+RowBuffer = PythonRowBuffer  # What both implementations are to those who use one
 
 
 class _RowFields(Fields):

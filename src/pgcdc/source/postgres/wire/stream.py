@@ -80,15 +80,12 @@ class Capture:
         self._assembler = Assembler(
             relations if relations is not None else Relations(), start_lsn=start_lsn, spill_dir=spill_dir
         )
-        self.wal_end = start_lsn
-        """How far the server has told us its WAL goes."""
+        self.wal_end = start_lsn  # How far the server has told us its WAL goes
         self.confirmed_lsn = 0
         """What the server may forget: less than what is durable while transactions are prepared (two-phase commit)."""
         self._durable_lsn = confirmed_lsn
-        self.target_lsn = 0
-        """When set, idle progress up to here is reported at once instead of every 10 s."""
-        self.received = 0
-        """Row changes and other messages received."""
+        self.target_lsn = 0  # When set, idle progress up to here is reported at once instead of every 10 s
+        self.received = 0  # Row changes and other messages received
         self.status_interval_s = STATUS_INTERVAL_S
         """Shorter where the server's wal_sender_timeout is short: while paused we do not see it asking."""
         self.is_drained = True
@@ -179,10 +176,8 @@ class Capture:
         return self._stream.fileno()
 
     def poll(self, limit: int = 65_536, *, drain: bool = True) -> CaptureBatch | None:
-        """Read what is already here. None: nothing to hand out now, wait on `fileno()` and call again.
-
-        Without `drain`, only full batches are handed out: nobody waits, so let small transactions gather.
-        """
+        """Read what is already here. None: nothing to hand out now, wait on `fileno()` and call again. Without `drain`, only
+        full batches are handed out: nobody waits, so let small transactions gather."""
         self._assembler.limit(limit)
         batch = self._assembler.pop(drain=False)
         if batch is None:
@@ -210,10 +205,8 @@ class Capture:
             self._stream.send_status(self._written_lsn(), self.confirmed_lsn, reply_requested=True)
 
     def send_feedback(self, lsn: int) -> None:
-        """Tell the server that everything up to `lsn`, the `last_lsn` of a batch, is durable and never needed again.
-
-        While a transaction is prepared whose outcome is not durable, the server is told less: see `confirmed_lsn`.
-        """
+        """Tell the server that everything up to `lsn`, the `last_lsn` of a batch, is durable and never needed again. While a
+        transaction is prepared whose outcome is not durable, the server is told less: see `confirmed_lsn`."""
         if lsn > self._handed_out:
             raise ValueError(
                 f"{format_lsn(lsn)} was never handed out: the last batch ended at {format_lsn(self._handed_out)}"
@@ -223,10 +216,8 @@ class Capture:
             self._send_status()
 
     def receive_batch(self, limit: int = 65_536, timeout_s: float = 1.0) -> CaptureBatch | None:
-        """The next batch of about `limit` changes: it ends at a commit, or is a part of one huge transaction.
-
-        Waits until there is data; None after `timeout_s` without any. Reconnects by itself unless `fail_fast`.
-        """
+        """The next batch of about `limit` changes: it ends at a commit, or is a part of one huge transaction. Waits until
+        there is data; None after `timeout_s` without any. Reconnects by itself unless `fail_fast`."""
         deadline = time.monotonic() + timeout_s
         attempt = 0
         while True:
@@ -330,11 +321,9 @@ def open_capture(
     fail_fast: bool = False,
     spill_dir: Path | None = None,
 ) -> Capture:
-    """Connect to an existing slot (a temporary one is created) and start reading it.
-
-    The slot keeps our place: after a crash the next capture begins with what was not confirmed by `send_feedback`.
-    What the server is asked for (`streaming`, `messages`, `two_phase`, `origin`, `binary`) is described in `WireOptions`.
-    """
+    """Connect to an existing slot (a temporary one is created) and start reading it. The slot keeps our place: after a crash
+    the next capture begins with what was not confirmed by `send_feedback`. What the server is asked for (`streaming`,
+    `messages`, `two_phase`, `origin`, `binary`) is described in `WireOptions`."""
     names = [publication] if isinstance(publication, str) else list(publication)
     asked = {"streaming": streaming, "messages": messages, "two_phase": two_phase, "origin": origin, "binary": binary}
     options = make_options(WireOptions, asked, "open_capture", "Leave it out for the default")

@@ -55,8 +55,7 @@ class StreamAbort:
 class Prepare:
     """PREPARE TRANSACTION, told at its begin, at its end or both; then comes Commit Prepared or Rollback Prepared."""
 
-    prepare_lsn: int
-    """Where its record starts: a slot that has confirmed more does not send the transaction again."""
+    prepare_lsn: int  # Where its record starts: a slot that has confirmed more does not send the transaction again
     end_lsn: int
     prepare_time: int
     xid: int

@@ -1,8 +1,6 @@
-"""Transactions that wait for their outcome: those that the server streams in blocks while they run, and prepared ones.
-
-Their changes are in memory up to a bound over all of them, on disk beyond. Beside a part stands which of its changes are of
-which subtransaction: one that is rolled back takes only its own with it.
-"""
+"""Transactions that wait for their outcome: those that the server streams in blocks while they run, and prepared ones. Their
+changes are in memory up to a bound over all of them, on disk beyond. Beside a part stands which of its changes are of which
+subtransaction: one that is rolled back takes only its own with it."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ from pgcdc.source.postgres.wire import undecided
 from pgcdc.source.postgres.wire.rows import RowBuffer, Runs
 from pgcdc.spool.segment import Part, write_segment
 
-Name = tuple[int, str]
-"""xid and gid of a prepared transaction."""
+Name = tuple[int, str]  # xid and gid of a prepared transaction
 _FEW_RUNS = 64
 """More runs than that stand on disk beside their part: a transaction of many subtransactions has one for each."""
 
@@ -32,8 +29,7 @@ class Table:
 
     version: int
     columns: int
-    number: int
-    """Counts Relation messages: the greater one is the newer one."""
+    number: int  # Counts Relation messages: the greater one is the newer one
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +63,13 @@ class Transaction:
     ordinal: int = 0
     sub: int = 0
     origin: str | None = None
-    gid: str | None = None
-    """Its name, if it began with Begin Prepare."""
+    gid: str | None = None  # Its name, if it began with Begin Prepare
     parts: list[PendingPart] = field(default_factory=list)
     # What only a streamed one has: its rows arrive between others, and its relations are its own until it commits.
     rows: RowBuffer | None = None
     tables: dict[int, Table] = field(default_factory=dict)
     aborted: array[int] = field(default_factory=lambda: array("I"))
-    told: dict[int, int] = field(default_factory=dict)
-    """As in CaptureBatch."""
+    told: dict[int, int] = field(default_factory=dict)  # As in CaptureBatch
 
     @property
     def buffered(self) -> int:
@@ -257,10 +251,8 @@ class PreparedTransactions:
         self.see(prepare.end_lsn)
 
     def commit(self, commit: undecided.CommitPrepared, *, is_old: bool) -> Transaction | None:
-        """The transaction that is committed; None: it was read before. GapError: its changes never came.
-
-        It goes on to hold confirmation back until its END lsn is durable.
-        """
+        """The transaction that is committed; None: it was read before. GapError: its changes never came. It goes on to hold
+        confirmation back until its END lsn is durable."""
         name = (commit.xid, commit.gid)
         transaction = self._open.pop(name, None)
         if transaction is None:

@@ -25,8 +25,7 @@ _ADVICE = "Leave --binary off"
 
 _SIZE = struct.Struct("!i")
 _MAX_TEXT = 2**31 - 1
-_HOLDING = {"array_", "range_", "multirange_", "int2vector", "oidvector"}
-"""What holds values of one other type."""
+_HOLDING = {"array_", "range_", "multirange_", "int2vector", "oidvector"}  # What holds values of one other type
 
 
 class _NotSupported(Damaged):
@@ -34,10 +33,8 @@ class _NotSupported(Damaged):
 
 
 class BinaryDecoder:
-    """Turns binary values into text, for the types of one database.
-
-    `reload` reads the catalog again: it is called when a type is met that was created after the first reading.
-    """
+    """Turns binary values into text, for the types of one database. `reload` reads the catalog again: it is called when a
+    type is met that was created after the first reading."""
 
     def __init__(self, catalog: TypeCatalog = BUILT_IN, reload: Callable[[], TypeCatalog] | None = None) -> None:
         self._catalog = catalog
@@ -53,10 +50,8 @@ class BinaryDecoder:
             raise DecodeError(f"binary value {problem}", advice) from cause
 
     def rewrite_row(self, message: bytes | memoryview, columns: Sequence[Column], lsn: int = 0, head: int = 1) -> bytes:
-        """The same Insert, Update or Delete message with every value of kind 'b' as text ('t').
-
-        `head` bytes stand before the oid of the relation. What is damaged stays as it is: the row buffer says what is wrong.
-        """
+        """The same Insert, Update or Delete message with every value of kind 'b' as text ('t'). `head` bytes stand before
+        the oid of the relation. What is damaged stays as it is: the row buffer says what is wrong."""
         data = bytes(message)
         parts: list[bytes] = []
         at, copied, count = head + 4, 0, struct.pack("!h", len(columns))
@@ -153,10 +148,8 @@ def _explain_type(info: TypeInfo) -> str:
 
 
 def unsupported(catalog: TypeCatalog, type_oids: Iterable[int]) -> dict[int, str]:
-    """Which of these column types need `binary` off, in their order, and why: a half-sentence, for behind a colon.
-
-    A type without a binary form is fine as a column's (the server then sends text), but not inside of an array or row.
-    """
+    """Which of these column types need `binary` off, in their order, and why: a half-sentence, for behind a colon. A type
+    without a binary form is fine as a column's (the server then sends text), but not inside of an array or row."""
     found = {}
     for oid in dict.fromkeys(type_oids):
         info = catalog.get(oid)

@@ -9,8 +9,7 @@ from itertools import islice
 
 from pgcdc.source.postgres.wire.binary.numbers import Damaged, Reader
 
-Convert = Callable[[int, bytes], bytes]
-"""The text of a value inside of another, by its type."""
+Convert = Callable[[int, bytes], bytes]  # The text of a value inside of another, by its type
 
 _ARRAY = struct.Struct("!iiI")
 _DIMENSION = struct.Struct("!ii")
@@ -151,12 +150,10 @@ _OPERAND = struct.Struct("!BB")
 _WEIGHTS = ("", "C", "B", "A")
 _VALUE, _OPERATOR = 1, 2
 _NOT, _AND, _OR, _PHRASE = 1, 2, 3, 4
-_PRIORITY = {0: 5, _NOT: 4, _AND: 2, _OR: 1, _PHRASE: 3}
-"""How tightly an operator binds; 0 is a lexeme."""
+_PRIORITY = {0: 5, _NOT: 4, _AND: 2, _OR: 1, _PHRASE: 3}  # How tightly an operator binds; 0 is a lexeme
 _OPERANDS = {0: 0, _NOT: 1, _AND: 2, _OR: 2, _PHRASE: 2}
 
-_Rope = bytes | tuple["_Rope", ...]
-"""Text in pieces, so that a query of many operands takes no quadratic time."""
+_Rope = bytes | tuple["_Rope", ...]  # Text in pieces, so that a query of many operands takes no quadratic time
 
 
 def tsvector_text(data: bytes) -> bytes:
@@ -241,5 +238,4 @@ def _quote_lexeme(lexeme: bytes) -> bytes:
     return b"'%b'" % lexeme.replace(b"\\", b"\\\\").replace(b"'", b"''")
 
 
-SEARCHES = {"tsvector": tsvector_text, "tsquery": tsquery_text}
-"""By what the names of their functions have in common."""
+SEARCHES = {"tsvector": tsvector_text, "tsquery": tsquery_text}  # By what the names of their functions have in common

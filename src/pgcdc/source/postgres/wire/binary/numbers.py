@@ -118,8 +118,7 @@ _NUMERIC = struct.Struct("!HhHH")
 _VECTOR = struct.Struct("!HH")
 _SPARSEVEC = struct.Struct("!iii")
 _EXACT_INTEGERS = 2.0**53
-_FLOAT4_FIXED, _FLOAT8_FIXED = 6, 15
-"""From this power of ten on a float has an exponent."""
+_FLOAT4_FIXED, _FLOAT8_FIXED = 6, 15  # From this power of ten on a float has an exponent
 
 
 def bool_text(data: bytes) -> bytes:
@@ -170,11 +169,9 @@ def _name_special(value: float) -> bytes:
 
 
 def _find_shortest(value: float, bits: int, lowest: int) -> tuple[str, int]:
-    """Digits and power of ten of the shortest decimal that only `value` is nearest to, of floats of `bits` bits.
-
-    `lowest` is the power of two that the last bit of the smallest float has. Exact, by integers: all quantities are in
-    quarters of the last bit.
-    """
+    """Digits and power of ten of the shortest decimal that only `value` is nearest to, of floats of `bits` bits. `lowest` is
+    the power of two that the last bit of the smallest float has. Exact, by integers: all quantities are in quarters of the
+    last bit."""
     fraction, power = math.frexp(abs(value))
     power = max(power - bits, lowest)
     mantissa = int(math.ldexp(abs(value), -power)) if fraction else 0

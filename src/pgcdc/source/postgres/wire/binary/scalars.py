@@ -29,8 +29,7 @@ from pgcdc.source.postgres.wire.binary.numbers import (
 _I32 = struct.Struct("!i")
 _INET = struct.Struct("!BBBB")
 _SNAPSHOT = struct.Struct("!qq")
-_FAMILIES = {2: 4, 3: 16}
-"""How many bytes an address has: IPv4, IPv6."""
+_FAMILIES = {2: 4, 3: 16}  # How many bytes an address has: IPv4, IPv6
 _MAPPED = bytes(10) + b"\xff\xff"
 
 
@@ -123,8 +122,7 @@ _SECOND = 1_000_000
 _HOUR = 3_600 * _SECOND
 _DAY = 86_400 * _SECOND
 
-_DAYS_TO_2000 = 730_425
-"""From 1 March of the year 0 to 1 January 2000."""
+_DAYS_TO_2000 = 730_425  # From 1 March of the year 0 to 1 January 2000
 _DAYS_OF_400_YEARS = 146_097
 
 _INFINITE_DAYS = {2**31 - 1: b"infinity", -(2**31): b"-infinity"}
