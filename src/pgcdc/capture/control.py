@@ -1,6 +1,5 @@
-"""What a capture process is told, how it comes to be, and what can be asked of it. `ensure_capture` starts the capture of a
-state directory or joins the one that runs: whoever needs it calls it, the lock file decides. `CaptureLink` does so again
-whenever the process has died."""
+"""The capture process's specification, its start, and the requests to it. `ensure_capture` starts the capture of a state
+directory or joins the running one; the lock file decides. `CaptureLink` does so again whenever the process has died."""
 
 from __future__ import annotations
 
@@ -45,21 +44,20 @@ class CaptureSpec(CaptureOptions):
     kind: str
     """Of the source: its name (`source.protocol.find_source`)."""
     source: dict[str, Any] = Field(repr=False)
-    """The options of the source, whole: only the source reads them."""
+    """The options of the source; only the source reads them."""
     watch_pid: int
-    """The driver: when this process is gone, so are we."""
+    """The driver; we end when it does."""
     is_restart: bool = False
-    """The pipeline was running: a server that is not there is waited for, not an error."""
+    """The pipeline was running before: an unreachable server is waited for, not an error."""
 
 
 def make_spec(source: SourceOptions, options: CaptureOptions, watch_pid: int) -> CaptureSpec:
-    """What the capture process of this source is told."""
     ours = options.part(CaptureOptions).but(state_dir=StateDir(options.state_dir).path).model_dump()
     return CaptureSpec(**ours, kind=source.kind, source=source.model_dump(mode="json"), watch_pid=watch_pid)
 
 
 class CaptureRequests(abc.ABC):
-    """What can be asked of a capture process, by whoever is connected to it."""
+    """Requests to a capture process, over any connection to it."""
 
     @abc.abstractmethod
     def request(self, content: dict[str, Any], timeout_s: float = 120.0) -> dict[str, Any]:
@@ -68,43 +66,42 @@ class CaptureRequests(abc.ABC):
     def join(
         self, consumer: str, *, exclusive: bool = False, start: Position | None = None
     ) -> tuple[Position, Position]:
-        """Register a consumer; where it begins and what it has acked. Both are durable. `exclusive`: this connection reads
-        for it, and no other may until it is closed. `start`: where a new one begins, if not with everything that is kept;
-        GapError if that is gone."""
+        """Register a consumer; returns where it begins and what it has acked, both durable. `exclusive`: no other connection
+        may read for it until this one closes. `start`: where a new one begins instead of with everything kept; GapError if
+        that is gone."""
         where = {"at": str(start)} if start is not None else {}
         reply = self.request({"do": "join", "consumer": consumer, "exclusive": exclusive, **where})
         return Position.parse(reply["initial"]), Position.parse(reply["ack"])
 
     def forget(self, consumer: str) -> None:
-        """Drop a consumer, if it is there. Durable when this returns."""
+        """Drop a consumer if it exists. Durable when this returns."""
         self.request({"do": "forget", "consumer": consumer, "missing_ok": True})
 
     def ack(self, consumer: str, position: Position) -> None:
-        """Everything up to `position` is durable at this consumer."""
+        """The consumer made everything up to `position` durable."""
         self.request({"do": "ack", "consumer": consumer, "position": str(position)})
 
     def wait(self, timeout_s: float, until: Position | None = None) -> bool:
-        """Wait until the spool has grown since the last call. `until` is what is needed in any case: the capture reads up to
-        there, however full the spool is."""
+        """Wait until the spool has grown since the last call. The capture reads up to `until` however full the spool is."""
         request = {"do": "wait", "timeout_s": timeout_s} | ({"until": str(until)} if until else {})
         return bool(self.request(request, timeout_s + 120)["moved"])
 
     def confirm(self) -> int:
-        """Confirm to PostgreSQL what all consumers have acked; the LSN that was sent."""
+        """Confirm to PostgreSQL what all consumers have acked; returns the LSN that was sent."""
         return int(self.request({"do": "confirm"})["lsn"])
 
     def target(self) -> int:
-        """The server's WAL flush LSN of now; the capture hurries to report progress up to there."""
+        """The server's current WAL flush LSN; the capture hurries to report progress up to there."""
         return int(self.request({"do": "target"})["lsn"])
 
     def settled(self) -> Settled:
-        """What has become of the rows that were asked for."""
+        """The outcome of the requested rows."""
         reply = self.request({"do": "settled"})
         end, initial_end = (Position.parse(one) if one else None for one in (reply["end"], reply["initial_end"]))
         return Settled(end, initial_end, reply["only"])
 
     def clock(self) -> tuple[Position, int] | None:
-        """A moment, and the position up to which everything committed before it has been read; asks for the next one."""
+        """A moment, and the position up to which everything committed before it has been read; requests the next reading."""
         reply = self.request({"do": "clock"})
         return (Position.end(reply["lsn"]), reply["time_us"]) if reply["time_us"] else None
 
@@ -113,7 +110,6 @@ class CaptureRequests(abc.ABC):
         return self.request({"do": "status"})
 
     def stop(self) -> None:
-        """Ask the process to end."""
         self.request({"do": "stop"})
 
 
@@ -134,8 +130,8 @@ class CaptureLink(CaptureRequests):
         on_restart: Callable[[ControlClient], object] = lambda client: None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """`on_restart` is what a new process must be told before anything else. `say`: the capture pushes its status (see
-        `last_status`), and messages for people, which are passed on to this."""
+        """`on_restart` is the first request to a new process. `say` receives messages for people; the capture also pushes
+        its status (`last_status`)."""
         self._spec = spec
         self._on_restart = on_restart
         self._is_told = True
@@ -147,7 +143,7 @@ class CaptureLink(CaptureRequests):
         self._follow()
 
     def request(self, content: dict[str, Any], timeout_s: float = 120.0) -> dict[str, Any]:
-        """Ask the capture; if it has died, start it again and ask again."""
+        """Ask the capture; restart it and ask again if it has died."""
         with self._lock:
             while True:
                 try:
@@ -159,7 +155,7 @@ class CaptureLink(CaptureRequests):
                     self._restart()
 
     def last_status(self) -> dict[str, Any]:
-        """What the capture said last of itself, a second ago at most while it runs. Returns at once; from any thread."""
+        """The capture's last status, at most a second old while it runs. Returns at once; thread-safe."""
         if self._lock.acquire(blocking=False):  # else somebody is asking it, or starts it again
             try:
                 self._look()
@@ -188,11 +184,11 @@ class CaptureLink(CaptureRequests):
             self._client.stop()
 
     def close(self) -> None:
-        """Close the connection; the capture may go on for others."""
+        """Close the connection; the capture may continue for others."""
         self._client.close()
 
     def _restart(self) -> None:
-        """Start the capture again; one that dies again and again is not hidden."""
+        """Start the capture again; raises if it keeps dying."""
         now = time.monotonic()
         self._restarts = [moment for moment in self._restarts if now - moment < RESTART_WINDOW_S] + [now]
         if len(self._restarts) > MAX_RESTARTS:
@@ -208,7 +204,7 @@ class CaptureLink(CaptureRequests):
 
 
 def ask(lock: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """The answer of the process that holds a lock, if there is one and it answers; else nothing."""
+    """The answer of the process that holds a lock, or None."""
     holder = Lock.holder(lock)
     if holder and "address" in holder:
         with contextlib.suppress(CaptureGone), contextlib.closing(Channel(holder["address"])) as channel:
@@ -217,10 +213,10 @@ def ask(lock: Path, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def forget_consumer(state: StateDir, name: str, timeout_s: float = 30.0) -> None:
-    """Forget a consumer, by the capture if one runs. One that starts has read the consumers already: it is waited for."""
+    """Forget a consumer, through the capture if one runs. A starting capture has read the consumers already: wait for it."""
 
     def forget() -> dict[str, Any]:
-        from pgcdc.spool.consumers import Consumers  # with Arrow: not for everybody who reads settings
+        from pgcdc.spool.consumers import Consumers  # it imports Arrow, which readers of settings do not need
 
         Consumers(state.consumers_file).forget(name)
         return {}
@@ -231,7 +227,7 @@ def forget_consumer(state: StateDir, name: str, timeout_s: float = 30.0) -> None
 def ask_or_do(
     state: StateDir, request: dict[str, Any], do: Callable[[], dict[str, Any]], timeout_s: float = 30.0
 ) -> dict[str, Any]:
-    """Let the capture do it if one runs (one that starts is waited for); else `do` it here, while none can start."""
+    """Let the capture do it if one runs or starts; else `do` it here, while none can start."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         holder = Lock.holder(state.capture_lock)
@@ -250,7 +246,7 @@ def ask_or_do(
 
 
 def ensure_capture(spec: CaptureSpec, *, is_restart: bool) -> ControlClient:
-    """A connection to the capture of this state directory, which is started if none runs."""
+    """A connection to the capture of this state directory, started if none runs."""
     state = StateDir(spec.state_dir)
     deadline = time.monotonic() + START_TIMEOUT_S
     started = 0
@@ -264,21 +260,21 @@ def ensure_capture(spec: CaptureSpec, *, is_restart: bool) -> ControlClient:
         elif "address" in holder:
             with contextlib.suppress(CaptureGone):
                 client = ControlClient(holder["address"])
-                client.status()  # a process that was just killed still takes connections for a moment
+                client.status()  # a killed process still accepts connections for a moment
                 return client
         time.sleep(0.02)
     raise SourceError("the capture process did not start in time", f"See {state.path / 'capture.log'}")
 
 
 def _raise_failure(state: StateDir, pid: int) -> None:
-    """A process that began its work and failed at once would do so again: raise its last words."""
+    """Raise the last error of a process that failed right after its start: it would fail again."""
     status: dict[str, Any] = read_json(state.capture_status) or {} if pid else {}
     if status.get("pid") == pid and status.get("phase") == "failed" and status.get("last_error"):
         raise PgcdcError.from_json(status["last_error"])
 
 
 def _start(spec: CaptureSpec, state: StateDir) -> int:
-    """Start a capture process and wait for its one line. Returns its pid."""
+    """Start a capture process and wait for its line on stdout. Returns its pid."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with open_log(state.path / "capture.log") as log:
         process = subprocess.Popen(
@@ -305,4 +301,4 @@ def _start(spec: CaptureSpec, state: StateDir) -> int:
     return process.pid
 
 
-_REAP: list[subprocess.Popen[bytes]] = []  # Processes that we started: kept, so that `poll` collects them when they end
+_REAP: list[subprocess.Popen[bytes]] = []  # Our child processes: kept, so that `poll` collects them when they end

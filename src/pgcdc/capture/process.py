@@ -1,6 +1,6 @@
-"""The capture process: runs one source and fills one spool. One thread, one loop: the source, the control socket of the
-queries, and the life of the driver. It starts with its specification on standard input (so that no secret is among the
-process arguments), answers one line on standard output, and ends when the driver does."""
+"""The capture process: runs one source and fills one spool, in one thread and one loop with the control socket. Its
+specification comes on stdin (so that no secret is among the process arguments), it answers one line on stdout, and ends when
+the driver does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("pgcdc.capture")
 
 CONFIRM_INTERVAL_S = 1.0
 ROUNDS_PER_TURN = 16
-LINGER_S = 60.0  # How long a capture goes on after its last query has ended: long enough to start the next one
+LINGER_S = 60.0  # How long a capture runs on after its last query: long enough to start the next one
 
 
 class CaptureProcess:
@@ -39,7 +39,7 @@ class CaptureProcess:
     def __init__(self, spec: CaptureSpec, state: StateDir) -> None:
         self._spec = spec
         self._state = state
-        # That of the process before would not be true if this one is killed.
+        # The previous process's status would be wrong if this one is killed.
         state.capture_status.unlink(missing_ok=True)
         self._consumers = Consumers(state.consumers_file)
         self._spool = SpoolWriter(state.spool, self._consumers.base, self._consumers.token)
@@ -53,8 +53,7 @@ class CaptureProcess:
         self._stopping = False
         self._failed_attempts = 0
         self._reconnect_at = 0.0
-        self._lost_at: float | None = None
-        """When the connection ended; None before the first one, and while there is one."""
+        self._lost_at: float | None = None  # When the connection ended; None before the first one and while connected
         self._phase = "starting"
         self._last_error: dict[str, str] | None = None
 
@@ -68,7 +67,7 @@ class CaptureProcess:
         self._stopping = True
 
     def run(self, announce: Any) -> None:
-        """Connect, say that we are there, and work until told to stop."""
+        """Connect, announce that we run, and work until asked to stop."""
         if not self._spec.is_restart:
             self._connect_first()
         announce()
@@ -98,7 +97,7 @@ class CaptureProcess:
         self._confirm()
 
     def close(self, error: PgcdcError | None = None) -> None:
-        """Close everything; leave the last status, with the reason, where others find it."""
+        """Close everything; leave the last status, with the reason, for others to read."""
         if error is not None:
             self._phase, self._last_error = "failed", error.to_json()
         status = self._status()
@@ -113,7 +112,7 @@ class CaptureProcess:
     # --- the stream
 
     def _connect_first(self) -> None:
-        """The first connection: what fails now is told at once, but our own dying connection is waited for."""
+        """The first connection: failures raise at once, except that our own dying connection is waited for."""
         while not self._should_end():
             try:
                 self._connect()
@@ -152,7 +151,7 @@ class CaptureProcess:
         logger.warning("%s; next attempt in %.1f s", error, delay_s)
 
     def _read_stream(self) -> bool:
-        """Move what is here into the spool; True if there may be more at once. At the spool's limit nothing is read."""
+        """Move available changes into the spool; True if there may be more. At the spool's limit nothing is read."""
         for _ in range(ROUNDS_PER_TURN):
             batch = self._stream.poll(may_read=not self._is_full(), drain=self._server.has_waiters)
             if batch is None:
@@ -163,12 +162,12 @@ class CaptureProcess:
         return True
 
     def _is_full(self) -> bool:
-        """At the limit; but a batch that was planned before a restart is read to its end: nothing is released without it."""
+        """At the limit; but a batch planned before a restart is read to its end, as nothing is released without it."""
         end = self._spool.end
         return self._spool.bytes_held >= self._spec.spool_limit and end.is_end and end >= self._server.needed
 
     def _wait(self, timeout_s: float) -> None:
-        """Serve who speaks, and who has waited long enough; `timeout_s` is for everything else that is due."""
+        """Serve clients that speak or have waited long enough; `timeout_s` is for everything else that is due."""
         for key, _ in self._selector.select(min(timeout_s, self._server.due_s())):
             if key.data is not None:
                 key.data(key)
@@ -177,10 +176,10 @@ class CaptureProcess:
     # --- confirmation
 
     def _confirm(self) -> None:
-        """Confirm what every consumer has made durable, and let go of its segments."""
-        # An ack may be ahead of a spool that is read again from the source: the rest follows when it has come.
+        """Confirm what every consumer has made durable, and release its segments."""
+        # An ack may be ahead of a spool that is being read again: the rest follows.
         commit = min(self._consumers.confirmable(self._spool.token_at), self._stream.reached)
-        # A source that needs a token to go on gives nothing up that lies behind the last one that is durable.
+        # A source that resumes by token gives up nothing behind the last durable token.
         self._stream.confirm(self._consumers.token if self._spool.has_tokens else Token(commit, b""))
         base = min(self._consumers.base, Position.behind(commit))
         if base > self._released:
@@ -221,7 +220,7 @@ class CaptureProcess:
         return {}
 
     def _ask_target(self) -> int:
-        """What a run that delivers "everything up to now" has to reach."""
+        """The target of a run that delivers "everything up to now"."""
         was_connected = self._stream.is_connected
         try:
             return self._stream.target()
@@ -234,7 +233,7 @@ class CaptureProcess:
         return self._stream.settled(self._spool.end if self._spool.end.is_end else None)
 
     def _read_clock(self) -> dict[str, Any]:
-        """The last reading that is reached."""
+        """The last reading that the stream has reached."""
         commit = time_us = 0
         try:
             commit, time_us = self._stream.clock()
@@ -259,7 +258,7 @@ class CaptureProcess:
         }
 
     def _lag_seconds(self) -> float | None:
-        """Age of the oldest change that is not confirmed. Without a connection it may have been written at its end."""
+        """Age of the oldest unconfirmed change. Without a connection, assume it was written when the connection ended."""
         if oldest_us := self._spool.oldest_commit_us:
             return max(0.0, time.time() - oldest_us / 1e6)
         if self._stream.is_connected:
@@ -303,7 +302,7 @@ def main() -> int:
 
 
 def _say(content: dict[str, Any]) -> None:
-    """One line to whoever started us; they may have stopped listening."""
+    """One line to whoever started us; they may have stopped reading."""
     try:
         sys.stdout.write(json.dumps(content) + "\n")
         sys.stdout.flush()

@@ -1,8 +1,8 @@
 """The control socket, both sides: how queries follow the spool, send their acks and ask for confirmation.
 
 Requests and answers are JSON, one per line, over a Unix socket in a folder that only its owner can enter. Two requests wait:
-`wait` until the spool has grown, and `confirm` until what is acked is confirmed to the source. Who asks to `follow`
-also gets what is pushed: the status once a second, and messages for people.
+`wait` until the spool has grown, and `confirm` until the acked position is confirmed to the source. Clients that `follow`
+also get pushes: the status once a second, and messages for people.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pgcdc.core.position import Position
 
 
 def remove_socket(holder: dict[str, Any]) -> None:
-    """Remove what the last holder of the capture's lock left behind, if it was killed."""
+    """Remove the socket of a holder of the capture's lock that was killed."""
     if "address" in holder:
         shutil.rmtree(Path(holder["address"]).parent, ignore_errors=True)
 
@@ -38,15 +38,15 @@ _PUSH = b'{"push":'  # How a line begins that answers no request
 class _Client:
     socket: socket.socket
     buffer: bytes = b""
-    waits_until: float = math.inf  # By the monotonic clock; infinite: it does not wait
+    waits_until: float = math.inf  # Monotonic clock; infinite: it does not wait
     wants_confirmation: bool = False
     follows: bool = False
     seen: int = field(default=0)
-    consumer: str | None = None  # The consumer that this client reads for: nobody else may at the same time
+    consumer: str | None = None  # The consumer that this client reads for, exclusively
 
 
 class ControlServer:
-    """Runs inside of the capture's loop: every callback returns at once."""
+    """Runs inside the capture's loop: every callback returns at once."""
 
     def __init__(
         self, selector: selectors.BaseSelector, answer: Callable[[dict[str, Any]], dict[str, Any] | None]
@@ -63,30 +63,28 @@ class ControlServer:
         self._version = 0
         self.confirm_requested = False
         self.needed = Position.at(0, 0)
-        """Up to here somebody needs the spool to go, before anything can be delivered and released."""
+        """Somebody needs the spool to reach this before anything can be delivered and released."""
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     @property
     def has_clients(self) -> bool:
-        """Whether anybody is connected."""
         return bool(self._clients)
 
     @property
     def has_waiters(self) -> bool:
-        """Whether somebody waits for the spool to grow."""
         return self.due_s() < math.inf
 
     def wake(self) -> None:
-        """The spool has grown: answer those who wait for it."""
+        """The spool has grown: answer its waiters."""
         self._version += 1
         self._end_waits(sys.float_info.max)
 
     def due_s(self) -> float:
-        """How long until the first of those who wait has waited long enough; infinite if nobody waits."""
+        """Seconds until the first waiter's timeout; infinite without waiters."""
         return max(0.0, min((one.waits_until for one in self._clients.values()), default=math.inf) - time.monotonic())
 
     def expire(self) -> None:
-        """Answer those who have waited long enough."""
+        """Answer waiters whose timeout has passed."""
         self._end_waits(time.monotonic())
 
     def _end_waits(self, until: float) -> None:
@@ -94,7 +92,7 @@ class ControlServer:
             self._end_wait(client)
 
     def confirmed(self, lsn: int) -> None:
-        """A status update with `lsn` is on its way: answer those who asked for it."""
+        """A status update with `lsn` was sent: answer those who asked for it."""
         self.confirm_requested = False
         for client in list(self._clients.values()):
             if client.wants_confirmation:
@@ -102,7 +100,7 @@ class ControlServer:
                 self._send(client, {"lsn": lsn})
 
     def push(self, content: dict[str, Any]) -> None:
-        """Send to all who follow. One that does not read what it gets is dropped: nobody waits for it."""
+        """Send to all followers. One that does not read is dropped."""
         line = json.dumps({"push": content}).encode() + b"\n"
         for client in [one for one in self._clients.values() if one.follows]:
             try:
@@ -113,7 +111,7 @@ class ControlServer:
                 self._drop(client)
 
     def close(self, error: PgcdcError | None = None) -> None:
-        """Close all connections; with an error, tell those who wait."""
+        """Close all connections; with an error, tell the waiters."""
         for client in list(self._clients.values()):
             if error is not None:
                 self._send(client, {"error": error.to_json()})
@@ -172,7 +170,7 @@ class ControlServer:
                 self._send(client, reply)
 
     def _claim(self, client: _Client, consumer: str) -> None:
-        """Two queries would acknowledge for each other."""
+        """One connection per consumer: two queries would acknowledge for each other."""
         if any(other.consumer == consumer for other in self._clients.values() if other is not client):
             raise ConfigError(
                 f"consumer {consumer!r} is read by another query",
@@ -208,7 +206,7 @@ class CaptureGone(ConnectionLost):
 
 
 class Channel:
-    """One connection to a control socket: requests and their answers, and what is pushed between them. Not thread-safe."""
+    """One connection to a control socket: requests, answers, and pushes between them. Not thread-safe."""
 
     who = "the run"
 
@@ -221,7 +219,7 @@ class Channel:
             raise CaptureGone(f"{self.who} does not answer") from error
         self._buffer = b""
         self.pushed: dict[str, Any] = {}  # The status that the other side pushed last
-        self.said: list[str] = []  # Messages for people that were pushed, and that nobody has passed on
+        self.said: list[str] = []  # Pushed messages for people, not passed on yet
 
     def request(self, content: dict[str, Any], timeout_s: float = 120.0) -> dict[str, Any]:
         """Send one request and wait for its answer. Raises what the other process failed with."""
@@ -247,8 +245,8 @@ class Channel:
         self._socket.close()
 
     def take_pushed(self) -> None:
-        """Note what was pushed by now, without waiting."""
-        with contextlib.suppress(OSError):  # nothing more is there; or nobody, which the next request finds out
+        """Read what was pushed by now, without waiting."""
+        with contextlib.suppress(OSError):  # nothing more to read; or disconnected, which the next request finds out
             self._socket.settimeout(0)
             while data := self._socket.recv(65_536):
                 self._buffer += data
@@ -257,7 +255,7 @@ class Channel:
             self._note(line)
 
     def _take_line(self) -> bytes:
-        """The next answer that is here; what was pushed before it is noted."""
+        """The next complete answer; pushes before it are noted."""
         while b"\n" in self._buffer:
             line, _, self._buffer = self._buffer.partition(b"\n")
             if not line.startswith(_PUSH):

@@ -1,5 +1,5 @@
-"""Compiled modules, each of which has one in Python beside it that does the same. There is none where no compiler was at
-hand when the package was built; PGCDC_PURE_PYTHON=1 does without them on purpose."""
+"""Compiled modules; each has a Python twin that does the same. They are missing if no compiler was available at build time;
+PGCDC_PURE_PYTHON=1 turns them off."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 
 
 def load_compiled(name: str) -> ModuleType | None:
-    """The compiled module `pgcdc.<name>`, or None. Asked anew each time: tests switch between both."""
+    """The compiled module `pgcdc.<name>`, or None. Looked up at each call: tests switch between both."""
     if os.environ.get("PGCDC_PURE_PYTHON") == "1":
         return None
     try:
@@ -20,5 +20,5 @@ def load_compiled(name: str) -> ModuleType | None:
 
 
 def has_compiled(name: str) -> bool:
-    """Whether `load_compiled` would find it; without loading it and all that it needs."""
+    """Whether `load_compiled` would find it, without loading anything."""
     return os.environ.get("PGCDC_PURE_PYTHON") != "1" and importlib.util.find_spec(f"pgcdc.{name}") is not None

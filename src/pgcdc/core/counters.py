@@ -1,4 +1,4 @@
-"""Counters of what a pipeline has done, by the names of its metrics: one place for whoever exports them."""
+"""Counters of a pipeline's work, by metric name: one place for all exporters."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import threading
 from collections import Counter
 from typing import Any
 
-CHANGES_CAPTURED = "pgcdc_changes_captured_total"
-"""By the capture process: rows that went into the spool, also those that were read again."""
+CHANGES_CAPTURED = "pgcdc_changes_captured_total"  # By the capture process: rows written to the spool, repeats included
 CONNECTIONS_LOST = "pgcdc_connections_lost_total"
 CONFIG_RELOADS = "pgcdc_config_reloads_total"
 CONFIG_RELOAD_ERRORS = "pgcdc_config_reload_errors_total"
-DEAD_LETTERS = "pgcdc_dead_letters_total"  # By adapter: events that its target refused, and that were set aside
+DEAD_LETTERS = "pgcdc_dead_letters_total"  # By adapter: events refused by its target and set aside
 EVENTS_DELIVERED = "pgcdc_events_delivered_total"  # By adapter
 EVENTS_DROPPED = "pgcdc_events_dropped_total"  # By adapter: what it skipped in fast mode
-EXEC_RESTARTS = "pgcdc_exec_restarts_total"
-"""By adapter: commands that were started again, because one failed or was ended."""
+EXEC_RESTARTS = "pgcdc_exec_restarts_total"  # By adapter: commands restarted after a failure or an end
 LANE_MOVES = "pgcdc_lane_moves_total"  # By adapter and move: leave, rejoin, skip
-TARGET_RECOVERIES = "pgcdc_target_recoveries_total"  # By adapter: outages of its target that are over
+TARGET_RECOVERIES = "pgcdc_target_recoveries_total"  # By adapter: outages of its target that ended
 WEBHOOK_REQUESTS = "pgcdc_webhook_requests_total"  # By adapter and answer: ok, http_500, timeout, ...
 
 Labels = tuple[tuple[str, str], ...]
@@ -32,26 +30,23 @@ class Counters:
         self._taken: dict[str, dict[tuple[str, Labels], int]] = {}
 
     def add(self, name: str, amount: int = 1, **labels: str) -> None:
-        """Count."""
         with self._lock:
             self._values[name, tuple(sorted(labels.items()))] += amount
 
     def get(self, name: str, **labels: str) -> int:
-        """How far one has counted."""
         with self._lock:
             return self._values[name, tuple(sorted(labels.items()))]
 
     def read(self) -> dict[tuple[str, Labels], int]:
-        """All of them."""
         with self._lock:
             return dict(self._values)
 
     def to_json(self) -> list[Any]:
-        """For another process, which takes them."""
+        """For another process's `take`."""
         return [[name, list(map(list, labels)), value] for (name, labels), value in self.read().items()]
 
     def take(self, process: str, values: list[Any]) -> None:
-        """Count what another process has counted since its last `to_json()`."""
+        """Add what another process has counted since its last `to_json()`."""
         now = {(name, tuple((key, text) for key, text in labels)): int(value) for name, labels, value in values}
         with self._lock:
             before = self._taken.get(process, {})

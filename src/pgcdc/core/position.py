@@ -26,11 +26,11 @@ ORDINAL_BITS = 48
 LAST_ORDINAL = (1 << ORDINAL_BITS) - 1  # The ordinal of `Position.end`: greater than any change's
 LAST_SUB = (1 << 31) - 1  # The sub-ordinal of a transaction's COMMIT marker: greater than any message's
 SCHEMA_SUB = LAST_SUB - 1
-"""The sub-ordinal of a schema change: it stands directly before the row change `ordinal + 1`, the first in the new shape."""
+"""The sub-ordinal of a schema change: directly before row change `ordinal + 1`, the first in the new shape."""
 _CHUNK_BITS = 28
 _CHUNK_END = (1 << _CHUNK_BITS) - 1
-MAX_CHUNK_ROWS = _CHUNK_END - 1  # How many rows a chunk of a snapshot may have
-LAST_CHUNK = LAST_ORDINAL >> _CHUNK_BITS  # The number of the last chunk that has a place between two transactions
+MAX_CHUNK_ROWS = _CHUNK_END - 1  # The largest number of rows of a snapshot chunk
+LAST_CHUNK = LAST_ORDINAL >> _CHUNK_BITS  # The largest chunk number between two transactions
 
 
 class Kind(IntEnum):
@@ -59,47 +59,47 @@ class Position:
 
     @classmethod
     def end(cls, commit: int) -> Position:
-        """The position after everything of a transaction."""
+        """The position after everything in a transaction."""
         return cls(commit, STREAM, LAST_ORDINAL)
 
     @classmethod
     def behind(cls, commit: int) -> Position:
-        """The position after a transaction and all rows of snapshots that stand behind it."""
+        """The position after a transaction and all snapshot rows behind it."""
         return cls(commit, SNAPSHOT, LAST_ORDINAL)
 
     @classmethod
     def of_chunk(cls, commit: int, chunk: int, row: int) -> Position:
-        """The place of a row (from 1) of a chunk of a snapshot, behind a transaction."""
+        """The place of a row (from 1) of a snapshot chunk, behind a transaction."""
         return cls(commit, SNAPSHOT, (chunk << _CHUNK_BITS) | row)
 
     @classmethod
     def chunk_end(cls, commit: int, chunk: int) -> Position:
-        """The position after the rows of a chunk of a snapshot."""
+        """The position after the rows of a snapshot chunk."""
         return cls.of_chunk(commit, chunk, _CHUNK_END)
 
     @property
     def is_end(self) -> bool:
-        """Whether this is the end of a transaction, or of a chunk of a snapshot, rather than a place inside one."""
+        """Whether this is the end of a transaction or snapshot chunk, rather than a place inside one."""
         return self.ordinal == LAST_ORDINAL or (self.is_snapshot and self.ordinal & _CHUNK_END == _CHUNK_END)
 
     @property
     def is_snapshot(self) -> bool:
-        """Whether this is a place in rows that come from a table."""
+        """Whether this is a place among snapshot rows."""
         return self.kind == SNAPSHOT
 
     @property
     def chunk(self) -> int:
-        """Of a place in a snapshot: the number of the chunk."""
+        """The chunk number of a place in a snapshot."""
         return self.ordinal >> _CHUNK_BITS
 
     @property
     def confirmable(self) -> int:
-        """What may be confirmed when all up to here is durable: never a transaction that we are still inside of."""
+        """What may be confirmed when everything up to here is durable: never a transaction that this is inside of."""
         return self.commit if self.is_end else 0
 
     @property
     def place(self) -> int:
-        """Kind and ordinal as one number, for columns: (commit, place) is in stream order. As in the text form."""
+        """Kind and ordinal as one number, for columns: (commit, place) is in stream order, as in the text form."""
         return (self.kind << ORDINAL_BITS) | self.ordinal
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ class Position:
 
     @classmethod
     def parse(cls, text: str) -> Position:
-        """The position behind `str(position)`. Raises ValueError for anything else."""
+        """Inverse of `str(position)`. Raises ValueError for anything else."""
         found = _POSITION.fullmatch(text)
         if found is None:
             raise ValueError(f"not a position: {text!r}")
@@ -121,5 +121,4 @@ class Position:
 
     @classmethod
     def from_offset(cls, offset: dict[str, Any]) -> Position:
-        """The position behind `to_offset()`."""
         return cls.parse(offset["position"])

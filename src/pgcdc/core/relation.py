@@ -1,6 +1,6 @@
-"""What a change did, what its table looked like then, and the durable history of those shapes. Relations are versioned:
-every distinct shape gets a number in the order of appearance, and each change names the number of the shape in force at its
-position, so that ALTER TABLE never changes how an older change is read."""
+"""What a change did, its table's shape at the time, and the durable history of shapes. Every distinct shape gets a number in
+order of appearance, and each change names the shape in force at its position, so that ALTER TABLE never changes how an older
+change is read."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class Op(IntEnum):
     TRUNCATE = ord("T")
     MESSAGE = ord("M")
     SNAPSHOT = ord("S")  # A row that was read from its table
-    SNAPSHOT_STARTED = ord("s")
-    """The reading of a table begins; not a row of it. Its values: see `stream.frame.SNAPSHOTS`."""
+    SNAPSHOT_STARTED = ord("s")  # The reading of a table begins; not a row. Its values: see `stream.frame.SNAPSHOTS`
     SNAPSHOT_COMPLETED = ord("c")  # The same, at its end
     NOTIFY = ord("N")  # What somebody sent on a channel of the database; not a row
     VIEW_RESULT = ord("V")  # A row of a view's result

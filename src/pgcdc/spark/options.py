@@ -109,21 +109,21 @@ class TypedReaderSettings(TypedSettings):
     heartbeats: bool = False
     heartbeat_interval: Seconds = Field(10.0, gt=0)
     start: str = Field("", alias="_start")
-    """Where the query goes on, if its driver knows better than the consumer's ack."""
+    """Where the query resumes, if its driver knows better than the consumer's ack."""
 
 
 class StreamOptions(CaptureOptions, EventSettings, ReaderSettings, TypedReaderSettings, RowsOptions):
     """What a query says about its source."""
 
     source: SourceOptions
-    """The settings of the source itself, as they were given: what is secret is not among them."""
+    """The source's own settings, without secrets."""
     consumer: str = "default"
     run: str = Field("", alias="_run")
-    """The control socket of the run that this query is a lane of: it acknowledges for the consumer, not the query."""
+    """Control socket of the run that this query is a lane of; the run acknowledges for the consumer."""
     spool: str = Field("", alias="_spool")
-    """Read this spool and no other: no capture (used to warm up)."""
+    """Read only this spool, without a capture (for warm-up)."""
     chains: str = Field("", alias="_chains")
-    """Chains of simple transforms that the source does itself (`event.edits`)."""
+    """Chains of simple transforms that the source applies itself (`event.edits`)."""
 
     @property
     def rows(self) -> RowOptions:
@@ -137,7 +137,7 @@ class StreamOptions(CaptureOptions, EventSettings, ReaderSettings, TypedReaderSe
 
     @property
     def heartbeat_s(self) -> float:
-        """How often a typed query hears how far time has come, at most; 0: never."""
+        """The shortest interval between a typed query's heartbeats; 0: none."""
         return self.heartbeat_interval if self.heartbeats else 0.0
 
 
@@ -151,13 +151,13 @@ _TYPED = {*_BATCH, *_names(TypedReaderSettings)} - {"table"}
 
 
 def _fields(model: type[SourceOptions]) -> dict[str, FieldInfo]:
-    """All that a query of such a source may say, by the names of the settings."""
+    """All options of a query of such a source, by the names of the settings."""
     theirs = {name: field for name, field in _names(model).items() if name not in model.spark_hidden}
     return {**theirs, **_OURS}
 
 
 def option_names(detector: str) -> list[str]:
-    """The options of a query, by the names that users know; those that begin with `_` are ours."""
+    """The options of a query, by the names that users know; names that begin with `_` are internal."""
     model = find_options(detector)
     shown = {name: option for option, name in model.spark_names.items()}
     return sorted(shown.get(name, name) for name in _fields(model))
@@ -194,7 +194,7 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
 
 
 def write_options(settings: ReaderSettings) -> dict[str, str]:
-    """What the source of a pipeline's query is told of these settings: never a secret, because Spark shows it."""
+    """The options of a pipeline's query: never a secret, because Spark shows them."""
     model = find_options(settings.detector)
     options, known = {}, _fields(model)
     for name, meaning in model.spark_hidden.items():
@@ -213,7 +213,7 @@ def write_options(settings: ReaderSettings) -> dict[str, str]:
 
 
 def _read(name: str, text: str, field: FieldInfo) -> Any:
-    """A value of the option map for the model; None: it says nothing."""
+    """A value of the option map for the model; None if it is unset."""
     if is_switch(field.annotation):
         if text.lower() not in ("true", "false"):
             raise ConfigError(f"option {name} is {text.lower()!r}", "Give true or false")
@@ -249,7 +249,7 @@ def _explain(
 
 
 def _check_typed(found: StreamOptions, given: set[str]) -> None:
-    """What concerns typed rows is not for events, and the other way round."""
+    """Options for typed rows are refused for events, and the other way round."""
     if not found.table:
         wrong = sorted(_TYPED.intersection(given))
         if wrong:
@@ -267,7 +267,7 @@ def _check_typed(found: StreamOptions, given: set[str]) -> None:
 
 
 def check_kind(raw: Mapping[str, str], *, is_batch: bool) -> None:
-    """Raise ConfigError for an option of spark.read at a stream, or the other way round."""
+    """Raise ConfigError for an option of spark.read on a stream, or the other way round."""
     given = {key.lower().replace("-", "_") for key in raw}
     wrong = sorted(given - _BATCH - {"url", "table", "detector", *CHOICES} if is_batch else given & _BATCH)
     if wrong:

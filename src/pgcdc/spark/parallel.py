@@ -38,11 +38,11 @@ from pgcdc.transform.steps import map_in_arrow
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-LARGE_EVENTS = 50_000  # From here on a batch is large: below, one task and one commit are faster than all that
+LARGE_EVENTS = 50_000  # From here on a batch is large: below, one task and one commit are faster
 MAX_SEGMENTS = 16
-"""A batch with more barriers than that is written in one piece by the driver: each segment is a Spark job and a commit."""
-MAX_RUNS = 64  # A block with more changes between barriers and others than that is kept in one piece
-TIMEOUT_EVENTS = 100_000  # A sink's timeout is for so many events; for more it is that much longer
+"""A batch with more barriers is written in one piece by the driver: each segment is a Spark job and a commit."""
+MAX_RUNS = 64  # A block with more switches between barriers and others stays in one piece
+TIMEOUT_EVENTS = 100_000  # A sink's timeout is for this many events; for more it grows in proportion
 
 _PIECES = pa.schema(
     [
@@ -62,7 +62,7 @@ _RECEIPTS = pa.schema([("receipt", pa.string())])
 def open_large(
     spark: SparkSession, shapes: ShapeHistory, frame: DataFrame, start: Position, end: Position, **more: Any
 ) -> LargeBatch:
-    """The batch (start, end], cut where the shape of a table changes; `more` as for LargeBatch."""
+    """The batch (start, end], cut where a table's shape changes; `more` as for LargeBatch."""
     shapes.refresh()
     cuts = [change.position for change in shapes.between(start, end) if change.before is not None]
     return LargeBatch(spark, frame, start, end, cuts, **more)
@@ -72,7 +72,7 @@ def open_large(
 
 
 class Piece(NamedTuple):
-    """What the driver knows of a block: its first and last position, and whether it must be written alone."""
+    """What the driver knows of a block: first and last position, and whether it must be written alone."""
 
     first: str
     last: str
@@ -82,7 +82,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What is written and committed at once: the blocks that begin in (start, end]."""
+    """Written and committed at once: the blocks that begin in (start, end]."""
 
     start: Position
     end: Position
@@ -92,7 +92,7 @@ class Segment:
 def plan_segments(
     pieces: Iterable[Piece], start: Position, end: Position, cuts: Sequence[Position] = ()
 ) -> list[Segment]:
-    """The segments of a batch, in order: neighbours that may be written at the same time are in one."""
+    """The segments of a batch, in order; neighbours that may be written together share one."""
     segments: list[Segment] = []
     begin, last, count, kind = start, "", 0, False
     texts = sorted(str(cut) for cut in cuts)
@@ -122,14 +122,14 @@ class LargeBatch:
     _segments: list[Segment] = field(default_factory=list)
 
     def close(self) -> None:
-        """Let Spark forget what it keeps; after the last `write`."""
+        """Free what Spark caches; after the last `write`."""
         with contextlib.suppress(Exception):  # Spark may be gone, and that with it
             if self._pieces is not None:
                 self._pieces.unpersist()
 
     def write(self, member: Runner, reached: Position | None = None) -> bool:
-        """Have the executors write to this sink what lies behind its ack and `reached`. False: it needs it as it is. A sink
-        that refuses events needs that, too: they are set aside, and the rest is written, by the driver."""
+        """Have the executors write to this sink what lies behind its ack and `reached`. False: the driver must write the
+        batch itself. That includes a sink that refuses events: the driver sets them aside and writes the rest."""
         reached = max(member.ack, reached or member.ack)
         if reached >= self.end:
             return True
@@ -141,12 +141,12 @@ class LargeBatch:
                 if reached < segment.end:
                     inside = pieces.where(f"first > '{segment.start}' AND first <= '{segment.end}'")
                     self._deliver(member, inside, segment, reached)
-        except SinkRejected:  # which events it is about is known where they are: the driver finds out
+        except SinkRejected:  # only the driver can tell which events it is about
             return False
         return True
 
     def _split(self) -> tuple[DataFrame, list[Segment]]:
-        """The batch in pieces by key, each part in order, kept by Spark until the end; and its segments."""
+        """The batch split by key, each part in order, cached by Spark until the end; and its segments."""
         with self._lock:
             if self._pieces is None:
                 count = max(2, self.spark.sparkContext.defaultParallelism)
@@ -160,7 +160,7 @@ class LargeBatch:
                         pieces.unpersist()
                     raise
                 self._segments = plan_segments((Piece(*row) for row in known), self.start, self.end, self.cuts)
-                self._pieces = pieces  # last: with it, the other sinks of the batch take the segments for known
+                self._pieces = pieces  # last: other sinks of the batch then take the segments as known
             return self._pieces, self._segments
 
     def _deliver(self, member: Runner, frame: DataFrame, segment: Segment, reached: Position) -> None:
@@ -263,7 +263,7 @@ class _Write:
 
 
 def _open(batches: Iterable[pa.RecordBatch], column: str) -> Iterator[pa.RecordBatch]:
-    """The events in batches of keyed blocks, of pieces, or of events, as far as there is a line in `column`."""
+    """The events in batches of keyed blocks, pieces or events, where `column` has a line."""
     batches = iter(batches)
     first = next(batches, None)
     if first is None:

@@ -1,5 +1,5 @@
 """The Spark session: low latency, quiet, and warm before it says ready. Every setting here was measured (docs/benchmarks.md,
-docs/decisions). A user's own session works as well: `register` is all it needs."""
+docs/decisions). Your own session works as well: `register` is all it needs."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ _LATE_C2 = (
     "-XX:+IgnoreUnrecognizedVMOptions -XX:Tier4InvocationThreshold=250000 -XX:Tier4MinInvocationThreshold=30000 "
     "-XX:Tier4CompileThreshold=750000 -XX:Tier4BackEdgeThreshold=2000000"
 )
-"""C2 took a third of all CPU on code that Spark runs a few thousand times; only what is hot is worth it (decision 0020)."""
+"""C2 took a third of all CPU on code that Spark runs a few thousand times; only hot code is worth it (decision 0020)."""
 
 
 def settings() -> dict[str, str]:
-    """The low-latency settings, by name."""
     log4j = Path(__file__).with_name("log4j2.properties").absolute().as_uri()
     return {
         # Hadoop's local file system forks a process for every checkpoint file; the raw one does not
@@ -48,7 +47,7 @@ def settings() -> dict[str, str]:
         "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
         "spark.driver.extraJavaOptions": "-Djdk.lang.Process.launchMechanism=VFORK "
         f"-Dlog4j2.configurationFile={log4j} -XX:+UseSerialGC {_LATE_C2} "
-        # A query that is stopped inside of foreachBatch has its Java stack trace matched by a recursive pattern of Spark's
+        # A query stopped inside foreachBatch has its Java stack trace matched by a recursive pattern of Spark's
         "-Xss16m",
         "spark.sql.streaming.pollingDelay": "1ms",
         "spark.sql.streaming.noDataMicroBatches.enabled": "false",
@@ -70,7 +69,7 @@ def settings() -> dict[str, str]:
 
 
 def check_java() -> None:
-    """Raise ConfigError unless Java 17 or newer is there: Spark cannot start without it."""
+    """Raise ConfigError unless Java 17 or newer is installed: Spark needs it."""
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home) / "bin" / "java") if home else shutil.which("java")
     advice = (
@@ -90,8 +89,8 @@ def check_java() -> None:
 
 
 def check_running(url: str) -> bool:
-    """Whether no Spark runs in this process yet. ConfigError: its JVM runs, and would read another database. The workers of
-    Spark have the environment that the JVM was started with, and the JVM outlives its sessions."""
+    """True if no Spark runs in this process yet. ConfigError if its JVM runs and would read another database: Spark's
+    workers inherit the JVM's environment, and the JVM outlives its sessions."""
     from pyspark.core.context import SparkContext
 
     if SparkContext._gateway is not None:
@@ -106,7 +105,7 @@ def check_running(url: str) -> bool:
 
 
 def stop_within(timeout_s: float, what: SparkSession | StreamingQuery) -> None:
-    """End Spark or a query. One that does not end in time is left: a sink that hangs in a batch must not hang us."""
+    """Stop Spark or a query. One that does not stop in time is abandoned: a sink hanging in a batch must not hang us."""
 
     def stop() -> None:
         with contextlib.suppress(Exception):  # it has ended by itself, or Spark has
@@ -156,7 +155,7 @@ def session(
     conf = SparkConf().setAppName(app_name).setMaster(master or "local[2,3]")
     conf.set("spark.sql.warehouse.dir", str(warehouse))
     ours = settings()
-    if not is_here:  # executors on other hosts have to reach the driver: Spark knows its name
+    if not is_here:  # executors on other hosts must reach the driver: Spark knows its name
         del ours["spark.driver.host"], ours["spark.driver.bindAddress"]
     conf.setAll([*ours.items(), *((key.replace("__", "."), value) for key, value in extra.items())])
     before = {process.pid for process in _children()}
@@ -165,14 +164,14 @@ def session(
             _launch_quietly(conf, log_file)
         spark = SparkSession.builder.config(conf=conf).getOrCreate()
         register(spark)
-    except BaseException:  # also a signal: nobody else knows of a JVM that is not up yet
+    except BaseException:  # also on a signal: nobody else knows the JVM while it starts
         _end_launched(before)
         raise
     return spark
 
 
 def _is_here(master: str | None) -> bool:
-    """Whether nothing of Spark is on another host."""
+    """Whether all of Spark runs on this host."""
     host = re.match(r"spark://(?:\[(.+)\]|([^:,]+))", master or "")
     found = (host[1] or host[2]) if host else "localhost" if (master or "local").startswith("local") else ""
     return found in ("localhost", "127.0.0.1", "::1")
@@ -185,7 +184,7 @@ def _children() -> list[psutil.Process]:
 
 
 def _end_launched(before: set[int]) -> None:
-    """End the scripts and the JVM that were started since; Spark's name is in their command lines."""
+    """End the scripts and the JVM started since; Spark's name is in their command lines."""
     launched = []
     for process in _children():
         with contextlib.suppress(psutil.Error):
@@ -199,9 +198,9 @@ def _end_launched(before: set[int]) -> None:
 
 
 def _unzipped_home() -> Path:
-    """A Spark home made of links, in which `pyspark.zip` is a folder. Spark puts that zip first on the path of every Python
-    worker, and Python compiles what it imports from a zip each time: about a second for each of the half dozen processes of
-    a start. From the installed package it takes a quarter."""
+    """A Spark home of links in which `pyspark.zip` is a folder. Spark puts that zip first on every Python worker's path, and
+    Python compiles imports from a zip each time: about a second for each of half a dozen processes per start. The installed
+    package takes a quarter of that."""
     import pyspark
 
     package = Path(pyspark.__file__).parent
@@ -225,7 +224,7 @@ def _unzipped_home() -> Path:
 
 
 def _launch_quietly(conf: SparkConf, log_file: Path) -> None:
-    """Start the JVM with its output in a file and in a session of its own."""
+    """Start the JVM in its own session, with its output in a file."""
     from pyspark.core.context import SparkContext
     from pyspark.errors import PySparkRuntimeError
     from pyspark.java_gateway import launch_gateway
@@ -241,7 +240,7 @@ def _launch_quietly(conf: SparkConf, log_file: Path) -> None:
 
 @contextlib.contextmanager
 def with_settings(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
-    """Spark with these settings for a moment: a query keeps those with which it was started."""
+    """Spark with these settings for a moment: a query keeps the settings it was started with."""
     before = {name: spark.conf.get(name, None) for name in settings}
     for name, value in settings.items():
         spark.conf.set(name, value)
@@ -252,13 +251,13 @@ def with_settings(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[
             spark.conf.unset(name) if old is None else spark.conf.set(name, old)
 
 
-# --- which of our errors is behind a Spark query that failed
+# --- which of our errors is behind a failed Spark query
 
-Explain = Callable[[Exception], Exception]  # The error that is behind one of Spark, or the same one
+Explain = Callable[[Exception], Exception]  # The cause of a Spark error, or the same error
 
 
 class QueryFailed(PgcdcError):
-    """The Spark query failed for a reason outside of pgcdc (a worker was killed, say): start it again."""
+    """The Spark query failed for a reason outside pgcdc (a killed worker, say): start it again."""
 
     policy = Policy.RETRY
 
@@ -269,14 +268,14 @@ def explain_failure(
     capture_status: Callable[[], dict[str, Any]],
     spark: SparkSession,
 ) -> PgcdcError:
-    """`error` is Spark's, `raised` what the lane's own code raised in the batch, if it did."""
+    """`error` is Spark's; `raised` is what the lane's own code raised in the batch, if anything."""
     for one in (raised, error):
         if isinstance(one, PgcdcError):
             return one
     failed = capture_status()
     if failed.get("phase") == "failed":
         return PgcdcError.from_json(failed["last_error"])
-    if _jvm_is_gone(error, spark):  # before anything is asked of the error: its text may come from the JVM
+    if _jvm_is_gone(error, spark):  # before reading the error: its text may come from the JVM
         return PgcdcError("the Spark JVM ended unexpectedly", "Start pgcdc again: nothing is lost")
     return find_ours(str(error)) or QueryFailed(
         f"the Spark query failed: {headline(raised or error)}", "Start pgcdc again: nothing is lost"
@@ -285,8 +284,8 @@ def explain_failure(
 
 @contextlib.contextmanager
 def explained(explain: Explain | None, what: str) -> Iterator[None]:
-    """Around a Spark job of a sink: raises what an executor has raised there, in place of Spark's error with its text in it.
-    What is none of ours may pass: a worker that was killed, a disk that is full. Then `what` says what failed."""
+    """Around a sink's Spark job: raises the executor's own error instead of Spark's error with its text. Other failures (a
+    killed worker, a full disk) may pass; then `what` says what failed."""
     from py4j.protocol import Py4JJavaError
     from pyspark.errors import PySparkException
 
@@ -300,13 +299,13 @@ def explained(explain: Explain | None, what: str) -> Iterator[None]:
 
 
 def find_ours(text: str) -> PgcdcError | None:
-    """Our error in the text of one of Spark, which is all that comes from an executor."""
+    """Our error in the text of a Spark error, which is all that comes from an executor."""
     ours = re.search(r"pgcdc\.core\.errors\.(\w+): ([^\n]*)", text)
     return PgcdcError.from_json({"kind": ours[1], "message": ours[2].rstrip(" ;")}) if ours else None
 
 
 def headline(error: BaseException) -> str:
-    """The first line of its text that says something; the kind as well, of an error that is not Spark's."""
+    """The first line with content; of errors that are not Spark's also the kind."""
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
 

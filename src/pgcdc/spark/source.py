@@ -1,5 +1,5 @@
-"""The Spark source `format("pgcdc")`: a stream of events of all tables, or typed rows of one, as a stream or as it is. Every
-query imports this in each of its processes, so that what only typed rows need is imported where they are asked for."""
+"""The Spark source `format("pgcdc")`: a stream of events of all tables, or typed rows of one table, as a stream or a
+snapshot. Every process of a query imports this module, so typed rows import what only they need themselves."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ChangeSource(DataSource):
         options = parse_options(self.options)
         if options.table is None:
             return EVENT_SCHEMA
-        # Spark does not say for whom it asks: what a read and a stream of the same options get is the same.
+        # Spark does not say who asks: a read and a stream of the same options get the same.
         if not options.metadata:
             from pgcdc.spark.tables import load_rows, own_schema
 
@@ -94,7 +94,7 @@ class ChangeSource(DataSource):
 
 
 def _check_schema(schema: StructType) -> None:
-    """A user's schema may leave columns out, and ask for JSON, keys and shapes; names and types are ours."""
+    """A user's schema may drop columns and ask for JSON, keys and shapes; names and types are fixed."""
     known = {**EVENT_COLUMNS, **KEY_COLUMNS, **SHAPE_COLUMNS, **TEXT_COLUMNS}
     if schema.simpleString() in ("struct<block:binary,is_last:boolean>", "struct<keyed_block:binary,is_last:boolean>"):
         return
@@ -103,7 +103,7 @@ def _check_schema(schema: StructType) -> None:
 
 
 def _check_typed(schema: StructType, table: TypedTable, *, zset: bool) -> None:
-    """A user's schema may leave columns out; their types are the table's."""
+    """A user's schema may drop columns; their types are the table's."""
     from pgcdc.event.typed import BEFORE
     from pgcdc.spark.tables import typed_schema
 
@@ -137,7 +137,7 @@ def _compare(schema: StructType, known: dict[str, str], what: str) -> None:
 
 # --- the reader of a query: which changes lie between two offsets, and how a task reads them
 #
-# It lives in one Python process per query on the driver; `read` runs on the executors and needs nothing but its partition.
+# It lives in one Python process per query on the driver; `read` runs on the executors and needs only its partition.
 # Offsets are positions, and the same offsets always read the same changes.
 
 LONG_POLL_S = 0.1
@@ -148,8 +148,6 @@ RECORD_BATCH_BYTES = 4 << 20
 
 @dataclass
 class ChangePartition(InputPartition):
-    """What one task reads: slices of segments, and what is needed to read them."""
-
     seed: IdSeed
     host: str
     slices: list[SegmentSlice] = dataclasses.field(default_factory=list)
@@ -167,9 +165,8 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._feed: Feed | None = None
         self._run: Channel | None = None
         self._target: Position | None = None
-        self._needed: Position | None = None
-        """Where a run that has an end, ends; None while rows of snapshots are still to be read before."""
-        self._acked = Position.at(0, 0)  # What the consumer had acknowledged when the query began
+        self._needed: Position | None = None  # Where a bounded run ends; None while snapshot rows come first
+        self._acked = Position.at(0, 0)  # The consumer's ack when the query began
         self._told = self._acked  # What was acknowledged since
 
     def initialOffset(self) -> dict[str, Any]:
@@ -206,7 +203,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return start
 
     def _find_end(self, feed: Feed) -> Position | None:
-        """Of a run that delivers everything up to now: behind its target, and all rows that were asked for by then."""
+        """The end of a run that delivers everything up to now: behind its target and all rows requested by then."""
         if self._target is not None and self._needed is None:
             settled = feed.settled()
             if settled.end is not None:
@@ -230,13 +227,12 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return [replace(plan, slices=group) for group in group_slices(slices, PARTITION_BYTES)]
 
     def _plan(self, feed: Feed, begin: Position, stop: Position) -> ChangePartition:
-        """What all partitions of a batch have in common."""
         relations = list(feed.spool.relations())
         changes, described = self._schema_changes(feed, begin, stop), self._describe(feed, relations)
         return ChangePartition(feed.seed, socket.gethostname(), [], relations, changes, described)
 
     def _announce(self, feed: Feed, begin: Position, stop: Position) -> None:
-        """Tell the run where the batch that Spark is about to run begins and ends, and about how many events it has."""
+        """Tell the run the start, end and approximate event count of the batch that Spark is about to run."""
         if not self._options.run:
             return
         if self._run is None:
@@ -273,12 +269,12 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 yield from pack_block(batch, name) if in_blocks else [batch]
 
     def _limit(self, feed: Feed, begin: Position, end: Position) -> Position:
-        """Where a batch that could go up to `end` has to end before."""
+        """The furthest end of a batch that could go up to `end`."""
         return end
 
     @contextlib.contextmanager
     def _readable(self, partition: ChangePartition, pieces: list[SegmentSlice]) -> Iterator[None]:
-        """Say what is wrong if these files are on the disk of another host."""
+        """Raise with advice if these files are on another host's disk."""
         try:
             yield
         except SpoolError:
@@ -312,14 +308,15 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._feed
 
     def _schema_changes(self, feed: Feed, begin: Position, stop: Position) -> list[ShapeChange]:
-        """What becomes events. The history is ahead of the spool: what is visible there has its record here."""
+        """The schema changes that become events. The history is ahead of the spool: what is visible there is recorded
+        here."""
         if not self._options.events.schema_events:
             return []
         feed.shapes.refresh()
         return [change for change in feed.shapes.between(begin, stop) if change.before is not None]
 
     def _describe(self, feed: Feed, relations: list[Relation]) -> Described:
-        """What is known of shapes besides, if the query asks for it: by the column `shape`, or by its chains."""
+        """More about shapes, if the query's column `shape` or its chains need it."""
         needs_shapes = any(chain.needs_shapes for chain in parse_chains(self._options.chains))
         if "shape" not in self._schema.fieldNames() and not needs_shapes:
             return Described()
@@ -328,8 +325,8 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return Described(feed.database, tuple(change for change in feed.shapes.changes if change.after in wanted))
 
     def _look(self, feed: Feed, begin: Position) -> Position:
-        """How far the spool goes; waits a little if there is nothing new. What Spark has committed is then acknowledged at
-        once. It says so only with its next batch, and that one may have to wait for room in the spool."""
+        """How far the spool goes; waits a little if nothing is new. Then it acknowledges at once what Spark has committed:
+        Spark says so only with its next batch, which may have to wait for room in the spool."""
         feed.spool.refresh()
         if feed.spool.end <= begin:
             if not self._options.run and begin > max(self._acked, self._told):

@@ -1,7 +1,5 @@
-"""Tables as queries of single ones see them: their columns at the query's place in the stream, in Spark's types.
-
-`read_table` and `read_tables` are for users, for changes; `read_snapshot` for rows, `describe` for what becomes of columns.
-"""
+"""Single tables as their queries see them: columns at the query's place in the stream, in Spark's types. `read_table` and
+`read_tables` (changes) and `read_snapshot` (rows) are for users; `describe` says what becomes of columns."""
 
 from __future__ import annotations
 
@@ -54,22 +52,21 @@ _FIRST = {"_op": StringType(), "_lsn": LongType(), "_ordinal": LongType(), "_xid
 
 
 def spark_type(arrow: pa.DataType) -> DataType:
-    """What Spark calls a type of `ColumnType.arrow`."""
+    """Spark's type for a `ColumnType.arrow`."""
     return from_arrow_type(arrow, prefer_timestamp_ntz=True)
 
 
 def spark_name(arrow: pa.DataType) -> str:
-    """The same as Spark writes it."""
+    """The same in Spark's notation."""
     return spark_type(arrow).simpleString()
 
 
 def own_schema(columns: Iterable[TypedColumn]) -> StructType:
-    """The columns of a table itself."""
     return StructType([StructField(column.name, spark_type(column.type.arrow)) for column in columns])
 
 
 def typed_schema(table: TypedTable, *, zset: bool) -> StructType:
-    """What Spark is told: the table's columns, then ours."""
+    """The schema for Spark: the table's columns, then ours."""
     own = own_schema(table.columns)
     last = StructField(WEIGHT, IntegerType()) if zset else StructField(BEFORE, own)
     first = [StructField(name, kind) for name, kind in _FIRST.items()]
@@ -77,7 +74,7 @@ def typed_schema(table: TypedTable, *, zset: bool) -> StructType:
 
 
 def narrow(table: TypedTable, schema: StructType) -> TypedTable:
-    """The same table for a query that asks for these columns only."""
+    """The same table with only these columns."""
     old = next((field.dataType for field in schema if field.name == BEFORE), None)
     before = tuple(old.fieldNames()) if isinstance(old, StructType) else ()
     asked = {*schema.fieldNames(), *before}
@@ -86,7 +83,7 @@ def narrow(table: TypedTable, schema: StructType) -> TypedTable:
 
 
 def check_names(table: TypedTable) -> None:
-    """Raise ConfigError for columns that Spark could not tell apart from others."""
+    """Raise ConfigError for columns that Spark could not tell apart."""
     taken = {*_FIRST, BEFORE, UNCHANGED, WEIGHT}
     for column in table.columns:
         if column.name.lower() in taken:
@@ -142,8 +139,8 @@ def read_tables(spark: SparkSession, tables: Iterable[str], **options: str) -> d
 
 
 def load_table(options: StreamOptions) -> TypedTable:
-    """The table as it is where the query begins or goes on: from the history if that place has one, else as the query was
-    begun, else as it is now. Raises with advice if there is no such table, or if it cannot be read in that form."""
+    """The table where the query begins or resumes: from the history if it covers that place, else as the query began, else
+    as it is now. Raises with advice if there is no such table or it cannot be read in that form."""
     assert options.table is not None
     namespace, name = split_table(options.table)
     state = StateDir(options.state_dir)
@@ -156,7 +153,7 @@ def load_table(options: StreamOptions) -> TypedTable:
 
 
 def remember_table(state: StateDir, consumer: str, table: TypedTable) -> None:
-    """Write down the columns with which a query began: what follows may not have been read when it is loaded again."""
+    """Save the columns with which a query began: the next load may come before later shapes were read."""
     columns = [[column.name, column.type_oid, column.typmod] for column in table.columns]
     path = _notes(state, consumer)
     noted = {**(read_json(path) or {}), table.title: columns}
@@ -169,7 +166,7 @@ def _notes(state: StateDir, consumer: str) -> Path:
 
 
 def _shape_here(options: StreamOptions, state: StateDir, namespace: str, name: str) -> ShapeChange | None:
-    """The shape in force where the query goes on; if the table was not seen before that place, the first one behind it."""
+    """The shape in force where the query resumes; for a table not seen before that place, the first shape behind it."""
     history = ShapeHistory(state.shapes_file)
     history.refresh()
     place = Position.parse(options.start) if options.start else _acknowledged(state, options.consumer)
@@ -183,7 +180,7 @@ def _shape_here(options: StreamOptions, state: StateDir, namespace: str, name: s
 
 
 def _acknowledged(state: StateDir, consumer: str) -> Position | None:
-    """How far the consumer has come; where the slot stands, if it is new; None if there is no slot yet."""
+    """The consumer's ack; the slot's position for a new consumer; None without a slot."""
     known = ask(state.capture_lock, {"do": "status"}).get("consumers", {})
     if consumer in known:
         return Position.parse(known[consumer]["ack"])
@@ -206,13 +203,13 @@ SNAPSHOT = "SNAPSHOT"  # `_op` of a row that was there already
 
 
 def load_rows(options: StreamOptions) -> TableRows:
-    """The table that is to be read. Raises with advice if there is no such table."""
+    """The table to read. Raises with advice if there is no such table."""
     assert options.table is not None
     return make_source(options.source).snapshot(options.table, options.types)
 
 
 def whole_schema(rows: TableRows) -> StructType:
-    """The table's columns with those of typed changes, as far as it has none of that name itself."""
+    """The table's columns, then the typed changes' columns whose names the table does not use."""
     own, columns = own_schema(rows.columns), {column.name for column in rows.columns}
     typed = typed_schema(TypedTable("", "", rows.columns), zset=False)
     return StructType([*own, *(one for one in typed if one.name not in columns)])
@@ -226,7 +223,7 @@ class RowsPartition(InputPartition):
 
 
 class BatchReader(DataSourceReader):
-    """Reads a table. Picklable: it travels to the executors, without a password."""
+    """Reads a table. Picklable: it goes to the executors, without a password."""
 
     def __init__(self, options: StreamOptions, schema: StructType, rows: TableRows) -> None:
         self._batch = options.part(RowsOptions)
@@ -234,7 +231,7 @@ class BatchReader(DataSourceReader):
         self._arrow = to_arrow_schema(schema, timezone="UTC")
         by_name = {column.name: column.type for column in rows.columns}
         asked = [name for name in schema.fieldNames() if name in by_name]
-        # What the user did not ask for of the key is read as well, for the message about a value that has no place.
+        # Key columns that the user dropped are read as well, for the message about a value that does not fit.
         self._names = [*asked, *(name for name in rows.key if name not in asked)] or [rows.columns[0].name]
         self._types = {name: by_name[name] for name in self._names}
 

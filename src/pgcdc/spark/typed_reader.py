@@ -38,9 +38,9 @@ class TypedPartition(ChangePartition):
 
     versions: dict[int, Relation] = field(default_factory=dict)  # The shapes of the table, by version
     heartbeat: tuple[Position, int] | None = None
-    """At the end of the batch: how far time has come, in microseconds since 1970."""
+    """At the end of the batch: the stream's time, in microseconds since 1970."""
     snapshot_end: Position = Position.at(0, 0)  # noqa: RUF009 - frozen
-    """Up to where rows of snapshots are those of the initial one."""
+    """Snapshot rows up to here belong to the initial snapshot."""
 
 
 class TypedReader(ChangeReader):
@@ -70,7 +70,7 @@ class TypedReader(ChangeReader):
         return end
 
     def _limit(self, feed: Feed, begin: Position, end: Position) -> Position:
-        """Where the table gets columns that the query does not have: a batch ends before, and none begins there."""
+        """Where the table gets columns that the query lacks: a batch ends before, and none begins there."""
         feed.shapes.refresh()
         others = self._other_versions(feed, begin)
         if not others:
@@ -83,12 +83,12 @@ class TypedReader(ChangeReader):
             if place > begin:
                 return place
             if not self._options.run:
-                feed.acknowledge(begin)  # Spark has committed it: the next load begins with the columns of this place
+                feed.acknowledge(begin)  # Spark has committed it: the next load begins with the columns in force here
             raise self._explain(shape, place)
         return end
 
     def _other_versions(self, feed: Feed, begin: Position) -> dict[int, Relation]:
-        """Shapes in which rows of the table come after `begin`, and that the query cannot read."""
+        """Shapes of the table's rows after `begin` that the query cannot read."""
         numbers = {shape: number for number, shape in enumerate(feed.spool.relations())}
         others = {}
         for change in feed.shapes.reachable(begin):
@@ -161,7 +161,7 @@ class TypedReader(ChangeReader):
     # --- time
 
     def _time_at(self, start: dict[str, Any], end: Position) -> int:
-        """How far time has come at `end`: what was committed before has been read. Moves by the interval, at least."""
+        """The stream's time at `end`: everything committed before it has been read. Advances by at least the interval."""
         now = time.monotonic()
         if now >= self._clock_due and (self._target is None or end < self._target):
             self._clock_due = now + CLOCK_POLL_S

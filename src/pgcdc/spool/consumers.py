@@ -1,6 +1,5 @@
-"""Who reads the spool, and how far each one has made things durable. The minimum of all acks is what may be confirmed. It is
-written here durably *before* it is confirmed to the source, so that a slot which is ahead of this file was moved by somebody
-else."""
+"""Who reads the spool, and how far each consumer has made it durable. The minimum of all acks may be confirmed. It is
+durable here *before* it is confirmed to the source, so a slot that is ahead of this file was moved by someone else."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class Consumers:
         raw: dict[str, Any] = read_json(path) or {}
         self.confirmed_lsn: int = raw.get("confirmed_lsn", 0)
         self._floor = Position.parse(raw["floor"]) if "floor" in raw else Position.at(0, 0)
-        """What was let go of while there were other consumers: nobody can begin before it."""
+        """Released while other consumers existed: nobody can begin before it."""
         commit, value = raw.get("token", (0, ""))
         self.token = Token(commit, bytes.fromhex(value))  # The last one of what was confirmed
         self._dirty = False
@@ -57,12 +56,11 @@ class Consumers:
         return self._consumers[name]
 
     def names(self) -> list[str]:
-        """All known consumers."""
         return sorted(self._consumers)
 
     def join(self, name: str, start: Position | None = None) -> Consumer:
-        """The consumer of that name; a new one begins at `start`, or with all that is kept. Durable when this returns.
-        GapError: what is behind `start` is not kept."""
+        """The consumer of that name; a new one begins at `start`, or with everything kept. Durable when this returns.
+        GapError if what follows `start` is not kept."""
         if name not in self._consumers:
             start = self.base if start is None else start
             if start < self.base:
@@ -84,7 +82,7 @@ class Consumers:
         self._save()
 
     def ack(self, name: str, position: Position) -> None:
-        """A consumer has made everything up to `position` durable."""
+        """The consumer made everything up to `position` durable."""
         consumer = self._consumers.get(name)
         if consumer is None:
             raise ConfigError(
@@ -97,7 +95,7 @@ class Consumers:
             self._dirty = True
 
     def confirmable(self, token_at: Callable[[int], Token] = lambda commit: NO_TOKEN) -> int:
-        """What may be confirmed to the source now; durable here when this returns, with the last token of it."""
+        """What may be confirmed to the source now, with its last token; durable here when this returns."""
         if not self._consumers:
             return self.confirmed_lsn
         lsn = min(consumer.confirmable for consumer in self._consumers.values())
@@ -112,7 +110,7 @@ class Consumers:
 
     @property
     def base(self) -> Position:
-        """What nobody needs again: what was confirmed, and of rows that were put behind it, what all have acknowledged."""
+        """What nobody needs again: the confirmed position, and the rows behind it that all have acknowledged."""
         base = max(Position.end(self.confirmed_lsn), self._floor)
         acks = [consumer.ack for consumer in self._consumers.values()]
         acked = min(acks, default=base)

@@ -1,8 +1,8 @@
-"""The spool's index: which segments there are, in order, and which transactions they hold.
+"""The spool's index: its segments, in order, and the transactions they hold.
 
-The index is a list of chunk files (`index-00000001.log`). A chunk is a list of records; each record is framed with its
-length and checksum, so that a half-written one is seen as such. A chunk's first record tells where the chunk begins, and
-a chunk is deleted once everything in it is delivered, so the index does not grow with time.
+The index is a list of chunk files (`index-00000001.log`). A chunk is a list of records, each framed with its length and
+checksum, so that a half-written one is recognised. A chunk's first record says where the chunk begins. A chunk is deleted
+once everything in it is delivered, so the index does not grow with time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Place = tuple[int, int, int]  # Number of the chunk, and where in it a record be
 
 
 class Token(NamedTuple):
-    """What a source said of a transaction, to go on behind it. Only the source can read the value."""
+    """What a source needs to continue after a transaction. Only the source reads the value."""
 
     commit: int
     value: bytes
@@ -41,7 +41,7 @@ NO_TOKEN = Token(0, b"")
 
 @dataclass(frozen=True, slots=True)
 class IndexRecord:
-    """One step of the stream: a segment, or (without a file) a position that moved while nothing was published."""
+    """One step of the stream: a segment, or (without a file) a position that moved without changes."""
 
     end: Position
     file: str = ""
@@ -51,12 +51,11 @@ class IndexRecord:
     since_us: int = 0  # When the first transaction of the segment was committed, in microseconds since 1970
     is_base: bool = False  # The first record of a chunk: everything up to `end` stood in earlier chunks
     token: bytes = b""  # What the source needs to go on behind `end`, if a number is not enough for it
-    place: Place = (0, 0, 0)
-    """Where it stands: the transactions of the segment are loaded from there when they are needed."""
+    place: Place = (0, 0, 0)  # Where it stands; the segment's transactions are loaded from there when needed
 
 
 def encode_record(record: IndexRecord, transactions: pa.RecordBatch | None = None) -> bytes:
-    """The framed bytes of one record, and of the transactions of its segment."""
+    """The framed bytes of one record with the transactions of its segment."""
     header: dict[str, Any] = {"end": str(record.end)}
     header |= {name: value for name in _STORED if (value := getattr(record, name))}
     if record.token:
@@ -68,8 +67,8 @@ def encode_record(record: IndexRecord, transactions: pa.RecordBatch | None = Non
 
 
 def scan_records(data: bytes, where: str, chunk: int, begin: int = 0) -> Iterator[IndexRecord]:
-    """The complete records in `data`, which stands in chunk `chunk` from `begin` on, without their transactions. An
-    incomplete tail is left alone; damage raises."""
+    """The complete records in `data`, which starts at `begin` in chunk `chunk`, without transactions. An incomplete tail is
+    skipped; damage raises."""
     start = begin
     for header, _, end in _frames(data, where):
         yield _decode(header, (chunk, start, begin + end))
@@ -110,12 +109,10 @@ def _decode(header: dict[str, Any], place: Place) -> IndexRecord:
 
 
 def chunk_path(folder: Path, number: int) -> Path:
-    """The file of chunk `number`."""
     return folder / f"index-{number:08d}.log"
 
 
 def chunk_number(path: Path) -> int:
-    """The number in a chunk's file name."""
     return int(path.stem.removeprefix("index-"))
 
 

@@ -1,4 +1,4 @@
-"""The queries' side of the spool: follow the index, and say which rows of which segments lie in (start, end]."""
+"""The queries' side of the spool: follow the index, and find the rows of segments in (start, end]."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class SegmentSlice:
 
 
 class SpoolReader:
-    """Follows the index as it grows. Not thread-safe. Of what is not delivered yet it keeps a few words per segment; the
-    transactions stay in the index until they are needed."""
+    """Follows the index as it grows. Not thread-safe. Keeps a few words per undelivered segment; transactions stay in the
+    index until needed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -69,7 +69,7 @@ class SpoolReader:
             with open(path, "rb") as file:
                 file.seek(self._offset)
                 data = file.read()
-        except FileNotFoundError:  # everything in it was released: go on with the first one that is left
+        except FileNotFoundError:  # all of it was released: continue with the first one left
             later = [number for number in map(chunk_number, list_chunks(self._folder)) if number > self._chunk]
             if later:
                 self._chunk, self._offset = later[0] - 1, 0
@@ -88,14 +88,14 @@ class SpoolReader:
         self.end = record.end
 
     def forget(self, position: Position) -> None:
-        """Nobody will ask for anything up to `position` again: drop it from memory."""
+        """Drop everything up to `position` from memory: nobody will ask for it again."""
         keep = bisect.bisect_right(self.records, position, key=lambda record: record.end)
         if keep:
             self.base = max(self.base, self.records[keep - 1].end)
             del self.records[:keep]
 
     def slices(self, start: Position, end: Position) -> list[SegmentSlice]:
-        """What to read for (start, end], in order. The caller made sure that `end` has been reached."""
+        """What to read for (start, end], in order. The caller made sure that the spool has reached `end`."""
         records = self.after(start)
         first = len(self.records) - len(records)
         ends = [self.records[first - 1].end if first else self.base, *(record.end for record in records)]
@@ -108,7 +108,6 @@ class SpoolReader:
         return found
 
     def _load(self, records: list[IndexRecord]) -> Iterator[bytes]:
-        """The serialized transactions of these records."""
         for chunk, group in itertools.groupby(records, key=lambda record: record.place[0]):
             path = chunk_path(self._folder, chunk)
             try:
@@ -138,9 +137,9 @@ class SpoolReader:
 
 
 def plan_end(records: list[IndexRecord], end: Position, max_rows: int, max_bytes: int) -> Position | None:
-    """Where a batch of the given records should end: as far as the limits allow, and at a commit. `records` are those after
-    the batch's start, `end` is how far the spool goes. Only a transaction that is itself larger than the limits is split, at
-    the end of a segment. None: there is only a part of a transaction yet, wait for the rest."""
+    """Where a batch of these records (those after its start) should end: as far as the limits allow, at a commit. `end` is
+    the spool's end. Only a transaction larger than the limits is split, at the end of a segment. None: wait for the rest of
+    a transaction."""
     rows = size = 0
     commit: Position | None = None
     split: Position | None = None
@@ -160,9 +159,9 @@ def plan_end(records: list[IndexRecord], end: Position, max_rows: int, max_bytes
 def read_slice(
     piece: SegmentSlice, *, markers: bool = False, shapes: Sequence[SchemaChange] = ()
 ) -> tuple[pa.Table, pa.Table]:
-    """The changes in range, and beside them, row by row, the transaction of each. With `markers` there is a BEGIN before
-    each transaction and a COMMIT after it. With `shapes` there is a SCHEMA_CHANGE before the first row in each of them.
-    Their positions depend on the transaction alone, so that a replay that is cut elsewhere has the same ones."""
+    """The changes in range, and each row's transaction. With `markers`, a BEGIN before and a COMMIT after each transaction;
+    with `shapes`, a SCHEMA_CHANGE before the first row of each. Their positions depend on the transaction alone, so that a
+    replay with other cuts has the same ones."""
     table = open_segment(Path(piece.path), piece.written)
     transactions = pa.ipc.read_record_batch(pa.py_buffer(piece.transactions), TRANSACTIONS)
     counts = transactions.column("rows").to_numpy()
@@ -215,7 +214,7 @@ def _markers(table: pa.Table, transactions: pa.RecordBatch, continues: bool) -> 
 
 
 def _schema_changes(table: pa.Table, transactions: pa.RecordBatch, shapes: Sequence[SchemaChange]) -> _MadeUp:
-    """Those whose row is in this segment: a change stands where its row is, also if the cut is between them."""
+    """The schema changes whose row is in this segment: each stays with its row, wherever the cut is."""
     ends = np.cumsum(transactions.column("rows").to_numpy())
     owned = list(zip(*(transactions.column(name).to_pylist() for name in ("commit", "kind")), strict=True))
     ordinals, subs = table.column("ordinal").to_numpy(), table.column("sub").to_numpy()

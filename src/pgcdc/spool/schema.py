@@ -1,6 +1,6 @@
-"""The two Arrow schemas that everything between capture and Spark speaks. `CHANGES` is what a segment holds: one schema for
-all tables, values as PostgreSQL's exact bytes. `TRANSACTIONS` says which transactions those rows belong to, in order. It
-stands in the index and not in the rows, because the place and the time of a transaction are known only at its Commit."""
+"""The two Arrow schemas between capture and Spark. `CHANGES` is what a segment holds: one schema for all tables, values as
+PostgreSQL's exact bytes. `TRANSACTIONS` lists the transactions of those rows in order. It is in the index, not in the rows,
+because a transaction's place and time are known only at its Commit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One segment: an immutable Arrow IPC file, visible only when complete; and the batches that the capture makes it of. A
-segment is written to a temporary name and renamed; its size and checksum stand in the index. A half-written file has no
-index record, and one that does not match its record is damage, never data."""
+"""One segment (an immutable Arrow IPC file), and the batches that it is made from. A segment is written under a temporary
+name and renamed when complete; its size and checksum are in the index. A half-written file has no index record; a file that
+does not match its record is damaged and never read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_segment(path: Path, batch: pa.RecordBatch) -> Written:
 
 
 class _Checked:
-    """A file that Arrow writes its buffers to as they are, so that no segment is in memory twice."""
+    """A file that Arrow writes its buffers to directly, so that no segment is in memory twice."""
 
     closed = False
 
@@ -82,7 +82,7 @@ def open_segment(path: Path, expected: Written) -> pa.Table:
 
 
 def read_segment(path: Path) -> pa.Table:
-    """The rows of a file that this process wrote itself and has not published yet."""
+    """The rows of an unpublished file that this process wrote."""
     with pa.memory_map(str(path)) as source:
         return pa.ipc.open_file(source).read_all()
 
@@ -102,12 +102,11 @@ class Part:
 
     @staticmethod
     def of(rows: pa.RecordBatch) -> Part:
-        """Rows in memory; there is at least one."""
+        """Rows in memory, at least one."""
         last = (rows.column("ordinal")[-1].as_py(), rows.column("sub")[-1].as_py())
         return Part(rows.num_rows, rows.nbytes, last, rows)
 
     def load_batch(self) -> pa.RecordBatch:
-        """The rows in one piece."""
         return self.batch if self.batch is not None else self.load().combine_chunks().to_batches()[0]
 
     def load(self) -> pa.Table:
@@ -119,32 +118,29 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class CaptureBatch:
-    """Changes after `start` up to and including `end`. No rows: only the position moved (the database was idle)."""
+    """Changes after `start` up to and including `end`. Without rows only the position moved (the database was idle)."""
 
     part: Part | None
     transactions: pa.RecordBatch
     relations: Relations
     end: Position
-    last_lsn: int
-    """What may be confirmed once this batch is durable: the END lsn of the last transaction that is complete in it."""
+    last_lsn: int  # What may be confirmed once this batch is durable: the END lsn of its last complete transaction
     told: Mapping[int, int] = field(default_factory=dict)
-    """Tables (oid) that the server has described: 1 for the first time on its connection, before the table's changes here;
-    2 once more, somewhere between them. It does so after whatever was done to a table."""
+    """Tables (oid) that the server described, which it does after any change to a table. 1: for the first time on its
+    connection, before the table's changes here; 2: again, somewhere between them."""
     token: bytes = b""  # What the source needs to go on behind `last_lsn`: a GTID set, say. Empty: the number is enough
 
     @property
     def rows(self) -> int:
-        """How many changes."""
         return self.part.rows if self.part else 0
 
     @property
     def data(self) -> pa.Table:
-        """The changes, in the CHANGES schema."""
         return self.part.load() if self.part else CHANGES.empty_table()
 
     @staticmethod
     def advance(lsn: int, relations: Relations) -> CaptureBatch:
-        """A batch without rows that says: everything up to `lsn` has been read."""
+        """A batch without rows: everything up to `lsn` has been read."""
         return CaptureBatch(None, _NO_TRANSACTIONS, relations, Position.end(lsn), lsn)
 
 
@@ -158,7 +154,7 @@ def count_rows(transactions: pa.RecordBatch, counts: Sequence[int] | npt.NDArray
 
 
 def split_batch(batch: CaptureBatch, commit: int) -> tuple[CaptureBatch | None, CaptureBatch]:
-    """The transactions up to `commit`, if there are any, and the others. There are others: the batch ends behind it."""
+    """The transactions up to `commit`, if any, and the others; the batch must end after `commit`."""
     commits = batch.transactions.column("commit").to_numpy()
     count = int(np.searchsorted(commits, commit, side="right"))
     if batch.part is None or count == 0:

@@ -1,6 +1,5 @@
-"""The capture's side of the spool: append, release, recover. Transport mode: the slot is the durable log and the spool may
-be lost at any time, so nothing is fsynced here; what a crash leaves damaged is cut off at the next start and read again from
-the slot."""
+"""The capture's side of the spool: append, release, recover. The slot is the durable log and the spool may be lost at any
+time, so nothing is fsynced here; the next start cuts off what a crash damaged and reads it again from the slot."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ class SpoolWriter:
     """Owns the spool's folder. One writer at a time: the capture process holds the slot's lock."""
 
     def __init__(self, folder: Path, base: Position, token: Token = NO_TOKEN) -> None:
-        """Open the spool, keep what is sound, and cut off the rest. `base` is what nobody needs again: an empty spool begins
-        there, and segments up to there may be gone. `token` is the last one that is known of what stands before."""
+        """Open the spool, keep what is sound, cut off the rest. Nobody needs anything before `base`: an empty spool begins
+        there, and earlier segments may be gone. `token` is the last known one before it."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._held: deque[IndexRecord] = deque()  # Segments that are not released
@@ -48,16 +47,15 @@ class SpoolWriter:
         self._relations_written = len(self.relations)
         self._relations_file = open(folder / "relations.jsonl", "ab", buffering=0)  # noqa: SIM115 - lives with the writer
         self.end = base
-        self.resume_lsn = base.commit
-        """END lsn of the last transaction that is here completely: where the stream has to go on."""
-        self._tokens = deque([token])  # Of transactions that are here, and the last one before; in their order
+        self.resume_lsn = base.commit  # END lsn of the last complete transaction here: where the stream resumes
+        self._tokens = deque([token])  # Of the transactions here, and the last one before them; in order
         self._recover(base)
         self._index = open(chunk_path(folder, self._chunk), "ab", buffering=0)  # noqa: SIM115
         for stray in {*folder.glob("pending-*"), *folder.glob("*.partial")}:
             stray.unlink()
 
     def append(self, batch: CaptureBatch) -> None:
-        """Make one batch visible. What is already here (a transaction that is read again after a crash) is left out."""
+        """Make one batch visible, without what is already here (transactions repeated after a crash)."""
         if batch.end <= self.end:
             if batch.part is not None and batch.part.path is not None:
                 batch.part.path.unlink()
@@ -98,7 +96,6 @@ class SpoolWriter:
         self._move_end(batch.end, token)
 
     def _hold(self, record: IndexRecord) -> None:
-        """Remember a segment until it is released."""
         self._held.append(record)
         self.bytes_held += record.written[0]
 
@@ -115,16 +112,16 @@ class SpoolWriter:
         return len(self._tokens) > 1 or bool(self._tokens[0].value)
 
     def token_at(self, commit: int) -> Token:
-        """The last one of a transaction up to there: what comes behind it can be had from the source with it."""
+        """The last token up to `commit`: the source can continue from it."""
         return next((one for one in reversed(self._tokens) if one.commit <= commit), self._tokens[0])
 
     @property
     def state(self) -> Position:
-        """What has an effect on what comes next, such as a cache, is to be as it was after everything up to here."""
+        """State that affects later changes, such as a cache, as it was after everything here."""
         return self.end if self.end.is_snapshot else Position.end(self.resume_lsn)
 
     def release(self, base: Position) -> None:
-        """Delete the segments that everybody is past of."""
+        """Delete the segments that every consumer has passed."""
         while len(self._tokens) > 1 and self._tokens[1].commit <= base.commit:
             self._tokens.popleft()
         while self._held and self._held[0].end <= base:
@@ -144,12 +141,11 @@ class SpoolWriter:
         return self._held[0].since_us if self._held else None
 
     def close(self) -> None:
-        """Close the files; the folder stays as it is."""
         self._index.close()
         self._relations_file.close()
 
     def _write_relations(self) -> None:
-        """A relation stands on disk before the first segment that names it is visible."""
+        """A relation is on disk before the first segment that names it is visible."""
         fresh = self.relations.shapes[self._relations_written :]
         if fresh:
             write_all(self._relations_file.fileno(), memoryview(b"".join(encode_line(one.to_json()) for one in fresh)))
@@ -166,7 +162,7 @@ class SpoolWriter:
         self._append_record(IndexRecord(self.end, is_base=True))
 
     def _recover(self, base: Position) -> None:
-        """Read the index again; stop at the first record or segment that is not whole, and cut there."""
+        """Read the index again, and cut at the first record or segment that is not whole."""
         sound, sizes = True, {0: 0}
         chunks = list_chunks(self._folder)
         for path in chunks:
@@ -181,7 +177,7 @@ class SpoolWriter:
         self._chunk = max(sizes)
         self._chunk_size = sizes[self._chunk]
         if self._chunk_size == 0 or self.end < base:
-            # Never a number again: a reader that lives through this looks for the next one.
+            # Never reuse a number: a reader that lives through this looks for the next one.
             self._chunk = max(map(chunk_number, chunks), default=0)
             self._start_over(base)
         kept = {record.file for record in self._held}
@@ -192,7 +188,7 @@ class SpoolWriter:
                 file.unlink()
 
     def _recover_chunk(self, path: Path, base: Position) -> tuple[int, bool]:
-        """(bytes that are sound, whether all of it was). A missing segment is fine only if it was confirmed before."""
+        """(sound bytes, whether that is all). A missing segment is fine only if it was confirmed before."""
         data = path.read_bytes()
         number, size = chunk_number(path), 0
         try:
@@ -230,7 +226,7 @@ class SpoolWriter:
 
 
 def _without(batch: CaptureBatch, end: Position) -> CaptureBatch:
-    """The batch without the first changes of its first transaction, up to `end`, which is inside of that transaction."""
+    """The batch without the first changes of its first transaction, up to `end`, which lies inside it."""
     first = tuple(batch.transactions.column(name)[0].as_py() for name in ("commit", "kind")) if batch.part else None
     if batch.part is None or first != (end.commit, end.kind):
         return batch

@@ -176,7 +176,7 @@ class Moments(Scalar):
 
 
 def first_refused(values: pa.Array, cast: Callable[[pa.Array], object]) -> int:
-    """Which value makes `cast` fail: the first of them, found by halves. One must."""
+    """The first value that makes `cast` fail, by bisection. One must."""
     begin, end = 0, len(values)
     while end - begin > 1:
         middle = (begin + end) // 2
@@ -190,7 +190,6 @@ def first_refused(values: pa.Array, cast: Callable[[pa.Array], object]) -> int:
 
 
 def shorten(value: bytes | str) -> str:
-    """A value for a message."""
     text = value if isinstance(value, str) else value.decode("utf-8", "backslashreplace")
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
@@ -212,8 +211,8 @@ def _unhexlify(values: pa.Array) -> None:
             binascii.unhexlify(value[2:])
 
 
-# --- json and jsonb as Spark's VARIANT, encoded here: value by value, in Python, so many times slower than as text.
-# Spark's own encoder rounds numbers that it has no place for. Here such a number is refused: only what fits into
+# --- json and jsonb as Spark's VARIANT, encoded here value by value in Python: many times slower than text.
+# Spark's own encoder rounds numbers that do not fit. Here they are refused: only what fits into
 # DECIMAL(38), or is the shortest text of a double, becomes one.
 
 _JSON_ADVICE = "Read json columns as text: json=string"

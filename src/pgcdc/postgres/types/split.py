@@ -1,9 +1,8 @@
 """Takes apart the text of values that hold others: arrays, rows, ranges, hstore. A whole column becomes one flat column.
 
-The flat column is turned into its own type at once, which is much cheaper than value by value; where each value begins
-stands in offsets beside it. A pattern says how PostgreSQL writes a type. Whatever is written otherwise is refused, with one
-exception: quotes that were not needed, because for rows and ranges it depends on the server's platform which bytes need
-them. Text that fits its pattern is cut at the brackets and commas outside of quotes, in all values at once.
+Converting the flat column at once is much cheaper than value by value; offsets say where each value begins. A pattern says
+how PostgreSQL writes a type, and other text is refused, except for unneeded quotes: for rows and ranges the server's
+platform decides which bytes need them. Text that fits is cut at brackets and commas outside quotes, all values at once.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ class Lists(NamedTuple):
 
 
 def find_misfit(values: pa.Array, pattern: str) -> int | None:
-    """The first value that is not as the pattern says; NULL is."""
+    """The first value that does not match the pattern; NULL matches."""
     fits = pc.match_substring_regex(values, f"^(?:{pattern})$")
     return pc.index(fits, False).as_py() if fits.false_count else None
 
 
 def require(values: pa.Array, pattern: str, reason: str) -> None:
-    """Raise Rejected unless all values are as the pattern says."""
+    """Raise Rejected unless all values match the pattern."""
     if (index := find_misfit(values, pattern)) is not None:
         raise Rejected(index, reason)
 
@@ -73,9 +72,9 @@ class ColumnText:
         return np.searchsorted(self.begins, places, side="right") - 1
 
     def cut(self, before: bytes, after: bytes, *, has_null: bool = False) -> Pieces:
-        """Leaves: what stands between one of the bytes `before` and the next one of the bytes `after`. Every byte outside of
-        the leaves is one of these. With `has_null` NULL is a word, and no leaf is empty; else NULL is nothing at all."""
-        # The same text, but with an "a" for what is escaped: any backslash and quote left in it is not part of a value.
+        """Leaves: what stands between one of the bytes `before` and the next of the bytes `after`, which are all that is
+        outside leaves. With `has_null` NULL is a word and no leaf is empty; else NULL is empty."""
+        # The same text with "a" for escaped bytes: any backslash or quote left is not part of a value.
         plain = self.data
         if b"\\" in plain:
             plain = plain.replace(b"\\\\", b"\\a").replace(b'\\"', b"\\a")
@@ -136,7 +135,7 @@ def _among(some: bytes) -> npt.NDArray[np.bool_]:
 
 
 def offsets_of(outer: Places, inner: Places) -> Offsets:
-    """Which of the inner ones each of the outer ones has, by where they begin."""
+    """Offsets of the inner items in the outer ones, by where they begin."""
     return np.append(np.searchsorted(inner, outer), len(inner)).astype(np.int32)
 
 
@@ -191,7 +190,7 @@ def split_rows(values: pa.Array, count: int) -> pa.Array:
 
 
 def split_words(values: pa.Array) -> Lists:
-    """int2vector, oidvector: numbers with blanks between."""
+    """int2vector, oidvector: numbers separated by spaces."""
     require(values, "(?:-?[0-9]+(?: -?[0-9]+)*)?", "it is no list of numbers")
     text = _enclose(values)
     found = text.cut(b"{ ", b" }", has_null=True)
@@ -214,5 +213,5 @@ def split_pairs(values: pa.Array) -> Lists:
 
 
 def _enclose(values: pa.Array) -> ColumnText:
-    """With brackets, so that each value has a mark at both ends."""
+    """Adds brackets, so that each value has a mark at both ends."""
     return ColumnText(pc.binary_join_element_wise(b"{", values.fill_null(b""), b"}", b""))

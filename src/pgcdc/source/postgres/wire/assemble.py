@@ -1,8 +1,8 @@
 """From pgoutput messages to batches of committed transactions. Pure: bytes in, batches out, no clock and no socket.
 
-All transactions take one path: rows go to a row buffer; what is too large for it goes to pending parts (in memory while
-small, on disk when not), and becomes visible at the commit, where the END lsn is first known. Whole transactions share
-one row buffer, so that small ones share a batch; one that the server streams while it runs has its own.
+Rows go to a row buffer; what overflows it goes to pending parts (in memory while small, else on disk) that become visible at
+the commit, where the END lsn is first known. Whole transactions share one row buffer, so that small ones share a batch; a
+transaction that the server streams while it runs has its own.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Assembler:
         self._outbox = Outbox(relations, start_lsn)
         self._committed: list[TransactionRow] = []
         self._committed_rows = 0
-        # All of this is of one connection: `abandon` starts it anew.
+        # The state of one connection; `abandon` resets it.
         self._shared = self._new_rows()
         self._rows = self._shared  # where rows go now
         self._open: Transaction | None = None  # whose rows come now
@@ -100,15 +100,13 @@ class Assembler:
         self.last_lsn = self._outbox.last_lsn = lsn
 
     def begin(self, *, parallel: bool = False, two_phase: bool = False, decoder: BinaryDecoder | None = None) -> None:
-        """A connection begins, with these options. One with `two_phase` begins where the slot stands, which may be before
-        what was read already: that comes again, and is left out."""
+        """A connection begins. With `two_phase` the server may start before what was read already; repeats are skipped."""
         self._parallel = parallel
         self._resume_lsn = self.last_lsn if two_phase else 0
         self._prepared.begin(two_phase=two_phase)
         self._rewrite_row = decoder.rewrite_row if decoder is not None else None
 
     def limit(self, rows: int) -> None:
-        """About how many rows a batch has at most, from now on."""
         if rows != self._seal_rows:
             self._seal_rows = rows
             for buffer in (self._shared, self._rows):
@@ -116,11 +114,10 @@ class Assembler:
 
     @property
     def is_drained(self) -> bool:
-        """Whether every committed row was handed out."""
         return not self._outbox and not self._committed
 
     def feed(self, message: _Bytes, lsn: int) -> None:
-        """Take one pgoutput message. Raises DecodeError for anything that is not exactly as the protocol says."""
+        """Take one pgoutput message. Raises DecodeError for anything that breaks the protocol."""
         tag = message[0] if len(message) else 0
         if tag in _ROWS:  # once per row: as few steps as possible
             transaction = self._open
@@ -133,11 +130,11 @@ class Assembler:
             if self._rows.add(message, transaction.ordinal, lsn, self._in_stream):
                 self._seal()
             return
-        take = self._parsers.get(tag, wire.parse_pgoutput)  # which raises: it names the tag that nobody knows
+        take = self._parsers.get(tag, wire.parse_pgoutput)  # raises, and names the unknown tag
         take(message, lsn)
 
     def see(self, lsn: int) -> None:
-        """The server says that it has told everything before `lsn`."""
+        """The server has sent everything before `lsn`."""
         self._prepared.see(lsn)
 
     def confirmable(self, durable_lsn: int) -> int:
@@ -145,15 +142,15 @@ class Assembler:
         return self._prepared.confirmable(durable_lsn)
 
     def pop(self, *, drain: bool = True) -> CaptureBatch | None:
-        """The next batch; with `drain`, also what is committed but would still fit more."""
+        """The next batch; with `drain` also a batch that is not full yet."""
         if not self._outbox and drain and self._committed:
             self._seal_shared(self._open)
         return self._outbox.pop()
 
     def advance(self, lsn: int) -> CaptureBatch | None:
-        """A batch that only moves the position to `lsn`, if nothing received before is still on its way (invariant 2).
-        Streamed and prepared transactions are not on their way: their commits come behind `lsn`."""
-        lsn = max(lsn, self.last_lsn)  # an empty transaction moved last_lsn without handing anything out
+        """A batch that only moves the position to `lsn`, if nothing received before it is pending (invariant 2). Streamed
+        and prepared transactions do not count: they commit after `lsn`."""
+        lsn = max(lsn, self.last_lsn)  # an empty transaction moved last_lsn without a batch
         if self._open is not None or not self.is_drained:
             return None
         batch = self._outbox.advance(lsn)
@@ -226,7 +223,7 @@ class Assembler:
             raise out_of_order("a non-transactional Message inside of a transaction", lsn)
         else:
             # It stands alone. Its lsn is the end of its record, where no transaction ends. Not a byte further: the next
-            # record may be a commit, and a server that was told of more than its beginning does not send it any more.
+            # record may be a commit, and the server skips commits that begin before the confirmed position.
             end_lsn = logical.lsn
             if self._is_old(end_lsn, lsn):
                 return
@@ -278,14 +275,14 @@ class Assembler:
         parse = undecided.parse_parallel_abort if self._parallel else undecided.parse_stream_abort
         abort = parse(message, lsn)
         self._require_none("Stream Abort", lsn)
-        # PostgreSQL 18 tells this also of subtransactions whose rollback it saw before it streamed anything.
+        # PostgreSQL 18 also sends this for subtransactions that rolled back before anything was streamed.
         if abort.subxid == abort.xid or abort.xid in self._streams:
             self._streams.abort(abort, lsn)
 
     def _end_stream(self, xid: int, name: str, lsn: int) -> Transaction:
-        """A streamed transaction that ends with Stream Commit or Stream Prepare. The server now takes its relations as
-        known: after Stream Commit always, after Stream Prepare since PostgreSQL 15.20 (before, it described them again,
-        which does no harm). Relations described since then are newer and stay."""
+        """Ends a streamed transaction (Stream Commit or Stream Prepare). The server now takes its relations as known: always
+        after Stream Commit, and after Stream Prepare since PostgreSQL 15.20 (older servers describe them again). Relations
+        described since then are newer and stay."""
         self._require_none(name, lsn)
         transaction = self._streams.end(xid, name, lsn)
         for oid, table in transaction.tables.items():
@@ -351,7 +348,7 @@ class Assembler:
         return undecided.split_xid(message, lsn) if self._in_stream else (0, message)
 
     def _to_text(self, message: _Bytes, lsn: int) -> bytes:
-        """A row message without binary values. What is damaged goes on as it is: the row buffer says what is wrong."""
+        """A row message with text values only. Damaged messages pass unchanged: the row buffer reports them."""
         assert self._rewrite_row is not None
         data, head = bytes(message), 5 if self._in_stream else 1
         table = self._tables_now.get(int.from_bytes(data[head : head + 4], "big"))
@@ -360,7 +357,7 @@ class Assembler:
         return self._rewrite_row(data, self.relations[table.version].columns, lsn, head)
 
     def _is_old(self, end_lsn: int, lsn: int) -> bool:
-        """Whether a transaction was read before: only a connection that began before its place sends one again."""
+        """Whether a transaction was read before: only a connection that began before it sends it again."""
         if end_lsn > _MAX_LSN:
             raise out_of_order(f"a transaction ends at {end_lsn:X}, which is no LSN,", lsn)
         if end_lsn > self.last_lsn:
@@ -401,10 +398,9 @@ class Assembler:
         return rows
 
     def _seal(self) -> None:
-        """The buffer is full."""
         if self._in_stream and self._open is not None:
             self._streams.keep(self._rows, self._open)
-            # A new one, because an emptied buffer keeps its memory, and there may be one for each of many transactions.
+            # A new buffer: an emptied one keeps its memory, and there may be many transactions.
             self._rows = self._open.rows = self._new_rows(self._open.tables)
         else:
             self._seal_shared(self._open)
@@ -421,9 +417,7 @@ class Assembler:
         pending = rows.slice(committed.num_rows)
         if pending.num_rows:
             assert transaction is not None
-            if (
-                committed.num_rows
-            ):  # a slice would keep the rows before it in memory, for as long as it is pending itself
+            if committed.num_rows:  # a slice would keep the earlier rows in memory as long as it is pending
                 pending = pending.take(pa.array(np.arange(pending.num_rows)))
             transaction.parts.append(self._store.keep(pending, transaction.last, _NO_RUNS))
 

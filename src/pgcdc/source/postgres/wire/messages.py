@@ -1,11 +1,11 @@
-"""What PostgreSQL says in a replication stream: pure functions from bytes to one type per message, and back.
+"""The replication stream's messages: pure functions from bytes to one type per message, and back.
 
-The envelope is the replication protocol's (XLogData, Keepalive, status update); inside of XLogData is one message of
-pgoutput. Here are those of protocol version 1; what later versions add is in `undecided`. Row changes (Insert, Update,
-Delete) have no type here: they go straight into column buffers, in `rows`. Every function takes the whole message, tag
-byte included, and the LSN to name if it is damaged.
+The envelope is the replication protocol's (XLogData, Keepalive, status update); XLogData holds one pgoutput message. This
+module has protocol version 1; later additions are in `undecided`. Row changes (Insert, Update, Delete) have no type here:
+they go straight into column buffers, in `rows`. Every function takes the whole message, tag byte included, and the LSN to
+name if it is damaged.
 
-Times in what is parsed are microseconds since 1970-01-01 UTC; the wire counts from 2000 (`POSTGRES_EPOCH_US`).
+Parsed times are microseconds since 1970-01-01 UTC; the wire counts from 2000 (`POSTGRES_EPOCH_US`).
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ _ADVICE = (
 )
 
 
-# Errors. The compiled decoder uses the same builders, so that both say the same.
+# Errors. The compiled decoder uses the same builders, so that the messages are the same.
 
 
 def decode_error(message: str, field: str, problem: str, lsn: int) -> DecodeError:
-    """The error for one field of one message. An LSN of 0 is unknown (the server sends it with Relation and Type)."""
+    """The error for one field of one message. LSN 0 is unknown (the server sends 0 with Relation and Type)."""
     place = f" at {format_lsn(lsn)}" if lsn else ""
     return DecodeError(f"{message} message{place}: {field} {problem}", _ADVICE)
 
 
 def truncated_error(message: str, field: str, needed: int, left: int, lsn: int) -> DecodeError:
-    """The error for a field that does not fit into what is left of the message."""
+    """The error for a field longer than the rest of the message."""
     return decode_error(message, field, f"is truncated: needs {needed} bytes, {left} are left", lsn)
 
 
@@ -143,7 +143,7 @@ class Message:
 
 
 class Fields:
-    """Reads the fields of one message, tag byte included, in order; whatever does not fit is a DecodeError."""
+    """Reads the fields of one message in order, tag byte included; DecodeError for whatever does not fit."""
 
     __slots__ = ("_at", "_data", "_lsn", "_name")
 
@@ -157,11 +157,9 @@ class Fields:
             raise self.error("tag", f"is {show_byte(found)}, not {show_byte(tag)}")
 
     def error(self, field: str, problem: str) -> DecodeError:
-        """The error for a field of this message."""
         return decode_error(self._name, field, problem, self._lsn)
 
     def number(self, form: struct.Struct, field: str) -> int:
-        """The next field, as `form` says."""
         at = self._advance(form.size, field)
         value: int = form.unpack_from(self._data, at)[0]
         return value
@@ -174,14 +172,12 @@ class Fields:
         return value
 
     def xid(self, field: str) -> int:
-        """The number of a transaction."""
         xid = self.number(U32, field)
         if not xid:
             raise self.error(field, "is 0")
         return xid
 
     def flag(self, field: str) -> bool:
-        """A byte that is true or false."""
         return bool(self.number(U8, field))
 
     def time(self, field: str) -> int:
@@ -192,7 +188,7 @@ class Fields:
         return value + POSTGRES_EPOCH_US
 
     def text(self, field: str) -> str:
-        """Text that ends with a NUL."""
+        """NUL-terminated text."""
         end = self._data.find(0, self._at)
         if end < 0:
             raise self.error(field, "has no NUL terminator")
@@ -204,12 +200,11 @@ class Fields:
             raise self.error(field, f"is not UTF-8: {raw!r}") from cause
 
     def raw(self, size: int, field: str) -> bytes:
-        """The next bytes as they are."""
         at = self._advance(size, field)
         return self._data[at : at + size]
 
     def finish(self) -> None:
-        """Nothing may follow."""
+        """Raises if bytes are left."""
         left = len(self._data) - self._at
         if left:
             raise self.error("end", f"is followed by {left} bytes")
@@ -294,7 +289,6 @@ parse_type = Layout(TYPE, "Type", Type, {"oid": U32, "namespace": _namespace, "n
 
 
 def parse_truncate(data: bytes | memoryview, lsn: int = 0) -> Truncate:
-    """A Truncate message."""
     fields = Fields(data, TRUNCATE, "Truncate", lsn)
     count = fields.count(_I32, "relation count")
     options = fields.number(U8, "options")
@@ -328,7 +322,7 @@ _PARSERS: dict[int, Callable[[bytes | memoryview, int], _Parsed]] = {
 
 
 def parse_pgoutput(data: bytes | memoryview, lsn: int = 0) -> _Parsed:
-    """Any pgoutput message but a row change (Insert, Update, Delete), which belongs into a RowBuffer."""
+    """Any pgoutput message except row changes (Insert, Update, Delete), which go to a RowBuffer."""
     if not data:
         raise truncated_error("pgoutput", "tag", 1, 0, lsn)
     parser = _PARSERS.get(data[0])

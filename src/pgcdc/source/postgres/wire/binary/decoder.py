@@ -1,9 +1,8 @@
-"""Rows with binary values become rows with text, so that everything behind them sees one form.
+"""Rows with binary values become rows with text, so that all later code sees one form.
 
-pgoutput's option `binary` sends most values in the binary form of their type. What comes out here is byte for byte what
-the server would have sent without the option, in a session with our settings (`database`). Where that cannot be had
-from the bytes alone (money depends on the server's locale, regclass on its catalog) it is an error, never a guess;
-`unsupported` finds such types before anything is started.
+pgoutput's option `binary` sends most values in their type's binary form. The result is byte for byte what the server would
+have sent without the option, under our session settings (`database`). Types whose text needs more than the bytes (money: the
+server's locale, regclass: its catalog) are errors, never guesses; `unsupported` finds them before the start.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _HOLDING = {"array_", "range_", "multirange_", "int2vector", "oidvector"}  # Wha
 
 
 class _NotSupported(Damaged):
-    """A type whose text cannot be had from its binary form."""
+    """A type whose text cannot be derived from its binary form."""
 
 
 class BinaryDecoder:
-    """Turns binary values into text, for the types of one database. `reload` reads the catalog again: it is called when a
-    type is met that was created after the first reading."""
+    """Turns binary values into text, for the types of one database. `reload` reads the catalog again when a new type
+    appears."""
 
     def __init__(self, catalog: TypeCatalog = BUILT_IN, reload: Callable[[], TypeCatalog] | None = None) -> None:
         self._catalog = catalog
@@ -42,7 +41,7 @@ class BinaryDecoder:
         self._converters: dict[int, Converter] = {}
 
     def to_text(self, type_oid: int, data: bytes) -> bytes:
-        """One value. Raises DecodeError naming the type if that is damaged, or of a type that cannot be converted."""
+        """One value as text. DecodeError names the type if the value is damaged or the type cannot be converted."""
         try:
             return self._convert(type_oid, data)
         except (Damaged, RecursionError) as cause:
@@ -50,8 +49,8 @@ class BinaryDecoder:
             raise DecodeError(f"binary value {problem}", advice) from cause
 
     def rewrite_row(self, message: bytes | memoryview, columns: Sequence[Column], lsn: int = 0, head: int = 1) -> bytes:
-        """The same Insert, Update or Delete message with every value of kind 'b' as text ('t'). `head` bytes stand before
-        the oid of the relation. What is damaged stays as it is: the row buffer says what is wrong."""
+        """The same Insert, Update or Delete message with every 'b' value as text ('t'); `head` bytes precede the relation's
+        oid. Damaged messages pass unchanged: the row buffer reports them."""
         data = bytes(message)
         parts: list[bytes] = []
         at, copied, count = head + 4, 0, struct.pack("!h", len(columns))
@@ -114,7 +113,7 @@ class BinaryDecoder:
 
 
 def _stem(info: TypeInfo) -> str:
-    """What the names of its two functions have in common: `int4`, `numeric_`; nothing if they do not belong together."""
+    """The common stem of the names of its two functions: `int4`, `numeric_`; empty if they differ."""
     stem = info.output.removesuffix("out")
     return stem if info.send == f"{stem}send" else ""
 
@@ -148,8 +147,8 @@ def _explain_type(info: TypeInfo) -> str:
 
 
 def unsupported(catalog: TypeCatalog, type_oids: Iterable[int]) -> dict[int, str]:
-    """Which of these column types need `binary` off, in their order, and why: a half-sentence, for behind a colon. A type
-    without a binary form is fine as a column's (the server then sends text), but not inside of an array or row."""
+    """Which of these column types need `binary` off, in order, and why (half a sentence, for after a colon). A column's type
+    may lack a binary form (the server then sends text), but not a type inside an array or row."""
     found = {}
     for oid in dict.fromkeys(type_oids):
         info = catalog.get(oid)
@@ -159,7 +158,7 @@ def unsupported(catalog: TypeCatalog, type_oids: Iterable[int]) -> dict[int, str
 
 
 def _find_obstacle(catalog: TypeCatalog, oid: int, seen: set[int]) -> str:
-    """Why a type cannot be converted, or nothing. Looks into what it is made of."""
+    """Why a type, or a type inside it, cannot be converted; empty if it can."""
     if oid in seen:
         return ""
     seen.add(oid)
@@ -186,7 +185,7 @@ ORDER BY 1, 2, a.attnum
 
 
 def check_columns(conn: Connection, publications: Sequence[str]) -> None:
-    """Raise unless every column of these publications has a type that we can turn into text."""
+    """Raise unless all published columns have types that we can turn into text."""
     rows = conn.execute(_COLUMNS, [list(publications)]).fetchall()
     refused = unsupported(TypeCatalog.load(conn), [row[3] for row in rows])
     for schema, table, column, oid in rows:

@@ -9,7 +9,7 @@ from itertools import islice
 
 from pgcdc.source.postgres.wire.binary.numbers import Damaged, Reader
 
-Convert = Callable[[int, bytes], bytes]  # The text of a value inside of another, by its type
+Convert = Callable[[int, bytes], bytes]  # The text of a nested value, by its type
 
 _ARRAY = struct.Struct("!iiI")
 _DIMENSION = struct.Struct("!ii")
@@ -45,7 +45,7 @@ def array_text(data: bytes, delimiter: bytes, convert: Convert) -> bytes:
 
 
 def word_list_text(data: bytes, convert: Convert) -> bytes:
-    """int2vector, oidvector: sent as arrays, written with blanks between."""
+    """int2vector, oidvector: sent as arrays, written with spaces between."""
     element, bounds, reader = _open_array(data)
     values = list(_read_elements(reader, _count_elements(bounds)))
     if len(bounds) > 1 or None in values:
@@ -54,7 +54,7 @@ def word_list_text(data: bytes, convert: Convert) -> bytes:
 
 
 def _open_array(data: bytes) -> tuple[int, list[tuple[int, int]], Reader]:
-    """The type of the elements, size and first index of each dimension, and where the elements start."""
+    """Element type, size and first index of each dimension, and where the elements start."""
     reader = Reader(data)
     dimensions, flags, element = reader.fields(_ARRAY)
     if not 0 <= dimensions <= _MAX_DIMENSIONS or flags not in {0, 1}:
@@ -88,7 +88,7 @@ def _quote_element(text: bytes, special: re.Pattern[bytes]) -> bytes:
 
 
 def record_text(data: bytes, convert: Convert) -> bytes:
-    """(a,b): a row says itself of which types its columns are. NULL is nothing at all."""
+    """(a,b): a row names the types of its columns. NULL is empty."""
     reader = Reader(data)
     columns = []
     for _ in range(reader.count(8)):
@@ -153,7 +153,7 @@ _NOT, _AND, _OR, _PHRASE = 1, 2, 3, 4
 _PRIORITY = {0: 5, _NOT: 4, _AND: 2, _OR: 1, _PHRASE: 3}  # How tightly an operator binds; 0 is a lexeme
 _OPERANDS = {0: 0, _NOT: 1, _AND: 2, _OR: 2, _PHRASE: 2}
 
-_Rope = bytes | tuple["_Rope", ...]  # Text in pieces, so that a query of many operands takes no quadratic time
+_Rope = bytes | tuple["_Rope", ...]  # Text in pieces, so that many operands do not take quadratic time
 
 
 def tsvector_text(data: bytes) -> bytes:
@@ -172,7 +172,7 @@ def tsvector_text(data: bytes) -> bytes:
 
 
 def tsquery_text(data: bytes) -> bytes:
-    """A query: sent as operator, right and left operand; written infix, with the brackets that it needs."""
+    """A query: sent as operator, right and left operand; written infix, with brackets where needed."""
     reader = Reader(data)
     items = [_read_item(reader) for _ in range(reader.count(2))]
     reader.finish()
@@ -238,4 +238,4 @@ def _quote_lexeme(lexeme: bytes) -> bytes:
     return b"'%b'" % lexeme.replace(b"\\", b"\\\\").replace(b"'", b"''")
 
 
-SEARCHES = {"tsvector": tsvector_text, "tsquery": tsquery_text}  # By what the names of their functions have in common
+SEARCHES = {"tsvector": tsvector_text, "tsquery": tsquery_text}  # By the stem of their functions' names

@@ -1,8 +1,8 @@
-"""Takes the binary form of one value apart, and numbers as PostgreSQL writes them.
+"""Takes one binary value apart, and writes numbers as PostgreSQL does.
 
-Floats are the shortest decimals that read back as the same float, as Ryu finds them with one change of PostgreSQL's:
-never one that lies exactly between two floats, because some readers round that the wrong way. Python's repr has no such
-rule. Such a decimal needs more digits than a float of less than 2**53 is given, so only larger ones take the long way.
+Floats are the shortest decimals that read back as the same float, found as in Ryu with PostgreSQL's one change: never a
+decimal exactly between two floats, because some readers round it the wrong way. Python's repr has no such rule. Such a
+decimal has more digits than floats below 2**53 need, so only larger ones take the long way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _I32 = struct.Struct("!i")
 
 
 class Damaged(ValueError):
-    """Bytes that are not of the type. The message goes on after "value of type ..."."""
+    """Bytes that do not fit the type. The message continues "value of type ..."."""
 
 
 def sized(data: bytes, size: int) -> bytes:
@@ -31,8 +31,6 @@ def unpack(form: struct.Struct, data: bytes) -> tuple[int, ...]:
 
 
 class Reader:
-    """Walks one value from its first byte to its last."""
-
     __slots__ = ("_at", "_data")
 
     def __init__(self, data: bytes) -> None:
@@ -41,20 +39,16 @@ class Reader:
 
     @property
     def left(self) -> int:
-        """How many bytes were not read yet."""
         return len(self._data) - self._at
 
     def raw(self, size: int) -> bytes:
-        """The next `size` bytes."""
         at = self._advance(size)
         return self._data[at : at + size]
 
     def fields(self, form: struct.Struct) -> tuple[int, ...]:
-        """The next fields, by their form."""
         return form.unpack_from(self._data, self._advance(form.size))
 
     def int32(self) -> int:
-        """The next signed number of four bytes."""
         number: int = _I32.unpack_from(self._data, self._advance(4))[0]
         return number
 
@@ -75,7 +69,7 @@ class Reader:
         return text
 
     def item(self) -> bytes | None:
-        """The next value inside of this one: its length and its bytes, or NULL."""
+        """The next nested value: its length and bytes, or NULL."""
         length = self.int32()
         if length == -1:
             return None
@@ -84,7 +78,7 @@ class Reader:
         return self.raw(length)
 
     def finish(self) -> None:
-        """There is nothing more."""
+        """Raises if bytes are left."""
         if self.left:
             raise Damaged(f"is followed by {self.left} bytes")
 
@@ -97,7 +91,7 @@ class Reader:
 
 
 def fixed(form: str, text: bytes) -> Converter:
-    """Integers of fixed size, and how they are written."""
+    """Integers of fixed size, and how to write them."""
     fields = struct.Struct(f"!{form}")
     return lambda data: text % unpack(fields, data)
 
@@ -169,9 +163,8 @@ def _name_special(value: float) -> bytes:
 
 
 def _find_shortest(value: float, bits: int, lowest: int) -> tuple[str, int]:
-    """Digits and power of ten of the shortest decimal that only `value` is nearest to, of floats of `bits` bits. `lowest` is
-    the power of two that the last bit of the smallest float has. Exact, by integers: all quantities are in quarters of the
-    last bit."""
+    """Digits and power of ten of the shortest decimal that is nearest to `value` alone, among floats of `bits` bits.
+    `lowest` is the power of two of the smallest float's last bit. Exact integer arithmetic, in quarters of the last bit."""
     fraction, power = math.frexp(abs(value))
     power = max(power - bits, lowest)
     mantissa = int(math.ldexp(abs(value), -power)) if fraction else 0
@@ -179,7 +172,7 @@ def _find_shortest(value: float, bits: int, lowest: int) -> tuple[str, int]:
     dense = mantissa == 1 << (bits - 1) and power > lowest
     middle, low, high = 4 * mantissa, 4 * mantissa - (1 if dense else 2), 4 * mantissa + 2
     power -= 2
-    # One more than the decimals that surely fit into the interval; then down to the first that does.
+    # Start with one more digit than surely fits the interval, and go down to the first that does.
     exponent = math.floor(math.log10(high - low) + power * math.log10(2)) + 2
     while True:
         scale, unit = (1 << power, 1) if power > 0 else (1, 1 << -power)

@@ -1,4 +1,4 @@
-"""Values that hold no others: bytes, bits, dates and times, network addresses; and which type is converted how."""
+"""Values without nested values: bytes, bits, dates and times, network addresses; and how each type is converted."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _bits_text(data: bytes) -> bytes:
     if count < 0 or reader.left != (count + 7) // 8:
         raise Damaged(f"claims {count} bits in {reader.left} bytes")
     raw = reader.raw(reader.left)
-    # In pieces: the text of one huge number would take quadratic time.
+    # In pieces: converting one huge number takes quadratic time.
     return b"".join([_BYTES_AS_BITS[byte] for byte in raw])[:count]
 
 
@@ -60,7 +60,7 @@ _BYTES_AS_BITS = [f"{byte:08b}".encode() for byte in range(256)]
 
 
 def _network(*, always_bits: bool) -> Converter:
-    """inet and cidr: an address, and the bits of its network; a host that stands alone has none."""
+    """inet and cidr: an address and its network bits, which a single host leaves out."""
 
     def convert(data: bytes) -> bytes:
         reader = Reader(data)
@@ -75,7 +75,7 @@ def _network(*, always_bits: bool) -> Converter:
 
 
 def _format_address(address: bytes) -> str:
-    """An IPv4 address inside of an IPv6 address is written as such."""
+    """An IPv4 address inside an IPv6 address is written as IPv4."""
     ipv4 = ".".join(map(str, address[-4:]))
     if address[:-4] == b"":
         return ipv4
@@ -205,7 +205,7 @@ def _timestamp(zone: str) -> Converter:
 
 
 def _format_date(days: int) -> tuple[str, str]:
-    """The date, and what stands behind everything if it is before Christ."""
+    """The date, and the suffix for years before Christ."""
     # The year is counted from March, so that the leap day is its last.
     cycle, day = divmod(days + _DAYS_TO_2000, _DAYS_OF_400_YEARS)
     year = (day - day // 1_460 + day // 36_524 - day // 146_096) // 365
@@ -274,10 +274,10 @@ SCALARS: Final[dict[str, Converter]] = {
     "path_": path_text,
     "poly_": polygon_text,
 }
-"""By what the names of the two functions of a type have in common: int4out and int4send."""
+"""By the stem of a type's function names: int4out and int4send."""
 
 OLDER: Final[dict[str, tuple[int, Converter]]] = {
     "char": (150000, older_char_text),
     "interval_": (170000, _finite_interval_text),
 }
-"""What was written otherwise until a version."""
+"""Types that older versions wrote differently."""
