@@ -141,21 +141,20 @@ class Applier:
             for change in due:
                 self._follow(change)
             cleared: list[SourceTable] = []
-            for run, source, positions in self._runs(part):
+            for run, source in self._runs(part):
                 if run.op[0] == Op.TRUNCATE:
                     cleared.append(source)
                     continue
                 writer.truncate(cleared)
                 cleared = []
-                self._check_values(run, source, positions)
+                self._check_values(run, source, part.positions())
                 self._apply(run, source)
             writer.truncate(cleared)
         return writer.missed
 
-    def _runs(self, batch: Batch) -> Iterator[tuple[TableChanges, SourceTable, pa.ChunkedArray]]:
+    def _runs(self, batch: Batch) -> Iterator[tuple[TableChanges, SourceTable]]:
         for run in batch.tables():
-            positions = batch.positions().take(pa.array(run.rows))
-            yield run, self._describe(run, positions[0].as_py()), positions
+            yield run, self._describe(run, batch.positions()[int(run.rows[0])].as_py())
 
     def _apply(self, run: TableChanges, source: SourceTable) -> None:
         """Fold and write one run; updates that only the target can do cut it."""
@@ -250,14 +249,15 @@ class Applier:
 
     def _effects(self, batch: Batch, tables: Collection[str] | None = None) -> Iterator[Effect]:
         """The keys that changes of these tables touch; None: of all tables."""
-        for run, source, positions in self._runs(batch):
+        for run, source in self._runs(batch):
             if run.op[0] != Op.TRUNCATE and (tables is None or source.title in tables):
-                yield from self._keys(run, source, positions.to_pylist())
+                yield from self._keys(run, source, batch.positions().take(pa.array(run.rows)).to_pylist())
 
     def _supersede(self, batch: Batch) -> None:
         waiting = {table for table, _ in self._rejected.waiting}
         newest = {(one.table, one.key): one.position for one in self._effects(batch, waiting)}
-        cleared = {one.title: at[0].as_py() for run, one, at in self._runs(batch) if run.op[0] == Op.TRUNCATE}
+        runs, positions = self._runs(batch), batch.positions()
+        cleared = {one.title: positions[int(run.rows[0])].as_py() for run, one in runs if run.op[0] == Op.TRUNCATE}
         self._rejected.supersede(self._conn, newest, cleared)
 
     def _check_values(self, run: TableChanges, source: SourceTable, positions: pa.ChunkedArray) -> None:
@@ -267,7 +267,7 @@ class Applier:
         lacks = [marks for marks in settle(run)[1] if marks is not None]
         if not lacks:
             return
-        texts = positions.to_pylist()
+        texts = positions.take(pa.array(run.rows)).to_pylist()
         partial = dict(zip(texts, np.logical_or.reduce(lacks).tolist(), strict=True))
         whole: dict[str, str] = {}  # by key: where all of its values came last
         for table, key, position in self._keys(run, source, texts):
