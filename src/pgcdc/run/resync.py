@@ -22,7 +22,7 @@ from pgcdc.core.errors import ConfigError, GapError, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.state import Identity, Lock, StateDir, fsync_folder, read_json, write_json_durably
-from pgcdc.postgres.database import Connection, connect, name_table, quote_qualified, split_table
+from pgcdc.postgres.database import Connection, connect, name_table, split_table
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.chains import why_unreadable
 from pgcdc.sink.contract import Progress
@@ -42,7 +42,7 @@ from pgcdc.source.postgres.setup.slots import (
     get_slot,
     identify,
 )
-from pgcdc.source.postgres.setup.tables import PublishedTable, read_published
+from pgcdc.source.postgres.setup.tables import PublishedTable, read_published, read_tables
 from pgcdc.source.postgres.snapshot.releases import Releases, truncated_rows
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, SnapshotRequest, new_id
 from pgcdc.spool.consumers import MAIN, Consumers, is_side_lane
@@ -80,12 +80,9 @@ class Resync:
         with contextlib.ExitStack() as locks:
             for path in (self.state.run_lock, self.state.capture_lock):
                 lock = Lock(path)
-                previous = lock.acquire()
-                if previous is None:
-                    holder = Lock.holder(path) or {}
-                    raise StateError(
-                        f"the pipeline of {self.state.path} runs (process {holder.get('pid', '?')})", "Stop it first"
-                    )
+                if (previous := lock.acquire()) is None:
+                    pid = (Lock.holder(path) or {}).get("pid", "?")
+                    raise StateError(f"the pipeline of {self.state.path} runs (process {pid})", "Stop it first")
                 locks.callback(lock.release)
                 lock.write({"pid": os.getpid()})
                 remove_socket(previous)
@@ -98,6 +95,9 @@ class Resync:
     def plan(self) -> list[str]:
         """What is going to happen and what is lost, one line each. Refuses what must not be; changes nothing."""
         self.note = read_json(self.state.resync_note) or {}
+        self.truncate = self.note.get("truncate", self.truncate)
+        self.two_phase = self.two_phase or self.note.get("two_phase", False)
+        self.tables = self.tables or tuple(self.note.get("tables", ()))
         if not self.note:
             return list(self._decide())
         if self.read_again:
@@ -113,8 +113,7 @@ class Resync:
             keys = self._collect(self._published())
             hit("resync.keys")
             self._save(
-                phase="reset", identity=asdict(self._identity), keys=keys, truncate=self.truncate,
-                two_phase=self.two_phase or bool(self._slot and self._slot.two_phase),
+                phase="reset", identity=asdict(self._identity), keys=keys, truncate=self.truncate, two_phase=self.two_phase,
                 tables=list(self.tables),
             )  # fmt: skip
         hit("resync.noted")
@@ -146,17 +145,11 @@ class Resync:
             raise StateError(f"{self.state.path} has no slot yet", "Give --state-dir, or start: pgcdc listen")
         return known
 
-    @property
-    def _truncates(self) -> bool:
-        """Whether tables are emptied at the sinks instead of compared."""
-        return bool(self.note.get("truncate", self.truncate))
-
     def _source_options(self) -> PostgresOptions:
         """What was captured before, through a slot of the same name."""
-        details, two_phase = SlotDetails.of(self._identity), self.two_phase or self.note.get("two_phase", False)
-        options = PostgresOptions(db=self.url, slot_name=self._identity.stream, two_phase=two_phase)
-        tables = self.tables or tuple(self.note.get("tables", ()))
-        options = options.but(tables=tables) if tables else details.as_before(options)
+        details = SlotDetails.of(self._identity)
+        options = PostgresOptions(db=self.url, slot_name=self._identity.stream, two_phase=self.two_phase)
+        options = options.but(tables=self.tables) if self.tables else details.as_before(options)
         return options.but(publication=details.names[0], snapshot_mode="initial")
 
     def _published(self) -> list[PublishedTable]:
@@ -191,10 +184,9 @@ class Resync:
             if "path" in ack.detail:
                 sink = FileOptions(path=ack.detail["path"] + "/" * ("parts" in ack.detail)).make()
                 sink.bind(ack)
-                reason = "" if sink.is_complete else "files that were removed (max_files)"
                 keys = [column for one in self._published() for column in one.key]
-                unreadable = _UNREADABLE.get(sink.kind) or why_unreadable(self.state, sink.name, keys)
-                found.append((sink, reason or unreadable))
+                reason = _UNREADABLE.get(sink.kind) or why_unreadable(self.state, sink.name, keys)
+                found.append((sink, reason if sink.is_complete else "files that were removed (max_files)"))
         return found
 
     def _readable(self) -> list[WrittenFile]:
@@ -239,6 +231,7 @@ class Resync:
         known, lost, other = self._identity, "", ""
         with self._connect() as sql:
             slot = self._slot = get_slot(sql, known.stream)
+        self.two_phase = self.two_phase or bool(slot and slot.two_phase)
         try:
             server = check(self.url, known.stream)
             found = (server.system_identifier, server.timeline, server.database)
@@ -262,18 +255,16 @@ class Resync:
         if options.tables and not SlotDetails.of(self._identity).selection.names_tables:
             raise ConfigError(f"publication {options.publication} is yours", "Alter it instead of giving --tables")
         with self._connect() as sql:
-            for table in options.tables:
-                name = quote_qualified(*split_table(table))
-                if sql.execute("SELECT to_regclass(%s)", [name]).fetchone() == (None,):
-                    raise ConfigError(
-                        f"table {table} no longer exists", "Name what to capture from now on: --tables a,b"
-                    )
+            known = {(one.schema, one.table) for one in read_tables(sql)}
+        for table in options.tables:
+            if split_table(table) not in known:
+                raise ConfigError(f"table {table} no longer exists", "Name what to capture from now on: --tables a,b")
 
     def _decide_sinks(self) -> Iterator[str]:
         for sink, reason in self._files():
             Runner(sink, self.state.acks, sink.name).check()
             where = f"adapter {sink.name} goes on in {sink.path}"
-            if self._truncates:
+            if self.truncate:
                 yield f"{where}: a TRUNCATE of every table comes before its rows"
             elif sink.kind == "zset":
                 raise ConfigError(
@@ -284,7 +275,7 @@ class Resync:
                 yield f"{where}, but {reason} cannot be read back: {_NOT_DELETED}{_TRUNCATE}"
             else:
                 yield f"{where}; rows that the source no longer has are deleted by events"
-        if not self._truncates:
+        if not self.truncate:
             yield from (f"adapter {one} cannot be read back: {_NOT_DELETED}{_TRUNCATE}" for one in self._blind())
             for table in self._published():
                 if not table.key:
@@ -310,7 +301,7 @@ class Resync:
         shutil.rmtree(self.state.resync, ignore_errors=True)
         self.state.resync.mkdir()
         named = {(table.relation.namespace, table.relation.name): table for table in tables}
-        wanted = {name: table.key for name, table in named.items() if table.key and not self._truncates}
+        wanted = {name: table.key for name, table in named.items() if table.key and not self.truncate}
         found: list[dict[str, Any]] = []
         for sink in self._readable() if wanted else []:
             with KeyStore(self.state.resync / "keys.sqlite", wanted) as store:
@@ -355,10 +346,10 @@ class Resync:
         start = Position.end(lsn)
         now = {(one.relation.namespace, one.relation.name): list(one.key) for one in tables if one.key}
         known = {tuple(one["table"]): one["key"] for one in keys}
-        if not self._truncates and self._readable() and now != known:
+        if not self.truncate and self._readable() and now != known:
             keys = self._collect(tables)  # publications were changed or dropped before: what they have now counts
             self._save(**{**self.note, "keys": keys})
-        self._release_truncates(start, [table for table in tables if self._truncates or not table.key])
+        self._release_truncates(start, [table for table in tables if self.truncate or not table.key])
         hit("resync.truncated")
         queue = RequestQueue(self.state.requests_file)
         queued = {one.id for one in queue.entries()}
