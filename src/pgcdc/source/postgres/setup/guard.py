@@ -3,7 +3,7 @@ seconds), the shapes of tables (written down before their rows become visible), 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -169,31 +169,22 @@ class ShapeObserver:
         versions = [version for version in pc.unique(rows.column("relation")).to_pylist() if version >= 0]
         if self._in_force.issuperset(versions):
             return
+        # The rows at which a table's shape changes, in order, and the versions that are in force at the end.
         oids = {batch.relations[version].oid for version in versions if version not in self._in_force}
         mine = [version for version in versions if batch.relations[version].oid in oids]
         numbers = rows.column("relation").to_numpy()
-        firsts, lasts = self._find(numbers, mine, batch)
-        found = [(_place(batch, rows, row), batch.relations[numbers[row]]) for row in firsts]
+        places = np.flatnonzero(np.isin(numbers, mine))
+        places = places[np.append(True, np.diff(numbers[places]) != 0)]
+        shapes = {oid: known.after for oid in oids if (known := self._current.get(oid)) is not None}
+        found, lasts = [], dict[int, int]()
+        for row, version in zip(places.tolist(), numbers[places].tolist(), strict=True):
+            shape = batch.relations[version]
+            if shapes.get(shape.oid) != shape:
+                found.append((_place(batch, rows, row), shape))
+            shapes[shape.oid], lasts[shape.oid] = shape, version
         self._record(found, sql)
         self._in_force -= {version for version in self._in_force if batch.relations[version].oid in oids}
-        self._in_force |= lasts
-
-    def _find(self, numbers: np.ndarray, mine: Sequence[int], batch: CaptureBatch) -> tuple[list[int], set[int]]:
-        """The rows at which a table's shape changes, in order, and the versions that are in force at the end."""
-        tables: dict[int, list[int]] = {}
-        for version in mine:
-            tables.setdefault(batch.relations[version].oid, []).append(version)
-        firsts: list[int] = []
-        lasts: set[int] = set()
-        for oid, versions in tables.items():
-            rows = np.flatnonzero(np.isin(numbers, versions))
-            seen = numbers[rows]
-            changed = np.append(True, seen[1:] != seen[:-1])
-            current = self._current.get(oid)
-            changed[0] = current is None or current.after != batch.relations[seen[0]]
-            firsts += rows[changed].tolist()
-            lasts.add(int(seen[-1]))
-        return sorted(firsts), lasts
+        self._in_force.update(lasts.values())
 
     def _record(self, found: list[tuple[Position, Relation]], sql: Connection) -> None:
         fresh = {position for position, _ in found if self._history.at(position) is None}
