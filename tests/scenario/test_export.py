@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -61,17 +62,24 @@ def rows_of(events: list[Event], table: str) -> list[dict[str, str | None]]:
 
 
 def traces(database: Database) -> list[str]:
-    """What a copy could leave behind on the server."""
-    with database.connect() as conn:
-        return [
-            name
-            for (name,) in conn.execute(
-                "SELECT slot_name::text FROM pg_replication_slots WHERE database = current_database() "
-                "UNION ALL SELECT pubname::text FROM pg_publication "
-                "UNION ALL SELECT application_name FROM pg_stat_activity "
-                "WHERE datname = current_database() AND application_name LIKE 'pgcdc%'"
-            ).fetchall()
-        ]
+    """What a copy leaves behind on the server; a backend whose client has gone may take a moment to end."""
+    found: list[str] = []
+
+    def is_clean() -> bool:
+        found[:] = [str(name) for (name,) in database.query(_TRACES)]
+        return not found
+
+    with contextlib.suppress(TimeoutError):
+        wait_until(is_clean, 5, "")
+    return found
+
+
+_TRACES = """
+SELECT slot_name::text FROM pg_replication_slots WHERE database = current_database()
+UNION ALL SELECT pubname::text FROM pg_publication
+UNION ALL SELECT application_name FROM pg_stat_activity
+          WHERE datname = current_database() AND application_name LIKE 'pgcdc%'
+"""
 
 
 # --- events
