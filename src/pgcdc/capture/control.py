@@ -41,14 +41,10 @@ class CaptureOptions(Options):
 class CaptureSpec(CaptureOptions):
     """Everything a capture process needs to know, on its standard input."""
 
-    kind: str
-    """Of the source: its name (`source.protocol.find_source`)."""
-    source: dict[str, Any] = Field(repr=False)
-    """The options of the source; only the source reads them."""
-    watch_pid: int
-    """The driver; we end when it does."""
-    is_restart: bool = False
-    """The pipeline was running before: an unreachable server is waited for, not an error."""
+    kind: str  # Of the source: its name (`source.protocol.find_source`)
+    source: dict[str, Any] = Field(repr=False)  # The options of the source; only the source reads them
+    watch_pid: int  # The driver; we end when it does
+    is_restart: bool = False  # The pipeline was running before: an unreachable server is waited for, not an error
 
 
 def make_spec(source: SourceOptions, options: CaptureOptions, watch_pid: int) -> CaptureSpec:

@@ -26,7 +26,7 @@ class Op(IntEnum):
     SNAPSHOT = ord("S")  # A row that was read from its table
     SNAPSHOT_STARTED = ord("s")  # The reading of a table begins; not a row. Its values: see `stream.frame.SNAPSHOTS`
     SNAPSHOT_COMPLETED = ord("c")  # The same, at its end
-    NOTIFY = ord("N")  # What somebody sent on a channel of the database; not a row
+    NOTIFY = ord("N")  # Sent by somebody on a channel of the database; not a row
     VIEW_RESULT = ord("V")  # A row of a view's result
     SENTINEL = ord("Z")  # Made by us to see that changes arrive; not a row
     BEGIN = ord("B")  # Made for a reader who asked for it; never stored
@@ -35,10 +35,10 @@ class Op(IntEnum):
 
 
 class OldKind(IntEnum):
-    """What the old values of a change are."""
+    """What the old values are."""
 
     NONE = 0
-    KEY = ord("K")  # Only the replica identity's columns; the others are null because they were not sent
+    KEY = ord("K")  # Only the replica identity's columns; the others were not sent and are null
     FULL = ord("O")  # The whole old row: a null is a NULL
 
 
@@ -61,7 +61,7 @@ class Relation:
     name: str
     replica_identity: str  # d (default), n (nothing), f (full) or i (index)
     columns: tuple[Column, ...]
-    source: str = "postgres"  # The kind of source that it is of: what the numbers of types mean, only that source knows
+    source: str = "postgres"  # The kind of source; only that source knows what the type numbers mean
 
     @property
     def channel(self) -> str:
@@ -69,12 +69,10 @@ class Relation:
         return f"pgcdc:{self.name}" if self.namespace == "public" else f"pgcdc:{self.namespace}.{self.name}"
 
     def to_json(self) -> dict[str, Any]:
-        """The form in which relations stand beside the segments."""
         return {**asdict(self), "columns": [astuple(one) for one in self.columns]}
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Relation:
-        """The relation behind `to_json()`."""
         return cls(**{**raw, "columns": tuple(Column(*one) for one in raw["columns"])})
 
 
@@ -89,7 +87,7 @@ class Relations:
         self._versions = {shape: version for version, shape in enumerate(self.shapes)}
 
     def intern(self, relation: Relation) -> int:
-        """The version number of this shape: a new one if it was never seen."""
+        """The version number of this shape; a new shape gets a new one."""
         version = self._versions.get(relation)
         if version is None:
             version = len(self.shapes)
@@ -110,24 +108,23 @@ class Relations:
 
 @dataclass(frozen=True, slots=True)
 class ShapeChange:
-    """From here on the changes of one table have another shape; or: here it was first seen."""
+    """From here on one table's changes have another shape; or: here it was first seen."""
 
     position: Position  # (lsn, ordinal - 1, SCHEMA_SUB), for a first change in the new shape at (lsn, ordinal)
     after: Relation
     before: Relation | None = None  # None: the table was not seen before
     details: dict[str, Any] | None = None
-    """What the catalog said about `after`, if it still had that shape when the capture met it."""
+    """The catalog's description of `after`, if it still had that shape when the capture met it."""
     before_details: dict[str, Any] | None = None
-    """The `details` of the record that `before` came with: what changed is told by this record alone."""
+    """The `details` of `before`'s record, so that this record alone says what changed."""
 
     def concerns(self, namespace: str, name: str) -> bool:
-        """Whether it is about the table that has, or had until here, this name."""
+        """Whether it concerns the table that has, or had until here, this name."""
         return any(
             (one.namespace, one.name) == (namespace, name) for one in (self.before, self.after) if one is not None
         )
 
     def to_json(self) -> dict[str, Any]:
-        """One line of the history."""
         before = self.before.to_json() if self.before else None
         return {
             "position": str(self.position), "before": before, "after": self.after.to_json(), "details": self.details,
@@ -136,14 +133,13 @@ class ShapeChange:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> ShapeChange:
-        """The change behind `to_json()`."""
         before = Relation.from_json(raw["before"]) if raw["before"] else None
         after = Relation.from_json(raw["after"])
         return cls(Position.parse(raw["position"]), after, before, raw["details"], raw["before_details"])
 
 
 def append_shapes(path: Path, changes: Iterable[ShapeChange]) -> None:
-    """Add to the history, durably: when this returns, it survives a crash of the machine."""
+    """Append to the history, durably: when this returns, it survives a crash of the machine."""
     append_lines(path, (change.to_json() for change in changes))
 
 
@@ -155,7 +151,7 @@ class GrowingLines:
         self._offset = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """The records that were appended since the last call."""
+        """The records appended since the last call."""
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._offset)
@@ -174,34 +170,34 @@ class ShapeHistory:
         self.changes: list[ShapeChange] = []  # In the order of their positions
 
     def refresh(self) -> list[ShapeChange]:
-        """Take in what was appended since the last call, and return that."""
+        """Read what was appended since the last call, and return it."""
         fresh = [ShapeChange.from_json(record) for record in self._lines.read()]
         for change in fresh:
-            # A spool that is read again may show what an older version of pgcdc did not write down.
+            # A spool that is read again may show what an older version of pgcdc did not record.
             bisect.insort(self.changes, change, key=_position)
         return fresh
 
     def at(self, position: Position) -> ShapeChange | None:
-        """The record of this very position."""
+        """The record at exactly this position."""
         found = bisect.bisect_left(self.changes, position, key=_position)
         return self.changes[found] if found < len(self.changes) and self.changes[found].position == position else None
 
     def between(self, start: Position, end: Position) -> list[ShapeChange]:
-        """What happened in (start, end], to any table."""
+        """Changes of any table in (start, end]."""
         first, last = (bisect.bisect_right(self.changes, limit, key=_position) for limit in (start, end))
         return self.changes[first:last]
 
     def of(self, namespace: str, name: str) -> Iterator[ShapeChange]:
-        """What happened to one table, oldest first."""
+        """Changes of one table, oldest first."""
         return (change for change in self.changes if change.concerns(namespace, name))
 
     def in_force(self, namespace: str, name: str, position: Position) -> ShapeChange | None:
-        """What the table looked like for the changes directly after `position`; None if it was not seen before."""
+        """The table's shape for changes directly after `position`; None if it was not seen before."""
         earlier = [change for change in self.of(namespace, name) if change.position <= position]
         return earlier[-1] if earlier else None
 
     def reachable(self, position: Position) -> list[ShapeChange]:
-        """For all tables: what brought the shape that is in force at `position`, and every change of shape behind it."""
+        """For all tables: the record of the shape in force at `position`, and every later change of shape."""
         last: dict[int, ShapeChange] = {}
         later = []
         for change in self.changes:
@@ -212,12 +208,12 @@ class ShapeHistory:
         return [*last.values(), *later]
 
     def next(self, namespace: str, name: str, position: Position) -> ShapeChange | None:
-        """The first change of the table's shape behind `position`."""
+        """The next change of the table's shape after `position`."""
         return next((change for change in self.of(namespace, name) if change.position > position), None)
 
 
 def cut_tail(path: Path) -> None:
-    """A half-written last line is cut off: what it was about was not visible yet. The writer does this at its start."""
+    """Cut off a half-written last line: what it described was not visible yet. The writer does this at its start."""
     read_lines(path)
 
 

@@ -18,7 +18,7 @@ MAX_SHOWN = 60
 
 
 def read_secret(path: Path, what: str) -> str:
-    """What a file holds, without the line's end. The ConfigError says nothing of its content."""
+    """A file's content without the final newline. The ConfigError never quotes it."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_SECRET_BYTES + 1)
@@ -38,8 +38,8 @@ def read_secret(path: Path, what: str) -> str:
 
 
 def expand(text: str, environ: Mapping[str, str], see: Callable[[str, str], None]) -> str:
-    """The text with its `${NAME}` and `${NAME:-default}` replaced; `$${` stands for `${`. `see` hears name and value.
-    ConfigError: a variable is not set (or empty), or it is no name."""
+    """The text with `${NAME}` and `${NAME:-default}` replaced; `$${` stands for `${`. `see` gets each name and value.
+    ConfigError: a variable is unset, empty, or not a name."""
 
     def replace(found: re.Match[str]) -> str:
         if found[1]:
@@ -60,13 +60,13 @@ def expand(text: str, environ: Mapping[str, str], see: Callable[[str, str], None
 
 
 def literal_part(text: str) -> str:
-    """What of a text stands there itself, without what comes from variables; a default (`${NAME:-default}`) stands there."""
+    """The part of a text that is not from variables; a default (`${NAME:-default}`) counts as literal."""
     return _VARIABLE.sub(lambda found: found[2].partition(":-")[2] if not found[1] else found[0], text)
 
 
 def hide(text: str, secrets: Iterable[str] | None = None) -> str:
-    """A message without any of these values, or of all that this process knows as secret. Very short ones are no secrets,
-    and would be found everywhere."""
+    """A message without these values, or without all known secrets of this process. Very short values are skipped: they
+    would match everywhere."""
     for secret in sorted(
         (one for one in (_known if secrets is None else secrets) if len(one) > 3), key=len, reverse=True
     ):
@@ -75,13 +75,13 @@ def hide(text: str, secrets: Iterable[str] | None = None) -> str:
 
 
 def redact_text(text: str) -> str:
-    """Passwords inside of URLs and DSNs, hidden; too much rather than too little."""
+    """Hides passwords inside URLs and DSNs; too much rather than too little."""
     text = re.sub(r"(\w+://[^\s:/@'\"]*):[^\s'\"]*@", r"\1:***@", text)
     return re.sub(r"(?i)\b((?:ssl)?password|passwd|secret|token)(\s*[=:]\s*)('[^']*'|[^\s&'\",]+)", r"\1\2***", text)
 
 
 def describe_value(key: str, value: Any) -> str:
-    """` (got ...)` for an error: not for what may be secret, and only the kind of what is long."""
+    """` (got ...)` for an error: empty for possible secrets, only the kind for long values."""
     if _SECRET_KEY.search(key):
         return ""
     if isinstance(value, Mapping):
@@ -92,21 +92,20 @@ def describe_value(key: str, value: Any) -> str:
     return f" (got {redact_text(text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + '...')})"
 
 
-# --- what is secret in this process: commands of adapters must not find it in their environment
+# --- this process's secrets: adapters' commands must not find them in their environment
 
-UNLIKELY_CHARS = 16  # A secret of so many characters is in no other text by chance
+UNLIKELY_CHARS = 16  # A secret this long is in no other text by chance
 PART_CHARS = 8  # A shorter text is part of a secret by chance
 _OF_LIBPQ = ("PGPASSWORD", "PGSSLPASSWORD")
 _known: set[str] = set()  # One set for the whole process, as there is one environment
 
 
 def remember_secrets(secrets: Iterable[str]) -> None:
-    """These are secret from now on."""
     _known.update(one for one in secrets if one)
 
 
 def clean_environment(environ: Mapping[str, str], keep: Collection[str] = ()) -> dict[str, str]:
-    """The environment of a command without secrets of pgcdc: its variables, and whatever holds what is known as one."""
+    """A command's environment without pgcdc's own variables and any value that holds a known secret."""
     secrets = {*_known, *(environ.get(name, "") for name in _OF_LIBPQ)} - {""}
     return {
         name: value
@@ -117,8 +116,8 @@ def clean_environment(environ: Mapping[str, str], keep: Collection[str] = ()) ->
 
 
 def _holds(value: str, secret: str) -> bool:
-    """Whether a variable is the secret, has it in it (a URL, DSN or header), or is a part of it (`${FIRST}${SECOND}`). A
-    short one is part of many other words: it counts only at the places of passwords."""
+    """Whether a variable is the secret, contains it (a URL, DSN or header), or is part of it (`${FIRST}${SECOND}`). A short
+    secret is part of many words: it counts only in password positions."""
     forms = {secret, quote(secret, safe="")}
     return (
         value == secret

@@ -1,6 +1,6 @@
-"""What a setting is: a field of a frozen model in the layer that needs it, with its text, default, limits and group. Flags,
-`PGCDC_*` variables, keys of `pgcdc.yaml`, options of the Spark source, the JSON schema and the reference pages are made from
-these models; a setting stands nowhere else."""
+"""Settings: fields of frozen models in the layer that needs them, with text, default, limits and group. Flags, `PGCDC_*`
+variables, keys of `pgcdc.yaml`, options of the Spark source, the JSON schema and the reference pages are made from these
+models, which are the only place of a setting."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from pydantic_core import PydanticCustomError
 
 from pgcdc.core.errors import ConfigError, PgcdcError
 
-REFUSED = "pgcdc_refused"  # The kind of an error that brings its advice along
+REFUSED = "pgcdc_refused"  # The kind of an error that carries its advice
 
 _O = TypeVar("_O", bound=BaseModel)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a setting is for the command line and for documents."""
+    """A setting's metadata for the command line and documents."""
 
     group: str = ""
-    flag: str | None = ""  # Without the dashes. Empty: made of the field's name. None: it has neither flag nor variable
-    aliases: tuple[str, ...] = ()  # Other names that are understood: those of the manual, with underscores
+    flag: str | None = ""  # Without dashes. Empty: from the field's name. None: neither flag nor variable
+    aliases: tuple[str, ...] = ()  # Other accepted names: those of the manual, with underscores
     metavar: str = ""
     is_repeated: bool = False
     is_hidden: bool = False  # Left out of --help: the same for every adapter, and described once
-    example: str = ""  # For the file of `pgcdc config init`, where the default would say little
+    example: str = ""  # For the file of `pgcdc config init`, where the default says little
     secret: bool = False  # It holds a secret, or may (a URL): never shown
-    literal: bool = True  # Whether a secret may stand in the YAML file as it is, rather than as `${NAME}`
-    cascade: str = ""  # `db`: where nothing is said, it is the source's database URL
+    literal: bool = True  # Whether a secret may stand in the YAML file itself, rather than as `${NAME}`
+    cascade: str = ""  # `db`: defaults to the source's database URL
 
 
 def setting(default: Any, text: str, group: str = "", **more: Any) -> Any:
-    """A field of a model; `...` as the default: it must be given. `more` are those of `Setting`, and limits of the field."""
+    """A model field; `...` as the default makes it required. `more` are fields of `Setting` and limits."""
     limits = {name: value for name, value in more.items() if name not in Setting.__dataclass_fields__}
     extra = Setting(group, **{name: value for name, value in more.items() if name not in limits})
     if extra.secret:
@@ -49,7 +49,7 @@ def setting(default: Any, text: str, group: str = "", **more: Any) -> Any:
 
 
 def setting_of(name: str, field: FieldInfo) -> Setting:
-    """What `setting` said of a field."""
+    """The metadata of a field made by `setting`."""
     extra: Any = field.json_schema_extra
     found: Setting = extra["setting"] if isinstance(extra, dict) and "setting" in extra else Setting()
     metavar = found.metavar or next((one.metavar for one in field.metadata if isinstance(one, Unit)), "")
@@ -57,12 +57,11 @@ def setting_of(name: str, field: FieldInfo) -> Setting:
 
 
 def unit_of(field: FieldInfo) -> Unit | None:
-    """What the number of a field counts, if it has a unit."""
+    """The unit of a field's number, if any."""
     return next((one for one in field.metadata if isinstance(one, Unit)), None)
 
 
 def is_switch(annotation: Any) -> bool:
-    """Whether a field of this type is true or false."""
     return annotation is bool or bool in getattr(annotation, "__args__", ())
 
 
@@ -79,26 +78,26 @@ class Options(BaseModel):
         return value
 
     def conflicts(self) -> Iterator[Conflict]:
-        """What is right by itself and cannot go together."""
+        """Settings that are valid alone but not together."""
         return iter(())
 
     def check(self) -> None:
-        """Raise the first of the conflicts."""
+        """Raise the first conflict."""
         for conflict in self.conflicts():
             raise conflict
 
     def but(self, **changes: Any) -> Self:
-        """The same with other values, which are right."""
+        """A copy with other, valid values."""
         return self.model_copy(update=changes)
 
     def part(self, model: type[_O]) -> _O:
-        """What of these settings is of another model; its other ones have their defaults."""
+        """These settings as another model; its other fields have their defaults."""
         names = model.model_fields.keys() & type(self).model_fields.keys()
         given = {name: getattr(self, name) for name in names}
         return model.model_construct(_fields_set=self.model_fields_set.intersection(names), **given)
 
     def is_given(self, name: str) -> bool:
-        """Whether it says something: a default that is written down changes nothing."""
+        """Whether it is set to something other than its default."""
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
 
@@ -114,7 +113,7 @@ class Conflict(ConfigError):
 
 
 def conflicts_of(path: KeyPath, check: Callable[[], object]) -> Iterator[Conflict]:
-    """What a check of another module refuses, about this key."""
+    """A ConfigError of another module's check, as a conflict about this key."""
     try:
         check()
     except Conflict as conflict:
@@ -124,7 +123,7 @@ def conflicts_of(path: KeyPath, check: Callable[[], object]) -> Iterator[Conflic
 
 
 def make_options(model: type[_O], values: Mapping[str, Any], what: str, advice: str = "") -> _O:
-    """The model with these values. ConfigError: one of them is unknown or does not fit."""
+    """The model with these values. ConfigError for an unknown or invalid one."""
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
@@ -141,12 +140,12 @@ def make_options(model: type[_O], values: Mapping[str, Any], what: str, advice: 
 
 
 def refuse(message: str, advice: str) -> PydanticCustomError:
-    """The error of a validator that knows what to do instead."""
+    """A validator's error with advice."""
     return PydanticCustomError(REFUSED, "{message}", {"message": message, "advice": advice})
 
 
 def checked(check: Callable[[str], object], text: str) -> str:
-    """The text, if the check of another module takes it: for validators."""
+    """The text, if another module's check accepts it: for validators."""
     try:
         check(text)
     except PgcdcError as error:
@@ -155,7 +154,7 @@ def checked(check: Callable[[str], object], text: str) -> str:
 
 
 def suggest(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """`Did you mean ...?` if there is a name like it; else all of them, or `otherwise`."""
+    """`Did you mean ...?` if a name is close; else all of them, or `otherwise`."""
     names = list(known)
     close = difflib.get_close_matches(name.lower(), names, n=1) or [one for one in names if name and name in one][:1]
     return f"Did you mean {close[0]}?" if close else otherwise or f"Known: {', '.join(names) or 'none'}"
@@ -170,7 +169,7 @@ def check_known(names: Iterable[str], text: str) -> str:
 
 
 def split_outside_quotes(text: str, separator: str) -> list[str]:
-    """The parts between separators that stand outside of '...' and "..."; empty ones are left out."""
+    """The parts between separators outside '...' and "..."; empty ones are dropped."""
     parts = re.findall(rf"""(?:[^'"{separator}]|'[^']*'?|"[^"]*"?)+""", text)
     return [part.strip() for part in parts if part.strip()]
 
@@ -181,7 +180,7 @@ def split_names(value: Any) -> Any:
 
 
 def text_or_list(items: Mapping[str, Any] = {"type": "string"}) -> WithJsonSchema:
-    """For editors: a text, or a list of such items."""
+    """JSON schema for editors: a text, or a list of such items."""
     return WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": dict(items)}]})
 
 
@@ -261,18 +260,17 @@ def format_bytes(value: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """In the metadata of a field: what its number counts, for help texts."""
+    """Metadata of a field: its number's unit, for help texts."""
 
     kind: Literal["seconds", "bytes"]
     metavar: str
     pattern: str
 
     def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
-        """For editors: the number with its limits, or a text with a unit."""
+        """JSON schema for editors: the number with its limits, or a text with a unit."""
         return {"anyOf": [handler(core), {"type": "string", "pattern": self.pattern}]}
 
     def format(self, value: Any) -> str:
-        """The value as people write it."""
         return format_seconds(value) if self.kind == "seconds" else format_bytes(value)
 
 

@@ -36,26 +36,26 @@ from typing import IO, Any
 from pgcdc.core.errors import StateError
 
 LOG_BYTES = 10 << 20
-FORMAT = 4  # Of the state directory. It grows whenever one version of pgcdc could misread what another has written
+FORMAT = 4  # Of the state directory. Raise it when one version of pgcdc could misread another's state
 _OF_THE_SLOT = ("spool", "checkpoints", "consumers.json", "shapes.jsonl", "toast", "typed", "snapshot", "capture.json",
                 "run.json", "lanes.json")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a state directory belongs to. Going on with another one would cross a gap."""
+    """What a state directory belongs to. Using it with another source would cross a gap."""
 
     kind: str  # Of the source: its name (`source.protocol.find_source`)
-    system: str  # Which server or cluster it is, by what does not change with its address
+    system: str  # The server or cluster, by what does not change with its address
     database: str
     stream: str  # Our place in it: the name of the slot, say
-    instance: str  # A random name of this pipeline, by which its own connections are recognised after a crash
-    created: int  # The commit where the stream began; 0 while it is being made
+    instance: str  # A random name of this pipeline, to recognise its own connections after a crash
+    created: int  # The commit where the stream began; 0 during creation
     details: dict[str, Any] = field(default_factory=dict)  # What else must stay the same. Only the source reads it
 
     @property
     def key(self) -> str:
-        """Which source of its pipeline this is, wherever the database has moved."""
+        """Identifies the pipeline's source, wherever the database has moved."""
         return f"{self.kind}/{self.stream}"
 
     @property
@@ -91,8 +91,8 @@ class StateDir:
         self.identity_lock = self.path / "identity.lock"
 
     def create(self) -> list[Path]:
-        """Make the directory, readable only by its owner, and what is missing above it; returns what was made of these.
-        Raises StateError if that cannot be."""
+        """Create the directory, readable only by its owner, and missing parents; returns what was created. Raises StateError
+        if it cannot."""
         try:
             made = _make_folders(self.path)
             for folder in (self.spool, self.acks, self.checkpoints):
@@ -110,15 +110,14 @@ class StateDir:
 
     @contextlib.contextmanager
     def claim(self, lock: Lock, timeout_s: float) -> Iterator[bool]:
-        """Make the directory if need be, and take one of its locks; False if another process holds it. If the block raises,
-        a directory that was made here and belongs to nobody is removed again, while the lock is held. The lock is not
-        released: the caller does that."""
+        """Create the directory if needed, and take one of its locks; False if another process holds it. If the block raises,
+        a directory created here that belongs to nobody is removed while the lock is held. The caller releases the lock."""
         for left in reversed(range(10)):
             try:
                 made = self.create()
                 taken = lock.acquire(timeout_s) is not None
                 break
-            except (FileNotFoundError, StateError) as error:  # removed by another process which failed to begin?
+            except (FileNotFoundError, StateError) as error:  # removed by another process that failed to start?
                 gone = isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError)
                 if not gone or not left:
                     raise
@@ -146,7 +145,7 @@ class StateDir:
         return Identity(**raw)
 
     def forget_slot(self) -> None:
-        """Remove what begins again with a new slot. Locks, logs and acks stay."""
+        """Remove what a new slot starts afresh. Locks, logs and acks stay."""
         for name in _OF_THE_SLOT:
             path = self.path / name
             if path.is_dir():
@@ -155,7 +154,7 @@ class StateDir:
                 path.unlink(missing_ok=True)
 
     def check_whole(self) -> None:
-        """Raise StateError if a `pgcdc resync` was interrupted: half of what is here belongs to a slot that is gone."""
+        """Raise StateError after an interrupted `pgcdc resync`: half of the state belongs to a slot that is gone."""
         if self.resync_note.exists():
             raise StateError(
                 f"a resync of {self.path} was begun and is not finished",
@@ -186,8 +185,8 @@ class Lock:
         self.previous: dict[str, Any] = {}  # What the last holder wrote, if it was killed; known when the lock is taken
 
     def acquire(self, timeout_s: float = 0.2) -> dict[str, Any] | None:
-        """Take the lock; None if another process holds it, else what the last holder wrote if it was killed. The timeout is
-        not 0, because `holder` takes the lock for a moment to see whether it is free."""
+        """Take the lock; None if another process holds it, else what a killed last holder wrote. The timeout is not 0,
+        because `holder` takes the lock for a moment to see whether it is free."""
         deadline = time.monotonic() + timeout_s
         while (file := self._try()) is None:
             if time.monotonic() > deadline:
@@ -205,7 +204,7 @@ class Lock:
         file = open(self._path, "a+")  # noqa: SIM115 - open as long as the lock is held
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if is_at(self._path, file.fileno()):  # else it was removed with a directory that failed to begin
+            if is_at(self._path, file.fileno()):  # else it was removed with a directory that failed to start
                 return file
         except BlockingIOError:
             pass
@@ -213,7 +212,7 @@ class Lock:
         return None
 
     def write(self, content: dict[str, Any]) -> None:
-        """Say in the file who holds the lock."""
+        """Record the holder in the file."""
         assert self._file is not None
         self._file.seek(0)
         self._file.truncate()
@@ -221,7 +220,6 @@ class Lock:
         self._file.flush()
 
     def release(self) -> None:
-        """Give the lock back."""
         if self._file is not None:
             self._file.truncate(0)
             self._file.close()
@@ -245,7 +243,7 @@ class Lock:
 
 
 def is_at(path: Path, descriptor: int) -> bool:
-    """Whether an open file is still the one at this path."""
+    """Whether this path still names the open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
@@ -253,7 +251,6 @@ def is_at(path: Path, descriptor: int) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -264,7 +261,7 @@ def is_alive(pid: int) -> bool:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """A log file to append to; one that has grown large becomes `.1` first."""
+    """A log file to append to; a large one becomes `.1` first."""
     if path.exists() and path.stat().st_size > LOG_BYTES:
         os.replace(path, path.with_name(f"{path.name}.1"))
     return open(path, "ab")
@@ -281,7 +278,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace a JSON file in one step; it may be lost by a crash of the machine."""
+    """Replace a JSON file atomically; a crash of the machine may lose it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with explain_writing(path):
         temporary.write_text(json.dumps(content))
@@ -289,13 +286,13 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_json_durably(path: Path, content: Any) -> None:
-    """Replace a JSON file in one step; when this returns, it survives a crash of the machine."""
+    """Replace a JSON file atomically; when this returns, it survives a crash of the machine."""
     write_durably(path, json.dumps(content).encode())
 
 
 def write_durably(path: Path, content: bytes, like: os.stat_result | None = None) -> None:
-    """Replace a file in one step; when this returns, it survives a crash of the machine. `like`: with the rights and, if we
-    may give it away, the owner of this one, at every moment."""
+    """Replace a file atomically; when this returns, it survives a crash of the machine. `like`: always with that file's mode
+    and, if permitted, owner."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with explain_writing(path):
         with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o600 if like else 0o666)) as file:
@@ -312,7 +309,7 @@ def write_durably(path: Path, content: bytes, like: os.stat_result | None = None
 
 @contextlib.contextmanager
 def explain_writing(path: Path) -> Iterator[None]:
-    """What the system says about a file that cannot be written, as StateError."""
+    """Turns an OSError of writing a file into StateError."""
     try:
         yield
     except OSError as error:
@@ -323,7 +320,7 @@ def explain_writing(path: Path) -> Iterator[None]:
 
 
 def write_all(descriptor: int, data: memoryview) -> int:
-    """Write all of `data`, however often it takes; the number of bytes."""
+    """Write all of `data`, in as many writes as needed; returns the number of bytes."""
     total = len(data)
     while data:
         data = data[os.write(descriptor, data) :]
@@ -331,7 +328,6 @@ def write_all(descriptor: int, data: memoryview) -> int:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make a folder's entries durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -349,7 +345,7 @@ def encode_line(record: dict[str, Any]) -> bytes:
 
 
 def decode_lines(data: bytes) -> Iterator[tuple[dict[str, Any], int]]:
-    """The sound lines at the beginning of `data`, each with its size in bytes."""
+    """The sound lines at the start of `data`, each with its size in bytes."""
     for line in data.splitlines(keepends=True):
         crc, _, text = line.rstrip(b"\n").partition(b" ")
         if not line.endswith(b"\n") or crc != b"%08x" % zlib.crc32(text):
@@ -358,7 +354,7 @@ def decode_lines(data: bytes) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def append_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Add records, durably: when this returns, they survive a crash of the machine."""
+    """Append records, durably: when this returns, they survive a crash of the machine."""
     with explain_writing(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
@@ -370,7 +366,7 @@ def append_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All records, for the one who writes the file: a half-written last line is cut off."""
+    """All records, for the file's writer: cuts off a half-written last line."""
     if not path.exists():
         return []
     found = list(decode_lines(path.read_bytes()))

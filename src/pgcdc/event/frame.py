@@ -48,10 +48,8 @@ _MADE_UP = {
 class EventOptions:
     """How events are made."""
 
-    transaction: bool = False
-    """Events say which transaction they belong to (in their JSON form)."""
-    markers: bool = False
-    """A BEGIN and a COMMIT event around the changes of each transaction."""
+    transaction: bool = False  # Events say which transaction they belong to (in their JSON form)
+    markers: bool = False  # A BEGIN and a COMMIT event around the changes of each transaction
     invalid_text: str = "error"
     """What is done with bytes that are not UTF-8: error, replace or base64; keep, where nobody reads them as text."""
     schema_events: bool = False

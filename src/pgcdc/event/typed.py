@@ -35,8 +35,7 @@ LOAD_AGAIN = "Load the table again"  # How the advice begins that comes with Sch
 class RowOptions:
     """How changes become rows."""
 
-    zset: bool = False
-    """Rows with weights: an UPDATE takes the old row back (-1) and adds the new one (+1)."""
+    zset: bool = False  # Rows with weights: an UPDATE takes the old row back (-1) and adds the new one (+1)
     truncate: str = "error"
     """What a TRUNCATE is for a Z-set, which was not told of the rows that are gone: `error`, or a row to `mark` it."""
     other_shapes: bool = False

@@ -1,12 +1,12 @@
 """Connections to the source database: the only module that opens one or quotes a name.
 
-Every session is pinned with SET right after connecting, walsenders too: what pgoutput writes depends on these settings.
-SET wins over all else. Startup options win over ALTER ROLE and ALTER DATABASE, but not over PGTZ and PGDATESTYLE in our
+Every session, walsenders too, is pinned with SET right after connecting: pgoutput's text depends on these settings. SET wins
+over everything; startup options win over ALTER ROLE and ALTER DATABASE, but not over PGTZ and PGDATESTYLE in our
 environment, which libpq sends after them.
 
-What cannot be reached now but may be later (refused, timeout, starting up, too many connections, unknown host: name
-services have outages) is ConnectionLost; what will be refused again (password, database, right, URL) is SourceError.
-libpq gives no SQLSTATE for a failed connection, so its text decides; what we do not know (another language) may heal.
+Failures that may heal (refused, timeout, starting up, too many connections, unknown host: name services have outages) are
+ConnectionLost; permanent ones (password, database, right, URL) are SourceError. libpq gives no SQLSTATE for a failed
+connection, so its text decides; unknown text (another language) counts as may-heal.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _URL_ADVICE = (
     "Write postgresql://user:password@host:5432/database, with @ : / ? # % in the password percent-encoded (@ is %40)"
 )
 
-# What libpq says when trying again will not help, and what to do about it.
+# libpq's messages for permanent failures, and the advice.
 _PERMANENT = [
     (r"password authentication failed|no password supplied", "Check user name and password (or PGPASSWORD, ~/.pgpass)"),
     (r"no pg_hba.conf entry|pg_hba.conf rejects", "Allow this user, database and host in the server's pg_hba.conf"),
@@ -92,14 +92,14 @@ def connect(
 ) -> Connection:
     """Open a session with pinned settings, in autocommit.
 
-    `url` is a postgres:// or postgresql:// URL or a key=value DSN; what it says about timeouts and keepalives is kept.
-    With `replication` it is a walsender for logical replication: use its `pgconn`. With `may_retry=False` (nothing was
-    started yet) an unreachable server is a SourceError, so that the command exits 2, rather than ConnectionLost.
+    `url` is a postgres:// or postgresql:// URL or a key=value DSN; its timeouts and keepalives are kept. With `replication`
+    it is a walsender for logical replication: use its `pgconn`. With `may_retry=False` (nothing runs yet) an unreachable
+    server is a SourceError, so that the command exits 2, not ConnectionLost.
     """
     params = parse_url(url)
     fallbacks = _FALLBACKS | {"connect_timeout": str(connect_timeout_s), "fallback_application_name": application_name}
     overrides = {"client_encoding": "UTF8"} | ({"replication": "database"} if replication else {})
-    if application_name != "pgcdc":  # by it we know our own sessions again: it wins over the URL
+    if application_name != "pgcdc":  # identifies our own sessions: it wins over the URL
         overrides["application_name"] = application_name
     try:
         conn = psycopg.connect(make_conninfo("", **{**fallbacks, **params, **overrides}), autocommit=True)
@@ -168,7 +168,7 @@ def _is_mangled(params: dict[str, Any]) -> bool:
 def _pin_session(conn: Connection) -> None:
     settings = dict(_SESSION)
     settings.update({name: "0" for name, since in _SESSION_SINCE.items() if conn.info.server_version >= since})
-    # one simple query: a walsender takes nothing else
+    # one simple query: a walsender accepts nothing else
     result = conn.pgconn.exec_("".join(f"SET {k} = {quote_literal(v)};" for k, v in settings.items()).encode())
     if result.status != psycopg.pq.ExecStatus.COMMAND_OK:
         raise psycopg.errors.error_from_result(result)
@@ -200,7 +200,7 @@ def _hide_password(text: str, params: dict[str, Any]) -> str:
 
 @contextmanager
 def explain_errors(action: str) -> Iterator[None]:
-    """Also a decorator: what psycopg raises becomes ConnectionLost if it may heal, else SourceError."""
+    """Also a decorator: psycopg's errors become ConnectionLost if they may heal, else SourceError."""
     try:
         yield
     except psycopg.Error as exc:
@@ -221,7 +221,7 @@ class NoRight(SourceError):
 
 
 def explain_right(title: str, table: str, role: str, error: psycopg.Error) -> NoRight:
-    """What to do about rows that this role may not read; `table` is as SQL takes it."""
+    """Advice for rows that this role may not read; `table` is quoted for SQL."""
     role = quote_identifier(role)
     text = " ".join((error.diag.message_primary or str(error)).split())
     advice = f"Run: GRANT SELECT ON {table} TO {role}"
@@ -233,12 +233,12 @@ def explain_right(title: str, table: str, role: str, error: psycopg.Error) -> No
 
 
 def execute_one(conn: Connection, statement: str) -> None:
-    """Run exactly one statement, also if the user's words in it hold a semicolon: the extended protocol takes no more."""
+    """Run exactly one statement, even if the user's words hold a semicolon: the extended protocol takes only one."""
     conn.execute(statement.encode(), binary=True)
 
 
 def lock_creation(conn: Connection) -> None:
-    """Be the only one who creates tables of ours, until the transaction ends: IF NOT EXISTS fails if two do it at once."""
+    """Be the only one who creates our tables until the transaction ends: two concurrent IF NOT EXISTS fail."""
     conn.execute("SELECT pg_advisory_xact_lock(%s)", (_CREATION,))
 
 
@@ -250,12 +250,11 @@ def quote_identifier(name: str) -> str:
 
 
 def quote_qualified(schema: str, table: str) -> str:
-    """`"schema"."table"`."""
     return f"{quote_identifier(schema)}.{quote_identifier(table)}"
 
 
 def quote_literal(text: str) -> str:
-    """A string for commands that take no parameters. Right in our sessions only: backslashes stand for themselves."""
+    """A string for commands without parameters. Safe in our sessions only: they take backslashes literally."""
     if "\0" in text:
         raise ConfigError(f"{text!r} is not a text in PostgreSQL")
     return "'" + text.replace("'", "''") + "'"

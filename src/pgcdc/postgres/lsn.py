@@ -13,7 +13,7 @@ def format_lsn(lsn: int) -> str:
 
 
 def parse_lsn(text: str) -> int:
-    """The number behind PostgreSQL's notation. Raises ValueError for anything else."""
+    """Inverse of `format_lsn`. Raises ValueError for anything else."""
     found = _LSN.fullmatch(text)
     if found is None:
         raise ValueError(f"not an LSN: {text!r}")

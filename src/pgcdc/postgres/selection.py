@@ -1,5 +1,5 @@
-"""What the user wants of the database: which tables, and of these which rows and columns. Only words, no server. Also the
-types of settings that name things of a database."""
+"""What the user selects from the database: tables, and their rows and columns. Pure text, no server. Also the types of
+settings that name database objects."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ Identifiers = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What of a table is published."""
-
     row_filter: str | None = None  # An SQL expression over its columns
     columns: tuple[str, ...] = ()  # Empty: all of them
 
@@ -77,25 +75,24 @@ class Selection(Options):
 
     @property
     def also(self) -> tuple[str, ...]:
-        """Tables of ours that are captured with the others: the one for signals."""
+        """Our own tables that are captured too: the one for signals."""
         return (self.signal_table,) if self.incremental_snapshot else ()
 
     @property
     def names_tables(self) -> bool:
-        """Whether it says which tables at all."""
         return bool(self.tables or self.schemas or self.all_tables)
 
     @property
     def is_open(self) -> bool:
-        """Whether tables that are created later belong to it."""
+        """Whether it includes tables created later."""
         return self.all_tables or bool(self.schemas)
 
     def to_json(self) -> dict[str, Any]:
-        """What it says, for `Selection.model_validate`; nothing if it selects nothing."""
+        """For `Selection.model_validate`; empty if it selects nothing."""
         return self.part(Selection).model_dump(mode="json", exclude_defaults=True)
 
     def covers(self, other: Selection) -> bool:
-        """Whether everything that the other one selects is selected here, in the same way."""
+        """Whether it selects everything that the other one does, in the same way."""
         schemas = set(self.schema_names)
         tables = {split_table(name) for name in self.tables}
         if not self.all_tables:
@@ -107,17 +104,17 @@ class Selection(Options):
         return self.rules() == other.rules() and (self.generated_columns or not other.generated_columns)
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Rules that cannot be read."""
+        """Rules that cannot be parsed."""
         yield from conflicts_of(("row_filters",), self.but(columns=()).rules)
         yield from conflicts_of(("columns",), self.but(row_filters=()).rules)
 
     @property
     def schema_names(self) -> tuple[str, ...]:
-        """The schemas as the server knows them. Raises ConfigError for what is no name."""
+        """The schemas as the server knows them. Raises ConfigError for an invalid name."""
         return tuple(parse_identifier(name) for name in self.schemas)
 
     def rules(self) -> dict[tuple[str, str], Rule]:
-        """What of which table (schema, name). Raises ConfigError for what cannot be read."""
+        """Rules by table (schema, name). Raises ConfigError for an invalid one."""
         filters = _by_table("--row-filter", self.row_filters)
         columns = {
             table: tuple(parse_identifier(name) for name in split_outside_quotes(text, ","))
@@ -141,6 +138,6 @@ def _by_table(flag: str, texts: Sequence[str]) -> dict[tuple[str, str], str]:
 
 
 def _partition(text: str) -> tuple[str, str, str]:
-    """Like `partition("=")`, at the first one that is not inside of a quoted name."""
+    """Like `partition("=")`, at the first one outside a quoted name."""
     match = re.match(r'((?:[^="]|"(?:[^"]|"")*")*)(=)', text)
     return (match[1], match[2], text[match.end() :]) if match else (text, "", "")

@@ -36,10 +36,8 @@ if TYPE_CHECKING:  # whoever reads settings needs none of these
 class SourceOptions(Options):
     """Every setting of one kind of source."""
 
-    kind: ClassVar[str]
-    """The name of its source."""
-    spark_names: ClassVar[Mapping[str, str]] = {}
-    """Options of Spark that have another name than their setting."""
+    kind: ClassVar[str]  # The name of its source
+    spark_names: ClassVar[Mapping[str, str]] = {}  # Options of Spark that have another name than their setting
     spark_hidden: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     """Switches that are no options of Spark: other words, and what they say of other settings."""
 
@@ -91,18 +89,13 @@ class RowsOptions(Options):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    partitions: int | None = Field(None, ge=1)
-    """How many tasks read; None: by the size of the table."""
-    where: str = ""
-    """Only rows for which this is true, in SQL."""
-    snapshot_keep: Seconds = Field(300.0, gt=0)
-    """How long the snapshot is held after the last read."""
-    metadata: bool = True
-    """With the columns of typed changes (`_op` and the others), so that both have the same schema."""
+    partitions: int | None = Field(None, ge=1)  # How many tasks read; None: by the size of the table
+    where: str = ""  # Only rows for which this is true, in SQL
+    snapshot_keep: Seconds = Field(300.0, gt=0)  # How long the snapshot is held after the last read
+    metadata: bool = True  # With the columns of typed changes (`_op` and the others), so that both have the same schema
     held: str = Field("", alias="_held")
     """Read in this snapshot (`HeldSnapshot.to_text`), which who gives it holds (`pgcdc snapshot`)."""
-    files: str = Field("", alias="_files")
-    """With `held`: `chunks.files_text` of the table when the snapshot was taken."""
+    files: str = Field("", alias="_files")  # With `held`: `chunks.files_text` of the table when the snapshot was taken
 
 
 class TableRows(Protocol):

@@ -1,4 +1,4 @@
-"""Where a reader's spool comes from: the capture of its slot (started or joined), or a folder that does not change."""
+"""Where a reader's spool comes from: the capture of its slot (started or joined), or a fixed folder."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ JOIN_TIMEOUT_S = 5.0
 
 
 class Feed(CaptureLink):
-    """What a reader needs: the spool, the history of shapes, and the capture, which is started if nobody has, joined if
-    somebody has, and started again if it dies."""
+    """What a reader needs: the spool, the history of shapes, and the capture, which is started, joined, or restarted after
+    it dies."""
 
     def __init__(self, options: StreamOptions) -> None:
         self._consumer = options.consumer
@@ -50,7 +50,7 @@ class Feed(CaptureLink):
         self.created = identity.created  # Where the rows of the initial snapshot stand
 
     def claim(self) -> tuple[Position, Position]:
-        """Where this consumer begins, and what it has acknowledged."""
+        """Where this consumer begins, and its ack."""
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         while True:
             try:
@@ -61,7 +61,6 @@ class Feed(CaptureLink):
                 time.sleep(0.1)
 
     def acknowledge(self, position: Position) -> None:
-        """Everything up to `position` is durable."""
         self.ack(self._consumer, position)
 
     def _claim(self, client: CaptureRequests) -> tuple[Position, Position]:
@@ -101,7 +100,7 @@ class StaticFeed(Feed):
 
 
 def driver_pid() -> int:
-    """The Spark driver: who says so, or the JVM that started this Python process. With its end what it started ends."""
+    """The Spark driver's pid: as configured, or the JVM that started this Python process. What it started ends with it."""
     said = int(os.environ.get("PGCDC_WATCH_PID", "0"))
     if said:
         return said

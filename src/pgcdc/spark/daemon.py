@@ -1,9 +1,6 @@
-"""Spark's Python daemon with everything imported that our tasks need: workers are forked from it, warm.
-
-Spark ends workers that were idle for a minute; the first batch after that would otherwise pay for the imports again.
-
-A worker collects garbage after every task. What was imported is frozen first: looking through it took 20 ms each time.
-"""
+"""Spark's Python daemon with everything that our tasks import: workers are forked from it, warm. Spark ends workers after an
+idle minute; the next batch would pay for the imports again. Workers collect garbage after every task, so imports are frozen
+first: scanning them took 20 ms each time."""
 
 from __future__ import annotations
 

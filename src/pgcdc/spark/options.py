@@ -1,5 +1,5 @@
-"""The options of the Spark source: the settings of its source, of the capture and of events by their names, and those of a
-reader. The option `detector` says which source it is."""
+"""The options of the Spark source: the settings of its source, the capture, events and readers, by name. `detector` says
+which source it is."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class EventSettings(Options):
 
     @property
     def events(self) -> EventOptions:
-        """The same for who makes them; markers say which transaction they are of."""
+        """The same for the event maker; markers name their transaction."""
         return EventOptions(self.tx_markers or self.tx_metadata, self.tx_markers, self.invalid_utf8, self.schema_events)
 
 
@@ -77,7 +77,7 @@ class TypedSettings(Options):
     )
 
     def typed_conflicts(self, events: EventSettings) -> Iterator[Conflict]:
-        """What is for events alone, or for typed rows alone."""
+        """Options that are for events alone, or for typed rows alone."""
         for name in ("tx_metadata", "tx_markers", "schema_events") if self.table else ():
             if getattr(events, name):
                 flag = name.replace("_", "-")
@@ -115,13 +115,11 @@ class TypedReaderSettings(TypedSettings):
 class StreamOptions(CaptureOptions, EventSettings, ReaderSettings, TypedReaderSettings, RowsOptions):
     """What a query says about its source."""
 
-    source: SourceOptions
-    """The source's own settings, without secrets."""
+    source: SourceOptions  # The source's own settings, without secrets
     consumer: str = "default"
     run: str = Field("", alias="_run")
     """Control socket of the run that this query is a lane of; the run acknowledges for the consumer."""
-    spool: str = Field("", alias="_spool")
-    """Read only this spool, without a capture (for warm-up)."""
+    spool: str = Field("", alias="_spool")  # Read only this spool, without a capture (for warm-up)
     chains: str = Field("", alias="_chains")
     """Chains of simple transforms that the source applies itself (`event.edits`)."""
 

@@ -35,8 +35,7 @@ class Transform(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: str
-    is_envelope: ClassVar[bool] = False
-    """Whether it gives the whole event another form."""
+    is_envelope: ClassVar[bool] = False  # Whether it gives the whole event another form
 
     @property
     def is_simple(self) -> bool:

@@ -1,8 +1,8 @@
-"""What is to be known of a type: which functions of the server send and write it, and what it is made of.
+"""Types: the server functions that send and write each, and what it is made of.
 
-A type is known by its pair of functions, not by its name: citext sends by textsend and writes by textout, so it is text,
-whatever its oid. Functions of the server itself stand here under their name, functions of extensions under
-library:name. The types of PostgreSQL itself have fixed oids and need no server: `BUILT_IN`.
+A type is identified by its pair of functions, not its name: citext sends by textsend and writes by textout, so it is text,
+whatever its oid. The server's own functions stand under their name, those of extensions under library:name. PostgreSQL's own
+types have fixed oids and need no server: `BUILT_IN`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TypeInfo:
-    """One type."""
-
     oid: int
     name: str  # With its schema, and quoted as in SQL, if it is not of pg_catalog
     output: str  # The function that writes it as text
     send: str | None
-    """The function that sends it. Without one pgoutput sends text, but an array or a row of it cannot be sent at all."""
+    """The function that sends it. Without one pgoutput sends text, but arrays and rows of it cannot be sent at all."""
     inner: int = 0  # The type of the elements, of the bounds, or (of a domain) the base type
     kind: str = "base"  # base, enum, domain, composite, range, multirange, array or pseudo
-    delimiter: str = ","
-    """What stands between the elements of an array, and of arrays of this type: both always have the same."""
+    delimiter: str = ","  # Separates elements of an array, and of arrays of this type: always the same
     typmod: int = -1  # Of a domain: the modifier of its base type, such as the precision of a numeric
     ndims: int = 0  # Of a domain over an array: its declared dimensions
-    attributes: tuple[int, ...] = ()
-    """The types of a composite type's columns; the three below say more about each of them."""
+    attributes: tuple[int, ...] = ()  # The types of a composite type's columns; the next three fields describe each
     attribute_names: tuple[str, ...] = ()
     attribute_typmods: tuple[int, ...] = ()
     attribute_ndims: tuple[int, ...] = ()
@@ -51,7 +47,7 @@ class TypeCatalog:
 
     @classmethod
     def load(cls, conn: Connection) -> TypeCatalog:
-        """Every type that the server knows now, with one query."""
+        """Every type of the server, with one query."""
         from pgcdc.postgres.database import explain_errors  # executors have no use for a driver
 
         version = conn.info.server_version
@@ -61,19 +57,19 @@ class TypeCatalog:
         return cls({row[0]: _parse(row) for row in rows}, version)
 
     def get(self, oid: int) -> TypeInfo | None:
-        """The type, with a domain's base type in its place; None if there is none of this oid."""
+        """The type, or a domain's base type; None if the oid is unknown."""
         found = self.types.get(oid)
         while found is not None and found.is_domain:
             found = self.types.get(found.inner)
         return found
 
     def name(self, oid: int) -> str:
-        """For messages: the name, and the number where no name is known."""
+        """For messages: the name, or the number if unknown."""
         found = self.types.get(oid)
         return found.name if found else f"with oid {oid}"
 
     def subset(self, oids: Iterable[int]) -> TypeCatalog:
-        """These types with all that they are made of: what is needed to read columns of them."""
+        """These types and all that they are made of."""
         found: dict[int, TypeInfo] = {}
         wanted = list(oids)
         while wanted:
@@ -84,13 +80,11 @@ class TypeCatalog:
         return TypeCatalog(dict(sorted(found.items())), self.server_version)
 
     def to_json(self) -> dict[str, Any]:
-        """The form in which a catalog travels to other processes and stands in files."""
         types = [[getattr(info, name) for name in _FIELDS] for info in self.types.values()]
         return {"server_version": self.server_version, "types": types}
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> TypeCatalog:
-        """The catalog behind `to_json()`."""
         return cls({row[0]: _parse(row) for row in raw["types"]}, raw["server_version"])
 
 
@@ -255,13 +249,13 @@ _SQL_NAMES = {
     "time": "time without time zone", "timetz": "time with time zone", "timestamp": "timestamp without time zone",
     "timestamptz": "timestamp with time zone",
 }  # fmt: skip
-_WITH_MODIFIER = {"bit": "bit", "bpchar": "character"}  # What is called otherwise if it has a modifier
+_WITH_MODIFIER = {"bit": "bit", "bpchar": "character"}  # Types whose name changes with a modifier
 _YEAR, _MONTH, _DAY, _HOUR, _MINUTE, _SECOND = (1 << bit for bit in (2, 1, 3, 10, 11, 12))
 _INTERVAL_FIELDS = {"year": _YEAR, "month": _MONTH, "day": _DAY, "hour": _HOUR, "minute": _MINUTE, "second": _SECOND}
 
 
 def type_name(oid: int, typmod: int = -1) -> str:
-    """The text of the server's format_type(), for when it cannot be asked any more; `oid 16432` for a type not built in."""
+    """The text of the server's format_type(), for when the server is out of reach; `oid 16432` for a type not built in."""
     found = BUILT_IN.types.get(oid)
     if found is None:
         return f"oid {oid}"
@@ -286,7 +280,7 @@ def _modifier(name: str, typmod: int) -> str:
 
 
 def numeric_digits(typmod: int) -> tuple[int, int]:
-    """Precision and scale of a numeric. The scale has 11 bits with a sign: before PostgreSQL 15 none was needed."""
+    """Precision and scale of a numeric. The scale has 11 signed bits; before PostgreSQL 15 it had no sign."""
     return typmod - 4 >> 16 & 0xFFFF, (typmod - 4 & 0x7FF ^ 0x400) - 0x400
 
 

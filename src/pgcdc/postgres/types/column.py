@@ -1,6 +1,6 @@
-"""What a column of a table becomes in Spark, and how its values get there. Values arrive as PostgreSQL's own text (the spool
-keeps exactly these bytes, from the stream and from `binary` alike). A column type turns a whole column of them into one
-Arrow array, or says which value it cannot turn: never a NULL instead."""
+"""What a column becomes in Spark, and how its values get there. Values arrive as PostgreSQL's own text (exactly these bytes
+are in the spool, with or without `binary`). A column type converts a whole column into one Arrow array, or names the value
+that it cannot convert: never a NULL instead."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ CHOICES = {
     "out_of_range": ("error", "clamp", "string"),
     "arrays": ("array", "string"),
     "composites": ("struct", "string"),
-}
-"""What each of the TypeOptions can be."""
+}  # The values of each of the TypeOptions
 
 
 class Exactness(Enum):
@@ -35,7 +34,7 @@ class Exactness(Enum):
 
 
 class Rejected(Exception):
-    """A value that has no place in the column's Spark type."""
+    """A value that does not fit the column's Spark type."""
 
     def __init__(self, index: int, reason: str, advice: str = "") -> None:
         super().__init__(reason)
@@ -48,26 +47,22 @@ class Rejected(Exception):
 class TypeOptions:
     """What users may choose."""
 
-    json: str = "string"
-    """json and jsonb: `string` or `variant`."""
+    json: str = "string"  # json and jsonb: `string` or `variant`
     numeric: str = "decimal"
     """numeric: `decimal` (where a precision is declared that Spark has; text without), `string`, or `double`."""
     out_of_range: str = "error"
-    """infinity, years before 1 or after 9999, 24:00: `error`, `clamp` (to the nearest value that Spark has) or `string`
-    (all dates and times as text)."""
-    arrays: str = "array"
-    """Arrays: `array` or `string`."""
-    composites: str = "struct"
-    """Composite types: `struct` or `string`."""
+    """infinity, years before 1 or after 9999, 24:00: `error`, `clamp` (to Spark's nearest value) or `string` (all dates and
+    times as text)."""
+    arrays: str = "array"  # Arrays: `array` or `string`
+    composites: str = "struct"  # Composite types: `struct` or `string`
 
 
 class ColumnType(Protocol):
-    """What a PostgreSQL type becomes. Picklable: it travels to the executors."""
+    """What a PostgreSQL type becomes. Picklable: it goes to the executors."""
 
     @property
     def arrow(self) -> pa.DataType:
-        """The type in Arrow, exactly as Spark wants it from a Python source: `spark.tables.spark_type` is
-        Spark's own word for it."""
+        """The Arrow type, exactly as Spark wants it from a Python source; `spark.tables.spark_type` is Spark's own type."""
 
     @property
     def exactness(self) -> Exactness:
@@ -75,7 +70,7 @@ class ColumnType(Protocol):
 
     @property
     def rule(self) -> str:
-        """For `pgcdc describe` and docs/types.md: the rule of the conversion in a few words; empty if there is none."""
+        """For `pgcdc describe` and docs/types.md: the conversion rule in a few words; may be empty."""
 
     def convert(self, values: pa.Array) -> pa.Array:
         """An array of the type `arrow` from PostgreSQL's text in a binary array; NULL stays NULL. Raises Rejected."""
@@ -103,13 +98,12 @@ def spark_name(kind: pa.DataType) -> str:
 
 
 def split_columns(values: pa.BinaryArray, width: int) -> list[pa.Array]:
-    """The values of each column; `values` has `width` of them for each row. 0.01 µs for a value, a third of what casting ten
-    columns costs altogether: a compiled splitter would gain too little."""
+    """The values of each column; `values` has `width` per row. 0.01 µs per value, a third of the cost of casting ten
+    columns: a compiled splitter would gain too little."""
     return [take_column(values, width, column) for column in range(width)]
 
 
 def take_column(values: pa.BinaryArray, width: int, column: int) -> pa.Array:
-    """The values of one column."""
     rows, left = divmod(len(values), width)
     if left:
         raise ValueError(f"{len(values)} values are not rows of {width}")
@@ -121,17 +115,13 @@ def take_column(values: pa.BinaryArray, width: int, column: int) -> pa.Array:
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """A type that holds others."""
-
     arrow: pa.DataType
     exactness: Exactness
     rule: str
-    read: Callable[..., pa.Array]
-    """A function of a module, so that it travels to the executors: from the values and `parts`."""
+    read: Callable[..., pa.Array]  # A module's function, so that it pickles: from the values and `parts`
     parts: tuple[Any, ...] = ()
 
     def convert(self, values: pa.Array) -> pa.Array:
-        """As `ColumnType` says."""
         return self.read(values, *self.parts)
 
 

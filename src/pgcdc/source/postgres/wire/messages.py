@@ -77,7 +77,7 @@ def show_byte(byte: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Keepalive:
-    """Says how far the server is. Its `wal_end` may be confirmed only when nothing received before is unflushed."""
+    """How far the server is. `wal_end` may be confirmed only when nothing received before it is unflushed."""
 
     wal_end: int
     send_time: int
@@ -89,8 +89,6 @@ class Keepalive:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Opens a transaction."""
-
     final_lsn: int  # Where its Commit record starts: the commit LSN, not the END lsn
     commit_time: int
     xid: int
@@ -134,7 +132,7 @@ class Truncate:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What `pg_logical_emit_message` wrote. One that is not transactional comes outside of Begin and Commit."""
+    """What `pg_logical_emit_message` wrote. A non-transactional one comes outside Begin and Commit."""
 
     transactional: bool
     lsn: int
@@ -218,13 +216,12 @@ class Fields:
 
 
 _M = TypeVar("_M")
-Readers = Mapping[str, struct.Struct | Callable[[Fields, str], Any]]
-"""How each field is read, by its name in errors, in the order of the wire."""
+Readers = Mapping[str, struct.Struct | Callable[[Fields, str], Any]]  # By name (for errors), in wire order
 
 
 @dataclass(frozen=True, slots=True)
 class Layout(Generic[_M]):
-    """A message whose fields follow each other: a parser, when it is called."""
+    """A message of consecutive fields; call it to parse."""
 
     tag: int
     name: str

@@ -1,8 +1,8 @@
-"""Committed changes on their way out of the capture, and the batches that they become.
+"""Committed changes on their way out of the capture, and the batches they become.
 
-A change got its number when it arrived, as if every subtransaction would commit. Most do, and then the parts go out as they
-are. Only if one was rolled back are its changes left out and the rest numbered again, part by part while they are handed
-out: so a streamed transaction has the positions that it has when it is not streamed, and one part of it is in memory.
+A change is numbered on arrival, as if every subtransaction would commit. Most do, and the parts go out unchanged. Only after
+a rollback are the rest renumbered, part by part on the way out: so a streamed transaction has the same positions as an
+unstreamed one, and only one part of it is in memory.
 """
 
 from __future__ import annotations
@@ -36,12 +36,10 @@ class Outbox:
         return bool(self._ready)
 
     def put(self, outgoing: Outgoing) -> None:
-        """Hand these out after what is here."""
         if outgoing:
             self._ready.append(outgoing)
 
     def pop(self) -> CaptureBatch | None:
-        """The next batch."""
         if not self._ready:
             return None
         told = self._ready[0].told
@@ -61,7 +59,7 @@ class Outbox:
         return CaptureBatch(part, table, self._relations, end, self.last_lsn, told)
 
     def advance(self, lsn: int) -> CaptureBatch | None:
-        """A batch that only moves the position, if that is a move and nothing is here."""
+        """A batch that only moves the position, if it moves and nothing is ready."""
         if self._ready or lsn <= self.last_lsn:
             return None
         self.last_lsn = lsn
@@ -78,12 +76,12 @@ class Outgoing:
         aborted: array[int] | None = None,
         told: Mapping[int, int] = {},
     ) -> None:
-        """`transactions` says what the rows are of; if it is only one, `take` counts its rows."""
+        """`transactions` describes the rows; if there is only one, `take` counts its rows."""
         self.told = told  # As in CaptureBatch, of the next part
         self._transactions = transactions
         self._aborted = np.unique(np.frombuffer(aborted, np.uint32)) if aborted else np.empty(0, np.uint32)
         self._parts: deque[PendingPart] = deque()
-        self._clean = 0  # how many of the first parts are as they should be
+        self._clean = 0  # how many of the first parts are final
         self._at = (0, 0)
         is_clean = True
         for one in parts:
@@ -99,7 +97,7 @@ class Outgoing:
         return bool(self._parts)
 
     def take(self) -> tuple[Part, list[TransactionRow]]:
-        """The next part, final, and the transactions in it."""
+        """The next part, final, with its transactions."""
         one = self._parts.popleft()
         self.told = {oid: count for oid, count in self.told.items() if count > 1}  # where, is not known
         if self._clean:
@@ -152,6 +150,6 @@ def number_changes(
 
 
 def add_told(told: dict[int, int], more: Mapping[int, int]) -> None:
-    """Tables that were described again are told twice."""
+    """A table described again counts as told twice."""
     for oid, count in more.items():
         told[oid] = 2 if oid in told else count

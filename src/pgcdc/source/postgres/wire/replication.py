@@ -1,10 +1,8 @@
 """One replication connection in COPY_BOTH: the only module that reads and writes the stream's socket.
 
-`read_available` never blocks; whoever owns the connection waits on `fileno()`. Nothing here knows what the messages mean.
-
-The version of pgoutput's protocol follows from the server: 14 and later stream transactions while they run (protocol 2), 15
-can decode two-phase commits (3), 16 tells more about what it rolled back (4). What a server does not have is refused by
-`WireOptions.check_server`, before anything is started.
+`read_available` never blocks; the owner waits on `fileno()`. Nothing here interprets messages. The server's version decides
+pgoutput's protocol: 14 streams running transactions (protocol 2), 15 decodes two-phase commits (3), 16 says more about
+rollbacks (4). `WireOptions.check_server` refuses what a server lacks, before anything starts.
 """
 
 from __future__ import annotations
@@ -24,25 +22,24 @@ from pgcdc.source.postgres.wire.messages import POSTGRES_EPOCH_US, encode_status
 _LOST_PUBLICATION = "skipped loading publication"
 _UNMAPPED = "could not map filenumber"
 _REFUSED_OPTION = {"0A000", "22023", "42601", "XX000"}
-"""How the plugin says that it does not know an option (an internal error, to it), its value, or the protocol version."""
+"""How the plugin refuses an option (an internal error, to it), its value, or the protocol version."""
 
 
 def protocol_version(server_version: int, options: WireOptions) -> int:
-    """The highest version that the server has, but 1 where nothing of the others is asked for."""
+    """The server's highest version, but 1 if no option needs more."""
     if not options.streams and not options.two_phase:
         return 1
     return {14: 2, 15: 3}.get(server_version // 10000, 4 if server_version >= 160000 else 1)
 
 
 def streaming_mode(server_version: int, options: WireOptions) -> str:
-    """`off`, `on`, or `parallel`: then an abort says where and when it was."""
+    """`off`, `on`, or `parallel`: then an abort carries its place and time."""
     if not options.streams or server_version < 140000:
         return "off"
     return "parallel" if server_version >= 160000 else "on"
 
 
 def plugin_options(server_version: int, publications: Sequence[str], options: WireOptions) -> list[str]:
-    """The options of START_REPLICATION, for a server that passed the check."""
     names = quote_literal(",".join(quote_identifier(name) for name in publications))
     given = [f"proto_version '{protocol_version(server_version, options)}'", f"publication_names {names}"]
     mode = streaming_mode(server_version, options)
@@ -77,7 +74,6 @@ class ReplicationStream:
             raise _start_error(slot, result)
 
     def fileno(self) -> int:
-        """The socket to wait on."""
         return self._pgconn.socket
 
     def read_available(self, limit: int) -> Iterator[memoryview | bytes]:
@@ -118,7 +114,6 @@ class ReplicationStream:
             raise self._publication_gap()
 
     def close(self) -> None:
-        """Close at once, without waiting for the server."""
         self._connection.close()
 
     def _take_notice(self, result: pq.abc.PGresult) -> None:
@@ -184,7 +179,7 @@ _START_ERRORS: dict[str, tuple[type[PgcdcError], str, str]] = {
         "Bring the sinks back to the source: pgcdc resync",
     ),
 }
-"""By SQLSTATE: the error, what is wrong with the slot, and the advice."""
+"""By SQLSTATE: the error, the slot's problem, and the advice."""
 
 
 def _start_error(slot: str, result: pq.abc.PGresult) -> Exception:
@@ -201,7 +196,6 @@ def _start_error(slot: str, result: pq.abc.PGresult) -> Exception:
 
 
 def _read_error(result: pq.abc.PGresult) -> tuple[str, str]:
-    """SQLSTATE and message."""
     fields = pq.DiagnosticField.SQLSTATE, pq.DiagnosticField.MESSAGE_PRIMARY
     state, text = ((result.error_field(one) or b"").decode(errors="replace") for one in fields)
     return state, text

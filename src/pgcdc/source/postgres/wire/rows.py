@@ -40,18 +40,18 @@ _NULL, _UNCHANGED, _TEXT, _BINARY = b"nutb"
 _I16 = struct.Struct("!h")
 _I32 = struct.Struct("!i")
 
-_ROW_BYTES = 32  # What a row costs beside its values: the fixed columns and the offsets of the lists
+_ROW_BYTES = 32  # A row's cost beside its values: the fixed columns and the lists' offsets
 _NULL_BYTES = 4  # What a null costs beyond the byte it has on the wire: its offset
 _MAX_HELD = 2**31 - 1
-"""Arrow's offsets are int32. Every value and every null has at least a byte on the wire, so bounding those suffices."""
+"""Arrow's offsets are int32. Every value and null takes at least one byte on the wire: bounding those is enough."""
 
 _Values = list[bytes | None]
 _Row = tuple[int, int, int, int, _Values | None, _Values | None, int, list[int] | None, str | None]
 
 
 class PythonRowBuffer:
-    """Collects row changes until `take`. An `add` that fails leaves everything as it was. In plain Python: a row is decoded
-    whole, and only then kept."""
+    """Collects row changes until `take`, in plain Python. A row is decoded whole before it is kept: a failed `add` changes
+    nothing."""
 
     def __init__(self, max_held: int = _MAX_HELD) -> None:
         self._tables: dict[int, tuple[int, int]] = {}
@@ -64,20 +64,18 @@ class PythonRowBuffer:
 
     @property
     def rows(self) -> int:
-        """How many changes are held."""
         return len(self._rows)
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes are held."""
         return self._wire_bytes + _NULL_BYTES * self._nulls + _ROW_BYTES * len(self._rows)
 
     def define(self, oid: int, relation: int, columns: int) -> None:
-        """From now on the rows of table `oid` are of this relation version. Outlives `take`."""
+        """From now on rows of table `oid` have this relation version. Outlives `take`."""
         self._tables[oid] = relation, columns
 
     def forget(self) -> None:
-        """No table is defined any more."""
+        """Undefine all tables."""
         self._tables.clear()
 
     def limit(self, rows: int, nbytes: int) -> None:
@@ -85,8 +83,8 @@ class PythonRowBuffer:
         self._full_rows, self._full_bytes = rows, nbytes
 
     def add(self, message: bytes | memoryview, ordinal: int, lsn: int = 0, streamed: bool = False) -> bool:
-        """Append the change of one Insert, Update or Delete message, tag byte included; True if that made it full. If
-        `streamed`, the xid of the (sub)transaction follows the tag. `lsn` is for the error."""
+        """Append the change of one Insert, Update or Delete message, tag byte included; True if the buffer is now full. If
+        `streamed`, the (sub)transaction's xid follows the tag. `lsn` is for the error."""
         if not message:
             raise truncated_error("Row", "tag", 1, 0, lsn)
         op = message[0]
@@ -114,7 +112,6 @@ class PythonRowBuffer:
         return len(self._rows) >= self._full_rows or self.nbytes >= self._full_bytes
 
     def add_truncate(self, oid: int, ordinal: int, lsn: int = 0, xid: int = 0) -> None:
-        """Append the truncation of one table."""
         relation, _ = self._find(oid, "Truncate", lsn)
         self._keep((ordinal, 0, Op.TRUNCATE, relation, None, None, OldKind.NONE, None, None), 0, 0, xid)
 
@@ -125,11 +122,11 @@ class PythonRowBuffer:
         self._keep((ordinal, sub, Op.MESSAGE, -1, [content], None, OldKind.NONE, None, prefix), size, 0, xid)
 
     def runs(self) -> Runs:
-        """Which (sub)transactions the changes held are of: (first change, xid) of each run; empty if none was streamed."""
+        """Which (sub)transactions the changes belong to: (first change, xid) of each run; empty if none was streamed."""
         return np.array(self._runs, np.uint32).reshape(-1, 2)
 
     def take(self) -> pa.RecordBatch:
-        """Everything held, in the schema CHANGES, oldest first; nothing is held afterwards."""
+        """Everything held, in the schema CHANGES, oldest first; empties the buffer."""
         columns = list(zip(*self._rows, strict=True)) or [()] * len(CHANGES)
         arrays = [pa.array(values, field.type) for values, field in zip(columns, CHANGES, strict=True)]
         self._rows.clear()
@@ -156,7 +153,7 @@ class PythonRowBuffer:
         self._nulls += nulls
 
 
-RowBuffer = PythonRowBuffer  # What both implementations are to those who use one
+RowBuffer = PythonRowBuffer  # What both implementations offer
 
 
 class _RowFields(Fields):
@@ -204,7 +201,7 @@ def explain_damage(
     lsn: int,
     streamed: bool,
 ) -> DecodeError:
-    """What is wrong with a message that the compiled decoder refused, with these tables and so much held."""
+    """The problem of a message that the compiled decoder refused, given its tables and fill."""
     buffer = PythonRowBuffer(max_held)
     buffer._tables, buffer._wire_bytes = tables, wire_bytes
     try:

@@ -82,21 +82,21 @@ class Capture:
         )
         self.wal_end = start_lsn  # How far the server has told us its WAL goes
         self.confirmed_lsn = 0
-        """What the server may forget: less than what is durable while transactions are prepared (two-phase commit)."""
+        """What the server may discard: less than what is durable while transactions are prepared (two-phase commit)."""
         self._durable_lsn = confirmed_lsn
         self.target_lsn = 0  # When set, idle progress up to here is reported at once instead of every 10 s
         self.received = 0  # Row changes and other messages received
         self.status_interval_s = STATUS_INTERVAL_S
-        """Shorter where the server's wal_sender_timeout is short: while paused we do not see it asking."""
+        """Shorter where the server's wal_sender_timeout is short: while paused we do not see its requests."""
         self.is_drained = True
-        """Whether the last `poll` read everything that was here; if not, poll again instead of waiting on the socket."""
+        """Whether the last `poll` read everything available; if not, poll again instead of waiting on the socket."""
         self._handed_out = max(start_lsn, confirmed_lsn)
         self._status_due = 0.0
         self._advance_due = 0.0
         self._reply_now = False
 
     def connect(self) -> None:
-        """Connect and start the stream after what was read last. Raises ConnectionLost if the server is not there."""
+        """Connect and start the stream after the last change read. Raises ConnectionLost if the server is unreachable."""
         connection = connect(self._url, replication=True, application_name=self._application_name)
         try:
             if self._check is not None:
@@ -130,7 +130,7 @@ class Capture:
         self._advance_due = time.monotonic() + ADVANCE_INTERVAL_S
 
     def _check_two_phase(self, connection: Connection) -> bool:
-        """Whether the slot decodes prepared transactions: it does so from its creation on, whoever reads it."""
+        """Whether the slot decodes prepared transactions: fixed at its creation."""
         two_phase = is_two_phase(connection, self._slot)
         self._options.check_slot(self._slot, two_phase)
         return two_phase
@@ -149,7 +149,7 @@ class Capture:
         return BinaryDecoder(load(), reload=load)
 
     def disconnect(self) -> None:
-        """Close the connection at once and forget the open transaction; what was committed stays to be handed out."""
+        """Close the connection at once and drop the open transaction; committed changes stay available."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -157,7 +157,6 @@ class Capture:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the stream is open."""
         return self._stream is not None
 
     @property
@@ -167,7 +166,6 @@ class Capture:
 
     @property
     def handed_out_lsn(self) -> int:
-        """How far the batches handed out so far go."""
         return self._handed_out
 
     def fileno(self) -> int:
@@ -176,8 +174,8 @@ class Capture:
         return self._stream.fileno()
 
     def poll(self, limit: int = 65_536, *, drain: bool = True) -> CaptureBatch | None:
-        """Read what is already here. None: nothing to hand out now, wait on `fileno()` and call again. Without `drain`, only
-        full batches are handed out: nobody waits, so let small transactions gather."""
+        """Read what is available. None: wait on `fileno()` and call again. Without `drain` only full batches are returned,
+        so that small transactions gather."""
         self._assembler.limit(limit)
         batch = self._assembler.pop(drain=False)
         if batch is None:
@@ -191,7 +189,7 @@ class Capture:
         return batch
 
     def keep_alive(self) -> float:
-        """Send a status update if one is due; the seconds until the next. Also to be called while reading is paused."""
+        """Send a status update if one is due; returns the seconds until the next. Call it also while reading is paused."""
         if self._stream is None:
             return self.status_interval_s
         now = time.monotonic()
@@ -205,8 +203,8 @@ class Capture:
             self._stream.send_status(self._written_lsn(), self.confirmed_lsn, reply_requested=True)
 
     def send_feedback(self, lsn: int) -> None:
-        """Tell the server that everything up to `lsn`, the `last_lsn` of a batch, is durable and never needed again. While a
-        transaction is prepared whose outcome is not durable, the server is told less: see `confirmed_lsn`."""
+        """Tell the server that everything up to `lsn`, the `last_lsn` of a batch, is durable. While a transaction is
+        prepared whose outcome is not durable, less is confirmed: see `confirmed_lsn`."""
         if lsn > self._handed_out:
             raise ValueError(
                 f"{format_lsn(lsn)} was never handed out: the last batch ended at {format_lsn(self._handed_out)}"
@@ -242,7 +240,7 @@ class Capture:
                 select.select([self.fileno()], [], [], min(remaining, status_due_s))
 
     def close(self) -> None:
-        """Send a last status and close the connection. The slot stays (a temporary one is gone)."""
+        """Send a last status and close the connection. The slot stays, unless it is temporary."""
         if self._stream is not None:
             with contextlib.suppress(ConnectionLost):
                 self._send_status()
@@ -260,7 +258,7 @@ class Capture:
         self.close()
 
     def _pump(self) -> bool:
-        """Decode what the socket has; True if it had less than we were willing to read."""
+        """Decode what the socket has; True if it had less than our limit."""
         stream, feed = self._stream, self._assembler.feed
         if stream is None:
             return True

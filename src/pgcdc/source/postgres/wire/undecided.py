@@ -53,7 +53,7 @@ class StreamAbort:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """PREPARE TRANSACTION, told at its begin, at its end or both; then comes Commit Prepared or Rollback Prepared."""
+    """PREPARE TRANSACTION, sent at its begin, its end or both; Commit Prepared or Rollback Prepared follows."""
 
     prepare_lsn: int  # Where its record starts: a slot that has confirmed more does not send the transaction again
     end_lsn: int
@@ -64,7 +64,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class CommitPrepared:
-    """COMMIT PREPARED: now the transaction counts, at this END lsn."""
+    """COMMIT PREPARED: the transaction takes effect at this END lsn."""
 
     commit_lsn: int
     end_lsn: int
@@ -75,8 +75,6 @@ class CommitPrepared:
 
 @dataclass(frozen=True, slots=True)
 class RollbackPrepared:
-    """ROLLBACK PREPARED."""
-
     prepare_end_lsn: int
     end_lsn: int
     prepare_time: int
@@ -86,7 +84,7 @@ class RollbackPrepared:
 
 
 def split_xid(data: bytes | memoryview, lsn: int = 0) -> tuple[int, bytes]:
-    """The xid behind the tag of a message in a block, and the message as it would be outside of one."""
+    """The xid behind the tag of a message in a block, and the message without it."""
     if len(data) < 5:
         raise truncated_error("Streamed", "xid", 4, len(data) - 1, lsn)
     xid: int = U32.unpack_from(data, 1)[0]

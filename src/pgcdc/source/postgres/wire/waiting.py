@@ -1,6 +1,6 @@
-"""Transactions that wait for their outcome: those that the server streams in blocks while they run, and prepared ones. Their
-changes are in memory up to a bound over all of them, on disk beyond. Beside a part stands which of its changes are of which
-subtransaction: one that is rolled back takes only its own with it."""
+"""Transactions that wait for their outcome: streamed ones (sent in blocks while they run) and prepared ones. Their changes
+share one bound in memory and go to disk beyond it. Each part records which changes belong to which subtransaction, because a
+rolled-back one takes only its own."""
 
 from __future__ import annotations
 
@@ -19,17 +19,14 @@ from pgcdc.source.postgres.wire.rows import RowBuffer, Runs
 from pgcdc.spool.segment import Part, write_segment
 
 Name = tuple[int, str]  # xid and gid of a prepared transaction
-_FEW_RUNS = 64
-"""More runs than that stand on disk beside their part: a transaction of many subtransactions has one for each."""
+_FEW_RUNS = 64  # More runs than that are kept on disk beside their part: each subtransaction has at least one
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The shape in which the rows of a table come."""
-
     version: int
     columns: int
-    number: int  # Counts Relation messages: the greater one is the newer one
+    number: int  # Counts Relation messages: the greater is the newer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,6 @@ class PendingPart:
         return np.fromfile(self.runs_path, np.uint32).reshape(-1, 2)
 
     def drop(self) -> None:
-        """Remove what is on disk."""
         for path in (self.part.path, self.runs_path):
             if path is not None:
                 path.unlink(missing_ok=True)
@@ -57,7 +53,7 @@ class PendingPart:
 
 @dataclass(slots=True)
 class Transaction:
-    """One whose outcome has not come yet."""
+    """A transaction without an outcome yet."""
 
     xid: int
     ordinal: int = 0
@@ -65,7 +61,7 @@ class Transaction:
     origin: str | None = None
     gid: str | None = None  # Its name, if it began with Begin Prepare
     parts: list[PendingPart] = field(default_factory=list)
-    # What only a streamed one has: its rows arrive between others, and its relations are its own until it commits.
+    # Only streamed ones have these: their rows arrive between others, and their relations stay private until commit.
     rows: RowBuffer | None = None
     tables: dict[int, Table] = field(default_factory=dict)
     aborted: array[int] = field(default_factory=lambda: array("I"))
@@ -73,7 +69,6 @@ class Transaction:
 
     @property
     def buffered(self) -> int:
-        """How many bytes are neither in a part nor gone."""
         return self.rows.nbytes if self.rows is not None else 0
 
     @property
@@ -83,7 +78,7 @@ class Transaction:
 
 
 class PendingStore:
-    """Keeps parts: in memory while all of them together are small, on disk when not."""
+    """Keeps parts in memory while their sum is small, else on disk."""
 
     def __init__(self, folder: Path | None, limit_bytes: int) -> None:
         self._folder = folder
@@ -92,7 +87,6 @@ class PendingStore:
         self._written = 0
 
     def keep(self, rows: pa.RecordBatch, last: tuple[int, int], runs: Runs) -> PendingPart:
-        """A part of these rows, whose last has this number."""
         if self._folder is None or self._held + rows.nbytes <= self._limit_bytes:
             self._held += rows.nbytes
             return PendingPart(Part(rows.num_rows, rows.nbytes, last, rows), runs if len(runs) else None)
@@ -112,18 +106,17 @@ class PendingStore:
         return PendingPart(Part(rows.num_rows, rows.nbytes, last, None, path), kept, runs_path)
 
     def release(self, parts: Iterable[PendingPart]) -> None:
-        """These parts are on their way out: they do not count any more."""
+        """These parts are going out: they no longer count."""
         self._held -= sum(one.part.nbytes for one in parts if one.part.path is None)
 
     def drop(self, parts: list[PendingPart]) -> None:
-        """Nobody wants these parts."""
         self.release(parts)
         for one in parts:
             one.drop()
 
 
 def out_of_order(what: str, lsn: int) -> DecodeError:
-    """A message that cannot come where it came."""
+    """A message out of order."""
     return DecodeError(
         f"{what} at {format_lsn(lsn)}",
         "The stream is not as the protocol says: please report this with the server's version",
@@ -131,7 +124,7 @@ def out_of_order(what: str, lsn: int) -> DecodeError:
 
 
 class StreamedTransactions:
-    """Each has a row buffer of its own while a block of it is read; between blocks all of them share a bound in memory."""
+    """Each has its own row buffer while one of its blocks is read; between blocks they share a bound in memory."""
 
     def __init__(self, store: PendingStore, spill_bytes: int) -> None:
         self._store = store
@@ -144,7 +137,7 @@ class StreamedTransactions:
     def begin_block(
         self, start: undecided.StreamStart, lsn: int, new_rows: Callable[[Mapping[int, Table]], RowBuffer]
     ) -> tuple[Transaction, RowBuffer]:
-        """The transaction whose rows come now, and where they go."""
+        """The transaction of the following rows, and their buffer."""
         transaction = self._open.get(start.xid)
         if start.is_first != (transaction is None):
             problem = "begins a second time" if start.is_first else "goes on, but has not begun"
@@ -154,39 +147,38 @@ class StreamedTransactions:
         return transaction, transaction.rows
 
     def end_block(self) -> None:
-        """The block is over; what is too much for memory goes to disk."""
+        """The block ended; move what exceeds the memory bound to disk."""
         while sum(one.buffered for one in self._open.values()) > self._spill_bytes:
             self._set_aside(max(self._open.values(), key=lambda one: one.buffered))
 
     def abort(self, abort: undecided.StreamAbort, lsn: int) -> None:
-        """A transaction is rolled back, or a part of it."""
+        """A transaction or subtransaction is rolled back."""
         transaction = self.require(abort.xid, "Stream Abort", lsn)
         if abort.subxid == abort.xid:
             self._store.drop(transaction.parts)
             del self._open[abort.xid]
             return
         transaction.aborted.append(abort.subxid)
-        # The server describes its tables again: the shapes may have been made in what is now undone.
+        # The server describes its tables again: the rollback may have undone their shapes.
         transaction.tables.clear()
         if transaction.rows is not None:
             transaction.rows.forget()
 
     def end(self, xid: int, name: str, lsn: int) -> Transaction:
-        """One that ends with Stream Commit or Stream Prepare, with everything in parts."""
+        """A transaction at its Stream Commit or Stream Prepare, with everything in parts."""
         transaction = self.require(xid, name, lsn)
         self._set_aside(transaction)
         del self._open[xid]
         return transaction
 
     def require(self, xid: int, name: str, lsn: int) -> Transaction:
-        """The transaction that a message is about."""
         transaction = self._open.get(xid)
         if transaction is None:
             raise out_of_order(f"{name} of transaction {xid}, which was not streamed,", lsn)
         return transaction
 
     def keep(self, buffer: RowBuffer, transaction: Transaction) -> None:
-        """What is in the buffer becomes a part."""
+        """Turns the buffer's content into a part."""
         if buffer.rows:
             runs = buffer.runs()
             transaction.parts.append(self._store.keep(buffer.take(), transaction.last, runs))
@@ -198,17 +190,17 @@ class StreamedTransactions:
         self._open.clear()
 
     def _set_aside(self, transaction: Transaction) -> None:
-        """Everything into parts, and its buffer away: many may wait between their blocks."""
+        """Move everything into parts and drop the buffer: many transactions may wait between blocks."""
         if transaction.rows is not None:
             self.keep(transaction.rows, transaction)
             transaction.rows = None
 
 
 class PreparedTransactions:
-    """Those with a PREPARE whose outcome has not come (two-phase commit), and what may be confirmed meanwhile.
+    """Transactions with a PREPARE but no outcome yet (two-phase commit), and what may be confirmed meanwhile.
 
     A slot that has confirmed more than the LSN of a PREPARE never sends that transaction's rows again: after a restart only
-    its COMMIT PREPARED would come. So confirmation waits before the first PREPARE whose outcome is not durable yet. Without
+    its COMMIT PREPARED would come. So confirmation stops before the first PREPARE whose outcome is not durable. Without
     two-phase decoding nothing holds it back.
     """
 
@@ -222,12 +214,12 @@ class PreparedTransactions:
         self._seen = 0
 
     def begin(self, *, two_phase: bool) -> None:
-        """A new connection, which begins where the slot stands: what it has not told yet may be a PREPARE."""
+        """A new connection starts at the slot's position: an unseen PREPARE may follow."""
         self._is_on = two_phase or bool(self._undecided or self._decided)
         self._seen = 0
 
     def see(self, lsn: int) -> None:
-        """Everything before `lsn` has been told on this connection."""
+        """Everything before `lsn` was sent on this connection."""
         self._seen = max(self._seen, lsn)
 
     def confirmable(self, durable_lsn: int) -> int:
@@ -243,7 +235,7 @@ class PreparedTransactions:
             raise out_of_order(f"{prepare.gid!r} is prepared a second time", lsn)
 
     def keep(self, transaction: Transaction, prepare: undecided.Prepare) -> None:
-        """It waits from now on. Told again after a reconnect, it is still one."""
+        """It waits from now on. Sent again after a reconnect, it counts once."""
         name = (prepare.xid, prepare.gid)
         self._is_on = True
         self._open[name] = transaction
@@ -251,8 +243,8 @@ class PreparedTransactions:
         self.see(prepare.end_lsn)
 
     def commit(self, commit: undecided.CommitPrepared, *, is_old: bool) -> Transaction | None:
-        """The transaction that is committed; None: it was read before. GapError: its changes never came. It goes on to hold
-        confirmation back until its END lsn is durable."""
+        """The committed transaction; None if it was read before. GapError: its changes never came. It holds confirmation
+        back until its END lsn is durable."""
         name = (commit.xid, commit.gid)
         transaction = self._open.pop(name, None)
         if transaction is None:
@@ -267,7 +259,7 @@ class PreparedTransactions:
         return transaction
 
     def roll_back(self, rollback: undecided.RollbackPrepared) -> Transaction | None:
-        """The transaction that is rolled back; None: the slot stood behind its PREPARE, and nobody waits for it."""
+        """The rolled-back transaction; None: the slot was past its PREPARE, and nobody waits for it."""
         name = (rollback.xid, rollback.gid)
         transaction = self._open.pop(name, None)
         if transaction is not None:
