@@ -1,8 +1,8 @@
 """The events of one batch, in the form that a sink takes: lines, records, fields, or changes of tables.
 
-The source makes the columns behind a form for each chain that asks for it (`event.forms`); here they are read. Masks, drops,
-renames and routes have been applied, whatever the form. A sink that needs values takes `records`, `fields` or `tables`. Text
-that we rendered is read only where it is all there is: dead letters (`event.changes`).
+The source makes a form's columns for each chain that asks for it (`event.forms`); they are read here. Masks, drops, renames
+and routes are already applied. A sink that needs values takes `records`, `fields` or `tables`. Rendered text is parsed only
+where it is all there is: dead letters (`event.changes`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class Records:
     channel: pa.ChunkedArray
     operation: pa.ChunkedArray
     key: pa.ChunkedArray  # The values of the key columns as a JSON array; null if the event has no key
-    key_hash: pa.ChunkedArray
-    """The same number for all events of one row; of a table without a key, for all of its events."""
+    key_hash: pa.ChunkedArray  # Equal for all events of one row; without a key, for all events of the table
     is_barrier: pa.ChunkedArray  # Everything before it comes first, everything behind it later
     value: pa.ChunkedArray  # The rendered event, without a newline
     traceparent: pa.ChunkedArray
@@ -50,16 +49,16 @@ class TableChanges:
     """Changes of one table in one shape, in stream order. A TRUNCATE stands alone, without values."""
 
     relation: Relation
-    """Behind the edits. `event.forms.has_key` says whether its rows have a key: not if the chain drops part of it."""
+    """Behind the edits. `event.forms.has_key`: whether its rows have a key (not if the chain drops part of it)."""
     details: Mapping[str, Any] | None
-    """What the catalog said about this shape (`source.postgres.setup.shapes`), behind the edits as well."""
+    """The catalog's description of this shape (`source.postgres.setup.shapes`), behind the edits as well."""
     op: npt.NDArray[np.uint8]  # See `core.operation.Op`
     rows: I64  # The numbers of these events in the batch
     new: list[pa.Array]  # For each column of `relation` the text of its values; NULL is null. Of a DELETE all are null
     old: list[pa.Array]  # The same before the change, as far as `old_kind` says
     old_kind: npt.NDArray[np.uint8]  # See `core.operation.OldKind`
     unchanged: list[Bools | None]
-    """For each column where its new value is unchanged TOAST: not sent, so that `new` has null without meaning NULL."""
+    """For each column, where its new value is unchanged TOAST: not sent, so null in `new` does not mean NULL."""
     old_unchanged: list[Bools | None]
 
     def __len__(self) -> int:
@@ -73,8 +72,7 @@ class Batch:
     start: Position
     end: Position
     events: pa.Table  # A row per event: `position` (text that sorts in stream order) and the columns of the form
-    shapes: Mapping[int, TableShape] = field(default_factory=dict)
-    """For changes of tables: the shapes behind their numbers."""
+    shapes: Mapping[int, TableShape] = field(default_factory=dict)  # For changes of tables, by number
     transaction: bool = False  # Whether events say which transaction they belong to
 
     def __len__(self) -> int:
@@ -82,13 +80,11 @@ class Batch:
 
     @property
     def form(self) -> Form:
-        """What this batch was made for."""
         names = self.events.column_names
         known: dict[str, Form] = {"line": "lines", "value": "records", "payload": "fields"}
         return next((form for name, form in known.items() if name in names), "tables")
 
     def positions(self) -> pa.ChunkedArray:
-        """Of every event."""
         return self.events.column("position")
 
     def after(self, ack: Position) -> Batch:
@@ -98,11 +94,11 @@ class Batch:
         return replace(self, start=ack, events=self.events.filter(pc.greater(self.positions(), str(ack))))
 
     def first(self, count: int) -> Batch:
-        """The part with the first `count` events: a few more if they share a position, which is never cut."""
+        """The first `count` events, or a few more: events that share a position stay together."""
         return self.slice(0, count)
 
     def slice(self, begin: int, end: int) -> Batch:
-        """The events in [begin, end). A position that this would cut is whole in the part in which it begins."""
+        """The events in [begin, end). A position that this would cut belongs to the part in which it begins."""
         begin, end = self._boundary(begin), self._boundary(end)
         if begin == 0 and end == len(self):
             return self
@@ -116,7 +112,7 @@ class Batch:
         return self.end if rows else self.start
 
     def _boundary(self, row: int) -> int:
-        """The first place at or behind `row` that cuts no position."""
+        """The first index at or behind `row` that cuts no position."""
         positions, total = self.positions(), len(self)
         while 0 < row < total and positions[row] == positions[row - 1]:
             row += 1
@@ -130,18 +126,18 @@ class Batch:
         return replace(self, events=self.events.filter(pc.invert(is_out)))
 
     def only(self, positions: Collection[str]) -> Batch:
-        """The same batch with nothing but the events at these positions."""
+        """The same batch with only the events at these positions."""
         is_in = pc.is_in(self.positions(), pa.array(sorted(positions), self.positions().type))
         return replace(self, events=self.events.filter(is_in))
 
     def lines(self) -> Iterator[memoryview]:
-        """The rendered events, each with a newline: one after the other, in as few pieces as there are chunks."""
+        """The rendered events, each with a newline, concatenated in as few pieces as there are chunks."""
         if self.form == "lines":
             return line_buffers(self.events.column("line").chunks)
         return (memoryview(f"{text}\n".encode()) for text in self.texts())
 
     def texts(self) -> list[str]:
-        """The rendered events, without newlines, of any form: for messages and dead letters, which are few."""
+        """The rendered events of any form, without newlines: for messages and dead letters, which are few."""
         if self.form == "lines":
             return [line.removesuffix("\n") for line in self.events.column("line").to_pylist()]
         if self.form == "records":
@@ -152,7 +148,7 @@ class Batch:
         return [text for texts in found for text in texts.to_pylist()]
 
     def records(self) -> Records:
-        """The events with what brokers, caches and HTTP need of them."""
+        """The events with what brokers, caches and HTTP need."""
         events = self.events if "value" in self.events.column_names else _bare_records(self.events)
         columns = {name: events.column(name) for name in Records.__slots__}
         barriers = columns["is_barrier"].to_numpy() | _new_shapes(events)
@@ -160,8 +156,8 @@ class Batch:
         return Records(**columns)
 
     def tables(self) -> Iterator[TableChanges]:
-        """Changes of tables, those of one table in stream order. Each run has one shape of one table. A TRUNCATE is a run of
-        its own. What is not a change of a table is only there if the form is `changes`: its relation is made up."""
+        """Changes of tables, each table's in stream order. Each run has one shape of one table; a TRUNCATE is its own run.
+        Events that change no table come only with the form `changes`, with a made-up relation."""
         done = 0
         for part in self._parts():
             yield from _read_runs(part, done, self.shapes)
@@ -174,7 +170,7 @@ class Batch:
 
 
 def _join_fields(event: Mapping[str, str | None], *, transaction: bool) -> str:
-    """The text of an event whose fields are apart."""
+    """The text of an event from its fields."""
     if event["id"] is None:
         return str(event["payload"])
     texts = {name: quote_json(event[name]) for name in ("id", "channel", "operation")}
@@ -187,7 +183,7 @@ def _join_fields(event: Mapping[str, str | None], *, transaction: bool) -> str:
 def split_forms(
     batch: Batch, wanted: Sequence[tuple[int, Form]], beside: Sequence[Mapping[bytes, bytes]] = ()
 ) -> list[Batch]:
-    """The events that chains have, in their forms: of a batch with a column for each (`form_column`)."""
+    """A batch with a column per chain and form (`form_column`), split into them."""
     made: dict[tuple[int, Form], Batch] = {}
     for number, form in wanted:
         if (number, form) not in made:
@@ -203,7 +199,7 @@ def split_forms(
 
 
 def line_buffers(arrays: Iterable[pa.Array]) -> Iterator[memoryview]:
-    """The bytes of arrays of text, one after the other: nothing is copied."""
+    """The bytes of text arrays, concatenated without copying."""
     for chunk in arrays:
         if len(chunk):
             offsets, data = chunk.buffers()[1:3]
@@ -214,7 +210,7 @@ def line_buffers(arrays: Iterable[pa.Array]) -> Iterator[memoryview]:
 
 
 def _bare_records(lines: pa.Table) -> pa.Table:
-    """Typed rows as records: they have no channel and no key, so that all of them stay in order."""
+    """Typed rows as records: without channel and key, so that all stay in order."""
     ids: list[str] = []
     number, positions = 0, lines.column("position").to_pylist()
     for before, position in zip([None, *positions], positions, strict=False):
@@ -229,7 +225,7 @@ def _bare_records(lines: pa.Table) -> pa.Table:
 
 
 def _new_shapes(events: pa.Table) -> Bools:
-    """Events from which on a channel has another shape: rows before them may have other keys."""
+    """Events where a channel's shape changes: rows before them may have other keys."""
     versions = events.column("relation").to_numpy()
     result = np.zeros(len(versions), np.bool_)
     if len(versions) and (versions != versions[0]).any():

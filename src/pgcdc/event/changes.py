@@ -1,5 +1,5 @@
-"""Changes of tables for sinks: one by one, with the key that each is about and what is there then; and of dead letters,
-which keep only the rendered event."""
+"""Changes of tables for sinks: one by one, with each row's key and its values afterwards; also from dead letters, which keep
+only the rendered event."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Key = tuple[str | None, ...]
 
 
 class KeyedChange(NamedTuple):
-    """What a change does to one row; of a TRUNCATE to all."""
+    """What a change does to one row; a TRUNCATE, to all."""
 
     position: str
     table: Relation
@@ -41,8 +41,8 @@ class KeyedChange(NamedTuple):
 
 
 def keyed_changes(batch: Batch, id_column: str = "") -> Iterator[KeyedChange]:
-    """The changes of a batch, those of one table in stream order. `id_column` is the key of all tables, instead of theirs.
-    SinkError: rows of a table cannot be told apart."""
+    """The changes of a batch, each table's in stream order. `id_column` replaces the key of every table. SinkError: a
+    table's rows cannot be told apart."""
     for run in batch.tables():
         positions = batch.positions().take(pa.array(run.rows)).to_pylist()
         names = [column.name for column in run.relation.columns]
@@ -68,7 +68,7 @@ def keyed_changes(batch: Batch, id_column: str = "") -> Iterator[KeyedChange]:
 
 
 def parts_of(batch: Batch, max_events: int, max_bytes: int) -> Iterator[Batch]:
-    """A batch of changes of tables in parts of limited size; a larger row, and a TRUNCATE, stand alone."""
+    """A batch of table changes in parts of limited size; a larger row and a TRUNCATE stand alone."""
     cuts = np.flatnonzero(batch.events.column("op").to_numpy() == Op.TRUNCATE)
     cuts = np.unique(np.concatenate([cuts, cuts + 1, [len(batch)]]))
     begin = 0
@@ -84,7 +84,7 @@ def parts_of(batch: Batch, max_events: int, max_bytes: int) -> Iterator[Batch]:
 
 
 def key_columns(relation: Relation, details: Mapping[str, Any] | None, id_column: str) -> Sequence[str]:
-    """The columns that make the key of a table's rows. SinkError: rows cannot be told apart."""
+    """The key columns of a table. SinkError: its rows cannot be told apart."""
     details = details or {}
     columns = {column.name: column for column in relation.columns}
     title = f"table {relation.channel.partition(':')[2]}"
@@ -118,9 +118,8 @@ def key_columns(relation: Relation, details: Mapping[str, Any] | None, id_column
 
 
 def settle(changes: TableChanges, columns: Sequence[int] | None = None) -> tuple[list[pa.Array], list[Bools | None]]:
-    """The row that each change is about, and which of its values are not known. Of a DELETE that is the old row. Elsewhere
-    the old row has the values that were not sent, as far as it came. `columns`: only of these the old row of a DELETE is
-    wanted."""
+    """Each change's row, and which of its values are unknown. For a DELETE it is the old row; otherwise the old row supplies
+    values that were not sent, if it came. `columns`: of a DELETE's old row only these."""
     has_old: Bools = changes.old_kind != OldKind.NONE
     is_full: Bools = changes.old_kind == OldKind.FULL
     is_delete: Bools = (changes.op == Op.DELETE) & has_old
@@ -153,8 +152,8 @@ _EVENT = pa.schema(
 
 
 def read_changes(batch: Batch, shapes: ShapeHistory, chain: SimpleChain | None = None) -> Batch:
-    """The same batch, of lines or records, in the form of tables. SinkError: a line is no event of ours. `chain` is what the
-    adapter's transforms do to columns now: an event may be older than it."""
+    """The same batch, of lines or records, in the form of tables. SinkError: a line is not one of our events. `chain` is
+    what the adapter's transforms do to columns now: an event may be older."""
     texts = zip(batch.positions().to_pylist(), batch.texts(), strict=True)
     events = [_read_event(*one, shapes, chain or SimpleChain((), ())) for one in texts]
     rows = pa.RecordBatch.from_pylist([one for one in events if one is not None], _EVENT)
@@ -166,7 +165,7 @@ def read_changes(batch: Batch, shapes: ShapeHistory, chain: SimpleChain | None =
 
 
 def _read_event(position: str, text: str, shapes: ShapeHistory, chain: SimpleChain) -> dict[str, Any] | None:
-    """The columns of an event (`event.columns`); None: it is no change of a table."""
+    """The columns of an event (`event.columns`); None: no change of a table."""
     event = _parse(text)
     operation, payload = event["operation"], event["payload"]
     row, old, lacks = payload["row"], payload["old"], payload.get("_unchanged_toast_columns", ())
@@ -195,7 +194,7 @@ def _read_event(position: str, text: str, shapes: ShapeHistory, chain: SimpleCha
 
 
 def source_table(channel: str, table: str) -> tuple[str, str]:
-    """The table behind the channel of an event and `payload.table`. Names may have dots: only both together tell."""
+    """The table of an event's channel and `payload.table`. Names may have dots: it takes both."""
     full = channel.partition(":")[2]
     return ("public", table) if full == table else (full[: -len(table) - 1], table)
 
@@ -203,7 +202,7 @@ def source_table(channel: str, table: str) -> tuple[str, str]:
 def _find_shape(
     shapes: ShapeHistory, table: tuple[str, str], position: str, chain: SimpleChain, names: set[str]
 ) -> TableShape | None:
-    """The table behind the chain; as it was before it, if that alone has its key among these columns."""
+    """The table's shape behind the chain; or before it, if only that one has its key among these columns."""
     change = shapes.in_force(*table, Position.parse(position))
     if change is None:
         return None

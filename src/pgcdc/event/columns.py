@@ -1,6 +1,6 @@
-"""Events as columns, one row for each: what Spark sees, and the way back. There is one schema for all tables: `row` and
-`old` are maps with PostgreSQL's own text. What somebody has made of these columns becomes a frame again (`ColumnReader`), so
-that everything behind is done by the code that works at the source."""
+"""Events as columns, one row each: what Spark sees, and the way back. One schema for all tables: `row` and `old` are maps
+with PostgreSQL's own text. Columns that Spark changed become a frame again (`ColumnReader`), so that later steps share the
+source's code."""
 
 from __future__ import annotations
 
@@ -38,17 +38,16 @@ EVENT_COLUMNS = {
     "ordinal": "bigint",
     "xid": "bigint",
     "origin": "string",
-}
-"""Their types are as Spark writes them."""
+}  # Types in Spark's notation
 CHANGEABLE = ("channel", "operation", "schema", "table", "row", "old", "unchanged_toast_columns")
-"""What transforms may change. What an event is known by never changes: id, position, time and transaction."""
+"""What transforms may change. An event's identity never changes: id, position, time and transaction."""
 TEXT_COLUMNS = {"json": "string", "line": "string"}
-"""The whole event as JSON text, without and with a newline: only for those who ask for it."""
+"""The whole event as JSON text, without and with a newline: only on request."""
 SHAPE_COLUMNS = {"shape": "string", "table_ordinal": "bigint"}
-"""What envelopes need besides: the table's shape as JSON (`read_shape`), and which of its transaction's changes of this
-table a change is, from 1. Only for those who ask for it."""
+"""For envelopes: the table's shape as JSON (`read_shape`), and the change's number (from 1) among its transaction's changes
+of this table. Only on request."""
 KEY_COLUMNS = {"key": "map<string,string>", "key_hash": "bigint", "is_barrier": "boolean"}
-"""What tells which events must stay in order (`event.forms`): only for those who ask for it."""
+"""Which events must stay in order (`event.forms`): only on request."""
 EVENT_SCHEMA = ", ".join(f"{name} {kind.upper()}" for name, kind in EVENT_COLUMNS.items())
 """The columns of an event, as Spark DDL."""
 SHAPE_SCHEMA = "".join(f", {name} {kind.upper()}" for name, kind in SHAPE_COLUMNS.items())
@@ -67,19 +66,18 @@ def shape_text(shape: TableShape, database: str = "") -> str:
 
 
 def shape_texts(frame: Frame) -> list[str]:
-    """The same for each shape of a frame."""
     shapes = zip(frame.shapes, frame.details, strict=True)
     return [shape_text(TableShape(*one), frame.database) for one in shapes]
 
 
 @cache
 def read_shape(text: str) -> tuple[TableShape, str]:
-    """The shape behind the text of the column `shape`, and the name of its database."""
+    """The shape in a `shape` column's text, and its database's name."""
     return TableShape.from_json(raw := json.loads(text)), raw["database"]
 
 
 def row_and_old(frame: Frame) -> tuple[pa.Array, pa.Array]:
-    """`row`: the new values (of a DELETE: the old ones). `old`: the old values of an UPDATE, as far as they were sent."""
+    """`row`: the new values (a DELETE's old ones). `old`: an UPDATE's old values, as far as sent."""
     key_only: Bools = frame.old_kind == OldKind.KEY
     is_delete: Bools = frame.op == Op.DELETE
     unchanged = _flat_unchanged(frame)
@@ -93,7 +91,7 @@ def row_and_old(frame: Frame) -> tuple[pa.Array, pa.Array]:
 
 
 def key_maps(frame: Frame) -> pa.Array:
-    """The columns of the replica identity alone, new (of a DELETE: old); NULL where there are none."""
+    """Only the replica identity's columns, new (for a DELETE: old); NULL where there are none."""
     everywhere, unchanged = np.ones(len(frame), np.bool_), _flat_unchanged(frame)
     sides = [_maps(frame, side, everywhere, unchanged) for side in ("new", "old")]
     has_any = np.array([any(column.is_key for column in shape.columns) for shape in frame.shapes], np.bool_)
@@ -103,7 +101,7 @@ def key_maps(frame: Frame) -> pa.Array:
 
 
 def unchanged_names(frame: Frame) -> pa.Array:
-    """The names of the columns whose new values are unchanged TOAST; NULL where there are none."""
+    """Names of columns whose new values are unchanged TOAST; NULL where there are none."""
     rows, columns = _flat_unchanged(frame)
     rows, columns = rows[columns >= 0], columns[columns >= 0]
     if not len(rows):
@@ -126,7 +124,7 @@ def _flat_unchanged(frame: Frame) -> tuple[I64, I64]:
 
 
 def _maps(frame: Frame, side: str, key_only: Bools, unchanged: tuple[I64, I64]) -> pa.Array:
-    """Lists of values as maps from column name to text; what was not sent (unchanged TOAST, no key) is left out."""
+    """Lists of values as maps from column name to text, without what was not sent (unchanged TOAST, no key)."""
     lists = frame.changes.column(side)
     if lists.null_count == len(lists):
         return pa.nulls(len(lists), MAP)
@@ -161,7 +159,7 @@ def _maps(frame: Frame, side: str, key_only: Bools, unchanged: tuple[I64, I64]) 
 
 
 class _Place(NamedTuple):
-    """By what rows are told apart: columns, and the names in their maps (None: no map)."""
+    """What tells variants apart: columns, and the names in their maps (None: no map)."""
 
     channel: str
     schema: str | None
@@ -174,7 +172,7 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What the rows of one place have in common. The columns of the relation are those of both sides."""
+    """What all rows of one place share. The relation has the columns of both sides."""
 
     relation: Relation
     channel: str
@@ -187,7 +185,7 @@ class _Variant:
 
 
 class ColumnReader:
-    """Makes frames of batches of columns. The same shape has the same number in all of them."""
+    """Makes frames of batches of columns. A shape has the same number in all of them."""
 
     def __init__(self) -> None:
         self._variants: dict[_Place, tuple[int, _Variant]] = {}
@@ -197,7 +195,7 @@ class ColumnReader:
         self._texts: dict[str | None, int] = {}
 
     def read(self, events: pa.RecordBatch) -> tuple[Frame, dict[str, pa.Array]]:
-        """A frame of these events, and columns that are not made of it. A column that is not there is NULL everywhere."""
+        """A frame of these events, and the columns that are not made from it. A missing column is NULL everywhere."""
         columns = {name: _whole(events, name) for name in (*EVENT_COLUMNS, "shape")}
         is_delete: Bools = pc.equal(columns["operation"], "DELETE").to_numpy(zero_copy_only=False)
         of_row, numbers, variants = self._find(columns, is_delete)
@@ -244,7 +242,7 @@ class ColumnReader:
     def _find(
         self, columns: dict[str, pa.Array], is_delete: Bools
     ) -> tuple[npt.NDArray[np.int64], list[int], list[_Variant]]:
-        """Which variant each row is; the variants, and the numbers of their shapes."""
+        """Each row's variant; the variants, and their shapes' numbers."""
         code = is_delete.astype(np.int64)
         for name in ("channel", "schema", "table", "row", "old", "unchanged_toast_columns", "shape"):
             column = columns[name]
@@ -280,7 +278,7 @@ class ColumnReader:
         columns = tuple(known.get(name) or Column(name, TEXT_OID, -1, False) for name in names)
         keys = {column.name for column in columns if column.is_key}
         identity = shape.relation.replica_identity if shape is not None and keys else "n"
-        # Of a table of which only the name is known the number is ours.
+        # The number is ours if only the table's name is known.
         number = self._oids.setdefault((place.schema, place.table), -1 - len(self._oids))
         base = Relation(number, "", "", "n", ()) if shape is None else shape.relation
         oid = 0 if place.table is None else base.oid
@@ -316,7 +314,7 @@ def _whole(events: pa.RecordBatch, name: str) -> pa.Array:
 
 
 def _joined(column: pa.Array) -> pa.Array:
-    """A text for each row that has the same names in the same order; no name of PostgreSQL has a zero in it."""
+    """Equal text for rows with the same names in the same order; PostgreSQL's names contain no NUL."""
     if column.type == NAMES:
         return pc.binary_join(column, "\0")
     keys = pa.ListArray.from_arrays(pa.array(column.offsets.to_numpy()), column.keys, mask=column.is_null())
@@ -325,7 +323,7 @@ def _joined(column: pa.Array) -> pa.Array:
 
 
 def _lists(maps: pa.Array, of_row: npt.NDArray[np.int64], places: Sequence[list[int]]) -> pa.Array:
-    """Maps as lists of values, in the order that the variant of each row has."""
+    """Maps as lists of values, in the order of each row's variant."""
     lengths = np.array([len(one) for one in places], np.int64)
     begins = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     is_null = maps.is_null().to_numpy(zero_copy_only=False)
@@ -340,7 +338,7 @@ def _lists(maps: pa.Array, of_row: npt.NDArray[np.int64], places: Sequence[list[
 
 
 def _order(known: list[str], place: _Place) -> list[str]:
-    """The columns of both sides: as the table has them, and then what was added."""
+    """The columns of both sides: in the table's order, then added ones."""
     new, old = place.new, place.old or ()
     if new is None:
         return list(dict.fromkeys([*known, *old]))

@@ -1,5 +1,5 @@
-"""Values as Debezium's PostgreSQL connector writes them with its default settings. A value is PostgreSQL's text with its
-type (`event.shape`). Text that cannot be read as a value of its type becomes a JSON string."""
+"""Values as Debezium's PostgreSQL connector writes them by default. A value is PostgreSQL's text with its type
+(`event.shape`). Text that does not fit its type becomes a JSON string."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _MAX, _MIN = 2**63 - 1, -(2**63)
 
 
 def placeholder(kind: ValueType) -> str:
-    """What stands for a value that was not sent because it did not change; empty where Debezium has nothing to say so."""
+    """Stands for an unchanged value that was not sent; empty where Debezium has no placeholder."""
     return _PLACEHOLDERS.get((kind.family, kind.is_array), "")
 
 
 def absent(kind: ValueType) -> str:
-    """What a key-only old row has in its other columns: null, or a zero where the column is NOT NULL. Empty: left out."""
+    """A key-only old row's other columns: null, or a zero where NOT NULL. Empty: left out."""
     if kind.family is Family.OTHER:
         return ""
     if not kind.is_required:
@@ -62,14 +62,13 @@ def absent(kind: ValueType) -> str:
 
 
 def json_texts(values: pa.Array, kind: ValueType) -> pa.Array:
-    """The JSON of the values of one column; null stays null. Equal values, which are often neighbours, are written once."""
+    """The JSON of one column's values; null stays null. Equal values, often neighbours, are written once."""
     encoded = pc.dictionary_encode(values)
     written = [write_value(text, kind) for text in encoded.dictionary.to_pylist()]
     return pa.array(written, pa.string()).take(encoded.indices)
 
 
 def write_value(text: str, kind: ValueType) -> str:
-    """The JSON of a value."""
     if not kind.is_array:
         return _write_scalar(text, kind)
     if not _ONE_DIMENSION.match(text):  # more of them than one, or none at all after a transform
@@ -78,7 +77,7 @@ def write_value(text: str, kind: ValueType) -> str:
 
 
 def write_key(row: Mapping[str, str | None] | None, shape: TableShape) -> str | None:
-    """What Debezium makes the key of a message about this row; None: its table has no key."""
+    """Debezium's message key for this row; None: its table has no key."""
     if row is None or not shape.key:
         return None
     names = [column.name for column in shape.relation.columns]
@@ -136,7 +135,7 @@ def _base64(data: bytes) -> str:
 
 
 def _base64_number(digits: str) -> str:
-    """The bytes of an integer, as few as it needs, highest first, in two's complement."""
+    """The bytes of an integer, as few as needed, big-endian, in two's complement."""
     if not re.fullmatch("-?[0-9]+", digits, re.ASCII):
         raise ValueError(digits)
     number = int(digits)
@@ -149,7 +148,7 @@ def _numeric(text: str, _: int) -> str:
 
 
 def _number(text: str, _: int) -> str:
-    """A numeric without a declared scale has the scale that it needs."""
+    """A numeric without a declared scale gets the scale it needs."""
     if text in ("NaN", "Infinity", "-Infinity"):
         return "null"
     plain = text.rstrip("0").rstrip(".") if "." in text else text
@@ -168,7 +167,7 @@ _TIME = re.compile(r"([0-9]{2}):([0-9]{2}):([0-9]{2})(?:\.([0-9]{1,6}))?", re.AS
 
 
 def _days(text: re.Match[str]) -> int:
-    """Since 1970, in the calendar of today."""
+    """Since 1970, in the proleptic Gregorian calendar."""
     year = int(text[1])
     year = 1 - year if text[5] else year
     month, day = int(text[2]), int(text[3])
@@ -198,7 +197,7 @@ def _date(text: str, _: int) -> str:
 
 
 def _timestamp(text: str, digits: int) -> str:
-    """Since 1970. The last years there are do not fit into 64 bits."""
+    """Since 1970. The last years do not fit into 64 bits."""
     special = {"infinity": 9223372036825200000, "-infinity": -9223372036832400000}.get(text)
     if special is None:
         found = _match(_TIMESTAMP, text)
@@ -207,7 +206,7 @@ def _timestamp(text: str, digits: int) -> str:
 
 
 def _timestamptz(text: str, digits: int) -> str:
-    """ISO 8601 in UTC, in which the session has it. Years as Java counts them: 1 BC is 0, 44 BC is -43."""
+    """ISO 8601 in UTC, the session's zone. Years as in Java: 1 BC is 0, 44 BC is -43."""
     if text in ("infinity", "-infinity"):
         return f'"{text}"'
     if "+00" not in text:
@@ -237,7 +236,7 @@ _INTERVAL = re.compile(
     re.ASCII,
 )
 _SECONDS = (31_557_600, 2_629_800, 86_400, 3600, 60, 1)
-"""How many each part of an interval has: a month is a twelfth of 365.25 days."""
+"""Seconds of each part of an interval: a month is a twelfth of 365.25 days."""
 
 
 def _interval(text: str, _: int) -> str:
@@ -253,7 +252,7 @@ def _interval(text: str, _: int) -> str:
 
 
 def _bits(text: str, _: int) -> str:
-    """Bytes, lowest first, without zeros at the end."""
+    """Bytes, lowest first, without trailing zeros."""
     if text.strip("01"):
         raise ValueError(text)
     bits = text.lstrip("0")
@@ -273,7 +272,6 @@ _ELEMENT = re.compile(f"{_QUOTED}|[^,{{}}]+", re.DOTALL)
 
 
 def _unquote(text: str) -> str:
-    """What stands between quotes of an array or hstore."""
     return re.sub(r"\\(.)", r"\1", text[1:-1], flags=re.DOTALL)
 
 
@@ -289,7 +287,7 @@ def _hstore(text: str, _: int) -> str:
 
 
 def _point(text: str, _: int) -> str:
-    """With the same as WKB: its byte order, that it is a point, and two doubles."""
+    """Also as WKB: byte order, the type point, and two doubles."""
     x, y = text.strip("()").split(",")
     wkb = base64.b64encode(struct.pack("<BIdd", 1, 1, float(x), float(y))).decode()
     return f'{{"x":{_double(x)},"y":{_double(y)},"wkb":"{wkb}","srid":null}}'
@@ -311,7 +309,6 @@ def _sparse(text: str, _: int) -> str:
 
 
 def _elements(text: str) -> list[str | None]:
-    """Of an array of one dimension."""
     body = text[text.index("=") + 1 :] if text.startswith("[") else text
     if body == "{}":
         return []

@@ -1,6 +1,6 @@
-"""Chains of simple transforms on the column buffers, before the JSON is rendered: no step per row in Python. Leaving columns
-out, renaming, hiding, and choosing events by operation and channel depend on the shape of a table and on whole columns only.
-Column transforms are for rows of tables: what is not one (a message, a marker) is left as it is."""
+"""Chains of simple transforms on column buffers, before the JSON is rendered: no Python step per row. Dropping, renaming and
+masking columns and filtering by operation and channel depend only on a table's shape and on whole columns. Column transforms
+apply to rows of tables; other events (messages, markers) pass unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENVELOPES = ("debezium", "cloudevents")
 
 @dataclass(frozen=True, slots=True)
 class _Fate:
-    """What becomes of the columns of one shape."""
+    """What happens to the columns of one shape."""
 
     names: tuple[str | None, ...]  # None: left out
     masks: tuple[tuple[Step, ...], ...]
@@ -40,17 +40,17 @@ class _Fate:
 
 @dataclass(slots=True)
 class SimpleChain:
-    """Channel patterns, then steps: specs of `transform.specs` as JSON, of the types that are done here."""
+    """Channel patterns, then steps: specs of `transform.specs` as JSON, of the types done here."""
 
     routes: tuple[str, ...]
     steps: tuple[Step, ...]
     forms: tuple[str, ...] = ("lines",)
-    """Which of `event.forms` are wanted of it; `shapes`: its events (`event_column`) say what their tables look like."""
+    """The wanted `event.forms`; `shapes`: its events (`event_column`) describe their tables."""
     _fates: dict[Relation, _Fate] = field(default_factory=dict)
     _keys: dict[tuple[str | None, str | None], bytes] = field(default_factory=dict)
 
     def edit(self, frame: Frame) -> Edit:
-        """What becomes of this frame. TransformError if two columns of a table would have the same name."""
+        """The edit of this frame. TransformError if two columns of a table would have the same name."""
         fates = [self._fate(shape) for shape in frame.shapes]
         keep = self._kept(frame, fates)
         present = np.unique(frame.version if keep is None else frame.version[keep])
@@ -74,7 +74,6 @@ class SimpleChain:
         )
 
     def apply(self, frame: Frame, edit: Edit) -> Frame:
-        """The frame behind the edit, with all of its events."""
         described = [self.describe(*one) for one in zip(frame.shapes, frame.details, strict=True)]
         details, lacking = [details for _, details in described], frame.lacking
         if lacking is not None and edit.dropped is not None:
@@ -83,18 +82,17 @@ class SimpleChain:
 
     @property
     def envelope(self) -> Step | None:
-        """The step that gives the whole event another form."""
+        """The step that changes the whole event's form."""
         return next((step for step in self.steps if step["type"] in ENVELOPES), None)
 
     @property
     def needs_shapes(self) -> bool:
-        """Whether what the catalog says about tables is wanted."""
+        """Whether it needs the catalog's description of tables."""
         return self.envelope is not None or not {"tables", "changes", "shapes"}.isdisjoint(self.forms)
 
     def describe(self, shape: Relation, details: Mapping[str, Any] | None) -> tuple[Relation, Mapping[str, Any] | None]:
-        """What a table looks like behind the chain, and what the catalog said about it. Hidden values are text. What is left
-        of a key of which a column is dropped tells no rows apart: such a table has no replica identity
-        (`event.forms.has_key`)."""
+        """A table behind the chain, and its catalog description. Masked values are text. A key with a dropped column
+        identifies no rows: such a table has no replica identity (`event.forms.has_key`)."""
         fate = self._fate(shape)
         if fate.is_same:
             return shape, details
@@ -130,7 +128,6 @@ class SimpleChain:
         return fate
 
     def _follow(self, shape: Relation) -> _Fate:
-        """The way of each column through the steps."""
         is_routed = not self.routes or any(fnmatch.fnmatchcase(shape.channel, one) for one in self.routes)
         names: list[str | None] = [column.name for column in shape.columns]
         hidden: list[list[Step]] = [[] for _ in names]
@@ -176,7 +173,7 @@ class SimpleChain:
         return values
 
     def _key(self, key_env: str | None, key_file: str | None) -> bytes:
-        """Read where it is needed, and once: what travels to the executors says where the key is, never the key."""
+        """Read where needed, once: executors get the key's place, never the key."""
         found = self._keys.get((key_env, key_file))
         if found is None:
             found = self._keys[key_env, key_file] = read_key(key_env, key_file)
@@ -184,17 +181,16 @@ class SimpleChain:
 
 
 def _is_text(steps: tuple[Step, ...]) -> bool:
-    """Whether a mask has put text into a column of whatever type."""
+    """Whether a mask put text into a column of another type."""
     return any(step["mode"] != "zero" for step in steps)
 
 
 def dump_chains(chains: Iterable[SimpleChain]) -> str:
-    """Chains as the option that tells a source of them."""
+    """Chains as the source's option."""
     return json.dumps([{"routes": one.routes, "steps": one.steps, "forms": one.forms} for one in chains])
 
 
 def parse_chains(text: str) -> list[SimpleChain]:
-    """The chains behind `dump_chains`."""
     read = json.loads(text) if text else []
     return [SimpleChain(tuple(one["routes"]), tuple(one["steps"]), tuple(one["forms"])) for one in read]
 
@@ -231,14 +227,11 @@ LOOKS: tuple[tuple[str, str], ...] = tuple(
         (r"\[[\s\S]*\]", "[]"),
     )
 )
-r"""What a value looks like (a regular expression for RE2) and the zero of that look.
-
-Events carry PostgreSQL's text and not its type, so that the look decides. What looks like none of these becomes empty.
-"""
+r"""A value's look (a regular expression for RE2) and the zero of that look. Events carry PostgreSQL's text, not its type, so
+the look decides. Other values become empty."""
 
 
 def zero(values: pa.Array) -> pa.Array:
-    """For each text the zero of its look."""
     look_of = np.zeros(len(values), np.int32)
     left = np.flatnonzero(values.is_valid().to_numpy(zero_copy_only=False))
     for number, (look, _) in enumerate(LOOKS, 1):
@@ -251,7 +244,6 @@ def zero(values: pa.Array) -> pa.Array:
 
 
 def redact(values: pa.Array) -> pa.Array:
-    """The same mark for all."""
     return _pick([REDACTED], np.zeros(len(values), np.int32), values)
 
 
@@ -261,8 +253,8 @@ def _pick(texts: list[str], number_of: np.ndarray[tuple[int], np.dtype[np.int32]
 
 
 def hmac_texts(values: pa.Array, key: bytes) -> pa.Array:
-    """HMAC-SHA256 of each text under `key`, in hexadecimal: the same value has the same one in every column. The two halves
-    of an HMAC begin with a block that the key makes: it is hashed once, and not for each value."""
+    """HMAC-SHA256 of each text under `key`, in hexadecimal: equal values get equal results in every column. Both halves of
+    an HMAC begin with a block made from the key, which is hashed once, not per value."""
     block = (hashlib.sha256(key).digest() if len(key) > _BLOCK else key).ljust(_BLOCK, b"\0")
     inner, outer = (hashlib.sha256(bytes(byte ^ pad for byte in block)).copy for pad in (0x36, 0x5C))
     digests: list[str | None] = []
@@ -278,7 +270,7 @@ def hmac_texts(values: pa.Array, key: bytes) -> pa.Array:
 
 
 def read_key(key_env: str | None, key_file: str | None) -> bytes:
-    """The key of a hash, of this host's environment or file. ConfigError if it is missing or too short to be one."""
+    """A hash's key, from this host's environment or file. ConfigError if it is missing or too short."""
     if key_file:
         key, where = (
             read_secret(Path(os.path.expanduser(key_file)), "the key of the mask").strip().encode(),

@@ -1,6 +1,6 @@
-"""Other forms of the whole event: Debezium's documents and CloudEvents. See docs/envelopes.md. They are rendered from the
-column buffers as our own events are (`event.lines`): what is around the values differs, and in Debezium's documents values
-have types. What is different from Debezium itself is compared with its own output in test_envelopes.py."""
+"""Other forms of the whole event: Debezium's documents and CloudEvents. See docs/envelopes.md. Rendered from column buffers
+like our own events (`event.lines`): only the frame around the values differs, and Debezium's values have types.
+test_envelopes.py compares them with Debezium's own output."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _LOOKS = {
     MOMENT: r"\A[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,6})?\+00\z",
     **dict.fromkeys((DECIMAL, NUMBER), r"\A-?[0-9]{1,9}(?:\.[0-9]{1,9})?\z"),
 }
-"""What the compiled renderer can write of types that are frequent; the rest of them is written here."""
+"""Frequent types that the compiled renderer can write; the others are written here."""
 
 
 def _join(*pieces: pa.Array | str) -> pa.Array:
@@ -101,7 +101,7 @@ def render_cloudevents(frame: Frame, edit: Edit, step: Step, ids: pa.Array, posi
 
 
 def _pick(frame: Frame, write: Callable[[Relation, str], str]) -> pa.Array:
-    """A text for each event that its table and operation decide."""
+    """A text for each event, by its table and operation."""
     texts, of_row = by_shape_and_op(frame, lambda version, op: write(frame.shapes[version], op))
     return texts.take(pa.array(of_row))
 
@@ -112,8 +112,8 @@ def _pick(frame: Frame, write: Callable[[Relation, str], str]) -> pa.Array:
 def render_debezium(
     frame: Frame, keep: npt.NDArray[np.uint8] | None, step: Step, ordinals: pa.Array | None, end: str
 ) -> pa.Array:
-    """The events of a frame behind a chain, each followed by `end`; null: the chain (`keep`) or Debezium has none for it.
-    `ordinals`: the column `table_ordinal`; None: the transaction is not wanted."""
+    """The events of a frame behind a chain, each followed by `end`; null: the chain (`keep`) or Debezium drops it.
+    `ordinals`: the column `table_ordinal`; None: without the transaction."""
     known = np.zeros(256, np.bool_)
     known[[*_DEBEZIUM_OPS, Op.MESSAGE, Op.BEGIN, Op.COMMIT]] = True
     is_kept = known[frame.op] if keep is None else known[frame.op] & (keep != 0)
@@ -123,7 +123,7 @@ def render_debezium(
     is_wanted = (kinds >= RAW) & ~is_other
 
     def write(number: int, values: pa.Array) -> tuple[npt.NDArray[np.bool_] | slice, pa.Array]:
-        """The values of which the renderer does not know how to write them, as JSON."""
+        """As JSON: values that the renderer cannot write."""
         if kinds[number] not in _LOOKS:
             return slice(None), json_texts(values, types[number])
         looks_right = pc.fill_null(pc.match_substring_regex(values, _LOOKS[kinds[number]]), True)
@@ -161,7 +161,7 @@ def _kind(type_: ValueType) -> int:
 def _debezium_tails(
     frame: Frame, step: Step, ordinals: pa.Array | None, end: str
 ) -> tuple[pa.Array, npt.NDArray[np.uint8] | None]:
-    """What follows the rows; and which events have no rows, so that this is all of them."""
+    """What follows the rows; and which events consist of this alone."""
     now = time.time_ns() // 1000
     xid, ordinal, lsn = frame.owners.column("xid"), _numbers(frame.ordinal), _numbers(frame.commit)
     xids = xid.cast(pa.string())
@@ -239,7 +239,7 @@ def _mark(frame: Frame, row: int) -> str:
 
 
 def write_keys(events: pa.RecordBatch) -> pa.Array:
-    """What Debezium makes the keys of messages about events that are given as columns; null: without a key."""
+    """Debezium's message keys for events given as columns; null: no key."""
     columns = (events.column(name).to_pylist() for name in ("operation", "row", "shape"))
     found: list[str | None] = []
     for operation, pairs, text in zip(*columns, strict=True):

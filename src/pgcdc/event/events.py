@@ -47,10 +47,9 @@ from pgcdc.spool.reader import SegmentSlice
 COMPRESS_BYTES = 64 << 10
 PIECE_BYTES = 4 << 20
 BLOCKS = "block BINARY, is_last BOOLEAN"
-"""Rows in blocks, for a lane that only hands them on: each row is many events, packed (`unpack_blocks`), or a piece of that.
-Spark moves a block nearly as cheaply as a single event (docs/decisions/0009)."""
-LINES = pa.schema([("position", pa.string()), ("line", pa.string())])
-"""What is in a block, and what sinks of lines take."""
+"""Events in packed blocks, for a lane that only hands them on: a row is many events (`unpack_blocks`) or a piece of such a
+block. Spark moves a block nearly as cheaply as one event (docs/decisions/0009)."""
+LINES = pa.schema([("position", pa.string()), ("line", pa.string())])  # In a block, and for sinks of lines
 KEYED_BLOCKS = "keyed_block BINARY, is_last BOOLEAN"
 """Blocks of keyed lines, for a lane that may have executors write (`stream.parallel`)."""
 _KEYED = pa.schema([("key_hash", pa.int64()), ("is_barrier", pa.bool_())])
@@ -66,7 +65,7 @@ def event_batch(
     schema_changes: Sequence[ShapeChange] = (),
     chains: Sequence[SimpleChain] = (),
 ) -> pa.RecordBatch | None:
-    """The events of neighbouring slices as one record batch with exactly `schema`; None if they have none."""
+    """The events of neighbouring slices as one record batch with exactly `schema`; None if there are none."""
     frame = load_frame(pieces, relations, options, schema_changes)
     return None if frame is None else events_of(frame, seed, schema, options, chains)
 
@@ -79,8 +78,8 @@ def events_of(
     chains: Sequence[SimpleChain] = (),
     given: Mapping[str, pa.Array] | None = None,
 ) -> pa.RecordBatch:
-    """The events of a frame as one record batch with exactly `schema`. Columns that are `given` are not made; the ids need
-    to be, or a seed."""
+    """The events of a frame as one record batch with exactly `schema`. `given` columns are not made; ids must be given
+    unless there is a seed."""
     events = EventColumns(frame, seed, options, chains, given)
     arrays = [_as_type(events.column(field.name), field.type) for field in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema.with_metadata(events.shapes(schema.names) or None))
@@ -89,21 +88,21 @@ def events_of(
 def render_columns(
     events: pa.RecordBatch, steps: Sequence[Mapping[str, Any]] = (), *, transaction: bool = False
 ) -> pa.Array:
-    """The text of events that are given as columns: their JSON, or what an envelope makes of them; null: nothing."""
+    """The text of events given as columns: their JSON, or their envelope; null: none."""
     frame, given = ColumnReader().read(events)
     made = EventColumns(frame, None, EventOptions(transaction), [SimpleChain((), tuple(steps))], given)
     return made.rendered(0, "")
 
 
 def edit_columns(events: pa.RecordBatch, steps: Sequence[Mapping[str, Any]]) -> pa.Array:
-    """What simple steps make of the changeable columns of events (and of `shape`), as structs; null: they leave it out."""
+    """The changeable columns of events (and `shape`) after simple steps, as structs; null: dropped."""
     frame, given = ColumnReader().read(events)
     chain = SimpleChain((), tuple(steps), ("shapes",) if "shape" in events.schema.names else ())
     return EventColumns(frame, None, EventOptions(), [chain], given).column(event_column(0))
 
 
 def block_schema(chains: Sequence[SimpleChain], *, keyed: bool = False) -> pa.Schema:
-    """What is in a block for these chains (LINES if there is none), and in a keyed one."""
+    """The schema of a block for these chains (LINES if there are none), and of a keyed one."""
     made = [
         (form_column(number, form), FORMS[form]) for number, chain in enumerate(chains) for form in _forms(chain.forms)
     ]
@@ -116,7 +115,7 @@ def _forms(names: Iterable[str]) -> list[Form]:
 
 
 def drop_unwanted(events: pa.RecordBatch) -> pa.RecordBatch:
-    """`events` of chains without those that none of them has."""
+    """`events` of chains, without those that all chains drop."""
     made = [events.column(name) for name in events.schema.names if form_of(name) is not None]
     if any(not column.null_count for column in made):
         return events
@@ -142,7 +141,7 @@ def pack_block(events: pa.RecordBatch, name: str = "block") -> Iterator[pa.Recor
 
 
 def unpack_blocks(blocks: pa.Table, chains: Sequence[SimpleChain] = ()) -> tuple[pa.Table, list[dict[bytes, bytes]]]:
-    """The events of collected blocks, in order, in the `block_schema`, and what stands beside them in each."""
+    """The events of collected blocks, in order, in the `block_schema`, and each block's other columns."""
     schema = block_schema(chains)
     batches = [batch.select(schema.names) for batch in open_blocks(blocks.to_batches())]
     metadata = [batch.schema.metadata for batch in batches if batch.schema.metadata]
@@ -150,7 +149,7 @@ def unpack_blocks(blocks: pa.Table, chains: Sequence[SimpleChain] = ()) -> tuple
 
 
 def open_blocks(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """What is in the blocks, one after the other. A block may be in several rows, which follow each other."""
+    """The content of the blocks, in order. A block may span several consecutive rows."""
     pieces: list[pa.Buffer] = []
     for batch in batches:
         for block, is_last in zip(batch.column(0), batch.column("is_last"), strict=True):
@@ -165,7 +164,7 @@ def _as_type(array: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 class EventColumns:
-    """The columns of the events of a frame, each made when it is asked for, and once."""
+    """The columns of a frame's events, each made on first use."""
 
     def __init__(
         self,
@@ -216,7 +215,7 @@ class EventColumns:
         return pa.StructArray.from_arrays([events.column(name) for name in shown], shown, mask=is_out)
 
     def rendered(self, number: int, end: str) -> pa.Array:
-        """The texts of a chain's events; null: it does not have them."""
+        """The texts of a chain's events; null: dropped."""
         chain, edit = self._chains[number], self._edit(number)
         if chain.envelope is None:
             return render(self._frame, self._layout(end), edit)
@@ -232,7 +231,6 @@ class EventColumns:
         return self._edits[number]
 
     def _behind(self, number: int) -> Frame:
-        """The frame behind a chain."""
         if number not in self._frames:
             self._frames[number] = self._chains[number].apply(self._frame, self._edit(number))
         return self._frames[number]
@@ -245,7 +243,6 @@ class EventColumns:
         return self._layouts[end]
 
     def _pick(self, texts: Sequence[str | None]) -> pa.Array:
-        """For each event the text of its shape."""
         return pa.array(texts, pa.string()).take(pa.array(self._frame.version))
 
     @cached_property

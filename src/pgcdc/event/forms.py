@@ -25,7 +25,7 @@ from pgcdc.event.lines import U64, event_layout, mix, quote_json, render
 from pgcdc.event.shape import TableShape
 
 Form = Literal["lines", "records", "fields", "tables", "changes"]
-"""`changes` are `tables` with what changes no table: messages, marks of transactions, changes of schemas."""
+"""`changes` are `tables` plus events that change no table: messages, transaction markers, schema changes."""
 RECORD = pa.struct(
     [
         *((name, pa.string()) for name in ("id", "channel", "operation", "key", "value", "traceparent", "tracestate")),
@@ -35,7 +35,7 @@ RECORD = pa.struct(
 FIELDS = pa.struct(
     [(name, pa.string()) for name in ("id", "channel", "operation", "payload", "source", "created_at", "transaction")]
 )
-"""Of an event in another envelope there is nothing but its payload: the whole text."""
+"""An event in another envelope has only its payload: the whole text."""
 TABLE = pa.struct(
     [
         *(("id", pa.string()), ("op", pa.uint8()), ("relation", pa.int32()), ("old_kind", pa.uint8())),
@@ -55,7 +55,7 @@ TRACES = {
     "traceparent": r"\A[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\z",
     "tracestate": r"\A[\x20-\x7e]{1,512}\z",
 }
-"""Names of columns with a W3C trace context, and what their values look like."""
+"""Names of columns with a W3C trace context, and their values' pattern."""
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -64,12 +64,12 @@ _BARRIERS[[Op.TRUNCATE, Op.SCHEMA_CHANGE, Op.SNAPSHOT_STARTED, Op.SNAPSHOT_COMPL
 
 
 def form_column(number: int, form: Form = "lines") -> str:
-    """The column with what a chain makes in this form; null: the chain does not have the event."""
+    """The column of a chain's events in this form; null: dropped."""
     return f"{form.removesuffix('s')}_{number}"
 
 
 def event_column(number: int) -> str:
-    """The column with the event behind the first steps of a chain, for Spark, which does the next."""
+    """The column of events after the first steps of a chain, for Spark to continue."""
     return f"event_{number}"
 
 
@@ -80,7 +80,6 @@ def form_of(column: str) -> tuple[int, Form | None] | None:
 
 
 def make_record(frame: Frame, values: pa.Array, columns: Mapping[str, pa.Array]) -> pa.Array:
-    """The records of a frame behind a chain; `values` are the rendered events."""
     arrays = {
         **{name: columns[name] for name in ("id", "channel", "operation", "key_hash", "relation")},
         "key": key_texts(frame),
@@ -92,7 +91,7 @@ def make_record(frame: Frame, values: pa.Array, columns: Mapping[str, pa.Array])
 
 
 def _trace(frame: Frame, wanted: str) -> pa.Array:
-    """The values of the column of this name, wherever there is one."""
+    """The values of the column of this name, where it exists."""
     found = pa.nulls(len(frame), pa.string())
     for version, shape in enumerate(frame.shapes):
         for index, column in enumerate(shape.columns):
@@ -103,13 +102,13 @@ def _trace(frame: Frame, wanted: str) -> pa.Array:
 
 
 def _row_texts(frame: Frame, index: int, rows: I64, is_old: Bools) -> pa.Array:
-    """The texts of a column in some rows, in some of them those of the old row."""
+    """The texts of a column in some rows, some from the old row."""
     values = column_texts(frame, "new", index, rows)
     return pc.if_else(pa.array(is_old), column_texts(frame, "old", index, rows), values) if is_old.any() else values
 
 
 def check_traces(traces: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
-    """Only what looks right; a state says nothing without its parent."""
+    """Only valid ones; a tracestate needs its parent."""
     if all(found.null_count == len(found) for found in traces.values()):
         return dict(traces)
     none = pa.scalar(None, pa.string())
@@ -120,7 +119,6 @@ def check_traces(traces: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
 
 
 def make_fields(known: Mapping[str, pa.Array]) -> pa.Array:
-    """The fields of events, as far as they are known."""
     payload = known["payload"]
     none = pa.nulls(len(payload), pa.string())
     arrays = {field.name: known.get(field.name, none) for field in FIELDS}
@@ -131,7 +129,7 @@ def make_fields(known: Mapping[str, pa.Array]) -> pa.Array:
 
 
 def make_table(frame: Frame, keep: npt.NDArray[np.uint8] | None, ids: pa.Array, *, only_tables: bool) -> pa.Array:
-    """The changes of tables behind a chain, or all events; null where there is none, or `keep` leaves it out."""
+    """The changes of tables behind a chain, or all events; null where there is none or `keep` drops it."""
     frame = without_lacking(frame)
     is_other = np.array([only_tables and not shape.oid for shape in frame.shapes], np.bool_)[frame.version]
     is_out = is_other if keep is None else is_other | (keep == 0)
@@ -158,7 +156,7 @@ def shapes_of(frame: Frame) -> str:
 
 
 def read_shapes(texts: Iterable[str]) -> dict[int, TableShape]:
-    """The shapes behind several `shapes_of`, which have the same numbers for the same."""
+    """The shapes of several `shapes_of`; equal numbers are equal shapes."""
     raw = {number: shape for text in set(texts) for number, shape in json.loads(text).items()}
     return {int(number): TableShape.from_json(shape) for number, shape in raw.items()}
 
@@ -198,19 +196,19 @@ def _struct(kind: pa.StructType, arrays: Mapping[str, pa.Array], mask: pa.Array 
 
 
 def has_key(shape: Relation) -> bool:
-    """Whether rows of the table can be told apart by some of their columns."""
+    """Whether some columns identify the table's rows."""
     return shape.replica_identity in ("d", "i") and any(column.is_key for column in shape.columns)
 
 
 def find_barriers(frame: Frame) -> Bools:
-    """Changes that concern more than one key: what was before them must be written before, what is behind them after. An
-    UPDATE has an old key only if it is another one (or so long that PostgreSQL stores it elsewhere)."""
+    """Changes that concern more than one key: earlier ones must be written before, later ones after. An UPDATE has an old
+    key only if it changed (or is so long that PostgreSQL stores it elsewhere)."""
     moved: Bools = (frame.op == Op.UPDATE) & (frame.old_kind == OldKind.KEY)
     return _BARRIERS[frame.op] | moved
 
 
 def key_hashes(frame: Frame) -> I64:
-    """For every change a number that all changes of its row have, in any process and at any time."""
+    """A number for every change, equal for all changes of its row, in any process at any time."""
     seeds = np.array([zlib.crc32(shape.channel.encode()) for shape in frame.shapes], np.uint64)
     hashes: U64 = mix(seeds * _GOLDEN)[frame.version]
     for version in np.unique(frame.version).tolist():
@@ -224,8 +222,7 @@ def key_hashes(frame: Frame) -> I64:
 
 
 def key_texts(frame: Frame) -> pa.Array:
-    """The values of the key as a JSON array. Null: the event is not about one row, its table has no key, or it was not
-    sent."""
+    """The key's values as a JSON array. Null: the event is not about one row, its table has no key, or it was not sent."""
     found = [pa.nulls(1, pa.string())]
     places = np.zeros(len(frame), np.int64)
     done = 1

@@ -1,6 +1,6 @@
-"""The changes of one record batch with everything around them that events are made of, side by side. What is not a row
-change of a table (a logical message, the begin or commit of a transaction, a new shape) becomes one of a made-up relation
-here, so that whoever makes events of a frame knows only rows. An edit is what a chain makes of a frame."""
+"""The changes of one record batch with everything that events need. What is not a row change (a logical message, a
+transaction's begin or commit, a new shape) becomes a row of a made-up relation here, so that event makers see only rows. An
+edit is what a chain makes of a frame."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MESSAGES = _made_up("_messages", "prefix", "content")
 TRANSACTION_MARKS = _made_up("_txn")
 SCHEMA_CHANGES = _made_up("_schema", "schema", "table", "changes", "columns")
 SNAPSHOTS = _made_up("_snapshot", "snapshot", "kind", "schema", "table", "rows")
-"""When the reading of a table began and ended: the id of the snapshot, initial or incremental, the table, rows so far."""
+"""Begin and end of reading a table: the snapshot's id, initial or incremental, the table, rows so far."""
 _MADE_UP = {
     Op.MESSAGE: MESSAGES,
     Op.BEGIN: TRANSACTION_MARKS,

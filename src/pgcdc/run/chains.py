@@ -1,6 +1,6 @@
-"""What each adapter of a run gets of the stream, and how that changes while it runs. A configuration that is read again
-gives its transforms and routes, all of them or none. `targets.json` remembers where each adapter delivers to, and what
-transforms have changed there."""
+"""What each adapter of a run gets of the stream, and how that changes while it runs. A reload takes all transforms and
+routes of the configuration, or none. `targets.json` remembers where each adapter delivers to, and what transforms changed
+there."""
 
 from __future__ import annotations
 
@@ -36,35 +36,33 @@ class Chains:
     is_typed: bool = False  # Rows of one table, which have no chains
 
     def of(self, spec: AdapterSpec) -> Chain:
-        """What an adapter gets: also of one that is not among them yet."""
+        """An adapter's chain; also for an adapter that is not added yet."""
         form = "lines" if self.is_typed else spec.options.form()  # typed rows are lines for everybody
         return Chain((*self.transforms, *spec.transforms), spec.routes, form)
 
     def by_spec(self, specs: Sequence[AdapterSpec] | None = None) -> list[tuple[AdapterSpec, Chain]]:
-        """All of them, or of these."""
+        """The chains of all adapters, or of these."""
         return [(spec, self.of(spec)) for spec in (self.specs if specs is None else specs)]
 
     @property
     def all(self) -> list[Chain]:
-        """One for each adapter."""
         return [self.of(spec) for spec in self.specs]
 
     @property
     def names(self) -> list[str]:
-        """Of the adapters."""
         return [spec.name for spec in self.specs]
 
     @property
     def have_sql(self) -> bool:
-        """Whether only Spark can say if they are right."""
+        """Whether only Spark can check them."""
         return any(from_spec(one).sql for chain in self.all for one in chain.transforms)
 
     def having(self, specs: Sequence[AdapterSpec], transforms: tuple[Any, ...] | None = None) -> Chains:
-        """With other adapters, and other transforms for all."""
+        """A copy with other adapters, and other transforms for all."""
         return replace(self, specs=tuple(specs), transforms=self.transforms if transforms is None else transforms)
 
     def check(self, spark: SparkSession | None, specs: Sequence[AdapterSpec] | None = None) -> None:
-        """Raise ConfigError for what cannot be; of SQL only with Spark."""
+        """Raise ConfigError for an invalid chain; SQL is checked only with Spark."""
         chains = self.by_spec(specs)
         if self.is_typed and any(chain != Chain() for _, chain in chains):
             raise ConfigError("typed rows (--table) have no transforms and routes", "Leave them out, or --table")
@@ -77,12 +75,12 @@ class Chains:
 
 
 def as_many(given: Any) -> tuple[Any, ...]:
-    """What should be a list, and may be a single one."""
+    """A list, or a single item as a list."""
     return tuple(given) if isinstance(given, (list, tuple)) else (given,)
 
 
 class Reloads:
-    """Who asked for one, and what became of it. `ask` is fit for a signal handler, `take` is the pipeline's."""
+    """Requested reloads and their outcomes. `ask` is safe in a signal handler; the pipeline calls `take`."""
 
     def __init__(
         self, config: PipelineSettings, read_again: Callable[[], PipelineSettings] | None, say: Callable[[str], None]
@@ -91,24 +89,23 @@ class Reloads:
         self._read_again = read_again
         self._say = say
         self._asked = threading.Event()
-        self._ends: dict[str, dict[str, Any]] = {}
-        """Of commands, by their ids: what became of theirs; nothing while it is to be done."""
+        self._ends: dict[str, dict[str, Any]] = {}  # By command id; empty while pending
         self._done = self._refused = 0
         self._error: str | None = None
 
     def ask(self) -> None:
-        """Reload at the next occasion."""
+        """Reload as soon as possible."""
         self._asked.set()
 
     def answer(self, name: str) -> dict[str, Any]:
-        """What became of the reload of a command; nothing yet: it is done at the next occasion, once."""
+        """The outcome of a command's reload; None while it is pending. It runs once."""
         if name not in self._ends:
             self._ends[name] = {}
             self.ask()
         return self._ends[name]
 
     def take(self, change: Callable[[Sequence[Any], Own], None], adapters: Sequence[str]) -> bool:
-        """Do what was asked for: `change` gets the new transforms and routes. False: nothing was."""
+        """Run the requested reload: `change` gets the new transforms and routes. False: none was requested."""
         if not self._asked.is_set():
             return False
         self._asked.clear()
@@ -119,7 +116,7 @@ class Reloads:
             self._error = None
             counters.add(CONFIG_RELOADS)
             self._say(said)
-        except Exception as error:  # whatever it is: a wrong file must not end what runs
+        except Exception as error:  # any error: a wrong file must not stop a running pipeline
             self._refused += 1
             self._error = str(error) if isinstance(error, PgcdcError) else f"{type(error).__name__}: {error}"
             counters.add(CONFIG_RELOAD_ERRORS)
@@ -147,7 +144,7 @@ class Reloads:
 
 
 def change_specs(specs: Sequence[AdapterSpec], own: Own) -> tuple[AdapterSpec, ...]:
-    """Adapters with other transforms and routes; those that are not named are as before."""
+    """Adapters with other transforms and routes; adapters without an entry keep theirs."""
     unknown = sorted(set(own) - {spec.name for spec in specs})
     if unknown:
         raise ConfigError(f"there is no adapter {unknown[0]!r}", f"There are: {', '.join(one.name for one in specs)}")
@@ -161,13 +158,13 @@ def change_specs(specs: Sequence[AdapterSpec], own: Own) -> tuple[AdapterSpec, .
 
 # --- targets.json
 #
-# Where an adapter delivers to: a replay of dead letters without its run must go to the same place. And what transforms have
-# done to the lines there: whether `pgcdc resync` can read them back. That is kept until the adapter gets another target,
-# because older lines stay where they are when a chain changes.
+# Where an adapter delivers to: replaying dead letters without its run must use the same place. And what transforms
+# did to the lines there: whether `pgcdc resync` can read them back. Kept until the adapter gets another target,
+# because older lines stay when a chain changes.
 
 
 def note_targets(state: StateDir, chains: Iterable[tuple[AdapterSpec, Chain]]) -> None:
-    """Remember these adapters beside those that are known; durable when this returns, so do it before they write."""
+    """Remember these adapters beside the known ones; durable when this returns, so call it before they write."""
     before: dict[str, Any] = read_json(state.targets_file) or {}
     after = dict(before)
     for spec, chain in chains:
@@ -186,7 +183,8 @@ def note_targets(state: StateDir, chains: Iterable[tuple[AdapterSpec, Chain]]) -
 
 
 def check_target(state: StateDir, spec: AdapterSpec) -> None:
-    """StateError: the run had another target than these settings name. A letter would be settled where nobody looks."""
+    """StateError: the run delivered to another target than these settings name. A letter would be settled in the wrong
+    place."""
     known = (read_json(state.targets_file) or {}).get(spec.name)
     if known is not None and known["target"] != _digest(spec):
         raise StateError(
@@ -197,7 +195,7 @@ def check_target(state: StateDir, spec: AdapterSpec) -> None:
 
 
 def why_unreadable(state: StateDir, adapter: str, keys: Iterable[str]) -> str:
-    """Why rows cannot be found by these columns in what an adapter has written; "" if they can."""
+    """Why an adapter's output cannot be searched by these columns; "" if it can."""
     noted = (read_json(state.targets_file) or {}).get(adapter, {})
     if noted.get("others"):
         return f"lines that the transform {', '.join(noted['others'])} has made"
@@ -206,5 +204,5 @@ def why_unreadable(state: StateDir, adapter: str, keys: Iterable[str]) -> str:
 
 
 def _digest(spec: AdapterSpec) -> str:
-    """Nobody can read the target out of it: it may be a secret."""
+    """A one-way digest: the target may be a secret."""
     return hashlib.sha256(f"{spec.type}\0{spec.options.place()}".encode()).hexdigest()[:16]

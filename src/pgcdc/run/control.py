@@ -1,5 +1,5 @@
-"""What other processes ask for: a run, through its control socket; and snapshots, of the capture or its queue. The sources
-of a run say which batches they plan, commands ask how it is doing."""
+"""Requests of other processes: to a run, through its control socket; and for snapshots, to the capture or its queue. A run's
+sources announce the batches they plan; commands ask for its status."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pgcdc.source.protocol import find_source
 
 
 class RunServer:
-    """Serves requests in a thread of its own, one after the other: every answer is given at once."""
+    """Serves requests in its own thread, one at a time; every answer is immediate."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self._selector = selectors.DefaultSelector()
@@ -31,7 +31,6 @@ class RunServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, and remove the socket."""
         self._is_closed.set()
         with contextlib.suppress(PgcdcError):
             Channel(self.address).close()  # so that it looks up
@@ -45,11 +44,11 @@ class RunServer:
         self._selector.close()
 
 
-# --- incremental snapshots, asked for from outside: of the capture if one runs, else of the queue that it will read
+# --- incremental snapshots, requested from outside: from the capture if one runs, else from the queue it will read
 
 
 def add_snapshots(state: StateDir, requests: Sequence[SnapshotRequest]) -> None:
-    """Queue requests, all of them or none. Durable when this returns. Raises with advice for what cannot be."""
+    """Queue requests, all or none. Durable when this returns. Raises with advice for an invalid one."""
     for request in requests:
         request.check()
     added: list[SnapshotRequest] = []
@@ -65,7 +64,7 @@ def add_snapshots(state: StateDir, requests: Sequence[SnapshotRequest]) -> None:
 
 
 def list_snapshots(state: StateDir) -> list[dict[str, Any]]:
-    """All requests that are known, with how far they are."""
+    """All known requests, with their progress."""
     _check(state)
     if Lock.holder(state.capture_lock) is None:  # nothing is changed: no lock is needed
         return [describe(one) for one in RequestQueue(state.requests_file).entries()]
@@ -74,8 +73,8 @@ def list_snapshots(state: StateDir) -> list[dict[str, Any]]:
 
 
 def ask_snapshots(state: StateDir, content: dict[str, Any], timeout_s: float = 30.0) -> dict[str, Any]:
-    """Add, pause, resume, stop or list incremental snapshots (`action`), by the capture if one runs. Without one a new
-    request is written down as it is: whether it can be done is seen when the pipeline runs."""
+    """Add, pause, resume, stop or list incremental snapshots (`action`), through the capture if one runs. Without one a new
+    request is stored unchecked; the running pipeline checks it."""
     identity = _check(state)
     if refused := find_source(identity.kind).no_requests:  # nobody would ever do what is queued
         raise ConfigError(*refused)

@@ -1,12 +1,12 @@
 """A copy of tables as they are now: through the adapters, transforms, masks and routes of a pipeline, or as Parquet.
 
-One session reads table after table, in one snapshot (`copy_source.py`). Rows become events as those of a stream do, and go
-to the sinks as batches: memory does not grow with the tables. Spark is needed only for transforms that are written in SQL or
-Python. Around the rows of each table stand SNAPSHOT_STARTED and SNAPSHOT_COMPLETED. There is no state: the acks of the sinks
-are in a folder that goes with the copy, and an event that a target refuses ends it.
+One session reads table after table in one snapshot (`copy_source.py`). Rows become events as in a stream and go to the sinks
+in batches: memory does not grow with the tables. Only transforms in SQL or Python need Spark. SNAPSHOT_STARTED and
+SNAPSHOT_COMPLETED enclose the rows of each table. There is no state: the sinks' acks are in a folder that goes with the
+copy, and an event that a target refuses ends it.
 
-Parquet is written by Spark: typed reads of one snapshot, DIR/<table>/part-*.parquet. DIR/_pgcdc_snapshot.json says of when
-the copy is and how many rows it has. The folder is DIR.partial until it is whole; the next run clears what was left there.
+Parquet is written by Spark: typed reads of one snapshot, DIR/<table>/part-*.parquet. DIR/_pgcdc_snapshot.json has the copy's
+time and row counts. The folder is DIR.partial until it is complete; the next run clears what a failed one left.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def copy_to_adapters(
     progress: Progress,
     say: Say = lambda text: None,
 ) -> int:
-    """Copy the tables; the number of rows. `transforms` are for all adapters, before their own. A file has all of it or is
-    not there. Other targets cannot be taken back: an error says which tables are whole."""
+    """Copy the tables; returns the number of rows. `transforms` apply to all adapters, before their own. A file is complete
+    or absent. Other targets cannot be undone: an error says which tables are complete."""
     wanted.check()
     check_adapters(adapters)
     with contextlib.ExitStack() as stack:
@@ -103,13 +103,13 @@ def _make_sink(spec: AdapterSpec, state: StateDir) -> Runner:
     return sink
 
 
-# --- files, which appear under their name when they are whole
+# --- files, which get their name when they are complete
 
 
 @contextlib.contextmanager
 def _whole_file(spec: AdapterSpec) -> Iterator[AdapterSpec]:
-    """One file, neither a folder nor one that rotates, is PATH.partial until the block has ended well; else nothing is left.
-    Nor is anything left of a run that was killed. Other targets are as they are."""
+    """A single file (no folder, no rotation) is PATH.partial until the block ends well; otherwise nothing is left, not even
+    of a killed run. Other targets are unchanged."""
     options = spec.options
     if not isinstance(options, FileOptions) or options.is_folder or options.max_size:
         yield spec
@@ -141,7 +141,7 @@ def _check_free(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Local:
-    """Columns that were not made by Spark, where a program takes them from a DataFrame."""
+    """Columns that Spark did not make, for a program that reads a DataFrame."""
 
     events: pa.Table
 
@@ -151,8 +151,6 @@ class _Local:
 
 @dataclass(slots=True)
 class _Copying:
-    """Hands the rows of all tables to the sinks."""
-
     copy: Copy
     sinks: Sequence[Runner]
     program: Program
@@ -198,7 +196,6 @@ class _Copying:
         return rows
 
     def _emit(self, rows: pa.RecordBatch, table: CopiedTable) -> None:
-        """Rows to all sinks, as one batch."""
         batch = number_rows(
             rows, self.copy.lsn, self.ordinal, table.relation, self.relations, time_us=self.copy.time_us
         )
@@ -210,7 +207,6 @@ class _Copying:
             sink.write(one)
 
     def _frame(self, batch: CaptureBatch) -> DataFrame:
-        """The columns that the program asks for."""
         assert batch.part is not None and batch.part.batch is not None
         owners = batch.transactions.take(pa.array(np.zeros(batch.part.rows, np.int64)))
         relations = [self.relations[version] for version in range(len(self.relations))]
@@ -241,8 +237,8 @@ def copy_to_parquet(
     say: Say = lambda text: None,
     spark: SparkSession | None = None,
 ) -> int:
-    """Copy the tables; the number of rows. `types` are options of the source. The folder has all of them or is not there.
-    Without `spark` a session is started for it."""
+    """Copy the tables; returns the number of rows. `types` are options of the source. The folder is complete or absent.
+    Without `spark` it starts a session."""
     check_java()
     options = {**types, **({"where": wanted.where} if wanted.where else {})}
     options |= {"partitions": str(partitions)} if partitions else {}
@@ -271,13 +267,13 @@ def copy_to_parquet(
 
 
 def _folder_name(table: CopiedTable) -> str:
-    """Where a table stands: as its channel is named, without what has a meaning in paths."""
+    """A table's folder: its channel name without characters that have a meaning in paths."""
     return quote(table.relation.channel.removeprefix("pgcdc:"), safe=" $")
 
 
 @contextlib.contextmanager
 def _partial_folder(path: Path) -> Iterator[Path]:
-    """A folder that gets the name `path`, durably, when the block has ended well; else nothing is left."""
+    """A folder that is durably renamed to `path` when the block ends well; otherwise nothing is left."""
     if not path.name or not path.parent.is_dir():
         raise ConfigError(f"the folder of --to {path} does not exist", "Create it first")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -312,7 +308,6 @@ def _partial_folder(path: Path) -> Iterator[Path]:
 def _write(
     spark: SparkSession, copy: Copy, table: CopiedTable, folder: Path, options: Mapping[str, str], progress: Progress
 ) -> int:
-    """Write one table; the number of rows."""
     from pyarrow.parquet import read_metadata
 
     target = folder / _folder_name(table)

@@ -1,8 +1,8 @@
-"""Which tables are copied, all of them in one snapshot of now.
+"""Which tables are copied, all in one snapshot.
 
-The snapshot is exported by a session of this process and ends with it: there is no slot, no publication, and nothing is left
-behind on the server, whatever happens to us. No table is locked before its turn, so that no ALTER TABLE waits for the
-whole copy; one that is truncated or rewritten before it was read is noticed by its files, and ends the copy.
+A session of this process exports the snapshot, which ends with it: no slot, no publication, and nothing left on the server,
+whatever happens to us. No table is locked before its turn, so that no ALTER TABLE waits for the whole copy; a table
+truncated or rewritten before it was read is detected by its files, and ends the copy.
 """
 
 from __future__ import annotations
@@ -27,20 +27,17 @@ ATTEMPTS = 3
 
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int, bool], None]
-"""Gets a table's name, how many of its rows are read by now and of about how many, and whether it is complete."""
+"""Gets a table's name, its rows read so far, the estimated total, and whether it is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the user asks for."""
-
     url: str
     selection: Selection = Selection()  # noqa: RUF009 - frozen
-    publication: str = ""  # Of the user, which says what is wanted instead of the selection
+    publication: str = ""  # Given by the user, in place of the selection
     where: str = ""
 
     def check(self) -> None:
-        """Raise ConfigError for what cannot be."""
         chosen = self.selection
         ways = {"--table": chosen.tables, "--schemas": chosen.schemas, "--all-tables": chosen.all_tables}
         given = [flag for flag, is_given in {**ways, "--publication": self.publication}.items() if is_given]
@@ -57,25 +54,20 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class CopiedTable:
-    """One of the tables."""
-
     table: Table
     relation: Relation  # As the stream would describe it
     conditions: tuple[str, ...]  # Which rows, in SQL
     chunks: tuple[Chunk, ...]
-    files: str  # Which files its rows are in, to be compared: `chunks.files_text`
+    files: str  # The files of its rows, for comparison: `chunks.files_text`
     estimated_rows: int
 
     @property
     def name(self) -> str:
-        """As the user writes it."""
         return self.table.name
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """An open copy."""
-
     conn: Connection  # In the transaction that has the snapshot
     catalog: Connection  # For looks at what is now
     tables: tuple[CopiedTable, ...]
@@ -86,7 +78,7 @@ class Copy:
 
 @contextmanager
 def open_copy(wanted: Wanted, say: Say = lambda text: None) -> Iterator[Copy]:
-    """Find the tables, check that they can be read, and take the snapshot. It is held until the block ends."""
+    """Find the tables, check that they are readable, and take the snapshot, which is held until the block ends."""
     wanted.check()
     name = f"pgcdc snapshot {uuid.uuid4().hex[:12]}"
     with (
@@ -127,7 +119,7 @@ def _find(conn: Connection, wanted: Wanted, say: Say) -> tuple[CopiedTable, ...]
 
 
 def _choose(conn: Connection, wanted: Wanted) -> Iterator[tuple[Table, Relation, str | None]]:
-    """The tables, in the columns and rows that their stream would have."""
+    """The tables, with the columns and rows of their stream."""
     everything, rules = read_tables(conn), wanted.selection.rules()
     if wanted.publication:
         known = {table.oid: table for table in everything}
@@ -140,7 +132,7 @@ def _choose(conn: Connection, wanted: Wanted) -> Iterator[tuple[Table, Relation,
         found = choose_tables(everything, wanted.selection)
     for table in found:
         rule = rules.get((table.schema, table.table), Rule())
-        # The key's columns stand in `old`, of which rows of snapshots have none.
+        # The key's columns are in `old`, which snapshot rows lack.
         columns = [
             Column(one.name, one.type_oid, one.typmod, one.is_key)
             for one in read_table_columns(conn, table)
@@ -172,7 +164,7 @@ def _check_rights(conn: Connection, tables: Sequence[Table]) -> None:
 
 
 def _estimate(conn: Connection, table: Table, relation: Relation, conditions: Sequence[str], has_where: bool) -> int:
-    """How many rows there are about. A condition that is none is refused here."""
+    """About how many rows there are. Refuses an invalid condition."""
     source = table.sql if table.kind == "p" else f"ONLY {table.sql}"
     wrong = f"--where is no condition on table {table.name}" if has_where else ""
     check_condition(conn, [column.name for column in relation.columns], source, conditions, wrong)
@@ -182,7 +174,7 @@ def _estimate(conn: Connection, table: Table, relation: Relation, conditions: Se
 
 @explain_errors("take a snapshot")
 def _export(catalog: Connection, conn: Connection, tables: tuple[CopiedTable, ...], session: str) -> Copy:
-    # The place is read before: what is behind it may be in the copy, but what is before it is.
+    # Read first: the copy has everything before this position, and maybe more.
     where = catalog.execute(
         "SELECT (CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_insert_lsn() END)::text"
     ).fetchone()
@@ -197,7 +189,7 @@ def _export(catalog: Connection, conn: Connection, tables: tuple[CopiedTable, ..
 
 @contextmanager
 def explain_reading(table: str) -> Iterator[None]:
-    """What goes wrong while a table is read, in one line with advice."""
+    """Errors while reading a table become one line with advice."""
     try:
         with explain_errors(f"read table {table}"):
             yield

@@ -56,7 +56,7 @@ class StopNow(BaseException):
 
 
 class Driver:
-    """The steps of a run, in the thread of `drive`. `Pipeline` is what others may ask of it meanwhile."""
+    """The steps of a run, in the thread of `drive`; `Pipeline` is the interface for other threads."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Driver:
         """Called with every batch after all sinks have it (the playground's live view)."""
         self.on_ready: Callable[[], None] | None = None
         self.on_stuck: Callable[[], None] | None = None
-        """Called if a batch does not end when the pipeline stops: a process of our own may end itself then."""
+        """Called if a batch does not end when the pipeline stops: our own process may then exit."""
         self.snapshot = SnapshotWatch(say, is_all=config.effective_snapshot_mode == "initial_only")
         self._chains = chains
         self._say = say
@@ -96,7 +96,7 @@ class Driver:
         self._last_error: dict[str, str] | None = None
 
     def drive(self) -> None:
-        """All of it. Raises what ended the run."""
+        """The whole run. Raises what ended it."""
         lock = Lock(self.state.run_lock)
         check_java()
         try:
@@ -116,7 +116,7 @@ class Driver:
     # --- for who asks meanwhile
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What sources and other processes ask of this run (`run/control.py`)."""
+        """Answers requests of sources and other processes (`run/control.py`)."""
         if request["do"] == "plan":
             if self._lanes is not None:
                 self._lanes.plan(request)
@@ -130,11 +130,10 @@ class Driver:
         raise ValueError(request["do"])
 
     def capture_status(self) -> dict[str, Any]:
-        """The capture's last status."""
         return self._link.last_status() if self._link is not None else {}
 
     def status(self) -> dict[str, Any]:
-        """What the pipeline does and how far each adapter is: what `pgcdc status` shows."""
+        """What the pipeline does and how far each adapter is, for `pgcdc status`."""
         lanes = self._lanes
         return {
             "pid": os.getpid(),
@@ -157,7 +156,7 @@ class Driver:
     # --- start
 
     def _prepare(self, lock: Lock) -> None:
-        """Everything that can be refused is checked before the first thing is created; what is refused leaves nothing."""
+        """Check everything that can be refused before creating anything; a refusal leaves nothing behind."""
         with self.state.claim(lock, timeout_s=0.2) as taken:
             if not taken:
                 holder = Lock.holder(self.state.run_lock) or {}
@@ -180,7 +179,7 @@ class Driver:
             if self.config.table:
                 from pgcdc.spark.tables import load_table  # with all that typed rows need
 
-                # Refuses a table that cannot be read in this form, before anything is made for it.
+                # Refuse a table that cannot be read in this form before anything is created.
                 load_table(parse_options(self._spark_options()).but(source=self.config.source))
             self._prepared = self._source.prepare(self.state, consumer=MAIN, say=self._say_unless_stopped)
             self._letters.open(self._prepared.identity)
@@ -192,14 +191,14 @@ class Driver:
             raise KeyboardInterrupt
 
     def _make_adapters(self, specs: Sequence[AdapterSpec]) -> list[Adapter]:
-        """Adapters, after a look at their targets: a wrong one must not be found when slot and publication exist."""
+        """Adapters, after checking their targets: a wrong one must show before slot and publication exist."""
         made = []
         for spec in specs:
             sink = self._letters.run(spec, self.state.acks)
             try:
                 sink.check()
             except SinkError as error:
-                if self.state.identity() is None:  # nothing was ever delivered: it is the configuration that is wrong
+                if self.state.identity() is None:  # nothing was ever delivered: the configuration is wrong
                     raise ConfigError(error.message, error.advice) from error
                 if not isinstance(error, SinkUnavailable):
                     raise
@@ -221,7 +220,7 @@ class Driver:
         return write_options(self.config)
 
     def _open_lanes(self) -> None:
-        """Start the capture, and open the sinks where they go on."""
+        """Start the capture, and open the sinks where they resume."""
         assert self._prepared is not None and self._server is not None
         spec = make_spec(self.config.source, self.config, os.getpid())
         self._link = CaptureLink(spec, is_restart=False, say=self._say)
@@ -239,7 +238,7 @@ class Driver:
         self._enter("starting Spark")
         self._say("starting Spark")
         self._owns_spark = check_running(self.config.db)
-        os.environ["PGCDC_WATCH_PID"] = str(os.getpid())  # the workers of Spark inherit it: the capture ends with us
+        os.environ["PGCDC_WATCH_PID"] = str(os.getpid())  # Spark's workers inherit it: the capture ends with us
         log_file = self.state.path / "spark.log"
         self._spark = start_session(self.config.db, master=self.config.spark_master, log_file=log_file)
 
@@ -252,7 +251,7 @@ class Driver:
     # --- the stream
 
     def _stream(self) -> None:
-        """Follow the lanes: pass on what Spark commits, until they end or we are told to stop."""
+        """Follow the lanes and acknowledge what Spark commits, until they end or we stop."""
         assert self._spark is not None and self._lanes is not None and self._prepared is not None
         self._enter("starting the query")
         self._lanes.start(self._spark)
@@ -281,11 +280,11 @@ class Driver:
                 raise
 
     def reload(self, transforms: Sequence[Any], adapters: Own = MappingProxyType({})) -> None:
-        """Other transforms for all, and for adapters by name their own ones and their routes; the others keep theirs. They
-        hold from a batch boundary on, all of one adapter at once. ConfigError: nothing has changed."""
+        """Replace the transforms of all, and by name the adapters' own transforms and routes; the others keep theirs. Each
+        adapter switches at a batch boundary, at once. ConfigError: nothing has changed."""
         transforms = as_many(transforms)
 
-        def change() -> None:  # all at once: no adapter comes or goes meanwhile
+        def change() -> None:  # all at once: no adapter joins or leaves meanwhile
             chains = self._chains.having(change_specs(self._chains.specs, adapters), transforms)
             chains.check(self._spark)
             self._tables.tell_missing(chains.all)
@@ -301,7 +300,7 @@ class Driver:
         return self._lanes
 
     def _give_up_after(self, timeout_s: float) -> threading.Timer:
-        """A sink that blocks (a pipe that nobody reads) must not keep a command from ending: the batch comes again."""
+        """A blocked sink (a pipe that nobody reads) must not keep a command from ending: its batch is repeated later."""
 
         def end() -> None:
             if self.on_stuck is not None:
@@ -316,7 +315,7 @@ class Driver:
     # --- confirm, end
 
     def _finish(self) -> None:
-        """The last ack is confirmed before we go, and the server has seen it."""
+        """Confirm the last ack, and wait until the server has it."""
         assert self._link is not None and self._lanes is not None
         self._lanes.acknowledge()
         lsn = self._link.confirm()
@@ -336,7 +335,7 @@ class Driver:
             self._say(describe_stop(status, later))
 
     def _close(self) -> None:
-        if self._lanes is not None:  # first: a query that goes on would start the capture again
+        if self._lanes is not None:  # first: a query that still runs would restart the capture
             self._lanes.close(end_queries=not self._owns_spark)
         if self._link is not None:
             self._link.stop()
@@ -361,7 +360,7 @@ class Driver:
 
 
 def warm_up(spark: SparkSession, program: Program) -> None:
-    """Run a few micro-batches over a made-up spool, as a lane with this program would: the first real one is fast then."""
+    """Run a few micro-batches over a made-up spool with this program, so that the first real one is fast."""
     with tempfile.TemporaryDirectory(prefix="pgcdc-warm-") as folder:
         _write_spool(Path(folder) / "spool")
         reader = spark.readStream.format("pgcdc").schema(program.source_schema()).options(**program.source_options())

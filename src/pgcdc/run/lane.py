@@ -1,5 +1,5 @@
-"""A lane: one streaming query that collects each batch once and hands it to its members, side by side. Its checkpoint is
-Spark's, and a folder `ends` in it: where each batch ended, as its source said."""
+"""A lane: one streaming query that collects each batch once and hands it to its members in parallel. Its checkpoint is
+Spark's plus a folder `ends`: where each batch ended, as its source said."""
 
 from __future__ import annotations
 
@@ -32,20 +32,19 @@ if TYPE_CHECKING:
 
 FATAL_WAIT_S = 1.0  # How long the others may finish their writes when one failed for good
 LARGE_GRACE_S = 5.0
-"""How much longer a large batch is waited for: executors have to be started, and what they write is more at once.
-
-That is for TIMEOUT_EVENTS events; for more it is that much longer."""
+"""Extra patience for a large batch: executors must start, and they write more at once. For TIMEOUT_EVENTS events; it grows
+in proportion."""
 
 
 class LaneStopped(Exception):
-    """Refuses a batch that came after the lane was told to stop."""
+    """Refuses a batch that came after the lane was stopped."""
 
 
 class Lane:
-    """One query and its members. `committed` tells what Spark has committed and what is durable at every member."""
+    """One query and its members. `committed` says what Spark has committed and every member has made durable."""
 
     def __init__(self, name: str, checkpoint: Path, initial: Position, members: Callable[[], list[Member]]) -> None:
-        """`initial`: where the capture says that its consumer began. `members` is asked at the beginning of each batch."""
+        """`initial`: where the capture says that its consumer began. `members` is called at the start of each batch."""
         self.name = name
         self.members = members
         self.query: StreamingQuery | None = None
@@ -53,26 +52,26 @@ class Lane:
         self.error: BaseException | None = None  # What a batch failed with, if one did
         self.events = 0
         self.boundary = threading.Lock()
-        """Held while a batch runs: who holds it is between two batches, and may move members."""
+        """Held while a batch runs: its holder is between two batches, and may move members."""
         self.moved = threading.Event()  # Set when a batch has ended, however
         self.on_begin: Callable[[Position], None] = lambda start: None
-        """Called with the start of each batch, before its members are asked for."""
+        """Called with the start of each batch, before `members`."""
         self.on_leave: Callable[[Member, Position, BaseException | None], None] | None = None
-        """Gives a member a lane of its own, durably; None: nobody leaves this lane."""
+        """Gives a member its own lane, durably; None: nobody leaves this lane."""
         self.on_batch: Callable[[Batch], None] | None = None
-        """Called with what the first chain has of each batch that was collected, after the members have it."""
+        """Called with the first chain's events of each collected batch, after the members have it."""
         self.large: Callable[..., LargeBatch] | None = None
-        """Set before the start: then executors write large batches to the sinks that can."""
+        """Set before the start: executors then write large batches to the sinks that can."""
         self.planned: tuple[Position, Position, int] | None = None
-        """Of the next batch, as its source says: where it begins and ends, and about how many events it has."""
+        """The next batch, as its source announced: start, end, and approximate number of events."""
         self.is_stopping = False  # The batch that runs is the last one
         self.is_abandoned = False
-        """It gets no batch: its member is elsewhere, and it waits to be stopped. Set by who holds the boundary."""
+        """It gets no batch: its member moved away, and it waits to be stopped. Set by the holder of the boundary."""
         self.checkpoint = Checkpoint(checkpoint, initial)
         self._last_batch = self.checkpoint.last_batch  # by an earlier run, maybe not yet confirmed
         self._acked_batch = -1
         self.next_start = self.place
-        """Where the next batch begins, or an earlier place of one that comes again and that every member has."""
+        """Where the next batch begins; or an earlier start of a repeated batch that every member has."""
         self.last_start = self.next_start  # Where the last batch began
 
     def start(self, spark: SparkSession, options: dict[str, str], program: Program, *, once: bool = False) -> None:
@@ -96,11 +95,11 @@ class Lane:
 
     @property
     def place(self) -> Position:
-        """Where the query goes on: behind what Spark has committed."""
+        """Where the query resumes: behind what Spark has committed."""
         return self.checkpoint.place
 
     def committed(self, send: Callable[[Position], object] = lambda position: None) -> Position | None:
-        """The end of the last batch that Spark has committed, made durable and then sent; None if it was sent before."""
+        """The end of the last batch that Spark has committed, made durable, then sent; None if it was sent before."""
         batch = self._last_batch
         while batch > self._acked_batch and not self.checkpoint.has_committed(batch):
             batch -= 1
@@ -113,7 +112,7 @@ class Lane:
         return position
 
     def await_boundary(self, timeout_s: float) -> bool:
-        """When it is stopping: wait until the last batch is committed; False if it does not end in time."""
+        """While stopping: wait until the last batch is committed; False on timeout."""
         query, deadline = self.query, time.monotonic() + timeout_s
         while query is not None and query.isActive:
             is_free = not self.boundary.locked()  # before the number is read: no other batch begins
@@ -176,7 +175,7 @@ class Lane:
         self._last_batch, self.next_start = batch_id, end
 
     def _take_planned(self, batch_id: int) -> tuple[Position, Position, int]:
-        """What the source said of this batch. It begins where the one before it ended."""
+        """The source's announcement of this batch, which begins where the previous one ended."""
         planned, self.planned = self.planned, None
         expected = self.checkpoint.end_of(batch_id - 1)
         if planned is None or planned[0] != expected:
@@ -190,7 +189,7 @@ class Lane:
     def _submit_large(
         self, frame: DataFrame, start: Position, end: Position, events: int, members: list[Member]
     ) -> dict[str, WriteFuture]:
-        """Have executors write a large batch to these sinks. A write may outlast the batch, if its sink leaves."""
+        """Have executors write a large batch to these sinks. A write may outlast the batch if its sink leaves."""
         assert self.program is not None and self.large is not None
         explain = partial(self.program.explain, frame)
         futures: dict[str, WriteFuture] = {}
@@ -212,8 +211,8 @@ class Lane:
         members: list[Member],
         submit: Callable[[Member], WriteFuture],
     ) -> None:
-        """Wait for the writes of a batch. Who does not manage to leaves, if another member has it. `submit` is for a sink
-        that cannot take this batch in parts: it gets it like the others."""
+        """Wait for the writes of a batch. A sink that is too slow leaves, if another member has the batch. `submit` writes
+        the batch whole, for a sink that cannot take it in parts."""
         began = time.monotonic()
         by_name = {one.name: one for one in members}
         while True:
@@ -250,7 +249,7 @@ def _look_at(member: Member, future: WriteFuture | None, began: float) -> Write:
 
 
 def _name_adapter(name: str, error: BaseException | None) -> BaseException:
-    """What an adapter raised that is not one of our errors: Spark would report only that its callback failed."""
+    """Wraps an adapter's unexpected error: Spark would report only that its callback failed."""
     assert error is not None
     if isinstance(error, (PgcdcError, NotAMember)) or not isinstance(error, Exception):
         return error
@@ -287,12 +286,11 @@ class Checkpoint:
 
     @property
     def last_batch(self) -> int:
-        """The last one that Spark has committed; -1: none."""
+        """The last batch that Spark has committed; -1: none."""
         return max(_numbers(self.folder / "commits"), default=-1)
 
     @property
     def place(self) -> Position:
-        """Where the query goes on: behind what Spark has committed."""
         return self.end_of(self.last_batch)
 
     def end_of(self, batch: int) -> Position:
@@ -309,17 +307,16 @@ class Checkpoint:
             ) from error
 
     def has_committed(self, batch: int) -> bool:
-        """Whether Spark has committed a batch."""
         return (self.folder / "commits" / str(batch)).exists()
 
     def note(self, batch: int, end: Position) -> None:
-        """Durable after `sync`. A batch that comes again may have another end: the last one counts."""
+        """Durable after `sync`. A repeated batch may have another end: the last one counts."""
         with explain_writing(self._ends):
             (self._ends / str(batch)).write_text(f"{end}\n")
             (self._ends / str(batch - KEPT_ENDS)).unlink(missing_ok=True)
 
     def sync(self, first: int, last: int) -> None:
-        """These batches, ours and Spark's files of them, are durable when this returns."""
+        """Make our and Spark's files of these batches durable."""
         for folder in ("ends", "offsets", "commits"):
             for number in range(first, last + 1):
                 with contextlib.suppress(FileNotFoundError):
@@ -327,7 +324,7 @@ class Checkpoint:
             fsync(self.folder / folder)
 
     def _take_back(self) -> None:
-        """After a crash of the machine Spark's log may be ahead of ours. Nobody has acknowledged that: it comes again."""
+        """After a crash of the machine Spark's log may be ahead of ours. Nobody acknowledged those batches: repeat them."""
         last = known = self.last_batch
         while known >= 0 and last - known <= MAX_TAKEN_BACK:
             try:

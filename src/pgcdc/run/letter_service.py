@@ -1,6 +1,6 @@
-"""The dead letters of a pipeline: its store, who is told of them, and replays, by the run that goes on or without one. A
-command asks for a replay at the run's socket, by an id of its own, until it hears of the end: an answer that got lost is
-asked for again. Letters are delivered by the adapter's own thread, batch by batch, between those of the stream."""
+"""The dead letters of a pipeline: its store, notices, and replays, by the running pipeline or without one. A command asks
+for a replay at the run's socket, by its own id, until it gets the outcome: a lost answer is asked for again. The adapter's
+own thread delivers letters, batch by batch, between those of the stream."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 TELL_S = 10.0
-KEPT_REPLAYS = 100  # Of so many replays that have ended, the run knows how: a command may not have heard it yet
+KEPT_REPLAYS = 100  # The run remembers the outcome of this many replays: a command may not have read it yet
 
 
 # --- the store
 
 
 def make_store(config: PipelineSettings, say: Callable[[str], None] = lambda text: None) -> DeadLetters:
-    """The store that a configuration means; nothing is touched yet."""
+    """The configured store; nothing is touched yet."""
     if config.dlq == "none":
         return Dropped(say)
     if config.dlq == "pg_table":
@@ -64,12 +64,12 @@ def make_store(config: PipelineSettings, say: Callable[[str], None] = lambda tex
 
 
 def name_pipeline(identity: Identity) -> str:
-    """Under which name the letters of a pipeline stand in a store that others may use, too."""
+    """The pipeline's name in a store that others may share."""
     return f"{identity.system}/{identity.stream}"
 
 
 def check_not_captured(config: PipelineSettings) -> None:
-    """Raise ConfigError if a publication of the user has the table of dead letters: each one would be an event, too."""
+    """Raise ConfigError if a user's publication has the table of dead letters: each letter would be an event, too."""
     if config.dlq != "pg_table" or not config.uses_existing:
         return
     ours, source = parse_url(config.dlq_db or config.db), parse_url(config.db)
@@ -94,23 +94,23 @@ def check_not_captured(config: PipelineSettings) -> None:
 
 
 class LetterService:
-    """What a pipeline has to do with dead letters, apart from delivery itself."""
+    """A pipeline's dead letters, apart from delivery itself."""
 
     def __init__(
         self, config: PipelineSettings, state: StateDir, say: Callable[[str], None], store: DeadLetters | None
     ) -> None:
-        """`store` is one that was given in Python, instead of what the configuration says."""
+        """`store` was given in Python, instead of the configured one."""
         self._config = config
         self._state = state
         self._say = say
         self._is_given = store is not None
         self.store = make_store(config, say) if store is None else store
-        self._replays: dict[str, dict[str, Any]] = {}  # By their ids: how they ended; nothing while they go on
+        self._replays: dict[str, dict[str, Any]] = {}  # Outcomes by id; empty while they run
         self._is_closed = threading.Event()
         self._replaying = threading.Lock()
 
     def check(self) -> None:
-        """Before anything is made. ConfigError, if the pipeline is new, or another one: letters could not be kept."""
+        """Before anything is created. ConfigError if the pipeline is new or another one, and letters could not be kept."""
         try:
             if not self._is_given:
                 check_not_captured(self._config)
@@ -121,18 +121,18 @@ class LetterService:
             raise
 
     def open(self, identity: Identity) -> None:
-        """Make what is needed, when it is known whose letters they are."""
+        """Create what is needed, once the owner of the letters is known."""
         self.store.pipeline = name_pipeline(identity)
         self.store.open()
         if not self._is_given:
             check_not_captured(self._config)
 
     def run(self, spec: AdapterSpec, acks: Path) -> Runner:
-        """The sink of an adapter, with its refused events in the store."""
+        """An adapter's sink that puts refused events into the store."""
         return Runner(make_sink(spec), acks, spec.name, spec.delivery, _Telling(self._say), self.store)
 
     def status(self) -> dict[str, Any]:
-        """For `pgcdc dlq`, which has to find the letters. Without secrets."""
+        """For `pgcdc dlq`, to find the letters. Without secrets."""
         if self._is_given:
             return {}
         config = self._config
@@ -141,14 +141,14 @@ class LetterService:
         return {"dlq": config.dlq, "dlq_file": file, "dlq_table": config.dlq_table, "dlq_elsewhere": elsewhere}
 
     def close(self) -> None:
-        """Nobody waits from now on."""
+        """Release all waiters."""
         self._is_closed.set()
         self.store.close()
 
     # --- replays
 
     def replay(self, lanes: Lanes, query: Query) -> Tally:
-        """Deliver letters again, by the threads of their adapters. From any thread but these."""
+        """Deliver letters again, on their adapters' threads. Call it from any other thread."""
         store = self.store
         if not isinstance(store, ReadableDeadLetters):
             raise ConfigError("these dead letters cannot be read again", "Use --dlq file or --dlq pg_table from now on")
@@ -165,11 +165,11 @@ class LetterService:
             error = future.exception()
             return Tally(error=str(error)) if error else done[0]
 
-        with self._replaying:  # one after the other: the next one must not find what this one delivers
+        with self._replaying:  # one at a time: the next one must not find what this one delivers
             return deliver_all(store, query, deliver)
 
     def answer(self, lanes: Lanes | None, request: dict[str, Any]) -> dict[str, Any]:
-        """How the replay `id` has ended; as long as it cannot be said, nothing. One that is not known yet begins."""
+        """The outcome of the replay `id`, or None while it runs. An unknown id starts one."""
         name = request["id"]
         if name not in self._replays and lanes is not None:
             for old in [one for one, end in self._replays.items() if end][:-KEPT_REPLAYS]:
@@ -189,7 +189,7 @@ class LetterService:
 
 
 class _Telling(DeliveryHooks):
-    """Says that events are refused: the first one at once, then how many in a while."""
+    """Reports refused events: the first at once, then a count per interval."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -211,7 +211,7 @@ class _Telling(DeliveryHooks):
 
 
 def ask_run(state: StateDir, query: Query) -> Tally:
-    """Have the run that owns a state directory deliver letters again, and wait for it. StateError: it has ended."""
+    """Have the running pipeline deliver letters again, and wait. StateError: it has ended."""
     request = {"do": "replay", "id": str(uuid.uuid4()), "query": QUERY.dump_python(query, mode="json")}
     while Lock.holder(state.run_lock) is not None:
         found = ask(state.run_lock, request)
@@ -227,8 +227,8 @@ def ask_run(state: StateDir, query: Query) -> Tally:
 
 
 class Destination:
-    """Where the letters of an adapter go. `is_other`: somewhere else than what the adapter has delivered to. `transforms`
-    are those that the adapter's events went through."""
+    """Where an adapter's letters go. `is_other`: not the adapter's own target. `transforms`: what its events went
+    through."""
 
     def __init__(self, spec: AdapterSpec, transforms: Sequence[Any] = (), *, is_other: bool) -> None:
         self.spec = spec
@@ -238,7 +238,7 @@ class Destination:
 
 @contextlib.contextmanager
 def open_destination(state: StateDir, destination: Destination) -> Iterator[Runner]:
-    """The adapter, open. Its own target belongs to a run: the lock of the state directory is held meanwhile."""
+    """The adapter, open. Its own target belongs to a run, so the state directory's lock is held meanwhile."""
     with contextlib.ExitStack() as stack:
         spec = destination.spec
         if destination.is_other:
@@ -268,7 +268,7 @@ def open_destination(state: StateDir, destination: Destination) -> Iterator[Runn
 
 @contextlib.contextmanager
 def _copy_of_state(state: StateDir) -> Iterator[Path]:
-    """The folder of acks in a state directory that has what sinks want to know, and that nobody needs afterwards."""
+    """A throw-away copy of the state directory with what sinks need to know."""
     with tempfile.TemporaryDirectory(prefix="pgcdc-replay-") as folder:
         copy = StateDir(Path(folder))
         copy.acks.mkdir()

@@ -1,4 +1,4 @@
-"""An adapter as lanes see it: one sink, with one thread that writes to it, whichever lane it is in."""
+"""An adapter as lanes see it: one sink with one writing thread, whichever lane it is in."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from pgcdc.transform.specs import Chain, column_chain
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What a pipeline has to know of one adapter."""
-
     name: str
     sink: Runner
     chain: Chain = field(default_factory=Chain)
@@ -31,23 +29,23 @@ class Adapter:
 
 
 class NotAMember(Exception):
-    """Refuses a write for a lane that the adapter has left meanwhile."""
+    """Refuses a write for a lane that the adapter has left."""
 
 
 class WriteFuture(Future[bool]):
-    """One write; `ended` is when it was over, by the monotonic clock. False: the sink wants the batch in another way."""
+    """One write; `ended` is its end by the monotonic clock. False: the sink wants the batch whole."""
 
     ended = 0.0
     grace_s = 0.0  # How much longer than usual the others wait for it
 
 
 def may_pass(error: BaseException | None) -> bool:
-    """Whether a sink that failed so is worth another try, while the others go on."""
+    """Whether a failed sink is worth another try while the others continue."""
     return isinstance(error, PgcdcError) and error.policy is Policy.RETRY
 
 
 def left_out(name: str, ack: Position, start: Position) -> GapError:
-    """An adapter that has been away for too long."""
+    """The error of an adapter that was away too long."""
     return GapError(
         f"adapter {name} stands at {ack}, but the others were served up to {start} without it",
         f"What came between can no longer be delivered. To let it begin at {start}, delete its ack in "
@@ -56,7 +54,7 @@ def left_out(name: str, ack: Position, start: Position) -> GapError:
 
 
 class Member:
-    """One sink and the only thread that ever writes to it. The thread does not keep the process from ending."""
+    """One sink and the only thread that ever writes to it, a daemon thread."""
 
     def __init__(self, adapter: Adapter, membership: Membership) -> None:
         self.adapter = adapter
@@ -66,7 +64,7 @@ class Member:
         self.sink.chain = lambda: column_chain(self.chain)  # a reload changes it
         self.is_open = False
         self.last_error: BaseException | None = None
-        self.away_s = 0.0  # How long it stays away from main: longer each time that it leaves soon again
+        self.away_s = 0.0  # How long it stays out of main: longer each time it leaves again soon
         self.rejoin_at = 0.0
         self.rejoined_at = -math.inf
         self.hold_at = 0.0  # From when on main may be held for it
@@ -79,17 +77,17 @@ class Member:
 
     @property
     def reached(self) -> Position:
-        """Up to where it needs nothing."""
+        """Everything up to here is settled for it."""
         return self._membership.reached(self.name, self.sink.ack)
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is written or waits to be, also a write that nobody waits for since its time was over."""
+        """Whether a write runs or waits, including an abandoned one."""
         with self._lock:
             return self._left > 0 or self.sink.attempts.is_busy
 
     def open(self, start: Position) -> None:
-        """Open the sink where its lane goes on. One that was left out of earlier runs would miss what came between."""
+        """Open the sink where its lane resumes. A sink that skipped earlier runs would have a gap."""
         if not self.is_open:
             self.sink.open(start)
             self.is_open, self.last_error = True, None
@@ -98,12 +96,10 @@ class Member:
 
     @property
     def takes_parts(self) -> bool:
-        """Whether executors may write to it: it can, and no rate limit wants its events one after the other."""
+        """Whether executors may write to it: it can, and no rate limit needs its events in sequence."""
         return self.sink.sink.takes_executors and not self.sink.options.rate_limit
 
     def submit(self, lane: str, batch: Batch) -> WriteFuture:
-        """Write a batch, after everything that was submitted before."""
-
         def write() -> bool:
             rest, dead = batch.after(self.reached), self.sink.dead_letters
             self.sink.write(rest)
@@ -113,7 +109,7 @@ class Member:
         return self._submit(lane, lambda: batch.end <= self.reached or write())
 
     def submit_large(self, lane: str, batch: LargeBatch) -> WriteFuture:
-        """Have executors write a large batch, after everything that was submitted before."""
+        """Have executors write a large batch, after everything submitted before."""
 
         def write() -> bool:
             is_written = batch.write(self.sink, self.reached)
@@ -123,7 +119,7 @@ class Member:
         return self._submit(lane, lambda: batch.end <= self.reached or write())
 
     def submit_other(self, do: Callable[[], object]) -> WriteFuture:
-        """Do something else with the sink, between two batches. What that raises is no failure of the adapter."""
+        """Run something else with the sink between two batches. Its errors are not failures of the adapter."""
         return self._submit(None, lambda: bool(do()) or True)
 
     def _submit(self, lane: str | None, write: Callable[[], bool]) -> WriteFuture:
@@ -138,7 +134,7 @@ class Member:
         return future
 
     def close(self) -> None:
-        """End the thread and close the sink; one that is still being written to is left to itself."""
+        """End the thread and close the sink; a sink still being written to is abandoned."""
         with self._lock:
             self._is_closed = True
             self._tasks.put(None)

@@ -52,7 +52,6 @@ class Pipeline(Driver):
 
     @property
     def phase(self) -> str:
-        """What the pipeline is doing, in a few words."""
         return self._phase
 
     @property

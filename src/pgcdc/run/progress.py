@@ -24,7 +24,7 @@ TABLES_INTERVAL_S = 10.0
 
 
 class Every:
-    """Says yes when it is asked, at most once in an interval; the first time `first_s` from now."""
+    """True at most once per interval; the first time after `first_s`."""
 
     def __init__(self, interval_s: float, first_s: float = 0.0) -> None:
         self._interval_s = interval_s
@@ -39,17 +39,17 @@ class Every:
 
 
 class SnapshotWatch:
-    """Looks at the capture's status once a second, and says how far snapshots are: the initial one, and those asked for."""
+    """Reads the capture's status once a second, and reports the progress of initial and requested snapshots."""
 
     def __init__(self, say: Callable[[str], None], *, is_all: bool) -> None:
-        """`is_all`: the rows of the initial one are all that is wanted (`initial_only`)."""
+        """`is_all`: only the rows of the initial snapshot are wanted (`initial_only`)."""
         self._say = say
         self._is_all = is_all
         self._began = time.time()
         self._is_due = Every(INTERVAL_S)
         self._seen = ""
         self._settled: Position | None = None
-        """Where the last of the rows stands, also of those that were read beside the stream, which goes on behind it."""
+        """Where the last row is, including rows read beside the stream, which continues behind it."""
         self._warned: str | None = None
         self._told: set[str] = set()
         self.show: Callable[[dict[str, Any]], None] | None = None
@@ -58,12 +58,12 @@ class SnapshotWatch:
     def follow(
         self, read_status: Callable[[], dict[str, Any]], lanes: Lanes | None = None, *, at_once: bool = False
     ) -> bool:
-        """Look, if it is time to (or `at_once`), with `lanes` also at the initial snapshot. True: all is delivered."""
+        """Check if it is due (or `at_once`); with `lanes` also the initial snapshot. True: everything is delivered."""
         if not (at_once or self._is_due()):
             return False
         status = read_status()
         self._tell_requests(status.get("snapshots", []))
-        # Without that word the capture has not said anything yet.
+        # Without this key the capture has not reported yet.
         if lanes is None or "initial_snapshot" not in status or (self._seen == "complete" and not self._is_all):
             return False
         initial: dict[str, Any] = status["initial_snapshot"] or {"status": "complete", "end": None}
@@ -86,7 +86,7 @@ class SnapshotWatch:
             self._say(warning)
 
     def _tell_requests(self, requests: Sequence[dict[str, Any]]) -> None:
-        """One line for each that failed or is complete. What ended before us was told by the run that it ended in."""
+        """One line for each that failed or completed. An earlier run reported what ended before us."""
         for one in requests:
             if one["status"] in ("done", "failed") and one["id"] not in self._told and one["finished"] >= self._began:
                 self._told.add(one["id"])
@@ -101,7 +101,7 @@ def _describe_end(one: dict[str, Any]) -> str:
 
 
 class TableWatch:
-    """Says what is new; everything is looked at in the pipeline's thread."""
+    """Reports changes of tables; runs in the pipeline's thread."""
 
     def __init__(self, source: Source, state: StateDir, say: Callable[[str], None]) -> None:
         self._source = source
@@ -112,7 +112,7 @@ class TableWatch:
         self._is_due = Every(TABLES_INTERVAL_S, TABLES_INTERVAL_S)
 
     def begin(self, prepared: Prepared, chains: Sequence[Chain]) -> None:
-        """Say what the preparation has changed. What an earlier run has told of shapes is not told again."""
+        """Report what the preparation changed. Shapes that an earlier run reported are not repeated."""
         for note in prepared.notes:
             self._say(note)
         self.tell_missing(chains)
@@ -120,7 +120,7 @@ class TableWatch:
         self._shapes.refresh()
 
     def follow(self) -> None:
-        """Capture tables that were created meanwhile, where all are wanted, and say so."""
+        """Capture newly created tables, where all are wanted, and say so."""
         if not self._is_due():
             return
         try:
@@ -135,7 +135,7 @@ class TableWatch:
             self._known = tables
 
     def tell_changes(self, chains: Sequence[Chain]) -> None:
-        """Tables that were altered; and what transforms no longer find: a column that was renamed is not masked."""
+        """Altered tables; and what transforms no longer find: a renamed column is not masked."""
         changes = self._shapes.refresh()
         for change in changes:
             for line in describe_change(change):
@@ -144,7 +144,8 @@ class TableWatch:
             self.tell_missing(chains)
 
     def tell_missing(self, chains: Sequence[Chain]) -> None:
-        """Columns that no table has are no error: the table may come later. But a mask that hides nothing has to be told."""
+        """A column that no table has is no error: the table may come later. But a mask that hides nothing must be
+        reported."""
         identity = self._state.identity()
         if identity is None or not any(chain.transforms for chain in chains):
             return
@@ -154,7 +155,7 @@ class TableWatch:
 
 
 def describe_stop(status: dict[str, Any], confirmed: str) -> str:
-    """The last line of a run: what is delivered, and which snapshots are not at their end."""
+    """The last line of a run: what was delivered, and which snapshots are incomplete."""
     initial = status.get("initial_snapshot")
     if initial and initial["status"] != "complete":
         text = "stopped in the initial snapshot"

@@ -1,4 +1,4 @@
-"""The query of one lane: started, watched, started again when it fails, and acknowledged when Spark has committed."""
+"""The query of one lane: started, watched, restarted after failures, and acknowledged when Spark has committed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from pgcdc.run.supervisor import Lanes
 
 QUERY_STOP_S = 3.0
-RECOVERED_S = 10.0  # A query that has run for so long and has nothing to do is over what it failed with
+RECOVERED_S = 10.0  # A query that has run this long without trouble has recovered
 MAX_QUERY_FAILURES = 5
 
 
 class QueryWatch:
-    """Watches one lane. `look` raises what has to end the run."""
+    """Watches one lane. `look` raises what must end the run."""
 
     def __init__(self, lane: Lane, lanes: Lanes) -> None:
         self.lane = lane
@@ -34,10 +34,9 @@ class QueryWatch:
         self._is_main = lane.name == MAIN
         self._began = 0.0
         self._schema_place: Position | None = None
-        """Where the typed query was last started again for other columns: once for each place."""
+        """Where the typed query last restarted for other columns: once per place."""
 
     def start(self) -> None:
-        """Start the query from its checkpoint."""
         lanes, lane = self._lanes, self.lane
         assert lanes.spark is not None
         self.is_done, self._began = False, time.monotonic()
@@ -50,7 +49,7 @@ class QueryWatch:
             raise self._explain(error) from error
 
     def look(self) -> None:
-        """Start a query that is not there, and find out why one has ended."""
+        """Start a missing query, and find out why one has ended."""
         lane = self.lane
         if lane.query is None:
             if not self.is_done and time.monotonic() >= self.retry_at:
@@ -71,7 +70,7 @@ class QueryWatch:
             self.recover(self._explain(error))
 
     def fail(self, error: Exception) -> None:
-        """Something failed beside the query: end it, and start it again if that may help."""
+        """Something failed beside the query: stop it, and restart it if that may help."""
         explained = self._explain(error)
         if self.lane.query is not None:
             stop_within(QUERY_STOP_S, self.lane.query)
@@ -79,7 +78,7 @@ class QueryWatch:
         self.recover(explained)
 
     def recover(self, error: PgcdcError) -> None:
-        """A query that failed for a reason that may pass starts again from its checkpoint; anything else ends the run."""
+        """Restart a query from its checkpoint if its failure may pass; anything else ends the run."""
         if self._follow_schema(error):
             return
         is_lasting = self.failures >= MAX_QUERY_FAILURES and not isinstance(error, SinkUnavailable)
@@ -97,7 +96,7 @@ class QueryWatch:
             self._lanes.say(f"{error.message}; starting the {what} again in {delay_s:.1f} s")
 
     def acknowledge(self) -> None:
-        """What Spark has committed is durable at every member: the capture may confirm it."""
+        """Every member has made durable what Spark committed: the capture may confirm it."""
         if self._is_main:
             hit("driver.before_ack")
         link, name = self._lanes.link, self.lane.name
@@ -110,7 +109,7 @@ class QueryWatch:
             hit("driver.after_ack")
 
     def _begin(self) -> None:
-        """Start a query that is not there (yet, or not since it failed)."""
+        """Start a query that was never started or failed."""
         try:
             if not self._is_main:
                 member = next(iter(self.lane.members()), None)
@@ -128,7 +127,7 @@ class QueryWatch:
         self.error = None
 
     def _follow_schema(self, error: PgcdcError) -> bool:
-        """A typed query that met other columns starts again there, with these; True if it may."""
+        """A typed query that met other columns restarts there, with these; True if it may."""
         from pgcdc.event.typed import LOAD_AGAIN
 
         if not isinstance(error, SchemaChanged) or self._schema_place == self.lane.place:

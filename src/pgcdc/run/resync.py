@@ -1,10 +1,10 @@
-"""`pgcdc resync`: sinks whose slot is lost are brought back to the source, in the same files.
+"""`pgcdc resync`: brings sinks whose slot is lost back in line with the source, in the same files.
 
-keys that the sinks have → note → the old slot and its state are thrown away → new slot, with the rows that are there
-→ acks, TRUNCATEs, requests for rows that vanished → note removed
+keys that the sinks have → note → drop the old slot and its state → new slot, with the existing rows → acks, TRUNCATEs,
+requests for rows that vanished → note removed
 
-Nothing is thrown away before the keys are durable. From then on the note says what to do, every step can be done again, and
-nothing but a resync can begin in the state directory: a crash anywhere is finished by running it once more.
+Nothing is dropped before the keys are durable. From then on the note says what to do, every step is repeatable, and only a
+resync can start in the state directory: after a crash anywhere, run it again.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ _TRUNCATE = " (with --truncate, a TRUNCATE comes before the rows)"
 
 @dataclass
 class Resync:
-    """One resync, as the user asks for it. While it is open (a context manager) nobody else can use the state directory."""
+    """One resync. While it is open (a context manager) nobody else can use the state directory."""
 
     url: str
     state_dir: Path
-    read_again: tuple[str, ...] = ()  # Only these tables, through the slot that works
+    read_again: tuple[str, ...] = ()  # Only these tables, through the working slot
     new_slot: bool = False
-    tables: tuple[str, ...] = ()  # Capture these from now on; () for what was captured before
+    tables: tuple[str, ...] = ()  # Capture these from now on; (): as before
     truncate: bool = False
     two_phase: bool = False
     say: Callable[[str], None] = lambda text: None
     note: dict[str, Any] = field(default_factory=dict, init=False)
-    """Of a resync that has thrown things away: there is nothing left to decide."""
+    """Of a resync that has dropped things already: nothing is left to decide."""
 
     def __post_init__(self) -> None:
         self.state = StateDir(self.state_dir)
@@ -93,7 +93,7 @@ class Resync:
         self._locks.close()
 
     def plan(self) -> list[str]:
-        """What is going to happen and what is lost, one line each. Refuses what must not be; changes nothing."""
+        """What will happen and what is lost, one line each. Raises for what must not be; changes nothing."""
         self.note = read_json(self.state.resync_note) or {}
         self.truncate = self.note.get("truncate", self.truncate)
         self.two_phase = self.two_phase or self.note.get("two_phase", False)
@@ -139,26 +139,24 @@ class Resync:
 
     @property
     def _identity(self) -> Identity:
-        """Of the slot that is lost, or given up."""
+        """The lost or abandoned slot's identity."""
         known = Identity(**self.note["identity"]) if self.note else self.state.identity()
         if known is None or (not self.note and known.created == 0):
             raise StateError(f"{self.state.path} has no slot yet", "Give --state-dir, or start: pgcdc listen")
         return known
 
     def _source_options(self) -> PostgresOptions:
-        """What was captured before, through a slot of the same name."""
+        """The previous capture's options, for a slot of the same name."""
         details = SlotDetails.of(self._identity)
         options = PostgresOptions(db=self.url, slot_name=self._identity.stream, two_phase=self.two_phase)
         options = options.but(tables=self.tables) if self.tables else details.as_before(options)
         return options.but(publication=details.names[0], snapshot_mode="initial")
 
     def _published(self) -> list[PublishedTable]:
-        """The captured tables, as they are now."""
         with self._connect() as sql:
             return read_published(sql, SlotDetails.of(self._identity).names)
 
     def _chosen(self) -> list[PublishedTable]:
-        """The tables of --table."""
         published = {(one.relation.namespace, one.relation.name): one for one in self._published()}
         names = list(dict.fromkeys(map(split_table, self.read_again)))
         for name in names:
@@ -178,7 +176,7 @@ class Resync:
         return [Progress(self.state.acks, path.stem) for path in sorted(self.state.acks.glob("*.json"))]
 
     def _files(self) -> list[tuple[WrittenFile, str]]:
-        """What adapters have written to files, and why that cannot be read back; "" if it can."""
+        """The adapters' files, and why each cannot be read back; "" if it can."""
         found: list[tuple[WrittenFile, str]] = []
         for ack in self._acks():
             if "path" in ack.detail:
@@ -193,7 +191,7 @@ class Resync:
         return [sink for sink, reason in self._files() if sink.is_there and not reason]
 
     def _blind(self) -> list[str]:
-        """The adapters whose targets nobody reads back: all but files."""
+        """The adapters whose targets cannot be read back: all but files."""
         return [one.name for one in self._acks() if "path" not in one.detail]
 
     # --- the decision
@@ -227,7 +225,7 @@ class Resync:
                 yield f"the query of consumer {consumer} cannot go on: begin it again, with a new checkpoint and target"
 
     def _look(self) -> tuple[str, str]:
-        """Why this is another server than the one we know, and why the slot cannot be read on; "" if it is not so."""
+        """Why the server is not the known one, and why the slot cannot be resumed; "" if all is well."""
         known, lost, other = self._identity, "", ""
         with self._connect() as sql:
             slot = self._slot = get_slot(sql, known.stream)
@@ -250,7 +248,7 @@ class Resync:
         return other, lost
 
     def _check_selection(self) -> None:
-        """What cannot be captured is refused before anything is thrown away."""
+        """Refuse what cannot be captured before anything is dropped."""
         options = self._source_options()
         if options.tables and not SlotDetails.of(self._identity).selection.names_tables:
             raise ConfigError(f"publication {options.publication} is yours", "Alter it instead of giving --tables")
@@ -296,7 +294,7 @@ class Resync:
     # --- what is done
 
     def _collect(self, tables: Sequence[PublishedTable]) -> list[dict[str, Any]]:
-        """Which keys each sink has, as durable files; what they are."""
+        """Each sink's keys, in durable files."""
         self.say("reading what the sinks have")
         shutil.rmtree(self.state.resync, ignore_errors=True)
         self.state.resync.mkdir()
@@ -326,7 +324,7 @@ class Resync:
             self.say(f"what {sink.path} has of {names} stays as it is: these tables are no longer captured")
 
     def _reset(self) -> None:
-        """Throw away the slot and what belongs to it."""
+        """Drop the slot and its state."""
         name = self._identity.stream
         with self._connect() as sql:
             slot = get_slot(sql, name)
@@ -341,13 +339,13 @@ class Resync:
         fsync_folder(self.state.path)
 
     def _begin(self) -> None:
-        """The slot is new and nobody has read it yet: what its first reader finds."""
+        """Set up the new slot, before its first reader."""
         lsn, tables, keys = int(self.note["lsn"]), self._published(), self.note["keys"]
         start = Position.end(lsn)
         now = {(one.relation.namespace, one.relation.name): list(one.key) for one in tables if one.key}
         known = {tuple(one["table"]): one["key"] for one in keys}
         if not self.truncate and self._readable() and now != known:
-            keys = self._collect(tables)  # publications were changed or dropped before: what they have now counts
+            keys = self._collect(tables)  # publications were changed or dropped before: their current tables count
             self._save(**{**self.note, "keys": keys})
         self._release_truncates(start, [table for table in tables if self.truncate or not table.key])
         hit("resync.truncated")
@@ -363,7 +361,7 @@ class Resync:
         hit("resync.acked")
 
     def _release_truncates(self, start: Position, tables: Sequence[PublishedTable]) -> None:
-        """Tables that a sink cannot be compared with by key are emptied there, before their rows come."""
+        """Tables that cannot be compared by key are emptied at the sink before their rows come."""
         releases, end, done = Releases(self.state.snapshot, start), start, set()
         for release in releases.after(start):  # of a resync that was interrupted here
             end = release.end
@@ -375,7 +373,7 @@ class Resync:
     def _request(
         self, queue: RequestQueue, keys: dict[str, dict[str, Any]], before: Sequence[SnapshotRequest] = ()
     ) -> None:
-        """Ask for the rows that vanished, by ids and the keys that sinks have; their files stand where the requests are."""
+        """Request the rows that vanished, by id and the sinks' keys; the key files are with the requests."""
         requests, folder = list(before), self.state.snapshot_keys
         for name, one in keys.items():
             if one["count"]:
@@ -391,7 +389,7 @@ class Resync:
             queue.add(*requests)
 
     def _read_again(self) -> None:
-        """Requests for some tables of a slot that works: their rows, and those that vanished."""
+        """Requests for some tables of a working slot: their rows, and those that vanished."""
         chosen = self._chosen()
         keys = self._collect(chosen)
         hit("resync.keys")

@@ -28,12 +28,10 @@ from pgcdc.spool.consumers import MAIN, is_side_lane
 __all__ = ["MAIN", "Membership", "Outside", "Place", "Roster", "Verdict", "Write", "WriteState", "judge"]
 
 PATIENCE_S = {"critical": math.inf, "normal": 1.0, "best-effort": 0.2}
-"""How long the others wait for a sink, after all of them have a batch, by its priority."""
+"""How long the others wait for a sink after all of them have a batch, by priority."""
 
 
 class WriteState(Enum):
-    """How the write of one batch to one sink is going."""
-
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
@@ -41,8 +39,6 @@ class WriteState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """The write of one batch to one sink."""
-
     state: WriteState
     priority: str = "normal"
     ended: float = 0.0  # When it was over, by the clock of `judge`
@@ -51,15 +47,15 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a batch: wait so long and look again (0: it is over), and who leaves the lane then."""
+    """What becomes of a batch: how long to wait before looking again (0: it is over), and who leaves the lane."""
 
     wait_s: float = 0.0
     leave: tuple[str, ...] = ()
 
 
 def judge(writes: Mapping[str, Write], now: float) -> Verdict:
-    """Who has to leave a lane, so that those who have the batch can go on. Nobody leaves as long as no other sink has the
-    batch: there would be nobody to go on."""
+    """Who must leave a lane, so that those who have the batch can continue. Nobody leaves before another sink has the
+    batch."""
     done = [one.ended for one in writes.values() if one.state is WriteState.DONE]
     failed = [name for name, one in writes.items() if one.state is WriteState.FAILED]
     running = {name: one for name, one in writes.items() if one.state is WriteState.RUNNING}
@@ -72,24 +68,21 @@ def judge(writes: Mapping[str, Write], now: float) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an adapter is: in which lane, and where that one began (main has a checkpoint for this)."""
+    """An adapter's lane, and where that began (main has a checkpoint for this)."""
 
     lane: str = MAIN
     start: Position | None = None
     floor: Position = Position.at(0, 0)  # noqa: RUF009 - frozen
-    """Everything up to here counts as delivered to it: what was not was skipped in fast mode."""
+    """Everything up to here counts as delivered to it, including what fast mode skipped."""
     dropped: int = 0  # How many events were skipped, ever
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """The content of `lanes.json`."""
-
     places: Mapping[str, Place] = field(default_factory=dict)
-    number: int = 0  # Of the last lane that was made: no two have the same name
+    number: int = 0  # Number of the last lane made: no two have the same name
 
     def to_json(self) -> dict[str, Any]:
-        """The durable form."""
         adapters = {
             name: {**asdict(one), "start": str(one.start) if one.start else None, "floor": str(one.floor)}
             for name, one in self.places.items()
@@ -98,7 +91,7 @@ class Roster:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any] | None) -> Roster:
-        """The roster behind `to_json()`; None: nobody has moved yet. StateError: it is not one."""
+        """Inverse of `to_json()`; None: nobody has moved yet. StateError: invalid."""
         if raw is None:
             return cls()
         try:
@@ -119,7 +112,7 @@ class Roster:
 
 
 class Outside(Protocol):
-    """What a move changes. Everything is durable when it returns; doing a thing twice is harmless."""
+    """What a move changes. Everything is durable when it returns and harmless to repeat."""
 
     def save(self, roster: Roster) -> None:
         """Replace `lanes.json`."""
@@ -132,7 +125,7 @@ class Outside(Protocol):
 
 
 class Membership:
-    """Thread-safe. A method that raises has changed nothing that matters: at most a consumer is left that nobody knows."""
+    """Thread-safe. A method that raises has changed nothing that matters: at most an unknown consumer is left."""
 
     def __init__(self, roster: Roster, outside: Outside) -> None:
         self.roster = roster  # Who is where
@@ -148,17 +141,16 @@ class Membership:
         return adapter in self.roster.places
 
     def members(self, lane: str) -> list[str]:
-        """The adapters of a lane."""
         return [name for name, one in self.roster.places.items() if one.lane == lane]
 
     def reached(self, adapter: str, ack: Position) -> Position:
-        """Up to where an adapter needs nothing: what it has, and what was skipped."""
+        """Up to where an adapter is settled: delivered or skipped."""
         place = self.roster.places.get(adapter)
         return max(ack, place.floor) if place else ack  # one that is being removed has nothing else
 
     def recover(self, adapters: Iterable[str]) -> None:
-        """At the start: these adapters are wanted. Who calls it opens the sinks, and then lets go of what is unknown. In
-        this order, because without its file a lane is unknown: then its sink has a gap, and what it needs is still kept."""
+        """At the start, with the wanted adapters. The caller opens the sinks, then releases unknown consumers. In this
+        order: a lane that lost its file is unknown, its sink has a gap, and what it needs is still kept."""
         with self._lock:
             places = {name: self.roster.places.get(name, Place()) for name in adapters}
             if places != self.roster.places:
@@ -168,7 +160,7 @@ class Membership:
                     self._outside.join(one.lane, one.start)
 
     def begin_write(self, adapter: str, lane: str) -> bool:
-        """Whether a lane may write to an adapter now: one that is in it, and that nobody else writes to."""
+        """Whether a lane may write to an adapter now: it is the adapter's lane, and nobody else writes."""
         with self._lock:
             if adapter not in self.members(lane) or adapter in self._writing:
                 return False
@@ -176,17 +168,16 @@ class Membership:
             return True
 
     def end_write(self, adapter: str) -> None:
-        """What `begin_write` allowed is over."""
         with self._lock:
             self._writing.discard(adapter)
 
     def leave(self, adapter: str, start: Position) -> str:
-        """An adapter gets a lane of its own, from the beginning of the batch that it does not have. The lane's name."""
+        """Give an adapter its own lane, from the start of the batch it does not have. Returns the lane's name."""
         return self._move(adapter, start, self[adapter])
 
     def rejoin(self, adapter: str, ack: Position, next_start: Position) -> bool:
-        """An adapter becomes a member of main again, if main's next batch begins where it is, or before, and nobody
-        writes to it. False: not yet."""
+        """Return an adapter to main, if main's next batch begins at or before its place and nobody writes to it. False: not
+        yet."""
         with self._lock:
             place = self.roster.places.get(adapter)
             if (
@@ -200,7 +191,7 @@ class Membership:
             return True
 
     def skip(self, adapter: str, to: Position, events: int) -> str:
-        """An adapter goes on behind `to`, without `events` events. The name of its new lane."""
+        """An adapter continues behind `to`, without `events` events. Returns its new lane's name."""
         with self._lock:
             before = self[adapter]
             if before.lane == MAIN or adapter in self._writing:
@@ -208,14 +199,13 @@ class Membership:
             return self._move(adapter, to, replace(before, floor=to, dropped=before.dropped + events))
 
     def add(self, adapter: str, start: Position) -> str:
-        """A new adapter, in a lane of its own that begins at `start`. The lane's name."""
+        """A new adapter, in its own lane that begins at `start`. Returns the lane's name."""
         with self._lock:
             if adapter in self:
                 raise ConfigError(f"there is an adapter {adapter!r} already", "Give it another name")
             return self._move(adapter, start, Place())
 
     def remove(self, adapter: str) -> None:
-        """An adapter gets nothing from now on."""
         with self._lock:
             if adapter not in self:
                 known = ", ".join(self.roster.places) or "none"
@@ -224,7 +214,6 @@ class Membership:
             self._save(replace(self.roster, places=places))
 
     def let_go(self, lane: str) -> None:
-        """Forget a lane that nobody is in."""
         with self._lock:
             if is_side_lane(lane) and not self.members(lane):
                 self._outside.forget(lane)
@@ -232,7 +221,7 @@ class Membership:
     def _move(self, adapter: str, start: Position, place: Place) -> str:
         """Into a new lane. Its consumer comes first: from then on nothing behind `start` is lost."""
         with self._lock:
-            # No number twice, also if a step failed: a consumer may be left that begins somewhere else.
+            # Never reuse a number, even after a failed step: a consumer with another start may be left.
             number = self._number = max(self._number, self.roster.number) + 1
             lane = f"{MAIN}~{adapter}~{number}"
             self._outside.join(lane, start)

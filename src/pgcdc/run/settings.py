@@ -41,34 +41,31 @@ class PipelineSettings(
 
     @property
     def adapter_specs(self) -> tuple[AdapterSpec, ...]:
-        """The adapters that it names."""
         return ()
 
     @property
     def global_transforms(self) -> tuple[Any, ...]:
-        """What every event goes through first."""
         return ()
 
     def source_options(self) -> PostgresOptions:
-        """The part that concerns the source; typed rows capture their table, if nothing else is said."""
+        """The source's part; typed rows capture their table by default."""
         options = self.part(PostgresOptions)
         return options.but(tables=(self.table,)) if self.table and not options.has_selection else options
 
     @property
     def source(self) -> SourceOptions:
-        """The settings of the source that the detector names."""
         model = find_options(self.detector)
         return self.source_options() if model is PostgresOptions else self.part(model)
 
 
 def choose_specs(settings: PipelineSettings, given: Any) -> tuple[Any, ...]:
-    """The adapters of a pipeline: those that were made in Python, one or many, or else the configuration's."""
+    """The adapters of a pipeline: those made in Python, one or many, or else the configured ones."""
     specs = settings.adapter_specs if given is None else given if isinstance(given, (list, tuple)) else (given,)
     return tuple(with_source_db(one, settings.db) for one in specs)
 
 
 def view_source(settings: PipelineSettings, state: StateDir, chain: Chain) -> SourceView:
-    """What an adapter may know of a source before anything is made for it. Tables are read when it asks for them."""
+    """What an adapter may know of a source before anything is created. Reads tables on demand."""
 
     def tables() -> set[tuple[str, str]]:
         return {(one.namespace, one.name) for one in make_source(source).tables(state)}

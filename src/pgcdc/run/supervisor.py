@@ -1,6 +1,5 @@
-"""The lanes of a run: their queries are started, watched, started again when they fail, and ended in order. One thread
-watches (`step`). What others ask for while it runs (another adapter, one less, other transforms) is done between two of its
-looks."""
+"""The lanes of a run: their queries are started, watched, restarted after failures, and stopped in order. One thread watches
+(`step`). Requests from others (add or remove an adapter, other transforms) run between two of its looks."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ LIMIT_INTERVAL_S = 1.0
 
 
 class Lanes:
-    """All lanes of a pipeline. `step` raises what has to end the run."""
+    """All lanes of a pipeline. `step` raises what must end the run."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class Lanes:
         self._state = state
         self._moves = Moves(state, link, say)
         self._watches: dict[Lane, QueryWatch] = {}
-        self._looking = threading.RLock()  # Held for each look, and by who asks for something between two of them
+        self._looking = threading.RLock()  # Held for each look, and for each request between two looks
         self._is_closed = threading.Event()
         self._is_limit_due, self._is_consumers_due = Every(LIMIT_INTERVAL_S), Every(CONSUMERS_INTERVAL_S)
         self._move_error: PgcdcError | None = None
@@ -70,7 +69,7 @@ class Lanes:
 
     @property
     def main(self) -> Lane:
-        """The lane of those who keep up."""
+        """The lane of adapters that keep up."""
         return self._moves.main
 
     @property
@@ -80,17 +79,17 @@ class Lanes:
 
     @property
     def position(self) -> Position | None:
-        """What main has acknowledged last."""
+        """Main's last ack."""
         return self.watch(self.main).position
 
     @property
     def last_error(self) -> dict[str, str] | None:
-        """What is wrong now: of main, of another lane, or of the moves between lanes."""
+        """The current error: of main, another lane, or the moves between lanes."""
         errors = [*(one.error for one in list(self._watches.values())), self._move_error]  # main's stands first
         return next((one.to_json() for one in errors if one is not None), None)
 
     def status(self) -> list[dict[str, Any]]:
-        """Of each adapter: its lane, ack, lag in bytes of WAL, what it skipped, what was refused, and the last error."""
+        """For each adapter: lane, ack, lag in bytes of WAL, skipped and refused events, and the last error."""
         capture = self.link.last_status()
         received = parse_lsn(capture["received_lsn"]) if "received_lsn" in capture else 0
         report = []
@@ -117,18 +116,18 @@ class Lanes:
     # --- start
 
     def open(self, adapters: list[Adapter], on_batch: Callable[[Batch], None] | None = None) -> None:
-        """Lanes as they were left, and sinks where they go on. GapError: a sink would miss something."""
+        """Lanes as they were left, and sinks where they resume. GapError: a sink would miss something."""
         self._moves.open(adapters)
         self.main.on_batch = on_batch
 
     def start(self, spark: SparkSession) -> None:
-        """Start the queries. Main's reads when this returns."""
+        """Start the queries. Main's is reading when this returns."""
         self.spark = spark
         self.watch(self.main).start()
         self._await_reading()
 
     def program_of(self, lane: Lane) -> Program:
-        """What a lane reads from now on. Main has the chains of all adapters: each may rejoin without a restart."""
+        """What a lane reads from now on. Main has the chains of all adapters: each can rejoin without a restart."""
         assert self.spark is not None
         shapes = ShapeHistory(self._state.shapes_file)
         lane.large = partial(open_large, self.spark, shapes) if self._is_keyed else None
@@ -139,17 +138,17 @@ class Lanes:
         return self._compile([chain for number, chain in enumerate(chains) if chain not in chains[:number]])
 
     def _compile(self, chains: Sequence[Chain]) -> Program:
-        """Events say which transaction they belong to if the source's options do."""
+        """Events name their transaction if the source's options say so."""
         transaction = any(self.options.get(name) == "true" for name in ("tx_metadata", "tx_markers"))
         return compile_chains(chains or [Chain()], transaction=transaction, keyed=self._is_keyed)
 
     @property
     def _is_keyed(self) -> bool:
-        """Whether executors may write large batches to one of the sinks: then lanes read what they need for that."""
+        """Whether executors may write large batches to one of the sinks; lanes then read what that needs."""
         return "table" not in self.options and any(one.takes_parts for one in self.members())
 
     def _await_reading(self) -> None:
-        """A started query is not a reading one: its source comes up first. Failures are found by `step`."""
+        """A started query does not read yet: its source starts first. `step` finds failures."""
         deadline = time.monotonic() + READING_TIMEOUT_S
         query = self.main.query
         with contextlib.suppress(Exception):
@@ -159,15 +158,15 @@ class Lanes:
                 time.sleep(0.05)
 
     def plan(self, batch: dict[str, Any]) -> None:
-        """The source says where the next batch of a lane begins and ends, and how large it is; from any thread."""
+        """The source announces the next batch of a lane: start, end and size; thread-safe."""
         lane = self._moves.lanes.get(batch["lane"])
-        if lane is not None:  # else it was left meanwhile, and runs no batch
+        if lane is not None:  # else it was abandoned, and runs no batch
             lane.planned = Position.parse(batch["start"]), Position.parse(batch["end"]), batch["events"]
 
     # --- watch
 
     def step(self) -> bool:
-        """One look at everything, after a moment of waiting. True: a run that ends by itself has ended."""
+        """One look at everything, after a short wait. True: a run with an end has ended."""
         self._wait()
         with self._looking:
             return self._look()
@@ -190,13 +189,12 @@ class Lanes:
         return self.config.once and all(self.watch(lane).is_done for lane in self._moves.lanes.values())
 
     def watch(self, lane: Lane) -> QueryWatch:
-        """What is known of a lane's query."""
         if lane not in self._watches:
             self._watches[lane] = QueryWatch(lane, self)
         return self._watches[lane]
 
     def _move(self) -> None:
-        """Bring adapters where they belong, and let go of what they have left."""
+        """Move adapters where they belong, and release what they left."""
         self._moves.open_missing()
         self._moves.rejoin_between()
         if self.config.bus_mode == "fast" and self._is_limit_due():
@@ -217,12 +215,12 @@ class Lanes:
         self._is_closed.wait(POLL_S / 5)
 
     def acknowledge(self) -> None:
-        """What Spark has committed is durable at every member of a lane: the capture may confirm it."""
+        """Every member of a lane has made durable what Spark committed: the capture may confirm it."""
         for lane in list(self._moves.lanes.values()):
             self.watch(lane).acknowledge()
 
     def _end(self, lane: Lane) -> None:
-        """Of a lane that was left: end its query, and forget it."""
+        """Stop the query of an abandoned lane, and forget it."""
         if lane.query is not None:
             stop_within(QUERY_STOP_S, lane.query)
         self._moves.let_go(lane)
@@ -231,20 +229,20 @@ class Lanes:
     # --- while it runs
 
     def add_adapter(self, adapter: Adapter, make: Callable[[], Runner] | None = None) -> None:
-        """Deliver to one more sink, from where main is now. Durable when this returns; ask for it, as for the next two.
-        `make` makes the sink again when nobody writes to it."""
+        """Add a sink, from main's current place. Durable when this returns. Call it through `ask`, like the next two. `make`
+        makes the sink again when nobody writes to it."""
         self._compile([adapter.chain])
         self._moves.add(adapter, make)
         if self.main.program is not None and adapter.chain not in self.main.program.chains:
-            self.main.is_stopping = True  # it is started again, with that chain as well
+            self.main.is_stopping = True  # it restarts, with that chain as well
 
     def remove_adapter(self, name: str) -> None:
-        """Deliver nothing more to a sink; its ack stays. Durable when this returns."""
+        """Stop delivering to a sink; its ack stays. Durable when this returns."""
         self._moves.remove(name, STOP_TIMEOUT_S)
 
     def reload(self, chains: Mapping[str, Chain]) -> None:
-        """Other transforms and routes, for each adapter from a batch boundary on. Main is at its boundary when this returns.
-        A lane of its own changes with its next batch."""
+        """Other transforms and routes, for each adapter from a batch boundary on. Main is at its boundary when this returns;
+        a side lane changes with its next batch."""
         unknown = sorted(set(chains) - set(self._moves.members))
         if unknown:
             raise ConfigError(f"there is no adapter {unknown[0]!r}", "Add it first")
@@ -259,14 +257,14 @@ class Lanes:
                     lane.is_stopping = True
 
     def _restart(self, lane: Lane) -> None:
-        """End a query between two batches; it is started again with the program that its members want then."""
+        """Stop a query between two batches; it restarts with the program that its members then want."""
         lane.is_stopping = True
         if not lane.await_boundary(STOP_TIMEOUT_S):
             lane.is_stopping = False
             raise PgcdcError("the batch that runs does not end in time: nothing is changed", "Try again")
         query = lane.query
         if query is not None and not query.isActive and query.exception() and not isinstance(lane.error, LaneStopped):
-            lane.is_stopping = False  # `QueryWatch.look` finds out why, and whether it may start again
+            lane.is_stopping = False  # `QueryWatch.look` finds out why, and whether it may restart
             raise PgcdcError("the query has just failed: nothing is changed", "Try again when it runs")
         if query is not None:
             stop_within(QUERY_STOP_S, query)
@@ -275,7 +273,7 @@ class Lanes:
         watch.retry_at, watch.is_done = 0.0, False
 
     def ask(self, do: Callable[[], None]) -> None:
-        """Do something between two looks; from any thread. Raises what it raises."""
+        """Run something between two looks; thread-safe. Raises what it raises."""
         with self._looking:
             if self._is_closed.is_set():
                 raise PgcdcError("the pipeline has stopped", "Start it first")
@@ -284,8 +282,8 @@ class Lanes:
     # --- end
 
     def stop(self, on_main_ended: Callable[[], None] = lambda: None) -> None:
-        """End all queries between two batches: those that run are finished and committed first, if they end in time. Main's
-        batch is waited for, while it gets on. Nobody waits for long for a sink that made nobody wait before."""
+        """Stop all queries between two batches: running batches finish and commit first, if they end in time. Main's batch
+        is waited for while it makes progress; a sink in its own lane gets little time."""
         with self._looking:  # what was asked for is done; nothing more is
             self._is_closed.set()
         side_lanes = [lane for lane, _ in self._moves.side_lanes]
@@ -294,7 +292,7 @@ class Lanes:
         for _, member in self._moves.side_lanes:
             member.sink.stop()
         is_ended = self.main.await_boundary(STOP_TIMEOUT_S)
-        if not is_ended:  # a sink that waits for its rate limit, or for another try, need not
+        if not is_ended:  # a sink that waits for its rate limit or a retry need not
             for member in self.main.members():
                 member.sink.stop()
         if self.main.query is not None:
@@ -314,7 +312,7 @@ class Lanes:
             self._end(lane)
 
     def close(self, *, end_queries: bool = False) -> None:
-        """Close the sinks, and let go of who still asks for something. A Spark that stays must not keep the queries."""
+        """Close the sinks and release callers of `ask`. A Spark session that stays must not keep the queries."""
         self._is_closed.set()
         for lane in (*self._moves.lanes.values(), *self._moves.left_over) if end_queries else ():
             lane.is_stopping = True
@@ -324,5 +322,4 @@ class Lanes:
             member.close()
 
     def members(self) -> list[Member]:
-        """The adapters, as lanes see them."""
         return list(self._moves.members.values())

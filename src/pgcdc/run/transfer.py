@@ -1,6 +1,5 @@
-"""Adapters that move from lane to lane: what `roster.py` decides, done with real lanes, files and the capture. Locks are
-taken in one order: the boundary of main, the boundary of another lane, then those inside of the core. The batch of a lane of
-its own never asks for main's."""
+"""Moves adapters between lanes: carries out `roster.py`'s decisions with real lanes, files and the capture. Lock order:
+main's boundary, another lane's boundary, then those inside the core. A side lane's batch never takes main's."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ from pgcdc.spool.consumers import MAIN, is_side_lane
 from pgcdc.spool.reader import SpoolReader, read_slice
 
 HOLD_S = 1.0  # How long a batch of main may wait for an adapter that is about to rejoin
-HOLD_AGAIN_S = 10.0  # How long main is left alone after it has waited for nothing
-STEADY_S = 60.0  # An adapter that was in main for so long has left for a new reason
+HOLD_AGAIN_S = 10.0  # How long main does not wait again after waiting in vain
+STEADY_S = 60.0  # An adapter that was in main this long has left for a new reason
 FIRST_AWAY_S = 5.0
 LONGEST_AWAY_S = 300.0
 
@@ -35,7 +34,7 @@ Say = Callable[[str], None]
 
 
 class Moves:
-    """The lanes and their members. `leave` and `begin_batch` are called by main's batch, the rest by who watches."""
+    """The lanes and their members. Main's batch calls `leave` and `begin_batch`; the watching thread calls the rest."""
 
     def __init__(self, state: StateDir, link: CaptureLink, say: Say) -> None:
         self._state = state
@@ -45,13 +44,12 @@ class Moves:
         self.lanes: dict[str, Lane] = {}
         self.left_over: list[Lane] = []  # To be stopped and forgotten
         self.membership = Membership(Roster.from_json(read_json(state.lanes_file)), self)
-        self._removed: dict[str, Member] = {}  # Those that were at a write when they were removed
+        self._removed: dict[str, Member] = {}  # Adapters that were writing when they were removed
         self._lock = threading.RLock()
 
     # --- what is durable: `lanes.json` and the consumers of the capture
 
     def save(self, roster: Roster) -> None:
-        """Replace `lanes.json`."""
         hit("lanes.before_save")
         write_json_durably(self._state.lanes_file, roster.to_json())
         hit("lanes.saved")
@@ -63,7 +61,6 @@ class Moves:
         hit("lanes.joined")
 
     def forget(self, lane: str) -> None:
-        """The capture keeps nothing more for this lane."""
         hit("lanes.before_forget")
         self._link.forget(lane)
         hit("lanes.forgotten")
@@ -73,20 +70,19 @@ class Moves:
 
     @property
     def main(self) -> Lane:
-        """The lane of those who keep up."""
         return self.lanes[MAIN]
 
     @property
     def side_lanes(self) -> list[tuple[Lane, Member]]:
-        """Lanes of a single adapter, and whose they are."""
+        """Lanes of a single adapter, with that adapter."""
         places = self.membership.roster.places
-        # Asked for by main's batch, too, while another thread removes an adapter: then it has no place.
+        # Also called by main's batch while another thread removes an adapter: then it has no place.
         found = [(places.get(one.name), one) for one in list(self.members.values())]
         lanes = [(self.lanes.get(place.lane), one) for place, one in found if place is not None]
         return [(lane, one) for lane, one in lanes if lane is not None and lane.name != MAIN]
 
     def open(self, adapters: list[Adapter]) -> None:
-        """Lanes as they were left, for these adapters. What a crash in the middle of a move left over is let go of."""
+        """Lanes as they were left, for these adapters. Cleans up after a crash in the middle of a move."""
         consumers = self._link.status()["consumers"]
         self._open_lane(MAIN)
         self.membership.recover([one.name for one in adapters])
@@ -102,7 +98,7 @@ class Moves:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _open_lane(self, name: str) -> Lane:
-        with self._lock:  # main's batch and who watches may both find that it is missing
+        with self._lock:  # main's batch and the watching thread may both miss it
             if name not in self.lanes:
                 initial, _ = self._link.join(name)
                 lane = Lane(name, self._state.checkpoints / name, initial, lambda: self._members_of(name))
@@ -112,7 +108,7 @@ class Moves:
             return self.lanes[name]
 
     def open_missing(self) -> None:
-        """The lanes of all adapters: at the start, and of those that have moved if what came after the move failed."""
+        """Open the lanes of all adapters: at the start, and after a move whose later steps failed."""
         with self._lock:
             for member in list(self.members.values()):
                 self._open_lane(self.membership[member.name].lane)
@@ -123,7 +119,7 @@ class Moves:
     # --- out of main
 
     def leave(self, member: Member, start: Position, error: BaseException | None) -> None:
-        """In a batch of main, which began at `start`: the others have it. Durable when this returns."""
+        """In a batch of main, which began at `start` and which the others have. Durable when this returns."""
         lane = self.membership.leave(member.name, start)
         self._open_lane(lane)
         now = time.monotonic()
@@ -131,18 +127,18 @@ class Moves:
         member.away_s = 0.0 if is_steady else min(LONGEST_AWAY_S, max(FIRST_AWAY_S, 2 * member.away_s))
         member.rejoin_at = now + member.away_s
         counters.add(LANE_MOVES, adapter=member.name, move="leave")
-        error = error or member.sink.attempts.failing  # it is slow because it is tried again and again
+        error = error or member.sink.attempts.failing  # it is slow because it retries
         why = f"failed ({error.message if isinstance(error, PgcdcError) else error})" if error else "is slow"
         self._say(f"adapter {member.name} {why}: moved to its own lane; the other adapters continue")
 
     # --- and back
 
     def begin_batch(self, start: Position) -> None:
-        """A batch of main begins: who has caught up becomes a member now. One that nearly has is waited for."""
+        """A batch of main begins: adapters that caught up join now; one that nearly has is waited for."""
         self._bring_all_in(start, may_hold=True)
 
     def rejoin_between(self) -> None:
-        """Between two batches of main, which may be far apart: who has caught up becomes a member."""
+        """Between two batches of main, which may be far apart: adapters that caught up join."""
         if not self.side_lanes or not self.main.boundary.acquire(blocking=False):
             return
         try:
@@ -184,12 +180,11 @@ class Moves:
                 self.left_over.append(lane)
 
     def let_go(self, lane: Lane) -> None:
-        """Forget a lane whose query has been stopped."""
         self.membership.let_go(lane.name)
         self.left_over.remove(lane)
 
     def let_go_unknown(self, consumers: list[str]) -> None:
-        """Consumers that a step which failed has left, or a query that was late to end."""
+        """Release consumers left by a failed step, or by a query that ended late."""
         waiting = {lane.name for lane in self.left_over}
         for name in consumers:
             if name not in waiting:
@@ -198,7 +193,7 @@ class Moves:
     # --- further ahead
 
     def skip_ahead(self, limit: int) -> None:
-        """Fast mode: who is more than `limit` events behind in a lane of its own goes on with the newest commit."""
+        """Fast mode: an adapter more than `limit` events behind in its own lane continues with the newest commit."""
         found = [(lane, one) for lane, one in self.side_lanes if one.adapter.priority != "critical" and one.is_open]
         spool = SpoolReader(self._state.spool)
         if found:
@@ -206,7 +201,7 @@ class Moves:
         for lane, member in found:
             if sum(record.rows for record in spool.after(member.reached)) <= limit:
                 continue
-            lane.is_stopping = True  # the batch that it is at is its last: then it is known what it has
+            lane.is_stopping = True  # its current batch is its last: then its ack is known
             with _held(lane, 0) as is_held:
                 if is_held and not member.is_busy:
                     self._skip(lane, member, spool)
@@ -228,8 +223,8 @@ class Moves:
     # --- while it runs
 
     def add(self, adapter: Adapter, make: Callable[[], Runner] | None = None) -> None:
-        """A new adapter, in a lane of its own from where main is. One whose ack is older would miss something: GapError.
-        `make` makes its sink when nobody writes to it: one that was made before has an older ack in mind."""
+        """A new adapter, in its own lane from main's place. GapError if its ack is older: it would miss something. `make`
+        makes its sink when nobody writes to it: an earlier sink would have an older ack in memory."""
         before = self._removed.get(adapter.name)
         if before is not None and before.is_busy:
             raise PgcdcError(
@@ -257,7 +252,7 @@ class Moves:
         self._say(f"adapter {adapter.name} is added")
 
     def remove(self, name: str, timeout_s: float) -> None:
-        """No batch for this adapter from now on; its ack stays."""
+        """Stop delivering to this adapter; its ack stays."""
         while not self._take_out(name, timeout_s):
             pass
         member = self.members.pop(name)
@@ -268,7 +263,7 @@ class Moves:
         self._say(f"adapter {name} is removed")
 
     def _take_out(self, name: str, timeout_s: float) -> bool:
-        """Out of its lane; False: it is in another one by now, since a batch that was waited for has moved it."""
+        """Take it out of its lane; False: a batch that was waited for has moved it to another."""
         lane = self.lanes.get(self.membership[name].lane) if name in self.membership else self.main
         with _held(lane, timeout_s) if lane is not None else contextlib.nullcontext(True) as is_held:
             if not is_held and lane is self.main:
@@ -283,7 +278,7 @@ class Moves:
 
 @contextlib.contextmanager
 def _held(lane: Lane, timeout_s: float) -> Iterator[bool]:
-    """Between two batches of a lane, if one of them ends in time."""
+    """Hold a lane between two batches, if one ends in time."""
     is_held = lane.boundary.acquire(timeout=timeout_s) if timeout_s > 0 else lane.boundary.acquire(blocking=False)
     try:
         yield is_held
