@@ -1,5 +1,9 @@
-"""pgcdc: every change of a database, delivered anywhere, exactly once, on Spark. import pgcdc spark = pgcdc.session() events
-= spark.readStream.format("pgcdc").option("tables", "orders").load()"""
+"""pgcdc: every change of a database, delivered anywhere, exactly once, on Spark.
+
+import pgcdc
+spark = pgcdc.session()
+events = spark.readStream.format("pgcdc").option("tables", "orders").load()
+"""
 
 from __future__ import annotations
 

@@ -44,15 +44,19 @@ _WHOLE, _OLD, _NEW = 0, 1, 2  # which part of a change a row is
 
 
 def sequence() -> Column:
-    """`struct(_lsn, _ordinal)`: the place of a change in the stream, as a column that can be compared. No two changes of a
-    table have the same one, unlike commit times. Batch and streaming."""
+    """`struct(_lsn, _ordinal)`: the place of a change in the stream, as a column that can be compared.
+
+    No two changes of a table have the same one, unlike commit times. Batch and streaming.
+    """
     return F.struct(F.col("_lsn"), F.col("_ordinal"))
 
 
 def with_sequence(df: DataFrame, name: str = "_sequence") -> DataFrame:
-    """`df` with `sequence()` as a column of its own, for `sequence_by` in AUTO CDC. Batch and streaming. In a Z-set both
-    halves of an UPDATE stand at the same place. There `_weight` is a third field, so that the old row comes before the new
-    one."""
+    """`df` with `sequence()` as a column of its own, for `sequence_by` in AUTO CDC. Batch and streaming.
+
+    In a Z-set both halves of an UPDATE stand at the same place. There `_weight` is a third field, so that the old row comes
+    before the new one.
+    """
     found = _schema_with(df, "with_sequence", "_lsn", "_ordinal")
     if "_weight" in found.fieldNames():
         return df.withColumn(name, F.struct(F.col("_lsn"), F.col("_ordinal"), F.col("_weight")))
@@ -66,9 +70,11 @@ def only_inserts(df: DataFrame) -> DataFrame:
 
 
 def as_of(df: DataFrame, position: Position | str) -> DataFrame:
-    """The changes up to and including a position. Batch and streaming (a stream does not end there). `position` is a
-    `pgcdc.Position`, its text (as events carry it), or an LSN as PostgreSQL writes it, such as `0/16B3748`: then every
-    transaction that ended there or before."""
+    """The changes up to and including a position. Batch and streaming (a stream does not end there).
+
+    `position` is a `pgcdc.Position`, its text (as events carry it), or an LSN as PostgreSQL writes it, such as `0/16B3748`:
+    then every transaction that ended there or before.
+    """
     _schema_with(df, "as_of", "_lsn", "_ordinal")
     end = _parse_position(position)
     lsn = F.lit(min(end.commit, _MAX_LSN)).cast("bigint")
@@ -77,9 +83,11 @@ def as_of(df: DataFrame, position: Position | str) -> DataFrame:
 
 
 def split_key_updates(df: DataFrame, keys: str | Sequence[str]) -> DataFrame:
-    """`df` in which an UPDATE that changed a key is two rows: a DELETE of the old key, then an INSERT of the new one. A sink
-    that knows rows by their key then ends up right: the old key is gone. Both rows have the position of the UPDATE. The
-    DELETE has the old values as far as they were sent. All other rows are as before. Batch and streaming."""
+    """`df` in which an UPDATE that changed a key is two rows: a DELETE of the old key, then an INSERT of the new one.
+
+    A sink that knows rows by their key then ends up right: the old key is gone. Both rows have the position of the UPDATE.
+    The DELETE has the old values as far as they were sent. All other rows are as before. Batch and streaming.
+    """
     schema = _schema_with(df, "split_key_updates", "_op", "_before")
     _refuse_zset(schema, "split_key_updates", "An UPDATE of a Z-set is a pair already: use it as it is")
     names = _check_keys(schema, keys, "split_key_updates")
@@ -168,9 +176,11 @@ def current_state(df: DataFrame) -> DataFrame:
 
 
 def with_watermark(df: DataFrame, delay: str) -> DataFrame:
-    """`df` with a watermark on the commit time `_ts`, and without HEARTBEAT rows. Batch and streaming. Read the table with
-    `option("heartbeats", "true")`: HEARTBEAT rows move the watermark while no change comes, so that the windows of an idle
-    table close. Call this before filters of your own, which would take the HEARTBEAT rows away too early."""
+    """`df` with a watermark on the commit time `_ts`, and without HEARTBEAT rows. Batch and streaming.
+
+    Read the table with `option("heartbeats", "true")`: HEARTBEAT rows move the watermark while no change comes, so that the
+    windows of an idle table close. Call this before filters of your own, which would take the HEARTBEAT rows away too early.
+    """
     _schema_with(df, "with_watermark", "_op", "_ts")
     # Spark moves filters below a watermark, where HEARTBEAT rows would be gone before they can move it: this one, and every
     # filter that comes after it. It moves none that is not deterministic, nor others past such a one; a partition number

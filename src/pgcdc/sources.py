@@ -1,5 +1,8 @@
-"""Sources for pipelines in Python. from pgcdc import sources sources.postgres("postgresql://app@localhost/shop",
-tables=["orders"], slot_name="shop")"""
+"""Sources for pipelines in Python.
+
+from pgcdc import sources
+sources.postgres("postgresql://app@localhost/shop", tables=["orders"], slot_name="shop")
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,10 @@ _ELSEWHERE = {"adapters", "transforms", "routes", "adapter_priority"}
 
 
 def postgres(url: str = "", **settings: Any) -> Config:
-    """A PostgreSQL database, and how it is captured: the settings of `pgcdc listen`, with underscores. Without `url` the
-    variable PGCDC_DB says which. ConfigError: a setting is unknown, or does not fit."""
+    """A PostgreSQL database, and how it is captured: the settings of `pgcdc listen`, with underscores.
+
+    Without `url` the variable PGCDC_DB says which. ConfigError: a setting is unknown, or does not fit.
+    """
     for name in settings.keys() & _ELSEWHERE:
         raise ConfigError(f"{name} does not belong to a source", "Give it to the pipeline or to its adapters")
     values = {"db": os.environ.get("PGCDC_DB", ""), **settings, **({"db": url} if url else {})}

@@ -1,5 +1,7 @@
-"""One run, step by step: prepares the source, starts capture and Spark, runs the lanes, and ends in order. read batch →
-transform → sinks durable, acks → Spark commits → confirm to PostgreSQL"""
+"""One run, step by step: prepares the source, starts capture and Spark, runs the lanes, and ends in order.
+
+read batch → transform → sinks durable, acks → Spark commits → confirm to PostgreSQL
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from pgcdc.core.errors import (
 from pgcdc.sink.letters.record import DeadLetter
 from pgcdc.sink.spec import DeliveryOptions
 
-TELL_S = 5.0  # An outage that was as long is worth a line when it is over, also if no delivery was given up
+TELL_S = 5.0  # An outage this long is worth a line when it ends, even if no delivery was given up
 EXHAUSTED = "exhausted"  # The kind of a dead letter whose tries were used up
 
 
@@ -74,7 +74,7 @@ class CircuitBreaker:
         self.state = BreakerState.CLOSED
 
     def wait_s(self, now: float) -> float:
-        """How long nothing may be tried; 0 lets the caller through, who then says how it went."""
+        """How long to wait; 0 lets the caller through, who then reports the outcome."""
         if self.state is BreakerState.OPEN:
             left = self._opened + self._reset_s - now
             if left > 0:
@@ -83,12 +83,10 @@ class CircuitBreaker:
         return 0.0
 
     def succeed(self) -> None:
-        """What was let through went well."""
         self.failures = 0
         self._move(BreakerState.CLOSED)
 
     def fail(self, now: float) -> None:
-        """What was let through failed."""
         self.failures += 1
         if self.state is BreakerState.HALF_OPEN or 0 < self._max_failures <= self.failures:
             self._opened = now
@@ -110,15 +108,15 @@ class TokenBucket:
         self._at = now
 
     def take(self, events: int, now: float) -> float:
-        """Take the tokens of `events`; how long to wait before they may be sent. More than a burst at once is allowed: the
-        bucket owes them then, and the wait is that much longer."""
+        """Take the tokens of `events`; returns how long to wait before sending. More than a burst at once is allowed: the
+        bucket then owes them, and the wait grows."""
         self._tokens = min(float(self.burst), self._tokens + (now - self._at) * self._rate) - events
         self._at = now
         return max(0.0, -self._tokens / self._rate)
 
 
 class DeliveryHooks:
-    """What metrics want to know of one sink. Called in the thread that delivers; must not raise, and must be quick."""
+    """What metrics need to know of one sink. Called in the delivering thread; must not raise, and must be quick."""
 
     def on_write(self, events: int, seconds: float) -> None:
         """These events are durable; the last try took so long."""
@@ -138,7 +136,7 @@ class DeliveryHooks:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """How a delivery ended that is worth another one, without some events. No `rejects`: nobody knows without which."""
+    """A delivery worth repeating without some events. No `rejects`: nobody knows which."""
 
     rejects: tuple[Reject, ...]
     attempts: int
@@ -166,32 +164,30 @@ class Attempts:
         self.bucket = (
             TokenBucket(options.rate_limit, options.rate_limit_burst, self.clock.now()) if options.rate_limit else None
         )
-        self._rest_until = -math.inf  # The target wants to be left alone until then
+        self._rest_until = -math.inf  # The target asked for no requests until then
         self.condition = threading.Condition()
         self._is_taken = False  # Somebody delivers
-        self.is_calling = False  # The sink is inside of a call, maybe one that was given up
+        self.is_calling = False  # The sink is inside a call, maybe an abandoned one
         self._is_stopped = False
         self._outcome: BaseException | None = None  # How the last call ended
-        self.failing: BaseException | None = None  # What the last try failed with, while there is another one to come
-        self._cause = ""  # What the sink failed with when it last counted as failed
+        self.failing: BaseException | None = None  # The last try's error, while another one is to come
+        self._cause = ""  # The sink's last counted failure
         self._say = say
-        self._outage: tuple[float, int] | None = None
-        """When the target began to fail, and how many tries have failed since."""
-        self._is_told = False  # A delivery was given up: people know of the outage
+        self._outage: tuple[float, int] | None = None  # When the target began to fail, and the failed tries since
+        self._is_told = False  # A delivery was given up: the outage was reported
 
     @property
     def breaker(self) -> BreakerState:
-        """The state of the circuit breaker."""
         return self._breaker.state
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody delivers, or a call that was given up still runs."""
+        """Whether a delivery runs, or an abandoned call still does."""
         with self.condition:
             return self._is_taken or self.is_calling
 
     def stop(self) -> None:
-        """End all waits: a call that runs may finish, nothing is tried again."""
+        """End all waits: a running call may finish, nothing is retried."""
         with self.condition:
             self._is_stopped = True
             self.condition.notify_all()
@@ -229,8 +225,8 @@ class Attempts:
         may_refuse: bool = False,
         may_halve: bool = False,
     ) -> Refusal | None:
-        """Until it succeeds, by its own word or because it `is_done`; what ends it otherwise is raised. `may_refuse`: events
-        may be set aside. `may_halve`: also if nobody says which."""
+        """Retry until it succeeds or `is_done`; raises what ends it otherwise. `may_refuse`: events may be set aside.
+        `may_halve`: even if nobody says which."""
         # Half open, one try decides.
         last = 0 if self._breaker.state is BreakerState.HALF_OPEN else self.options.max_retries
         for attempt in range(last + 1):
@@ -274,7 +270,7 @@ class Attempts:
         return None
 
     def _give_up(self, error: BaseException) -> tuple[Reject, ...]:
-        """The events whose tries are used up, if the sink can tell which, and if they are not to be waited for."""
+        """The events whose tries are used up, if the sink can name them and need not wait for them."""
         is_named = isinstance(error, SinkUnavailable) and not isinstance(error, SinkTimeout)
         if self.options.on_exhausted != "dead_letter" or not is_named:
             return ()
@@ -282,7 +278,7 @@ class Attempts:
         return tuple(Reject(position, EXHAUSTED, error.message) for position in error.positions)
 
     def run(self, do: Callable[[], None], timeout_s: float, what: str = "a write of") -> BaseException | None:
-        """Call the sink in a thread of its own, for so long at most; what it failed with."""
+        """Call the sink in its own thread, for at most `timeout_s`; returns its error."""
 
         def run() -> None:
             outcome: BaseException | None = None
@@ -290,7 +286,7 @@ class Attempts:
                 do()
             except StateError as error:  # of the ack: the disk may have room again
                 outcome = SinkUnavailable(error.message, error.advice)
-            except BaseException as error:  # also what ends the pipeline: the caller decides
+            except BaseException as error:  # even errors that end the pipeline: the caller decides
                 outcome = error
             with self.condition:
                 self._outcome, self.is_calling = outcome, False
@@ -298,7 +294,7 @@ class Attempts:
 
         with self.condition:
             self.is_calling = True
-            # A daemon: one that hangs for ever must not keep the process from ending.
+            # A daemon: a call that hangs forever must not keep the process from ending.
             threading.Thread(target=run, name=f"write-{self.name}", daemon=True).start()
             if self.clock.wait(self.condition, lambda: not self.is_calling, timeout_s):
                 outcome, self._outcome = self._outcome, None

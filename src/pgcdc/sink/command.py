@@ -1,6 +1,6 @@
-"""One process of a command: what it was given and has not done, and its end together with all that it started. A command
-gets a session of its own, so that everything it starts can be ended with it: first it is asked (SIGTERM), then it is killed.
-Its error output goes to ours, line by line, with the name of the adapter."""
+"""One process of a command: its unfinished input, and its end together with everything it started. A command gets its own
+session, so that all its processes can be ended: first SIGTERM, then SIGKILL. Its stderr goes to ours, line by line, with the
+adapter's name."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ from pgcdc.core.secrets import clean_environment, redact_text
 from pgcdc.event.batch import Batch
 from pgcdc.sink.contract import SinkContext
 
-LOOK_S = 0.2  # How often a command that says nothing is looked at
-READ_PAUSE_S = 0.001  # How often it is looked at whether it has read everything
+LOOK_S = 0.2  # How often a silent command is checked
+READ_PAUSE_S = 0.001  # How often to check whether it has read everything
 MAX_LINE_BYTES = 1 << 20
-MARK = "_PGCDC_COMMAND_OF"  # The variable by which a command is found whose pipeline was killed
+MARK = "_PGCDC_COMMAND_OF"  # The variable that identifies commands of a killed pipeline
 
 
 class Command:
-    """A process, and what it was given and has not done. Its input is written without blocking. With answers by line, a line
-    of any text stands for the oldest event that has none yet; one that is a JSON object with an `id` stands for the event
-    with that id, whichever it is."""
+    """A process and its unfinished input, which is written without blocking. With answers by line, any line acknowledges the
+    oldest open event; a JSON object with an `id` acknowledges the event with that id."""
 
     def __init__(self, words: Sequence[str], context: SinkContext, *, keep_env: Collection[str], by_line: bool) -> None:
-        """`by_line`: it prints a line for each event; else its output goes where ours goes. SinkError: it does not exist."""
+        """`by_line`: it prints a line per event; else its output goes to ours. SinkError: it does not exist."""
         self._by_line, self._say = by_line, context.say
         self._reader, self._writer = os.pipe()  # ours stays open: what is in it when the command has ended was not read
         environment = clean_environment(os.environ, keep_env)
@@ -70,16 +69,15 @@ class Command:
         self.pieces: deque[memoryview] = deque()  # What is to be written
         self._sent = self._given = self._numbered = 0
         self._given_to = ""
-        self._open: OrderedDict[int, tuple[str, str]] = OrderedDict()
-        """Position and id by number: events that have no answer."""
+        self._open: OrderedDict[int, tuple[str, str]] = OrderedDict()  # Unanswered events: position and id by number
         self._numbers: dict[str, int] = {}  # By id; a typed row has none
-        self._left: Counter[str] = Counter()  # How many events of a position have no answer
+        self._left: Counter[str] = Counter()  # How many events of a position are unanswered
         self._said = b""
 
     # --- talking to it
 
     def give(self, batch: Batch) -> None:
-        """What of a batch it has not been given. A position comes with all its events at once."""
+        """Queue what it has not been given of a batch. All events of a position go at once."""
         batch = batch.after(Position.parse(self._given_to)) if self._given_to else batch
         if not len(batch):
             return
@@ -97,7 +95,7 @@ class Command:
             self._left[position] += 1
 
     def run(self, end: str, deadline: float, delivered: Callable[[list[str]], None]) -> bool:
-        """Until everything up to `end` is done; whether it is. SinkError for a command that talks nonsense."""
+        """Until everything up to `end` is done; returns whether it is. SinkError for invalid answers."""
         while self._is_behind(end):
             had_ended = self.has_ended
             wait_s = LOOK_S if self._by_line or self.pieces else READ_PAUSE_S
@@ -114,7 +112,7 @@ class Command:
         return bool(self.pieces) or self.unread > 0 or self.has_ended
 
     def exchange(self, timeout_s: float) -> bytes:
-        """Wait until it takes something, says something, or the time is over. What it said."""
+        """Wait until it reads or prints something, or the time is over. Returns what it printed."""
         poll = select.poll()
         if self.pieces:
             poll.register(self._writer, select.POLLOUT)
@@ -145,7 +143,6 @@ class Command:
 
     @property
     def unread(self) -> int:
-        """How many bytes it was given and has not read."""
         count = array.array("i", [0])
         fcntl.ioctl(self._reader, termios.FIONREAD, count)
         return count[0]
@@ -162,11 +159,11 @@ class Command:
 
     @property
     def first_open(self) -> str:
-        """The position of the oldest event without an acknowledgement."""
+        """The position of the oldest unacknowledged event."""
         return next(iter(self._open.values()), ("", ""))[0]
 
     def _hear(self, said: bytes) -> list[str]:
-        """The positions that these answers leave without open events."""
+        """The positions that these answers complete."""
         *lines, self._said = (self._said + said).split(b"\n")
         if len(self._said) > MAX_LINE_BYTES:
             raise SinkError(
@@ -176,7 +173,7 @@ class Command:
         return [position for position in map(self._acknowledge, lines) if position not in self._left]
 
     def _acknowledge(self, line: bytes) -> str:
-        """The position of the event that this line is about."""
+        """The position of the event that this line acknowledges."""
         number = next(iter(self._open), -1)
         if self._numbers and line.startswith(b"{"):
             with contextlib.suppress(ValueError):
@@ -202,7 +199,6 @@ class Command:
         return self._popen.poll() is not None
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended within this time."""
         deadline, pause_s = time.monotonic() + timeout_s, 0.0005
         while not self.has_ended and time.monotonic() < deadline:
             time.sleep(pause_s)
@@ -216,7 +212,8 @@ class Command:
             self._writer = -1
 
     def finish(self, patience_s: float, grace_s: float) -> int:
-        """End it and everything that it started, after it had time to end by itself; its status, negative for a signal."""
+        """End it and everything it started, after it had time to end by itself; returns its status, negative for a
+        signal."""
         if _alive.pop(self.pid, None) is not None:
             self.close_input()
             self.wait(patience_s)
@@ -225,11 +222,11 @@ class Command:
             self._close_pipe()
             if self._output is not None:
                 self._output.close()
-            self._errors.join(0.2)  # somebody who left the session may have it open
+            self._errors.join(0.2)  # a process that left the session may hold it open
         return self._popen.returncode
 
     def kill(self) -> None:
-        """End it at once, from any thread."""
+        """Kill it; thread-safe."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -247,7 +244,6 @@ class Command:
 
     @property
     def last_words(self) -> str:
-        """The last line of its error output."""
         return redact_text(self._last_words[:200])
 
 
@@ -259,13 +255,13 @@ _alive: dict[int, Command] = {}
 
 @atexit.register
 def end_all() -> None:
-    """Kill what is left of all commands: for the end of this process, when nothing can be waited for."""
+    """Kill what is left of all commands: for the end of this process, without waiting."""
     for command in list(_alive.values()):
         command.kill()
 
 
 def end_group(group: int, grace_s: float) -> None:
-    """End everybody in a process group: ask, then kill."""
+    """End a process group: SIGTERM, then SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + grace_s
         if _has_members(group):
@@ -276,7 +272,7 @@ def end_group(group: int, grace_s: float) -> None:
 
 
 def _has_members(group: int) -> bool:
-    """Whether somebody of it runs. One that has ended may stay a zombie for long, as somebody else's child."""
+    """Whether a member runs. An ended one may long stay a zombie, as another process's child."""
     for pid in psutil.pids():
         with contextlib.suppress(OSError, psutil.Error):
             if os.getpgid(pid) == group and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -285,7 +281,7 @@ def _has_members(group: int) -> bool:
 
 
 def find_marked(owner: str) -> list[int]:
-    """The process groups of commands that an earlier run has started, which was killed."""
+    """The process groups of commands started by an earlier run that was killed."""
     found = set()
     for pid in psutil.pids():
         with contextlib.suppress(OSError, psutil.Error):

@@ -52,11 +52,11 @@ class Progress:
         self.position: Position | None = None  # Everything up to here is durable; None: nothing was ever written
         self.acked: Position | None = None  # The same, without what a sink has yet to `settle`
         self.written: Position | None = None
-        """What the target itself has, of a sink that `keeps_position`: empty batches move the ack alone."""
-        self.is_rewound = False  # `rewind` was called, and the target has yet to follow
+        """The target's own position, for a sink that `keeps_position`: empty batches move only the ack."""
+        self.is_rewound = False  # `rewind` was called, and the target must still follow
         self.detail: dict[str, Any] = {}
         self.next_detail: dict[str, Any] | None = None
-        """What the next `save` puts into `detail`: a sink leaves it for the runner's."""
+        """What the next `save` puts into `detail`: a sink leaves it for the runner."""
         self._owner = ""
         if raw is not None:
             try:
@@ -76,7 +76,7 @@ class Progress:
         written: Position | None = None,
         is_settled: bool = True,
     ) -> None:
-        """Replace what is on disk. `is_settled=False`: the ack stays until `settle`, after a crash `open` comes first."""
+        """Replace the state on disk. `is_settled=False`: the ack stays until `settle`; after a crash `open` comes first."""
         detail = detail if detail is not None else self.next_detail if self.next_detail is not None else self.detail
         written = written or self.written
         self._write(position, detail, written, is_rewound=False)
@@ -86,18 +86,18 @@ class Progress:
             self.acked = position
 
     def rewind(self, position: Position) -> None:
-        """The source begins again there (`pgcdc resync`), before or behind the ack: the target has to follow."""
+        """The source restarts there (`pgcdc resync`), before or behind the ack: the target must follow."""
         self._write(position, self.detail, self.written, is_rewound=True)
         self.position = self.acked = position
         self.is_rewound = True
 
     def settle(self) -> None:
-        """What was saved counts."""
+        """The saved state now counts."""
         self.acked = self.position
 
     @property
     def owner(self) -> str:
-        """A random name of this sink, the same in every run: what a target stores says by it whose it is."""
+        """A random name of this sink, the same in every run: it marks what a target stores as ours."""
         if not self._owner:
             self._owner = str(uuid.uuid4())
             self._write(
@@ -107,7 +107,6 @@ class Progress:
 
     @property
     def has_owner(self) -> bool:
-        """Whether somebody has asked for it."""
         return bool(self._owner)
 
     def _write(
@@ -131,18 +130,18 @@ class SinkContext:
     say: Callable[[str], None]  # A line for the person at the terminal, or for the log
     timeout_s: float = 30.0  # How long a write may take
     stream: str = ""
-    """Which source of the pipeline this is. What a target stores is kept by (`progress.owner`, `stream`): positions of one
-    stream say nothing about another, and several of them may share a target."""
+    """The pipeline's source. A target's records are keyed by (`progress.owner`, `stream`): positions of different streams
+    are unrelated, and streams may share a target."""
     source: str = ""  # Where the events come from, for people
-    identity: Identity | None = None  # What is captured, and of which database: for a target that may be the same one
+    identity: Identity | None = None  # The captured database and tables: for a target that may be the same database
     delivered: Callable[[Iterable[str]], None] = field(default=lambda positions: None)
-    """For a target that takes events one by one, and cannot take back: these positions are delivered, whatever becomes of
-    the rest of the write. They do not come again in this process."""
+    """For a target that takes events one by one and cannot undo: these positions are delivered, whatever happens to the rest
+    of the write. They are not repeated in this process."""
 
 
 ErrorPolicies = Sequence[tuple[str, bool, str]]
-"""Kinds of a client's errors (names of classes, or words that the message begins with; empty: all), whether they may pass,
-and advice; the first that fits counts."""
+"""Kinds of client errors (class names, or how the message begins; empty: all), whether they may pass, and advice; the first
+match counts."""
 
 
 @contextmanager

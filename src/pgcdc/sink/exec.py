@@ -34,15 +34,15 @@ from pgcdc.sink.spec import SinkOptions
 
 DATA_ERROR = 65  # EX_DATAERR of sysexits.h
 NOT_FOUND = (126, 127)  # How a shell says that there is no such command, or that it cannot be executed
-PATIENCE = 0.8  # Which part of the time for a write a command has: the rest is for ending it
-CLOSE_S = 5.0  # How long a command may go on when its input has ended
-GRACE_S = 2.0  # How long a command may take to end when it is asked to
+PATIENCE = 0.8  # A command's share of the write timeout: the rest is for ending it
+CLOSE_S = 5.0  # How long a command may run after its input has ended
+GRACE_S = 2.0  # How long a command may take to end on SIGTERM
 _WORD = re.compile(r"[\w./+-]+")
 _LATER = "It is started again; nothing is lost"
 
 
 def _split_words(value: Any) -> Any:
-    """A text of a flag or variable, split as a shell would; nothing else of a shell is done."""
+    """A flag's or variable's text, split like a shell does; no other shell syntax."""
     try:
         return tuple(shlex.split(value)) if isinstance(value, str) else value
     except ValueError as error:
@@ -78,12 +78,10 @@ class ExecOptions(SinkOptions):
 
     @property
     def script(self) -> str:
-        """The text for a shell; empty if there is none."""
         return self.command if isinstance(self.command, str) else ""
 
     @property
     def words(self) -> list[str]:
-        """What is executed."""
         return ["sh", "-c", self.script] if self.script.strip() else [*self.command, *self.argv]
 
     def make(self) -> Sink:
@@ -147,7 +145,7 @@ class ExecSink(Sink):
         self._converse(command, batch)
 
     def redeliver(self, batch: Batch) -> Collection[str]:
-        """Give events of the past to a process of their own."""
+        """Give past events to a process of their own."""
         if self._options.ack == "exit":
             self._run(batch)
             return ()
@@ -164,7 +162,7 @@ class ExecSink(Sink):
             self._command = None
 
     def _run(self, batch: Batch) -> None:
-        """Give a batch to a new process, and wait until it has ended."""
+        """Give a batch to a new process, and wait for its end."""
         command, deadline = self._start(), time.monotonic() + self._patience_s
         command.give(batch)
         try:
@@ -188,7 +186,7 @@ class ExecSink(Sink):
         self._has_failed = False
 
     def _converse(self, command: Command, batch: Batch) -> None:
-        """Give a batch to the process that has all of them, until it has done it."""
+        """Give a batch to the long-running process, until it is done."""
         command.give(batch)
         before = command.progress
         try:
@@ -218,7 +216,7 @@ class ExecSink(Sink):
         return Command(options.words, self._context, keep_env=options.keep_env, by_line=self._by_line)
 
     def _end(self, command: Command, patience_s: float = 0.0) -> int:
-        """End it; another one is a restart, unless somebody says that all is well."""
+        """End it; the next one counts as a restart unless all is well."""
         self._has_failed = True
         if command is self._command:
             self._command = None
@@ -253,7 +251,7 @@ class ExecSink(Sink):
         )
 
     def _reject(self, command: Command, position: str = "") -> SinkRejected:
-        """Without a position the runner finds out which one it is."""
+        """Without a position the runner finds the event."""
         kind, said = "exec_65", command.last_words or f"exit status {DATA_ERROR}"
         return SinkRejected(
             f"{self._title} refuses {f'the event at {position}' if position else 'an event'} (status {DATA_ERROR})",
@@ -265,7 +263,7 @@ class ExecSink(Sink):
 
 
 def _first_word(script: str) -> str:
-    """The command that a text begins with; empty if only a shell can tell."""
+    """A text's first word, the command; empty if only a shell can tell."""
     with contextlib.suppress(ValueError):
         word = next(iter(shlex.split(script, comments=True)), "")
         return word if _WORD.fullmatch(word) else ""
@@ -273,7 +271,7 @@ def _first_word(script: str) -> str:
 
 
 def _ask_shell(*words: str) -> str:
-    """What a shell says about a command; empty if all is well."""
+    """A shell's complaint about a command; empty if all is well."""
     try:
         found = subprocess.run(
             ["sh", *words], capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL, check=False

@@ -1,13 +1,13 @@
 """JSON lines in a file, exactly once.
 
-The ack holds the position and the file's size at that position. After a crash the file is cut back to that size, so that a
-half-written batch is written again from its beginning.
+The ack holds the position and the file's size there. After a crash the file is cut back to that size, so that a half-written
+batch is written again from its start.
 
-With a largest size the file rotates: `events.jsonl` becomes `events.jsonl.000001`, the next one `.000002`; a file keeps its
-number for ever. Which numbers are ours stands in the ack. No file of another number is touched, and none is made where there
-is one. The file gets its number first, then the ack says so: between them the file at the path is gone or new, and the one
-with the next number is as long as the ack says, so that a start after a crash goes on from there. A rotated file is
-compressed beside itself, and goes when the other one is durable: all of that can be done again.
+With a size limit the file rotates: `events.jsonl` becomes `events.jsonl.000001`, the next one `.000002`; a file keeps its
+number forever. The ack lists our numbers; files with other numbers are never touched or overwritten. The file gets its
+number first, then the ack says so: between them the file at the path is gone or new, and the one with the next number is as
+long as the ack says, so a start after a crash continues from there. A rotated file is compressed beside itself, and removed
+when the compressed one is durable: all of that is repeatable.
 """
 
 from __future__ import annotations
@@ -68,12 +68,11 @@ class FileOptions(SinkOptions):
 
     @property
     def full_path(self) -> Path:
-        """The path, made absolute."""
         return Path(self.path).absolute()
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a folder, or is to be one."""
+        """Whether it is, or will be, a folder."""
         return self.path.endswith("/") or self.full_path.is_dir()
 
     def make(self) -> FileSink | FolderSink:
@@ -96,18 +95,17 @@ class FileOptions(SinkOptions):
 
 
 class DiskSink(Sink):
-    """What a file and a folder have in common."""
+    """What files and folders share."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()  # The file or folder
 
     @property
     def name(self) -> str:
-        """The adapter's."""
         return self._progress.name
 
     def bind(self, progress: Progress) -> None:
-        """Look at what was written before: comes before all that reads."""
+        """Load what was written before; comes before everything that reads."""
         self._progress = progress
 
     @property
@@ -139,11 +137,11 @@ class FileSink(DiskSink):
         max_files: int = 0,
         compression: Compression = "none",
     ) -> None:
-        """A file rotates before it gets larger than `max_bytes` (0: never); `max_files` rotated ones are kept (0: all)."""
+        """A file rotates before it exceeds `max_bytes` (0: never); `max_files` rotated ones are kept (0: all)."""
         super().__init__(path)
         self._descriptor = -1
         self._max_bytes, self._max_files, self._compression = max_bytes, max_files, compression
-        self._pool: ThreadPoolExecutor | None = None  # Tidies rotated files: nobody waits for a compression
+        self._pool: ThreadPoolExecutor | None = None  # Tidies rotated files, so that nobody waits for a compression
         self._is_stopped = False
 
     def check(self, context: SinkContext) -> None:
@@ -184,7 +182,7 @@ class FileSink(DiskSink):
                 batch = batch.after(part.end)
 
     def redeliver(self, batch: Batch) -> Collection[str]:
-        """Append lines of the past; they get the size of the ack, and not its position."""
+        """Append past lines; they change the ack's size, not its position."""
         with self._explain(kind=SinkUnavailable, advice="Is the disk full? Nothing is lost: try again"):
             self._restore()
             if self._size and self._max_bytes and self._size + sum(map(len, batch.lines())) > self._max_bytes:
@@ -195,7 +193,7 @@ class FileSink(DiskSink):
 
     def close(self) -> None:
         self._release()
-        if self._pool is not None:  # what is not done in time is done after the next start
+        if self._pool is not None:  # unfinished work is done after the next start
             timer = threading.Timer(CLOSE_TIMEOUT_S, self._stop)
             timer.start()
             self._pool.shutdown()
@@ -206,21 +204,20 @@ class FileSink(DiskSink):
 
     @property
     def is_there(self) -> bool:
-        """Whether there is anything to read."""
         return bool(self._contents())
 
     @property
     def kind(self) -> str:
-        """What stands in it, as `content_kind` says."""
+        """The content's kind: see `content_kind`."""
         return next(filter(None, (content_kind(path) for path, _ in self._contents())), "")
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything that was written is kept: not if files were removed, as `max_files` says."""
+        """Whether everything written is kept: not if `max_files` removed files."""
         return bool(self._rotated.oldest == self._rotated.first)
 
     def read_back(self, store: KeyStore) -> None:
-        """Hand every event that the ack covers to `store`, in order."""
+        """Pass every event that the ack covers to `store`, in order."""
         with self._explain("read"):
             if not self._look():
                 return
@@ -237,7 +234,7 @@ class FileSink(DiskSink):
                 )
 
     def _contents(self) -> list[tuple[Path, int | None]]:
-        """The files that are there, in order, and how much of each counts; None: all."""
+        """The existing files, in order, and how much of each counts; None: all."""
         numbers = self._rotated
         found = filter(None, (find_rotated(self.path, one) for one in range(numbers.oldest, numbers.last + 1)))
         current = self._moved if self._is_moved else self.path
@@ -251,22 +248,22 @@ class FileSink(DiskSink):
 
     @property
     def _rotated(self) -> Rotated:
-        """Which rotated files are ours."""
+        """Our rotated files."""
         detail: dict[str, Any] = self._progress.detail
         return Rotated(*(int(detail.get(name, 0)) for name in ("first", "oldest", "last", "bytes")))
 
     @property
     def _moved(self) -> Path:
-        """What the file is called when it has rotated."""
+        """The file's name after rotation."""
         return rotated_name(self.path, self._rotated.last + 1)
 
     @property
     def _is_moved(self) -> bool:
-        """Whether a crash has cut off a rotation: the file has its number, and the ack does not say so."""
+        """Whether a crash interrupted a rotation: the file has its number, but the ack does not say so."""
         return self._size > 0 and _length(self.path) <= 0 and _length(self._moved) == self._size
 
     def _look(self) -> bool:
-        """Whether the file is the one that was written before. Raises SinkError if it is not as it was left."""
+        """Whether the file is the one written before. Raises SinkError if it has changed since."""
         detail, size = self._progress.detail, _length(self.path)
         # The same path may have been a folder before.
         if self._progress.position is None or "size" not in detail or detail["path"] != str(self.path):
@@ -291,7 +288,7 @@ class FileSink(DiskSink):
         return True
 
     def _restore(self) -> None:
-        """Have the file open and as the ack says: what a failed attempt, or a crash, has left behind that is cut off."""
+        """Open the file as the ack says: cut off what a failed attempt or a crash left."""
         if self._descriptor < 0:
             if self._is_moved:
                 self._note_rotation()
@@ -315,7 +312,7 @@ class FileSink(DiskSink):
         self._progress.next_detail = {**self._progress.detail, "size": size}  # the runner saves it with the ack
 
     def _fitting(self, batch: Batch) -> Batch:
-        """As much of a batch as this file takes: at least one event, and a new file for it if need be."""
+        """As much of a batch as this file takes: at least one event, in a new file if needed."""
         if not self._max_bytes or not len(batch):
             return batch
         ends = np.cumsum(pc.binary_length(batch.events.column("line")).to_numpy().astype(np.int64))
@@ -328,10 +325,9 @@ class FileSink(DiskSink):
     # --- rotation
 
     def _rotate(self) -> None:
-        """Begin with the next file."""
         if (foreign := find_rotated(self.path, self._rotated.last + 1)) is not None:
             raise SinkError(f"{foreign} exists and was not written by this pipeline", "Move it away")
-        os.fsync(self._descriptor)  # what was cut off must not come back with the other name
+        os.fsync(self._descriptor)  # what was cut off must not come back under the other name
         self._release()
         hit("file.before_rotation")
         os.rename(self.path, self._moved)
@@ -339,7 +335,7 @@ class FileSink(DiskSink):
         self._restore()
 
     def _note_rotation(self) -> None:
-        """The file has its number: the ack says so, when the next one is there."""
+        """The file has its number: the ack says so once the next file exists."""
         first, oldest, last, total = self._rotated
         os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644))
         fsync_folder(self.path.parent)
@@ -352,7 +348,7 @@ class FileSink(DiskSink):
     def _tidy(self, rotated: Rotated) -> None:
         try:
             tidy(self.path, rotated, self._compression, lambda: self._is_stopped)
-        except OSError as error:  # events are not at stake: the files are there, only larger or more than they could be
+        except OSError as error:  # events are safe: the files are only larger or more than needed
             self._say(f"rotated files of {self.path} could not be compressed or removed: {error.strerror}")
 
     def _stop(self) -> None:

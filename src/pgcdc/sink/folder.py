@@ -1,13 +1,13 @@
-"""JSON lines in a folder of part files, exactly once; large batches are written by the executors of Spark, side by side.
+"""JSON lines in a folder of part files, exactly once; the executors of Spark write large batches in parallel.
 
-A part is first written to a hidden folder (`_pgcdc`), where no reader looks, and made durable there. Then the ack moves: it
-names the parts that belong to it. Only then do they get their names, so that after a crash at any point the ack says which
-parts are to be shown, and everything else in the hidden folder is a part that nobody has committed, and is deleted. A file
-there says whose folder it is: another pipeline would delete what this one is just writing.
+A part is first written durably to a hidden folder (`_pgcdc`), where no reader looks. Then the ack moves and names its parts.
+Only then do they get their names. So after a crash at any point the ack says which parts to show; everything else in the
+hidden folder is uncommitted and deleted. A file there names the folder's owner: another pipeline would delete what this one
+is writing.
 
-The names sort in the order of the stream: the end of the batch, then the number of the part. Within a batch that was written
-in parallel, every key's events stand in one part, in order. Dead letters that are delivered again get a part behind what is
-there: `R` and a number that no other part ever has, since a reader may have moved older ones away.
+The names sort in stream order: the end of the batch, then the number of the part. In a batch written in parallel, all events
+of a key are in one part, in order. Redelivered dead letters get a part behind the existing ones: `R` and a number that is
+never reused, since a reader may have moved older parts away.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _PART = re.compile(r"[0-9A-F]{16}-[0-9A-F]{13}(?:\.[0-9A-F]{8})?-R?[0-9]{5}\.jso
 
 
 def leave_folder(progress: Progress) -> None:
-    """End what the ack of a folder has begun, before the adapter goes on with another target. Parts that the ack names are
-    acknowledged: nobody writes them again. A folder that is gone was thrown away by the user."""
+    """Finish what a folder's ack has begun, before the adapter switches to another target: parts that the ack names are
+    acknowledged, and nobody writes them again. A missing folder was deleted by the user."""
     if "parts" not in progress.detail:
         return
     folder = Path(progress.detail["path"])
@@ -56,7 +56,7 @@ def leave_folder(progress: Progress) -> None:
 
 
 def _show_parts(folder: Path, shown: Sequence[Sequence[str]]) -> list[str]:
-    """Give parts their names. Those that were not there: shown before a crash, or moved away since."""
+    """Give parts their names. Returns the missing ones: shown before a crash, or moved away since."""
     missing = []
     for file, name in shown:
         try:
@@ -82,7 +82,7 @@ class FolderPartWriter:
     folder: str
 
     def write_part(self, part: int, lines: Iterable[pa.RecordBatch]) -> Receipt | None:
-        """A file under a name that no other attempt has, durable when this returns."""
+        """A file with a name that no other attempt uses, durable when this returns."""
         path = Path(self.folder) / f"{part:05d}-{uuid.uuid4().hex}"
         size = 0
         try:
@@ -105,7 +105,7 @@ class FolderPartWriter:
 
 
 class FolderSink(DiskSink, ParallelSink):
-    """Writes every batch as one part file, or as several."""
+    """Writes every batch as one or more part files."""
 
     takes_executors = True
 
@@ -113,21 +113,20 @@ class FolderSink(DiskSink, ParallelSink):
         super().__init__(path)
         self._hidden = self.path / HIDDEN
         self._is_owed = False  # The ack names parts that are not shown yet
-        self._again: list[str] = []  # The positions of a redelivery that is in the ack, and could not be shown
+        self._again: list[str] = []  # The positions of a redelivery that is in the ack but not shown yet
 
     @property
     def is_there(self) -> bool:
-        """Whether there is anything to read."""
         return self.path.exists()
 
     @property
     def kind(self) -> str:
-        """What stands in it, as `content_kind` says."""
+        """The content's kind: see `content_kind`."""
         return content_kind(self.path) if self.path.exists() else ""
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything that was written is to be there: nothing is ever removed."""
+        """Whether everything written is kept: nothing is ever removed."""
         return True
 
     def check(self, context: SinkContext) -> None:
@@ -179,11 +178,10 @@ class FolderSink(DiskSink, ParallelSink):
         return ()
 
     def part_writer(self) -> FolderPartWriter:
-        """What executors write with."""
         return FolderPartWriter(str(self._hidden))
 
     def commit_parts(self, start: Position, end: Position, receipts: Sequence[Receipt]) -> None:
-        """Show the parts of these receipts, and no others, and move the ack to `end`."""
+        """Show exactly the parts of these receipts, and move the ack to `end`."""
         self._catch_up()
         if end <= self._at:
             return
@@ -202,7 +200,7 @@ class FolderSink(DiskSink, ParallelSink):
         hit("folder.after_shown")
 
     def discard_parts(self) -> None:
-        """Delete parts that no ack has named: of a crash, a lost task, or an attempt that came second."""
+        """Delete parts that no ack names: of a crash, a lost task, or a second attempt."""
         named = {OWNER, *(file for file, _ in self._shown)}
         with self._explain(kind=SinkUnavailable):
             for path in self._hidden.iterdir():
@@ -210,13 +208,13 @@ class FolderSink(DiskSink, ParallelSink):
                     path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        if self._progress.detail.get("parts") == 0:  # nothing is in it: whoever wants it may have it
+        if self._progress.detail.get("parts") == 0:  # it is empty: free for anyone
             with contextlib.suppress(OSError):
                 if _read_owner(self.path) == self._progress.owner:
                     (self._hidden / OWNER).unlink()
 
     def read_back(self, store: KeyStore) -> None:
-        """Hand every event that the ack covers to `store`, in order."""
+        """Pass every event that the ack covers to `store`, in order."""
         with self._explain("read"):
             if not self._look():
                 return
@@ -236,7 +234,7 @@ class FolderSink(DiskSink, ParallelSink):
 
     @property
     def _shown(self) -> list[list[str]]:
-        """The parts that the ack names: their files in the hidden folder, and the names that they get."""
+        """The parts that the ack names: their files in the hidden folder, and their final names."""
         found: list[list[str]] = self._progress.detail.get("shown", [])
         return found
 
@@ -245,7 +243,7 @@ class FolderSink(DiskSink, ParallelSink):
         return f"{str(end).replace('/', '-')}-{number}.jsonl"
 
     def _look(self) -> bool:
-        """Whether the folder is the one that was written before. Raises SinkError if it is not as it was left."""
+        """Whether the folder is the one written before. Raises SinkError if it has changed since."""
         detail = self._progress.detail
         # The same path may have been a file before.
         is_known = self._progress.position is not None and "parts" in detail and detail["path"] == str(self.path)
@@ -273,7 +271,7 @@ class FolderSink(DiskSink, ParallelSink):
             )
 
     def _claim(self) -> None:
-        """Write whose folder it is, unless somebody else was faster."""
+        """Record the folder's owner, unless another was faster."""
         owner = self._hidden / OWNER
         with contextlib.suppress(FileExistsError), open(owner, "x") as file:
             file.write(self._progress.owner)
@@ -285,7 +283,7 @@ class FolderSink(DiskSink, ParallelSink):
         self._check_owner()
 
     def _publish(self) -> None:
-        """Show what was saved just now."""
+        """Show what was just saved."""
         hit("folder.before_shown")
         with self._explain(kind=SinkUnavailable):
             missing = _show_parts(self.path, self._shown)
@@ -302,14 +300,14 @@ class FolderSink(DiskSink, ParallelSink):
         self._progress.settle()
 
     def _catch_up(self) -> None:
-        """Show what the ack on disk covers: a commit counts from there on, whatever happens."""
+        """Show what the ack on disk covers: it is committed from there on."""
         if self._is_owed:
             with self._explain(kind=SinkUnavailable):
                 _show_parts(self.path, self._shown)
             self._settle()
 
     def _check_part(self, receipt: Receipt) -> None:
-        """Nothing is acknowledged that cannot be seen from here: executors may be on other hosts."""
+        """Acknowledge nothing that is invisible from here: executors may be on other hosts."""
         path = self._hidden / receipt["file"]
         with self._explain("read", SinkUnavailable):
             size = path.stat().st_size
@@ -320,7 +318,7 @@ class FolderSink(DiskSink, ParallelSink):
             )
 
     def _save(self, position: Position, *, parts: int, size: int, **more: Any) -> None:
-        """Parts that it names are not shown yet: the ack follows when they are."""
+        """The named parts are not shown yet: the ack follows when they are."""
         before = self._progress.detail if "parts" in self._progress.detail else {}
         detail = {
             **({"redelivered": before["redelivered"]} if "redelivered" in before else {}),

@@ -1,8 +1,8 @@
 """Order by key with concurrency: for sinks that send single events or small groups, several at a time.
 
 Events of one key go to one worker, which sends one group after the other. A barrier waits for everything before it, and
-everything behind it waits. A refused event holds what must not overtake it: its dead letter comes first. What may pass, or
-concerns all events, ends the round: groups that are under way finish, no other one begins.
+everything behind it waits. A refused event blocks what must not overtake it: its dead letter comes first. Errors that may
+pass or concern all events end the round: running groups finish, none starts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One event that is to be sent."""
-
     position: str
     id: str
     channel: str
@@ -37,12 +35,12 @@ class Record:
     key: str | None  # The values of the key columns as a JSON array
     value: bytes  # The rendered event
     headers: dict[str, str] = field(default_factory=dict)  # The W3C trace that the event carries
-    lane: int = 0  # The same for all events that must stay in order
+    lane: int = 0  # Equal for all events that must stay in order
     is_barrier: bool = False
 
 
 class GroupSink(Sink):
-    """A sink that sends groups of events side by side. It implements `send`; what it needs is data on its class."""
+    """A sink that sends groups of events in parallel. It implements `send`; its class attributes describe it."""
 
     form: Form = "records"
     order: ClassVar[Order] = "key"
@@ -55,9 +53,9 @@ class GroupSink(Sink):
     _thread: threading.Thread
 
     async def send(self, group: Sequence[Record]) -> None:
-        """Deliver a group; it counts when this returns. SinkUnavailable: later, with the positions of the group if it is
-        about these events alone. SinkRejected: one of them is wrong. Halves find which, unless it is named; then the others
-        come again. SinkError: the pipeline stops."""
+        """Deliver a group; it counts when this returns. SinkUnavailable: later; it names the group's positions if it
+        concerns only these. SinkRejected: one of them is wrong; bisection finds it unless it is named, and the others are
+        repeated. SinkError: the pipeline stops."""
         raise NotImplementedError
 
     async def disconnect(self) -> None:
@@ -72,7 +70,7 @@ class GroupSink(Sink):
         return None
 
     def write(self, batch: Batch) -> None:
-        """Also of dead letters: none is left out, since only the receiver knows what it has."""
+        """Also for dead letters: all are sent, since only the receiver knows what it has."""
         if len(batch):
             workers = self.concurrency if self.order == "key" else 1
             one = Round(self.send, workers, self.group_events, self.group_bytes, self.context.delivered)
@@ -111,7 +109,7 @@ def read_records(batch: Batch, order: Order = "key") -> list[Record]:
 
 
 def segments(records: Iterable[Record], workers: int) -> Iterator[list[list[Record]]]:
-    """The queues of the workers, again and again: what is in one list of queues is done before the next one begins."""
+    """The workers' queues, in rounds: one list of queues is done before the next begins."""
     if workers == 1:
         yield [list(records)]
         return
@@ -135,14 +133,14 @@ def _queues(run: list[Record], workers: int) -> list[list[Record]]:
 
 
 class Round:
-    """Sends events, and remembers what became of them. `delivered` hears of positions as they arrive."""
+    """Sends events, and remembers the outcome. `delivered` gets positions as they arrive."""
 
     def __init__(
         self, send: Send, workers: int, group_events: int, group_bytes: int, delivered: Callable[[list[str]], None]
     ) -> None:
         self._send, self._workers, self._delivered = send, workers, delivered
         self._events, self._bytes = group_events, group_bytes
-        self._left: Counter[str] = Counter()  # How many events of each position are to be sent
+        self._left: Counter[str] = Counter()  # How many events of each position to send
         self._held: set[int] = set()  # Lanes with a refused event
         self._is_over = False
         self.rejects: list[Reject] = []
@@ -151,10 +149,9 @@ class Round:
         self._failures: list[SinkUnavailable] = []
 
     async def run(self, records: Sequence[Record]) -> None:
-        """Send all of them, as far as it goes."""
         self._left = Counter(record.position for record in records)
         for queues in segments(records, self._workers):
-            # All of them end, whatever one of them raises: the next round must not meet groups of this one.
+            # Wait for all, whatever one raises: the next round must not meet groups of this one.
             ended = await asyncio.gather(*map(self._work, queues), return_exceptions=True)
             for error in filter(None, ended):
                 raise error
@@ -162,7 +159,7 @@ class Round:
                 return
 
     def finish(self) -> None:
-        """Raise what the round has come to: what concerns all first, then what is refused for ever."""
+        """Raise the round's outcome: errors that concern all first, then refusals."""
         if self._stop is not None:
             raise self._stop
         if self._refusal is not None:
@@ -190,7 +187,7 @@ class Round:
             raise
 
     def _cut(self, queue: list[Record], begin: int) -> int:
-        """Where the group that begins there ends."""
+        """The end of the group that begins there."""
         size, end = len(queue[begin].value), begin + 1
         while end < len(queue) and end - begin < self._events:
             size += len(queue[end].value) + 1
@@ -200,7 +197,7 @@ class Round:
         return end
 
     async def _send_allowed(self, group: Sequence[Record]) -> None:
-        """Send those that nothing holds. A barrier that is held ends the round: everything is behind it."""
+        """Send what nothing blocks. A blocked barrier ends the round: everything is behind it."""
         allowed, is_held = [], False
         for record in group:
             is_held = bool(self._held) and record.is_barrier
@@ -230,7 +227,7 @@ class Round:
 
     async def _refuse(self, group: Sequence[Record], error: SinkRejected) -> None:
         if not error.rejects and len(group) > 1:
-            # One of them is to blame: halves find it. In order, and what a refused one holds is not sent.
+            # One of them is to blame: bisect. In order, without what a refused one blocks.
             half = len(group) // 2
             await self._send_allowed(group[:half])
             await self._send_allowed(group[half:])

@@ -1,8 +1,8 @@
-"""What adapters that speak HTTP share: URLs and headers as options, and a client. Decision 0018 says why aiohttp.
+"""Shared by adapters that speak HTTP: URLs and headers as options, and a client. Decision 0018 says why aiohttp.
 
-No redirects, no cookies, no proxy and no .netrc that nobody asked for; certificates are checked; of an answer no more is
-read than an error message needs. Addresses are looked at when a connection is made, not when the name was resolved: a name
-server that gives another answer the next time gains nothing.
+No redirects or cookies, no proxy or .netrc unless asked for; certificates are checked; only as much of an answer is read as
+an error message needs. Addresses are checked when connecting, not when resolving: a name server that changes its answer
+gains nothing.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     import aiohttp
 
 BODY_BYTES = 4096
-BODY_S = 1.0  # How long the rest of an answer is waited for: what counts is its status
-CLOSED = "closed"  # The kind of an answer that never came, because the connection ended
-KEEP_ALIVE_S = 4.0  # Less than the 5 s after which many servers close a connection: a POST must not meet that
+BODY_S = 1.0  # How long to wait for the rest of an answer: only its status counts
+CLOSED = "closed"  # The kind of a missing answer, because the connection ended
+KEEP_ALIVE_S = 4.0  # Below the 5 s after which many servers close a connection, so that a POST does not meet that
 MAX_RETRY_S = 3600.0
 TEXT_CHARS = 200
 _IPV4 = re.compile(r"(?:(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])(?:\.(?!$)|$)){4}")
@@ -46,7 +46,7 @@ _OURS = re.compile(
 )
 _SECRET_HEADER = re.compile(r"(?i)auth|cookie|token|secret|key|password|signature|credential")
 _LATER = {408, 425, 429}
-_BUSY = {429, 503}  # Statuses that say nothing of the event: the receiver takes none now
+_BUSY = {429, 503}  # Statuses not about the event: the receiver takes none now
 _STOP = {
     401: ("it does not accept our credentials", "Check the headers (Authorization) and the signing key"),
     405: ("it takes no POST", "Check the URL"),
@@ -62,7 +62,7 @@ Scrub = Callable[[str], str]  # Takes secrets out of a text
 
 
 def check_url(url: str) -> str:
-    """The URL. ValueError: it is none that can be used; the text says nothing of what may be secret in it."""
+    """The URL. ValueError: it is unusable; the text reveals nothing that may be secret."""
     try:
         parts = urlsplit(url)
         port, host = parts.port, parts.hostname
@@ -80,7 +80,6 @@ def check_url(url: str) -> str:
 
 
 def secrets_of(url: str, headers: Mapping[str, str], signing_key: str) -> set[str]:
-    """Texts that must not be seen in any message."""
     parts = urlsplit(url)
     query, words = parts.query, LONG_SEGMENT.findall(parts.path)
     found = {url, query, unquote(query), signing_key, *(value for _, value in parse_qsl(query))}
@@ -109,7 +108,7 @@ def parse_headers(value: Any) -> Any:
 
 
 def check_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """The headers. ValueError: one that cannot be sent, or is ours; values are not told."""
+    """The headers. ValueError: one cannot be sent, or is ours; its value is not shown."""
     for name, value in headers.items():
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r:.60} is no name of a header")
@@ -145,7 +144,7 @@ class ClientOptions(Options):
     key_file: PathText | None = setting(None, "the key of cert_file, if it is not in it")
 
     def make_tls(self, url: str) -> ssl.SSLContext | None:
-        """How the server of a URL is verified. SinkError: a file of it cannot be used."""
+        """How to verify a URL's server. SinkError: one of its files is unusable."""
         if not url.startswith("https:"):
             return None
         file = self.ca_file
@@ -164,7 +163,7 @@ class ClientOptions(Options):
         return context
 
     def proxy(self, url: str) -> str | None:
-        """The proxy that the environment has for a URL, if it counts."""
+        """The environment's proxy for a URL, if enabled."""
         parts = urlsplit(url)
         if not self.proxy_from_env or proxy_bypass_environment(parts.netloc):
             return None
@@ -181,18 +180,17 @@ def _refuse_password() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of the events of a request, and why."""
+    """What happens to the events of a request, and why."""
 
-    error: type[SinkError] | None = None  # None: they are delivered. SinkError: all others would get the same answer
+    error: type[SinkError] | None = None  # None: delivered. SinkError: all others would get the same answer
     kind: str = "ok"
     text: str = ""
     advice: str = ""
     retry_in_s: float = 0.0
-    is_general: bool = False  # Of SinkUnavailable: any other event would have got it, too
+    is_general: bool = False  # Of SinkUnavailable: any other event would have failed too
 
 
 def judge(status: int, headers: Mapping[str, str], body: bytes, scrub: Scrub, now: datetime | None = None) -> Verdict:
-    """The verdict on an answer."""
     if 200 <= status < 300:
         return Verdict()
     said = shorten(body.decode(errors="replace"), scrub)
@@ -211,13 +209,13 @@ def judge(status: int, headers: Mapping[str, str], body: bytes, scrub: Scrub, no
 
 
 def shorten(text: str, scrub: Scrub) -> str:
-    """What a stranger said, in one line without secrets."""
+    """A stranger's text, in one line without secrets."""
     plain = re.sub(r"[\s\x00-\x1f\x7f-\x9f]+", " ", scrub(text)).strip()
     return plain if len(plain) <= TEXT_CHARS else f"{plain[:TEXT_CHARS]}..."
 
 
 def parse_retry_after(text: str, now: datetime | None = None) -> float:
-    """Seconds that Retry-After asks for, by a number or a date; 0 if it says nothing that can be understood."""
+    """The seconds of Retry-After, a number or a date; 0 if invalid."""
     text = text.strip()
     if re.fullmatch(r"[0-9]{1,9}", text):
         return min(float(text), MAX_RETRY_S)
@@ -238,7 +236,6 @@ class Client:
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
-        """Close connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -246,7 +243,7 @@ class Client:
     def _open_session(self) -> aiohttp.ClientSession:
         import aiohttp
 
-        is_guarded = not (self._options.allow_private or self._proxy)  # behind a proxy, it is the proxy that connects
+        is_guarded = not (self._options.allow_private or self._proxy)  # the proxy connects, not we
         connector = aiohttp.TCPConnector(
             limit=self._options.concurrency,
             ssl=self._tls or True,
@@ -262,7 +259,7 @@ class Client:
         )
 
     async def post(self, body: bytes, headers: Mapping[str, str]) -> Verdict:
-        """What became of one request. The server may close a kept connection just when we use it: that is tried again."""
+        """The outcome of one request. Retries if the server closes a kept connection just as we use it."""
         verdict = await self._post(body, headers)
         return await self._post(body, headers) if verdict.kind == CLOSED else verdict
 
@@ -312,7 +309,7 @@ class Client:
 
 
 async def _read_some(response: aiohttp.ClientResponse) -> bytes:
-    """The beginning of the body. The connection is used again only if that was all."""
+    """The beginning of the body. The connection is reused only if that was all."""
     import aiohttp
 
     data, is_whole = b"", False
@@ -343,14 +340,14 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 class AddressRefused(OSError):
-    """Raised instead of a connection. Its text is always the same: so it is told as one if a name has several of them."""
+    """Raised instead of connecting. Its text never varies, so that several addresses of a name give one message."""
 
     def __init__(self) -> None:
         super().__init__("the address is private")
 
 
 def is_public(text: str) -> bool:
-    """Whether an address is one of the internet at large."""
+    """Whether an address is on the public internet."""
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
@@ -369,7 +366,7 @@ def is_public(text: str) -> bool:
 
 
 def _guarded_socket(info: tuple[Any, ...]) -> socket.socket:
-    """A socket for this address (as `getaddrinfo` has it). AddressRefused: it is not public."""
+    """A socket for this address (from `getaddrinfo`). AddressRefused: it is not public."""
     family, kind, protocol, _, address = info
     if not is_public(str(address[0])):
         raise AddressRefused

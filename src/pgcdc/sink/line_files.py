@@ -1,6 +1,6 @@
-"""Files of JSON lines: the keys of the rows that their events leave, and what becomes of files that have rotated. Keys are
-for `pgcdc resync`: a key that the sink has and the source has not is a row that vanished while nobody looked. A key too many
-does no harm here, since deleting a row that the source does not have is always right; a key too few does."""
+"""Files of JSON lines: the keys of the rows that their events leave, and the care of rotated files. Keys are for `pgcdc
+resync`: a key that the sink has and the source has not is a row that vanished unseen. An extra key is harmless, since
+deleting a row that the source lacks is always right; a missing key is not."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _PUTS = ("INSERT", "UPDATE", "SNAPSHOT")
 
 
 class KeyStore:
-    """The keys of some tables, in a file that lives as long as this. Use it as a context manager."""
+    """The keys of some tables, in a temporary file. A context manager."""
 
     def __init__(self, path: Path, tables: Mapping[TableName, Sequence[str]]) -> None:
-        """`tables` are those to be read, with the columns of their keys."""
+        """`tables`: the tables to read, with their key columns."""
         self._path = path
         self._names = list(tables)
         self._columns = [tuple(columns) for columns in tables.values()]
@@ -44,9 +44,9 @@ class KeyStore:
             for number, (schema, name) in enumerate(tables)
         }
         self._buffer: dict[tuple[int, str], bool] = {}
-        """Keys that are there (True) or gone since the file was last written to."""
+        """Keys that exist (True) or are gone since the file was last written."""
         self.unread: dict[TableName, int] = {}
-        """How many rows have no key that could be looked for: the table had another key then, or it is not UTF-8."""
+        """Rows without a usable key: the table had another key then, or it is not UTF-8."""
         self.others: set[str] = set()  # Channels of tables that were not asked for
         path.unlink(missing_ok=True)
         with self._explain():
@@ -64,7 +64,6 @@ class KeyStore:
         self._path.unlink(missing_ok=True)
 
     def apply(self, event: Mapping[str, Any]) -> None:
-        """Take the next event."""
         operation, payload = event["operation"], event["payload"]
         is_put = operation in _PUTS
         if not is_put and operation not in ("DELETE", "TRUNCATE"):
@@ -87,7 +86,7 @@ class KeyStore:
             self.unread[name] = self.unread.get(name, 0) + 1
 
     def _put(self, number: int, key: list[str | None], is_there: bool) -> bool:
-        """Whether this is a key by which the source can be asked."""
+        """Whether the source can be asked by this key."""
         if None in key or any(value and (value.startswith("base64:") or _FFFD in value) for value in key):
             return False
         self._buffer[number, orjson.dumps(key).decode()] = is_there  # decoded: orjson's bytes are kilobytes apiece
@@ -111,7 +110,7 @@ class KeyStore:
         self._buffer.clear()
 
     def write_keys(self, table: TableName, path: Path) -> int:
-        """Write the keys of a table, a JSON array of texts in each line; durable when this returns. How many there are."""
+        """Write the keys of a table, one JSON array of texts per line; durable when this returns. Returns their number."""
         self._flush()
         count = 0
         partial = path.with_name(f"{path.name}.partial")
@@ -145,7 +144,6 @@ class KeyStore:
 
 @contextlib.contextmanager
 def open_lines(path: Path) -> Iterator[BinaryIO]:
-    """A file of lines to read, whichever form it has."""
     kind = next((kind for kind, ending in ENDINGS.items() if path.name.endswith(ending)), None)
     if kind is None:
         with open(path, "rb") as file:
@@ -156,7 +154,7 @@ def open_lines(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_lines(path: Path, size: int | None, store: KeyStore) -> int:
-    """Hand the events in the first `size` bytes of a file of JSON lines to `store`, or all; how many bytes that were."""
+    """Pass the events in the first `size` bytes (or all) of a file of JSON lines to `store`; returns the number of bytes."""
     done, number = 0, 0
     with open_lines(path) as file:
         for line in file:
@@ -178,8 +176,8 @@ def read_lines(path: Path, size: int | None, store: KeyStore) -> int:
 
 
 def content_kind(path: Path) -> str:
-    """What stands in a file or folder of JSON lines, by the first one: events, rows (typed ones), zset, other; "" if none.
-    `other` are events in the form of an envelope."""
+    """The kind of a file or folder of JSON lines, by its first line: events, rows (typed ones), zset, other (an envelope);
+    "" if empty."""
     if path.is_dir():
         return next((content_kind(part) for part in sorted(path.glob("*.jsonl"))), "")
     with open_lines(path) as file:
@@ -199,7 +197,7 @@ def content_kind(path: Path) -> str:
 
 
 class Rotated(NamedTuple):
-    """Which rotated files are ours: `first` to `last`, of which those before `oldest` have to go. `size` is that of all."""
+    """Our rotated files: `first` to `last`; those before `oldest` must go. `size` is that of all."""
 
     first: int
     oldest: int
@@ -213,24 +211,24 @@ def rotated_name(path: Path, number: int, ending: str = "") -> Path:
 
 
 def find_rotated(path: Path, number: int) -> Path | None:
-    """The rotated file with this number, the compressed one if there are two for a moment; None if it is not there."""
+    """The rotated file with this number, the compressed one if both exist; None if missing."""
     forms = (rotated_name(path, number, ending) for ending in (*ENDINGS.values(), ""))
     return next((form for form in forms if form.exists()), None)
 
 
 def highest_number(path: Path) -> int:
-    """The highest number at this name, of whomever; 0 if there is none."""
+    """The highest number at this name, ours or not; 0 if there is none."""
     return max(_numbers(path), default=0)
 
 
 def _numbers(path: Path) -> set[int]:
-    """The numbers of rotated files at this name, of whomever."""
+    """The numbers of rotated files at this name, ours or not."""
     pattern = re.compile(re.escape(path.name) + r"\.(\d{6,})(?:\.gz|\.zst)?(?:\.partial)?")
     return {int(one[1]) for one in map(pattern.fullmatch, os.listdir(path.parent)) if one}
 
 
 def tidy(path: Path, rotated: Rotated, compression: Compression, should_stop: Callable[[], bool]) -> None:
-    """Remove what has to go and compress the rest. Harmless if it was done, or half done."""
+    """Remove old files and compress the rest. Repeatable at any point."""
     for number in sorted(_numbers(path) & set(range(rotated.first, rotated.last + 1))):
         for ending in ENDINGS.values():  # of a compression that did not end
             rotated_name(path, number, ending + _PARTIAL).unlink(missing_ok=True)
@@ -264,7 +262,7 @@ def _compress(path: Path, number: int, compression: Compression, should_stop: Ca
 
 
 def _write_compressed(plain: Path, partial: Path, compression: str, should_stop: Callable[[], bool]) -> bool:
-    """Whether it is written, durably: not if it is to stop."""
+    """Whether it was written, durably: not if it had to stop."""
     with (
         open(plain, "rb") as source,
         open(partial, "wb") as target,

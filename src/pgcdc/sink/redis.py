@@ -30,7 +30,7 @@ from pgcdc.sink.spec import SourceView, UrlOptions
 
 PART_EVENTS, PART_BYTES = 1000, 4 << 20
 _Change = tuple[str, str, str, tuple[str, ...], bytes]
-"""Position, key, the key that its row had (empty: it only goes), columns that were not sent, value (empty: it goes)."""
+"""Position, key, the row's previous key (empty: only a deletion), columns that were not sent, value (empty: delete)."""
 _OPEN = """
 local at = redis.call('HGET', KEYS[1], 'position')
 if ARGV[2] == 'rewind' then redis.call('DEL', KEYS[2]) end
@@ -86,7 +86,7 @@ class RedisOptions(UrlOptions):
         return dict(parse_qsl(parts.query)).get("db") or in_path or "0"
 
     def check_source(self, adapter: str, source: SourceView) -> None:
-        """A table whose rows have no key here is found before its rows are read."""
+        """Find tables whose rows have no key before their rows are read."""
         try:
             relations = source.relations()
         except PgcdcError:  # who needs the source says so
@@ -120,7 +120,7 @@ class RedisSink(Sink):
 
     def __init__(self, options: RedisOptions) -> None:
         self._options, self._is_sync, self._client = options, options.mode == "sync", None  # type: RedisOptions, bool, Any
-        self._noted = set[tuple[str, str]]()  # Keys and positions of refused events that the server has yet to remember
+        self._noted = set[tuple[str, str]]()  # Keys and positions of refused events that the server must still record
         self._is_warned = False
 
     def check(self, context: SinkContext) -> None:
@@ -171,7 +171,7 @@ class RedisSink(Sink):
         return left
 
     def _settle(self) -> None:
-        """Wait until all that was written is on the server's disk. A server that cannot wait is named once."""
+        """Wait until everything written is on the server's disk. A server that cannot wait is reported once."""
         from redis.exceptions import NoPermissionError, ResponseError
 
         with self._explained(self._name):
@@ -186,7 +186,7 @@ class RedisSink(Sink):
                 self._waits_ms, self._is_warned = 0, True
 
     def _write(self, batch: Batch, end: str, how: str = "") -> list[str]:
-        """Everything at once. Of a replay, the positions that were left out."""
+        """Write everything at once. Of a replay, returns the positions left out."""
         changes: list[_Change] = []
         left, rejects = list[str](), list[Reject]()
         for one in keyed_changes(batch, self._options.id_column):
@@ -214,7 +214,7 @@ class RedisSink(Sink):
         return left
 
     def _clear(self, prefix: str, position: str) -> list[str]:
-        """All keys of a table go. The position stays: after a crash this is done again. Nothing is left out."""
+        """Delete all keys of a table. The position stays: after a crash this is repeated. Nothing is left out."""
         pattern = re.sub(r"([\\*?\[\]])", r"\\\1", prefix) + "*"
         with self._explained(self._name):
             noted = {*self._client.hkeys(self._keys[1]), *(key for key, _ in self._noted)}
@@ -225,7 +225,7 @@ class RedisSink(Sink):
         return []
 
     def _send(self, changes: list[_Change], end: str, how: str, rejects: list[Reject]) -> list[str]:
-        """The positions that were left out; what the server refuses goes to `rejects`, and nothing was written."""
+        """The positions left out; the server's refusals go to `rejects`, and then nothing was written."""
         head = [self._token, self._at, end, self._options.mode, how, len(self._noted)]
         notes = [text for pair in sorted(self._noted) for text in pair]
         args = [text for *names, lacks, value in changes for text in (*names, len(lacks), *lacks, value)]
@@ -257,5 +257,5 @@ class RedisSink(Sink):
 
 
 def _join(separator: str, parts: Iterable[str | None]) -> str:
-    """Texts as one, so that others never give the same."""
+    """Joins texts unambiguously."""
     return separator.join(re.sub(f"[%:{separator}]", lambda one: f"%{ord(one[0]):02X}", part or "") for part in parts)

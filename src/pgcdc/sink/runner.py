@@ -1,12 +1,11 @@
-"""What all sinks have around them: the ack, retry, circuit breaker, rate limit, timeout, dead letters and hooks.
+"""What surrounds every sink: the ack, retry, circuit breaker, rate limit, timeout, dead letters and hooks.
 
-What becomes of an error is decided in `errors.policy_of`: what may pass is tried again here; events that will never be taken
-are set aside as dead letters, durably, and then the others are delivered without them. A sink has one writer at a time,
-whatever happens: a write that did not end in time is left alone, and no other one starts before it has ended. What was
-delivered until then is left out of the next try.
+`errors.policy_of` decides on errors: what may pass is retried here; events that will never be taken are set aside durably as
+dead letters, then the others are delivered. A sink always has one writer: a write that times out is left alone, and no other
+starts before it ends. What it delivered is left out of the next try.
 
-The ack is saved here, durably, after a write has returned. Of a sink whose target keeps the position (`keeps_position`), it
-follows the target's word: that is asked for by `open`, at the start and after every write that failed.
+The ack is saved here, durably, after a write has returned. If the target keeps the position (`keeps_position`), the ack
+follows the target: `open` asks it at the start and after every failed write.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ from pgcdc.sink.letters.delivery import SetAside
 from pgcdc.sink.letters.record import DeadLetters
 from pgcdc.sink.spec import DeliveryOptions
 
-PART_OF_TIMEOUT = 0.25
-"""How much of the time for one write a part of a batch should take, by how fast the last one was (`Sink.part_events`)."""
+PART_OF_TIMEOUT = 0.25  # A part's share of the write timeout, by the speed of the last one (`Sink.part_events`)
 MAX_PART = 50_000
-SAVE_INTERVAL_S = 0.2  # How often the ack follows what is delivered in the middle of a write
+SAVE_INTERVAL_S = 0.2  # How often the ack follows deliveries in the middle of a write
 
 
 def tell(adapter: str, text: str) -> None:
@@ -46,7 +44,7 @@ def tell(adapter: str, text: str) -> None:
 
 
 class Runner:
-    """A sink that is called with care. `stop` ends every wait at once, from any thread."""
+    """A sink with its safeguards. `stop` ends every wait at once, from any thread."""
 
     def __init__(
         self,
@@ -61,7 +59,7 @@ class Runner:
         clock: Clock | None = None,
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
-        """`acks` is the folder of acks in a state directory. Without `dead_letters`, a refused event ends the delivery."""
+        """`acks` is the folder of acks in a state directory. Without `dead_letters` a refused event ends the delivery."""
         self.sink = sink
         self.name = name
         self.options = options
@@ -74,13 +72,13 @@ class Runner:
         self._start: Position | None = None
         self._is_open = False  # The sink stands where the ack does
         self._delivered, self._redelivered = set[str](), set[str]()
-        """Positions that the target has behind the ack; and of a redelivery that goes on."""
+        """Positions that the target has behind the ack; and of the current redelivery."""
         self._now: Batch | None = None  # What is being written; None: dead letters
-        self._is_untouched = False  # A target of rows, which has nothing of this sink
+        self._is_untouched = False  # A target of rows that has nothing of this sink
         self._saved_at = self.attempts.clock.now()
         self._part = sink.part_events
         self.chain: Callable[[], SimpleChain] = lambda: SimpleChain((), ())
-        """What the adapter's transforms do to columns: dead letters were rendered behind them."""
+        """What the adapter's transforms do to columns: dead letters were rendered after them."""
 
     @property
     def ack(self) -> Position:
@@ -90,16 +88,14 @@ class Runner:
 
     @property
     def dead_letters(self) -> int:
-        """How many events of this run were set aside."""
         return self._aside.count if self._aside is not None else 0
 
     def check(self) -> None:
-        """Look at the target, and change nothing."""
         self.sink.check(self._context(self.progress.position or Position.end(0)))
 
     def open(self, start: Position) -> None:
-        """Open the sink where its ack is; a new one begins at `start`. A target that cannot be reached now is opened at the
-        first write, if there is an ack to begin from."""
+        """Open the sink at its ack; a new one begins at `start`. An unreachable target is opened at the first write, if
+        there is an ack to begin from."""
         with self.attempts.taken():
             self._start, began = start, self.attempts.clock.now()
             error = self.attempts.run(self._open, self.options.timeout, "the opening of")
@@ -114,7 +110,7 @@ class Runner:
     def write(self, batch: Batch) -> None:
         """Deliver a batch; what the ack covers is skipped."""
         with self._delivering():
-            bad: Position | None = None  # an event before it is refused, and nobody has said which
+            bad: Position | None = None  # an earlier event is refused, and nobody has named it
             while batch.end > self.ack:
                 batch = batch.after(self._reached)
                 part = self._cut(batch)
@@ -124,8 +120,8 @@ class Runner:
                 bad = self._write(part) or bad
 
     def deliver(self, end: Position, events: int, write: Callable[[], None], timeout_s: float | None = None) -> None:
-        """Like `write`, for one that is not made by the sink's `write`: `write` makes everything up to `end` durable.
-        SinkRejected comes out: only `write` knows the events, and can set some aside."""
+        """Like `write`, for other ways of writing: `write` makes everything up to `end` durable. Raises SinkRejected: only
+        `Runner.write` knows the events and can set some aside."""
 
         def work() -> None:
             self._reopen()
@@ -139,7 +135,7 @@ class Runner:
                 self.attempts.try_often(events, work, limit_s, is_done=lambda: self.ack >= end)
 
     def redeliver(self, batch: Batch) -> Collection[str]:
-        """Deliver dead letters again. SinkRejected comes out: these have their letters."""
+        """Deliver dead letters again. Raises SinkRejected: these have their letters."""
         left_out: set[str] = set()
 
         def write(part: Batch) -> None:
@@ -173,11 +169,11 @@ class Runner:
         return left_out
 
     def stop(self) -> None:
-        """End all waits: a write that runs may finish, nothing is tried again. What is not delivered raises."""
+        """End all waits: a running write may finish, nothing is retried. Undelivered batches raise."""
         self.attempts.stop()
 
     def close(self) -> None:
-        """Close the sink, unless a write still runs in it: nothing is lost if it is never closed."""
+        """Close the sink, unless a write still runs: nothing is lost if it is never closed."""
         if not self.attempts.is_calling:
             self.sink.close()
 
@@ -185,7 +181,7 @@ class Runner:
 
     @property
     def _reached(self) -> Position:
-        """What is durable, also what the sink has yet to settle."""
+        """What is durable, including what the sink has yet to settle."""
         return self.progress.position or self.ack
 
     def _context(self, start: Position) -> SinkContext:
@@ -195,7 +191,7 @@ class Runner:
         return SinkContext(*known, stream, source, identity, self._note)
 
     def _note(self, positions: Iterable[str]) -> None:
-        """The sink says that these are delivered, in the middle of a write."""
+        """The sink reports these as delivered, in the middle of a write."""
         if self._now is None:
             self._redelivered.update(positions)
             return
@@ -204,8 +200,8 @@ class Runner:
             self._save_prefix(self._now)
 
     def _save_prefix(self, part: Batch) -> None:
-        """Move the ack as far as everything is delivered: after a crash that much less comes again."""
-        self._saved_at = self.attempts.clock.now()  # first: a save that fails is not repeated at once
+        """Move the ack as far as everything is delivered: less is repeated after a crash."""
+        self._saved_at = self.attempts.clock.now()  # first: a failed save is not repeated at once
         positions = part.after(self._reached).positions().to_pylist() if self._delivered else ()
         done = list(takewhile(self._delivered.__contains__, positions))
         if done:
@@ -238,7 +234,7 @@ class Runner:
             self._open()
 
     def _acknowledge(self, end: Position, written: Position | None = None) -> None:
-        """What the sink made durable counts, when that is on disk."""
+        """Save the ack: what the sink made durable counts from then on."""
         hit("sink.before_ack")
         if self.progress.position is None or self.progress.position < end:
             self.progress.save(end, written=written)
@@ -247,7 +243,6 @@ class Runner:
         self._forget(str(end))
 
     def _forget(self, up_to: str) -> None:
-        """The ack is there."""
         self._delivered = {one for one in self._delivered if one > up_to}
 
     def _write_part(self, part: Batch, is_empty: bool) -> None:
@@ -290,8 +285,8 @@ class Runner:
                 raise
 
     def _write(self, whole: Batch) -> Position | None:
-        """Everything of a batch that the target takes; what it refuses is in the dead letters first. The end of the batch if
-        some event of it is refused, and nobody has said which: halves tell."""
+        """Deliver a batch; refused events go to the dead letters first. Returns the end of a batch with a refused event that
+        nobody has named: bisection finds it."""
         part, out = whole, set[str]()
         while True:
             self.attempts.pass_breaker()
@@ -319,7 +314,7 @@ class Runner:
         return None
 
     def _cut(self, batch: Batch) -> Batch:
-        """As much of a batch as the sink can do in time, and the rate limit gives at once, if the sink takes parts."""
+        """As much of a batch as the sink can do in time and the rate limit allows at once, if the sink takes parts."""
         if self.sink.whole_batches:
             return batch
         batch = batch.first(self._part) if self._part else batch
@@ -328,7 +323,7 @@ class Runner:
         return batch.first(self.attempts.bucket.burst)
 
     def _learn(self, events: int, seconds: float) -> None:
-        """How large the next part is."""
+        """Sets the size of the next part."""
         if self._part and events:
             rate = events / max(seconds, 1e-3)
             wanted = int(rate * self.options.timeout * PART_OF_TIMEOUT)

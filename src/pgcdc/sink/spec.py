@@ -1,9 +1,6 @@
-"""What a pipeline is told of one adapter by flags, YAML or Python; how that may be shown; and which types there are.
-
-The types of adapters are entry points of the group `pgcdc.sinks`, ours and those of other packages. An entry point names the
-options of a type (`SinkOptions`), which make its sink. Each is loaded when it is asked for; one that does not keep the
-contract is refused then, by name.
-"""
+"""One adapter's configuration from flags, YAML or Python; how to show it; and the registry of types. Adapter types are entry
+points of the group `pgcdc.sinks`, ours and other packages'. An entry point names a type's options (`SinkOptions`), which
+make its sink. Each is loaded on demand; one that breaks the contract is then refused by name."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ if TYPE_CHECKING:
 
 GROUP = "pgcdc.sinks"
 LONG_SEGMENT = re.compile(r"[^/]{16,}")
-"""Of a path: a word that nobody can guess. Many services have the secret of a webhook there, and nowhere else."""
+"""Of a path: a word that nobody can guess. Many services have a webhook's secret only there."""
 Priority = Literal["critical", "normal", "best-effort"]
 
 
@@ -61,13 +58,13 @@ class DeliveryOptions(Options):
 
 @dataclass(frozen=True, slots=True)
 class SourceView:
-    """As much of the source as an adapter may want to know before anything is made for it."""
+    """What an adapter may know of the source before anything is created."""
 
     url: str  # Of its database; empty if it has none. It may hold a secret
     tables: Callable[[], Collection[tuple[str, str]]]
-    """Schema and name of each table that a start would capture. PgcdcError: that cannot be told."""
+    """Schema and name of each table that a start would capture. PgcdcError: unknown."""
     relations: Callable[[], Collection[Relation]] = tuple
-    """Those whose changes this adapter would get, as its transforms leave them."""
+    """Those whose changes this adapter would get, after its transforms."""
 
 
 class SinkOptions(Options):
@@ -180,7 +177,7 @@ class AdapterSpec:
 
 
 def with_source_db(spec: Any, db: str) -> Any:
-    """The same cascade for an adapter that was made in Python; what is no adapter stays as it is."""
+    """The same cascade for an adapter made in Python; anything else is unchanged."""
     if not isinstance(spec, AdapterSpec):
         return spec
     fields = type(spec.options).model_fields
@@ -198,7 +195,7 @@ def with_source_db(spec: Any, db: str) -> Any:
 
 
 def redact_url(url: str) -> str:
-    """A URL as it may be shown: neither user nor query nor long words of the path, which may be secret."""
+    """A URL as it may be shown: without user, query and long path segments, which may be secret."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", f":{parts.port}" if parts.port else ""
@@ -210,7 +207,7 @@ def redact_url(url: str) -> str:
 
 
 def describe_options(options: BaseModel) -> str:
-    """The options of an adapter for people, `, path a.jsonl, max_files 3`: without secrets, and without defaults."""
+    """The options of an adapter for people, `, path a.jsonl, max_files 3`: without secrets and defaults."""
     said = ""
     for name, value in options:
         info = type(options).model_fields[name]
@@ -271,7 +268,7 @@ class Adapters(Mapping[str, type[SinkOptions]]):
         return len(self._points)
 
     def usable(self) -> dict[str, type[SinkOptions]]:
-        """Without those that cannot be used: whoever asks for one of them by name hears why."""
+        """Without unusable ones: asking for one by name says why."""
         found = {}
         for name in self:
             with contextlib.suppress(ConfigError):
@@ -279,19 +276,19 @@ class Adapters(Mapping[str, type[SinkOptions]]):
         return found
 
     def find(self, name: str) -> type[SinkOptions]:
-        """Like `[]`. ConfigError: there is no such type; it says which there are, and which is nearest."""
+        """Like `[]`. ConfigError lists the types, and the nearest name."""
         if name in self._points:
             return self[name]
         raise ConfigError(f"there is no adapter {name!r}", suggest(name, self))
 
 
 def own_adapters() -> dict[str, type[SinkOptions]]:
-    """Those of this source tree, without other packages: for its documents and tests."""
+    """This source tree's adapters, without other packages: for its documents and tests."""
     return {one.name: ADAPTERS[one.name] for one in sorted(_of_checkout(), key=lambda one: one.name)}
 
 
 def _of_checkout() -> list[EntryPoint]:
-    """Those of a source tree, which may be newer than what was installed from it."""
+    """A source tree's adapters, which may be newer than the installed ones."""
     import tomllib
 
     project = Path(__file__).parents[3] / "pyproject.toml"
@@ -320,7 +317,7 @@ def _load(point: EntryPoint) -> type[SinkOptions]:
 
 
 def make_sink(spec: AdapterSpec) -> Sink:
-    """The sink of one adapter. ConfigError: it does not keep the contract."""
+    """The sink of one adapter. ConfigError: it breaks the contract."""
     from pgcdc.event.forms import FORMS
     from pgcdc.sink.contract import Sink
 
@@ -333,7 +330,7 @@ def make_sink(spec: AdapterSpec) -> Sink:
 
 
 def keep_secrets(urls: Iterable[str | None], specs: Sequence[AdapterSpec], transforms: Iterable[Any] = ()) -> None:
-    """Remember the passwords of database URLs, and the secrets of adapters and transforms; those in files are read."""
+    """Remember the passwords of database URLs, and the secrets of adapters and transforms, read from files if needed."""
     for url in urls:
         remember_secrets(url_passwords(url))
     for spec in specs:
@@ -346,13 +343,13 @@ def keep_secrets(urls: Iterable[str | None], specs: Sequence[AdapterSpec], trans
 
 
 def check_options(spec: AdapterSpec) -> None:
-    """Raise ConfigError for an adapter that cannot work, without asking its target."""
+    """Raise ConfigError for an invalid adapter, without asking its target."""
     spec.options.check()
     spec.options.check_delivery(spec.delivery)
 
 
 def check_adapters(specs: Sequence[AdapterSpec]) -> None:
-    """Raise ConfigError for adapters that cannot be in one pipeline."""
+    """Raise ConfigError for adapters that cannot share a pipeline."""
     if not specs:
         raise ConfigError("no adapter is given", "Name one of pgcdc.adapters")
     for spec in specs:

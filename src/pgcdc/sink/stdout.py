@@ -1,9 +1,9 @@
-"""Events on standard output: JSON lines, or changes of tables in a form for people, in colour if the terminal has them.
+"""Events on standard output: JSON lines, or table changes for people, coloured on a terminal.
 
-A value may hold anything, also what a terminal would take for a command: control characters are written as escapes.
+Control characters are escaped: a value may hold what a terminal would take for a command.
 
-A pipe cannot be taken back: after a crash the last batch may come twice, with its ids. Within a process nothing does: what
-is out is remembered, to the byte, until the batch is acknowledged.
+A pipe cannot be undone: after a crash the last batch may come twice, with its ids. Within a process nothing does: what was
+written is remembered, to the byte, until the batch is acknowledged.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class StdoutSink(Sink):
         self._descriptor = descriptor
         self._is_terminal = os.isatty(descriptor)
         self.is_pretty = format == "pretty" or (format == "auto" and self._is_terminal)
-        """Changes of tables come for people. What comes as lines stays as it is: typed rows, and dead letters."""
-        self._out: Position | None = None  # All events up to this position are out, acknowledged or not
-        self._owed = memoryview(b"")  # The rest of a position that is out in part: that comes before anything else
-        self._begun = set[str]()  # Positions that are out, when that is: they are not written again
+        """Table changes are written for people. Lines stay lines: typed rows, and dead letters."""
+        self._out: Position | None = None  # All events up to this position are written, acknowledged or not
+        self._owed = memoryview(b"")  # The rest of a partly written position: it comes first
+        self._begun = set[str]()  # Positions that are written: they are not repeated
 
     def check(self, context: SinkContext) -> None:
         try:
@@ -95,12 +95,11 @@ class StdoutSink(Sink):
         self._out = max(self._out or batch.end, batch.end)
 
     def redeliver(self, batch: Batch) -> Collection[str]:
-        """Write events of the past once more."""
         self._send(batch)
         return ()
 
     def _send(self, batch: Batch) -> None:
-        """Write events. After an error it is known what is out, to the byte."""
+        """Write events. After an error it is known what was written, to the byte."""
         given, batch = batch, batch.without(self._begun)
         texts, sent = self._texts(batch), 0
         try:
@@ -135,11 +134,11 @@ class StdoutSink(Sink):
         while True:
             try:
                 return os.write(self._descriptor, data)
-            except BlockingIOError:  # whoever shares the pipe or terminal may have switched it to that
+            except BlockingIOError:  # another user of the pipe or terminal may have made it so
                 select.select([], [self._descriptor], [])
 
     def _remember(self, names: list[str], texts: pa.ChunkedArray, sent: int) -> None:
-        """Of so many bytes: which events are out, and what is owed of the position in which they end."""
+        """Which events these bytes cover, and what is left of the last, partial position."""
         ends = np.cumsum(pc.binary_length(texts).to_numpy().astype(np.int64))
         count = int(np.searchsorted(ends, sent, side="right"))  # whole events
         first, last = (
@@ -177,7 +176,6 @@ class Pretty:
         return lines
 
     def _columns(self, run: TableChanges) -> Iterator[list[str]]:
-        """For each change, its columns with their values."""
         values, unknown = settle(run)
         found = [
             (column.is_key, _escape(column.name), new.to_pylist(), old.to_pylist(), marks)
@@ -210,7 +208,7 @@ class Pretty:
 
 
 def _value(value: str | None) -> str:
-    """A value in one piece: quoted where its end could not be seen otherwise."""
+    """A value in one piece: quoted where its end would be unclear."""
     if value is None:
         return "NULL"
     if len(value) > MAX_VALUE:

@@ -1,4 +1,4 @@
-"""Events as HTTP requests. A receiver cannot take back: after a crash the last events come again, with their ids."""
+"""Events as HTTP requests. A receiver cannot undo: after a crash the last events are repeated, with their ids."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from pgcdc.sink.http import (
 )
 from pgcdc.sink.spec import DeliveryOptions, UrlOptions, redact_url
 
-LEAST_OF_URL = 8  # Of a secret in a URL: a query has plain words, too, `?v=2`
+LEAST_OF_URL = 8  # Of a secret in a URL: a query also has plain words, `?v=2`
 try:
     _AGENT = f"pgcdc/{version('pgcdc')}"
 except PackageNotFoundError:  # used from its source
@@ -99,11 +99,10 @@ class WebhookOptions(ClientOptions, UrlOptions):
         return _read(self.url_file, "the URL", lambda text: check_url(text.strip())) if self.url_file else self.url
 
     def read_signing_key(self) -> str:
-        """The key of the signature; empty: none."""
         return _read(self.signing_key_file, "the key of the signature") if self.signing_key_file else self.signing_key
 
     def read_headers(self) -> dict[str, str]:
-        """All headers that the user wants; those of the file win."""
+        """All headers of the user; the file's win."""
         if not self.headers_file:
             return dict(self.headers)
         path = Path(self.headers_file)
@@ -126,7 +125,7 @@ def _read(file: str, what: str, check: Callable[[str], str] = str) -> str:
 
 
 class WebhookSink(GroupSink):
-    """Posts every event, or several in one request, and counts it as delivered when the answer is 2xx."""
+    """Posts every event, or several in one request; delivered when the answer is 2xx."""
 
     def __init__(self, options: WebhookOptions) -> None:
         self._options, self._url = options, options.read_url()
@@ -184,7 +183,6 @@ class WebhookSink(GroupSink):
             raise SinkError(f"{title}: {verdict.text}", verdict.advice)
 
     def make_request(self, group: Sequence[Record]) -> tuple[bytes, dict[str, str]]:
-        """Body and headers of a request."""
         first, options = group[0], self._options
         if options.batch_size > 1:
             body = b"[%s]" % b",".join(record.value for record in group)
@@ -205,5 +203,5 @@ class WebhookSink(GroupSink):
 
 
 def _header(text: str) -> str:
-    """What a header can carry: everything else is percent-encoded, and % itself."""
+    """A header-safe text: everything else is percent-encoded, and % itself."""
     return text if text.isascii() and text.isprintable() and "%" not in text else quote(text, safe=_PLAIN)

@@ -1,6 +1,8 @@
 """Transforms of events: functions on DataFrames, and the same in chains for the sinks of a pipeline (`transform.specs`).
-from pgcdc import transform events.transform(transform.drop_columns("password")).transform(transform.mask("email",
-mode="hash", key_env="MASK_KEY"))"""
+
+from pgcdc import transform
+events.transform(transform.drop_columns("password")).transform(transform.mask("email", mode="hash", key_env="MASK_KEY"))
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a lane asks of Spark for its sinks: every batch is read once and collected once, whatever its sinks want of it.
+"""What a lane asks of Spark for its sinks: every batch is read and collected once, whatever its sinks want of it.
 
-`compile_chains` chooses the cheapest way. Where all transforms are simple, the source does them itself and events travel in
-blocks (`BlockProgram`). Else Spark has the columns of the events for what only Spark can do (`ColumnProgram`): what stands
-before that is done by the source, and what is behind it here, by the same code.
+`compile_chains` chooses the cheapest way. If all transforms are simple, the source does them and events travel in blocks
+(`BlockProgram`). Else Spark gets the events' columns for what only Spark can do (`ColumnProgram`): the source does the steps
+before that, and this module those behind it, with the same code.
 """
 
 from __future__ import annotations
@@ -39,12 +39,9 @@ _ROW_OPTIONS = {
 
 
 def compile_chains(chains: Sequence[Chain], *, transaction: bool = False, keyed: bool = False) -> Program:
-    """The cheapest way to all these chains. `transaction`: events say which transaction they belong to (`--tx-metadata`).
-
-    `keyed`: what is read also says which events must stay in order, for executors that write (`stream.parallel`).
-
-    Raises ConfigError for a transform that cannot be made; `check_chains` also looks at its SQL.
-    """
+    """The cheapest way to all these chains. `transaction`: events name their transaction (`--tx-metadata`). `keyed`: also
+    read which events must stay in order, for executors that write (`stream.parallel`). Raises ConfigError for an invalid
+    transform; `check_chains` also checks its SQL."""
     made = [chain.made() for chain in chains]
     distinct: list[Chain] = []
     for one in made:
@@ -56,7 +53,7 @@ def compile_chains(chains: Sequence[Chain], *, transaction: bool = False, keyed:
 
 @dataclass(frozen=True)
 class Program:
-    """Chains, some of which are the same but for their form, made ready for one lane."""
+    """Chains, some differing only in form, prepared for one lane."""
 
     chains: tuple[Chain, ...] = (Chain(),)  # One for each sink that asked
     distinct: tuple[Chain, ...] = ()
@@ -65,45 +62,44 @@ class Program:
     keyed: bool = False
 
     def forms(self, number: int) -> list[Form]:
-        """What is wanted of a distinct chain."""
         return sorted({one.form for one, its in zip(self.chains, self.of_chain, strict=True) if its == number})
 
     def source_options(self) -> dict[str, str]:
-        """Options of the Spark source that the query needs (never a secret: they stand in Spark's plans)."""
+        """The query's options of the Spark source (never a secret: Spark's plans show them)."""
         return {}
 
     def source_schema(self) -> str:
-        """The columns to read, as Spark DDL; none: the table says which there are."""
+        """The columns to read, as Spark DDL; none: the table decides."""
         return ""
 
     def settings(self) -> dict[str, str]:
-        """Settings of Spark with which the query is started, and which it keeps."""
+        """Spark settings at the query's start, which it keeps."""
         return {_RECORDS: "10000"}
 
     def project(self, events: DataFrame) -> DataFrame:
-        """What the source gives, as it is collected. Meant for the streaming DataFrame, where it is planned once."""
+        """The source's output as it is collected. For the streaming DataFrame, where it is planned once."""
         return events
 
     def line_column(self, chain: Chain) -> str:
-        """Which column has a chain's lines, inside of keyed blocks."""
+        """The column of a chain's lines inside keyed blocks."""
         return form_column(self.of_chain[self.chains.index(chain)])
 
     def keyed_blocks(self, batch: DataFrame, column: str) -> DataFrame:
-        """A batch behind `project` as KEYED_BLOCKS that have this column of lines, made by the executors."""
+        """A batch behind `project` as KEYED_BLOCKS with this column of lines, made by the executors."""
         return batch
 
     def collect(self, batch: DataFrame, start: Position, end: Position) -> list[Batch]:
-        """For each chain its events of (start, end] in its form, of a DataFrame behind `project`. Runs one Spark job.
-        TransformError: a transform cannot do what it is told with an event."""
+        """Each chain's events of (start, end] in its form, from a DataFrame behind `project`. Runs one Spark job.
+        TransformError: a transform fails for an event."""
         raise NotImplementedError
 
     def explain(self, batch: DataFrame, error: Exception) -> Exception:
-        """What failed in a job over a batch behind `project`, if it is a transform; else the same error."""
+        """The transform that failed in a job over a batch behind `project`, if one did; else the same error."""
         return error
 
 
 class BlockProgram(Program):
-    """The source does everything: Spark moves blocks of what it made."""
+    """The source does everything; Spark moves its blocks."""
 
     @cached_property
     def _pushed(self) -> tuple[SimpleChain, ...]:
@@ -136,7 +132,7 @@ class BlockProgram(Program):
 
 
 class ColumnProgram(Program):
-    """Spark has a column for each distinct chain: the event behind the steps so far. NULL: the chain does not have it."""
+    """Spark has a column per distinct chain: the event after the steps so far. NULL: dropped."""
 
     def _needs_shapes(self, number: int) -> bool:
         is_debezium = any(one.type == "debezium" for one in self.distinct[number].transforms)
@@ -160,7 +156,6 @@ class ColumnProgram(Program):
         return ", ".join(f"`{name}` {kind}" for name, kind in columns.items())
 
     def project(self, events: DataFrame) -> DataFrame:
-        """The same columns, behind the steps that Spark does."""
         from pyspark.sql import functions as F
 
         hidden = [event_column(number) for number in range(len(self.distinct))]
@@ -171,7 +166,6 @@ class ColumnProgram(Program):
         return frame.select(*(F.col(f"_{name}").alias(name) if name in hidden else F.col(name) for name in names))
 
     def _run(self, frame: DataFrame, name: str, transforms: list[Transform]) -> DataFrame:
-        """The same columns; the one of this chain is that behind its transforms."""
         from pyspark.sql import functions as F
 
         from pgcdc.transform.steps import KEEP, run_native
@@ -241,7 +235,7 @@ _FIXED = {*EVENT_COLUMNS, "table_ordinal", "key_hash", "is_barrier"} - set(CHANG
 
 
 class TypedProgram(Program):
-    """Rows of one table with their own columns, as lines. There is one chain: transforms are for events."""
+    """Rows of one table with their own columns, as lines. One chain: transforms are for events."""
 
     def project(self, events: DataFrame) -> DataFrame:
         from pyspark.sql import functions as F
@@ -264,7 +258,7 @@ def typed_position() -> Column:
 
 
 def _explain_failure(batch: DataFrame, error: Exception, chains: Sequence[Chain]) -> Exception:
-    """What failed in a job over a batch, if it is one of these transforms; else the same error."""
+    """The transform that failed in a job over a batch, if one did; else the same error."""
     text = str(error)
     ours = re.search(r"pgcdc\.core\.errors\.(\w+): ([^\n]*)", text)
     if ours is not None:
@@ -289,7 +283,7 @@ def _reason(text: str) -> str:
 
 
 def _find_failing(projected: DataFrame) -> str | None:
-    """The position of the first event that fails, by halves: Spark's errors do not say."""
+    """The position of the first failing event, by bisection: Spark's errors do not say."""
     from pyspark.errors import PySparkException
     from pyspark.sql import functions as F
 

@@ -39,17 +39,16 @@ class Transform(BaseModel):
 
     @property
     def is_simple(self) -> bool:
-        """Whether the source can do it on whole columns, before there is an event (`event.edits`)."""
+        """Whether the source can do it on whole columns, before rendering (`event.edits`)."""
         return not self.sql
 
     @property
     def sql(self) -> tuple[str, ...]:
-        """The Spark SQL that the user wrote."""
         return ()
 
     @property
     def taken(self) -> dict[str, str]:
-        """The columns that no event has behind it, and their new names; empty: dropped."""
+        """The columns that no event has after it, with their new names; empty: dropped."""
         return {}
 
     @property
@@ -59,25 +58,25 @@ class Transform(BaseModel):
 
     @property
     def added(self) -> tuple[str, ...]:
-        """The columns that events may have behind it, whatever they had before."""
+        """The columns that events may have after it, whatever they had before."""
         return tuple(name for name in self.taken.values() if name)
 
     @property
     def step(self) -> dict[str, Any]:
-        """What `event.edits` does, as JSON: never with a key."""
+        """The step for `event.edits`, as JSON: never with a key."""
         return self.model_dump(mode="json")
 
     @property
     def worker_step(self) -> dict[str, Any]:
-        """What `transform.steps` does in Spark's workers: with a key that was read here, and with the function."""
+        """The step for `transform.steps` in Spark's workers: with the key, read here, and the function."""
         return self.step
 
     def check(self) -> None:
-        """Raise ConfigError for what can be known without Spark: a missing key, a function that is not there."""
+        """Raise ConfigError for what shows without Spark: a missing key or function."""
         return None
 
     def __call__(self, events: DataFrame) -> DataFrame:
-        """The events after this step; behind an envelope with the column `_text` besides."""
+        """The events after this step; after an envelope also with the column `_text`."""
         from pgcdc.transform import steps
 
         return (
@@ -129,7 +128,7 @@ class MaskSpec(Transform):
     key_env: str | None = Field(None, description="hash: the variable with the key")
     key_file: str | None = Field(None, description="hash: the file with the key")
     _secret: bytes | None = PrivateAttr(None)
-    """The key, if it was given in Python and not by the name of a variable or file."""
+    """The key, if given in Python rather than by the name of a variable or file."""
 
     @model_validator(mode="after")
     def _check_key(self) -> Self:
@@ -258,8 +257,7 @@ class PythonSpec(Transform):
 TransformSpec = Annotated[
     DropColumnsSpec | RenameFieldsSpec | MaskSpec | FilterSpec | DebeziumSpec | CloudEventsSpec | SqlSpec | PythonSpec,
     Field(discriminator="type"),
-]
-"""One entry of a list of transforms."""
+]  # One entry of a list of transforms
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(TransformSpec)
 
 
@@ -295,20 +293,20 @@ class Chain:
 
     @property
     def is_simple(self) -> bool:
-        """The source can do all of it."""
+        """Whether the source can do all of it."""
         return all(one.is_simple for one in self.transforms)
 
     @property
     def parts(self) -> tuple[list[Transform], list[Transform], list[Transform]]:
-        """What the source does; from the first to the last step that Spark does; and what is done behind it. An envelope
-        comes last. Only filters follow it, and these see the event as it was before."""
+        """The source's steps; from the first to the last Spark step; and the steps after. An envelope comes last: only
+        filters follow it, and they see the event as it was before."""
         steps = [one for one in self.transforms if not one.is_envelope]
         hard = [number for number, one in enumerate(steps) if not one.is_simple] or [len(steps)]
         first, last = hard[0], min(hard[-1] + 1, len(steps))
         return steps[:first], steps[first:last], [*steps[last:], *(one for one in self.transforms if one.is_envelope)]
 
     def made(self) -> Chain:
-        """The same with its transforms made, whatever the form. ConfigError: they cannot be, or not in this order."""
+        """The same with its transforms made. ConfigError: they are invalid, or in an invalid order."""
         for pattern in self.routes:
             if not pattern or re.search(r"\s", pattern):
                 raise ConfigError(
@@ -328,13 +326,13 @@ class Chain:
 
 
 def column_chain(chain: Chain) -> SimpleChain:
-    """What a chain makes of the columns of tables, as far as the configuration says it: not what SQL and Python add."""
+    """What a chain does to the columns of tables, as far as the configuration says: not what SQL and Python add."""
     steps = map(from_spec, chain.transforms)
     return SimpleChain((), tuple(one.step for one in steps if one.type in ("drop_columns", "rename_fields", "mask")))
 
 
 def _check_names(one: Transform, gone: dict[str, str]) -> None:
-    """`gone`: columns that no event has at this step, and where they went ("": they were dropped)."""
+    """`gone`: columns that no event has at this step, and their new names ("": dropped)."""
     for name in one.named:
         if gone.get(name):
             raise ConfigError(
@@ -353,8 +351,8 @@ def _check_names(one: Transform, gone: dict[str, str]) -> None:
 
 
 def missing_columns(chains: Sequence[Chain], tables: Sequence[Relation]) -> list[str]:
-    """A line for each column that drop_columns, mask or rename_fields names and none of the tables has: a slip, mostly.
-    Tables are those that are captured, also for a chain with routes: its transforms may be there for others."""
+    """A line for each column that drop_columns, mask or rename_fields names and no table has: mostly a typo. Counts all
+    captured tables, also for a chain with routes: its transforms may be meant for others."""
     captured = {column.name for one in tables for column in one.columns}
     found: dict[str, None] = {}
     for chain in chains if captured else ():  # else nothing is there yet to compare with

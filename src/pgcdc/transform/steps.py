@@ -1,9 +1,9 @@
-"""What is done to events as columns in Spark: conditions, SQL and Python functions of users, and the steps between them.
+"""Spark steps on events as columns: users' conditions, SQL and Python functions, and the steps between them.
 
-Every function takes a DataFrame of events and gives one with the same columns. If it has the boolean column `_keep`, as in a
-lane, filters note there what is left out, so that a chain is a row of projections; else they leave the rows out. `sql` and
-`where` are Spark's expressions. All else runs in Spark's Python workers, on whole columns by the code of `event`, except for
-the user's own function.
+Every function takes a DataFrame of events and returns one with the same columns. With the boolean column `_keep` (in a lane)
+filters only clear it, so that a chain is a series of projections; otherwise they drop rows. `sql` and `where` are Spark
+expressions. All else runs in Spark's Python workers, on whole columns with the code of `event`, except the user's own
+function.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TYPES = {**{name: EVENT_COLUMNS[name] for name in CHANGEABLE}, "shape": SHAPE_C
 
 
 def filtered(events: DataFrame, operations: Sequence[str], where: str | None) -> DataFrame:
-    """Only these operations (none: all), and of changes of rows only those for which the SQL condition is true."""
+    """Only these operations (none: all), and only row changes for which the SQL condition is true."""
     from pyspark.sql import functions as F
 
     passes = F.col("operation").isin(*operations) if operations else F.lit(True)
@@ -61,9 +61,8 @@ def filtered(events: DataFrame, operations: Sequence[str], where: str | None) ->
 
 
 def with_values(events: DataFrame, expressions: Mapping[str, str]) -> DataFrame:
-    """With values of `row` set by SQL expressions. All of them see the row as it was. What was sent of an old row (`old`,
-    and the row of a DELETE) gets no further columns, so that "not sent" never looks like NULL. For the same reason a column
-    that is unchanged TOAST stays so."""
+    """With values of `row` set by SQL expressions, which all see the original row. Old rows (`old`, and a DELETE's row) get
+    no further columns, so that "not sent" never looks like NULL. For the same reason unchanged TOAST columns stay so."""
     from pyspark.sql import functions as F
 
     columns = events.columns
@@ -82,7 +81,7 @@ def with_values(events: DataFrame, expressions: Mapping[str, str]) -> DataFrame:
 
 
 def _set_values(row: Column, values: Column, names: list[str]) -> Column:
-    """The values at their names: in their places, or behind the others."""
+    """Set values by name: in place, or appended."""
     from pyspark.sql import functions as F
 
     unchanged = F.coalesce(F.col(_UNCHANGED), F.array().cast("array<string>"))
@@ -108,7 +107,7 @@ def _replace_values(row: Column, values: Column, names: list[str]) -> Column:
 
 
 def _as_text(events: DataFrame, expression: str) -> Column:
-    """A value as events carry it: the text of PostgreSQL, as far as Spark's is another."""
+    """A value as events carry it: PostgreSQL's text, where Spark's differs."""
     from pyspark.sql import functions as F
     from pyspark.sql.types import BooleanType
 
@@ -119,14 +118,13 @@ def _as_text(events: DataFrame, expression: str) -> Column:
 
 
 def _is_active(events: DataFrame) -> Column:
-    """Whether the chain still has the event."""
     from pyspark.sql import functions as F
 
     return F.col(KEEP) if KEEP in events.columns else F.lit(True)
 
 
 def check_sql(spark: SparkSession, what: str, transform: Transform) -> None:
-    """Raise ConfigError for SQL of a transform that cannot work. Nothing is read and no job runs."""
+    """Raise ConfigError for invalid SQL of a transform. Nothing is read and no job runs."""
     from pyspark.errors import PySparkException
     from pyspark.sql import functions as F
     from pyspark.sql.types import ArrayType, BooleanType, MapType, NullType, StructType
@@ -160,7 +158,7 @@ def check_sql(spark: SparkSession, what: str, transform: Transform) -> None:
 
 
 def run_native(events: DataFrame, steps: Sequence[Step]) -> DataFrame:
-    """The events behind these steps (`Transform.worker_step`): simple ones as `event.edits` takes them, and functions."""
+    """The events after these steps (`Transform.worker_step`): simple ones as `event.edits` takes them, and functions."""
     from pyspark.sql import functions as F
 
     columns = [one for one in events.columns if not one.startswith("_") and one not in _HIDDEN]
@@ -180,7 +178,7 @@ def run_native(events: DataFrame, steps: Sequence[Step]) -> DataFrame:
 
 
 def with_event_text(events: DataFrame, *envelope: Step, transaction: bool = False) -> DataFrame:
-    """The events with their text in the column `_text`: their JSON, or what an envelope makes of them."""
+    """The events with their text in the column `_text`: JSON, or their envelope."""
     for step in envelope:
         if step["type"] == "debezium":
             need_columns(events, "shape", *(["table_ordinal"] if step["transaction"] else []))
@@ -188,7 +186,7 @@ def with_event_text(events: DataFrame, *envelope: Step, transaction: bool = Fals
 
 
 def need_columns(events: DataFrame, *needed: str) -> None:
-    """Raise ConfigError if events lack one of these, which Debezium's documents need."""
+    """Raise ConfigError if events lack a column that Debezium's documents need."""
     missing = [name for name in needed if name not in events.columns]
     if missing:
         raise ConfigError(
@@ -198,7 +196,7 @@ def need_columns(events: DataFrame, *needed: str) -> None:
 
 
 def with_text(events: DataFrame, name: str, write: Callable[[pa.RecordBatch], pa.Array]) -> DataFrame:
-    """The events with a column more, of text that is made of the columns of many at once."""
+    """The events with one more text column, made from many rows' columns at once."""
     columns = [one for one in events.columns if not one.startswith("_")]
 
     def call(asked: pa.Array) -> pa.Array:
@@ -208,7 +206,7 @@ def with_text(events: DataFrame, name: str, write: Callable[[pa.RecordBatch], pa
 
 
 def map_in_arrow(frame: DataFrame, function: ArrowMap, schema: pa.Schema) -> DataFrame:
-    """`frame.mapInArrow`, without its demand for pandas, which has no part in it."""
+    """`frame.mapInArrow` without its check for pandas, which it does not use."""
     from pyspark.sql import DataFrame
     from pyspark.sql.pandas.functions import vectorized_udf  # type: ignore[attr-defined]
     from pyspark.sql.pandas.types import from_arrow_schema
@@ -220,7 +218,7 @@ def map_in_arrow(frame: DataFrame, function: ArrowMap, schema: pa.Schema) -> Dat
 
 
 def _called(events: DataFrame, columns: Sequence[str], call: Callable[[pa.Array], pa.Array], kind: str) -> Column:
-    """What a function makes of these columns, as one, of the events that the chain still has."""
+    """A function's result on these columns, as one column, for events that the chain still has."""
     from pyspark.sql import functions as F
     from pyspark.sql.pandas.functions import arrow_udf
 
@@ -235,7 +233,7 @@ def _rows_of(asked: pa.Array) -> pa.RecordBatch:
 
 
 def _scatter(made: pa.Array, asked: pa.Array) -> pa.Array:
-    """What was made of the rows that are not null, and null for the others."""
+    """Results for the rows that are not null, and null for the others."""
     if not asked.null_count:
         return made
     is_valid = asked.is_valid().to_numpy(zero_copy_only=False)
@@ -243,7 +241,7 @@ def _scatter(made: pa.Array, asked: pa.Array) -> pa.Array:
 
 
 def _run_steps(asked: pa.Array, steps: Sequence[Step], changed: list[str], folder: str) -> pa.Array:
-    """`kept` and the changed columns of all events that are asked for (structs; null: not asked)."""
+    """`kept` and the changed columns of all requested events (structs; null: not requested)."""
     events = _rows_of(asked)
     kept = np.arange(events.num_rows)  # which of them are left
     for name, some in groupby(steps, lambda step: step["function"] if step["type"] == "python" else ""):
@@ -268,7 +266,7 @@ def _run_steps(asked: pa.Array, steps: Sequence[Step], changed: list[str], folde
 
 
 def load_function(name: str, folder: str | None = None) -> EventFunction:
-    """`module:function`, also of a module in `folder` (the current one). ConfigError if it is not there."""
+    """`module:function`, also from a module in `folder` (the current one). ConfigError if it is missing."""
     where = folder if folder is not None else os.getcwd()
     module_name, _, function_name = name.partition(":")
     if where not in sys.path:
@@ -299,7 +297,7 @@ def load_function(name: str, folder: str | None = None) -> EventFunction:
 def call_all(
     events: pa.RecordBatch, function: EventFunction, name: str
 ) -> tuple[dict[str, pa.Array], np.ndarray[tuple[int], np.dtype[np.bool_]]]:
-    """What a function makes of events, and which of them it keeps. TransformError names the position."""
+    """The function's results, and which events it keeps. TransformError names the position."""
     shown = events.select([one for one in events.schema.names if one != "shape"])
     changed = [one for one in CHANGEABLE if one in shown.schema.names]
     results = [_call(function, one, name, changed) for one in shown.to_pylist(maps_as_pydicts="strict")]
@@ -328,7 +326,7 @@ def _call(function: EventFunction, event: dict[str, Any], name: str, changed: li
 
 
 def _find_fault(event: dict[str, Any], after: Any, changed: list[str]) -> tuple[str, str] | None:
-    """What a function must not return, and what to do about it."""
+    """An invalid return value, and the advice."""
     if not isinstance(after, Mapping):
         return f"it returned {type(after).__name__}", "Return the event (a dict), or None to drop it"
     for key, value in event.items():

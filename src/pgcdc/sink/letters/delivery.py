@@ -1,4 +1,4 @@
-"""Refused events: set aside, durably, before the others are delivered; and delivered again, in the order of the stream."""
+"""Refused events: set aside durably before the others are delivered; and redelivered in stream order."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ from pgcdc.sink.letters.record import (
 MAX_LETTERS = 500
 MAX_CHARS = 8 << 20
 
-_KNOWN = {"id", "channel", "operation"}  # What a batch says of its events, unless it has only lines
+_KNOWN = {"id", "channel", "operation"}  # A batch's details of its events, unless it has only lines
 
 
 class SetAside:
-    """The dead letters of one adapter, for the one thread that delivers to it."""
+    """The dead letters of one adapter, for its one delivering thread."""
 
     def __init__(self, store: DeadLetters, adapter: str, limit: int) -> None:
-        """More than `limit` refused events in a row are an error; 0: any number may be."""
+        """More than `limit` refused events in a row are an error; 0: no limit."""
         self._store = store
         self._adapter = adapter
         self._limit = limit
-        self._row = 0  # How many of the last events were refused, one after the other
+        self._row = 0  # How many of the last events were refused in a row
         self._recorded: dict[str, str] | None = None
-        """Letters of events behind the ack, position to id: of a try that failed later, or of a run that crashed."""
+        """Letters of events behind the ack, position to id: from a try that failed later, or a crashed run."""
         self.count = 0  # Letters of this run
 
     def begin(self, ack: Position) -> None:
-        """Look which events behind the ack have letters, of a run that crashed: they may be taken now."""
-        with contextlib.suppress(Exception):  # then it is looked at when an event is refused
+        """Find letters of events behind the ack, from a crashed run: the target may take them now."""
+        with contextlib.suppress(Exception):  # then it is checked when an event is refused
             self._recorded = self._read_recorded(ack)
 
     def take(
         self, whole: Batch, out: set[str], rejects: Sequence[Reject], attempts: int, ack: Position
     ) -> list[DeadLetter]:
-        """Record what of `whole` is refused now; `out` was before, and grows. SinkError: it cannot go on. Returns the
-        letters that are new: an event that is refused again after a crash has its letter already."""
+        """Record what of `whole` is refused now; `out` was before, and grows. SinkError: delivery cannot continue. Returns
+        the new letters: an event refused again after a crash has its letter already."""
         by_position = {one.position: one for one in rejects}
         found = whole.only(by_position)
         positions = found.positions().to_pylist()
@@ -89,7 +89,6 @@ class SetAside:
         return new
 
     def settle(self, whole: Batch, out: set[str]) -> None:
-        """All of `whole` but `out` is delivered."""
         if self._recorded:
             self._settle_letters(self._recorded, whole, out)
         if len(whole) and (out or self._row):
@@ -103,7 +102,7 @@ class SetAside:
             new = [letter for letter in letters if letter.position not in self._recorded]
             if new:
                 self._store.record(new)
-        except Exception as error:  # whatever it is: without its letter an event must not be passed over
+        except Exception as error:  # any error: an event must not be skipped without its letter
             said = error.message if isinstance(error, PgcdcError) else f"{type(error).__name__}: {error}"
             advice = error.advice if isinstance(error, PgcdcError) else ""
             raise SinkError(
@@ -124,16 +123,16 @@ class SetAside:
         return {letter.position: letter.id for letter in self._store.find(query)}
 
     def _settle_letters(self, recorded: dict[str, str], whole: Batch, out: set[str]) -> None:
-        """Events that were refused before and taken now, since somebody has repaired the target, no longer wait."""
+        """Events that were refused before and taken now (the target was repaired) no longer wait."""
         taken = set(whole.positions().to_pylist()) - out
         done = [recorded[position] for position in taken & recorded.keys()]
         if done and isinstance(self._store, ReadableDeadLetters):
-            with contextlib.suppress(PgcdcError):  # then it is delivered once more by a replay, with the same id
+            with contextlib.suppress(PgcdcError):  # then a replay delivers it again, with the same id
                 self._store.mark(done, DELIVERED, datetime.now(UTC))
         self._recorded = {position: one for position, one in recorded.items() if position > str(whole.end)}
 
     def _rows(self, whole: Batch, out: set[str]) -> np.ndarray:
-        """How many events are refused before the first one that is not, between these, and behind the last."""
+        """How many events are refused before the first delivered one, between, and after the last."""
         positions = whole.positions()
         is_out = pc.is_in(positions, pa.array(sorted(out), positions.type))
         taken = np.flatnonzero(~is_out.to_numpy(zero_copy_only=False))
@@ -145,15 +144,12 @@ class SetAside:
 
 @dataclass
 class Tally:
-    """What became of letters."""
-
     delivered: int = 0
     superseded: int = 0
     failed: int = 0
     error: str = ""  # Why the rest was not tried
 
     def add(self, other: Tally) -> None:
-        """Count another one with this."""
         self.delivered += other.delivered
         self.superseded += other.superseded
         self.failed += other.failed
@@ -161,7 +157,7 @@ class Tally:
 
 
 def deliver_all(store: ReadableDeadLetters, query: Query, deliver: Callable[[str, list[DeadLetter]], Tally]) -> Tally:
-    """Deliver letters again, batch by batch. An adapter that cannot be delivered to is not tried once more."""
+    """Deliver letters again, batch by batch. An adapter that fails is not tried again."""
     tally, failed = Tally(), set[str]()
     for letters in find_batches(store, query):
         adapter = letters[0].adapter
@@ -173,7 +169,7 @@ def deliver_all(store: ReadableDeadLetters, query: Query, deliver: Callable[[str
 
 
 def find_batches(store: ReadableDeadLetters, query: Query) -> Iterator[list[DeadLetter]]:
-    """The letters in lists of one adapter, each to be delivered at once; an adapter's in the order of the stream."""
+    """The letters in lists of one adapter, each for one delivery; an adapter's in stream order."""
     part: list[DeadLetter] = []
     chars = 0
     for letter in sorted(store.find(query), key=lambda one: (one.adapter, one.position)):
@@ -188,7 +184,7 @@ def find_batches(store: ReadableDeadLetters, query: Query) -> Iterator[list[Dead
 
 
 def as_batch(letters: Iterable[DeadLetter]) -> Batch:
-    """Letters as a sink takes them: as lines, or as records, each of which waits for those before it."""
+    """Letters as a sink takes them: lines, or records that each wait for the previous ones."""
     made = [
         {
             "position": letter.position, "id": letter.event_id or letter.position, "channel": letter.channel,
@@ -206,7 +202,7 @@ def as_batch(letters: Iterable[DeadLetter]) -> Batch:
 
 
 def _read_traces(line: str) -> dict[str, str]:
-    """The trace that a rendered event carries in its row, in any of our envelopes."""
+    """The trace in a rendered event's row, in any of our envelopes."""
     event = read_event(line)
     payload = next((one for one in map(event.get, ("payload", "data")) if isinstance(one, dict)), event)
     row: Mapping[str, Any] = next(
@@ -218,8 +214,8 @@ def _read_traces(line: str) -> dict[str, str]:
 def deliver_again(
     store: ReadableDeadLetters, letters: Iterable[DeadLetter], redeliver: Callable[[Batch], Collection[str]]
 ) -> Tally:
-    """Deliver one batch of letters of one adapter. What is refused once more stays, and so does what cannot be tried. A
-    crash between delivery and mark delivers them once more, with the same ids."""
+    """Deliver one batch of letters of one adapter. Letters refused again or not tried stay. A crash between delivery and
+    mark repeats them, with the same ids."""
     tally, waiting = Tally(), {letter.position: letter for letter in letters}
     while waiting:
         try:

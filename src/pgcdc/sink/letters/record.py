@@ -23,7 +23,7 @@ MAX_ERROR = 2000
 DEAD = "Dead letters"
 
 DELIVERED, SUPERSEDED, FAILED = "delivered", "superseded", "failed"
-"""What became of a letter: it is at its target; the target has something newer; or it was refused once more."""
+"""A letter's outcome: it is at its target; the target has something newer; or it was refused again."""
 
 
 class LetterSettings(Options):
@@ -61,27 +61,23 @@ class DeadLetter:
     attempts: int
     event: str  # The line without its end; several ones if they share a position, which nobody can refuse apart
     created_at: datetime
-    replayed_at: datetime | None = None
-    """When it was settled: it is durable at the target, or not wanted there any more."""
+    replayed_at: datetime | None = None  # When it was settled: durable at the target, or no longer wanted there
     outcome: str | None = None
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is still to be delivered."""
         return self.replayed_at is None
 
     def lines(self) -> list[str]:
-        """The lines as a sink takes them."""
         return [f"{line}\n" for line in self.event.split("\n")]
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in files."""
         found: dict[str, Any] = _LETTER.dump_python(self, mode="json")
         return found
 
     @staticmethod
     def from_json(raw: Any) -> DeadLetter:
-        """The letter behind `to_json()`. Raises ValueError if it is none."""
+        """Inverse of `to_json()`. Raises ValueError if invalid."""
         return _LETTER.validate_python(raw)
 
 
@@ -93,7 +89,7 @@ def make_letter(
     attempts: int,
     known: Mapping[str, Any] | None = None,
 ) -> DeadLetter:
-    """The letter of the lines at one position. `known` has the id, channel and operation, if they need not be read."""
+    """The letter of the lines at one position. `known` has the id, channel and operation, if known."""
     known = read_event(lines[0]) if known is None else known
     event_id, channel, operation = (
         _plain(value) if isinstance(value, str) else "" for value in map(known.get, ("id", "channel", "operation"))
@@ -115,12 +111,12 @@ def make_letter(
 
 
 def safe_error(text: str) -> str:
-    """What a target said, as it may be kept: without secrets, and not endless."""
+    """A target's message as it may be kept: without secrets, and limited."""
     return _plain(redact_text(text))[:MAX_ERROR]
 
 
 def read_event(line: str) -> dict[str, Any]:
-    """What is known of a rendered event; empty if a transform has given it another form."""
+    """The details of a rendered event; empty if a transform changed its form."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -129,7 +125,7 @@ def read_event(line: str) -> dict[str, Any]:
 
 
 def _plain(text: str) -> str:
-    """Without what no database takes in a text."""
+    """Without characters that databases refuse in text."""
     return text.replace("\0", "").encode(errors="replace").decode()
 
 

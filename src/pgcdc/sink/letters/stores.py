@@ -1,8 +1,8 @@
 """Where dead letters can be read again: a file of JSON lines, or a table of PostgreSQL.
 
-Lines of the file are only added: a letter, or what became of letters. A crash may leave half a line at the end; nobody was
-told that it is there, so the next writer cuts it off. `purge` writes the rest to a new file and puts it in the old one's
-place. Whoever writes holds a lock on the file: a pipeline and a command may have it at the same time.
+The file is append-only: letters and outcomes. A crash may leave half a line at the end; it was never acknowledged, so the
+next writer cuts it off. `purge` writes the rest to a new file that replaces the old one. Writers lock the file: a pipeline
+and a command may use it at the same time.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from pgcdc.sink.letters.record import DeadLetter, Query, ReadableDeadLetters
 
 
 class FileDeadLetters(ReadableDeadLetters):
-    """One file. It is opened for each call, so that a purge by another process is noticed."""
+    """One file, opened for each call, so that a purge by another process is noticed."""
 
     def __init__(self, path: Path, *, makes_folder: bool = False) -> None:
-        """`makes_folder`: somebody will make the folder, if it can be made."""
+        """`makes_folder`: the folder will be created later, if possible."""
         self.path = path.absolute()
         self._makes_folder = makes_folder
 
@@ -49,13 +49,12 @@ class FileDeadLetters(ReadableDeadLetters):
     def open(self) -> None:
         with self._explain(), self._locked() as descriptor:
             _cut_half_line(descriptor)
-            os.fsync(descriptor)  # what a run wrote that was killed before its own: it is not written again
+            os.fsync(descriptor)  # written by a killed run before: it is not written again
 
     def record(self, letters: Sequence[DeadLetter]) -> None:
         self._append([letter.to_json() for letter in letters])
 
     def mark(self, ids: Sequence[str], outcome: str, at: datetime | None, error: str = "") -> None:
-        """One more line: what became of these."""
         self._append([{"mark": list(ids), "outcome": outcome, "replayed_at": at and at.isoformat(), "error": error}])
 
     def find(self, query: Query) -> Iterator[DeadLetter]:
@@ -64,7 +63,7 @@ class FileDeadLetters(ReadableDeadLetters):
         return iter(found[: query.limit or None])
 
     def purge(self, query: Query) -> int:
-        """Write the others to a new file, which takes the place of this one."""
+        """Write the others to a new file that replaces this one."""
         if not self.path.exists():
             return 0
         with self._explain(), self._locked() as descriptor:
@@ -86,13 +85,13 @@ class FileDeadLetters(ReadableDeadLetters):
                     hit("dlq.file_written")
                 os.fsync(descriptor)
             except OSError:
-                with contextlib.suppress(OSError):  # what is half written is cut off by the next one otherwise
+                with contextlib.suppress(OSError):  # otherwise the next writer cuts off a half-written line
                     os.ftruncate(descriptor, size)
                 raise
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
-        """The file, for us alone; made if it is not there."""
+        """The file, exclusively; created if missing."""
         while True:
             is_new = not self.path.exists()
             descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
@@ -108,7 +107,7 @@ class FileDeadLetters(ReadableDeadLetters):
                 os.close(descriptor)
 
     def _read(self, query: Query = Query()) -> dict[str, DeadLetter]:  # noqa: B008 - frozen
-        """What the file has of what is meant; whether a letter waits may be said by a later line."""
+        """The matching letters of the file; a later line may say whether one waits."""
         letters: dict[str, DeadLetter] = {}
         number, query = 0, replace(query, is_waiting=None)
         try:
@@ -159,7 +158,7 @@ def _line(record: dict[str, Any]) -> bytes:
 
 
 def _cut_half_line(descriptor: int) -> int:
-    """The size of the file without half a line at its end, which a crash has left."""
+    """The size of the file without a half-written last line."""
     size = end = os.fstat(descriptor).st_size
     while end and os.pread(descriptor, 1, end - 1) != b"\n":
         begin = max(0, end - (64 << 10))
@@ -193,11 +192,11 @@ SET statement_timeout = '30s';
 SET lock_timeout = '30s';
 SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'
 """
-"""Durable when it returns, whatever the database thinks of that."""
+"""Durable when it returns, whatever the database's default."""
 
 
 class PgDeadLetters(ReadableDeadLetters):
-    """One table, made when it is missing. Letters are rare: each call has a connection of its own."""
+    """One table, created if missing. Letters are rare: each call opens a connection."""
 
     def __init__(self, url: str, table: str = "pgcdc_dead_letters") -> None:
         self.table = split_table(table)
@@ -244,7 +243,6 @@ class PgDeadLetters(ReadableDeadLetters):
                     yield replace(letter, event=_from_json(letter.event))
 
     def mark(self, ids: Sequence[str], outcome: str, at: datetime | None, error: str = "") -> None:
-        """Change these rows."""
         update = sql.SQL(
             "UPDATE {} SET outcome = %s, replayed_at = %s, error = coalesce(nullif(%s, ''), error), "
             "attempts = attempts + %s WHERE id = ANY (%s)"
@@ -253,7 +251,6 @@ class PgDeadLetters(ReadableDeadLetters):
             conn.execute(update, [outcome, at, error.replace("\0", ""), int(at is None), list(ids)])
 
     def purge(self, query: Query) -> int:
-        """Delete these rows."""
         chosen, values = self._select(sql.Identifier("id"), query)
         delete = sql.SQL("DELETE FROM {} WHERE id IN ({})").format(self._name, chosen)
         with self._connected("delete from") as conn:
@@ -311,7 +308,7 @@ class PgDeadLetters(ReadableDeadLetters):
 
 
 def _to_json(event: str) -> str:
-    """The event itself, which `json` keeps as it is; several lines, a list, or what is no JSON, as a list of texts."""
+    """The event itself, which `json` keeps unchanged; several lines, a list, or invalid JSON become a list of texts."""
     try:
         if "\n" in event or event.startswith("["):
             raise ValueError

@@ -32,14 +32,13 @@ from pgcdc.sink.pg_table.tables import SourceTable, Targets, choose_key, describ
 from pgcdc.sink.pg_table.target import Blame, Effect, Rejected, RowFault, blame, is_conflict
 from pgcdc.sink.pg_table.writer import Writer
 
-KNOWN_S = 60.0  # So long the target's catalog is believed to say the same
+KNOWN_S = 60.0  # How long the target's catalog counts as unchanged
 _LAST = Position.end((1 << 63) - 1)
 
 
 class Applier:
-    """Applies batches through one session, in transactions of the caller. What it knows of the target it learns again after
-    every error. `say` gets what people should know: tables that were created or altered, rows that should have been
-    there."""
+    """Applies batches through one session, in the caller's transactions. After every error it learns the target again. `say`
+    gets what people should know: created or altered tables, missing rows."""
 
     def __init__(
         self,
@@ -52,17 +51,16 @@ class Applier:
     ) -> None:
         """`key`: the names of adapter and stream."""
         self._conn, self._options, self._shapes, self._say = conn, options, shapes, say
-        self.tables = set(tables)  # The tables that the target had at the last commit: the caller keeps it up to date
+        self.tables = set(tables)  # The target's tables at the last commit; the caller keeps it up to date
         self._rejected = Rejected(options.own_schema, key)
         self._writer: Writer | None = None
-        self._is_warm = False  # What is known of the target is of an earlier transaction
+        self._is_warm = False  # Our knowledge of the target is from an earlier transaction
         self._known_until = 0.0
-        self.missed: Counter[str] = Counter()  # By table: rows that should have been deleted and were not there
+        self.missed: Counter[str] = Counter()  # By table: rows to delete that were missing
 
     def apply(self, batch: Batch, refused: Sequence[Batch] = ()) -> set[TableName]:
-        """Apply a batch, in the caller's transaction; the tables that the target has now, as far as they are known. The keys
-        of `refused` events are noted first: what is applied to them supersedes these. psycopg's errors pass; what was done
-        is to be rolled back."""
+        """Apply a batch in the caller's transaction; returns the target's tables as far as known. Keys of `refused` events
+        are noted first: what is applied to them supersedes these. psycopg's errors pass; the caller rolls back."""
         try:
             self._begin()
             for one in refused:
@@ -84,8 +82,8 @@ class Applier:
             raise
 
     def redeliver(self, batch: Batch) -> set[str]:
-        """Apply dead letters, in the caller's transaction. The positions of those that were left out: their keys have been
-        changed by something newer, or they have been delivered."""
+        """Apply dead letters in the caller's transaction. Returns the positions left out: something newer changed their
+        keys, or they were delivered."""
         try:
             self._begin()
             return {
@@ -114,12 +112,12 @@ class Applier:
         return self._writer
 
     def forget(self) -> None:
-        """Nothing is known of the target any more: what was done may have been rolled back."""
+        """Forget the target's tables: the transaction may have been rolled back."""
         self._writer = None
         self._is_warm = False
 
     def _divide(self, batch: Batch, changes: Sequence[ShapeChange]) -> Counter[str]:
-        """Apply all at once, or else in halves; by table the rows that should have been deleted and were not there."""
+        """Apply all at once, or else in halves; returns by table the rows to delete that were missing."""
         try:
             with self._conn.transaction():
                 return self._run(batch, changes)
@@ -182,7 +180,7 @@ class Applier:
         self._open().write(source, folded, key)
 
     def _move(self, source: SourceTable, key: tuple[str, ...], run: TableChanges) -> bool:
-        """Have the target give a row another key. False: it does not have the row, which is whole."""
+        """Have the target give a row another key. False: it lacks the row, which is complete here."""
         values, unknown = settle(run)
         names = [column.name for column in run.relation.columns]
         old = {name: run.old[names.index(name)][0].as_py() for name in key}
@@ -210,7 +208,7 @@ class Applier:
         yield batch.slice(begin, len(batch)), due
 
     def _is_cut(self, change: ShapeChange) -> bool:
-        """Whether a table looks otherwise from here on: it was altered, or dropped and made again."""
+        """Whether a table changes here: altered, or dropped and recreated."""
         if change.before is not None:
             return True
         first = next(self._shapes.of(change.after.namespace, change.after.name), None)
@@ -221,7 +219,7 @@ class Applier:
         return describe_source(run.relation, run.details, self._shapes.in_force(*name, Position.parse(position)))
 
     def _follow(self, change: ShapeChange) -> None:
-        """Do to the target what was done to the source."""
+        """Repeat the source's change at the target."""
         targets = self._open().targets
         if change.before is None:
             return targets.say_new((change.after.namespace, change.after.name))
@@ -238,7 +236,7 @@ class Applier:
     # --- dead letters
 
     def _keys(self, run: TableChanges, source: SourceTable, positions: Sequence[str]) -> Iterator[Effect]:
-        """Which keys these changes touch; of each first that of its row."""
+        """The keys that these changes touch; each starts with its row's."""
         names = [column.name for column in run.relation.columns]
         places = [names.index(name) for name in choose_key(source, self._open().targets.of(source), names)]
         after, before = (_key_texts([side[one] for one in places], len(run)) for side in (settle(run)[0], run.old))
@@ -261,7 +259,7 @@ class Applier:
         self._rejected.supersede(self._conn, newest, cleared)
 
     def _check_values(self, run: TableChanges, source: SourceTable, positions: pa.ChunkedArray) -> None:
-        """RowFault: an update leaves a long value to the target, which may have an older one: a change was refused."""
+        """RowFault: an update leaves a long value to the target, which may have an older one, since a change was refused."""
         if all(table != source.title for table, _ in self._rejected.waiting):
             return
         lacks = [marks for marks in settle(run)[1] if marks is not None]
@@ -283,7 +281,7 @@ class Applier:
                 )
 
     def _redeliver(self, position: str, run: TableChanges) -> bool:
-        """Whether it was applied, to the key of its row at least."""
+        """Whether it was applied, at least to its row's key."""
         known = self._rejected.keys_of(position)
         if not known:
             return False
@@ -304,7 +302,7 @@ class Applier:
         return may[0]
 
     def _as_of_now(self, run: TableChanges) -> TableChanges:
-        """A change of the past, under the name that its table has now. RowFault: a column is gone, or called otherwise."""
+        """A past change under its table's current name. RowFault: a column is gone or renamed."""
         latest = [change for change in self._shapes.changes if change.after.oid == run.relation.oid][-1:]
         if not latest:
             return run
@@ -323,7 +321,7 @@ class Applier:
 
 
 def _key_texts(columns: Sequence[pa.Array], count: int) -> list[str]:
-    """Keys as they stand in `pgcdc_rejected`; empty for a table without one."""
+    """Keys as in `pgcdc_rejected`; empty for a table without one."""
     if not columns:
         return [""] * count
     return [orjson.dumps(key).decode() for key in zip(*(one.to_pylist() for one in columns), strict=True)]

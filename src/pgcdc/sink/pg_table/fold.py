@@ -1,6 +1,6 @@
-"""What many changes leave of a table: for every key the last row, or that it is gone. Pure, and on whole columns. Keys and
-rows get numbers (`number_rows`); the last change of a number wins. Where an update did not bring a long value (unchanged
-TOAST), it is taken from an earlier change of the same key, or else left to the target: then the row is a patch."""
+"""What many changes leave of a table: for every key the last row, or that it is gone. Pure, on whole columns. Keys and rows
+get numbers (`number_rows`); the last change of a number wins. A long value that an update did not bring (unchanged TOAST)
+comes from an earlier change of the same key, or is left to the target: then the row is a patch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ I64 = npt.NDArray[np.int64]
 
 
 class MissingKey(Exception):
-    """A change does not say of which row it is."""
+    """A change that does not identify its row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,31 +34,29 @@ class Rows:
         return len(self.values[0]) if self.values else 0
 
     def only(self, columns: Sequence[str]) -> Rows:
-        """Some of the columns."""
         return Rows(tuple(columns), [self.values[self.columns.index(name)] for name in columns])
 
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """Rows by what becomes of them, to be done in this order."""
+    """Rows by what happens to them, to be done in this order."""
 
     gone: Rows | None = None
-    """Keys of rows that the target has; of a table without a key, or with one that is checked late, whole rows."""
+    """Keys of rows that the target has; whole rows for a table without a key or with a deferrable one."""
     undone: Rows | None = None  # Keys of rows that came and went here: the target should not have them
     puts: Rows | None = None  # Rows that the target has, or may have
-    patches: list[Rows] = field(default_factory=list)
-    """Some columns of rows that the target has; the others keep their values."""
+    patches: list[Rows] = field(default_factory=list)  # Some columns of the target's rows; the others keep their values
     fresh: Rows | None = None  # Rows that the target should not have
 
     @property
     def columns(self) -> list[str]:
-        """All columns that rows bring, in their order."""
+        """All columns of the rows, in order."""
         groups = [one for one in (self.fresh, self.puts, *self.patches) if one is not None]
         return list(dict.fromkeys(name for rows in groups for name in rows.columns))
 
 
 def number_rows(columns: Sequence[pa.Array]) -> tuple[I64, int]:
-    """A number for each row, the same for equal ones, and how many numbers there are."""
+    """A number for each row, equal for equal rows, and how many numbers there are."""
     codes: I64 | None = None
     count = 1
     for column in columns:
@@ -77,7 +75,7 @@ def number_rows(columns: Sequence[pa.Array]) -> tuple[I64, int]:
 class _Keys:
     """The keys in some changes, with a number for each."""
 
-    columns: list[pa.Array]  # Their values: after each change, then those that updates brought as old ones
+    columns: list[pa.Array]  # Their values: after each change, then the old ones of updates
     codes: I64  # The numbers of these
     count: int
     moved: I64  # The changes that give a row another key
@@ -99,8 +97,8 @@ def _number_keys(changes: TableChanges, values: list[pa.Array], key: Sequence[in
 
 
 def find_moves(changes: TableChanges, key: Sequence[int], *, keeps_more: bool) -> list[int]:
-    """The updates that give a row another key and that only the target can do: it has values that are not in the change.
-    `keeps_more`: it has other columns, so that this is true for all of them."""
+    """Updates that give a row another key and that only the target can do: it has values that are not in the change.
+    `keeps_more`: it has other columns, so that this is true for all."""
     values, unknown = settle(changes, key)
     partial = [one for one in unknown if one is not None]
     if not keeps_more and not partial:
@@ -113,7 +111,7 @@ def find_moves(changes: TableChanges, key: Sequence[int], *, keeps_more: bool) -
 
 
 def fold_keyed(changes: TableChanges, key: Sequence[int]) -> Folded:
-    """The changes of a table with a key (numbers of columns), without those that `find_moves` has found."""
+    """The changes of a table with a key (column numbers), without those of `find_moves`."""
     values, unknown = settle(changes, key)
     for number in key:
         if unknown[number] is not None:
@@ -172,7 +170,7 @@ def _take(columns: tuple[str, ...], values: Sequence[pa.Array], places: I64) -> 
 
 
 def _pick(columns: tuple[str, ...], values: Sequence[pa.Array], sources: Sequence[I64], where: Bools) -> Rows | None:
-    """Some rows, each column from places of its own."""
+    """Some rows, each column from its own places."""
     if not where.any():
         return None
     return Rows(columns, [one.take(pa.array(place[where])) for one, place in zip(values, sources, strict=True)])
@@ -181,7 +179,7 @@ def _pick(columns: tuple[str, ...], values: Sequence[pa.Array], sources: Sequenc
 def _patches(
     columns: tuple[str, ...], values: Sequence[pa.Array], sources: Sequence[I64], missing: dict[int, Bools]
 ) -> Iterator[Rows]:
-    """Rows of which values are missing, those that lack the same ones together."""
+    """Rows with missing values, grouped by which are missing."""
     if not missing:
         return
     marks, kind = np.unique(np.stack(list(missing.values()), axis=1), axis=0, return_inverse=True)
@@ -193,9 +191,8 @@ def _patches(
 
 
 def _balance(changes: TableChanges) -> tuple[list[pa.Array], I64, I64]:
-    """Whole rows that came or went, in the order of the stream. Of each different one: where it stands last, and how many
-    more of it came than went. Where every change brings its whole old row, that is all there is. MissingKey: an update or
-    delete came without its old row."""
+    """Whole rows that came or went, in stream order: for each distinct one its last place, and how many more came than went.
+    Enough where every change brings its whole old row. MissingKey: an update or delete came without it."""
     goes: Bools = (changes.op == Op.UPDATE) | (changes.op == Op.DELETE)
     if (goes & (changes.old_kind != OldKind.FULL)).any():
         raise MissingKey("(the whole row)")
@@ -228,8 +225,8 @@ def fold_bag(changes: TableChanges) -> Folded:
 
 
 def fold_late(changes: TableChanges, key: Sequence[int]) -> Folded:
-    """The changes of a table whose key is checked at the end of a transaction: until then several rows may have the same
-    one, as with `UPDATE t SET id = id + 1`. Every change brings the whole old row, which says of which of them it is."""
+    """The changes of a table with a deferrable key: until the transaction's end several rows may share it, as with `UPDATE t
+    SET id = id + 1`. Every change brings the whole old row, which tells them apart."""
     names = tuple(column.name for column in changes.relation.columns)
     rows, last, more = _balance(changes)
     keys, count = number_rows([rows[one] for one in key])

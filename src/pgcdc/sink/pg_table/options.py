@@ -56,10 +56,10 @@ TableRules = Annotated[
 
 
 class TargetNames:
-    """Rules for tables win over rules for schemas, and these over the one schema for all."""
+    """Rules for tables win over rules for schemas, which win over the one schema for all."""
 
     def __init__(self, rules: Iterable[str] = (), schema: str | None = None) -> None:
-        """ConfigError: a rule cannot be read, or two tables would become one."""
+        """ConfigError: an invalid rule, or two tables would become one."""
         self._schema = schema
         self._tables: dict[TableName, TableName] = {}
         self._schemas: dict[str, str] = {}
@@ -92,7 +92,6 @@ class TargetNames:
             raise ConfigError(f"there are two rules for {source}", "Leave one of them out")
 
     def __call__(self, table: TableName) -> TableName:
-        """The table at the target."""
         if table in self._tables:
             return self._tables[table]
         schema, name = table
@@ -131,18 +130,17 @@ class PgTableOptions(SinkOptions):
 
     @property
     def names(self) -> TargetNames:
-        """What tables are called at the target. ConfigError: the rules cannot be read."""
+        """Table names at the target. ConfigError: invalid rules."""
         return TargetNames(self.tables, self.target_schema)
 
     @property
     def own_schema(self) -> str:
-        """Where tables of our own are made: `pgcdc_positions` and others."""
+        """The schema of our own tables: `pgcdc_positions` and others."""
         if self.mode == "append":
             return split_table(self.table)[0]
         return self.target_schema or "public"
 
     def resolved(self) -> PgTableOptions:
-        """With the URL that stands in a file."""
         if self.db_file is None:
             return self
         from pgcdc.core.secrets import read_secret  # which imports the registry of all adapters
@@ -151,14 +149,14 @@ class PgTableOptions(SinkOptions):
         return self.model_copy(update={"db": url, "db_file": None})
 
     def target(self) -> str:
-        """The table that no other adapter of a pipeline may write to; when applied, it depends on routes."""
+        """The table that no other adapter of a pipeline may write to; in apply mode it depends on routes."""
         if self.mode == "apply":
             return ""
         host, port, database = self._address()
         return f"table {name_table(*split_table(self.table))} in {host}:{port}/{database}"
 
     def place(self) -> str:
-        """Where rows go, whoever connects and however."""
+        """Where rows go, however we connect."""
         tables = (self.table,) if self.mode == "append" else (self.target_schema, self.tables)
         return repr((*self._address(), self.mode, *tables))
 
@@ -167,7 +165,6 @@ class PgTableOptions(SinkOptions):
         return [params.get(one, "") for one in ("host", "port", "dbname")]
 
     def check(self) -> None:
-        """Raise ConfigError for what cannot work."""
         if self.db and self.db_file is not None:
             raise ConfigError("db and db_file are given", "Leave one of them out")
         if self.db_file is not None and "://" in self.db_file:
@@ -205,7 +202,7 @@ class PgTableOptions(SinkOptions):
 
 
 def database_of(conn: Connection) -> tuple[str, str]:
-    """Which server (empty if the role may not ask) and database it is, whatever the server's address."""
+    """The server (empty if the role may not ask) and database, whatever the server's address."""
     try:
         row = conn.execute("SELECT system_identifier::text FROM pg_control_system()").fetchone()
     except psycopg.errors.InsufficientPrivilege:
@@ -217,8 +214,8 @@ def database_of(conn: Connection) -> tuple[str, str]:
 
 
 def check_source(options: PgTableOptions, adapter: str, source: SourceView) -> None:
-    """ConfigError if the adapter writes to tables that a start would capture, before anything is made for it. A database
-    that cannot be asked is no matter of this check: who needs it says so."""
+    """ConfigError if the adapter writes to tables that a start would capture, before anything is created. An unreachable
+    database is ignored here: others report it."""
     if not source.url:
         return
     options, found = options.resolved(), set()

@@ -1,6 +1,6 @@
-"""Events into PostgreSQL, exactly once: the rows, and how far they go, change in one transaction. The row in the target is
-the truth (`target.py`); the ack in the state directory follows it. The row comes with the first batch. An empty batch moves
-the ack alone: databases that mirror each other would never rest otherwise."""
+"""Events into PostgreSQL, exactly once: rows and position change in one transaction. The row in the target is the truth
+(`target.py`); the ack in the state directory follows it. The row comes with the first batch. An empty batch moves only the
+ack: databases that mirror each other would never rest otherwise."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ FROM (
 
 
 class PgTableSink(Sink):
-    """One session, one transaction for each batch. What is done in it is the mode's: `Appender`, or `Applier`."""
+    """One session, one transaction per batch. The mode does the work: `Appender` or `Applier`."""
 
     keeps_position: ClassVar[bool] = True
     finds_by_halves: ClassVar[bool] = True
@@ -84,7 +84,7 @@ class PgTableSink(Sink):
         self._conn: Connection | None = None
         self._has_origin = False
         self._said: set[str] = set()
-        self._refused: list[Batch] = []  # Events that the target refused, and that are not noted there yet
+        self._refused: list[Batch] = []  # Refused events that are not noted at the target yet
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({redact(self._options.db)!r})"
@@ -128,7 +128,7 @@ class PgTableSink(Sink):
         return connect_target(self.name, self._options.db, self._context.timeout_s)
 
     def _check_target(self, conn: Connection) -> list[str]:
-        """What is to be run to make the tables of ours that are missing."""
+        """The statements that create our missing tables."""
         check_target(conn, self._options, self.name, self._context.identity)
         missing = self._appender.missing(conn) if self._appender else []
         return missing + self._positions.missing(conn)
@@ -144,18 +144,18 @@ class PgTableSink(Sink):
         )
 
     def _restore(self, conn: Connection) -> tuple[Position | None, set[TableName]]:
-        """Make what is missing, and find out how far the target is, and which tables it had."""
+        """Create what is missing; find the target's position and tables."""
         make_tables(conn, self._options, self.name, self._check_target(conn))
         self._where = database_of(conn)
         found = self._positions.read(conn, self._owner)
-        if self._context.progress.is_rewound:  # `pgcdc resync` begins again: positions of another server may be smaller
+        if self._context.progress.is_rewound:  # `pgcdc resync` restarts: positions of another server may be smaller
             start = self._context.start
             self._positions.begin(conn, self._owner, start, self._context.source, may_exist=True)
             return start, set()
         return found or (None, set())
 
     def _elsewhere(self) -> Position | None:
-        """Where events go on in another database than before: they can be appended there. None: that is not so."""
+        """Where appending continues in another database than before; None: it is the same."""
         before = self._context.progress.detail.get("target", self._where)
         return self._context.start if self._appender and tuple(before) != self._where else None
 
@@ -164,12 +164,12 @@ class PgTableSink(Sink):
     def write(self, batch: Batch) -> None:
         conn = self._session()
         if self._written is not None:
-            if batch.end <= self._written:  # the session was lost at a COMMIT that went through
+            if batch.end <= self._written:  # the session was lost at a COMMIT that succeeded
                 return
             batch = batch.after(self._written)
         try:
             with conn.transaction():
-                # First: if another one writes, nothing of the target is what we think, and no event is to blame.
+                # First: if another one writes, our view of the target is wrong, and no event is to blame.
                 with self._explain("write its position"):
                     self._move(conn, batch.end)
                 tables = self._put(conn, batch)
@@ -187,7 +187,7 @@ class PgTableSink(Sink):
             self._positions.begin(conn, self._owner, end, self._context.source)
         else:
             self._positions.advance(conn, self._owner, self._written, end)
-        if self._has_origin:  # says how far of the source this goes: `pg_replication_origin_status`
+        if self._has_origin:  # the source position of this transaction: `pg_replication_origin_status`
             conn.execute("SELECT pg_replication_origin_xact_setup(%s, now())", (format_lsn(end.commit),))
 
     def _put(self, conn: Connection, batch: Batch) -> set[TableName]:
@@ -200,7 +200,7 @@ class PgTableSink(Sink):
         return tables
 
     def redeliver(self, batch: Batch) -> Collection[str]:
-        """Deliver events of the past again; the positions of those for which the target has something newer."""
+        """Redeliver past events; returns positions for which the target has something newer."""
         conn = self._session()
         try:
             with conn.transaction():
@@ -272,7 +272,7 @@ class Appender:
         self._columns = ", ".join(map(quote_identifier, COLUMNS))
 
     def missing(self, conn: Connection) -> list[str]:
-        """The statement that makes the table, unless it exists. SinkError: it has another shape, or is not ours to write."""
+        """The statement that creates the table, unless it exists. SinkError: it has another shape, or is not writable."""
         rows = conn.execute(
             "SELECT attname::text, attgenerated::text FROM pg_attribute "
             "WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped",
@@ -299,7 +299,6 @@ class Appender:
         return []
 
     def append(self, conn: Connection, batch: Batch) -> None:
-        """Append events, in the caller's transaction."""
         if "payload" not in batch.events.column_names:  # typed rows come as lines
             return self.insert_missing(conn, batch)
         for part in batch.events.combine_chunks().to_batches():
@@ -309,7 +308,7 @@ class Appender:
             copy_rows(conn, self._quoted, Rows(tuple(made), list(made.values())))
 
     def insert_missing(self, conn: Connection, batch: Batch) -> None:
-        """Append events that are given as text, unless they are there: the server takes them apart."""
+        """Append events given as text, unless they exist: the server takes them apart."""
         stage = f"pgcdc_again_{uuid.uuid4().hex[:12]}"
         kinds = '"id" uuid, "position" text, event jsonb'
         conn.execute(f"CREATE TEMP TABLE {stage} ({kinds}) ON COMMIT DROP".encode())
@@ -321,7 +320,6 @@ class Appender:
 
 
 def _make_ids(positions: pa.Array) -> list[str]:
-    """Ids for events that have none."""
     found, before, number = [], None, 0
     for position in positions.to_pylist():
         number = number + 1 if position == before else 0
@@ -334,7 +332,7 @@ def _make_ids(positions: pa.Array) -> list[str]:
 
 
 def check_target(conn: Connection, options: PgTableOptions, adapter: str, identity: Identity | None) -> None:
-    """Raise unless the target takes writes, and none of its tables that we write to is captured. It is not changed."""
+    """Raise unless the target is writable and none of our target tables is captured. Changes nothing."""
     row = conn.execute("SELECT current_setting('transaction_read_only'), pg_is_in_recovery()").fetchone()
     if row is not None and (row[0] == "on" or row[1]):
         raise SinkUnavailable(
@@ -356,7 +354,7 @@ def check_target(conn: Connection, options: PgTableOptions, adapter: str, identi
 def make_tables(
     conn: Connection, options: PgTableOptions, adapter: str, statements: list[str], *, is_trial: bool = False
 ) -> None:
-    """Run these statements, which make tables of ours, unless another adapter was faster. A trial is rolled back."""
+    """Run these statements, which create our tables, unless another adapter was faster. A trial is rolled back."""
     if not statements:
         return
     listed = "; ".join(statements)

@@ -1,5 +1,5 @@
-"""A table on both sides: what the source says about it, and what the target's catalog says. The target's table is created
-where it is missing, and altered when that of the source is."""
+"""A table on both sides: the source's description, and the target's catalog. The target's table is created if missing, and
+altered with the source's."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ Details = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SourceTable:
-    """A table of the source, as its changes and the history of shapes know it."""
+    """A source table, from its changes and the history of shapes."""
 
     name: TableName
     types: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By column: what the type may be called at the target, best first."""
-    key: tuple[str, ...] = ()  # The columns by which its changes name a row; empty if that is the whole row
-    lost_key: tuple[str, ...] = ()  # The columns of a key that transforms have dropped, in part or as a whole
+    """By column: possible type names at the target, best first."""
+    key: tuple[str, ...] = ()  # The columns by which its changes identify a row; empty: the whole row
+    lost_key: tuple[str, ...] = ()  # Key columns that transforms dropped
     is_key_deferrable: bool = False
-    """Within a transaction several rows may have the same key; changes bring their whole old rows then."""
+    """Within a transaction several rows may share a key; changes then bring their whole old rows."""
 
     @property
     def title(self) -> str:
-        """For messages."""
         return name_table(*self.name)
 
 
 def describe_source(relation: Relation, details: Details | None, before: ShapeChange | None = None) -> SourceTable:
-    """A table as its changes have it, behind transforms; `before`: as it is before them."""
+    """A table as its changes have it, after transforms; `before`: as it is before them."""
     details = details or {}
     key, lost = _key_of(relation, details), ()  # type: tuple[str, ...], tuple[str, ...]
     if not key and before is not None:
@@ -72,35 +71,29 @@ def _key_of(relation: Relation, details: Details) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TargetColumn:
-    """A column, as the target's catalog has it."""
-
     type: str  # As SQL writes it
-    is_required: bool  # NOT NULL, and nothing that would be put in its place
+    is_required: bool  # NOT NULL without a default
     identity: str  # `a` (always), `d` (by default) or empty
     is_generated: bool
 
 
 @dataclass(frozen=True, slots=True)
 class TargetTable:
-    """A table at the target."""
-
     name: TableName
     columns: Mapping[str, TargetColumn]
     primary_key: tuple[str, ...]
-    uniques: frozenset[frozenset[str]]  # The columns of unique indexes that are checked at once and for all rows
+    uniques: frozenset[frozenset[str]]  # The columns of unique indexes that are immediate and not partial
 
     @property
     def sql(self) -> str:
-        """Its name in SQL."""
         return quote_qualified(*self.name)
 
     @property
     def title(self) -> str:
-        """For messages."""
         return name_table(*self.name)
 
     def writable(self, names: Iterable[str]) -> list[str]:
-        """Those of the columns that can be written: not the ones that the target computes."""
+        """The writable ones of the columns: not generated ones."""
         return [name for name in names if not self.columns[name].is_generated]
 
     def is_unique(self, key: Iterable[str]) -> bool:
@@ -110,8 +103,8 @@ class TargetTable:
 
 
 def choose_key(source: SourceTable, target: TargetTable | None, columns: Collection[str]) -> tuple[str, ...]:
-    """The columns by which rows are found at the target; empty: the whole row. Those of the source; where it has none, or
-    transforms have dropped them, those of the target's primary key."""
+    """The columns that identify rows at the target; empty: the whole row. The source's key; if it has none or transforms
+    dropped it, the target's primary key."""
     primary = target.primary_key if target is not None else ()
     if source.key or (primary and all(name in columns for name in primary)):
         return source.key or primary
@@ -145,7 +138,7 @@ GROUP BY i.indexrelid, i.indisprimary
 
 
 class Targets:
-    """What one session knows of the target's tables. After a rollback it must be made again."""
+    """One session's knowledge of the target's tables. Make a new one after a rollback."""
 
     def __init__(
         self,
@@ -154,23 +147,21 @@ class Targets:
         say: Callable[[str], None],
         were_there: Collection[TableName] = (),
     ) -> None:
-        """`were_there`: tables that the target had. One that is gone is not made again as if it were new: it lacks rows."""
+        """`were_there`: tables that the target had. A missing one is not recreated as new: it would lack rows."""
         self._conn, self._options, self._names, self._say = conn, options, options.names, say
         self._known: dict[TableName, TargetTable | None] = {}
         self.were_there = set(were_there)  # With what is there now; without names that are free by right
 
     def see(self) -> set[TableName]:
-        """Tables that are or were there."""
         return self.were_there | {name for name, target in self._known.items() if target is not None}
 
     def find(self, name: TableName) -> TargetTable | None:
-        """The table of this name at the target; None if there is none."""
         if name not in self._known:
             self._known[name] = self._load(name)
         return self._known[name]
 
     def of(self, source: SourceTable) -> TargetTable | None:
-        """The target of a table of the source; None if it is not there."""
+        """The target of a source table; None if missing."""
         return self.find(self._names(source.name))
 
     def _load(self, name: TableName) -> TargetTable | None:
@@ -188,7 +179,7 @@ class Targets:
         return TargetTable(name, columns, primary, frozenset(frozenset(names) for _, names in indexes))
 
     def prepare(self, source: SourceTable, columns: Iterable[str], key: tuple[str, ...]) -> TargetTable:
-        """The target's table, with all these columns: what is missing is made, if that is allowed."""
+        """The target's table with all these columns: creates what is missing, if allowed."""
         name = self._names(source.name)
         target = self.find(name)
         if target is None:
@@ -238,7 +229,7 @@ class Targets:
             self._run(f"CREATE SCHEMA IF NOT EXISTS {quote_identifier(name)}", action)
 
     def _types(self, source: SourceTable, columns: Iterable[str]) -> tuple[dict[str, str], str]:
-        """The type that each column gets (what a transform has added is text), and a note on those that become text."""
+        """Each column's type (a transform's columns are text), and a note on those that become text."""
         wanted = {column: source.types.get(column, ()) for column in columns}
         known = self._existing(text for names in wanted.values() for text in names)
         types = {column: next((text for text in names if text in known), "text") for column, names in wanted.items()}
@@ -246,7 +237,6 @@ class Targets:
         return types, f" ({without} as text: the target does not have the type)" if without else ""
 
     def _existing(self, types: Iterable[str]) -> set[str]:
-        """Those of the types that the target has."""
         query = "SELECT t FROM unnest(%s::text[]) AS t WHERE to_regtype(t) IS NOT NULL"
         return {text for (text,) in self._conn.execute(query, (sorted(set(types)),))}
 
@@ -266,7 +256,7 @@ class Targets:
     # --- after ALTER TABLE at the source
 
     def follow(self, change: ShapeChange) -> None:
-        """Do to the target's table what was done to the source's. New columns come with the first row that has them."""
+        """Repeat a source table's change at the target. New columns come with the first row that has them."""
         if self._options.evolve != "full" or change.before is None:
             return
         old = self._names((change.before.namespace, change.before.name))
@@ -279,7 +269,7 @@ class Targets:
                 self._follow_column(target, one)
 
     def say_new(self, source: TableName) -> None:
-        """A table that was dropped and made again: nothing tells the target which rows are gone."""
+        """A recreated table: nothing tells the target which rows are gone."""
         target = self.find(self._names(source))
         if target is None:
             self.were_there.discard(self._names(source))
@@ -327,7 +317,7 @@ class Targets:
             self._retype(target, one["column"], one["old_type"], one["new_type"])
 
     def _retype(self, target: TargetTable, column: str, old: str, new: str) -> None:
-        """Only what had the source's type before: another one was chosen by somebody."""
+        """Only columns that had the source's type: another one was somebody's choice."""
         known = self._existing([old, new])
         old, new = (kind if kind in known else "text" for kind in (old, new))
         had = target.columns.get(column)

@@ -45,7 +45,7 @@ _NO_ORIGIN = (
     errors.ConfigurationLimitExceeded,
 )
 _SETTINGS = {
-    "idle_in_transaction_session_timeout": "300s",  # a process of ours that hangs must not keep locks for ever
+    "idle_in_transaction_session_timeout": "300s",  # a hanging process of ours must not keep locks forever
     "default_transaction_isolation": "read committed",
     "default_transaction_deferrable": "off",
     "xmloption": "content",
@@ -73,7 +73,7 @@ def connect_target(adapter: str, url: str, timeout_s: float) -> Connection:
 
 
 def set_replica(conn: Connection, say: Say) -> None:
-    """Let no triggers fire and no foreign keys be checked, if this role may."""
+    """Disable triggers and foreign key checks, if this role may."""
     try:
         conn.execute("SET session_replication_role = replica")
     except errors.InsufficientPrivilege:
@@ -85,7 +85,8 @@ def set_replica(conn: Connection, say: Say) -> None:
 
 
 def set_origin(conn: Connection, adapter: str, origin: str, say: Say, *, is_wanted: bool) -> bool:
-    """Use a replication origin; whether this role may. `is_wanted`: somebody named it, and not using it is a SinkError."""
+    """Use a replication origin; returns whether this role may. `is_wanted`: the user named it, and a refusal is a
+    SinkError."""
     try:
         conn.execute(
             "SELECT pg_replication_origin_create(%s) WHERE pg_replication_origin_oid(%s) IS NULL", (origin, origin)
@@ -114,7 +115,7 @@ def set_origin(conn: Connection, adapter: str, origin: str, say: Say, *, is_want
 
 
 class RowFault(psycopg.DataError):
-    """A row that cannot be applied, by our own judgement. The target was not asked, or had nothing against it."""
+    """A row that cannot be applied, in our own judgement: the target did not refuse it."""
 
     sqlstate = "22000"
 
@@ -124,8 +125,6 @@ class RowFault(psycopg.DataError):
 
 
 class Blame(Enum):
-    """Whose fault an error is."""
-
     TARGET_NOW = "may pass"
     EVENT = "one event, maybe"
     SHAPE = "one event, maybe, where events are applied to tables"
@@ -158,7 +157,6 @@ _CONFLICTS = (
 
 
 def blame(error: psycopg.Error) -> Blame:
-    """Whose fault it is."""
     code = error.sqlstate
     if code is None:
         return Blame.TARGET_NOW if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) else Blame.SETUP
@@ -166,7 +164,7 @@ def blame(error: psycopg.Error) -> Blame:
 
 
 def kind_of(error: psycopg.Error) -> str:
-    """The name of the SQLSTATE as PostgreSQL's manual has it: `not_null_violation`."""
+    """The SQLSTATE's name in PostgreSQL's manual: `not_null_violation`."""
     if error.sqlstate is None:
         return "connection_lost"
     try:
@@ -177,12 +175,12 @@ def kind_of(error: psycopg.Error) -> str:
 
 
 def describe(error: psycopg.Error) -> str:
-    """What the server said, in one line, without the values of a row (they stand in the event)."""
+    """The server's message in one line, without the row's values (they are in the event)."""
     return " ".join((error.diag.message_primary or str(error) or type(error).__name__).split())
 
 
 def explain(adapter: str, action: str, error: psycopg.Error) -> SinkError:
-    """The error of ours for one of the target: may it pass, or does the pipeline stop."""
+    """Our error for one of the target: it may pass, or the pipeline stops."""
     text = f"adapter {adapter} cannot {action}: {describe(error)}"
     advice = _ADVICE.get(error.sqlstate or "")
     if blame(error) is Blame.TARGET_NOW:
@@ -191,12 +189,12 @@ def explain(adapter: str, action: str, error: psycopg.Error) -> SinkError:
 
 
 def is_conflict(error: psycopg.Error) -> bool:
-    """Whether the order of changes may be what is wrong: one after the other they may pass."""
+    """Whether the order of changes may be the cause: one by one they may pass."""
     return isinstance(error, _CONFLICTS)
 
 
 def describe_fault(error: psycopg.Error, table: str) -> tuple[str, str]:
-    """Kind and text of a reject: names the column, and what to do if a transform is behind it."""
+    """Kind and text of a reject: names the column, and the advice if a transform is behind it."""
     if isinstance(error, RowFault):
         return error.kind, str(error)
     found = _COLUMN.search(error.diag.context or "")
@@ -219,7 +217,7 @@ class Positions:
         self.quoted = quote_qualified(schema, "pgcdc_positions")
 
     def missing(self, conn: Connection) -> list[str]:
-        """The statement that makes the table, unless it exists."""
+        """The statement that creates the table, unless it exists."""
         if conn.execute("SELECT to_regclass(%s)", (self.quoted,)).fetchone() != (None,):
             return []
         return [
@@ -229,7 +227,8 @@ class Positions:
         ]
 
     def read(self, conn: Connection, owner: str) -> tuple[Position, set[TableName]] | None:
-        """How far this stream is, and the tables that the target had. SinkError: this adapter is of another pipeline."""
+        """This stream's position, and the tables that the target had. SinkError: this adapter belongs to another
+        pipeline."""
         columns = "stream, owner::text, \"position\", coalesce(source, ''), updated_at::text, coalesce(tables, '{}')"
         query = f"SELECT {columns} FROM {self.quoted} WHERE adapter = %s"
         found = None
@@ -252,7 +251,7 @@ class Positions:
         return found
 
     def begin(self, conn: Connection, owner: str, position: Position, source: str, *, may_exist: bool = False) -> None:
-        """Make the row, in the transaction of what it says; `may_exist`: or move it. SinkUnavailable: another was faster."""
+        """Create the row in its data's transaction; `may_exist`: or move it. SinkUnavailable: another was faster."""
         columns = 'adapter, stream, owner, "position", source'
         moved = '(adapter, stream) DO UPDATE SET "position" = excluded."position", updated_at = now(), tables = NULL'
         query = (
@@ -263,7 +262,7 @@ class Positions:
         self._write(conn, query, (*self._key, owner, str(position), source, self.adapter, owner), "already has a row")
 
     def advance(self, conn: Connection, owner: str, before: Position, after: Position) -> None:
-        """Move the row, in the transaction of what lies between. SinkUnavailable: it is not where we left it."""
+        """Move the row in its data's transaction. SinkUnavailable: it is not where we left it."""
         query = (
             f'UPDATE {self.quoted} SET "position" = %s, updated_at = now() '
             f'WHERE {_MINE} AND owner = %s AND "position" = %s'
@@ -278,7 +277,7 @@ class Positions:
             )
 
     def note_tables(self, conn: Connection, tables: Iterable[TableName]) -> None:
-        """Remember which tables there are, in the transaction that saw them."""
+        """Remember the existing tables, in the transaction that saw them."""
         names = [part for name in sorted(tables) for part in name]
         conn.execute(f"UPDATE {self.quoted} SET tables = %s WHERE {_MINE}".encode(), (names, *self._key))
 
@@ -287,8 +286,6 @@ class Positions:
 
 
 class Effect(NamedTuple):
-    """What an event does to one key of one table."""
-
     table: str
     key: str  # As JSON; empty for a table without one
     position: str
@@ -303,7 +300,6 @@ class Rejected:
         self.waiting: dict[tuple[str, str], list[str]] = {}  # The positions of these events, by table and key
 
     def look(self, conn: Connection) -> None:
-        """Read what waits."""
         self.waiting = {}
         if conn.execute("SELECT to_regclass(%s)", (self._table,)).fetchone() != (None,):
             query = f'SELECT "table", key, "position" FROM {self._table} WHERE {_MINE}'
@@ -311,7 +307,7 @@ class Rejected:
                 self.waiting.setdefault((table, key), []).append(position)
 
     def note(self, conn: Connection, effects: Iterable[Effect]) -> None:
-        """Write down events that were rejected."""
+        """Record rejected events."""
         if conn.execute("SELECT to_regclass(%s)", (self._table,)).fetchone() == (None,):
             lock_creation(conn)
             conn.execute(
@@ -325,8 +321,8 @@ class Rejected:
         self.look(conn)
 
     def supersede(self, conn: Connection, newest: Mapping[tuple[str, str], str], cleared: Mapping[str, str]) -> None:
-        """These keys have been changed at these positions, and all rows of `cleared` tables went at theirs. What was
-        rejected before is no longer replayed to them."""
+        """These keys changed at these positions, and all rows of `cleared` tables went at theirs: earlier rejects are no
+        longer replayed to them."""
         gone: list[tuple[str, ...]] = []
         for (table, key), positions in self.waiting.items():
             by = max((newest.get((table, key), "") if key else ""), cleared.get(table, ""))
@@ -337,14 +333,14 @@ class Rejected:
             self.look(conn)
 
     def follow(self, conn: Connection, old: str, new: str) -> None:
-        """A table has another name."""
+        """A table was renamed."""
         if old != new:
             query = f'UPDATE {self._table} SET "table" = %s WHERE {_MINE} AND "table" = %s'
             conn.execute(query.encode(), (new, *self._key, old))
             self.look(conn)
 
     def keys_of(self, position: str) -> set[str]:
-        """To which keys this event may still be applied. Empty: it is done, or something newer is there."""
+        """The keys to which this event may still be applied. Empty: done, or superseded."""
         return {key for (_, key), positions in self.waiting.items() if position in positions}
 
     def forget(self, conn: Connection, position: str) -> None:

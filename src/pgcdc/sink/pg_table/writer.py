@@ -1,6 +1,5 @@
-"""Puts folded changes into the target's tables: in few statements, whatever their number. Rows go by COPY to a temporary
-table with the target's types, and a statement takes them from there. Rows that should be new go straight to the target's
-table."""
+"""Writes folded changes to the target's tables in few statements. Rows go by COPY to a temporary table with the target's
+types, from which a statement takes them. Rows that should be new go straight to the target's table."""
 
 from __future__ import annotations
 
@@ -18,9 +17,8 @@ from pgcdc.sink.pg_table.fold import Folded, Rows
 from pgcdc.sink.pg_table.tables import SourceTable, Targets, TargetTable
 from pgcdc.sink.pg_table.target import RowFault
 
-MOST_TABLES = 32
-"""So many staging tables a session keeps: at each commit all of them are emptied, which takes 0.4 ms each."""
-PIECE_BYTES = 1 << 19  # Small enough that the server reads the first rows while the last ones are written
+MOST_TABLES = 32  # The most staging tables of a session: each commit empties all of them, at 0.4 ms each
+PIECE_BYTES = 1 << 19  # Small enough that the server reads the first rows while we write the last
 _ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
 _REFERRED = (psycopg.errors.ForeignKeyViolation, psycopg.errors.RestrictViolation)
 
@@ -30,18 +28,18 @@ class Writer:
 
     def __init__(self, conn: Connection, targets: Targets) -> None:
         self._conn, self.targets = conn, targets
-        self._staging: set[str] = set()  # The temporary tables of this session that we know of
-        self._used: set[str] = set()  # Those of them that have rows of this transaction
+        self._staging: set[str] = set()  # The known temporary tables of this session
+        self._used: set[str] = set()  # Those with rows of this transaction
         self._met: set[tuple[str, str]] = set()
-        """Tables that had rows which should be new: they are not tried with a plain COPY again."""
-        self.missed: Counter[str] = Counter()  # By table: rows that should have been deleted and were not there
+        """Tables that had rows which should be new: no plain COPY for them again."""
+        self.missed: Counter[str] = Counter()  # By table: rows to delete that were missing
 
     def begin(self) -> None:
-        """A transaction begins: what the last one left in temporary tables is gone."""
+        """A transaction begins: temporary tables are empty."""
         self._used.clear()
 
     def truncate(self, sources: Iterable[SourceTable]) -> None:
-        """Empty tables, all at once: they may refer to each other."""
+        """Empty tables, all at once: they may reference each other."""
         targets = [target for source in sources if (target := self.targets.of(source)) is not None]
         if not targets:
             return
@@ -52,7 +50,7 @@ class Writer:
             self._empty(targets)
 
     def _empty(self, targets: list[TargetTable]) -> None:
-        """Delete all rows: those that refer to others first, in whatever order that is."""
+        """Delete all rows, referencing tables first."""
         for tries_left in range(len(targets) - 1, -1, -1):
             for target in list(targets):
                 try:
@@ -64,7 +62,7 @@ class Writer:
                         raise
 
     def write(self, source: SourceTable, folded: Folded, key: tuple[str, ...]) -> None:
-        """Make the target's table what the fold says, as far as it says something."""
+        """Apply the fold to the target's table."""
         gone = [rows for rows in (folded.gone, folded.undone) if rows is not None]
         if not folded.columns and self.targets.of(source) is None:
             self._miss(source, len(folded.gone or ()))
@@ -85,7 +83,7 @@ class Writer:
             self._insert(target, folded.fresh, key)
 
     def _miss(self, source: SourceTable, count: int) -> None:
-        # Under a key that is checked late a row may have been replaced in an earlier part of its transaction.
+        # A row with a deferrable key may have been replaced in an earlier part of its transaction.
         if count > 0 and not source.is_key_deferrable:
             self.missed[source.title] += count
 
@@ -100,7 +98,7 @@ class Writer:
         self._run(_merge(target, stage, columns, key))
 
     def _insert(self, target: TargetTable, rows: Rows, key: tuple[str, ...]) -> None:
-        """Rows that should be new: if some are not, all of them are merged."""
+        """Rows that should be new: if some are not, all are merged."""
         new = rows.only(target.writable(rows.columns))
         if not new.columns:
             raise RowFault("no_columns", f"rows of table {target.title} have no column that could be written")
@@ -117,7 +115,7 @@ class Writer:
         self._merge(target, rows, key)
 
     def move(self, source: SourceTable, old: dict[str, str | None], row: dict[str, str | None]) -> bool:
-        """Give a row of the target another key, and its other new values; whether the row was there."""
+        """Give a target row another key and its other new values; returns whether the row existed."""
         target = self.targets.prepare(source, row, tuple(old))
 
         def terms(values: dict[str, str | None], names: Iterable[str]) -> list[str]:
@@ -128,7 +126,7 @@ class Writer:
         return self._run(f"UPDATE {target.sql} SET {sets} WHERE {where}") > 0
 
     def missing_row(self, source: SourceTable) -> RowFault:
-        """The fault of an update that can only be applied to a row that is there."""
+        """The fault of an update that needs an existing row."""
         target = self.targets.of(source)
         return RowFault(
             "missing_row",
@@ -142,14 +140,14 @@ class Writer:
         return self._conn.execute(statement.encode(), prepare=False).rowcount
 
     def _stage(self, target: TargetTable, rows: Rows) -> tuple[str, tuple[str, ...]]:
-        """Put rows into a temporary table with the target's types, and nothing else; its name in SQL, and its columns. Its
-        name follows from the columns: after a rollback nobody knows which tables are left."""
+        """Put rows into a temporary table with only the target's types; returns its SQL name and columns. The name follows
+        from the columns: after a rollback nobody knows which tables are left."""
         rows = rows.only(target.writable(rows.columns))
         columns = ", ".join(f"{quote_identifier(name)} {target.columns[name].type}" for name in rows.columns)
         name = f"pgcdc_stage_{hashlib.sha256(columns.encode()).hexdigest()[:16]}"
         is_known = name in self._staging
         if not is_known:
-            # Also those that a writer before us has left in the session.
+            # Also those left in the session by an earlier writer.
             query = "SELECT count(*) FROM pg_class WHERE relnamespace = pg_my_temp_schema() AND relkind = 'r'"
             found = self._conn.execute(query).fetchone()
             if found is not None and found[0] >= MOST_TABLES:
@@ -169,7 +167,7 @@ class Writer:
 
 
 def copy_rows(conn: Connection, table: str, rows: Rows) -> None:
-    """COPY rows to a table; `table` is as SQL takes it."""
+    """COPY rows to a table; `table` is quoted for SQL."""
     listed = ", ".join(map(quote_identifier, rows.columns))
     with conn.cursor().copy(f"COPY {table} ({listed}) FROM STDIN".encode()) as copy:
         for piece in copy_texts(rows):
@@ -177,7 +175,7 @@ def copy_rows(conn: Connection, table: str, rows: Rows) -> None:
 
 
 def copy_texts(rows: Rows) -> Iterator[memoryview]:
-    """The rows in the text format of COPY, some megabytes at a time."""
+    """The rows in COPY's text format, some megabytes at a time."""
     values = list(map(_escaped, rows.values))
     if not values:
         return
@@ -190,7 +188,7 @@ def copy_texts(rows: Rows) -> Iterator[memoryview]:
 
 
 def _escaped(values: pa.Array) -> pa.Array:
-    """Texts as COPY writes them; most columns have nothing to escape, and are left alone."""
+    """Texts as COPY writes them; columns without special characters are unchanged."""
     data = values.buffers()[2] if len(values) else None
     raw = data.to_pybytes() if data is not None else b""
     for letter, written in _ESCAPES.items():
@@ -211,7 +209,7 @@ def _matches(key: Iterable[str]) -> str:
 
 
 def _fixed(target: TargetTable, columns: Iterable[str], key: Sequence[str]) -> list[str]:
-    """Columns beside the key that can be inserted, but never updated."""
+    """Columns beside the key that can be inserted but never updated."""
     return [column for column in columns if target.columns[column].identity == "a" and column not in key]
 
 
@@ -221,7 +219,7 @@ def _sets(target: TargetTable, columns: Iterable[str], key: Sequence[str]) -> st
 
 
 def _merge(target: TargetTable, stage: str, columns: Sequence[str], key: Sequence[str]) -> str:
-    """Rows that are there become those of the staging table, the others are inserted."""
+    """Existing rows become those of the staging table, the others are inserted."""
     sets = _sets(target, columns, key)
     overriding = "OVERRIDING SYSTEM VALUE " if any(target.columns[column].identity for column in columns) else ""
     return (
@@ -232,15 +230,15 @@ def _merge(target: TargetTable, stage: str, columns: Sequence[str], key: Sequenc
 
 
 def _make_way(target: TargetTable, stage: str, columns: Sequence[str], key: Sequence[str]) -> str:
-    """Rows whose fixed columns would change go, so that they can be inserted again."""
+    """Delete rows whose fixed columns would change, so that they can be inserted again."""
     fixed = map(quote_identifier, _fixed(target, columns, key))
     differs = " OR ".join(f"t.{one} IS DISTINCT FROM s.{one}" for one in fixed)
     return f"DELETE FROM {target.sql} AS t USING {stage} AS s WHERE {_matches(key)} AND ({differs})"
 
 
 def _patch(target: TargetTable, stage: str, columns: Sequence[str], key: Sequence[str]) -> str:
-    """Rows get the values of the staging table, and keep their others. A row whose fixed column is another one is not found:
-    it is refused, like one that is not there."""
+    """Update rows with the staging table's values. A row whose fixed column differs is not found: it is refused, like a
+    missing one."""
     sets = _sets(target, columns, key) or f"{quote_identifier(key[0])} = s.{quote_identifier(key[0])}"
     where = _matches([*key, *_fixed(target, columns, key)])
     return f"UPDATE {target.sql} AS t SET {sets} FROM {stage} AS s WHERE {where}"
@@ -251,7 +249,7 @@ def _row(columns: Iterable[str], side: str) -> str:
 
 
 def _delete(target: TargetTable, stage: str, columns: Sequence[str], key: Sequence[str]) -> str:
-    """The rows with the keys of the staging table go; if it has other columns, only where these are the same, too."""
+    """Delete the rows with the staging table's keys; other columns must be equal, too."""
     where = _matches(key)
     if len(columns) > len(key):
         where += f" AND {_row(columns, 't.')} = {_row(columns, 's.')}"
@@ -259,8 +257,8 @@ def _delete(target: TargetTable, stage: str, columns: Sequence[str], key: Sequen
 
 
 def _delete_rows(target: TargetTable, stage: str, columns: Sequence[str]) -> str:
-    """For each row of the staging table one that is equal to it goes: as PostgreSQL writes them, so NaN and json, too, and
-    1.0 is not 1.00."""
+    """Delete one equal row for each row of the staging table. Equal as PostgreSQL writes them: also NaN and json, and 1.0 is
+    not 1.00."""
     there, here = _row(columns, "t."), _row(columns, "s.")
     number = "row_number() OVER (PARTITION BY {})".format
     return (
